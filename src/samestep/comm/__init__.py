@@ -1,0 +1,1 @@
+"""Ranks talking to each other: the environment, transports, the ordered reduction, buckets."""

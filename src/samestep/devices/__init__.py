@@ -1,0 +1,1 @@
+"""What hardware is there, which of it to use, and moving values to it."""

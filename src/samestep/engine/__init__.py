@@ -1,0 +1,1 @@
+"""The step: randomness, accumulation, precision, buffers, clipping, the update."""

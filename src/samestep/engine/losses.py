@@ -1,0 +1,82 @@
+"""The loss contract: what a loss function may return, and what it means for the global batch."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from samestep.errors import LossError
+
+
+@dataclass(frozen=True)
+class Mean:
+    """A sum and what to divide it by, for losses and metrics over ragged things: tokens, pixels, boxes.
+
+    The sums and the counts of all shards are added up separately and divided once, so the result is the mean over
+    the global batch whatever the shards hold. A shard without a valid element has a total and a count of zero.
+
+    Attributes:
+        total: 0-d tensor, the sum over the shard.
+        count: 0-d tensor or number, how many elements the sum runs over; not negative.
+    """
+
+    total: Tensor
+    count: Tensor | int | float
+
+
+LossFn = Callable[..., Tensor | Mean]
+
+
+def total_and_count(value: Any, num_samples: int) -> tuple[Tensor, Tensor]:
+    """Reads a loss function's return value as a sum to differentiate and a count to divide by.
+
+    Args:
+        value: a 0-d tensor (a mean over the shard's samples), a 1-d tensor (a loss a sample) or a `Mean`.
+        num_samples: samples of the shard.
+
+    Returns:
+        The total (0-d, floating, differentiable) and the count (0-d, float64; float32 where the device has none).
+
+    Raises:
+        LossError: the value is something else.
+    """
+    if isinstance(value, Mean):
+        total, count = value.total, value.count
+        if not isinstance(total, Tensor) or total.ndim != 0:
+            raise LossError(f"samestep.Mean needs a 0-d tensor as total, got {describe(total)}; sum it first")
+        if isinstance(count, Tensor) and count.numel() != 1:
+            raise LossError(f"samestep.Mean needs one number as count, got {describe(count)}; sum it first")
+    elif isinstance(value, Tensor) and value.ndim == 0:
+        total, count = value * num_samples, num_samples
+    elif isinstance(value, Tensor) and value.ndim == 1:
+        if value.numel() != num_samples:
+            raise LossError(
+                f"the loss function returned {value.numel()} losses for a shard of {num_samples} samples; "
+                "return one a sample, a 0-d mean, or samestep.Mean(total, count)"
+            )
+        total, count = value.sum(), num_samples
+    else:
+        raise LossError(
+            f"the loss function returned {describe(value)}; needed: a 0-d tensor (the mean over the shard's samples), "
+            "a 1-d tensor (a loss a sample) or samestep.Mean(total, count)"
+        )
+    if not total.is_floating_point():
+        raise LossError(f"the loss is {describe(total)}; it must be of a floating dtype")
+    wide = wide_dtype(total.device)
+    if isinstance(count, Tensor):
+        return total, count.detach().reshape(()).to(total.device, wide)
+    return total, torch.full((), count, dtype=wide, device=total.device)
+
+
+def wide_dtype(device: torch.device) -> torch.dtype:
+    """The widest floating dtype for sums of scalars: float64, or float32 on MPS, which has none wider."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def describe(value: Any) -> str:
+    """Says in a few words what a value is, for messages: `a float32 tensor of shape [3, 2]`, `a str`."""
+    if isinstance(value, Tensor):
+        return f"a {str(value.dtype).removeprefix('torch.')} tensor of shape {list(value.shape)}"
+    return "None" if value is None else f"a {type(value).__name__}"

@@ -1,0 +1,1 @@
+"""Starting processes: the fast local start and the supervisor."""

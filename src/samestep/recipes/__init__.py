@@ -1,0 +1,1 @@
+"""Ready models and data for `samestep train`."""

@@ -1,0 +1,1 @@
+"""The run: contract, loop, evaluation, metrics, and what is written to disk."""
