@@ -1,0 +1,120 @@
+"""`samestep devices`: what hardware is there."""
+
+import json
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from samestep.devices.device import Device
+    from samestep.devices.inventory import Inventory
+
+
+def devices(
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
+    free: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="Print the line, such as CUDA_VISIBLE_DEVICES=…, that shows N idle devices."),
+    ] = None,
+) -> None:
+    """Shows the devices: name, memory, load, temperature, processes and links.
+
+    `env $(samestep devices --free 2) python train.py` runs a script on two idle devices.
+    """
+    from samestep.devices.inventory import discover
+
+    inventory = discover()
+    if free is not None:
+        _print_free(free, inventory, as_json)
+    elif as_json:
+        print(json.dumps(_as_dict(inventory)))
+    else:
+        _print_table(inventory)
+
+
+def _print_free(count: int, inventory: "Inventory", as_json: bool) -> None:
+    from samestep.devices.selection import select
+    from samestep.errors import DeviceError
+
+    selection = select(f"free:{count}", inventory)
+    if as_json:
+        print(json.dumps({"indices": selection.indices, "environment": selection.environment}))
+        return
+    if not selection.environment:
+        raise DeviceError(f"no variable limits what a process sees of {selection.describe()}; leave out --free")
+    for name, entries in selection.environment.items():
+        print(f"{name}={entries}")
+
+
+def _as_dict(inventory: "Inventory") -> dict[str, object]:
+    from dataclasses import asdict
+
+    return {
+        "devices": [asdict(device) for device in inventory.devices],
+        "cpu": {**asdict(inventory.cpu), "cores": inventory.cores},
+        "torch": {**asdict(inventory.torch), "kind": inventory.torch.kind},
+        "unusable": [asdict(device) for device in inventory.unusable],
+        "variable": inventory.variable,
+        "notes": list(inventory.notes),
+    }
+
+
+def _print_table(inventory: "Inventory") -> None:
+    from rich.console import Console
+
+    from samestep.devices.device import counted, gib
+
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = 200  # nothing is folded or cut in a file or a pipe
+    if inventory.devices:
+        console.print(_table(inventory.devices, "device"))
+    if inventory.unusable:
+        console.print(_table(inventory.unusable, "GPU (not usable)"))
+    cpu = inventory.cpu
+    load = "" if cpu.utilization is None else f", load {cpu.utilization:.0f} %"
+    memory = f"{gib(cpu.memory_used)} of {gib(cpu.memory_total)} in use"
+    console.print(f"cpu: {cpu.name}, {counted(inventory.cores, 'core')}, {memory}{load}", markup=False)
+    console.print(f"{inventory.torch}, built for {inventory.torch.kind}", markup=False)
+    for note in inventory.notes:
+        console.print(f"note: {note}", markup=False)
+
+
+def _table(rows: "tuple[Device, ...]", title: str) -> "Table":
+    from rich import box
+    from rich.markup import escape
+    from rich.table import Table
+
+    from samestep.devices.device import gib
+
+    table = Table(title, "name", "memory used", "load", "°C", "processes", "links", box=box.SIMPLE)
+    for device in rows:
+        table.add_row(
+            device.torch_name,
+            escape(device.name),
+            f"{gib(device.memory_used)} of {gib(device.memory_total)}",
+            "-" if device.utilization is None else f"{device.utilization:.0f} %",
+            "-" if device.temperature is None else f"{device.temperature:.0f}",
+            escape(_processes(device)) or "-",
+            _links(device) or "-",
+        )
+    return table
+
+
+def _processes(device: "Device") -> str:
+    from samestep.devices.device import gib
+
+    return "\n".join(
+        f"{process.name} {process.pid}" + ("" if process.memory is None else f" ({gib(process.memory)})")
+        for process in device.processes
+    )
+
+
+def _links(device: "Device") -> str:
+    """The links by kind: "NV18: 1,2,3"."""
+    peers: dict[str, list[str]] = {}
+    for link in device.links:
+        peers.setdefault(link.kind, []).append(str(link.peer))
+    return "\n".join(f"{kind}: {','.join(indices)}" for kind, indices in peers.items())

@@ -1,0 +1,96 @@
+"""Buckets: how many tensors lie in a few flat ones, so that they travel in large messages."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from samestep.comm.reduction import ALIGNMENT_ELEMENTS
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """The layout of one flat tensor.
+
+    Attributes:
+        members: indices of the tensors in it.
+        offsets: where each begins, in elements; multiples of `ALIGNMENT_ELEMENTS`.
+        numel: length of the flat tensor, padded so that it divides evenly among the ranks.
+        dtype: dtype of all members.
+        device: device of all members.
+    """
+
+    members: tuple[int, ...]
+    offsets: tuple[int, ...]
+    numel: int
+    dtype: torch.dtype
+    device: torch.device
+
+    def empty(self) -> Tensor:
+        """A flat tensor of this layout, filled with zeros, on a 256-byte border."""
+        return aligned_zeros(self.numel, self.dtype, self.device)
+
+    def views(self, flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The members as views of a flat tensor, with the shapes and, where they are dense, the strides of `tensors`."""
+        return [
+            flat.as_strided(tensors[i].shape, dense_strides(tensors[i]), flat.storage_offset() + offset)
+            for i, offset in zip(self.members, self.offsets, strict=True)
+        ]
+
+
+def make_buckets(tensors: Sequence[Tensor], bucket_bytes: int, world_size: int) -> tuple[Bucket, ...]:
+    """Lays tensors out in buckets, the last tensors first, since backward produces their gradients first.
+
+    A bucket is closed when it holds `bucket_bytes`; tensors of different dtypes or devices never share one. Sums are
+    elementwise, so the bits do not depend on the layout.
+    """
+    groups: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    for index in reversed(range(len(tensors))):
+        groups.setdefault((tensors[index].dtype, tensors[index].device), []).append(index)
+    buckets = []
+    for (dtype, device), indices in groups.items():
+        for members in _split_by_bytes(tensors, indices, bucket_bytes):
+            sizes = [_round_up(tensors[i].numel(), ALIGNMENT_ELEMENTS) for i in members]
+            offsets = [sum(sizes[:k]) for k in range(len(sizes))]
+            numel = _round_up(max(sum(sizes), 1), ALIGNMENT_ELEMENTS * world_size)
+            buckets.append(Bucket(tuple(members), tuple(offsets), numel, dtype, device))
+    return tuple(buckets)
+
+
+def aligned_zeros(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A flat tensor of zeros that starts at a 256-byte border."""
+    spare = 256 // dtype.itemsize
+    block = torch.zeros(numel + spare, dtype=dtype, device=device)
+    start = (-block.data_ptr() % 256) // dtype.itemsize
+    return block[start : start + numel]
+
+
+def dense_strides(tensor: Tensor) -> tuple[int, ...]:
+    """The tensor's own strides if its elements fill their memory without gaps or overlap, else contiguous ones."""
+    order = sorted((stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size != 1)
+    dense = not order or (order[0][0] == 1 and all(a[0] * a[1] == b[0] for a, b in pairwise(order)))
+    if dense:
+        return tensor.stride()
+    strides, step = [], 1
+    for size in reversed(tensor.shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
+
+
+def _split_by_bytes(tensors: Sequence[Tensor], indices: Iterable[int], bucket_bytes: int) -> list[list[int]]:
+    groups: list[list[int]] = [[]]
+    filled = 0
+    for index in indices:
+        if filled >= bucket_bytes:
+            groups.append([])
+            filled = 0
+        groups[-1].append(index)
+        filled += tensors[index].numel() * tensors[index].element_size()
+    return groups
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple

@@ -1,0 +1,128 @@
+"""The communicator: what ranks say to each other, over any transport."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+from torch import Tensor
+
+from samestep.comm.environment import Environment
+from samestep.comm.group import connect
+from samestep.comm.reduction import REDUCTIONS, Reduction, tree_sum_rows
+from samestep.comm.transport import LocalTransport, Transport
+from samestep.plan.tree import Block
+
+
+@dataclass(frozen=True)
+class Communicator:
+    """This rank's voice.
+
+    Attributes:
+        device: the device whose tensors `transport` moves.
+        transport: for tensors on the device.
+        control: for small values in host memory; the same object where the device is a CPU.
+        reduction: "ordered" (the tree, tier `bitwise`) or "native" (the backend's all-reduce, tier `allclose`).
+    """
+
+    device: torch.device
+    transport: Transport
+    control: Transport
+    reduction: str = "ordered"
+
+    @property
+    def rank(self) -> int:
+        """This rank, 0 … world_size - 1."""
+        return self.transport.rank
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks."""
+        return self.transport.world_size
+
+    def reduce(self, blocks_by_rank: Sequence[Sequence[Block]], sums: Sequence[Tensor], like: Tensor) -> Reduction:
+        """Starts the reduction of a flat tensor; see `OrderedReduction`."""
+        return REDUCTIONS[self.reduction](self.transport, blocks_by_rank, sums, like)
+
+    def gather_rows(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
+        """Gives every rank the rows of all ranks.
+
+        Args:
+            rows: this rank's rows, [counts[rank], k], on the device or on the host.
+            counts: how many rows each rank has.
+
+        Returns:
+            [sum(counts), k], by rank.
+        """
+        transport = self.transport if rows.device == self.device else self.control
+        width = rows.shape[1]
+        sizes = [count * width for count in counts]
+        ours = rows.reshape(-1)
+        send = ours if self.world_size == 1 else ours.repeat(self.world_size)
+        return transport.exchange(send, [ours.numel()] * self.world_size, sizes).wait().view(-1, width)
+
+    def gather_words(self, words: Sequence[int]) -> list[list[int]]:
+        """Gives every rank the equally many 64-bit integers of all ranks, through host memory."""
+        row = torch.tensor(words, dtype=torch.int64).view(1, -1)
+        transport = self.control
+        sent = row.reshape(-1).repeat(self.world_size)
+        sizes = [len(words)] * self.world_size
+        received: list[list[int]] = transport.exchange(sent, sizes, sizes).wait().view(-1, len(words)).tolist()
+        return received
+
+    def gather_header(self, rows: Tensor, counts: Sequence[int], words: Sequence[int]) -> tuple[Tensor, list[list[int]]]:
+        """Gives every rank the rows and the words of all ranks: in one message where one transport carries both.
+
+        Args:
+            rows: this rank's rows, [counts[rank], k], on the device.
+            counts: how many rows each rank has.
+            words: equally many 64-bit integers on every rank.
+
+        Returns:
+            The rows of all ranks, [sum(counts), k], and the words of each.
+        """
+        if self.control is not self.transport or rows.dtype != torch.float64:
+            return self.gather_rows(rows, counts), self.gather_words(words)
+        width = rows.shape[1]
+        padded = [*words, *[0] * (-len(words) % width)]
+        as_rows = torch.tensor(padded, dtype=torch.int64).view(torch.float64).view(-1, width)
+        gathered = self.gather_rows(torch.cat([as_rows, rows]), [count + len(as_rows) for count in counts])
+        by_rank = gathered.split([count + len(as_rows) for count in counts])
+        all_rows = torch.cat([part[len(as_rows) :] for part in by_rank])
+        heads = [part[: len(as_rows)].reshape(-1).view(torch.int64).tolist() for part in by_rank]
+        return all_rows, [head[: len(words)] for head in heads]
+
+    def sum_rows(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
+        """Sums the rows of all ranks along the tree over their global indices."""
+        return tree_sum_rows(self.gather_rows(rows, counts))
+
+    def broadcast(self, tensor: Tensor, source: int = 0) -> None:
+        """Overwrites `tensor` on every rank with that of rank `source`."""
+        transport = self.transport if tensor.device == self.device else self.control
+        transport.broadcast(tensor, source)
+
+    def barrier(self) -> None:
+        """Returns when every rank has called it."""
+        self.gather_words([self.rank])
+
+    def close(self) -> None:
+        """Gives back connections and threads."""
+        if self.control is not self.transport:
+            self.control.close()
+        self.transport.close()
+
+
+def make_communicator(
+    environment: Environment, device: torch.device, timeout: timedelta, reduction: str = "ordered"
+) -> Communicator:
+    """Connects this rank to all others; alone, it needs no connection.
+
+    Raises:
+        PeerLostError: not all ranks came within the timeout.
+        UsageError: the store cannot be reached.
+    """
+    if environment.world_size == 1:
+        alone = LocalTransport()
+        return Communicator(device, alone, alone, reduction)
+    transport, control = connect(environment, device, timeout)
+    return Communicator(device, transport, control, reduction)

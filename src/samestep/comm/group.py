@@ -1,0 +1,223 @@
+"""The transport over torch.distributed: gloo between CPU workers, NCCL between GPUs."""
+
+import contextlib
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from samestep.comm.environment import Environment
+from samestep.comm.transport import Pending
+from samestep.errors import PeerLostError, UsageError
+
+ROLL_CALL_SECONDS = 5.0
+
+
+class GroupTransport:
+    """Moves tensors by a torch.distributed process group.
+
+    Tensors travel as bytes, so every dtype does. With gloo, tensors of an accelerator go through host memory.
+
+    Args:
+        group: the process group; None for the default one.
+        store: the store that the ranks met at; finds out who is missing when a transfer fails.
+        timeout: after this long without an answer a transfer fails.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, store: dist.Store, timeout: timedelta) -> None:
+        self.rank = dist.get_rank(group)
+        self.world_size = dist.get_world_size(group)
+        self._group = group
+        self._store = store
+        self._timeout = timeout
+        self._through_host = dist.get_backend(group) == "gloo"
+
+    def exchange(self, parts: Tensor, sizes: Sequence[int], receive_sizes: Sequence[int]) -> Pending:
+        """All-to-all of the parts."""
+        device = parts.device
+        if self._through_host:
+            parts = parts.cpu()
+        received = torch.empty(sum(receive_sizes), dtype=parts.dtype, device=parts.device)
+        width = parts.element_size()
+        try:
+            work = dist.all_to_all_single(
+                received.view(torch.uint8),
+                parts.contiguous().view(torch.uint8),
+                [size * width for size in receive_sizes],
+                [size * width for size in sizes],
+                group=self._group,
+                async_op=True,
+            )
+        except RuntimeError as error:
+            raise self.peers_lost(error) from error
+        return GroupPending(self, work, received, parts, device)
+
+    def gather(self, part: Tensor) -> Pending:
+        """All-gather; over gloo as an all-to-all, which is measured to be faster there at every size."""
+        if self._through_host:
+            size = part.numel()
+            return self.exchange(part.repeat(self.world_size), [size] * self.world_size, [size] * self.world_size)
+        received = part.new_empty(part.numel() * self.world_size)
+        work = dist.all_gather_into_tensor(
+            received.view(torch.uint8), part.contiguous().view(torch.uint8), group=self._group, async_op=True
+        )
+        return GroupPending(self, work, received, part, part.device)
+
+    def add(self, tensor: Tensor) -> Pending:
+        """The backend's own all-reduce."""
+        moved = tensor.cpu() if self._through_host else tensor
+        try:
+            work = dist.all_reduce(moved, group=self._group, async_op=True)
+        except RuntimeError as error:
+            raise self.peers_lost(error) from error
+        return GroupPending(self, work, moved, moved, tensor.device)
+
+    def broadcast(self, tensor: Tensor, source: int) -> None:
+        """Broadcast, through host memory where gloo needs it."""
+        moved = tensor.cpu() if self._through_host else tensor.contiguous()
+        try:
+            dist.broadcast(moved.reshape(-1).view(torch.uint8), source, group=self._group)
+        except RuntimeError as error:
+            raise self.peers_lost(error) from error
+        if moved is not tensor:
+            tensor.copy_(moved)
+
+    def close(self) -> None:
+        """Destroys the process group."""
+        if dist.is_initialized():
+            dist.destroy_process_group(self._group)
+
+    def peers_lost(self, error: RuntimeError) -> PeerLostError:
+        """Turns a failed transfer into an error that names the ranks which did not answer.
+
+        Every rank whose transfer failed answers a roll call in the store; those that do not are missing.
+        """
+        seconds = min(ROLL_CALL_SECONDS, self._timeout.total_seconds())
+        missing = []
+        try:
+            self._store.set(f"roll-call/{self.rank}", b"here")
+            for rank in range(self.world_size):
+                try:
+                    self._store.wait([f"roll-call/{rank}"], timedelta(seconds=seconds))
+                except RuntimeError:
+                    missing.append(rank)
+                    seconds = 0.1
+        except RuntimeError:
+            return PeerLostError(f"the exchange failed and the store of the ranks is gone: {error}")
+        if not missing:
+            return PeerLostError(f"the exchange failed although all ranks are alive: {error}")
+        names = ", ".join(str(rank) for rank in missing)
+        return PeerLostError(
+            f"rank {self.rank} of {self.world_size} waits for rank {names}, which died or did not answer within "
+            f"{self._timeout.total_seconds():g} s; see its log, or raise timeout_seconds if it is only slow",
+            tuple(missing),
+        )
+
+
+class GroupPending:
+    """A torch.distributed operation under way; keeps what it sends alive."""
+
+    def __init__(
+        self, transport: GroupTransport, work: dist.Work | None, received: Tensor, sent: Tensor, device: torch.device
+    ) -> None:
+        self._transport = transport
+        self._work = work
+        self._received = received
+        self._sent = sent
+        self._device = device
+
+    def wait(self) -> Tensor:
+        """Waits, and brings what arrived in host memory to the device."""
+        try:
+            if self._work is not None:
+                self._work.wait()
+        except RuntimeError as error:
+            raise self._transport.peers_lost(error) from error
+        return self._received.to(self._device)
+
+
+def connect(
+    environment: Environment, device: torch.device, timeout: timedelta
+) -> tuple[GroupTransport, GroupTransport]:
+    """Joins the process group that the environment describes.
+
+    Args:
+        environment: our place; its world size is above 1.
+        device: this rank's device; NCCL if it is a GPU of its own, else gloo.
+        timeout: for the meeting and for every transfer.
+
+    Returns:
+        The transport for tensors on the device, and the one for small host values (the same one on a CPU).
+
+    Raises:
+        UsageError: nobody answers at the store's address, or the user's own process group has another size.
+        PeerLostError: not all ranks came.
+    """
+    if dist.is_initialized():
+        return _adopt_group(environment, device, timeout)
+    shared_gpu = device.type == "cuda" and environment.local_world_size > torch.cuda.device_count()
+    backend = "nccl" if device.type == "cuda" and not shared_gpu else "gloo"
+    store = _meet(environment, timeout)
+    dist.init_process_group(
+        backend,
+        store=dist.PrefixStore("samestep-group", store),
+        rank=environment.rank,
+        world_size=environment.world_size,
+        timeout=timeout,
+        device_id=device if backend == "nccl" else None,
+    )
+    calls = dist.PrefixStore("samestep-calls", store)
+    transport = GroupTransport(None, calls, timeout)
+    if backend == "gloo":
+        return transport, transport
+    return transport, GroupTransport(dist.new_group(backend="gloo", timeout=timeout), calls, timeout)
+
+
+def _meet(environment: Environment, timeout: timedelta) -> dist.Store:
+    """Connects to the store and waits until every rank has."""
+    address = f"tcp://{environment.master_addr}:{environment.master_port}"
+    try:
+        store, _, _ = next(
+            dist.rendezvous("env://", environment.rank, environment.world_size, timeout=timeout)
+            if environment.launcher in ("samestep", "torchrun", "other")
+            else dist.rendezvous(address, environment.rank, environment.world_size, timeout=timeout)
+        )
+    except (RuntimeError, ValueError, OSError) as error:
+        raise UsageError(f"rank {environment.rank} cannot reach the store at {address}: {error}") from error
+    meeting = dist.PrefixStore("samestep-meeting", store)
+    meeting.set(str(environment.rank), b"here")
+    missing = []
+    wait = timeout
+    for rank in range(environment.world_size):
+        try:
+            meeting.wait([str(rank)], wait)
+        except RuntimeError:
+            missing.append(rank)
+            wait = timedelta(seconds=0.1)
+    if missing:
+        names = ", ".join(str(rank) for rank in missing)
+        raise PeerLostError(
+            f"rank {environment.rank} met {environment.world_size - len(missing)} of {environment.world_size} ranks "
+            f"within {timeout.total_seconds():g} s; missing: {names}",
+            tuple(missing),
+        )
+    return store
+
+
+def _adopt_group(
+    environment: Environment, device: torch.device, timeout: timedelta
+) -> tuple[GroupTransport, GroupTransport]:
+    """Uses the ranks of a process group that the user's script has set up, through a group of our own."""
+    if dist.get_world_size() != environment.world_size:
+        raise UsageError(
+            f"the process group has {dist.get_world_size()} ranks, the environment says {environment.world_size}"
+        )
+    calls: dist.Store = dist.HashStore()
+    with contextlib.suppress(AttributeError):
+        calls = dist.PrefixStore("samestep-calls", dist.distributed_c10d._get_default_store())
+    host = GroupTransport(dist.new_group(backend="gloo", timeout=timeout), calls, timeout)
+    if device.type != "cuda" or dist.get_backend() != "nccl":
+        return host, host
+    return GroupTransport(dist.new_group(backend="nccl", timeout=timeout), calls, timeout), host

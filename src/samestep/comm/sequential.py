@@ -1,0 +1,163 @@
+"""The transport between ranks that take turns in one process.
+
+Each rank is a thread, but only one runs at a time, and the turn passes on only where a rank waits for others. So
+global state (the random generators above all) is safe, and every world size up to 64 can be tried without processes.
+"""
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from samestep.comm.transport import Pending
+from samestep.errors import PeerLostError
+
+T = TypeVar("T")
+
+
+class SequentialWorld:
+    """A world of ranks that take turns.
+
+    Args:
+        world_size: number of ranks.
+    """
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self._turn = 0
+        self._changed = threading.Condition()
+        self._over: set[int] = set()
+        self._mail: dict[tuple[int, int], list[Tensor]] = {}
+        self._collected: Counter[int] = Counter()
+
+    def run(self, program: Callable[["SequentialTransport"], T]) -> list[T]:
+        """Runs the program on every rank and returns its results by rank.
+
+        Raises:
+            BaseException: the first one that a rank raised for a cause of its own.
+        """
+        results: dict[int, T] = {}
+        errors: dict[int, BaseException] = {}
+
+        def rank_main(rank: int) -> None:
+            torch.set_num_threads(1)
+            self._await_turn(rank)
+            try:
+                results[rank] = program(SequentialTransport(self, rank))
+            except BaseException as error:
+                errors[rank] = error
+            with self._changed:
+                self._over.add(rank)
+                self._pass_turn(rank)
+
+        threads = [threading.Thread(target=rank_main, args=(rank,), daemon=True) for rank in range(self.world_size)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if errors:
+            raise min(errors.items(), key=lambda item: (isinstance(item[1], PeerLostError), item[0]))[1]
+        return [results[rank] for rank in range(self.world_size)]
+
+    def post(self, call: int, rank: int, parts: list[Tensor]) -> None:
+        """Leaves a rank's parts for its call number `call`."""
+        with self._changed:
+            self._mail[call, rank] = parts
+
+    def collect(self, call: int, rank: int) -> list[Tensor]:
+        """The parts of all ranks for `rank`; gives the turn away until they are there."""
+        while True:
+            with self._changed:
+                missing = [other for other in range(self.world_size) if (call, other) not in self._mail]
+                if not missing:
+                    return self._take(call, rank)
+                if all(other in self._over for other in missing):
+                    raise PeerLostError(f"rank {rank} waits for ranks {missing}, which have ended", tuple(missing))
+                self._pass_turn(rank)
+            self._await_turn(rank)
+
+    def _take(self, call: int, rank: int) -> list[Tensor]:
+        """This rank's parts of a call; the last one to take them clears them away."""
+        parts = [self._mail[call, other][rank] for other in range(self.world_size)]
+        self._collected[call] += 1
+        if self._collected[call] == self.world_size:
+            del self._collected[call]
+            for other in range(self.world_size):
+                del self._mail[call, other]
+        return parts
+
+    def _pass_turn(self, rank: int) -> None:
+        """Gives the turn to the next rank that has not ended; the condition is held."""
+        for step in range(1, self.world_size + 1):
+            following = (rank + step) % self.world_size
+            if following not in self._over:
+                self._turn = following
+                break
+        self._changed.notify_all()
+
+    def _await_turn(self, rank: int) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._turn == rank)
+
+
+class SequentialTransport:
+    """One rank's end of a `SequentialWorld`."""
+
+    def __init__(self, world: SequentialWorld, rank: int) -> None:
+        self.rank = rank
+        self.world_size = world.world_size
+        self._world = world
+        self._calls = 0
+
+    def exchange(self, parts: Tensor, sizes: Sequence[int], receive_sizes: Sequence[int]) -> Pending:
+        """Leaves copies of the parts for the others."""
+        call = self._calls
+        self._calls += 1
+        self._world.post(call, self.rank, list(parts.clone().split(list(sizes))))
+        return SequentialParts(self._world, call, self.rank)
+
+    def gather(self, part: Tensor) -> Pending:
+        """Leaves a copy of the part for everyone."""
+        size = part.numel()
+        return self.exchange(part.repeat(self.world_size), [size] * self.world_size, [size] * self.world_size)
+
+    def add(self, tensor: Tensor) -> Pending:
+        """Sums by rank, from left to right."""
+        return SequentialTotal(self.gather(tensor), tensor.numel())
+
+    def broadcast(self, tensor: Tensor, source: int) -> None:
+        """Copies the source's tensor."""
+        size = tensor.numel()
+        parts = self.gather(tensor.reshape(-1)).wait().split(size)
+        tensor.copy_(parts[source].view_as(tensor))
+
+    def close(self) -> None:
+        """Does nothing: the world ends with its program."""
+
+
+class SequentialParts:
+    """Parts that the other ranks may not have left yet."""
+
+    def __init__(self, world: SequentialWorld, call: int, rank: int) -> None:
+        self._world = world
+        self._call = call
+        self._rank = rank
+
+    def wait(self) -> Tensor:
+        """The parts from rank 0, 1, … one after another."""
+        return torch.cat(self._world.collect(self._call, self._rank))
+
+
+class SequentialTotal:
+    """The sum of parts that the other ranks may not have left yet."""
+
+    def __init__(self, parts: Pending, numel: int) -> None:
+        self._parts = parts
+        self._numel = numel
+
+    def wait(self) -> Tensor:
+        """The sum, from left to right."""
+        return self._parts.wait().view(-1, self._numel).sum(0)

@@ -1,0 +1,95 @@
+"""The transport: the small seam between the ordered reduction and whatever moves bytes.
+
+A transport exchanges; it adds only for the `native` reduction. Three implementations: `LocalTransport` here (one rank, plain arithmetic on
+the same code path), `GroupTransport` (torch.distributed: gloo, NCCL) and `SequentialTransport` (ranks that take turns
+in one process).
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+
+class Pending(Protocol):
+    """A transfer under way."""
+
+    def wait(self) -> Tensor:
+        """The received tensor; blocks the host, or the device's stream, until it has arrived.
+
+        Raises:
+            PeerLostError: a rank died or did not answer in time.
+        """
+        ...
+
+
+class Transport(Protocol):
+    """Moves flat (1-d, contiguous) tensors between ranks. Every rank calls the same methods in the same order."""
+
+    rank: int
+    world_size: int
+
+    def exchange(self, parts: Tensor, sizes: Sequence[int], receive_sizes: Sequence[int]) -> Pending:
+        """Hands over parts, gets parts: an all-to-all.
+
+        Args:
+            parts: the parts for rank 0, 1, … one after another.
+            sizes: elements of the part for each rank.
+            receive_sizes: elements that each rank sends to this one.
+
+        Returns:
+            What will give the parts from rank 0, 1, … one after another. May alias `parts`.
+        """
+        ...
+
+    def gather(self, part: Tensor) -> Pending:
+        """Gives every rank the equally long parts of rank 0, 1, … one after another. May alias `part`."""
+        ...
+
+    def add(self, tensor: Tensor) -> Pending:
+        """Sums equally long tensors over the ranks in whatever order the backend likes: tier `allclose`."""
+        ...
+
+    def broadcast(self, tensor: Tensor, source: int) -> None:
+        """Overwrites `tensor` on all ranks with that of rank `source`."""
+        ...
+
+    def close(self) -> None:
+        """Gives back connections and threads."""
+        ...
+
+
+class Arrived:
+    """A transfer that is there already."""
+
+    def __init__(self, received: Tensor) -> None:
+        self._received = received
+
+    def wait(self) -> Tensor:
+        """The received tensor."""
+        return self._received
+
+
+class LocalTransport:
+    """One rank alone: every exchange is with itself."""
+
+    rank = 0
+    world_size = 1
+
+    def exchange(self, parts: Tensor, sizes: Sequence[int], receive_sizes: Sequence[int]) -> Pending:
+        """Returns the parts themselves."""
+        return Arrived(parts)
+
+    def gather(self, part: Tensor) -> Pending:
+        """Returns the part itself."""
+        return Arrived(part)
+
+    def add(self, tensor: Tensor) -> Pending:
+        """Returns the tensor itself."""
+        return Arrived(tensor)
+
+    def broadcast(self, tensor: Tensor, source: int) -> None:
+        """Does nothing."""
+
+    def close(self) -> None:
+        """Does nothing."""

@@ -1,0 +1,159 @@
+"""The batch: this rank's shards of one global batch, on its device."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from samestep.devices.transfer import to_device
+from samestep.errors import DataError
+from samestep.plan.shards import shard_bounds
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What the loader yields and the step takes.
+
+    Attributes:
+        length: samples in the global batch.
+        shards: shard index to value (tensors with the shard's samples along dim 0), for this rank's shards that hold
+            samples.
+        epoch: the epoch, counted from 0; -1 where it is not known.
+        position: samples of the epoch before this batch; -1 where it is not known.
+        ids: gives the sample ids of the global batch in order, or None where samples have no ids.
+        checksum: of the whole global batch, where each rank was handed all of it; 0 else.
+    """
+
+    length: int
+    shards: Mapping[int, Any]
+    epoch: int = -1
+    position: int = -1
+    ids: Callable[[], np.ndarray] | None = field(default=None, repr=False)
+    checksum: int = 0
+
+    def describe_shard(self, shard: int, num_shards: int) -> str:
+        """Says which samples a shard holds, for messages."""
+        bounds = shard_bounds(self.length, num_shards)
+        if self.ids is None:
+            return f"rows {bounds[shard]} to {bounds[shard + 1] - 1} of the batch"
+        ids = self.ids()[bounds[shard] : bounds[shard + 1]].tolist()
+        shown = ", ".join(str(i) for i in ids[:16])
+        return f"sample ids {shown}{' …' if len(ids) > 16 else ''}"
+
+
+def split_batch(value: Any, num_shards: int, mine: range, device: torch.device, compare: bool) -> Batch:
+    """Takes this rank's shards of a global batch that every rank was handed whole.
+
+    Args:
+        value: tensors, arrays, or nested dicts, lists and tuples of them, with the samples along dim 0.
+        num_shards: V.
+        mine: this rank's shards.
+        device: where they go.
+        compare: whether to compute the checksum by which ranks notice that they were handed different batches.
+
+    Raises:
+        DataError: there is no tensor in it, or the tensors disagree on the number of samples.
+    """
+    length = num_samples(value)
+    bounds = shard_bounds(length, num_shards)
+    shards = {
+        shard: settle(take_rows(value, bounds[shard], bounds[shard + 1], length), device)
+        for shard in mine
+        if bounds[shard] < bounds[shard + 1]
+    }
+    return Batch(length, shards, checksum=checksum(value) if compare else 0)
+
+
+def num_samples(value: Any) -> int:
+    """The common length of dim 0 of all tensors and arrays in a nested value.
+
+    Raises:
+        DataError: there is none, or they differ.
+    """
+    lengths = {int(leaf.shape[0]) for leaf in leaves(value) if isinstance(leaf, Tensor | np.ndarray) and leaf.ndim > 0}
+    if not lengths:
+        raise DataError("the batch holds no tensor with a sample dimension; needed: tensors with the samples along dim 0")
+    if len(lengths) > 1:
+        found = ", ".join(str(length) for length in sorted(lengths))
+        raise DataError(f"the batch holds tensors of {found} samples; all must have the same number along dim 0")
+    return lengths.pop()
+
+
+def take_rows(value: Any, start: int, stop: int, length: int) -> Any:
+    """Samples start … stop - 1 of a nested value; lists of `length` plain entries (strings, numbers) are cut as well."""
+    if isinstance(value, Tensor | np.ndarray):
+        return value[start:stop] if value.ndim > 0 else value
+    if isinstance(value, Mapping):
+        return {key: take_rows(entry, start, stop, length) for key, entry in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(take_rows(entry, start, stop, length) for entry in value))
+    if isinstance(value, list | tuple):
+        if len(value) == length and not any(isinstance(leaf, Tensor | np.ndarray) for leaf in leaves(value)):
+            return value[start:stop]
+        return type(value)(take_rows(entry, start, stop, length) for entry in value)
+    return value
+
+
+def leaves(value: Any) -> list[Any]:
+    """All values in nested mappings, lists and tuples that are none of these."""
+    if isinstance(value, Mapping):
+        return [leaf for entry in value.values() for leaf in leaves(entry)]
+    if isinstance(value, list | tuple):
+        return [leaf for entry in value for leaf in leaves(entry)]
+    return [value]
+
+
+def settle(value: Any, device: torch.device) -> Any:
+    """Moves a shard to the device, its tensors on the memory borders that every rank uses.
+
+    Vectorised kernels look at the alignment of their input, so a slice that begins anywhere is copied.
+    """
+    return map_tensors(lambda tensor: _aligned(to_device(tensor, device, non_blocking=True)), value)
+
+
+def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """Applies a function to every tensor in nested mappings, lists and tuples."""
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, Mapping):
+        return {key: map_tensors(function, entry) for key, entry in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(map_tensors(function, entry) for entry in value))
+    if isinstance(value, list | tuple):
+        return type(value)(map_tensors(function, entry) for entry in value)
+    return value
+
+
+def _aligned(tensor: Tensor) -> Tensor:
+    """The tensor itself if it begins at the border that the allocator guarantees, else a copy that does."""
+    border = 64 if tensor.device.type == "cpu" else 256
+    return tensor if tensor.data_ptr() % border == 0 else tensor.clone()
+
+
+def checksum(value: Any) -> int:
+    """A position-dependent 64-bit checksum of all tensors and arrays in a nested value: two swapped rows change it."""
+    total = 0
+    for leaf in leaves(value):
+        if isinstance(leaf, np.ndarray) and leaf.dtype != object:
+            leaf = torch.from_numpy(np.ascontiguousarray(leaf))
+        if isinstance(leaf, Tensor):
+            total = (total * 1_000_003 + int(tensor_checksum(leaf))) % 2**63
+    return total
+
+
+def tensor_checksum(tensor: Tensor) -> Tensor:
+    """A position-dependent checksum of a tensor's bytes: a 0-d int64 tensor on its device.
+
+    The sum of each byte group times an odd weight that depends on its position, modulo 2^64.
+    """
+    flat = tensor.detach().reshape(-1).contiguous()
+    if flat.dtype == torch.bool:
+        flat = flat.view(torch.uint8)
+    width = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}[flat.element_size()]
+    words = flat.view(width).to(torch.int64)
+    positions = torch.arange(1, words.numel() + 1, device=words.device)
+    weights = (positions * -7046029254386353131) ^ (positions << 17)
+    return ((words + 1) * (weights | 1)).sum()

@@ -1,0 +1,231 @@
+"""The loader: global batches in the order of the run, of which this rank fetches its shards only.
+
+Every sample is consumed once an epoch, in an order that depends on (seed, epoch) alone: tier `sample-exact` and, with
+per-sample randomness, `bitwise`. Nothing is padded; the last batch is shorter and is split over the shards like any.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import IterableDataset, TensorDataset
+
+from samestep.data.ahead import fetch_ahead
+from samestep.data.batch import Batch, settle
+from samestep.data.fetch import ShardIds, collate, fetch_shards
+from samestep.data.tensors import InMemory, TensorData
+from samestep.errors import DataError, UsageError
+from samestep.plan.cursor import Cursor, batch_length, num_batches
+from samestep.plan.order import permute
+from samestep.plan.shards import shard_bounds
+
+ORDER_CHUNK = 8192  # positions whose ids are computed at a time, which spares NumPy's cost a call
+
+
+class Loader:
+    """Yields this rank's `Batch` of each global batch; made by `samestep.Run.loader`, which explains the arguments.
+
+    Iterating runs through one epoch, from the cursor to its end; iterating again runs through the next. A loop that was
+    left early has used up its epoch, unless the loader's state is loaded again.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        ranges: Sequence[range],
+        rank: int,
+        device: torch.device,
+        seed: int,
+        global_batch_size: int,
+        shuffle: bool = False,
+        drop_last: bool = False,
+        num_workers: int = 0,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        multiprocessing_context: str | None = None,
+    ) -> None:
+        if num_workers < 0:
+            raise UsageError(f"got num_workers={num_workers}; it must be 0 or more (--num-workers)")
+        self.dataset = as_dataset(dataset)
+        self.is_stream = isinstance(self.dataset, IterableDataset)
+        if self.is_stream and shuffle:
+            raise UsageError("an iterable dataset cannot be shuffled by position; shuffle inside it, by set_epoch(epoch)")
+        if self.is_stream and num_workers > 0:
+            raise UsageError(f"got num_workers={num_workers} for an iterable dataset, whose workers would repeat it; use 0")
+        self.global_batch_size = global_batch_size
+        self.cursor = Cursor()
+        self._num_samples = 0 if self.is_stream else _length(self.dataset)
+        self._ranges = tuple(ranges)
+        self._mine = ranges[rank]
+        self._num_shards = ranges[-1].stop
+        self._device = device
+        self._seed = seed
+        self._shuffle = shuffle
+        self._drop_last = drop_last
+        self._num_workers = num_workers
+        self._collate = collate if collate_fn is None else collate_fn
+        self._context = multiprocessing_context
+        self._left_early = False
+
+    def __len__(self) -> int:
+        """Global batches of an epoch.
+
+        Raises:
+            TypeError: the dataset is a stream, whose length nobody knows.
+        """
+        if self.is_stream:
+            raise TypeError("an iterable dataset has no length")
+        return num_batches(self._num_samples, self.global_batch_size, self._drop_last)
+
+    @property
+    def num_samples(self) -> int | None:
+        """Samples of the dataset; None for a stream."""
+        return None if self.is_stream else self._num_samples
+
+    def __iter__(self) -> Iterator[Batch]:
+        """Runs from the cursor to the end of the epoch."""
+        if self._left_early:
+            self.cursor = self.cursor.next_epoch()
+        self._left_early = True
+        batches = self._stream() if self.is_stream else self._map_style()
+        for batch in fetch_ahead(batches, self._device):
+            self.cursor = Cursor(batch.epoch, batch.position + batch.length)
+            yield batch
+        self.cursor = self.cursor.next_epoch()
+        self._left_early = False
+
+    def ids(self, epoch: int, start: int, stop: int) -> np.ndarray:
+        """The sample ids at positions start … stop - 1 of an epoch."""
+        positions = np.arange(start, stop, dtype=np.int64)
+        return permute(positions, self._num_samples, self._seed, epoch) if self._shuffle else positions
+
+    def state_dict(self) -> dict[str, Any]:
+        """The cursor: the batches yielded so far count as consumed."""
+        return {"epoch": self.cursor.epoch, "position": self.cursor.position}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continues from a saved cursor, on any number of devices."""
+        self.cursor = Cursor(int(state["epoch"]), int(state["position"]))
+        self._left_early = False
+
+    def _map_style(self) -> Iterator[Batch]:
+        epoch, first = self.cursor.epoch, self.cursor.position
+        if isinstance(self.dataset, InMemory):
+            dataset = self.dataset
+            for batch, ids in self._plan(epoch, first):
+                shards = {shard: self._gather(dataset, some) for shard, some in ids.items()}
+                yield _with_shards(batch, shards)
+            return
+        plan, again = self._plan(epoch, first), self._plan(epoch, first)
+        requests = (ShardIds(epoch, ids) for _, batch_ids in again for ids in batch_ids.values())
+        fetched = fetch_shards(
+            self.dataset, requests, self._collate, self._seed, self._num_workers, self._context, self._device
+        )
+        for batch, batch_ids in plan:
+            yield _with_shards(batch, {shard: settle(next(fetched), self._device) for shard in batch_ids})
+
+    def _plan(self, epoch: int, position: int) -> Iterator[tuple[Batch, dict[int, np.ndarray]]]:
+        """The batches of the rest of an epoch, still empty, with the ids of each of this rank's shards."""
+        chunk = max(1, ORDER_CHUNK // self.global_batch_size)
+        while True:
+            bounds = []
+            for _ in range(chunk):
+                length = batch_length(position, self._num_samples, self.global_batch_size, self._drop_last)
+                if length == 0:
+                    break
+                bounds.append((position, length, shard_bounds(length, self._num_shards)))
+                position += length
+            if not bounds:
+                return
+            spans = [(p + cut[self._mine.start], p + cut[self._mine.stop]) for p, _, cut in bounds]
+            positions = np.concatenate([np.arange(start, stop, dtype=np.int64) for start, stop in spans])
+            ids = permute(positions, self._num_samples, self._seed, epoch) if self._shuffle else positions
+            offset = 0
+            for (start, length, cut), span in zip(bounds, spans, strict=True):
+                mine = ids[offset : offset + span[1] - span[0]]
+                offset += span[1] - span[0]
+                shards = {
+                    shard: mine[cut[shard] - cut[self._mine.start] : cut[shard + 1] - cut[self._mine.start]]
+                    for shard in self._mine
+                    if cut[shard] < cut[shard + 1]
+                }
+                yield Batch(length, {}, epoch, start, _IdsLater(self, epoch, start, length)), shards
+
+    def _gather(self, dataset: InMemory, ids: np.ndarray) -> Any:
+        value = settle(dataset.gather(torch.from_numpy(ids)), self._device)
+        return value if dataset.transform is None else dataset.transform(value)
+
+    def _stream(self) -> Iterator[Batch]:
+        """Every rank reads the stream, and collates its own shards."""
+        epoch, position = self.cursor.epoch, self.cursor.position
+        if hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(epoch)
+        stream = iter(self.dataset)
+        for _ in islice(stream, position):
+            pass
+        while samples := list(islice(stream, self.global_batch_size)):
+            if self._drop_last and len(samples) < self.global_batch_size:
+                return
+            cut = shard_bounds(len(samples), self._num_shards)
+            shards = {
+                shard: settle(self._collate(samples[cut[shard] : cut[shard + 1]]), self._device)
+                for shard in self._mine
+                if cut[shard] < cut[shard + 1]
+            }
+            yield Batch(len(samples), shards, epoch, position, _Positions(position, len(samples)))
+            position += len(samples)
+
+
+class _IdsLater:
+    """Computes the ids of a global batch when somebody asks."""
+
+    def __init__(self, loader: Loader, epoch: int, start: int, length: int) -> None:
+        self._args = (loader, epoch, start, length)
+
+    def __call__(self) -> np.ndarray:
+        loader, epoch, start, length = self._args
+        return loader.ids(epoch, start, start + length)
+
+
+class _Positions:
+    """The ids of a stream's samples: their positions in it."""
+
+    def __init__(self, start: int, length: int) -> None:
+        self._range = (start, start + length)
+
+    def __call__(self) -> np.ndarray:
+        return np.arange(*self._range, dtype=np.int64)
+
+
+def as_dataset(value: Any) -> Any:
+    """Takes what has samples as a dataset: tensors (also nested) are put in a `TensorData`.
+
+    Raises:
+        DataError: it has neither tensors, nor `__getitem__` and `__len__`, nor is it an IterableDataset.
+    """
+    if isinstance(value, TensorDataset):
+        return TensorData(tuple(value.tensors))
+    if isinstance(value, IterableDataset | InMemory):
+        return value
+    if isinstance(value, Tensor | tuple | dict):
+        return TensorData(value)
+    if hasattr(value, "__getitem__") and hasattr(value, "__len__"):
+        return value
+    raise DataError(
+        f"got {type(value).__name__} as a dataset; needed: tensors with a common first dimension, a dataset with "
+        "__len__ and __getitem__, or a torch.utils.data.IterableDataset"
+    )
+
+
+def _length(dataset: Any) -> int:
+    length = len(dataset)
+    if length < 1:
+        raise DataError("the dataset is empty; needed: at least one sample")
+    return length
+
+
+def _with_shards(batch: Batch, shards: dict[int, Any]) -> Batch:
+    return Batch(batch.length, shards, batch.epoch, batch.position, batch.ids)

@@ -1,0 +1,157 @@
+"""Tensors in memory as a dataset: one indexed gather takes a shard, no Python runs per sample.
+
+A dataset is "in memory" for the loader if it has `gather(ids)` and `transform`: the loader calls `gather` once a
+shard, moves the result to the device, and applies `transform` there.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from samestep.errors import DataError, UsageError
+from samestep.plan.order import permute
+
+Transform = Callable[[Any], Any]
+
+
+@runtime_checkable
+class InMemory(Protocol):
+    """What the loader needs of a dataset to take a whole shard at once."""
+
+    @property
+    def transform(self) -> Transform | None:
+        """Applied to a gathered batch once it is on its device; None if there is nothing to do."""
+
+    def __len__(self) -> int:
+        """How many samples there are."""
+
+    def gather(self, ids: Tensor) -> Any:
+        """The samples of these ids (1-d, int64, on the CPU), batched along the first dimension."""
+
+
+class TensorData(Dataset[Any]):
+    """Samples that are rows of tensors: like `torch.utils.data.TensorDataset`, but it keeps the structure it is given.
+
+    Args:
+        tensors: one tensor, or a tuple, named tuple, list or dict of tensors (nested as you like), all with the same
+            first dimension. A batch has the same structure.
+        transform: applied to a gathered batch on its device, for example to scale bytes to floats. It must treat each
+            sample alone, since the same sample may come in batches of different sizes.
+
+    Raises:
+        DataError: there is no tensor, something else than a tensor, or the first dimensions differ.
+    """
+
+    def __init__(self, tensors: Any, transform: Transform | None = None) -> None:
+        self.tensors = tensors
+        self.transform = transform
+        sizes = {_rows(tensor) for tensor in _leaves(tensors)}
+        if len(sizes) != 1:
+            got = f"the sizes {', '.join(map(str, sorted(sizes)))}" if sizes else "no tensor at all"
+            raise DataError(f"a TensorData needs tensors with the same first dimension, got {got}")
+        self._size = sizes.pop()
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, index: int) -> Any:
+        """One sample, as a transformed batch of it alone would hold it; negative indices count from the end."""
+        batch = self.gather(torch.tensor([row_index(index, len(self))]))
+        if self.transform is not None:
+            batch = self.transform(batch)
+        return _map(lambda tensor: tensor[0], batch)
+
+    def gather(self, ids: Tensor) -> Any:
+        """The samples of these ids in a new batch, before `transform`.
+
+        Args:
+            ids: 1-d int64 tensor of indices in 0…n−1, in any order, repeats allowed.
+        """
+        return _map(lambda tensor: tensor.index_select(0, ids.to(tensor.device)), self.tensors)
+
+
+def head_tail(dataset: TensorData, fraction: float) -> tuple[TensorData, TensorData]:
+    """Splits a dataset in file order: the first ⌊n·fraction⌋ samples and the rest, as views without a copy.
+
+    Raises:
+        UsageError: the fraction is not between 0 and 1.
+        DataError: one of the parts would be empty.
+    """
+    head = _head_size(len(dataset), fraction)
+    return (
+        TensorData(_map(lambda tensor: tensor[:head], dataset.tensors), dataset.transform),
+        TensorData(_map(lambda tensor: tensor[head:], dataset.tensors), dataset.transform),
+    )
+
+
+def shuffled_split(dataset: TensorData, fraction: float, seed: int) -> tuple[TensorData, TensorData]:
+    """Splits a dataset at random: ⌊n·fraction⌋ samples and the rest.
+
+    Who lands where is a function of (n, seed) alone: it depends on no device, library version or random state.
+
+    Raises:
+        UsageError: the fraction is not between 0 and 1.
+        DataError: one of the parts would be empty.
+    """
+    head = _head_size(len(dataset), fraction)
+    # Epoch -1: the split draws from the same seed as the epochs, and must not repeat the order of one of them.
+    ids = torch.from_numpy(permute(np.arange(len(dataset), dtype=np.int64), len(dataset), seed, -1))
+    return (
+        TensorData(dataset.gather(ids[:head]), dataset.transform),
+        TensorData(dataset.gather(ids[head:]), dataset.transform),
+    )
+
+
+def row_index(index: int, size: int) -> int:
+    """The index in 0…size−1 that a possibly negative index means.
+
+    Raises:
+        IndexError: it lies outside; so that a plain `for` over a dataset ends.
+    """
+    if not -size <= index < size:
+        raise IndexError(f"index {index} is outside a dataset of {size} samples")
+    return index % size
+
+
+def _head_size(size: int, fraction: float) -> int:
+    if not 0 < fraction < 1:
+        raise UsageError(f"a dataset is split at a fraction between 0 and 1, got {fraction}")
+    # 100 * 0.29 is 28.999999999999996 in floats: the nudge keeps what is meant as a whole number whole.
+    head = int(size * fraction + 1e-6)
+    if not 0 < head < size:
+        raise DataError(
+            f"{size} samples cannot be split {fraction:g} to {1 - fraction:g}: a part would be empty; give more data"
+        )
+    return head
+
+
+def _map(function: Callable[[Any], Any], value: Any) -> Any:
+    """Applies a function to every leaf of nested tuples, named tuples, lists and dicts, and keeps their types."""
+    if isinstance(value, Mapping):
+        return {key: _map(function, item) for key, item in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_map(function, item) for item in value))
+    if isinstance(value, (tuple, list)):
+        return type(value)(_map(function, item) for item in value)
+    return function(value)
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    if isinstance(value, Mapping):
+        value = tuple(value.values())
+    if isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _leaves(item)
+    else:
+        yield value
+
+
+def _rows(leaf: Any) -> int:
+    if not isinstance(leaf, Tensor) or leaf.ndim == 0:
+        got = "a 0-d tensor" if isinstance(leaf, Tensor) else f"a {type(leaf).__name__}"
+        raise DataError(f"a TensorData needs tensors with a first dimension for the samples, got {got}")
+    return leaf.shape[0]

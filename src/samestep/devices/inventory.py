@@ -1,0 +1,247 @@
+"""The inventory: what hardware is there, and what the installed torch can do with it, found without importing torch.
+
+The process that starts a run must stay able to fork: it may not import torch, and even
+`torch.accelerator.is_available()` would spoil the fork. So NVIDIA GPUs are read from NVML, the CPU from psutil, and
+what torch was built for from the text of its `version.py`. Only where nothing smaller can be asked (Apple, Intel and
+AMD GPUs, or an order that CUDA alone knows) a throw-away child process is.
+"""
+
+import ast
+import importlib.util
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+
+import psutil
+
+from samestep.devices import numbering, nvml, probe
+from samestep.devices.device import Device, Kind, counted
+
+_PROBE_SECONDS = 120.0
+
+
+@dataclass(frozen=True)
+class TorchBuild:
+    """What the installed torch was built for.
+
+    Attributes:
+        version: such as "2.13.0+cu130", None where torch is not installed.
+        cuda: the CUDA version it was built with, None without CUDA; likewise `hip` (AMD) and `xpu` (Intel).
+        mps: whether it was built for Apple GPUs.
+    """
+
+    version: str | None = None
+    cuda: str | None = None
+    hip: str | None = None
+    xpu: str | None = None
+    mps: bool = False
+
+    @property
+    def kind(self) -> Kind:
+        """The accelerator it was built for, in torch's words; "cpu" where for none."""
+        if self.cuda or self.hip:
+            return "cuda"
+        if self.xpu:
+            return "xpu"
+        return "mps" if self.mps else "cpu"
+
+    def __str__(self) -> str:
+        return "torch (not installed)" if self.version is None else f"torch {self.version}"
+
+
+@dataclass(frozen=True)
+class Inventory:
+    """What is there.
+
+    Attributes:
+        devices: the accelerators that torch would show, with torch's indices; empty where there is none.
+        cpu: the CPU as one device, with the machine's memory.
+        cores: logical cores that this process may use (its affinity).
+        torch: what the installed torch was built for.
+        unusable: GPUs that are there but that this torch cannot use; their indices are nvidia-smi's.
+        variable: the environment variable that limits which of `devices` a process sees, where there is one.
+        notes: sentences on what a user might not expect.
+    """
+
+    devices: tuple[Device, ...]
+    cpu: Device
+    cores: int
+    torch: TorchBuild
+    unusable: tuple[Device, ...] = ()
+    variable: str | None = None
+    notes: tuple[str, ...] = ()
+
+
+def discover(environ: Mapping[str, str] | None = None, *, accelerators: bool = True) -> Inventory:
+    """Looks at this machine; neither imports torch nor touches a device.
+
+    In a process where torch has already initialised CUDA, the numbering is that torch's.
+
+    Args:
+        environ: holds CUDA_VISIBLE_DEVICES and its like; this process's environment when None.
+        accelerators: whether to look for accelerators at all; the CPU alone takes no time.
+    """
+    environ = os.environ if environ is None else environ
+    build = torch_build()
+    bare = Inventory(devices=(), cpu=_cpu(), cores=usable_cores(), torch=build, variable=_variable(build, environ))
+    if not accelerators:
+        return bare
+    if build.hip or build.kind in ("xpu", "mps"):
+        return replace(bare, devices=_probed_devices(build, bare.variable, environ))
+    return _with_nvidia(bare, nvml.read(), environ)
+
+
+def usable_cores() -> int:
+    """How many logical cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def torch_build(spec: ModuleSpec | None = None) -> TorchBuild:
+    """Reads what torch was built for from the text of its `version.py`.
+
+    Args:
+        spec: where torch lies; looked up when None.
+    """
+    if spec is None and (spec := _find_torch()) is None:
+        return TorchBuild()
+    if not spec.submodule_search_locations:
+        return TorchBuild()
+    file = Path(next(iter(spec.submodule_search_locations))) / "version.py"
+    try:
+        values = _constants(file.read_text(encoding="utf-8"))
+    except (OSError, SyntaxError):
+        return TorchBuild()
+    mps = sys.platform == "darwin" and platform.machine() == "arm64"
+    return TorchBuild(values.get("__version__"), values.get("cuda"), values.get("hip"), values.get("xpu"), mps)
+
+
+def _find_torch() -> ModuleSpec | None:
+    try:
+        return importlib.util.find_spec("torch")
+    except ValueError:  # an object that stands in for torch without a spec
+        return None
+
+
+def _constants(source: str) -> dict[str, str]:
+    """The names that a module's text gives a constant string."""
+    values: dict[str, str] = {}
+    for statement in ast.parse(source).body:
+        targets: list[ast.expr] = []
+        if isinstance(statement, ast.Assign):
+            targets = statement.targets
+        elif isinstance(statement, ast.AnnAssign):
+            targets = [statement.target]
+        else:
+            continue
+        if isinstance(statement.value, ast.Constant) and isinstance(statement.value.value, str):
+            values.update({target.id: statement.value.value for target in targets if isinstance(target, ast.Name)})
+    return values
+
+
+def _variable(build: TorchBuild, environ: Mapping[str, str]) -> str | None:
+    """The variable that limits what a process sees. ROCm obeys CUDA's too; the one in use is kept."""
+    if build.hip:
+        cuda_only = "CUDA_VISIBLE_DEVICES" in environ and "HIP_VISIBLE_DEVICES" not in environ
+        return "CUDA_VISIBLE_DEVICES" if cuda_only else "HIP_VISIBLE_DEVICES"
+    return {"cuda": "CUDA_VISIBLE_DEVICES", "xpu": "ZE_AFFINITY_MASK"}.get(build.kind)
+
+
+def _with_nvidia(bare: Inventory, reading: nvml.Reading, environ: Mapping[str, str]) -> Inventory:
+    """The inventory with what NVML told; pure but for the questions that only CUDA can answer."""
+    build, gpus = bare.torch, reading.gpus
+    notes = list(reading.problems)
+    if build.kind != "cuda":
+        seen = tuple(gpu.device for gpu in gpus)
+        if seen:
+            names = ", ".join(sorted({device.name for device in seen}))
+            notes.append(
+                f"{counted(len(seen), 'NVIDIA GPU')} ({names}) cannot be used: {build} was built without CUDA; "
+                "install a CUDA build of torch to use them."
+            )
+        return replace(bare, unusable=seen, notes=tuple(notes))
+    known = _initialised_torch()
+    if known is None and (not gpus or not numbering.is_certain(gpus, environ)):
+        known = _ask("driver", environ) or None
+    if known is None and gpus and not numbering.is_certain(gpus, environ):
+        notes.append(
+            "The order of unlike GPUs is a guess, nvidia-smi's; set CUDA_DEVICE_ORDER=PCI_BUS_ID to make it certain."
+        )
+    devices = numbering.visible(gpus, environ) if known is None else numbering.match(gpus, known)
+    if not devices and not gpus:
+        notes.append(f"{build} was built for CUDA, and no NVIDIA driver answers.")
+    if len(devices) < len(gpus):
+        setting = environ.get("CUDA_VISIBLE_DEVICES")
+        cause = "MIG mode" if setting is None else f"CUDA_VISIBLE_DEVICES={setting}"
+        notes.append(f"{cause} leaves {len(devices)} of this machine's {counted(len(gpus), 'GPU')} visible.")
+    return replace(bare, devices=devices, notes=tuple(notes))
+
+
+def _initialised_torch() -> tuple[Device, ...] | None:
+    """The GPUs as torch shows them, where this process has initialised CUDA already."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized():
+        return None
+    properties = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    return tuple(
+        Device("cuda", index, row.name, row.total_memory, row.total_memory, uuid=f"GPU-{row.uuid}")
+        for index, row in enumerate(properties)
+    )
+
+
+def _probed_devices(build: TorchBuild, variable: str | None, environ: Mapping[str, str]) -> tuple[Device, ...]:
+    """The devices that a child process's torch shows, each with its entry in the variable that limits them."""
+    devices = _ask("torch", environ, build.kind)
+    if variable is None:
+        return devices
+    setting = environ.get(variable)
+    entries = [str(device.index) for device in devices] if setting is None else setting.split(",")
+    return tuple(replace(device, visible_as=entry.strip()) for device, entry in zip(devices, entries, strict=False))
+
+
+def _ask(whom: str, environ: Mapping[str, str], kind: Kind = "cuda") -> tuple[Device, ...]:
+    """The devices as a throw-away child process shows them; none where it fails."""
+    command = [sys.executable, "-P", str(probe.__file__), whom]
+    try:
+        done = subprocess.run(
+            command, env=dict(environ), capture_output=True, text=True, timeout=_PROBE_SECONDS, check=True
+        )
+        rows = json.loads(done.stdout)
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return ()
+    return tuple(
+        Device(kind, index, row["name"], row["total"], row["free"], uuid=row["uuid"], visible_as=row["uuid"])
+        for index, row in enumerate(rows)
+    )
+
+
+def _cpu() -> Device:
+    memory = psutil.virtual_memory()
+    return Device("cpu", 0, _cpu_name(), memory.total, memory.available, utilization=_cpu_load())
+
+
+def _cpu_name() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine() or "CPU"
+
+
+def _cpu_load() -> float | None:
+    """The load of the last minute in percent of all cores."""
+    if not hasattr(os, "getloadavg"):
+        return None
+    try:
+        return min(100.0, round(100.0 * os.getloadavg()[0] / (os.cpu_count() or 1), 1))
+    except OSError:
+        return None

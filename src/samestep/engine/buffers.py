@@ -1,0 +1,220 @@
+"""Module buffers: every shard starts from the step's buffers, and what the shards left is merged, never overwritten.
+
+BatchNorm's (and InstanceNorm's) running statistics end as the sample-weighted mean over the shards, summed in float64
+on the tree. Any other buffer may change in a step only if all shards leave it equal.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from samestep.comm.communicator import Communicator
+from samestep.data.batch import tensor_checksum
+from samestep.engine.losses import wide_dtype
+from samestep.errors import BufferMergeError, UsageError
+from samestep.plan.tree import Block, TreeSum
+
+MEAN_BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
+
+
+@dataclass(frozen=True)
+class BufferPlace:
+    """Where a buffer lives: `module._buffers[key]`, called `name` in messages."""
+
+    module: nn.Module
+    key: str
+    name: str
+
+    def get(self) -> Tensor | None:
+        """The buffer as it is now."""
+        return self.module._buffers[self.key]
+
+    def put(self, tensor: Tensor) -> None:
+        """Puts this very tensor in the buffer's place."""
+        self.module._buffers[self.key] = tensor
+
+
+def refuse_sync_batchnorm(model: nn.Module) -> None:
+    """Raises a `UsageError` that names the first SyncBatchNorm: it would see only the shards in flight."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.SyncBatchNorm):
+            raise UsageError(
+                f"module {name or 'model'} is a SyncBatchNorm, whose statistics would depend on the number of devices; "
+                "use BatchNorm (statistics per shard, merged by samestep) or GroupNorm"
+            )
+
+
+class BufferMerge:
+    """Restores the buffers before each shard and merges what the shards left of them.
+
+    Args:
+        model: whose buffers.
+        communicator: this rank's voice.
+    """
+
+    def __init__(self, model: nn.Module, communicator: Communicator) -> None:
+        self._communicator = communicator
+        self._means: list[BufferPlace] = []
+        self._others: list[BufferPlace] = []
+        for prefix, module in model.named_modules():
+            for key, buffer in module._buffers.items():
+                if buffer is None:
+                    continue
+                place = BufferPlace(module, key, f"{prefix}.{key}" if prefix else key)
+                is_mean = isinstance(module, _NormBase) and key in MEAN_BUFFERS
+                (self._means if is_mean else self._others).append(place)
+        self._places = [*self._means, *self._others]
+        self._tensors: list[Tensor | None] = [None] * len(self._places)
+        self._versions = [-1] * len(self._places)
+        self._starts: list[Tensor | None] = [None] * len(self._places)
+        self._mean_sum: TreeSum[Tensor] = TreeSum(Tensor.add_)
+        self._ends: dict[int, Tensor] = {}
+        self._checksums: list[list[int]] = []
+        self._merged_means: Tensor | None = None
+        self.touched_means = False
+        self.touched_others = False
+
+    def begin(self) -> None:
+        """Remembers the buffers at the start of a step; only what changed since the last one is copied."""
+        for index, place in enumerate(self._places):
+            if index < len(self._means) or self._is_changed(index):
+                tensor = place.get()
+                self._tensors[index] = tensor
+                self._starts[index] = None if tensor is None else tensor.detach().clone()
+                self._versions[index] = -1 if tensor is None else tensor._version
+        self._mean_sum = TreeSum(Tensor.add_)
+        self._ends, self._checksums, self._merged_means = {}, [], None
+        self.touched_means = self.touched_others = False
+
+    def collect(self, shard: int, num_samples: int) -> None:
+        """Takes what a shard left in the buffers, and puts the step's start back."""
+        if not self._places:
+            return
+        changed = [index for index in range(len(self._places)) if self._is_changed(index)]
+        self.touched_means |= any(index < len(self._means) for index in changed)
+        if self._means:
+            self._mean_sum.push(Block(shard, 1), self._mean_leaf(num_samples))
+        self._checksums.append([0] * len(self._others))
+        for index in changed:
+            if index >= len(self._means):
+                self._note_end(index)
+            self._restore(index)
+
+    def exchange(
+        self, touched_means: bool, touched_others: bool, blocks_by_rank: Sequence[Sequence[Block]], num_samples: int
+    ) -> None:
+        """Merges over the ranks; nothing is written to the model yet.
+
+        Args:
+            touched_means: whether any shard on any rank changed running statistics.
+            touched_others: the same for the other buffers.
+            blocks_by_rank: the blocks that each rank ships.
+            num_samples: samples of the global batch.
+
+        Raises:
+            BufferMergeError: a buffer without a rule ended differently on different shards.
+        """
+        if touched_means:
+            self._merged_means = self._sum_means(blocks_by_rank) / num_samples
+        if touched_others:
+            self._check_others(blocks_by_rank)
+
+    def write(self, ok: Tensor | None) -> None:
+        """Puts the merged values in the model.
+
+        Args:
+            ok: a 0-d bool tensor: false leaves the buffers as they were, without the host knowing; None if the host
+                knows that all is well.
+        """
+        if self._merged_means is not None:
+            self._write_means(self._merged_means, ok)
+        for index, end in self._ends.items():
+            target = self._tensors[index]
+            if target is None or target.shape != end.shape or target.dtype != end.dtype:
+                self._places[index].put(end)
+            else:
+                target.copy_(end if ok is None else torch.where(ok, end, target))
+
+    def _is_changed(self, index: int) -> bool:
+        """Whether a buffer may differ from the step's start.
+
+        Batch normalisation writes its statistics without moving their version, so they count as changed in training.
+        """
+        tensor = self._places[index].get()
+        if index < len(self._means) and self._places[index].module.training:
+            return True
+        return tensor is not self._tensors[index] or (tensor is not None and tensor._version != self._versions[index])
+
+    def _mean_leaf(self, num_samples: int) -> Tensor:
+        """The statistics of one shard, times its samples, in one wide flat tensor."""
+        parts = [buffer.detach().reshape(-1) for place in self._means if (buffer := place.get()) is not None]
+        return torch.cat([part.to(wide_dtype(part.device)) for part in parts]) * num_samples
+
+    def _note_end(self, index: int) -> None:
+        """Remembers how a shard left a buffer that has no rule for merging."""
+        end = self._places[index].get()
+        self.touched_others = True
+        self._checksums[-1][index - len(self._means)] = -1 if end is None else int(tensor_checksum(end)) | 1
+        if end is not None and index not in self._ends:
+            self._ends[index] = end.detach().clone()
+
+    def _restore(self, index: int) -> None:
+        """Gives the next shard the buffer that the step began with."""
+        tensor, start = self._tensors[index], self._starts[index]
+        if tensor is None or start is None:
+            self._places[index].module._buffers[self._places[index].key] = None
+            return
+        tensor.data.copy_(start)
+        self._versions[index] = tensor._version
+        if self._places[index].get() is not tensor:
+            self._places[index].put(tensor)
+
+    def _sum_means(self, blocks_by_rank: Sequence[Sequence[Block]]) -> Tensor:
+        """The weighted statistics of all shards, summed along the tree."""
+        width = sum(start.numel() for start in self._starts[: len(self._means)] if start is not None)
+        sums = self._mean_sum.sums
+        wide = wide_dtype(self._communicator.device)
+        ours = torch.stack(sums) if sums else torch.empty(0, width, dtype=wide, device=self._communicator.device)
+        rows = self._communicator.gather_rows(ours, [len(blocks) for blocks in blocks_by_rank])
+        counter: TreeSum[Tensor] = TreeSum(Tensor.add)
+        for block, row in zip((b for blocks in blocks_by_rank for b in blocks), rows, strict=True):
+            counter.push(block, row)
+        total = counter.root()
+        assert total is not None, "a step has at least one shard"
+        return total
+
+    def _write_means(self, merged: Tensor, ok: Tensor | None) -> None:
+        offset = 0
+        for index in range(len(self._means)):
+            target = self._tensors[index]
+            if target is None:
+                continue
+            value = merged[offset : offset + target.numel()].view(target.shape)
+            offset += target.numel()
+            value = value.to(target.dtype) if target.is_floating_point() else value.round().to(target.dtype)
+            target.copy_(value if ok is None else torch.where(ok, value, target))
+
+    def _check_others(self, blocks_by_rank: Sequence[Sequence[Block]]) -> None:
+        """Compares the other buffers over all shards, and takes the common value."""
+        communicator = self._communicator
+        ours = torch.tensor(self._checksums, dtype=torch.int64).view(-1, len(self._others))
+        counts = [sum(block.size for block in blocks) for blocks in blocks_by_rank]
+        rows = communicator.gather_rows(ours, counts)
+        for column in range(len(self._others)):
+            if len(set(rows[:, column].tolist())) > 1:
+                raise BufferMergeError(
+                    f"buffer {self._others[column].name} ended differently on different shards and has no rule for "
+                    "merging; only the running statistics of BatchNorm and InstanceNorm may differ. Update it outside "
+                    "the forward, or from quantities that do not depend on the samples"
+                )
+            if rows[0, column]:
+                index = len(self._means) + column
+                end = self._ends.get(index)
+                if end is None:
+                    tensor = self._tensors[index]
+                    assert tensor is not None, "a buffer that the others have is registered here too"
+                    end = self._ends[index] = torch.empty_like(tensor)
+                communicator.broadcast(end, 0)

@@ -1,0 +1,64 @@
+"""Global counts: denominators that a loss needs before the forward, summed over the global batch."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from samestep.comm.communicator import Communicator
+from samestep.data.batch import Batch
+from samestep.engine.losses import wide_dtype
+from samestep.errors import LossError
+
+
+class GlobalCounts:
+    """Sums what `counts_fn` says of each shard over all shards, along the tree.
+
+    Args:
+        counts_fn: maps a shard to a number, or a dict, list or tuple of numbers (0-d tensors too).
+        communicator: this rank's voice.
+    """
+
+    def __init__(self, counts_fn: Callable[[Any], Any], communicator: Communicator) -> None:
+        self._counts_fn = counts_fn
+        self._communicator = communicator
+        self._names: tuple[str, ...] | None = None
+        self._sequence = False
+
+    def sum(self, batch: Batch, ranges: Sequence[range]) -> Any:
+        """The counts of the global batch: 0-d tensors on the device, in the structure that `counts_fn` returned.
+
+        Raises:
+            LossError: `counts_fn` returned something else, or not the same structure for every shard.
+        """
+        device = self._communicator.device
+        mine = ranges[self._communicator.rank]
+        values = {shard: self._numbers(self._counts_fn(value)) for shard, value in batch.shards.items()}
+        width = max(row[0] for row in self._communicator.gather_words([max(map(len, values.values()), default=0)]))
+        rows = torch.zeros(len(mine), width, dtype=wide_dtype(device), device=device)
+        for shard, numbers in values.items():
+            if len(numbers) != width:
+                raise LossError(f"counts_fn returned {len(numbers)} numbers for one shard and {width} for another")
+            rows[shard - mine.start] = torch.stack(numbers)
+        return self._structure(self._communicator.sum_rows(rows, [len(shards) for shards in ranges]))
+
+    def _numbers(self, value: Any) -> list[Tensor]:
+        """Flattens one shard's counts, and remembers their structure."""
+        if isinstance(value, Mapping):
+            self._names = tuple(value)
+        self._sequence = isinstance(value, list | tuple)
+        entries = list(value.values()) if isinstance(value, Mapping) else list(value) if self._sequence else [value]
+        device = self._communicator.device
+        numbers = []
+        for entry in entries:
+            number = torch.as_tensor(entry, device=device)
+            if number.numel() != 1:
+                raise LossError(f"counts_fn returned a tensor of shape {list(number.shape)}; it must return numbers")
+            numbers.append(number.detach().reshape(()).to(wide_dtype(device)))
+        return numbers
+
+    def _structure(self, sums: Tensor) -> Any:
+        if self._names is not None:
+            return dict(zip(self._names, sums.unbind(), strict=True))
+        return tuple(sums.unbind()) if self._sequence else sums[0]

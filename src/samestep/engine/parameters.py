@@ -1,0 +1,80 @@
+"""The parameters of a step: which they are, where they lie, and that all ranks begin with the same."""
+
+from collections.abc import Sequence
+from itertools import chain
+
+import torch
+from torch import nn
+from torch.nn.parameter import UninitializedTensorMixin
+from torch.optim import Optimizer
+
+from samestep.comm.buckets import aligned_zeros, dense_strides
+from samestep.comm.communicator import Communicator
+from samestep.data.batch import tensor_checksum
+from samestep.errors import DeterminismError, UsageError
+
+
+def named_parameters(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, nn.Parameter]:
+    """The model's parameters that the optimizers update, by name, each once, in the model's order.
+
+    Raises:
+        UsageError: an optimizer holds a parameter that is not in the model, or none at all, or needs a closure.
+    """
+    held: set[int] = set()
+    for optimizer in optimizers:
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise UsageError("LBFGS calls the loss several times a step, which a fixed step cannot; use another optimizer")
+        held.update(id(p) for group in optimizer.param_groups for p in group["params"])
+    named = {name: p for name, p in model.named_parameters() if id(p) in held}
+    lazy = [name for name, p in named.items() if isinstance(p, UninitializedTensorMixin)]
+    if lazy:
+        raise UsageError(f"parameter {lazy[0]} has no shape yet; run the model once on a batch before train_step")
+    strangers = held - {id(p) for p in named.values()}
+    if strangers or not named:
+        raise UsageError(
+            f"the optimizer holds {len(held)} parameters, {len(strangers)} of which are not in the model; pass the "
+            "model that holds them all, for example torch.nn.ModuleList([generator, discriminator])"
+        )
+    return named
+
+
+def settle_model(model: nn.Module, device: torch.device) -> None:
+    """Moves a model to the device, in place, and puts stray parameters and buffers on memory borders."""
+    tensors = list(chain(model.parameters(), model.buffers()))
+    if any(tensor.device != device for tensor in tensors):
+        model.to(device)
+    shared: dict[int, int] = {}
+    for tensor in chain(model.parameters(), model.buffers()):
+        if not isinstance(tensor, UninitializedTensorMixin):
+            key = tensor.untyped_storage().data_ptr()
+            shared[key] = shared.get(key, 0) + 1
+    border = 64 if device.type == "cpu" else 256
+    for tensor in chain(model.parameters(), model.buffers()):
+        if isinstance(tensor, UninitializedTensorMixin) or tensor.data_ptr() % border == 0:
+            continue
+        if shared[tensor.untyped_storage().data_ptr()] == 1:
+            flat = aligned_zeros(tensor.numel(), tensor.dtype, device)
+            home = flat.as_strided(tensor.shape, dense_strides(tensor), flat.storage_offset())
+            tensor.data = home.copy_(tensor.data)
+
+
+def check_same_model(model: nn.Module, communicator: Communicator) -> None:
+    """Checks that every rank holds the same parameters and buffers.
+
+    Raises:
+        DeterminismError: names the first one that differs.
+    """
+    if communicator.world_size == 1:
+        return
+    named = dict(chain(model.named_parameters(), model.named_buffers()))
+    sums = [int(tensor_checksum(tensor)) for tensor in named.values()]
+    count = communicator.gather_words([len(sums)])
+    if len({row[0] for row in count}) > 1:
+        raise DeterminismError(f"the ranks built different models: {[row[0] for row in count]} parameters and buffers")
+    rows = communicator.gather_words(sums)
+    for name, column in zip(named, zip(*rows, strict=True), strict=True):
+        if len(set(column)) > 1:
+            raise DeterminismError(
+                f"{name} differs between the ranks at the start; build the model after samestep.Run(seed=…), which "
+                "seeds every generator alike, or load the same weights on every rank"
+            )

@@ -1,0 +1,331 @@
+"""The step: one optimizer update over the shards of a global batch, whichever ranks execute them.
+
+    save every random generator
+    for each of my shards, in order:
+        seed every generator with (seed, stream, step, shard)
+        total, count = loss(model, shard)          a sum, and what to divide it by
+        backward(total)
+        push the shard's gradient on the tree
+    restore every random generator
+    reduce over the ranks along the same tree
+    divide by the global count; clip; update       the same arithmetic on every rank
+
+Nothing is written to the model before the whole exchange has arrived, and the step counter moves last.
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from samestep.comm.communicator import Communicator
+from samestep.comm.reduction import tree_sum_rows
+from samestep.data.batch import Batch, split_batch
+from samestep.engine.buffers import BufferMerge, refuse_sync_batchnorm
+from samestep.engine.counts import GlobalCounts
+from samestep.engine.diagnosis import explain_nondeterminism
+from samestep.engine.gradients import GradientSum
+from samestep.engine.losses import LossFn, total_and_count, wide_dtype
+from samestep.engine.parameters import check_same_model, named_parameters, settle_model
+from samestep.engine.precision import LossScale, autocast, check_precision
+from samestep.data.randomness import Generators
+from samestep.engine.result import StepResult
+from samestep.errors import DataError, DeterminismError, LossError, NonFiniteError, UsageError
+from samestep.plan.seeds import derive_seed
+from samestep.plan.tree import rank_blocks
+
+BUCKET_BYTES = 8 * 2**20
+MIN_SCALE = 2.0**-10
+OnNonFinite = Literal["raise", "skip"]
+
+
+class TrainStep:
+    """One training step; made by `samestep.Run.train_step`, which says what each argument means."""
+
+    def __init__(
+        self,
+        communicator: Communicator,
+        ranges: Sequence[range],
+        seed: int,
+        stream: int,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer],
+        loss_fn: LossFn,
+        *,
+        counts_fn: Callable[[Any], Any] | None = None,
+        scheduler: LRScheduler | None = None,
+        max_grad_norm: float | None = None,
+        precision: str = "32-true",
+        on_nonfinite: OnNonFinite = "raise",
+        late_check: bool | None = None,
+        overlap: bool = True,
+        bucket_bytes: int = BUCKET_BYTES,
+    ) -> None:
+        if max_grad_norm is not None and not max_grad_norm > 0:
+            raise UsageError(f"got max_grad_norm={max_grad_norm}; it must be above 0, or None for no clipping")
+        if on_nonfinite not in ("raise", "skip"):
+            raise UsageError(f"got on_nonfinite={on_nonfinite!r}; it is 'raise' or 'skip'")
+        self.communicator = communicator
+        self.model = model
+        self.optimizers = tuple(optimizers)
+        self.num_steps = 0
+        self._ranges = tuple(ranges)
+        self._num_shards = ranges[-1].stop
+        self._seed = seed
+        self._stream = stream
+        self._loss_fn = loss_fn
+        self._scheduler = scheduler
+        self._max_grad_norm = max_grad_norm
+        self._dtype = check_precision(precision)
+        self._on_nonfinite = on_nonfinite
+        self._overlap = overlap
+        self._bucket_bytes = bucket_bytes
+
+        refuse_sync_batchnorm(model)
+        settle_model(model, communicator.device)
+        check_same_model(model, communicator)
+        self._named = named_parameters(model, self.optimizers)
+        self._late = _can_check_late(communicator.device, self.optimizers) if late_check is None else late_check
+        if self._late and not all(_honours_found_inf(optimizer) for optimizer in self.optimizers):
+            raise UsageError("late_check=True needs Adam or AdamW with fused=True, which can skip an update on the device")
+        self._scale = LossScale(communicator.device, enabled=precision == "16-mixed")
+        self._counts = None if counts_fn is None else GlobalCounts(counts_fn, communicator)
+        self._buffers = BufferMerge(model, communicator)
+        self._generators = Generators(communicator.device)
+        self._trainable: tuple[bool, ...] = ()
+        self._gradients = self._lay_out()
+        self._poisoned = torch.zeros((), dtype=torch.bool, device=communicator.device)
+        self._unread: deque[StepResult] = deque()
+
+    def __call__(self, batch: Any) -> StepResult:
+        """Takes one optimizer step on a global batch.
+
+        Args:
+            batch: a `Batch` of the run's loader, or any nested value of tensors that holds the whole global batch
+                (samples along dim 0), the same on every rank.
+
+        Returns:
+            Loss, gradient norm and number of samples of the global batch; waits for the device only when read.
+
+        Raises:
+            NonFiniteError: the loss or gradient of this step (or, where the check is late, of an earlier one) was not
+                finite; the state is the one from before that step.
+            DeterminismError: an operation has no deterministic form, or the ranks were handed different batches.
+            LossError: the loss function broke its contract.
+            PeerLostError: a rank died or did not answer in time.
+        """
+        self._read_what_is_there()
+        rank, ranges = self.communicator.rank, self._ranges
+        if not isinstance(batch, Batch):
+            compare = self.communicator.world_size > 1
+            batch = split_batch(batch, self._num_shards, ranges[rank], self.communicator.device, compare)
+        if batch.length < 1:
+            raise DataError("the batch holds no samples; leave empty batches out")
+        if tuple(p.requires_grad for p in self._named.values()) != self._trainable:
+            self._gradients.remove_hooks()
+            self._gradients = self._lay_out()
+
+        num_leaves = min(self._num_shards, batch.length)
+        blocks_by_rank = rank_blocks(ranges, num_leaves)
+        self._gradients.begin(blocks_by_rank)
+        self._buffers.begin()
+        counts = None if self._counts is None else self._counts.sum(batch, ranges)
+        rows = self._run_shards(batch, counts)
+        self._gradients.start_rest()
+        rows, used, touched = self._exchange_header(batch, rows)
+        flats = self._gradients.finish()
+        self._buffers.exchange(touched[0], touched[1], blocks_by_rank, batch.length)
+        return self._update(batch, rows[:num_leaves], flats, used, divide=counts is None)
+
+    def _run_shards(self, batch: Batch, counts: Any) -> Tensor:
+        """Forward and backward of this rank's shards: a row (total, count, gradient sum) for each shard of its range."""
+        mine = self._ranges[self.communicator.rank]
+        device = self.communicator.device
+        rows = torch.zeros(len(mine), 3, dtype=wide_dtype(device), device=device)
+        last = max(batch.shards, default=None)
+        with self._generators.preserved():
+            for shard in sorted(batch.shards):
+                self._generators.seed(derive_seed(self._seed, self._stream, self.num_steps, shard))
+                num_samples = _shard_size(batch.length, self._num_shards, shard)
+                if shard == last:
+                    self._gradients.arm(shard)
+                total, count = self._run_shard(batch.shards[shard], num_samples, counts)
+                row = rows[shard - mine.start]
+                row[0], row[1], row[2] = total.detach(), count, self._gradients.collect(shard)
+                self._buffers.collect(shard, num_samples)
+        return rows
+
+    def _run_shard(self, value: Any, num_samples: int, counts: Any) -> tuple[Tensor, Tensor]:
+        """Forward and backward of one shard; leaves its gradient in the parameters' `.grad`."""
+
+        def forward() -> tuple[Tensor, Tensor]:
+            with autocast(self.communicator.device, self._dtype):
+                loss = self._loss_fn(self.model, value) if counts is None else self._loss_fn(self.model, value, counts)
+                if counts is not None and not (isinstance(loss, Tensor) and loss.ndim == 0):
+                    raise LossError("with counts_fn the loss function must return a 0-d tensor: its share of the loss")
+                return total_and_count(loss, num_samples if counts is None else 1)
+
+        trainable = self._gradients.parameters
+        try:
+            total, count = forward()
+            if not total.requires_grad:
+                raise LossError("the loss does not depend on any trainable parameter: check detach(), no_grad, requires_grad")
+            torch.autograd.backward(self._scale.apply(total), inputs=trainable)
+        except RuntimeError as error:
+            explained = explain_nondeterminism(error, self.model, lambda: forward()[0])
+            if explained is None:
+                raise
+            raise explained from None
+        return total, count
+
+    def _exchange_header(self, batch: Batch, rows: Tensor) -> tuple[Tensor, list[bool], tuple[bool, bool]]:
+        """Gathers the rows of all shards, and what the ranks must agree on.
+
+        Returns:
+            The rows of shards 0 … V - 1; for each trainable parameter whether any shard used it; whether any shard
+            changed running statistics, and other buffers.
+        """
+        used = self._gradients.used
+        bits = [self._buffers.touched_means, self._buffers.touched_others, *used]
+        packed = [sum(bit << k for k, bit in enumerate(bits[i : i + 62])) for i in range(0, len(bits), 62)]
+        identity = [batch.length, batch.epoch, batch.position, batch.checksum, self.num_steps]
+        sizes = [len(shards) for shards in self._ranges]
+        rows, words = self.communicator.gather_header(rows, sizes, [*identity, *packed])
+        for rank, row in enumerate(words):
+            if row[:5] != words[0][:5]:
+                raise DeterminismError(
+                    f"rank {rank} and rank 0 were handed different batches in step {self.num_steps} (length, epoch, "
+                    f"position, checksum, step: {row[:5]} and {words[0][:5]}); use run.loader, or seed your sampler "
+                    "alike on every rank"
+                )
+        merged = [0] * len(packed)
+        for row in words:
+            merged = [a | b for a, b in zip(merged, row[5:], strict=True)]
+        flags = [bool(merged[k // 62] >> (k % 62) & 1) for k in range(len(bits))]
+        return rows, flags[2:], (flags[0], flags[1])
+
+    @torch.no_grad()
+    def _update(self, batch: Batch, rows: Tensor, flats: list[Tensor], used: list[bool], divide: bool) -> StepResult:
+        """Divides, clips, and updates the model, unless something is not finite."""
+        sums = tree_sum_rows(rows)
+        total, count = sums[0], sums[1] if divide else torch.ones_like(sums[1])
+        if divide:
+            for flat in flats:
+                flat.div_(count.to(flat.dtype))
+        self._scale.unscale(flats)
+        gradients = self._gradients.assign(used)
+        norm = torch.nn.utils.get_total_norm(gradients) if gradients else torch.zeros((), device=total.device)
+        finite_loss = torch.isfinite(total / count)
+        ok, poisoned = self._judge(finite_loss, torch.isfinite(norm))
+        if self._max_grad_norm is not None and gradients:
+            parameters = [p for p in self._gradients.parameters if p.grad is not None]
+            torch.nn.utils.clip_grads_with_norm_(parameters, self._max_grad_norm, norm)
+        values = torch.stack([total, count, norm.to(total.dtype), (~ok).to(total.dtype), poisoned.to(total.dtype)])
+        result = self._make_result(batch, torch.cat([values, rows.reshape(-1)]))
+        self._apply(ok, result)
+        return result
+
+    def _judge(self, finite_loss: Tensor, finite_gradient: Tensor) -> tuple[Tensor, Tensor]:
+        """Decides on the device whether to update, and whether this step is the first bad one."""
+        ok = finite_loss & finite_gradient & ~self._poisoned
+        self._scale.update(~finite_gradient)
+        if self._on_nonfinite == "skip":
+            return ok, torch.zeros_like(ok)
+        bad = ~finite_loss | (self._scale.scale < MIN_SCALE) if self._scale.enabled else ~(finite_loss & finite_gradient)
+        first = bad & ~self._poisoned
+        self._poisoned = self._poisoned | bad
+        return ok, first
+
+    def _apply(self, ok: Tensor, result: StepResult) -> None:
+        """Runs the optimizers, merges the buffers, and moves the step counter last."""
+        if self._late:
+            found_inf = (~ok).to(torch.float32)
+            for optimizer in self.optimizers:
+                optimizer.grad_scale, optimizer.found_inf = None, found_inf  # type: ignore[attr-defined]
+                optimizer.step()
+            self._buffers.write(ok)
+            self._unread.append(result)
+        else:
+            self._read(result)
+            if bool(ok):
+                for optimizer in self.optimizers:
+                    optimizer.step()
+                self._buffers.write(None)
+        if self._scheduler is not None:
+            self._scheduler.step()
+        self.num_steps += 1
+
+    def _make_result(self, batch: Batch, scalars: Tensor) -> StepResult:
+        """Starts the copy of the scalars to the host, without waiting for it."""
+        event = None
+        if scalars.device.type == "cuda":
+            scalars = torch.empty(scalars.shape, dtype=scalars.dtype, pin_memory=True).copy_(scalars, non_blocking=True)
+            event = torch.Event(self.communicator.device)
+            event.record()
+        return StepResult(self.num_steps, batch.length, batch, self._num_shards, scalars, event)
+
+    def _read(self, result: StepResult) -> None:
+        """Raises what a step found; from then on steps update again, starting from the state before that one."""
+        try:
+            result.check()
+        except NonFiniteError:
+            self.num_steps = result.step
+            self._poisoned = torch.zeros_like(self._poisoned)
+            self._gradients.drop_memory()
+            self._unread.clear()
+            raise
+
+    def _read_what_is_there(self) -> None:
+        while self._unread and self._unread[0].is_there:
+            self._read(self._unread.popleft())
+
+    def check(self) -> None:
+        """Waits for all steps taken so far and raises what they found.
+
+        Raises:
+            NonFiniteError: see `__call__`.
+        """
+        while self._unread:
+            self._read(self._unread.popleft())
+
+    def state_dict(self) -> dict[str, Any]:
+        """The step counter and the loss scale; model, optimizers and scheduler have their own."""
+        self.check()
+        return {"num_steps": self.num_steps, "loss_scale": self._scale.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes up a saved state."""
+        self.num_steps = int(state["num_steps"])
+        self._scale.load_state_dict(state["loss_scale"])
+
+    def _lay_out(self) -> GradientSum:
+        """The gradient sum over the parameters that are trainable now."""
+        self._trainable = tuple(p.requires_grad for p in self._named.values())
+        trainable = {name: p for name, p in self._named.items() if p.requires_grad}
+        if not trainable:
+            raise UsageError("no parameter of the optimizer is trainable; set requires_grad on those that should be")
+        for parameter in self._named.values():
+            parameter.grad = None
+        return GradientSum(
+            list(trainable.values()), list(trainable), self.communicator, self._bucket_bytes, self._overlap
+        )
+
+
+def _shard_size(length: int, num_shards: int, shard: int) -> int:
+    """Samples of a shard; see `plan.shards.shard_bounds`."""
+    return length // num_shards + (shard < length % num_shards)
+
+
+def _honours_found_inf(optimizer: Optimizer) -> bool:
+    """Whether the optimizer leaves its whole state alone when `found_inf` says so: fused Adam and AdamW do."""
+    fused = all(group.get("fused") for group in optimizer.param_groups)
+    return isinstance(optimizer, torch.optim.Adam) and fused
+
+
+def _can_check_late(device: torch.device, optimizers: Sequence[Optimizer]) -> bool:
+    """Whether the host need not look at the outcome before the update: on a CPU it sees it anyway."""
+    return device.type != "cpu" and all(_honours_found_inf(optimizer) for optimizer in optimizers)

@@ -1,0 +1,144 @@
+"""The assignment: one worker's place in the run, the environment variables that say so, and what it is to do."""
+
+import os
+import socket
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from samestep.comm.channel import EVENTS_VARIABLE
+from samestep.comm.environment import LOOPBACK
+from samestep.devices.selection import Selection
+from samestep.launcher.job import Job
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """One worker's place.
+
+    Attributes:
+        rank: its rank, 0 … world_size - 1.
+        world_size: number of workers, all on this machine.
+        device_kind: "cpu", "cuda", "mps" or "xpu".
+        device: the device as messages name it.
+        threads: CPU threads of the worker.
+        run_id: names the run among those on the machine.
+        variables: the selection's environment variables.
+    """
+
+    rank: int
+    world_size: int
+    device_kind: str
+    device: str
+    threads: int
+    run_id: str
+    variables: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """All that a worker is told.
+
+    Attributes:
+        assignment: its place.
+        job: what to do.
+        port: where the store listens on the loopback address.
+        fds: its descriptors by name: "events" and "words" always; "stdout" and "stderr" unless they are inherited;
+            "payload" and "answer" when arguments and result travel pickled.
+    """
+
+    assignment: Assignment
+    job: Job
+    port: int
+    fds: Mapping[str, int]
+
+    def to_json(self) -> dict[str, Any]:
+        """The instruction as a JSON object."""
+        return {
+            "assignment": asdict(self.assignment) | {"variables": dict(self.assignment.variables)},
+            "job": self.job.to_json(),
+            "port": self.port,
+            "fds": dict(self.fds),
+        }
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> "Instruction":
+        """The instruction that `to_json` wrote."""
+        return cls(Assignment(**value["assignment"]), Job.from_json(value["job"]), value["port"], value["fds"])
+
+
+def assign(selection: Selection, threads: int, run_id: str) -> tuple[Assignment, ...]:
+    """The places of all workers of a run, in rank order."""
+    return tuple(
+        Assignment(
+            rank=rank,
+            world_size=selection.count,
+            device_kind=selection.kind,
+            device=_device_label(selection, rank),
+            threads=threads,
+            run_id=run_id,
+            variables=dict(selection.environment),
+        )
+        for rank in range(selection.count)
+    )
+
+
+def process_variables(selection: Selection, threads: int) -> dict[str, str]:
+    """What must be in the environment before a worker's process imports torch.
+
+    OpenBLAS starts its threads when numpy is imported, which would spoil the fork; cuBLAS reads its workspace setting,
+    needed for deterministic results, when it starts (see `torch.use_deterministic_algorithms`).
+    """
+    variables = {
+        "OPENBLAS_NUM_THREADS": "1",
+        "OMP_NUM_THREADS": str(threads),
+        "MKL_NUM_THREADS": str(threads),
+        **selection.environment,
+    }
+    if "CUBLAS_WORKSPACE_CONFIG" not in os.environ:
+        variables["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+    return variables
+
+
+def worker_variables(instruction: Instruction) -> dict[str, str]:
+    """The variables of one worker: torchrun's, so that `env://` works, and samestep's own.
+
+    The store is hosted by a process of its own, so ranks must join it as clients: that is what
+    TORCHELASTIC_USE_AGENT_STORE says to torch's rendezvous (`torch/distributed/rendezvous.py`).
+    """
+    place = instruction.assignment
+    variables = {
+        **place.variables,
+        "RANK": str(place.rank),
+        "LOCAL_RANK": str(place.rank),
+        "WORLD_SIZE": str(place.world_size),
+        "LOCAL_WORLD_SIZE": str(place.world_size),
+        "GROUP_RANK": "0",
+        "GROUP_WORLD_SIZE": "1",
+        "ROLE_NAME": "default",
+        "ROLE_RANK": str(place.rank),
+        "ROLE_WORLD_SIZE": str(place.world_size),
+        "MASTER_ADDR": LOOPBACK,
+        "MASTER_PORT": str(instruction.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RUN_ID": place.run_id,
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_MAX_RESTARTS": "0",
+        "SAMESTEP_DEVICE_KIND": place.device_kind,
+        "SAMESTEP_THREADS": str(place.threads),
+        EVENTS_VARIABLE: str(instruction.fds["events"]),
+    }
+    loopback = "lo0" if sys.platform == "darwin" else "lo"
+    if "GLOO_SOCKET_IFNAME" not in os.environ and any(name == loopback for _, name in socket.if_nameindex()):
+        # All ranks are here; otherwise gloo asks what address the host's name has, and warns where it has none.
+        variables["GLOO_SOCKET_IFNAME"] = loopback
+    return variables
+
+
+def _device_label(selection: Selection, rank: int) -> str:
+    """A rank's device as messages name it: "CPU worker 1", "cuda:4 (NVIDIA H200)"."""
+    if selection.kind == "cpu":
+        return f"CPU worker {rank}"
+    device = selection.devices[rank]
+    return f"{device.torch_name} ({device.name})"

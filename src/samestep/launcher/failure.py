@@ -1,0 +1,167 @@
+"""The failure: what a worker tells about its exception, and the one message that the user gets."""
+
+import signal
+import site
+import sysconfig
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from samestep.comm.channel import Event
+from samestep.errors import PeerLostError, SamestepError
+
+SAMESTEP = str(Path(__file__).resolve().parents[1])
+LAUNCHER = str(Path(__file__).resolve().parent)
+NUM_TAIL_LINES = 30
+
+# What gloo and torch's own exceptions say when another rank's connection broke.
+_PEER_LOST_TEXTS = ("gloo/transport/", "Connection closed by peer", "Connection reset by peer")
+_PEER_LOST_TYPES = ("DistBackendError", "DistNetworkError", "DistStoreError")
+
+_SIGNAL_HINTS: Mapping[int, str] = {
+    signal.SIGKILL: "often the kernel out of memory: see dmesg, use fewer workers or a smaller batch",
+    signal.SIGSEGV: "a crash in native code",
+    signal.SIGBUS: "often a full /dev/shm: use fewer data loader workers or make it larger",
+    signal.SIGABRT: "native code gave up",
+    signal.SIGILL: "an instruction that this CPU does not have",
+    signal.SIGTERM: "somebody asked it to stop",
+}
+
+
+@dataclass(frozen=True)
+class Casualty:
+    """A worker that failed.
+
+    Attributes:
+        rank: its rank.
+        device: its device as messages name it.
+        code: its exit code; -N if signal N ended it; None if it did not end yet.
+        report: its `failed` event; None if it ended without one.
+        tail: the end of what it printed, where that was not shown yet.
+        log: the file with all of it, if there is one.
+    """
+
+    rank: int
+    device: str
+    code: int | None
+    report: Event | None
+    tail: str
+    log: str | None
+
+    @property
+    def is_peer_lost(self) -> bool:
+        """Whether it only saw another rank vanish."""
+        return self.report is not None and bool(self.report.get("peer_lost"))
+
+    @property
+    def exit_code(self) -> int:
+        """What the run's exit code becomes: the worker's own, or 128 + signal."""
+        if self.report is not None:
+            return int(self.report.get("exit_code", 1)) or 1
+        code = self.code if self.code is not None else 1
+        return 128 - code if code < 0 else code
+
+
+def report_exception(error: BaseException) -> dict[str, Any]:
+    """The fields of the `failed` event for an exception.
+
+    A samestep error is the user's to mend: it has a message and the user's line, no traceback. Others have their
+    traceback without the launcher's frames.
+    """
+    user_error = isinstance(error, SamestepError)
+    if user_error:
+        text = ""
+        where = _user_line(error.__traceback__)
+    else:
+        text = "".join(traceback.format_exception(type(error), error, _without_launcher(error.__traceback__)))
+        where = ""
+    return {
+        "type": type(error).__name__,
+        "message": str(error),
+        "where": where,
+        "traceback": text,
+        "user_error": user_error,
+        "exit_code": error.exit_code if isinstance(error, SamestepError) else 1,
+        "peer_lost": _is_peer_lost(error),
+    }
+
+
+def explain(casualty: Casualty) -> str:
+    """The message about the worker that failed first: what, which rank, which device, and its last words."""
+    who = f"rank {casualty.rank} on {casualty.device}"
+    report = casualty.report
+    if report is None:
+        parts = [f"{who} {_ending(casualty.code)}", _last_words(casualty)]
+    elif report.get("type") == "SystemExit":
+        parts = [f"{who} exited with code {casualty.exit_code}", str(report.get("message") or _last_words(casualty))]
+    elif report.get("user_error"):
+        where = f", at {report['where']}" if report.get("where") else ""
+        parts = [str(report.get("message", "")), f"  {who}{where}; exit code {casualty.exit_code}"]
+    else:
+        ending = f"failed with exit code {casualty.exit_code}"
+        if casualty.code is not None and casualty.code < 0:
+            ending = f"failed, then {_ending(casualty.code)}"
+        parts = [f"{who} {ending}", str(report.get("traceback", "")).rstrip()]
+    if casualty.log is not None:
+        parts.append(f"its log: {casualty.log}")
+    return "\n".join(part for part in parts if part)
+
+
+def _ending(code: int | None) -> str:
+    """How a process ended, in words."""
+    if code is None:
+        return "did not end"
+    if code >= 0:
+        return f"exited with code {code}"
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:
+        name = f"signal {-code}"
+    hint = _SIGNAL_HINTS.get(-code)
+    return f"was ended by {name}" + (f" ({hint})" if hint else "")
+
+
+def _last_words(casualty: Casualty) -> str:
+    """The last lines it printed, without the launcher's frames in the dump of a crash."""
+    lines = [
+        line
+        for line in casualty.tail.splitlines()
+        if f'File "{LAUNCHER}' not in line and "<frozen runpy>" not in line and not line.startswith("Extension modules:")
+    ]
+    while lines and not lines[-1].strip():
+        lines.pop()
+    return "\n".join(lines[-NUM_TAIL_LINES:])
+
+
+def _without_launcher(frames: TracebackType | None) -> TracebackType | None:
+    """The traceback from the first frame that is the program's own."""
+    while frames is not None and frames.tb_frame.f_code.co_filename.startswith((LAUNCHER, "<frozen importlib")):
+        frames = frames.tb_next
+    return frames
+
+
+def _user_line(frames: TracebackType | None) -> str:
+    """The innermost line that is the user's: "train.py, line 12"; empty if none is."""
+    paths = sysconfig.get_paths()
+    others = (SAMESTEP, paths["stdlib"], paths["purelib"], paths["platlib"], *site.getsitepackages(), "<")
+    for frame in reversed(traceback.extract_tb(frames)):
+        if not frame.filename.startswith(others):
+            return f"{frame.filename}, line {frame.lineno}"
+    return ""
+
+
+def _is_peer_lost(error: BaseException) -> bool:
+    """Whether an exception, or one that led to it, only says that another rank vanished."""
+    current: BaseException | None = error
+    seen: set[int] = set()
+    while current is not None and id(current) not in seen:
+        seen.add(id(current))
+        if isinstance(current, PeerLostError) or type(current).__name__ in _PEER_LOST_TYPES:
+            return True
+        if isinstance(current, RuntimeError) and any(text in str(current) for text in _PEER_LOST_TEXTS):
+            return True
+        current = current.__cause__ or current.__context__
+    return False

@@ -1,0 +1,125 @@
+"""The program: runs a script, a module or a function in this process as the `python` command would."""
+
+import importlib
+import importlib.machinery
+import importlib.util
+import io
+import mmap
+import os
+import pickle
+import sys
+import types
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from samestep.errors import UsageError
+from samestep.launcher.job import Job
+
+
+def run_program(job: Job, fds: Mapping[str, int]) -> Any:
+    """Runs a job.
+
+    Args:
+        job: what to run.
+        fds: the worker's descriptors; with a "payload" the function's arguments are unpickled from it.
+
+    Returns:
+        What the function returned; None for scripts and modules.
+
+    Raises:
+        UsageError: there is no such module or function.
+        BaseException: whatever the program raises, SystemExit too.
+    """
+    if job.kind == "script":
+        _run_script(job.target, job.argv)
+        return None
+    if job.kind == "module":
+        _run_module(job.target, job.argv)
+        return None
+    if "payload" not in fds:
+        return _find_function(job.target)(**job.kwargs)
+    search_path, arguments = read_payload(fds["payload"])
+    sys.path[:] = search_path
+    args, kwargs = pickle.loads(arguments)
+    return _find_function(job.target)(*args, **kwargs)
+
+
+def write_payload(file: io.BufferedRandom, arguments: bytes) -> None:
+    """Writes what `read_payload` reads: the caller's module search path and its pickled (args, kwargs)."""
+    pickle.dump((sys.path, arguments), file)
+    file.flush()
+
+
+def read_payload(fd: int) -> tuple[list[str], bytes]:
+    """The payload; leaves the file offset, which all workers share, alone."""
+    with mmap.mmap(fd, 0, access=mmap.ACCESS_READ) as content:
+        search_path, arguments = pickle.loads(content)
+    return search_path, arguments
+
+
+def _run_script(path: str, argv: tuple[str, ...]) -> None:
+    """`python PATH ARGV`."""
+    loader = importlib.machinery.SourceFileLoader("__main__", os.path.abspath(path))
+    try:
+        with io.open_code(path) as file:
+            source = file.read()
+    except OSError as error:
+        raise UsageError(f"cannot read the script {path}: {error.strerror}; give the path of a Python file") from error
+    sys.path.insert(0, str(Path(path).resolve().parent))
+    sys.argv = [path, *argv]
+    code = compile(source, loader.path, "exec", dont_inherit=True)
+    _execute(code, {"__file__": loader.path, "__loader__": loader, "__package__": None, "__spec__": None})
+
+
+def _run_module(name: str, argv: tuple[str, ...]) -> None:
+    """`python -m NAME ARGV`."""
+    sys.path.insert(0, os.getcwd())
+    sys.argv = ["-m", *argv]
+    spec = _find_spec(name)
+    if spec is not None and spec.submodule_search_locations is not None:
+        spec = _find_spec(f"{name}.__main__")
+        if spec is None:
+            raise UsageError(f"the package {name} has no __main__ module; name one of its modules")
+    if spec is None:
+        raise UsageError(f"there is no module {name} in {os.getcwd()} or on the module search path")
+    code = spec.loader.get_code(spec.name) if isinstance(spec.loader, importlib.abc.InspectLoader) else None
+    if code is None:
+        raise UsageError(f"the module {name} has no Python code to run; give a module that is a .py file")
+    sys.argv[0] = spec.origin or name
+    names = {"__file__": spec.origin, "__loader__": spec.loader, "__package__": spec.parent, "__spec__": spec}
+    _execute(code, names)
+
+
+def _find_spec(name: str) -> importlib.machinery.ModuleSpec | None:
+    """Where a module is; None if it or its package is nowhere."""
+    try:
+        return importlib.util.find_spec(name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and name.startswith(error.name):
+            return None
+        raise
+
+
+def _execute(code: types.CodeType, names: Mapping[str, Any]) -> None:
+    """Executes code as the module `__main__`, which pickle then finds by that name."""
+    main = types.ModuleType("__main__")
+    main.__dict__.update(names, __builtins__=__builtins__, __cached__=None)
+    sys.modules["__main__"] = main
+    exec(code, main.__dict__)
+
+
+def _find_function(target: str) -> Any:
+    """The function that "package.module:function" names."""
+    module_name, _, path = target.partition(":")
+    try:
+        found: Any = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not module_name.startswith(error.name):
+            raise
+        raise UsageError(f"there is no module {module_name}; it must be importable in the workers") from error
+    for name in path.split("."):
+        if not hasattr(found, name):
+            raise UsageError(f"the module {module_name} has no function {path}")
+        found = getattr(found, name)
+    return found

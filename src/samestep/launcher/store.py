@@ -1,0 +1,45 @@
+"""The store keeper: a process that hosts the store at which the ranks meet, and outlives any of them.
+
+It is given a socket that listens already, so the port is its own before anybody hears of it: no run takes another's.
+"""
+
+import os
+import signal
+import socket
+import sys
+from typing import NoReturn
+
+from samestep.comm.environment import LOOPBACK
+from samestep.launcher import lifeline
+
+
+def open_listener() -> socket.socket:
+    """A socket that listens on a free port of the loopback address."""
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    listener.bind((LOOPBACK, 0))
+    listener.listen(1024)
+    return listener
+
+
+def keep_store(listener: socket.socket) -> NoReturn:
+    """Hosts the store until a signal ends the process."""
+    from torch.distributed import TCPStore
+
+    port = listener.getsockname()[1]
+    # The name keeps the store, and its port, alive.
+    store = TCPStore(LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+    while store is not None:
+        signal.pause()
+    raise AssertionError("the store is held")
+
+
+def main() -> NoReturn:
+    """The keeper as a program of its own: arguments are the socket's descriptor and the parent's process id."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    lifeline.end_with_parent(int(sys.argv[2]), signal.SIGKILL)
+    os.set_inheritable(int(sys.argv[1]), False)
+    keep_store(socket.socket(fileno=int(sys.argv[1])))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,124 @@
+"""The worker: makes this process one rank of the run, runs the job and reports how it ended."""
+
+import contextlib
+import faulthandler
+import json
+import os
+import pickle
+import signal
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from samestep.comm.channel import Channel
+from samestep.launcher import lifeline
+from samestep.launcher.assignment import Instruction, worker_variables
+from samestep.launcher.failure import report_exception
+from samestep.launcher.program import run_program
+
+Call = Callable[[], Any]
+
+
+def work(instruction: Instruction, call: Call | None = None) -> int:
+    """Does what the instruction says; the caller ends the process with the exit code.
+
+    Args:
+        instruction: the worker's place, job and descriptors.
+        call: what to call instead of the job's target: a closure, in a worker that was forked from its owner.
+    """
+    _reset_signals()
+    _take_streams(instruction)
+    os.environ.update(worker_variables(instruction))
+    channel = Channel(instruction.fds["events"])
+    try:
+        _set_threads(instruction.assignment.threads)
+        value = call() if call is not None else run_program(instruction.job, instruction.fds)
+        _deliver(value, instruction, channel)
+        return 0
+    except SystemExit as stop:
+        return _report_exit(stop, instruction, channel)
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    except BaseException as error:
+        report = report_exception(error)
+        if instruction.assignment.rank > 0:
+            print(report["traceback"] or f"{report['type']}: {report['message']}", file=sys.stderr)
+        channel.send("failed", **report)
+        return int(report["exit_code"])
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
+
+
+def main() -> None:
+    """The worker as a program of its own: arguments are the instruction's descriptor and the parent's process id."""
+    lifeline.end_with_parent(int(sys.argv[2]), signal.SIGKILL)
+    with open(int(sys.argv[1]), encoding="utf-8") as file:
+        instruction = Instruction.from_json(json.loads(os.pread(file.fileno(), os.fstat(file.fileno()).st_size, 0)))
+    for fd in instruction.fds.values():
+        os.set_inheritable(fd, False)
+    sys.exit(work(instruction))
+
+
+def _reset_signals() -> None:
+    """Python's own handlers, whatever the process had before."""
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for signum in (signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
+        signal.signal(signum, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+
+
+def _take_streams(instruction: Instruction) -> None:
+    """Points the standard streams where the instruction says, and crash dumps to the supervisor."""
+    fds = instruction.fds
+    if instruction.assignment.rank > 0:
+        with open(os.devnull) as nothing:
+            os.dup2(nothing.fileno(), 0)
+    if "stdout" in fds:
+        os.dup2(fds["stdout"], 1)
+        os.dup2(fds["stderr"], 2)
+        sys.stdout = sys.__stdout__ = open(1, "w", buffering=1, closefd=False, encoding="utf-8", errors="replace")
+        sys.stderr = sys.__stderr__ = open(2, "w", buffering=1, closefd=False, encoding="utf-8", errors="replace")
+    faulthandler.enable(fds["words"])
+
+
+def _set_threads(threads: int) -> None:
+    """Sets torch's thread count, which is part of what decides the bits."""
+    import torch
+
+    torch.set_num_threads(threads)
+
+
+def _deliver(value: Any, instruction: Instruction, channel: Channel) -> None:
+    """Hands rank 0's result to the supervisor, pickled where the caller asked for that, else as JSON."""
+    if instruction.assignment.rank > 0 or instruction.job.kind != "function":
+        return
+    if "answer" not in instruction.fds:
+        channel.send("result", value=value)
+        return
+    content = pickle.dumps(value)
+    with open(instruction.fds["answer"], "wb", closefd=False) as file:
+        file.write(content)
+
+
+def _report_exit(stop: SystemExit, instruction: Instruction, channel: Channel) -> int:
+    """The exit code of a program that ended itself by `sys.exit`, which may hold a message instead of a number."""
+    code, message = stop.code, ""
+    if code is None:
+        code = 0
+    elif not isinstance(code, int):
+        message, code = str(code), 1
+        print(message, file=sys.stderr)
+    code &= 0xFF
+    if code:
+        # Rank 0's message is on the terminal already.
+        shown = "" if instruction.assignment.rank == 0 else message
+        channel.send("failed", type="SystemExit", message=shown, traceback="", user_error=False, exit_code=code,
+                     peer_lost=False)
+    return code
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,69 @@
+"""Shards: how a global batch is cut, and which rank executes which shards."""
+
+from collections.abc import Sequence
+
+from samestep.errors import UsageError
+
+
+def shard_bounds(length: int, num_shards: int) -> list[int]:
+    """Where the shards of a batch begin and end.
+
+    Sizes differ by at most one, larger shards first, and depend on (length, num_shards) only. A batch smaller than
+    `num_shards` leaves the last shards empty.
+
+    Args:
+        length: samples in the global batch, 0 or more.
+        num_shards: V, 1 or more.
+
+    Returns:
+        V + 1 positions: shard s holds samples bounds[s] to bounds[s + 1] - 1.
+    """
+    size, larger = divmod(length, num_shards)
+    return [s * size + min(s, larger) for s in range(num_shards + 1)]
+
+
+def shard_ranges(num_shards: int, world_size: int, shares: Sequence[float] | None = None) -> tuple[range, ...]:
+    """Which contiguous shards each rank executes.
+
+    Args:
+        num_shards: V.
+        world_size: D, at most V.
+        shares: how much each rank should do, in any unit; equal if None. The bits do not depend on it.
+
+    Returns:
+        One range of shard indices a rank, in rank order, together 0 … V - 1.
+
+    Raises:
+        UsageError: D exceeds V, or the shares are not D positive numbers that leave each rank a shard.
+    """
+    if num_shards < 1:
+        raise UsageError(f"got num_shards={num_shards}; it must be 1 or more (--num-shards)")
+    if world_size > num_shards:
+        raise UsageError(
+            f"got {world_size} devices for {num_shards} shards; a device needs at least one shard: "
+            f"use --num-shards {world_size} or more (it is part of the recipe), or --devices for {num_shards} or fewer"
+        )
+    if shares is None:
+        cuts = [rank * num_shards // world_size for rank in range(world_size + 1)]
+        return tuple(range(a, b) for a, b in zip(cuts, cuts[1:], strict=False))
+    if len(shares) != world_size:
+        raise UsageError(f"got {len(shares)} shares for {world_size} devices; --shares needs one number a device")
+    if not all(0 < share < float("inf") for share in shares):
+        raise UsageError(f"got shares {list(shares)}; --shares needs positive numbers")
+    return _weighted_ranges(num_shards, shares)
+
+
+def _weighted_ranges(num_shards: int, shares: Sequence[float]) -> tuple[range, ...]:
+    """One shard for everyone, the rest by largest remainder (ties to the lower rank)."""
+    spare = num_shards - len(shares)
+    exact = [max(0.0, num_shards * share / sum(shares) - 1) for share in shares]
+    scale = spare / sum(exact) if sum(exact) else 0.0
+    extra = [int(value * scale) for value in exact]
+    by_remainder = sorted(range(len(shares)), key=lambda rank: (extra[rank] - exact[rank] * scale, rank))
+    for rank in by_remainder[: spare - sum(extra)]:
+        extra[rank] += 1
+    ranges, start = [], 0
+    for count in extra:
+        ranges.append(range(start, start + 1 + count))
+        start += 1 + count
+    return tuple(ranges)

@@ -1,0 +1,94 @@
+"""The contract: what the bits of a run depend on, recorded with it and compared when it is taken up again."""
+
+import platform
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from samestep.comm.reduction import REDUCTIONS
+from samestep.errors import UsageError
+from samestep.version import __version__
+
+DEFAULT_NUM_SHARDS = 8
+
+
+@dataclass(frozen=True)
+class Contract:
+    """What decides the bits of a run. The number of devices is not in it.
+
+    Attributes:
+        global_batch_size: samples of one optimizer step.
+        num_shards: slices of the global batch, the unit of computation.
+        seed: of every random generator and of the order.
+        reduction: "ordered" or "native".
+        device_kind: "cpu", "cuda", …
+        num_threads: CPU threads a worker; 0 where the device is not a CPU.
+    """
+
+    global_batch_size: int
+    num_shards: int
+    seed: int
+    reduction: str
+    device_kind: str
+    num_threads: int
+
+    def as_json(self) -> dict[str, Any]:
+        """The contract with the versions and flags that the bits depend on too."""
+        return {**asdict(self), "versions": versions(), "flags": precision_flags()}
+
+
+def check_contract(global_batch_size: int, num_shards: int | None, reduction: str, seed: int) -> int:
+    """Checks what the user asked for, and returns the number of shards.
+
+    Raises:
+        UsageError: names the argument and the option.
+    """
+    if not _is_count(global_batch_size):
+        raise UsageError(f"got global_batch_size={global_batch_size!r}; it must be 1 or more (--global-batch-size)")
+    if num_shards is not None and not _is_count(num_shards):
+        raise UsageError(f"got num_shards={num_shards!r}; it must be 1 or more (--num-shards)")
+    if reduction not in REDUCTIONS:
+        raise UsageError(f"got reduction={reduction!r}; --reduction is one of {', '.join(REDUCTIONS)}")
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
+        raise UsageError(f"got seed={seed!r}; it must be an integer from 0 to 2^63 - 1 (--seed)")
+    return min(DEFAULT_NUM_SHARDS, global_batch_size) if num_shards is None else num_shards
+
+
+def versions() -> dict[str, str]:
+    """Versions of everything that computes."""
+    found = {
+        "samestep": __version__,
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+        "python": platform.python_version(),
+        "platform": f"{sys.platform}-{platform.machine()}",
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+    }
+    if torch.version.cuda:
+        found["cuda"] = torch.version.cuda
+        found["cudnn"] = str(torch.backends.cudnn.version())
+    return found
+
+
+def precision_flags() -> dict[str, Any]:
+    """Flags that change what kernels compute."""
+    return {
+        "float32_matmul_precision": torch.get_float32_matmul_precision(),
+        "cudnn_allow_tf32": torch.backends.cudnn.allow_tf32,
+        "cudnn_benchmark": torch.backends.cudnn.benchmark,
+        "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
+        "default_dtype": str(torch.get_default_dtype()).removeprefix("torch."),
+    }
+
+
+def check_shares(shares: Sequence[float] | None) -> tuple[float, ...] | None:
+    """Takes shares as they are given."""
+    return None if shares is None else tuple(float(share) for share in shares)
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1

@@ -1,0 +1,198 @@
+"""Loggers: where a run's scalars go, one call a step.
+
+A logger is anything with the two methods of `Logger`; there is nothing to inherit from. Weights & Biases, for example:
+
+    class WandbLogger:
+        def __init__(self, **options):
+            import wandb
+            self.run = wandb.init(**options)
+
+        def log(self, step, scalars):
+            self.run.log(dict(scalars), step=step)
+
+        def close(self):
+            self.run.finish()
+
+Tags are those of TensorBoard, `loss/train`, `loss/eval`, `accuracy/eval`. Both loggers here write each call to the
+file at once and from the calling thread, so that a full disk is an error of the step that met it.
+"""
+
+import errno
+import itertools
+import json
+import math
+import os
+import socket
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from io import BytesIO, FileIO
+from pathlib import Path
+from typing import Any, Protocol, cast, runtime_checkable
+
+from samestep.errors import RunFolderError, UsageError
+
+_NO_SPACE = {errno.ENOSPC, errno.EFBIG} | {getattr(errno, name) for name in ("EDQUOT",) if hasattr(errno, name)}
+
+
+@runtime_checkable
+class Logger(Protocol):
+    """Takes the scalars of a run."""
+
+    def log(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Records scalars by tag, measured after `step` optimizer updates; non-finite ones are recorded as such."""
+
+    def close(self) -> None:
+        """Ends the record; a second call does nothing."""
+
+
+class JsonlLogger:
+    """Appends a JSON object a line, `{"step": 12, "loss/train": 0.31}`, to a file such as `metrics.jsonl`.
+
+    NaN and infinities, which JSON lacks, are written as the strings "nan", "inf" and "-inf". A line that a crash left
+    unfinished is removed when the file is opened again. After a resume a step may occur twice: the later line counts.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        """Opens the file, and makes its folder if there is none.
+
+        Raises:
+            RunFolderError: the file cannot be opened.
+        """
+        self._path = Path(path)
+        make_folder(self._path.parent)
+        self._file = _open(self._path, "a+b")
+        _drop_unfinished_line(self._file, self._path)
+
+    def log(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Writes one line.
+
+        Raises:
+            RunFolderError: it could not be written; the file then ends with the line before.
+            UsageError: a tag is "step".
+        """
+        if "step" in scalars:
+            raise UsageError("a scalar cannot be named 'step', the line has that already; name it 'step/…' or so")
+        values = {tag: float(value) for tag, value in scalars.items()}
+        line = {"step": int(step)} | {tag: v if math.isfinite(v) else str(v) for tag, v in values.items()}
+        _append(self._file, self._path, (json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n").encode())
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._file.close()
+
+
+class TensorBoardLogger:
+    """Writes scalars as TensorBoard events into a new file of a folder such as `tensorboard/`."""
+
+    def __init__(self, folder: str | os.PathLike[str], purge_step: int | None = None) -> None:
+        """Makes the folder if there is none, and an event file in it.
+
+        Args:
+            folder: where the event files are.
+            purge_step: after a resume, the first step that is run again: TensorBoard then hides what earlier files
+                of the folder hold from this step on.
+
+        Raises:
+            RunFolderError: the file cannot be written.
+        """
+        # Not torch's SummaryWriter: it writes from a thread, where a full disk ends in a traceback and lost events.
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        self._event, self._summary, self._record_writer = Event, Summary, RecordWriter
+        self._path, self._file = _new_event_file(Path(folder))
+        self._write(Event(wall_time=time.time(), file_version="brain.Event:2"))
+        if purge_step is not None:
+            start = SessionLog(status=SessionLog.START)
+            self._write(Event(wall_time=time.time(), step=purge_step, session_log=start))
+
+    def log(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Writes one event with all the scalars.
+
+        Raises:
+            RunFolderError: it could not be written.
+        """
+        values = [self._summary.Value(tag=tag, simple_value=float(value)) for tag, value in scalars.items()]
+        self._write(self._event(wall_time=time.time(), step=int(step), summary=self._summary(value=values)))
+
+    def close(self) -> None:
+        """Closes the event file."""
+        self._file.close()
+
+    def _write(self, event: Any) -> None:
+        record = BytesIO()
+        self._record_writer(record).write(event.SerializeToString())
+        _append(self._file, self._path, record.getvalue())
+
+
+def run_folder_error(path: str | os.PathLike[str], error: OSError) -> RunFolderError:
+    """The error to raise when a file of the run folder cannot be written: which file, why, and what mends it."""
+    mend = "free some space, or choose" if error.errno in _NO_SPACE else "choose"
+    return RunFolderError(
+        f"cannot write {os.fspath(path)}: {error.strerror or error}; {mend} another folder with --run-dir"
+    )
+
+
+def make_folder(folder: str | os.PathLike[str]) -> None:
+    """Makes a folder of the run, with its parents, if it is not there.
+
+    Raises:
+        RunFolderError: it cannot be made.
+    """
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise run_folder_error(folder, error) from error
+
+
+def _open(path: Path, mode: str) -> FileIO:
+    """Opens without a buffer, so that what is written is in the file and an error is met where it belongs."""
+    try:
+        return cast(FileIO, path.open(mode, buffering=0))
+    except FileExistsError:
+        raise  # only where the mode asks for a new file
+    except OSError as error:
+        raise run_folder_error(path, error) from error
+
+
+def _append(file: FileIO, path: Path, data: bytes) -> None:
+    """Writes all of the data at the end of the file, or none of it and raises `RunFolderError`."""
+    written = 0
+    try:
+        while written < len(data):
+            written += file.write(data[written:])
+    except OSError as error:
+        if written:
+            with suppress(OSError):
+                file.truncate(os.fstat(file.fileno()).st_size - written)
+        raise run_folder_error(path, error) from error
+
+
+def _drop_unfinished_line(file: FileIO, path: Path) -> None:
+    """Cuts a regular file off behind its last newline."""
+    if not path.is_file():
+        return
+    end = size = file.seek(0, os.SEEK_END)
+    while end > 0:
+        start = max(0, end - 65_536)
+        file.seek(start)
+        newline = file.read(end - start).rfind(b"\n")
+        end = start + newline + 1
+        if newline >= 0:
+            break
+    if end < size:
+        file.truncate(end)
+
+
+def _new_event_file(folder: Path) -> tuple[Path, FileIO]:
+    """A file named as TensorBoard wants it; files sort by time, which is the order they are read in."""
+    make_folder(folder)
+    for number in itertools.count():
+        path = folder / f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{number}"
+        try:
+            return path, _open(path, "xb")
+        except FileExistsError:
+            continue
+    raise AssertionError("unreachable: the numbers do not end")

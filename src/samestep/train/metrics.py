@@ -1,0 +1,337 @@
+"""Metrics: what is measured of a model's output, as sums and counts that add up exactly over shards.
+
+A metric is never averaged over shards or ranks. Each shard gives a sum and the number of things the sum runs over;
+both are added up along the tree and divided once, so every sample (or token) weighs the same whatever the devices.
+A metric of your own is a function of the model's output and the batch:
+
+    def absolute_error(output, batch):
+        _, y = batch
+        return (output - y).abs()            # a value a sample
+
+    run.evaluate(model, test_set, {"mae": absolute_error, "accuracy": samestep.metrics.accuracy})
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from samestep.engine.losses import Mean, describe, wide_dtype
+from samestep.errors import UsageError
+
+TARGET_KEYS = ("label", "labels", "target", "targets", "y")
+
+Measure = Callable[[Any, Any], Tensor | Mean]
+
+
+def _unchanged(value: float) -> float:
+    return value
+
+
+def _exp(value: float) -> float:
+    try:
+        return math.exp(value)
+    except OverflowError:
+        return math.inf
+
+
+@dataclass(frozen=True)
+class Metric:
+    """Something to measure in an evaluation; tier `bitwise`, since only sums and counts cross devices.
+
+    Attributes:
+        measure: called as `measure(output, batch)` on one shard. It returns a 1-d tensor (a value a sample; of any
+            dtype, also bool) or `samestep.Mean(total, count)` for ragged things such as tokens.
+        finish: applied once to the global mean, for example `math.sqrt` for a root mean squared error.
+        name: what messages call it; the name of `measure` if empty.
+    """
+
+    measure: Measure
+    finish: Callable[[float], float] = _unchanged
+    name: str = ""
+
+
+def as_metric(value: Any) -> Metric:
+    """Takes a `Metric` as it is and wraps a plain callable `(output, batch) -> Tensor | Mean` into one.
+
+    Raises:
+        UsageError: the value is neither.
+    """
+    if isinstance(value, Metric):
+        return value
+    if callable(value):
+        return Metric(value)
+    raise UsageError(f"a metric must be a samestep metric or a function of (output, batch), got {describe(value)}")
+
+
+def sums(
+    metric: Metric, output: Any, batch: Any, *, name: str | None = None, num_samples: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """Measures one shard, without waiting for the device.
+
+    Args:
+        metric: what to measure.
+        output: what the model returned for the shard.
+        batch: the shard.
+        name: what the user calls the metric, for messages.
+        num_samples: samples of the shard, if known; a 1-d result of another length is then an error.
+
+    Returns:
+        The total and the count: 0-d, float64 (float32 on MPS), on the output's device, detached.
+
+    Raises:
+        UsageError: the metric returned something other than a 1-d tensor or a `Mean`.
+    """
+    title = name or metric.name or getattr(metric.measure, "__name__", "metric")
+    measured = metric.measure(output, batch)
+    if isinstance(measured, Mean):
+        total, count = measured.total, measured.count
+        if not isinstance(total, Tensor) or total.ndim != 0:
+            raise UsageError(f"metric {title!r}: Mean needs a 0-d tensor as total, got {describe(total)}; sum it first")
+        if isinstance(count, Tensor) and count.numel() != 1:
+            raise UsageError(f"metric {title!r}: Mean needs one number as count, got {describe(count)}; sum it first")
+    elif isinstance(measured, Tensor) and measured.ndim == 1:
+        total, count = measured, measured.numel()
+        if num_samples is not None and count != num_samples:
+            raise UsageError(
+                f"metric {title!r} returned {count} values for {num_samples} samples; "
+                "return one a sample, or samestep.Mean(total, count)"
+            )
+    else:
+        raise UsageError(
+            f"metric {title!r} returned {describe(measured)}; needed: a 1-d tensor (a value a sample) or "
+            "samestep.Mean(total, count). A mean over the shard could not be weighted rightly"
+        )
+    device = output.device if isinstance(output, Tensor) else total.device
+    wide = wide_dtype(device)
+    total = total.detach().to(device=device, dtype=wide).sum()
+    if isinstance(count, Tensor):
+        return total, count.detach().reshape(()).to(device=device, dtype=wide)
+    return total, torch.full((), count, dtype=wide, device=device)
+
+
+def result(metric: Metric, total: float, count: float) -> float:
+    """The metric's value from its global total and count; NaN if nothing was counted."""
+    return metric.finish(total / count) if count else math.nan
+
+
+def target_of(batch: Any) -> Tensor:
+    """Finds the target in a batch: the last element of a tuple or list, or a dict's `label`, `labels`, `target`, `y`.
+
+    Raises:
+        UsageError: the batch holds no such tensor, or several.
+    """
+    target: Any = None
+    if isinstance(batch, Mapping):
+        found = [key for key in TARGET_KEYS if key in batch]
+        if len(found) != 1:
+            wanted = ", ".join(map(repr, TARGET_KEYS))
+            got = f"has {' and '.join(map(repr, found))}" if found else f"has the keys {', '.join(map(repr, batch))}"
+            raise UsageError(
+                f"the metric needs one target and the batch {got}; needed: exactly one of {wanted}, "
+                "or a metric of your own, a function of (output, batch)"
+            )
+        target = batch[found[0]]
+    elif isinstance(batch, (tuple, list)) and len(batch) >= 2:
+        target = batch[-1]
+    else:
+        size = f" of {len(batch)}" if isinstance(batch, (tuple, list)) else ""
+        raise UsageError(
+            f"the metric finds no target in a batch that is {describe(batch)}{size}; needed: a tuple (x, y), a dict "
+            "with 'label' or 'target', or a metric of your own, a function of (output, batch)"
+        )
+    if not isinstance(target, Tensor):
+        raise UsageError(f"the metric needs a tensor as target, the batch holds {describe(target)}")
+    return target
+
+
+def top_k(k: int) -> Metric:
+    """The fraction of samples whose class is among the k highest scores.
+
+    The output is `[N, C]` (scores, C ≥ 2), the target `[N]` (integers in 0…C−1). Of equal scores the lower class
+    ranks first; NaN ranks above every number, and a sample whose own score is NaN is wrong: a model that diverged
+    is not right by accident.
+
+    Raises:
+        UsageError: k is not a positive integer; when measured, k is more than C or a shape is not as above.
+    """
+    name = "accuracy" if k == 1 else f"top_{k}"
+    if not isinstance(k, int) or isinstance(k, bool) or k < 1:
+        raise UsageError(f"top_k needs a whole number from 1 on, got {k!r}")
+
+    def measure(output: Any, batch: Any) -> Tensor:
+        target = target_of(batch)
+        if target.ndim != 1:
+            raise UsageError(
+                f"metric {name!r} needs a class a sample, got {describe(target)} as target; "
+                "use token_accuracy for tokens or pixels"
+            )
+        scores, target = _scores_and_classes(name, output, target, class_dim=1)
+        if k > scores.shape[1]:
+            raise UsageError(f"metric {name!r} needs at least {k} classes, the output has {scores.shape[1]}")
+        return _rank(scores, target) < k
+
+    return Metric(measure, name=name)
+
+
+def cross_entropy_with(class_dim: int | None = None, ignore_index: int = -100) -> Metric:
+    """The mean cross-entropy in nats over all targets that are not `ignore_index`.
+
+    The target is of integers, `[N]` or `[N, …]`; the output has one dim more, the classes.
+
+    Args:
+        class_dim: the output's dim of classes: 1 as in `torch.nn.CrossEntropyLoss`, −1 for `[N, tokens, C]`. None
+            takes the one that fits the target's shape; where both do, measuring raises `UsageError`.
+        ignore_index: targets of this value are neither summed nor counted.
+
+    Raises:
+        UsageError: `class_dim` is another one; when measured, the shapes are not as above.
+    """
+    return _cross_entropy("cross_entropy", class_dim, ignore_index)
+
+
+def perplexity_with(class_dim: int | None = None, ignore_index: int = -100) -> Metric:
+    """exp of the global mean cross-entropy (not a mean of exps); arguments as in `cross_entropy_with`."""
+    return replace(_cross_entropy("perplexity", class_dim, ignore_index), finish=_exp)
+
+
+def token_accuracy_with(class_dim: int | None = None, ignore_index: int = -100) -> Metric:
+    """The fraction of targets (tokens, pixels) whose class has the highest score, `ignore_index` left out.
+
+    Shapes and arguments are those of `cross_entropy_with`, ties and NaN are treated as in `top_k`.
+    """
+    name = "token_accuracy"
+    _check_class_dim(name, class_dim)
+
+    def measure(output: Any, batch: Any) -> Mean:
+        scores, target = _scores_and_classes(name, output, target_of(batch), class_dim)
+        counted = target != ignore_index
+        right = (_rank(scores, target.where(counted, 0)) == 0) & counted
+        return Mean(right.sum(), counted.sum())
+
+    return Metric(measure, name=name)
+
+
+def _cross_entropy(name: str, class_dim: int | None, ignore_index: int) -> Metric:
+    _check_class_dim(name, class_dim)
+
+    def measure(output: Any, batch: Any) -> Mean:
+        scores, target = _scores_and_classes(name, output, target_of(batch), class_dim)
+        # Flattened: the form for images, [N, C, H, W], has no deterministic kernel on CUDA.
+        losses = functional.cross_entropy(
+            scores.flatten(0, -2), target.flatten(), ignore_index=ignore_index, reduction="none"
+        )
+        return Mean(losses.to(wide_dtype(losses.device)).sum(), (target != ignore_index).sum())
+
+    return Metric(measure, name=name)
+
+
+def _check_class_dim(name: str, class_dim: int | None) -> None:
+    if class_dim not in (None, 1, -1):
+        raise UsageError(f"{name}_with needs class_dim=1, class_dim=-1 or None (what fits), got {class_dim!r}")
+
+
+def _squared_error(output: Any, batch: Any) -> Tensor:
+    return _mean_a_sample(_difference("mean_squared_error", output, target_of(batch)).square())
+
+
+def _absolute_error(output: Any, batch: Any) -> Tensor:
+    return _mean_a_sample(_difference("mean_absolute_error", output, target_of(batch)).abs())
+
+
+accuracy = top_k(1)
+"""The fraction of samples whose class has the highest score; shapes as in `top_k`."""
+
+mean_squared_error = Metric(_squared_error, name="mean_squared_error")
+"""The mean of (output - target)²; the shapes are equal, but for dims of size one."""
+
+root_mean_squared_error = Metric(_squared_error, math.sqrt, "root_mean_squared_error")
+"""The square root of the global `mean_squared_error` (not a mean of roots)."""
+
+mean_absolute_error = Metric(_absolute_error, name="mean_absolute_error")
+"""The mean of |output - target|; shapes as in `mean_squared_error`."""
+
+cross_entropy = cross_entropy_with()
+"""The mean cross-entropy in nats, targets of -100 left out; see `cross_entropy_with`."""
+
+token_accuracy = token_accuracy_with(class_dim=-1)
+"""The fraction of tokens predicted rightly: output `[N, tokens, C]`, target `[N, tokens]`, -100 left out."""
+
+perplexity = perplexity_with(class_dim=-1)
+"""exp of the global mean cross-entropy a token: output `[N, tokens, C]`, target `[N, tokens]`, -100 left out."""
+
+
+def _scores_and_classes(name: str, output: Any, target: Tensor, class_dim: int | None) -> tuple[Tensor, Tensor]:
+    """Checks shapes and gives the scores as `[*target.shape, C]` in float32 or wider, the target as int64."""
+    if not isinstance(output, Tensor):
+        raise UsageError(
+            f"metric {name!r} needs the model's output to be a tensor, got {describe(output)}; "
+            "write a metric of your own, a function of (output, batch)"
+        )
+    if target.is_floating_point() or target.is_complex():
+        raise UsageError(f"metric {name!r} needs classes as integers, got {describe(target)} as target")
+    if target.ndim == 0 or output.ndim != target.ndim + 1:
+        raise UsageError(
+            f"metric {name!r} needs an output with one dim (the classes) more than the target, "
+            f"got {describe(output)} and {describe(target)} as target"
+        )
+    allowed = (1, -1) if class_dim is None else (class_dim,)
+    dims = {dim % output.ndim for dim in allowed}
+    fitting = {dim for dim in dims if _without(output.shape, dim) == tuple(target.shape)}
+    if not fitting:
+        raise UsageError(
+            f"metric {name!r} needs an output whose shape without the classes (dim {' or '.join(map(str, allowed))}) "
+            f"is the target's, got {describe(output)} and {describe(target)} as target"
+        )
+    if len(fitting) > 1:
+        raise UsageError(
+            f"metric {name!r} cannot tell which dim of {describe(output)} holds the classes; "
+            f"use metrics.{name}_with(class_dim=1), or class_dim=-1"
+        )
+    scores = output.movedim(fitting.pop(), -1)
+    if scores.shape[-1] < 2:
+        raise UsageError(
+            f"metric {name!r} needs a score a class for at least 2 classes, got {describe(output)}; for one score a "
+            "sample write a metric of your own, such as `lambda output, batch: (output[:, 0] > 0) == batch[1]`"
+        )
+    return _at_least_float32(scores), target.long()
+
+
+def _without(shape: torch.Size, dim: int) -> tuple[int, ...]:
+    return (*shape[:dim], *shape[dim + 1 :])
+
+
+def _at_least_float32(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+def _rank(scores: Tensor, classes: Tensor) -> Tensor:
+    """How many classes rank before the given one: scores `[…, C]`, classes `[…]` -> int64 `[…]`.
+
+    Written out, since `argmax` and `topk` leave open which of equal scores comes first.
+    """
+    index = classes.unsqueeze(-1)
+    own = scores.gather(-1, index)
+    before = torch.arange(scores.shape[-1], device=scores.device) < index
+    return ((~(scores <= own)) | ((scores == own) & before)).sum(-1)
+
+
+def _difference(name: str, output: Any, target: Tensor) -> Tensor:
+    """Output - target without broadcasting: `[N, 1]` against `[N]` is a difference a sample, not an N×N table."""
+    if not isinstance(output, Tensor):
+        raise UsageError(f"metric {name!r} needs the model's output to be a tensor, got {describe(output)}")
+    same = [size for size in output.shape[1:] if size != 1] == [size for size in target.shape[1:] if size != 1]
+    if output.ndim == 0 or target.ndim == 0 or output.shape[0] != target.shape[0] or not same:
+        raise UsageError(
+            f"metric {name!r} needs output and target of one shape, "
+            f"got {describe(output)} and {describe(target)} as target"
+        )
+    return _at_least_float32(output) - _at_least_float32(target.reshape(output.shape))
+
+
+def _mean_a_sample(values: Tensor) -> Tensor:
+    return values.flatten(1).mean(1) if values.ndim > 1 else values

@@ -1,0 +1,264 @@
+"""The run: the contract and the topology, built once and passed down. The loop stays the user's."""
+
+import atexit
+import os
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from samestep.comm.communicator import Communicator, make_communicator
+from samestep.comm.environment import Environment, read_environment
+from samestep.data.loader import Loader
+from samestep.data.randomness import seed_process
+from samestep.engine.losses import LossFn
+from samestep.engine.step import BUCKET_BYTES, OnNonFinite, TrainStep
+from samestep.errors import UsageError
+from samestep.plan.shards import shard_ranges
+from samestep.train.contract import Contract, check_contract
+from samestep.train.evaluation import evaluate, predict
+
+DEFAULT_TIMEOUT_SECONDS = 600.0
+
+
+class Run:
+    """The contract of a run, and this process's place in it.
+
+    Build it first: it seeds every random generator alike on all ranks, so that models built after it are equal. Under
+    `python script.py` it is a run on one device; under `samestep run`, torchrun, srun or mpirun on all of them. Tier
+    `bitwise`: for equal arguments, code and data the results are the same bits on 1 to `num_shards` devices of a kind.
+
+    Args:
+        global_batch_size: samples of one optimizer step, whatever the devices.
+        num_shards: into how many slices a global batch is cut, the unit of computation and of reproducibility; 8 by
+            default (the global batch, if that is smaller). At least as many as there are devices.
+        seed: of every random generator and of the order of the data.
+        shares: how much each device should do, one number a device; equal by default. The bits do not depend on it.
+        reduction: "ordered" (tier `bitwise`) or "native", the backend's own all-reduce (tier `allclose`).
+        device: this rank's device; chosen by the launcher, else the first accelerator, else the CPU.
+        num_threads: threads of a CPU worker, part of the contract since reductions split by it; 1 by default.
+        timeout_seconds: how long to wait for other ranks before an error names the missing ones.
+        communicator: this rank's voice, instead of one from the environment; for tests and special transports.
+
+    Raises:
+        UsageError: an argument that cannot be, or more devices than shards.
+        PeerLostError: not all ranks came within the timeout.
+    """
+
+    def __init__(
+        self,
+        global_batch_size: int,
+        num_shards: int | None = None,
+        seed: int = 0,
+        *,
+        shares: Sequence[float] | None = None,
+        reduction: str = "ordered",
+        device: str | torch.device | None = None,
+        num_threads: int | None = None,
+        timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
+        communicator: Communicator | None = None,
+    ) -> None:
+        count = check_contract(global_batch_size, num_shards, reduction, seed)
+        if num_threads is not None and num_threads < 1:
+            raise UsageError(f"got num_threads={num_threads}; it must be 1 or more (--threads)")
+        if not timeout_seconds > 0:
+            raise UsageError(f"got timeout_seconds={timeout_seconds}; it must be above 0")
+        environment = read_environment() if communicator is None else Environment()
+        world_size = environment.world_size if communicator is None else communicator.world_size
+        self.ranges = shard_ranges(count, world_size, shares)
+        self.device = _own_device(device, environment) if communicator is None else communicator.device
+        threads = (num_threads or environment.num_threads or 1) if self.device.type == "cpu" else 0
+        self.contract = Contract(global_batch_size, count, seed, reduction, self.device.type, threads)
+        _make_deterministic(self.device, threads, reduction)
+        if communicator is None:
+            communicator = make_communicator(environment, self.device, timedelta(seconds=timeout_seconds), reduction)
+            if world_size > 1:
+                atexit.register(communicator.close)
+        self.communicator = communicator
+        self._num_streams = 0
+        seed_process(seed)
+
+    @property
+    def rank(self) -> int:
+        """This process's rank, 0 … world_size - 1."""
+        return self.communicator.rank
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks, one a device."""
+        return self.communicator.world_size
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0: the one that prints and writes."""
+        return self.rank == 0
+
+    def print(self, *values: Any) -> None:
+        """Prints on rank 0 only."""
+        if self.is_main:
+            print(*values, flush=True)
+
+    def train_step(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | Sequence[Optimizer],
+        loss_fn: LossFn,
+        *,
+        counts_fn: Callable[[Any], Any] | None = None,
+        scheduler: LRScheduler | None = None,
+        max_grad_norm: float | None = None,
+        precision: str = "32-true",
+        on_nonfinite: OnNonFinite = "raise",
+        late_check: bool | None = None,
+        overlap: bool = True,
+        bucket_bytes: int = BUCKET_BYTES,
+    ) -> TrainStep:
+        """Makes a training step; several may share a model (a GAN has two). Tier `bitwise`.
+
+        The model is moved to this rank's device, in place. Parameters that the optimizer does not hold are left alone.
+
+        Args:
+            model: whose parameters the optimizer holds.
+            optimizer: one or several, all stepped together.
+            loss_fn: `loss_fn(model, batch)` returns a 0-d tensor (a mean over the shard's samples), a 1-d tensor (a
+                loss a sample) or `samestep.Mean(total, count)`; it is called once a shard.
+            counts_fn: for losses with several denominators: `counts_fn(batch)` returns numbers, which are summed over
+                the global batch and handed over as `loss_fn(model, batch, counts)`; the loss then returns the shard's
+                0-d share of the loss, which is summed and not divided again.
+            scheduler: stepped after every step; one that counts epochs is stepped by you.
+            max_grad_norm: clip the gradient of the global batch to this 2-norm.
+            precision: "32-true", "bf16-mixed" or "16-mixed" (autocast; with a power-of-two loss scale for the last).
+            on_nonfinite: "raise" when the loss or gradient is not finite, or "skip" that update.
+            late_check: let the device leave a bad update out by itself, and raise when its scalars are read; by default
+                on accelerators with fused Adam or AdamW, which can. Else the host looks before each update.
+            overlap: send a bucket while backward goes on.
+            bucket_bytes: how much travels in a message. The bits depend on neither.
+
+        Raises:
+            UsageError: an argument that cannot be, SyncBatchNorm, LBFGS, or an optimizer of another model.
+            DeterminismError: the ranks built different models.
+        """
+        optimizers = (optimizer,) if isinstance(optimizer, Optimizer) else tuple(optimizer)
+        stream = self._num_streams
+        self._num_streams += 1
+        return TrainStep(
+            self.communicator,
+            self.ranges,
+            self.contract.seed,
+            stream,
+            model,
+            optimizers,
+            loss_fn,
+            counts_fn=counts_fn,
+            scheduler=scheduler,
+            max_grad_norm=max_grad_norm,
+            precision=precision,
+            on_nonfinite=on_nonfinite,
+            late_check=late_check,
+            overlap=overlap,
+            bucket_bytes=bucket_bytes,
+        )
+
+    def loader(
+        self,
+        dataset: Any,
+        *,
+        shuffle: bool = False,
+        drop_last: bool = False,
+        num_workers: int = 0,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        multiprocessing_context: str | None = None,
+    ) -> Loader:
+        """Makes a loader of this rank's shards of each global batch, on its device. Tier `bitwise`.
+
+        Args:
+            dataset: tensors (also nested in tuples and dicts), a map-style or an iterable dataset. An iterable one is
+                read by every rank, which keeps its shards.
+            shuffle: a new order each epoch, a function of (seed, epoch).
+            drop_last: leave out a shorter last batch. By default it is split over the shards like any.
+            num_workers: processes that fetch samples; the bits do not depend on it.
+            collate_fn: makes a batch of a list of samples; torch's by default.
+            multiprocessing_context: how worker processes start; the platform's way by default.
+
+        Raises:
+            DataError: it is no dataset, or empty.
+            UsageError: an argument that cannot be.
+        """
+        return Loader(
+            dataset,
+            ranges=self.ranges,
+            rank=self.rank,
+            device=self.device,
+            seed=self.contract.seed,
+            global_batch_size=self.contract.global_batch_size,
+            shuffle=shuffle,
+            drop_last=drop_last,
+            num_workers=num_workers,
+            collate_fn=collate_fn,
+            multiprocessing_context=multiprocessing_context,
+        )
+
+    def evaluate(
+        self,
+        model: nn.Module,
+        data: Any,
+        metrics: Mapping[str, Any],
+        *,
+        forward: Callable[[nn.Module, Any], Any] | None = None,
+        precision: str = "32-true",
+        num_workers: int = 0,
+    ) -> dict[str, float]:
+        """Measures a model on a dataset; see `samestep.train.evaluation.evaluate`. Tier `bitwise`."""
+        loader = data if isinstance(data, Loader) else self.loader(data, num_workers=num_workers)
+        return evaluate(self, model, loader, metrics, forward=forward, precision=precision)
+
+    def predict(
+        self,
+        model: nn.Module,
+        data: Any,
+        *,
+        forward: Callable[[nn.Module, Any], Any] | None = None,
+        precision: str = "32-true",
+        num_workers: int = 0,
+    ) -> Any:
+        """The model's outputs on a dataset, in its order, in host memory; see `samestep.train.evaluation.predict`."""
+        loader = data if isinstance(data, Loader) else self.loader(data, num_workers=num_workers)
+        return predict(self, model, loader, forward=forward, precision=precision)
+
+    def close(self) -> None:
+        """Gives back connections; a run that is not closed does so when the process ends."""
+        atexit.unregister(self.communicator.close)
+        self.communicator.close()
+
+
+def _own_device(device: str | torch.device | None, environment: Environment) -> torch.device:
+    """This rank's device: what the user says, else what the launcher says, else what there is."""
+    if device is not None:
+        chosen = torch.device(device)
+        return chosen if chosen.type == "cpu" or chosen.index is not None else torch.device(chosen.type, 0)
+    kind = environment.device_kind
+    if kind is None:
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        kind = "cpu" if accelerator is None else accelerator.type
+    if kind == "cpu":
+        return torch.device("cpu")
+    own = torch.device(kind, environment.local_rank % max(1, torch.get_device_module(kind).device_count()))
+    if kind != "mps":
+        torch.accelerator.set_device_index(own.index)
+    return own
+
+
+def _make_deterministic(device: torch.device, threads: int, reduction: str) -> None:
+    """Sets the process-wide switches on which equal bits rest."""
+    if device.type == "cpu":
+        torch.set_num_threads(threads)
+    if reduction == "native":
+        return
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # costs a pass over memory, and changes no result
+    torch.backends.cudnn.benchmark = False

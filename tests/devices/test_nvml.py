@@ -1,0 +1,188 @@
+"""What NVML tells is read whole, and what it does not tell is no error.
+
+The GPUs are made up: the stand-in answers NVML's questions from plain data and raises NVML's own errors.
+"""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pynvml
+import pytest
+
+from samestep.devices.device import Link, Process
+from samestep.devices.nvml import Reading, read
+
+GIB = 1 << 30
+
+
+class StandIn:
+    """An NVML with these GPUs (a dict of answers each); a question without an answer is not supported."""
+
+    def __init__(self, gpus: list[dict[str, Any]], start: Exception | None = None) -> None:
+        self.gpus = gpus
+        self.start = start
+        self.running = 0
+
+    def nvmlInit(self) -> None:
+        if self.start is not None:
+            raise self.start
+        self.running += 1
+
+    def nvmlShutdown(self) -> None:
+        self.running -= 1
+
+    def nvmlDeviceGetCount(self) -> int:
+        return len(self.gpus)
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> dict[str, Any]:
+        if "lost" in self.gpus[index]:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_GPU_IS_LOST)
+        return self.gpus[index]
+
+    def nvmlSystemGetDriverVersion(self) -> str:
+        return "580.65.06"
+
+    def nvmlSystemGetProcessName(self, pid: int) -> str:
+        return "/usr/bin/python3" if pid == 12 else str(self._unsupported())
+
+    def _unsupported(self, *arguments: Any) -> Any:
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+
+    def __getattr__(self, name: str) -> Any:
+        if not name.startswith("nvmlDevice"):
+            return getattr(pynvml, name)
+
+        def answer(handle: dict[str, Any], *arguments: Any) -> Any:
+            found = handle.get(name, self._unsupported)
+            return found(*arguments) if callable(found) else found
+
+        return answer
+
+
+def test_a_machine_without_a_driver_has_no_gpus_and_no_problem() -> None:
+    for code in (pynvml.NVML_ERROR_LIBRARY_NOT_FOUND, pynvml.NVML_ERROR_DRIVER_NOT_LOADED):
+        assert read(StandIn([], pynvml.NVMLError(code))) == Reading()
+
+
+def test_a_driver_that_does_not_start_is_told() -> None:
+    reading = read(StandIn([], pynvml.NVMLError(pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH)))
+    assert reading.gpus == ()
+    assert "mismatch" in reading.problems[0]
+
+
+def test_the_library_here_is_asked_without_an_error() -> None:
+    assert isinstance(read(), Reading)
+
+
+def test_a_gpu_that_answers_nothing_is_still_listed_and_nvml_is_closed() -> None:
+    nvml = StandIn([{}])
+    (gpu,) = read(nvml).gpus
+    assert (gpu.device.name, gpu.device.memory_total, gpu.device.uuid) == ("NVIDIA GPU", 0, None)
+    assert (gpu.device.utilization, gpu.device.temperature) == (None, None)
+    assert nvml.running == 0
+
+
+def test_a_gpu_is_read_whole() -> None:
+    memory = SimpleNamespace(total=141 * GIB, reserved=GIB, used=20 * GIB, free=120 * GIB)
+    answers = {
+        "nvmlDeviceGetName": "NVIDIA H200",
+        "nvmlDeviceGetUUID": "GPU-a0",
+        "nvmlDeviceGetPciInfo": SimpleNamespace(busId=b"00000000:1A:00.0"),
+        "nvmlDeviceGetMemoryInfo": memory,
+        "nvmlDeviceGetUtilizationRates": SimpleNamespace(gpu=97, memory=50),
+        "nvmlDeviceGetTemperature": 54,
+        "nvmlDeviceGetComputeRunningProcesses_v3": [
+            SimpleNamespace(pid=12, usedGpuMemory=20 * GIB),
+            SimpleNamespace(pid=99, usedGpuMemory=None),
+        ],
+    }
+    reading = read(StandIn([answers]))
+    device = reading.gpus[0].device
+    assert reading.driver == "580.65.06"
+    assert (device.kind, device.index, device.name, device.uuid) == ("cuda", 0, "NVIDIA H200", "GPU-a0")
+    assert (device.memory_total, device.memory_free, device.memory_used) == (140 * GIB, 120 * GIB, 20 * GIB)
+    assert (device.utilization, device.temperature) == (97.0, 54.0)
+    assert device.processes == (Process(12, "python3", 20 * GIB), Process(99, "unknown", None))
+    assert (device.pci_bus_id, device.visible_as) == ("00000000:1a:00.0", "GPU-a0")
+
+
+def test_an_older_driver_without_reserved_memory_is_read() -> None:
+    def memory_info(*version: int) -> Any:
+        if version:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_FUNCTION_NOT_FOUND)
+        return SimpleNamespace(total=16 * GIB, used=GIB, free=15 * GIB)
+
+    (gpu,) = read(StandIn([{"nvmlDeviceGetMemoryInfo": memory_info}])).gpus
+    assert (gpu.device.memory_total, gpu.device.memory_free) == (16 * GIB, 15 * GIB)
+
+
+def test_a_lost_gpu_is_told_and_the_others_are_read() -> None:
+    reading = read(StandIn([{"lost": True}, {"nvmlDeviceGetName": "NVIDIA H200"}]))
+    assert [gpu.device.index for gpu in reading.gpus] == [1]
+    assert reading.problems[0].startswith("GPU 0 does not answer NVML")
+
+
+def test_gpus_come_by_pci_bus_id() -> None:
+    rows = [{"nvmlDeviceGetPciInfo": SimpleNamespace(busId=bus)} for bus in ("00000000:3B:00.0", "00000000:1A:00.0")]
+    assert [gpu.device.index for gpu in read(StandIn(rows)).gpus] == [1, 0]
+
+
+def test_the_instances_of_a_gpu_in_mig_mode_are_read() -> None:
+    def instance_handle(slot: int) -> dict[str, Any]:
+        if slot == 1:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_FOUND)
+        return {"nvmlDeviceGetUUID": f"MIG-{slot}"}
+
+    answers = {
+        "nvmlDeviceGetMigMode": [1, 1],
+        "nvmlDeviceGetMaxMigDeviceCount": 3,
+        "nvmlDeviceGetMigDeviceHandleByIndex": instance_handle,
+    }
+    (gpu,) = read(StandIn([answers])).gpus
+    assert gpu.mig
+    assert [device.uuid for device in gpu.instances] == ["MIG-0", "MIG-2"]
+
+
+def linked(bus: str, remotes: list[str | None], ancestor: int = pynvml.NVML_TOPOLOGY_SYSTEM) -> dict[str, Any]:
+    """A GPU with NVLinks to these bus ids ("switch" for an NVSwitch, None for a link that is down)."""
+
+    def state(link: int) -> int:
+        if link >= len(remotes):
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_INVALID_ARGUMENT)
+        return int(remotes[link] is not None)
+
+    def remote_type(link: int) -> int:
+        switch = remotes[link] == "switch"
+        return pynvml.NVML_NVLINK_DEVICE_TYPE_SWITCH if switch else pynvml.NVML_NVLINK_DEVICE_TYPE_GPU
+
+    return {
+        "nvmlDeviceGetPciInfo": SimpleNamespace(busId=bus.encode()),
+        "nvmlDeviceGetNvLinkState": state,
+        "nvmlDeviceGetNvLinkRemoteDeviceType": remote_type,
+        "nvmlDeviceGetNvLinkRemotePciInfo": lambda link: SimpleNamespace(busId=str(remotes[link]).encode()),
+        "nvmlDeviceGetTopologyCommonAncestor": lambda other: ancestor,
+    }
+
+
+def links(*rows: dict[str, Any]) -> list[tuple[Link, ...]]:
+    return [gpu.device.links for gpu in read(StandIn(list(rows))).gpus]
+
+
+def test_direct_nvlinks_are_counted_by_peer_and_links_that_are_down_are_not() -> None:
+    a, b, c = "00000000:0A:00.0", "00000000:0B:00.0", "00000000:0C:00.0"
+    found = links(linked(a, [b, b, c, None]), linked(b, [a, a]), linked(c, [a]))
+    assert found[0] == (Link(1, "NV2"), Link(2, "NV1"))
+    assert found[1] == (Link(0, "NV2"), Link(2, "SYS"))
+
+
+def test_gpus_on_an_nvswitch_reach_each_other_over_all_their_links() -> None:
+    found = links(linked("00000000:0A:00.0", ["switch"] * 18), linked("00000000:0B:00.0", ["switch"] * 18))
+    assert found == [(Link(1, "NV18"),), (Link(0, "NV18"),)]
+
+
+@pytest.mark.parametrize(
+    ("level", "kind"), [(0, "PIX"), (10, "PIX"), (20, "PXB"), (30, "PHB"), (40, "NODE"), (50, "SYS")]
+)
+def test_without_nvlink_the_pcie_path_is_named(level: int, kind: str) -> None:
+    found = links(linked("00000000:0A:00.0", [], level), linked("00000000:0B:00.0", [], level))
+    assert found == [(Link(1, kind),), (Link(0, kind),)]
