@@ -1,5 +1,92 @@
-"""One training step, any devices, the same model."""
+"""One training step, any devices, the same model.
+
+    import samestep
+
+    run = samestep.Run(global_batch_size=256, seed=0)
+    step = run.train_step(model, optimizer, loss_fn)
+    for batch in run.loader(dataset, shuffle=True):
+        result = step(batch)
+
+Names are imported when they are first used, so that `import samestep` costs nothing.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from samestep.version import __version__
 
-__all__ = ["__version__"]
+if TYPE_CHECKING:
+    from samestep.comm.communicator import Communicator
+    from samestep.data.batch import Batch
+    from samestep.data.loader import Loader
+    from samestep.data.tensors import TensorData
+    from samestep.devices.inventory import discover
+    from samestep.devices.selection import select
+    from samestep.devices.transfer import to_device, to_host, to_numpy
+    from samestep.engine.losses import Mean
+    from samestep.engine.result import StepResult
+    from samestep.engine.step import TrainStep
+    from samestep.errors import SamestepError
+    from samestep.launcher.notebook import launch
+    from samestep.train import metrics
+    from samestep.train.digest import state_digest
+    from samestep.train.run import Run
+    from samestep.train.trainer import EpochRecord, Trainer
+
+_HOMES = {
+    "Batch": "samestep.data.batch",
+    "Communicator": "samestep.comm.communicator",
+    "EpochRecord": "samestep.train.trainer",
+    "Loader": "samestep.data.loader",
+    "Mean": "samestep.engine.losses",
+    "Run": "samestep.train.run",
+    "SamestepError": "samestep.errors",
+    "StepResult": "samestep.engine.result",
+    "TensorData": "samestep.data.tensors",
+    "TrainStep": "samestep.engine.step",
+    "Trainer": "samestep.train.trainer",
+    "discover": "samestep.devices.inventory",
+    "launch": "samestep.launcher.notebook",
+    "select": "samestep.devices.selection",
+    "state_digest": "samestep.train.digest",
+    "to_device": "samestep.devices.transfer",
+    "to_host": "samestep.devices.transfer",
+    "to_numpy": "samestep.devices.transfer",
+}
+
+__all__ = [
+    "Batch",
+    "Communicator",
+    "EpochRecord",
+    "Loader",
+    "Mean",
+    "Run",
+    "SamestepError",
+    "StepResult",
+    "TensorData",
+    "TrainStep",
+    "Trainer",
+    "__version__",
+    "discover",
+    "launch",
+    "metrics",
+    "select",
+    "state_digest",
+    "to_device",
+    "to_host",
+    "to_numpy",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Imports a public name from its home (PEP 562)."""
+    if name == "metrics":
+        return import_module("samestep.train.metrics")
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'samestep' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """The public names, imported or not."""
+    return sorted(__all__)

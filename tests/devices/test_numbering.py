@@ -117,7 +117,6 @@ def test_matching_knows_mig_instances_under_either_prefix() -> None:
 
 def test_a_device_that_the_driver_has_no_row_for_keeps_its_place_and_takes_no_links() -> None:
     stranger = Device("cuda", 0, "Stranger", 5, 5, uuid="GPU-zz")
-    matched = match(EIGHT, [stranger, EIGHT[1].device, EIGHT[0].device])
-    assert [device.name for device in matched] == ["Stranger", "NVIDIA H200", "NVIDIA H200"]
-    assert matched[0].links == ()
-    assert matched[1].links == (Link(2, "NV18"),)
+    matched = match(EIGHT, [EIGHT[1].device, EIGHT[0].device, stranger])
+    assert [device.name for device in matched] == ["NVIDIA H200", "NVIDIA H200", "Stranger"]
+    assert [device.links for device in matched] == [(Link(1, "NV18"),), (Link(0, "NV18"),), ()]

@@ -153,7 +153,7 @@ def linked(bus: str, remotes: list[str | None], ancestor: int = pynvml.NVML_TOPO
 
     def remote_type(link: int) -> int:
         switch = remotes[link] == "switch"
-        return pynvml.NVML_NVLINK_DEVICE_TYPE_SWITCH if switch else pynvml.NVML_NVLINK_DEVICE_TYPE_GPU
+        return int(pynvml.NVML_NVLINK_DEVICE_TYPE_SWITCH if switch else pynvml.NVML_NVLINK_DEVICE_TYPE_GPU)
 
     return {
         "nvmlDeviceGetPciInfo": SimpleNamespace(busId=bus.encode()),

@@ -108,7 +108,7 @@ def test_unlike_devices_are_described_apart() -> None:
         ("0,0", "asked for device 0 twice"),
         ("cuda:1,01", "asked for device 1 twice"),
         ("mps", "asked for mps, this machine has 0-1 (cuda); ask for cuda or for cpu:2"),
-        ("xpu:0", "asked for device 0, this machine has 0-1 (cuda); ask for cuda or for cpu:2"),
+        ("xpu:0", "asked for xpu:0, this machine has 0-1 (cuda); ask for cuda or for cpu:2"),
     ],
 )
 def test_what_is_not_there_is_said_in_a_sentence(spec: str | int, message: str) -> None:
@@ -120,8 +120,8 @@ def test_what_is_not_there_is_said_in_a_sentence(spec: str | int, message: str) 
 @pytest.mark.parametrize(
     "spec",
     ["", ",", "all", "gpu", "cuda:", "cuda:x", "cpu:", "cpu:x", "cpu:-1", "cpu:1,2", "free", "free:", "free:x",
-     "free:-1", "1.5", "0;1", "0,,1", ",0", "-1,0", "0,-1", "cuda,0", "0,cuda:1", "cuda:0,xpu:1", "cuda:0,cpu", "0-3", True, 1.5,
-     None, [0, 1]],
+     "free:-1", "1.5", "0;1", "0,,1", ",0", "-1,0", "0,-1", "cuda,0", "0,cuda:1", "cuda:0,xpu:1", "cuda:0,cpu", "0-3",
+     True, 1.5, None, [0, 1]],
 )  # fmt: skip
 def test_garbage_gets_the_list_of_what_can_be_written(spec: object) -> None:
     with pytest.raises(DeviceError) as caught:

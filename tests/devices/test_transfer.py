@@ -73,7 +73,7 @@ def test_a_tensor_is_moved() -> None:
 
 
 def test_every_container_is_moved_in_any_depth_and_keeps_its_type() -> None:
-    value = {"a": [torch.ones(1), (torch.ones(1), Point(torch.ones(1), "text"))], "b": Frozen(torch.ones(1))}
+    value: Any = {"a": [torch.ones(1), (torch.ones(1), Point(torch.ones(1), "text"))], "b": Frozen(torch.ones(1))}
     moved = to_device(value, META)
     assert type(moved) is dict
     assert moved["a"][0].device == META
@@ -87,7 +87,7 @@ def test_every_container_is_moved_in_any_depth_and_keeps_its_type() -> None:
 
 def test_the_original_is_left_as_it_was() -> None:
     inner = [torch.ones(1)]
-    value = {"a": inner, "b": Frozen(torch.ones(1))}
+    value: Any = {"a": inner, "b": Frozen(torch.ones(1))}
     moved = to_device(value, META)
     assert value["a"] is inner
     assert inner[0].device.type == "cpu"
@@ -102,7 +102,7 @@ def test_the_original_is_left_as_it_was() -> None:
         OrderedDict(b=torch.ones(1), a=1),
         UserDict(x=torch.ones(1)),
         MappingProxyType({"x": torch.ones(1)}),
-        ChainMap({"x": torch.ones(1)}, {"y": 2}),
+        ChainMap[str, Any]({"x": torch.ones(1)}, {"y": 2}),
     ],
     ids=lambda value: type(value).__name__,
 )
@@ -154,7 +154,7 @@ def test_what_is_no_tensor_is_kept() -> None:
 def test_what_occurs_twice_is_moved_once_and_occurs_twice() -> None:
     tensor = torch.ones(1)
     shared = [tensor]
-    moved = to_device({"a": shared, "b": shared, "c": tensor}, META)
+    moved: Any = to_device({"a": shared, "b": shared, "c": tensor}, META)
     assert moved["a"] is moved["b"]
     assert moved["c"] is moved["a"][0]
 
@@ -167,7 +167,7 @@ def test_a_container_may_hold_itself() -> None:
     assert moved["x"].device == META
 
 
-def test_equal_tensors_of_a_changing_mapping_are_not_mixed_up() -> None:
+def test_tensors_that_a_mapping_makes_at_every_look_are_not_mixed_up() -> None:
     class Fresh(Mapping[int, torch.Tensor]):
         """Makes a new tensor at every look, as a file reader does."""
 
@@ -175,7 +175,8 @@ def test_equal_tensors_of_a_changing_mapping_are_not_mixed_up() -> None:
             self.items_given = items
 
         def __getitem__(self, key: int) -> torch.Tensor:
-            return torch.full((1,), float(key)) if self.items_given is None else self.items_given[key]
+            made = torch.full((1,), float(key), dtype=torch.bfloat16)
+            return made if self.items_given is None else self.items_given[key]
 
         def __iter__(self) -> Iterator[int]:
             return iter(range(50))
@@ -183,8 +184,8 @@ def test_equal_tensors_of_a_changing_mapping_are_not_mixed_up() -> None:
         def __len__(self) -> int:
             return 50
 
-    moved = to_device(Fresh(), "cpu", torch.float64)
-    assert [item.item() for item in moved.values()] == [float(key) for key in range(50)]
+    for moved in (to_device(Fresh(), "cpu", torch.float64), to_numpy(Fresh())):
+        assert [item.item() for item in moved.values()] == [float(key) for key in range(50)]
 
 
 def test_only_floating_tensors_are_cast() -> None:
@@ -206,7 +207,7 @@ def test_a_tensor_that_is_where_it_should_be_is_not_copied() -> None:
 
 def test_gradients_flow_through_the_move() -> None:
     weight = torch.ones(2, requires_grad=True)
-    to_device([weight], "cpu", torch.float64)[0].sum().backward()
+    to_device([weight], "cpu", torch.float64)[0].sum().backward()  # type: ignore[no-untyped-call]  # torch's own
     assert torch.equal(weight.grad, torch.ones(2))  # type: ignore[arg-type]  # backward has set it
 
 
@@ -285,7 +286,6 @@ def test_to_numpy_detaches_and_keeps_the_nesting() -> None:
         (torch.tensor([1.5, -2.0], dtype=torch.float64), np.float64),
         (torch.tensor([1.5, -2.0]).to_sparse(), np.float32),
         (nn.Parameter(torch.tensor([1.5, -2.0])), np.float32),
-        (torch.quantize_per_tensor(torch.tensor([1.5, -2.0]), 0.5, 0, torch.qint8), np.float32),
     ],
     ids=lambda value: str(getattr(value, "dtype", value)),
 )
@@ -295,6 +295,7 @@ def test_to_numpy_knows_every_kind_of_tensor(tensor: torch.Tensor, dtype: type) 
     assert array.tolist() == [1.5, -2.0]
 
 
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 def test_to_numpy_resolves_lazy_conjugates_and_negatives() -> None:
     tensor = torch.tensor([1 + 2j])
     assert to_numpy(tensor.conj()).tolist() == [1 - 2j]

@@ -143,9 +143,10 @@ def _parse_indices(text: str) -> tuple[Kind | None, tuple[int, ...] | None]:
         if parts is None or (parts[1] and position and parts[1] != kind):
             raise _meaningless(repr(text))
         kind = parts[1] or kind
-        if int(parts[2]) in indices:
-            raise DeviceError(f"asked for device {parts[2]} twice in {text!r}; name each device once")
-        indices.append(int(parts[2]))
+        index = int(parts[2])
+        if index in indices:
+            raise DeviceError(f"asked for device {index} twice in {text!r}; name each device once")
+        indices.append(index)
     return cast("Kind | None", kind), tuple(indices)
 
 
@@ -168,7 +169,8 @@ def _of_kind(kind: Kind | None, indices: Sequence[int] | None, inventory: Invent
     """The devices with these indices, or all; checks that they are there."""
     devices = inventory.devices
     if not devices or (kind is not None and devices[0].kind != kind):
-        wanted = kind if indices is None else f"device {', '.join(map(str, indices))}"
+        numbers = "" if indices is None else ",".join(map(str, indices))
+        wanted = f"device {numbers}" if kind is None else f"{kind}:{numbers}".removesuffix(":")
         why = f" ({' '.join(inventory.notes)})" if inventory.notes else ""
         mend = f"ask for cpu:2, or install a build of torch for {kind or 'an accelerator'}"
         if devices:

@@ -70,8 +70,8 @@ def to_host(value: T) -> T:
 def to_numpy(value: Any) -> Any:
     """Turns every tensor in a nested value into a NumPy array, wherever it is and whether or not it needs gradients.
 
-    bfloat16 and 8-bit floats become float32, which holds them exactly; sparse tensors become dense, quantized ones
-    are dequantized. As `Tensor.numpy`, the array of a plain CPU tensor shares its memory. Modules are kept.
+    bfloat16 and 8-bit floats become float32, which holds them exactly; sparse tensors become dense. As
+    `Tensor.numpy`, the array of a plain CPU tensor shares its memory. Modules are kept.
 
     Raises:
         UsageError: a packed sequence, which has no form in NumPy, or a mapping that cannot be rebuilt.
@@ -89,8 +89,6 @@ def to_numpy(value: Any) -> Any:
 
 def _array(tensor: torch.Tensor) -> Any:
     tensor = tensor.detach()
-    if tensor.is_quantized:
-        tensor = tensor.dequantize()
     if tensor.layout != torch.strided:
         tensor = tensor.to_dense()
     tensor = tensor.cpu()

@@ -15,6 +15,7 @@ Nothing is written to the model before the whole exchange has arrived, and the s
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -266,7 +267,7 @@ class TrainStep:
             scalars = torch.empty(scalars.shape, dtype=scalars.dtype, pin_memory=True).copy_(scalars, non_blocking=True)
             event = torch.Event(self.communicator.device)
             event.record()
-        return StepResult(self.num_steps, batch.length, batch, self._num_shards, scalars, event)
+        return StepResult(self.num_steps, batch.length, replace(batch, shards={}), self._num_shards, scalars, event)
 
     def _read(self, result: StepResult) -> None:
         """Raises what a step found; from then on steps update again, starting from the state before that one."""

@@ -94,7 +94,7 @@ def explain(casualty: Casualty) -> str:
     who = f"rank {casualty.rank} on {casualty.device}"
     report = casualty.report
     if report is None:
-        parts = [f"{who} {_ending(casualty.code)}", _last_words(casualty)]
+        parts = [f"{who} {describe_ending(casualty.code)}", _last_words(casualty)]
     elif report.get("type") == "SystemExit":
         parts = [f"{who} exited with code {casualty.exit_code}", str(report.get("message") or _last_words(casualty))]
     elif report.get("user_error"):
@@ -103,14 +103,14 @@ def explain(casualty: Casualty) -> str:
     else:
         ending = f"failed with exit code {casualty.exit_code}"
         if casualty.code is not None and casualty.code < 0:
-            ending = f"failed, then {_ending(casualty.code)}"
+            ending = f"failed, then {describe_ending(casualty.code)}"
         parts = [f"{who} {ending}", str(report.get("traceback", "")).rstrip()]
     if casualty.log is not None:
         parts.append(f"its log: {casualty.log}")
     return "\n".join(part for part in parts if part)
 
 
-def _ending(code: int | None) -> str:
+def describe_ending(code: int | None) -> str:
     """How a process ended, in words."""
     if code is None:
         return "did not end"
@@ -126,11 +126,8 @@ def _ending(code: int | None) -> str:
 
 def _last_words(casualty: Casualty) -> str:
     """The last lines it printed, without the launcher's frames in the dump of a crash."""
-    lines = [
-        line
-        for line in casualty.tail.splitlines()
-        if f'File "{LAUNCHER}' not in line and "<frozen runpy>" not in line and not line.startswith("Extension modules:")
-    ]
+    noise = (f'File "{LAUNCHER}', 'File "<frozen runpy>"', "Extension modules:")
+    lines = [line for line in casualty.tail.splitlines() if not line.strip().startswith(noise)]
     while lines and not lines[-1].strip():
         lines.pop()
     return "\n".join(lines[-NUM_TAIL_LINES:])

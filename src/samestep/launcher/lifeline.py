@@ -10,11 +10,14 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Iterator
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 POLL_SECONDS = 0.5
 SWEEP_SECONDS = 1.0
+
+_REQUESTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def end_with_parent(parent: int, signum: int) -> None:
@@ -28,14 +31,38 @@ def end_with_parent(parent: int, signum: int) -> None:
         _prctl(PR_SET_PDEATHSIG, signum)
         if os.getppid() != parent:  # it died before the call
             os.kill(os.getpid(), signum)
-        return
-    threading.Thread(target=_watch_parent, args=(parent, signum), daemon=True).start()
+    else:
+        threading.Thread(target=_watch_parent, args=(parent, signum), daemon=True).start()
 
 
 def adopt_orphans() -> None:
     """Makes this process the parent of its descendants' orphans, so that it can reap them; Linux only."""
     if sys.platform == "linux":
         _prctl(PR_SET_CHILD_SUBREAPER, 1)
+
+
+def hold_signals() -> set[int]:
+    """Keeps requests to stop pending, here and in a process that is started meanwhile; returns the mask from before.
+
+    A new process has its parent's handlers until it sets its own; a request in between would be lost. Linux keeps a
+    blocked signal even where it is ignored at the moment.
+    """
+    return set(signal.pthread_sigmask(signal.SIG_BLOCK, _REQUESTS))
+
+
+@contextlib.contextmanager
+def held_signals() -> Iterator[None]:
+    """`hold_signals` for as long as it takes to start a process."""
+    before = hold_signals()
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def release_signals() -> None:
+    """Lets through what `hold_signals` kept."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _REQUESTS)
 
 
 def sweep_group(group: int) -> None:

@@ -23,11 +23,13 @@ def open_listener() -> socket.socket:
 
 def keep_store(listener: socket.socket) -> NoReturn:
     """Hosts the store until a signal ends the process."""
-    from torch.distributed import TCPStore
+    import torch.distributed as dist
 
     port = listener.getsockname()[1]
     # The name keeps the store, and its port, alive.
-    store = TCPStore(LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+    store = dist.TCPStore(  # type: ignore[attr-defined] # torch's own __init__ imports it by a star
+        LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
     while store is not None:
         signal.pause()
     raise AssertionError("the store is held")
@@ -36,6 +38,7 @@ def keep_store(listener: socket.socket) -> NoReturn:
 def main() -> NoReturn:
     """The keeper as a program of its own: arguments are the socket's descriptor and the parent's process id."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    lifeline.release_signals()
     lifeline.end_with_parent(int(sys.argv[2]), signal.SIGKILL)
     os.set_inheritable(int(sys.argv[1]), False)
     keep_store(socket.socket(fileno=int(sys.argv[1])))

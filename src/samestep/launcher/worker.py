@@ -2,6 +2,7 @@
 
 import contextlib
 import faulthandler
+import io
 import json
 import os
 import pickle
@@ -31,6 +32,7 @@ def work(instruction: Instruction, call: Call | None = None) -> int:
     os.environ.update(worker_variables(instruction))
     channel = Channel(instruction.fds["events"])
     try:
+        lifeline.release_signals()
         _set_threads(instruction.assignment.threads)
         value = call() if call is not None else run_program(instruction.job, instruction.fds)
         _deliver(value, instruction, channel)
@@ -67,7 +69,6 @@ def _reset_signals() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for signum in (signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
         signal.signal(signum, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
 
 def _take_streams(instruction: Instruction) -> None:
@@ -79,9 +80,14 @@ def _take_streams(instruction: Instruction) -> None:
     if "stdout" in fds:
         os.dup2(fds["stdout"], 1)
         os.dup2(fds["stderr"], 2)
-        sys.stdout = sys.__stdout__ = open(1, "w", buffering=1, closefd=False, encoding="utf-8", errors="replace")
-        sys.stderr = sys.__stderr__ = open(2, "w", buffering=1, closefd=False, encoding="utf-8", errors="replace")
+        sys.stdout, sys.stderr = _text_stream(1), _text_stream(2)
     faulthandler.enable(fds["words"])
+
+
+def _text_stream(fd: int) -> io.TextIOWrapper:
+    """A standard stream that hands over every line at once, so that a killed worker's last line is known."""
+    raw = io.FileIO(fd, "w", closefd=False)
+    return io.TextIOWrapper(io.BufferedWriter(raw), encoding="utf-8", errors="replace", line_buffering=True)
 
 
 def _set_threads(threads: int) -> None:
@@ -115,8 +121,9 @@ def _report_exit(stop: SystemExit, instruction: Instruction, channel: Channel) -
     if code:
         # Rank 0's message is on the terminal already.
         shown = "" if instruction.assignment.rank == 0 else message
-        channel.send("failed", type="SystemExit", message=shown, traceback="", user_error=False, exit_code=code,
-                     peer_lost=False)
+        channel.send(
+            "failed", type="SystemExit", message=shown, traceback="", user_error=False, exit_code=code, peer_lost=False
+        )
     return code
 
 

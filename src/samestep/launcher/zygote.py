@@ -72,6 +72,7 @@ def serve(control: socket.socket, supervisor: int) -> Instruction | None:
     wake, zygote = -1, None
     try:
         wake = _install_signals()
+        lifeline.release_signals()
         lifeline.end_with_parent(supervisor, signal.SIGTERM)
         lifeline.adopt_orphans()
         for name in PRELOADED:
@@ -83,9 +84,10 @@ def serve(control: socket.socket, supervisor: int) -> Instruction | None:
         zygote = Zygote(control, wake, listener, listener.getsockname()[1])
         _fork_keeper(zygote)
         return _loop(zygote)
-    except BaseException:
+    except BaseException as error:
         # Without this a broken installation of torch would look like a worker that died.
-        text = json.dumps({"event": "broken", "text": traceback.format_exc()})
+        reason = str(error) if isinstance(error, ForkError) else traceback.format_exc()
+        text = json.dumps({"event": "broken", "text": reason})
         with contextlib.suppress(OSError):
             control.sendall(text.encode() + b"\n")
         if zygote is not None:
@@ -115,7 +117,6 @@ def serve_forked(control: socket.socket, supervisor: int, call: Callable[[], Any
     code = 1
     try:
         os.setsid()
-        signal.pthread_sigmask(signal.SIG_SETMASK, ())
         instruction = serve(control, supervisor)
         code = work(instruction, call) if instruction is not None else 0
     finally:
@@ -125,17 +126,19 @@ def serve_forked(control: socket.socket, supervisor: int, call: Callable[[], Any
 def _loop(zygote: Zygote) -> Instruction | None:
     """Serves until the supervisor is gone or says so."""
     while True:
-        ready, _, _ = select.select([zygote.control, zygote.wake], [], [])
+        ready, _, _ = select.select([zygote.control.fileno(), zygote.wake], [], [])
         if zygote.wake in ready and signal.SIGTERM in os.read(zygote.wake, 512):
             break
         _reap(zygote)
-        if zygote.control in ready:
+        if zygote.control.fileno() in ready:
             try:
                 data, fds, _, _ = socket.recv_fds(zygote.control, 65_536, MAX_FDS)
             except OSError:
                 break
             if not data:
                 break
+            for fd in fds:
+                os.set_inheritable(fd, False)
             zygote.received.extend(fds)
             for message in zygote.parser.feed(data):
                 if message.get("command") == "signal":
@@ -153,14 +156,12 @@ def _start(zygote: Zygote, message: dict[str, Any]) -> Instruction | None:
     fds = {name: zygote.received.popleft() for name in message["names"]}
     instruction = Instruction.from_json({**message["instruction"], "port": zygote.port, "fds": fds})
     parent = os.getpid()
+    lifeline.hold_signals()
     pid = _fork()
     if pid == 0:
-        lifeline.end_with_parent(parent, signal.SIGKILL)
-        os.setpgid(0, 0)
-        _close_own(zygote)
-        for fd in zygote.received:
-            os.close(fd)
+        _become_worker(zygote, parent)
         return instruction
+    lifeline.release_signals()
     with contextlib.suppress(OSError):
         os.setpgid(pid, pid)
     for fd in set(fds.values()):
@@ -169,6 +170,20 @@ def _start(zygote: Zygote, message: dict[str, Any]) -> Instruction | None:
     zygote.workers[pid] = rank
     zygote.tell("started", rank=rank, pid=pid)
     return None
+
+
+def _become_worker(zygote: Zygote, parent: int) -> None:
+    """Gives up in a new worker what belongs to the zygote; must not raise, for then it would act as a second one."""
+    try:
+        lifeline.end_with_parent(parent, signal.SIGKILL)
+        os.setpgid(0, 0)
+        waker = signal.set_wakeup_fd(-1)
+        zygote.control.close()
+        for fd in (zygote.wake, waker, *zygote.received):
+            os.close(fd)
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
 
 
 def _fork_keeper(zygote: Zygote) -> None:
@@ -242,15 +257,17 @@ def _end_all(zygote: Zygote) -> None:
     deadline = time.monotonic() + GRACE_SECONDS
     while zygote.workers and time.monotonic() < deadline:
         select.select([zygote.wake], [], [], 0.05)
+        with contextlib.suppress(BlockingIOError):
+            os.read(zygote.wake, 512)
         _reap(zygote)
     for pid in zygote.workers:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(pid, signal.SIGKILL)
     if zygote.keeper:
         os.kill(zygote.keeper, signal.SIGKILL)
-    with contextlib.suppress(ChildProcessError):
-        while True:
-            os.waitpid(-1, 0)
+    for pid in (*zygote.workers, *([zygote.keeper] if zygote.keeper else [])):
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(pid, 0)
 
 
 def _install_signals() -> int:
@@ -263,14 +280,6 @@ def _install_signals() -> int:
         signal.signal(signum, lambda _signum, _frame: None)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     return wake
-
-
-def _close_own(zygote: Zygote) -> None:
-    """Closes in a worker what belongs to the zygote."""
-    waker = signal.set_wakeup_fd(-1)
-    zygote.control.close()
-    os.close(zygote.wake)
-    os.close(waker)
 
 
 def _is_there(name: str) -> bool:

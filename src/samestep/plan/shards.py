@@ -5,6 +5,32 @@ from collections.abc import Sequence
 from samestep.errors import UsageError
 
 
+DEFAULT_NUM_SHARDS = 8
+
+
+def check_num_shards(num_shards: int | None, global_batch_size: int | None) -> int:
+    """The number of shards: what was asked for, else 8, or the global batch if that is smaller.
+
+    Args:
+        num_shards: as asked for, or None.
+        global_batch_size: as asked for, or None where it is not known yet and no smaller than 8.
+
+    Raises:
+        UsageError: one of them is no integer of 1 or more.
+    """
+    if global_batch_size is not None and not _is_count(global_batch_size):
+        raise UsageError(f"got global_batch_size={global_batch_size!r}; it must be 1 or more (--global-batch-size)")
+    if num_shards is not None and not _is_count(num_shards):
+        raise UsageError(f"got num_shards={num_shards!r}; it must be 1 or more (--num-shards)")
+    if num_shards is not None:
+        return num_shards
+    return DEFAULT_NUM_SHARDS if global_batch_size is None else min(DEFAULT_NUM_SHARDS, global_batch_size)
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
 def shard_bounds(length: int, num_shards: int) -> list[int]:
     """Where the shards of a batch begin and end.
 
@@ -36,8 +62,7 @@ def shard_ranges(num_shards: int, world_size: int, shares: Sequence[float] | Non
     Raises:
         UsageError: D exceeds V, or the shares are not D positive numbers that leave each rank a shard.
     """
-    if num_shards < 1:
-        raise UsageError(f"got num_shards={num_shards}; it must be 1 or more (--num-shards)")
+    check_num_shards(num_shards, None)
     if world_size > num_shards:
         raise UsageError(
             f"got {world_size} devices for {num_shards} shards; a device needs at least one shard: "

@@ -2,7 +2,6 @@
 
 import platform
 import sys
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -11,10 +10,8 @@ import torch
 
 from samestep.comm.reduction import REDUCTIONS
 from samestep.errors import UsageError
+from samestep.plan.shards import check_num_shards
 from samestep.version import __version__
-
-DEFAULT_NUM_SHARDS = 8
-
 
 @dataclass(frozen=True)
 class Contract:
@@ -47,15 +44,12 @@ def check_contract(global_batch_size: int, num_shards: int | None, reduction: st
     Raises:
         UsageError: names the argument and the option.
     """
-    if not _is_count(global_batch_size):
-        raise UsageError(f"got global_batch_size={global_batch_size!r}; it must be 1 or more (--global-batch-size)")
-    if num_shards is not None and not _is_count(num_shards):
-        raise UsageError(f"got num_shards={num_shards!r}; it must be 1 or more (--num-shards)")
+    count = check_num_shards(num_shards, global_batch_size)
     if reduction not in REDUCTIONS:
         raise UsageError(f"got reduction={reduction!r}; --reduction is one of {', '.join(REDUCTIONS)}")
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
         raise UsageError(f"got seed={seed!r}; it must be an integer from 0 to 2^63 - 1 (--seed)")
-    return min(DEFAULT_NUM_SHARDS, global_batch_size) if num_shards is None else num_shards
+    return count
 
 
 def versions() -> dict[str, str]:
@@ -83,12 +77,3 @@ def precision_flags() -> dict[str, Any]:
         "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
         "default_dtype": str(torch.get_default_dtype()).removeprefix("torch."),
     }
-
-
-def check_shares(shares: Sequence[float] | None) -> tuple[float, ...] | None:
-    """Takes shares as they are given."""
-    return None if shares is None else tuple(float(share) for share in shares)
-
-
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1

@@ -1,0 +1,62 @@
+"""The command line's front door: registers the commands, and turns errors into sentences."""
+
+import sys
+from typing import Annotated
+
+import click
+import typer
+
+from samestep.cli.devices import devices
+from samestep.cli.run import run
+from samestep.cli.train import train
+from samestep.errors import SamestepError
+from samestep.version import __version__
+
+app = typer.Typer(
+    name="samestep",
+    help="One training step, any devices, the same model.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """One training step, any devices, the same model."""
+
+
+app.command("devices")(devices)
+app.command("train")(train)
+app.command(
+    "run",
+    context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True},
+)(run)
+
+
+def main() -> None:
+    """Runs the command; 0 done, 1 a failure, 2 bad usage, 128 + signal when stopped by one."""
+    try:
+        code = app(standalone_mode=False)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(error.exit_code)
+    except click.Abort:
+        sys.exit(130)
+    except SamestepError as error:
+        print(f"samestep: error: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    sys.exit(code if isinstance(code, int) else 0)

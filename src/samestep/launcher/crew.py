@@ -1,0 +1,315 @@
+"""The crew: the supervisor's hands. It starts workers, signals them and tells which ended; two kinds, one interface.
+
+`ForkCrew` commands a zygote; `SpawnCrew` starts every worker as a program of its own. Neither imports torch here.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from samestep.comm.channel import EventParser
+from samestep.launcher import lifeline
+from samestep.launcher.assignment import Instruction
+from samestep.launcher.failure import describe_ending
+from samestep.launcher.store import open_listener
+
+CLOSE_SECONDS = 5.0
+
+
+@dataclass(frozen=True)
+class News:
+    """What happened to a process of the run.
+
+    Attributes:
+        rank: the worker that ended; None when the run cannot go on for another reason.
+        code: its exit code, -N for signal N; None if nobody knows.
+        text: the other reason.
+    """
+
+    rank: int | None
+    code: int | None = None
+    text: str = ""
+
+
+class Crew(Protocol):
+    """Starts and ends the workers of a run."""
+
+    def start(self, instruction: Instruction) -> None:
+        """Starts one worker; the caller may close its descriptors afterwards."""
+        ...
+
+    def fileno(self) -> int | None:
+        """What becomes readable when there is news; None if nothing does."""
+        ...
+
+    def news(self) -> list[News]:
+        """What happened since the last call; never waits."""
+        ...
+
+    def signal(self, rank: int, signum: int) -> None:
+        """Signals a worker."""
+        ...
+
+    def kill(self) -> None:
+        """Kills every worker at once."""
+        ...
+
+    def close(self) -> None:
+        """Ends whatever is left, with all that it started, and waits for it."""
+        ...
+
+
+@dataclass
+class Child:
+    """A direct child process that need not be one of `subprocess`."""
+
+    pid: int
+    code: int | None = None
+
+    def poll(self) -> int | None:
+        """The exit code; None while it runs."""
+        if self.code is None:
+            with contextlib.suppress(ChildProcessError):
+                pid, status = os.waitpid(self.pid, os.WNOHANG)
+                if pid == 0:
+                    return None
+                self.code = os.waitstatus_to_exitcode(status)
+                return self.code
+            self.code = -signal.SIGKILL  # somebody else reaped it
+        return self.code
+
+    def wait(self, seconds: float) -> bool:
+        """Waits until it ended; False if it did not in time."""
+        deadline = time.monotonic() + seconds
+        while self.poll() is None:
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.005)
+        return True
+
+
+class ForkCrew:
+    """Workers forked by a zygote.
+
+    Args:
+        child: the zygote's process, the leader of its own session.
+        control: our end of the socket to it.
+    """
+
+    def __init__(self, child: Child, control: socket.socket) -> None:
+        self._child = child
+        self._control = control
+        self._parser = EventParser()
+        self._running: set[int] = set()
+        self._pids: dict[int, int] = {}
+        self._lost = self._broken = False
+        control.setblocking(False)
+
+    @classmethod
+    def executed(cls, variables: Mapping[str, str]) -> "ForkCrew":
+        """A clean zygote: a new program, so nothing of this process is in it.
+
+        Args:
+            variables: added to its environment.
+        """
+        ours, theirs = socket.socketpair()
+        with theirs, lifeline.held_signals():
+            arguments = [sys.executable, "-P", "-m", "samestep.launcher.zygote", str(theirs.fileno()), str(os.getpid())]
+            process = subprocess.Popen(
+                arguments, env={**os.environ, **variables}, pass_fds=(theirs.fileno(),), start_new_session=True
+            )
+        return cls(_detach(process), ours)
+
+    @classmethod
+    def forked(cls, call: Callable[[], Any], variables: Mapping[str, str]) -> "ForkCrew":
+        """A zygote that is a fork of this process and knows all that it knows.
+
+        Args:
+            call: what the workers call.
+            variables: added to its environment.
+        """
+        from samestep.launcher.zygote import serve_forked
+
+        ours, theirs = socket.socketpair()
+        parent = os.getpid()
+        with warnings.catch_warnings(), theirs, lifeline.held_signals():
+            # Python 3.12 warns of a fork while threads run, and notebooks always have some.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            pid = os.fork()
+            if pid == 0:
+                ours.close()
+                os.environ.update(variables)
+                serve_forked(theirs, parent, call)
+        return cls(Child(pid), ours)
+
+    def start(self, instruction: Instruction) -> None:
+        """Sends the instruction and its descriptors to the zygote."""
+        self._running.add(instruction.assignment.rank)
+        names, fds = list(instruction.fds), list(instruction.fds.values())
+        self._send({"command": "start", "instruction": instruction.to_json(), "names": names}, fds)
+
+    def fileno(self) -> int | None:
+        """The socket."""
+        return self._control.fileno()
+
+    def news(self) -> list[News]:
+        """Reads what the zygote told."""
+        if self._lost:
+            return []
+        data = b""
+        closed = False
+        with contextlib.suppress(BlockingIOError):
+            try:
+                while received := self._control.recv(65_536):
+                    data += received
+                closed = True
+            except ConnectionError:
+                closed = True
+        found = [self._read(message) for message in self._parser.feed(data)]
+        if closed:
+            self._lost = True
+            self._child.wait(CLOSE_SECONDS)
+            if self._running and not self._broken:
+                found.append(News(None, text=f"the starter of the workers {describe_ending(self._child.code)}"))
+            found += [News(rank) for rank in sorted(self._running)]
+            self._running.clear()
+        return [item for item in found if item is not None]
+
+    def signal(self, rank: int, signum: int) -> None:
+        """Has the zygote signal a worker: only it knows whether the process id is still that worker's."""
+        self._send({"command": "signal", "rank": rank, "signal": signum}, [])
+
+    def close(self) -> None:
+        """Closes the socket, upon which the zygote ends all; kills all if it does not."""
+        with contextlib.suppress(OSError):
+            self._control.shutdown(socket.SHUT_WR)
+        if self._running or not self._child.wait(CLOSE_SECONDS):
+            self.kill()
+        for group in self._pids.values():
+            lifeline.sweep_group(group)
+        self._control.close()
+
+    def kill(self) -> None:
+        """Kills the zygote and the workers."""
+        for group in (self._child.pid, *self._pids.values()):
+            if group != self._child.pid or self._child.poll() is None:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(group, signal.SIGKILL)
+        self._child.wait(CLOSE_SECONDS)
+
+    def _read(self, message: dict[str, Any]) -> News | None:
+        """One message of the zygote."""
+        if message.get("event") == "started":
+            self._pids[message["rank"]] = message["pid"]
+            return None
+        if message.get("event") == "exited":
+            self._pids.pop(message["rank"], None)
+            self._running.discard(message["rank"])
+            return News(message["rank"], message["code"])
+        self._broken = True
+        return News(None, text=str(message.get("text", "")))
+
+    def _send(self, message: dict[str, Any], fds: list[int]) -> None:
+        """Sends a command; a zygote that is gone shows in the news."""
+        data = json.dumps(message).encode() + b"\n"
+        with contextlib.suppress(OSError):
+            self._control.setblocking(True)
+            sent = socket.send_fds(self._control, [data], fds) if fds else 0
+            self._control.sendall(data[sent:])
+            self._control.setblocking(False)
+
+
+@dataclass
+class SpawnCrew:
+    """Workers that are programs of their own, and a store keeper beside them.
+
+    Attributes:
+        variables: added to the environment of each.
+    """
+
+    variables: Mapping[str, str]
+    _port: int = 0
+    _keeper: Child | None = None
+    _workers: dict[int, Child] = field(default_factory=dict)
+
+    def start(self, instruction: Instruction) -> None:
+        """Starts the worker's program; the store keeper's before the first."""
+        if self._keeper is None:
+            with open_listener() as listener:
+                self._port = listener.getsockname()[1]
+                self._keeper = self._run("store", listener.fileno(), (listener.fileno(),), {})
+        fds = instruction.fds
+        with tempfile.TemporaryFile() as file:
+            place = Instruction(instruction.assignment, instruction.job, self._port, fds)
+            file.write(json.dumps(place.to_json()).encode())
+            file.flush()
+            passed = (file.fileno(), *fds.values())
+            self._workers[instruction.assignment.rank] = self._run("worker", file.fileno(), passed, fds)
+
+    def fileno(self) -> int | None:
+        """Nothing: child processes are polled."""
+        return None
+
+    def news(self) -> list[News]:
+        """Polls the processes."""
+        found = []
+        for rank, child in list(self._workers.items()):
+            code = child.poll()
+            if code is not None:
+                del self._workers[rank]
+                lifeline.sweep_group(child.pid)
+                found.append(News(rank, code))
+        if self._keeper is not None and self._keeper.code is None and self._keeper.poll() is not None:
+            found.append(News(None, text=f"the process that hosts the store ended ({self._keeper.code})"))
+        return found
+
+    def signal(self, rank: int, signum: int) -> None:
+        """Signals a worker that is not reaped."""
+        child = self._workers.get(rank)
+        if child is not None and child.poll() is None:
+            os.kill(child.pid, signum)
+
+    def kill(self) -> None:
+        """Kills the workers; the news tell of it."""
+        for child in self._workers.values():
+            if child.poll() is None:
+                os.killpg(child.pid, signal.SIGKILL)
+
+    def close(self) -> None:
+        """Kills what is left, the store keeper too."""
+        if self._keeper is not None:
+            self._workers[-1] = self._keeper
+        self.kill()
+        for child in self._workers.values():
+            child.wait(CLOSE_SECONDS)
+            lifeline.sweep_group(child.pid)
+        self._workers.clear()
+
+    def _run(self, module: str, fd: int, passed: tuple[int, ...], fds: Mapping[str, int]) -> Child:
+        """Starts one of our modules as a program that leads a process group of its own."""
+        with lifeline.held_signals():
+            process = subprocess.Popen(
+                [sys.executable, "-P", "-m", f"samestep.launcher.{module}", str(fd), str(os.getpid())],
+                env={**os.environ, **self.variables},
+                pass_fds=tuple(set(passed)),
+                stdout=fds.get("stdout"),
+                stderr=fds.get("stderr"),
+                start_new_session=True,
+            )
+        return _detach(process)
+
+
+def _detach(process: "subprocess.Popen[bytes]") -> Child:
+    """Takes a process over from `subprocess`, which would warn that nobody waited for it."""
+    process.returncode = 0
+    return Child(process.pid)

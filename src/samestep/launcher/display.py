@@ -1,0 +1,94 @@
+"""The display: one progress bar on the terminal, and the lines that rank 0 wants shown."""
+
+import contextlib
+import sys
+import time
+from typing import TYPE_CHECKING, Literal, TextIO
+
+from samestep.comm.channel import Event
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
+
+REFRESH_SECONDS = 0.1
+
+
+class Display:
+    """Shows a run.
+
+    The bar is on stderr, only if that is a terminal, and vanishes at the end; lines go to stdout or stderr.
+
+    Args:
+        quiet: show nothing.
+        lines_to: where lines go.
+    """
+
+    def __init__(self, quiet: bool, lines_to: Literal["stdout", "stderr"]) -> None:
+        self._quiet = quiet
+        self._lines: TextIO = sys.stdout if lines_to == "stdout" else sys.stderr
+        self._bar: Progress | None = None
+        self._task: TaskID | None = None
+        self._shown = 0.0
+
+    def progress(self, event: Event) -> None:
+        """Moves the bar, at most ten times a second."""
+        now = time.monotonic()
+        last = event.get("step") == event.get("steps")
+        if self._quiet or not sys.stderr.isatty() or (now - self._shown < REFRESH_SECONDS and not last):
+            return
+        self._shown = now
+        if self._bar is None or self._task is None:
+            self._bar = _new_bar()
+            self._task = self._bar.add_task("", total=None, figures="")
+            self._bar.start()
+        self._bar.update(
+            self._task,
+            description=f"epoch {event.get('epoch')}/{event.get('epochs')}",
+            completed=event.get("step") or 0,
+            total=event.get("steps"),
+            figures=_figures(event),
+        )
+        self._bar.refresh()
+
+    def line(self, text: str) -> None:
+        """Prints a line, above the bar if there is one."""
+        if self._quiet:
+            return
+        if self._bar is not None and self._lines.isatty():
+            # Bar and line share the terminal: the bar's console must do it.
+            self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
+            return
+        with contextlib.suppress(BrokenPipeError):
+            print(text, file=self._lines, flush=True)
+
+    def close(self) -> None:
+        """Removes the bar."""
+        if self._bar is not None:
+            self._bar.stop()
+
+
+def _new_bar() -> "Progress":
+    """The bar; refreshed by us, so that the supervisor needs no thread for it."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[figures]}"),
+        TimeElapsedColumn(),
+        console=Console(file=sys.stderr),
+        transient=True,
+        auto_refresh=False,
+        redirect_stdout=False,
+        redirect_stderr=False,
+    )
+
+
+def _figures(event: Event) -> str:
+    """Loss and speed, as far as they are known."""
+    loss, speed = event.get("loss"), event.get("samples_per_second")
+    figures = [f"loss {loss:.4g}"] if isinstance(loss, int | float) else []
+    figures += [f"{speed:,.0f} samples/s"] if isinstance(speed, int | float) else []
+    return ", ".join(figures)

@@ -1,0 +1,153 @@
+"""A small byte-level GPT: predicts the next byte of a text.
+
+Source: the decoder of Radford et al. 2019 (GPT-2): layer norm before each part, learned positions, GELU, the output
+weights shared with the byte embedding.
+"""
+
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from samestep.data.text import IGNORE_INDEX, ByteWindows, read_bytes, to_bytes
+from samestep.engine.losses import Mean
+from samestep.errors import DataError, UsageError
+from samestep.recipes.recipe import DataOptions, Option, Recipe, RecipeData, read_options
+from samestep.train.metrics import cross_entropy_with, perplexity
+
+NUM_BYTES = 256
+EVAL_PART = 10
+INIT_STD = 0.02
+OPTIONS: dict[str, Option] = {"layers": 4, "width": 128, "heads": 4, "context": 64, "dropout": 0.1}
+
+
+def data(asked: DataOptions) -> RecipeData:
+    """A text file by `--data`, or the language reference that ships with CPython; the last 10 % for evaluation.
+
+    The embedded text is a part of the Python that runs, and differs a little between Python versions.
+
+    Raises:
+        UsageError: a `--data-dir`, or an option that cannot be.
+        DataError: the file is missing, empty or too short.
+    """
+    options = read_options(OPTIONS, asked.options)
+    for name in ("layers", "width", "heads", "context"):
+        if options[name] < 1:
+            raise UsageError(f"gpt needs {name} from 1 on, got {options[name]}")
+    if options["width"] % options["heads"] or not 0 <= options["dropout"] < 1:
+        raise UsageError(
+            f"gpt needs a width that is a multiple of the heads and a dropout from 0 to below 1, got width "
+            f"{options['width']}, heads {options['heads']} and dropout {options['dropout']}"
+        )
+    if asked.data_dir is not None:
+        raise UsageError(f"gpt reads one text file, by --data FILE; got --data-dir {asked.data_dir}")
+    name = Path(asked.data).name if asked.data else "Python's language reference"
+    text = read_bytes(asked.data) if asked.data else _language_reference()
+    if len(text) < 2 * EVAL_PART:
+        raise DataError(f"{name}: {len(text)} bytes are too short a text; at least {2 * EVAL_PART} are needed")
+    cut = len(text) - len(text) // EVAL_PART
+    train, test = (ByteWindows(part, options["context"]) for part in (text[:cut], text[cut:]))
+    sizes = f"{len(train):,} windows of {options['context']} train, {len(test):,} test"
+    return RecipeData(train, test, f"{name}: {len(text):,} bytes ({sizes})", options)
+
+
+class Block(nn.Module):
+    """Causal self-attention, then a feed-forward network, each added to its input; `[N, T, width]` in and out."""
+
+    def __init__(self, width: int, heads: int, dropout: float) -> None:
+        super().__init__()
+        self.heads = heads
+        self.attention_norm = nn.LayerNorm(width)
+        self.queries_keys_values = nn.Linear(width, 3 * width)
+        self.attention_out = nn.Linear(width, width)
+        self.feed_norm = nn.LayerNorm(width)
+        self.feed_in = nn.Linear(width, 4 * width)
+        self.feed_out = nn.Linear(4 * width, width)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[N, T, width]` -> `[N, T, width]`."""
+        x = x + self.dropout(self.attention_out(self._attend(self.attention_norm(x))))
+        fed: Tensor = self.dropout(self.feed_out(functional.gelu(self.feed_in(self.feed_norm(x)))))
+        return x + fed
+
+    def _attend(self, x: Tensor) -> Tensor:
+        """Written out: the fused kernels for CUDA have a backward that is not deterministic, or are chosen by shape."""
+        samples, length, width = x.shape
+        split = self.queries_keys_values(x).view(samples, length, 3, self.heads, width // self.heads)
+        queries, keys, values = split.permute(2, 0, 3, 1, 4)
+        scores = queries @ keys.transpose(-2, -1) * (width // self.heads) ** -0.5
+        later = torch.ones(length, length, dtype=torch.bool, device=x.device).triu(1)
+        weights = self.dropout(scores.masked_fill(later, float("-inf")).softmax(-1))
+        mixed: Tensor = weights @ values
+        return mixed.transpose(1, 2).reshape(samples, length, width)
+
+
+class Gpt(nn.Module):
+    """Bytes `[N, T]`, T up to `context`, to scores of each next byte `[N, T, 256]`."""
+
+    def __init__(self, layers: int, width: int, heads: int, context: int, dropout: float) -> None:
+        super().__init__()
+        self.byte_embedding = nn.Embedding(NUM_BYTES, width)
+        self.position_embedding = nn.Embedding(context, width)
+        self.dropout = nn.Dropout(dropout)
+        blocks = [Block(width, heads, dropout) for _ in range(layers)]
+        self.blocks = nn.Sequential(*blocks)
+        self.norm = nn.LayerNorm(width)
+        self.apply(_initialize)
+        for block in blocks:
+            # Two parts a layer are added to the sum, whose size shall not grow with the layers.
+            for part in (block.attention_out, block.feed_out):
+                nn.init.normal_(part.weight, std=INIT_STD * (2 * layers) ** -0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """int64 `[N, T]` -> `[N, T, 256]`."""
+        places = self.position_embedding.weight[: x.shape[1]]
+        hidden: Tensor = self.norm(self.blocks(self.dropout(self.byte_embedding(x) + places)))
+        return functional.linear(hidden, self.byte_embedding.weight)
+
+
+def model(data: RecipeData) -> Gpt:
+    """4 layers of width 128: 834,304 parameters."""
+    return Gpt(**data.options)
+
+
+def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Mean:
+    """The cross-entropy in nats, summed over the bytes that have a target, with their number."""
+    x, y = batch
+    scores = model(x).flatten(0, 1)
+    total = functional.cross_entropy(scores.float(), y.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
+    return Mean(total, (y != IGNORE_INDEX).sum())
+
+
+def _initialize(module: nn.Module) -> None:
+    if isinstance(module, (nn.Linear, nn.Embedding)):
+        nn.init.normal_(module.weight, std=INIT_STD)
+    if isinstance(module, nn.Linear):
+        nn.init.zeros_(module.bias)
+
+
+def _language_reference() -> Tensor:
+    from pydoc_data.topics import topics
+
+    return to_bytes("\n".join(topics[name] for name in sorted(topics)).encode())
+
+
+RECIPE = Recipe(
+    name="gpt",
+    summary="a small GPT over bytes: Python's language reference (embedded), or a text file by --data",
+    data=data,
+    model=model,
+    loss=loss,
+    metrics={"perplexity": perplexity, "loss": cross_entropy_with(class_dim=-1)},
+    headline="perplexity",
+    headline_label="test perplexity",
+    optimizer="adamw",
+    lr=2e-3,
+    weight_decay=0.1,
+    max_grad_norm=1.0,
+    global_batch_size=64,
+    epochs=3,
+    options=OPTIONS,
+)

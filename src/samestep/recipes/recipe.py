@@ -1,0 +1,124 @@
+"""The recipe: a model with its data, loss, metrics and defaults, ready for `samestep train NAME`.
+
+A recipe is one short file with a `RECIPE` in it; `catalog` finds it by name.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from samestep.engine.losses import Mean
+from samestep.errors import UsageError
+from samestep.train.metrics import Metric
+
+Option = bool | int | float | str
+TRUTH = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
+
+
+@dataclass(frozen=True)
+class DataOptions:
+    """What the user asked for.
+
+    Attributes:
+        data: `--data`: a name or a file, by recipe; None is the embedded default.
+        data_dir: `--data-dir`: a folder to read from.
+        seed: of the run; where a recipe splits its data at random, it splits by this.
+        options: the recipe's own options that were given, by name; text is converted to the default's type.
+    """
+
+    data: str | None = None
+    data_dir: str | None = None
+    seed: int = 0
+    options: Mapping[str, Option] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class RecipeData:
+    """What there is to train and evaluate on.
+
+    Attributes:
+        train: the training set, map-style.
+        eval: the evaluation set, map-style.
+        description: one line for the user.
+        options: all the recipe's options with their values, for `Recipe.model`.
+    """
+
+    train: Dataset[Any]
+    eval: Dataset[Any]
+    description: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A model with its data, loss, metrics and defaults.
+
+    Attributes:
+        name: as on the command line.
+        summary: one line for `--help`.
+        data: reads the data; raises `UsageError` or `DataError`.
+        model: builds the model for the data, on the CPU, from torch's random state as it is.
+        loss: the loss of a batch under the loss contract (see `samestep.engine.losses`).
+        metrics: what an evaluation measures, by name.
+        headline: the metric of the line that is printed each epoch.
+        headline_label: what that line calls it.
+        optimizer: `"sgd"`, `"adam"` or `"adamw"`.
+        lr: learning rate.
+        momentum: of SGD; 0 for the others.
+        weight_decay: as the optimizer takes it.
+        global_batch_size: samples of a step.
+        epochs: how often each sample is seen.
+        max_grad_norm: gradients are clipped to this norm; None is never.
+        options: the recipe's own options and their defaults.
+    """
+
+    name: str
+    summary: str
+    data: Callable[[DataOptions], RecipeData]
+    model: Callable[[RecipeData], nn.Module]
+    loss: Callable[[nn.Module, Any], Tensor | Mean]
+    metrics: Mapping[str, Metric]
+    headline: str
+    headline_label: str
+    optimizer: str
+    lr: float
+    global_batch_size: int
+    epochs: int
+    momentum: float = 0.0
+    weight_decay: float = 0.0
+    max_grad_norm: float | None = None
+    options: Mapping[str, Option] = field(default_factory=dict)
+
+
+def read_options(defaults: Mapping[str, Option], given: Mapping[str, Option]) -> dict[str, Any]:
+    """Completes the options given by the defaults, each converted to its default's type.
+
+    Raises:
+        UsageError: an option that there is none of, or a value of another type.
+    """
+    for name in given:
+        if name not in defaults:
+            known = f"it has {', '.join(defaults)}" if defaults else "it has none"
+            raise UsageError(f"the recipe has no option {name!r}; {known}")
+    return {
+        name: _convert(name, given[name], default) if name in given else default for name, default in defaults.items()
+    }
+
+
+def _convert(name: str, value: Option, default: Option) -> Option:
+    kind = type(default)
+    if kind is str:
+        return str(value)
+    try:
+        if kind is bool:
+            return TRUTH[str(value).lower()]
+        number = float(value)
+        if number != number or (kind is int and number != int(number)):
+            raise ValueError
+        return kind(number)
+    except (KeyError, ValueError, OverflowError) as error:
+        wanted = {bool: "true or false", int: "a whole number", float: "a number"}[kind]
+        raise UsageError(f"option {name!r} needs {wanted}, such as {default}; got {value!r}") from error

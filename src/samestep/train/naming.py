@@ -1,0 +1,14 @@
+"""The name of a new run; torch-free, since the command line chooses it before a worker starts."""
+
+from datetime import datetime
+from pathlib import Path
+
+
+def new_folder_name(name: str) -> Path:
+    """A folder `runs/NAME-DATE-TIME` that is not there yet."""
+    stem = Path("runs") / f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
+    candidate, number = stem, 2
+    while candidate.exists():
+        candidate = stem.with_name(f"{stem.name}-{number}")
+        number += 1
+    return candidate

@@ -1,0 +1,151 @@
+"""The picture of a run: legible for every curve, whole on the disk, and no trace of it in matplotlib's global state."""
+
+import math
+import subprocess
+import sys
+
+import pytest
+from matplotlib.image import imread
+
+from samestep.errors import RunFolderError
+from samestep.train.picture import SMOOTH_FROM, draw_losses, loss_figure
+
+FALLING = [(step, 2.0 / step) for step in range(1, 21)]
+
+
+def axes_of(train, evaluation, title=""):
+    (axes,) = loss_figure(train, evaluation, title).axes
+    return axes
+
+
+def lines_of(axes):
+    return {line.get_label(): list(zip(*line.get_data(), strict=True)) for line in axes.lines}
+
+
+def legend_of(axes):
+    legend = axes.get_legend()
+    return [text.get_text() for text in legend.get_texts()] if legend else []
+
+
+def test_both_curves_are_drawn_as_given_with_axes_named_and_a_legend():
+    axes = axes_of(FALLING, [(10, 0.5), (20, 0.4)], "lenet")
+    assert lines_of(axes) == {"train": FALLING, "eval": [(10, 0.5), (20, 0.4)]}
+    assert (axes.get_xlabel(), axes.get_ylabel(), axes.get_title(loc="left")) == ("step", "loss", "lenet")
+    assert legend_of(axes) == ["train", "eval"]
+    assert axes.get_yscale() == "linear"
+
+
+@pytest.mark.parametrize(
+    ("lowest", "scale"), [(0.011, "linear"), (0.009, "log"), (0.0, "linear"), (-1.0, "linear"), (math.nan, "linear")]
+)
+def test_the_axis_is_logarithmic_when_positive_losses_span_over_two_decades(lowest, scale):
+    assert axes_of([(1, 1.0), (2, lowest)], []).get_yscale() == scale
+    assert axes_of([(1, 1.0)], [(2, lowest)]).get_yscale() == scale
+
+
+def test_losses_that_are_not_finite_are_gaps_and_are_marked():
+    axes = axes_of([(1, 2.0), (2, math.nan), (3, 1.0), (4, math.inf)], [(4, -math.inf)])
+    lines = lines_of(axes)
+    assert [step for step, loss in lines["train"] if math.isnan(loss)] == [2, 4]
+    assert [step for step, _ in lines["not finite"]] == [2, 4, 4]
+    assert "not finite" in legend_of(axes)
+    low, high = axes.get_ylim()
+    assert low < 1 < 2 < high < 10
+
+
+@pytest.mark.parametrize(
+    ("train", "evaluation", "note"),
+    [([], [], "no steps yet"), ([(1, math.nan)], [], "no finite loss"), ([], [(1, math.inf)], "no finite loss")],
+)
+def test_a_picture_without_a_curve_says_why(tmp_path, train, evaluation, note):
+    assert [text.get_text() for text in axes_of(train, evaluation).texts] == [note]
+    draw_losses(tmp_path / "loss.png", train, evaluation, "empty")
+    assert imread(tmp_path / "loss.png").shape[2] == 4
+
+
+@pytest.mark.parametrize("train", [[(7, 1.0)], [], FALLING])
+def test_a_single_point_is_seen_and_ticks_are_whole_steps(train):
+    axes = axes_of(train, [(7, 1.5)])
+    left, right = axes.get_xlim()
+    assert left < 7 < right
+    ticks = [tick for tick in axes.get_xticks() if left <= tick <= right]
+    assert ticks
+    assert all(tick == int(tick) for tick in ticks)
+
+
+def test_a_long_curve_is_smoothed_without_lag_and_forgets_a_huge_loss():
+    straight = [(step, 3.0 - step / 1000) for step in range(2000)]
+    line = lines_of(axes_of(straight, []))["train (smoothed)"]
+    assert line == [(step, pytest.approx(loss, abs=1e-9)) for step, loss in straight]  # a mean of 41 rounded numbers
+    spiked = [(step, 1e30 if step == 50 else math.nan if step == 60 else 0.25) for step in range(SMOOTH_FROM)]
+    line = dict(lines_of(axes_of(spiked, []))["train (smoothed)"])
+    assert line[40] == line[70] == 0.25
+    assert line[50] > 1e29
+    assert math.isnan(line[60])
+
+
+def test_a_very_long_curve_is_thinned_but_keeps_its_last_point():
+    axes = axes_of([(step, 1.0 + step % 2) for step in range(100_001)], [])
+    assert all(len(line.get_xdata()) <= 4_100 and line.get_xdata()[-1] == 100_000 for line in axes.lines)
+
+
+@pytest.mark.parametrize("title", ["$run_1$", r"a \frac{ $", "größe · 4²", ""])
+def test_any_title_is_drawn_as_it_is(tmp_path, title):
+    draw_losses(tmp_path / "loss.png", FALLING, [], title)
+    assert imread(tmp_path / "loss.png").shape == (675, 1200, 4)
+
+
+def test_the_picture_is_replaced_whole_and_nothing_else_is_left_in_the_folder(tmp_path):
+    path = tmp_path / "deep" / "loss.png"
+    draw_losses(path, FALLING, [])
+    first = path.read_bytes()
+    draw_losses(path, FALLING[:3], [])
+    assert path.read_bytes() != first
+    assert [entry.name for entry in path.parent.iterdir()] == ["loss.png"]
+
+
+def test_a_folder_that_cannot_be_written_is_an_error_that_names_the_option(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RunFolderError, match="--run-dir"):
+        draw_losses(tmp_path / "file" / "loss.png", FALLING, [])
+
+
+LIMITED = """
+import resource, sys
+from samestep.errors import RunFolderError
+from samestep.train.picture import draw_losses
+
+draw_losses(sys.argv[1], [(1, 2.0), (2, 1.0)], [])
+resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+try:
+    draw_losses(sys.argv[1], [(1, 2.0)], [])
+except RunFolderError as error:
+    print(error)
+print("pyplot" if "matplotlib.pyplot" in sys.modules else "no pyplot")
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs a limit on the size of files")
+def test_a_full_disk_leaves_the_old_picture_and_is_one_clear_error(tmp_path):
+    path = tmp_path / "loss.png"
+    done = subprocess.run(
+        [sys.executable, "-c", LIMITED, path], capture_output=True, text=True, check=True, timeout=120
+    )
+    message, pyplot = done.stdout.splitlines()
+    assert message.startswith(f"cannot write {path}: ")
+    assert "free some space, or choose another folder with --run-dir" in message
+    assert imread(path).shape == (675, 1200, 4)
+    assert list(tmp_path.iterdir()) == [path]
+    assert pyplot == "no pyplot"
+
+
+def test_matplotlib_is_imported_only_to_draw_and_keeps_its_settings():
+    script = (
+        "import sys, samestep.train.picture as picture\n"
+        "assert 'matplotlib' not in sys.modules\n"
+        "import matplotlib\n"
+        "before = dict(matplotlib.rcParams)\n"
+        "picture.loss_figure([(1, 1.0)], [])\n"
+        "assert dict(matplotlib.rcParams) == before\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
