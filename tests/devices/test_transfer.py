@@ -1,5 +1,6 @@
 """Nested values are moved whole, keep their types and what they share, and leave the original as it was."""
 
+import weakref
 from collections import ChainMap, Counter, OrderedDict, UserDict, defaultdict, deque
 from collections.abc import Iterator, Mapping
 from dataclasses import InitVar, dataclass, field
@@ -144,6 +145,17 @@ def test_a_dataclass_is_not_initialised_again() -> None:
     assert torch.equal(to_device(value, "cpu", torch.float64).scaled, torch.full((2,), 7.0, dtype=torch.float64))
 
 
+def test_a_field_that_was_never_set_stays_unset() -> None:
+    @dataclass
+    class Unset:
+        x: torch.Tensor
+        later: torch.Tensor = field(init=False)
+
+    moved = to_device(Unset(torch.ones(1)), META)
+    assert moved.x.device == META
+    assert not hasattr(moved, "later")
+
+
 def test_what_is_no_tensor_is_kept() -> None:
     array = np.ones(2, dtype=np.float32)
     kept = [None, "text", b"bytes", 3, 2.5, 1j, array, {1, 2}, range(3), Frozen, torch.float32, deque([1]), len]
@@ -167,25 +179,33 @@ def test_a_container_may_hold_itself() -> None:
     assert moved["x"].device == META
 
 
-def test_tensors_that_a_mapping_makes_at_every_look_are_not_mixed_up() -> None:
+def test_what_was_met_lives_until_the_end_so_that_its_id_stays_its_own() -> None:
     class Fresh(Mapping[int, torch.Tensor]):
-        """Makes a new tensor at every look, as a file reader does."""
+        """Makes a new tensor at every look, as a file reader does, and sees whether the earlier ones live on."""
 
-        def __init__(self, items: Any = None) -> None:
+        def __init__(self, items: dict[int, torch.Tensor] | None = None) -> None:
             self.items_given = items
+            self.made: list[weakref.ref[torch.Tensor]] = []
+            self.lived = True
 
         def __getitem__(self, key: int) -> torch.Tensor:
-            made = torch.full((1,), float(key), dtype=torch.bfloat16)
-            return made if self.items_given is None else self.items_given[key]
+            if self.items_given is not None:
+                return self.items_given[key]
+            self.lived = self.lived and all(made() is not None for made in self.made)
+            tensor = torch.full((1,), float(key))
+            self.made.append(weakref.ref(tensor))
+            return tensor
 
         def __iter__(self) -> Iterator[int]:
-            return iter(range(50))
+            return iter(range(5))
 
         def __len__(self) -> int:
-            return 50
+            return 5
 
-    for moved in (to_device(Fresh(), "cpu", torch.float64), to_numpy(Fresh())):
-        assert [item.item() for item in moved.values()] == [float(key) for key in range(50)]
+    fresh = Fresh()
+    moved = to_device(fresh, "cpu", torch.float64)
+    assert [item.item() for item in moved.values()] == [0.0, 1.0, 2.0, 3.0, 4.0]
+    assert fresh.lived
 
 
 def test_only_floating_tensors_are_cast() -> None:

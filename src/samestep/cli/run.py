@@ -10,7 +10,7 @@ CONTEXT_SETTINGS = {"allow_interspersed_args": False}
 
 
 def run(
-    program: Annotated[list[str] | None, typer.Argument(metavar="SCRIPT [ARGS]...", show_default=False)] = None,
+    program: Annotated[list[str] | None, typer.Argument(metavar="SCRIPT ARGS", show_default=False)] = None,
     module: Annotated[bool, typer.Option("-m", "--module", help="SCRIPT is a module, as in `python -m`.")] = False,
     devices: Annotated[
         str | None,

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 
-import numpy as np
-import torch
 from torch import Tensor
 
+from samestep.data import embedded
 from samestep.data.download import cache_folder, fetch
 from samestep.data.idx import TEST, TRAIN, find_pairs, read_image_label_pair
 from samestep.data.tensors import TensorData, Transform, head_tail
@@ -88,7 +87,7 @@ def image_data(
     if data_dir is not None:
         return _from_folder(Path(data_dir), name or Path(data_dir).resolve().name, _noun(name))
     if name is None or name == "digits":
-        train, test = head_tail(digits(), TRAIN_FRACTION)
+        train, test = head_tail(TensorData(embedded.digits(), bytes_to_unit), TRAIN_FRACTION)
         return train, test, _describe("digits", "scans", train, test)
     folder = cache_folder() / name
     for file, md5 in DOWNLOADS[name].md5.items():
@@ -96,44 +95,10 @@ def image_data(
     return _from_folder(folder, name, _noun(name))
 
 
-def digits() -> TensorData:
-    """scikit-learn's 1,797 scanned digits (UCI ML hand-written digits), scaled from 8×8 to 28×28.
-
-    Raises:
-        UsageError: scikit-learn is not installed.
-    """
-    try:
-        from sklearn.datasets import load_digits
-    except ImportError as error:
-        raise UsageError(
-            "the embedded digits need scikit-learn, which is not installed: pip install 'samestep[recipes]', "
-            "or give other data by --data or --data-dir"
-        ) from error
-    scans = load_digits()
-    return TensorData((_enlarge(scans.images), torch.from_numpy(scans.target).long()), bytes_to_unit)
-
-
 def bytes_to_unit(batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """Turns a batch `(x, y)` of uint8 images into float32 in 0…1."""
     x, y = batch
     return x.float() / 255, y
-
-
-def _enlarge(images: np.ndarray) -> Tensor:
-    """Bilinear interpolation of N×8×8 values in 0…16 to N×1×28×28 bytes, as with `align_corners=False`.
-
-    In whole numbers: output row i lies at (4i − 5)/14 input rows, so all weights are 14ths and all bytes exact, on
-    every machine and with every version.
-    """
-    old, new = 8, 28
-    weights = np.zeros((new, old), dtype=np.int64)
-    for row in range(new):
-        low, part = divmod(min(max(4 * row - 5, 0), 14 * (old - 1)), 14)
-        weights[row, low] += 14 - part
-        weights[row, min(low + 1, old - 1)] += part
-    sums = weights @ images.astype(np.int64) @ weights.T
-    full = 16 * 14 * 14
-    return torch.from_numpy(((2 * 255 * sums + full) // (2 * full)).astype(np.uint8)).unsqueeze(1)
 
 
 def _noun(name: str | None) -> str:

@@ -96,7 +96,7 @@ def standardize(train: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
     """
     for table in (train, *others):
         if table.ndim != 2 or table.shape[1] != train.shape[1]:
-            raise DataError(f"tables of {train.shape[-1]} columns are needed, got shape {list(table.shape)}")
+            raise DataError(f"tables of {train.shape[-1]} columns are needed, got the shape {list(table.shape)}")
     if len(train) == 0:
         raise DataError("there are no training rows to standardise by; at least one is needed")
     mean, scale = mean_and_scale(train)

@@ -101,10 +101,7 @@ def explain(casualty: Casualty) -> str:
         where = f", at {report['where']}" if report.get("where") else ""
         parts = [str(report.get("message", "")), f"  {who}{where}; exit code {casualty.exit_code}"]
     else:
-        ending = f"failed with exit code {casualty.exit_code}"
-        if casualty.code is not None and casualty.code < 0:
-            ending = f"failed, then {describe_ending(casualty.code)}"
-        parts = [f"{who} {ending}", str(report.get("traceback", "")).rstrip()]
+        parts = [f"{who} failed with exit code {casualty.exit_code}", str(report.get("traceback", "")).rstrip()]
     if casualty.log is not None:
         parts.append(f"its log: {casualty.log}")
     return "\n".join(part for part in parts if part)

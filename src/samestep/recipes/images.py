@@ -5,37 +5,51 @@ from collections.abc import Mapping
 from torch import Tensor, nn
 from torch.nn import functional
 
-from samestep.data.named import image_data
+from samestep.data.named import bytes_to_unit, image_data
+from samestep.data.tensors import TensorData, Transform
 from samestep.errors import DataError
 from samestep.recipes.recipe import DataOptions, Option, RecipeData, read_options
 from samestep.train.metrics import Metric, accuracy, cross_entropy
 
 NUM_CLASSES = 10
+MEAN, DEVIATION = 0.1307, 0.3081
 
 METRICS: Mapping[str, Metric] = {"accuracy": accuracy, "loss": cross_entropy}
 
 
-def read_images(asked: DataOptions, max_side: int, defaults: Mapping[str, Option], min_side: int = 1) -> RecipeData:
+def read_images(
+    asked: DataOptions, sides: range, transform: Transform, defaults: Mapping[str, Option] | None = None
+) -> RecipeData:
     """Reads grey images by name, from a folder, or the embedded digits, and checks that the model can take them.
 
     Args:
         asked: what the user asked for.
-        max_side: the largest height and width that the model takes.
+        sides: the heights and widths that the model takes.
+        transform: what turns batches of bytes into the model's input.
         defaults: the recipe's own options.
-        min_side: the smallest ones.
 
     Raises:
         UsageError: an unknown name or option, or scikit-learn is not installed.
         DataError: files are missing or damaged, a download failed, or the images have another size.
     """
-    options = read_options(defaults, asked.options)
+    options = read_options(defaults or {}, asked.options)
     train, test, description = image_data(asked.data, asked.data_dir)
     for part in (train, test):
         height, width = part.tensors[0].shape[-2:]
-        if not (min_side <= height <= max_side and min_side <= width <= max_side):
-            needed = f"{max_side} x {max_side}" if min_side == max_side else f"at most {max_side} x {max_side}"
+        if height not in sides or width not in sides:
+            needed = f"{sides[-1]} x {sides[-1]}" if len(sides) == 1 else f"at most {sides[-1]} x {sides[-1]}"
             raise DataError(f"{description}: images of {height} x {width} pixels; the model takes {needed}")
-    return RecipeData(train, test, description, options)
+    parts = (TensorData(part.tensors, transform) for part in (train, test))
+    return RecipeData(*parts, description, options)
+
+
+def standardize_bytes(batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Turns a batch `(x, y)` of uint8 images into float32 of about mean 0 and deviation 1.
+
+    The constants are the mean and the deviation of MNIST's training pixels, and are used for all images alike.
+    """
+    x, y = bytes_to_unit(batch)
+    return (x - MEAN) / DEVIATION, y
 
 
 def classification_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:

@@ -2,13 +2,13 @@
 
 from torch import nn
 
-from samestep.recipes.images import METRICS, NUM_CLASSES, classification_loss, read_images
+from samestep.recipes.images import METRICS, NUM_CLASSES, classification_loss, read_images, standardize_bytes
 from samestep.recipes.recipe import DataOptions, Recipe, RecipeData
 
 
 def data(asked: DataOptions) -> RecipeData:
     """The embedded digits, MNIST or Fashion-MNIST by name, or a folder of IDX files; 28×28."""
-    return read_images(asked, 28, {}, min_side=28)
+    return read_images(asked, range(28, 29), standardize_bytes)
 
 
 def model(_: RecipeData) -> nn.Sequential:
@@ -44,6 +44,6 @@ RECIPE = Recipe(
     optimizer="sgd",
     lr=0.1,
     momentum=0.9,
-    global_batch_size=256,
+    global_batch_size=128,
     epochs=10,
 )

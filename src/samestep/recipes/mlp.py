@@ -1,9 +1,9 @@
 """A small network for tables of numbers: regression by two hidden layers."""
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from samestep.data.embedded import diabetes
 from samestep.data.tables import mean_and_scale, read_csv, standardize
 from samestep.data.tensors import TensorData, shuffled_split
 from samestep.errors import UsageError
@@ -27,7 +27,7 @@ def data(asked: DataOptions) -> RecipeData:
     if asked.data_dir is not None:
         raise UsageError(f"mlp reads one CSV file, by --data FILE.csv; got --data-dir {asked.data_dir}")
     if asked.data is None:
-        name, features, target = "diabetes", *_diabetes()
+        name, features, target = "diabetes", *diabetes()
     else:
         table = read_csv(asked.data, options["target"] or None)
         name, features, target = asked.data, table.features, table.target
@@ -76,19 +76,6 @@ def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     """The squared error of each row, in squared units of the target."""
     x, y = batch
     return functional.mse_loss(model(x), y, reduction="none").squeeze(1)
-
-
-def _diabetes() -> tuple[Tensor, Tensor]:
-    """scikit-learn's diabetes: 442 patients, 10 features, the progression of the disease after a year."""
-    try:
-        from sklearn.datasets import load_diabetes
-    except ImportError as error:
-        raise UsageError(
-            "the embedded table needs scikit-learn, which is not installed: pip install 'samestep[recipes]', "
-            "or give a CSV file by --data"
-        ) from error
-    table = load_diabetes(scaled=False)
-    return torch.tensor(table.data).float(), torch.tensor(table.target).float().unsqueeze(1)
 
 
 RECIPE = Recipe(

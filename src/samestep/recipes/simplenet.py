@@ -2,13 +2,13 @@
 
 from torch import nn
 
-from samestep.recipes.images import METRICS, NUM_CLASSES, classification_loss, read_images
+from samestep.recipes.images import METRICS, NUM_CLASSES, classification_loss, read_images, standardize_bytes
 from samestep.recipes.recipe import DataOptions, Recipe, RecipeData
 
 
 def data(asked: DataOptions) -> RecipeData:
     """The embedded digits, MNIST or Fashion-MNIST by name, or a folder of IDX files; 28×28."""
-    return read_images(asked, 28, {}, min_side=28)
+    return read_images(asked, range(28, 29), standardize_bytes)
 
 
 def model(_: RecipeData) -> nn.Sequential:
@@ -28,5 +28,5 @@ RECIPE = Recipe(
     optimizer="sgd",
     lr=0.01,
     global_batch_size=64,
-    epochs=10,
+    epochs=30,
 )

@@ -7,6 +7,7 @@ leave one position after five poolings; BatchNorm after each convolution, as Iof
 from torch import Tensor, nn
 from torch.nn import functional
 
+from samestep.data.named import bytes_to_unit
 from samestep.errors import UsageError
 from samestep.recipes.images import METRICS, NUM_CLASSES, classification_loss, read_images
 from samestep.recipes.recipe import DataOptions, Option, Recipe, RecipeData
@@ -18,7 +19,7 @@ OPTIONS: dict[str, Option] = {"width": 1.0, "dropout": 0.5}
 
 def data(asked: DataOptions) -> RecipeData:
     """The embedded digits, MNIST or Fashion-MNIST by name, or a folder of IDX files; up to 32×32."""
-    return read_images(asked, SIDE, OPTIONS)
+    return read_images(asked, range(1, SIDE + 1), bytes_to_unit, OPTIONS)
 
 
 class PadTo(nn.Module):

@@ -259,6 +259,6 @@ def _make_deterministic(device: torch.device, threads: int, reduction: str) -> N
     if reduction == "native":
         return
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)
+    torch.set_deterministic_debug_mode("error")  # as use_deterministic_algorithms(True), without importing inductor
     torch.utils.deterministic.fill_uninitialized_memory = False  # costs a pass over memory, and changes no result
     torch.backends.cudnn.benchmark = False

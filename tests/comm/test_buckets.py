@@ -1,0 +1,46 @@
+"""Buckets: layouts that lose nothing and keep borders."""
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from samestep.comm.buckets import aligned_zeros, dense_strides, make_buckets
+
+
+@given(st.lists(st.integers(0, 3000), min_size=1, max_size=30), st.integers(1, 20_000), st.integers(1, 7))
+def test_every_tensor_lies_in_one_bucket_on_a_border_without_overlap(sizes, bucket_bytes, world_size):
+    tensors = [torch.empty(size) for size in sizes]
+    buckets = make_buckets(tensors, bucket_bytes, world_size)
+    members = [index for bucket in buckets for index in bucket.members]
+    assert members == list(reversed(range(len(sizes))))
+    for bucket in buckets:
+        assert bucket.numel % (64 * world_size) == 0
+        ends = 0
+        for index, offset in zip(bucket.members, bucket.offsets, strict=True):
+            assert offset % 64 == 0
+            assert offset >= ends
+            ends = offset + sizes[index]
+        assert ends <= bucket.numel
+
+
+def test_dtypes_do_not_share_a_bucket():
+    tensors = [torch.empty(10), torch.empty(10, dtype=torch.bfloat16), torch.empty(10)]
+    buckets = make_buckets(tensors, 1 << 20, 2)
+    assert sorted(sorted(bucket.members) for bucket in buckets) == [[0, 2], [1]]
+
+
+def test_views_write_through_and_keep_dense_strides():
+    weight = torch.randn(4, 3, 5, 5).to(memory_format=torch.channels_last)
+    (bucket,) = make_buckets([weight, torch.randn(7)], 1 << 20, 1)
+    flat = bucket.empty()
+    views = dict(zip(bucket.members, bucket.views(flat, [weight, torch.randn(7)]), strict=True))
+    views[0].copy_(weight)
+    assert views[0].stride() == weight.stride()
+    assert flat.sum() == weight.sum() or torch.allclose(flat.sum(), weight.sum())
+    assert dense_strides(torch.randn(6, 4)[:, :2]) == (2, 1)
+
+
+def test_buffers_begin_at_256_byte_borders():
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        buffers = [aligned_zeros(n, dtype, torch.device("cpu")) for n in (1, 63, 1000, 4097)]
+        assert all(buffer.data_ptr() % 256 == 0 and buffer.sum() == 0 for buffer in buffers)

@@ -1,0 +1,73 @@
+"""The ordered reduction: the same bits for every number of ranks, over every transport."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from programs import reduce_leaves
+from worlds import in_turns
+
+from samestep.comm import reduction as reduction_module
+from samestep.comm.reduction import tree_sum_rows
+from samestep.plan.tree import tree_sum
+
+
+def make_leaves(count, numel, seed=0):
+    """Leaves of very different magnitudes, so that another order gives other bits."""
+    generator = torch.Generator().manual_seed(seed)
+    scale = 10.0 ** torch.randint(-6, 7, (count, 1), generator=generator)
+    return list((torch.randn(count, numel, generator=generator) * scale).unbind())
+
+
+@pytest.mark.parametrize("numel", [64 * 60, 64 * 60 * 8], ids=["one message", "scatter and gather"])
+@given(num_shards=st.integers(1, 64), data=st.data())
+@settings(max_examples=40, deadline=None)
+def test_any_number_of_ranks_gives_the_bits_of_the_plain_tree_sum(numel, num_shards, data):
+    world_size = data.draw(st.sampled_from([d for d in (1, 2, 3, 4, 5, 6, 10, 12) if d <= num_shards]))
+    shares = data.draw(st.none() | st.lists(st.floats(0.1, 10), min_size=world_size, max_size=world_size))
+    leaves = make_leaves(num_shards, numel)
+    expected = tree_sum([leaf.clone() for leaf in leaves], torch.add)
+    for total in in_turns(world_size, reduce_leaves, leaves, numel, shares):
+        assert torch.equal(total, expected)
+
+
+def test_sixty_four_ranks_give_the_bits_of_one():
+    leaves = make_leaves(64, 64 * 64 * 4)
+    expected = tree_sum([leaf.clone() for leaf in leaves], torch.add)
+    assert all(torch.equal(total, expected) for total in in_turns(64, reduce_leaves, leaves, 64 * 64 * 4))
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_real_processes_give_the_bits_of_the_plain_tree_sum(worlds, world_size):
+    for numel in (64 * 12, 64 * 12 * 50):
+        leaves = make_leaves(7, numel)
+        expected = tree_sum([leaf.clone() for leaf in leaves], torch.add)
+        for total in worlds(world_size).run(reduce_leaves, leaves, numel):
+            assert torch.equal(total, expected)
+
+
+def test_twin_summing_by_rank_instead_of_along_the_tree_changes_the_bits(monkeypatch):
+    class RankOrder(reduction_module.TreeSum):
+        def push(self, block, value):
+            self._sums = [self._add(self._sums[0], value)] if self._sums else [value]
+
+    leaves = make_leaves(8, 64 * 24)
+    expected = tree_sum([leaf.clone() for leaf in leaves], torch.add)
+    monkeypatch.setattr(reduction_module, "TreeSum", RankOrder)
+    totals = in_turns(3, reduce_leaves, leaves, 64 * 24)
+    assert not torch.equal(totals[0], expected)
+    assert torch.allclose(totals[0], expected, rtol=1e-4)
+
+
+def test_the_native_reduction_agrees_up_to_rounding(worlds):
+    leaves = make_leaves(8, 64 * 40)
+    expected = tree_sum([leaf.double() for leaf in leaves], torch.add)
+    for total in worlds(3).run(reduce_leaves, leaves, 64 * 40, reduction="native"):
+        magnitude = sum(leaf.abs().double() for leaf in leaves)
+        assert ((total - expected).abs() <= 8 * 2.0**-23 * magnitude).all()  # 7 additions, half an ulp each
+
+
+@given(st.integers(1, 130))
+def test_summing_rows_level_by_level_is_the_tree(num_rows):
+    rows = torch.stack(make_leaves(num_rows, 3, seed=num_rows))
+    assert torch.equal(tree_sum_rows(rows), tree_sum(list(rows.unbind()), torch.add))

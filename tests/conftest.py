@@ -1,0 +1,58 @@
+"""What all tests share: pools of real processes, the data folder, and a check that nothing is left behind."""
+
+import os
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from worlds import World
+
+SHARED_DATA = Path(__file__).resolve().parents[1] / ".." / "shared" / "data"
+
+
+@pytest.fixture(scope="session")
+def worlds():
+    """`worlds(n)`: a pool of n real processes that talk through gloo, started when first asked for."""
+    pool = {}
+
+    def get(world_size):
+        if world_size not in pool:
+            pool[world_size] = World(world_size)
+        return pool[world_size]
+
+    yield get
+    for world in pool.values():
+        world.close()
+
+
+@pytest.fixture(scope="session")
+def shared_data():
+    """The folder of real data beside the checkout; the test is skipped where there is none."""
+    if not SHARED_DATA.is_dir():
+        pytest.skip("the folder of real data, ../shared/data, is not here")
+    return SHARED_DATA.resolve()
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left_behind(request):
+    """Fails a test that leaves processes or changed environment variables behind; puts torch's switches back."""
+    environment = dict(os.environ)
+    pooled = "worlds" in request.fixturenames
+    before = {child.pid for child in psutil.Process().children(recursive=True)}
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+    torch.set_deterministic_debug_mode("default")
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    changed = {k for k in environment.keys() | os.environ.keys() if environment.get(k) != os.environ.get(k)}
+    changed -= {"PYTEST_CURRENT_TEST", "CUBLAS_WORKSPACE_CONFIG"}
+    assert not changed, f"environment variables changed: {sorted(changed)}"
+    if not pooled:
+        left = [child for child in psutil.Process().children(recursive=True) if child.pid not in before]
+        alive = [child for child in left if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
+        assert not alive, f"processes left behind: {alive}"

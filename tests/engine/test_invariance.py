@@ -1,0 +1,258 @@
+"""The promise: the same bits on every number of devices; with twins in which it is broken on purpose."""
+
+from collections import Counter
+
+import pytest
+import torch
+from programs import masked_loss, small_images, small_model, train_recipe, train_small
+from torch.nn import functional
+from worlds import in_turns
+
+from samestep.comm import reduction as reduction_module
+from samestep.engine import losses as losses_module
+from samestep.engine import step as step_module
+from samestep.train.run import Run
+
+WORLD_SIZES = [1, 2, 3, 4]
+RECIPES = ["lenet", "mlp", "vgg", "gpt"]
+
+CASES = [
+    ("lenet", {}),
+    ("lenet", {"max_grad_norm": 0.5, "optimizer": "adam", "lr": 0.001}),
+    ("lenet", {"precision": "bf16-mixed"}),
+    ("mlp", {"optimizer": "sgd", "lr": 1e-5, "num_workers": 2, "one_by_one": True}),
+    ("mlp", {"max_grad_norm": 1.0}),
+    ("vgg", {"num_shards": 4}),
+    ("vgg", {"num_shards": 5, "max_grad_norm": 1.0, "precision": "bf16-mixed"}),
+    ("gpt", {}),
+    ("gpt", {"precision": "bf16-mixed", "max_grad_norm": 1.0}),
+]
+
+
+def agree(reference, results, num_shards):
+    """All ranks give what one device gives, and each shard of each step ran once."""
+    for result in results:
+        assert result[0] == reference[0]
+        assert result[1] == reference[1]
+        assert result[3] == reference[3]
+    ran = Counter()
+    for result in results:
+        ran.update(result[2])
+    assert ran == Counter(reference[2])
+    assert set(reference[2].values()) <= set(range(1, num_shards + 1))
+
+
+@pytest.fixture(scope="module")
+def references():
+    """What one device gives, by case."""
+    return {}
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize(("name", "options"), CASES, ids=lambda value: str(value))
+def test_a_recipe_ends_in_the_same_bits_on_every_number_of_real_processes(
+    worlds, references, name, options, world_size
+):
+    key = (name, str(options))
+    if key not in references:
+        references[key] = worlds(1).run(train_recipe, name, options)[0]
+    reference = references[key]
+    assert len(set(reference[1])) > 1, "a model whose loss does not move proves nothing"
+    agree(reference, worlds(world_size).run(train_recipe, name, options), options.get("num_shards", 8))
+
+
+def test_workers_that_fetch_samples_do_not_change_the_bits(worlds):
+    options = {"one_by_one": True}
+    without = worlds(2).run(train_recipe, "mlp", options)
+    assert worlds(2).run(train_recipe, "mlp", {**options, "num_workers": 2})[0][0] == without[0][0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("max_grad_norm", [None, 0.5])
+@pytest.mark.parametrize("optimizer", ["sgd", "adam", "adamw"])
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_whole_matrix(worlds, references, name, optimizer, max_grad_norm, precision, world_size):
+    options = {"optimizer": optimizer, "max_grad_norm": max_grad_norm, "precision": precision, "epochs": 2, "lr": 1e-3}
+    key = (name, str(options))
+    if key not in references:
+        references[key] = worlds(1).run(train_recipe, name, options)[0]
+    agree(references[key], worlds(world_size).run(train_recipe, name, options), 8)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"num_shards": 7, "bucket_bytes": 256, "optimizer": "adam", "momentum": 0.0, "max_grad_norm": 0.5},
+        {"num_shards": 40, "batch": 32},
+        {"num_shards": 9, "batch": 103, "samples": 103},
+        {"num_shards": 8, "precision": "16-mixed"},
+        {"num_shards": 64, "batch": 64, "epochs": 1},
+    ],
+    ids=["plain", "tiny buckets", "more shards than samples", "one batch", "float16", "a sample a shard"],
+)
+def test_ranks_that_take_turns_end_in_the_same_bits(options):
+    (reference,) = in_turns(1, train_small, options)
+    for world_size in (2, 3, 5, 7):
+        results = in_turns(world_size, train_small, options)
+        agree(reference, results, options.get("num_shards", 8))
+
+
+def test_unequal_shares_do_not_change_the_bits(worlds):
+    (reference,) = worlds(1).run(train_small, {})
+    results = worlds(3).run(train_small, {"shares": [5, 1, 2]})
+    agree(reference, results, 8)
+    steps = len(reference[1])
+    assert [sum(result[2].values()) for result in results] == [5 * steps, steps, 2 * steps]
+
+
+def test_each_rank_runs_the_shards_that_were_planned(worlds):
+    for world_size, planned in [(1, [8]), (2, [4, 4]), (3, [2, 3, 3]), (4, [2, 2, 2, 2])]:
+        results = worlds(world_size).run(train_small, {"samples": 96, "epochs": 1})
+        assert [set(result[2].values()) for result in results] == [{count} for count in planned]
+
+
+def test_the_scripts_own_draws_do_not_depend_on_who_ran_which_shard(worlds):
+    (reference,) = worlds(1).run(train_small, {})
+    for world_size in (2, 3, 4):
+        assert all(result[4] == reference[4] for result in worlds(world_size).run(train_small, {}))
+
+
+def test_bucket_size_and_overlap_do_not_change_the_bits(worlds):
+    (reference,) = worlds(1).run(train_small, {})
+    for options in ({"bucket_bytes": 64}, {"bucket_bytes": 64, "overlap": False}, {"bucket_bytes": 3000}):
+        agree(reference, worlds(3).run(train_small, options), 8)
+
+
+@pytest.mark.parametrize("samples", [1003, 13, 10, 18])
+def test_ragged_data_is_consumed_once_on_seven_devices_as_on_one(samples):
+    options = {"samples": samples, "batch": 256 if samples > 256 else 18, "epochs": 1}
+    (reference,) = in_turns(1, train_small, options)
+    for world_size in (3, 7):
+        results = in_turns(world_size, train_small, options)
+        agree(reference, results, 8)
+        assert sum(step[2] for step in results[0][1]) == samples
+
+
+def tokens(communicator, masked_shards):
+    """Three steps of a token-weighted loss; some shards have no valid token."""
+    run = Run(32, 8, communicator=communicator)
+    model = small_model()
+    images, labels = small_images(32)
+    for shard in masked_shards:
+        labels[4 * shard : 4 * shard + 4] = -100
+    step = run.train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), masked_loss)
+    results = [step((images, labels)) for _ in range(3)]
+    return [(r.loss.hex(), r.grad_norm.hex(), r.count) for r in results], model[0].weight.detach().clone()
+
+
+@pytest.mark.parametrize("masked_shards", [[2], [0, 7], [0, 1, 2, 3, 4, 5, 6]])
+def test_shards_without_a_valid_token_weigh_nothing(worlds, masked_shards):
+    reference = worlds(1).run(tokens, masked_shards)[0]
+    assert reference[0][0][2] == 4 * (8 - len(masked_shards))
+    for world_size in (2, 3, 4):
+        for result in worlds(world_size).run(tokens, masked_shards):
+            assert result[0] == reference[0]
+            assert torch.equal(result[1], reference[1])
+
+
+def test_the_sharded_step_is_the_plain_step_up_to_rounding():
+    """One device, V = 8, against a plain torch loop over the whole batch: the promise is no excuse for other maths."""
+
+    def ours(communicator):
+        run = Run(32, 8, seed=1, communicator=communicator)
+        model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 20), torch.nn.Tanh(), torch.nn.Linear(20, 10))
+        start = [p.detach().clone() for p in model.parameters()]
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        step = run.train_step(model, optimizer, lambda m, b: functional.cross_entropy(m(b[0]), b[1]), max_grad_norm=0.5)
+        images = small_images(90)
+        losses = [step(tuple(t[i : i + 32] for t in images)).loss for i in (0, 32, 64)]
+        return model, start, losses
+
+    model, start, losses = in_turns(1, ours)[0]
+    plain = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 20), torch.nn.Tanh(), torch.nn.Linear(20, 10))
+    for p, value in zip(plain.parameters(), start, strict=True):
+        p.data.copy_(value)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
+    images, labels = small_images(90)
+    for i, loss in zip((0, 32, 64), losses, strict=True):
+        optimizer.zero_grad()
+        expected = functional.cross_entropy(plain(images[i : i + 32]), labels[i : i + 32])
+        expected.backward()
+        torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+        optimizer.step()
+        assert loss == pytest.approx(expected.item(), rel=1e-6)  # 32 terms in another order, float32
+    for ours_p, p in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours_p, p, rtol=1e-5, atol=1e-7)  # three float32 steps, sums of 32 reordered
+
+
+# Twins: each breaks one thing on which the promise rests, and the comparison must notice.
+
+
+def differs(options, world_size=3):
+    """Whether a world ends in other bits than one device does, with whatever is broken now."""
+    (reference,) = in_turns(1, train_small, options)
+    results = in_turns(world_size, train_small, options)
+    return any(result[:2] != reference[:2] for result in results)
+
+
+def test_twin_nothing_broken_agrees():
+    assert not differs({})
+
+
+def test_twin_the_tree_replaced_by_rank_order_is_noticed(monkeypatch):
+    class RankOrder(reduction_module.TreeSum):
+        def push(self, block, value):
+            self._sums = [self._add(self._sums[0], value)] if self._sums else [value]
+
+    monkeypatch.setattr(reduction_module, "TreeSum", RankOrder)
+    assert differs({})
+
+
+def test_twin_randomness_by_rank_is_noticed(monkeypatch):
+    real = step_module.TrainStep._run_shards
+
+    def by_rank(self, batch, counts):
+        monkeypatch.setattr(step_module, "derive_seed", lambda *parts: 1000 + self.communicator.rank)
+        return real(self, batch, counts)
+
+    monkeypatch.setattr(step_module.TrainStep, "_run_shards", by_rank)
+    assert differs({})
+
+
+def test_twin_randomness_that_is_not_restored_after_the_step_is_noticed(monkeypatch):
+    from contextlib import nullcontext
+
+    from samestep.data.randomness import Generators
+
+    def draws(world_size):
+        return [result[4] for result in in_turns(world_size, train_small, {"epochs": 1})]
+
+    assert draws(3)[2] == draws(1)[0]
+    monkeypatch.setattr(Generators, "preserved", lambda self: nullcontext())
+    assert draws(3)[0] != draws(1)[0]
+
+
+def test_twin_a_mean_of_means_is_noticed(monkeypatch):
+    monkeypatch.setattr(step_module, "total_and_count", lambda value, n: losses_module.total_and_count(value, 1))
+    options = {"samples": 100, "batch": 100, "num_shards": 8, "epochs": 1}
+    (broken,) = in_turns(1, train_small, options)
+    monkeypatch.undo()
+    (right,) = in_turns(1, train_small, options)
+    assert broken[1][0][0] != right[1][0][0]
+
+
+def test_twin_a_rank_that_computes_everything_is_noticed_by_the_count_of_shards(monkeypatch):
+    (reference,) = in_turns(1, train_small, {"epochs": 1})
+    monkeypatch.setattr(
+        "samestep.train.run.shard_ranges", lambda shards, world_size, shares=None: (range(shards),) * world_size
+    )
+
+    def everything(communicator):
+        return train_small(communicator, {"epochs": 1})
+
+    results = [in_turns(1, everything)[0] for _ in range(2)]
+    with pytest.raises(AssertionError):
+        agree(reference, results, 8)

@@ -1,0 +1,288 @@
+"""`samestep run` from end to end: what a script sees, what it gives back, how its failures are told."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from multiprocessing.shared_memory import SharedMemory
+
+import pytest
+
+FACTS = """
+import json, os, pickle, sys, threading, torch
+
+class Defined:
+    pass
+
+def main():
+    facts = {
+        "name": __name__, "file": __file__, "argv": sys.argv, "path": sys.path[0], "package": __package__,
+        "pickled": type(pickle.loads(pickle.dumps(Defined()))) is Defined,
+        "main": sys.modules["__main__"].Defined is Defined,
+        "rank": int(os.environ["RANK"]), "kind": os.environ["SAMESTEP_DEVICE_KIND"],
+        "torch_threads": torch.get_num_threads(), "threads": len(os.listdir("/proc/self/task")),
+        "port": int(os.environ["MASTER_PORT"]), "elastic": os.environ["TORCHELASTIC_USE_AGENT_STORE"],
+        "parent": os.getppid(), "sibling": __import__("sibling").VALUE,
+    }
+    with open(f"facts-{os.environ['RANK']}.json", "w") as file:
+        json.dump(facts, file)
+
+if __name__ == "__main__":
+    main()
+"""
+
+MEET = """
+import os, sys, torch
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+total = torch.tensor([float(dist.get_rank() + 1)])
+dist.all_reduce(total)
+if dist.get_rank() == 0:
+    print("sum", total.item(), "of", dist.get_world_size(), flush=True)
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+def facts_of(folder, num_ranks):
+    return [json.loads((folder / f"facts-{rank}.json").read_text()) for rank in range(num_ranks)]
+
+
+@pytest.mark.parametrize("start_method", ["fork", "spawn"])
+def test_a_script_sees_what_python_would_show_it(starter, start_method):
+    script = starter.script("scripts/facts.py", FACTS)
+    starter.script("scripts/sibling.py", "VALUE = 7")
+    done = starter.run(
+        "--devices",
+        "cpu:2",
+        "--threads",
+        "2",
+        "--start-method",
+        start_method,
+        "scripts/facts.py",
+        "--devices",
+        "x",
+        "--",
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    facts = facts_of(starter.folder, 2)
+    for rank, fact in enumerate(facts):
+        assert fact["rank"] == rank
+        assert fact["name"] == "__main__"
+        assert fact["file"] == str(script)
+        assert fact["argv"] == ["scripts/facts.py", "--devices", "x", "--"]
+        assert fact["path"] == str(script.parent)
+        assert fact["package"] is None
+        assert fact["sibling"] == 7
+        assert fact["pickled"]
+        assert fact["main"]
+        assert fact["kind"] == "cpu"
+        assert fact["torch_threads"] == 2
+        assert fact["elastic"] == "True"
+    assert facts[0]["port"] == facts[1]["port"]
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", facts[0]["port"]), timeout=1)
+
+
+def test_a_module_runs_as_python_m_does(starter):
+    starter.script("package/__init__.py", "")
+    starter.script("package/sibling.py", "VALUE = 7")
+    module = starter.script(
+        "package/__main__.py",
+        FACTS.replace('__import__("sibling")', "sibling").replace(
+            "import json,", "from package import sibling\nimport json,"
+        ),
+    )
+    done = starter.run("--nproc_per_node", "1", "-m", "package", "-m", "--threads")
+    assert (done.returncode, done.stderr) == (0, "")
+    (fact,) = facts_of(starter.folder, 1)
+    assert fact["argv"] == [str(module), "-m", "--threads"]
+    assert fact["path"] == str(starter.folder)
+    assert fact["package"] == "package"
+    assert fact["pickled"]
+
+
+def test_an_unchanged_script_meets_its_peers_and_four_runs_at_once_do_not_collide(starter):
+    starter.script("meet.py", MEET)
+    runs = [starter.start("--devices", f"cpu:{size}", "meet.py") for size in (1, 2, 3, 3)]
+    outputs = [run.communicate(timeout=120) for run in runs]
+    assert [run.returncode for run in runs] == [0, 0, 0, 0]
+    assert [out for out, _ in outputs] == ["sum 1.0 of 1\n", "sum 3.0 of 2\n", "sum 6.0 of 3\n", "sum 6.0 of 3\n"]
+    assert [err for _, err in outputs] == ["", "", "", ""]
+
+
+@pytest.mark.parametrize("start_method", ["fork", "spawn"])
+def test_an_exception_is_told_once_with_rank_device_and_the_scripts_own_lines(starter, start_method):
+    script = starter.script(
+        "boom.py",
+        MEET.replace(
+            "dist.barrier()", 'if dist.get_rank() == 1:\n    raise ValueError("no such thing")\ndist.barrier()'
+        ),
+    )
+    done = starter.run("--devices", "cpu:3", "--start-method", start_method, "boom.py")
+    assert done.returncode == 1
+    assert done.stdout == "sum 6.0 of 3\n"
+    assert done.stderr == (
+        "samestep: error: rank 1 on CPU worker 1 failed with exit code 1\n"
+        "Traceback (most recent call last):\n"
+        f'  File "{script}", line 11, in <module>\n'
+        '    raise ValueError("no such thing")\n'
+        "ValueError: no such thing\n"
+    )
+
+
+def test_a_rank_that_only_saw_its_peer_vanish_is_not_the_cause(starter):
+    starter.script(
+        "vanish.py",
+        MEET.replace(
+            "dist.barrier()\n",
+            "import time\n"
+            "if dist.get_rank() == 1:\n"
+            "    os.closerange(3, 20) if False else dist.destroy_process_group()\n"
+            "    time.sleep(0.2)\n"
+            '    raise ValueError("the cause")\n'
+            "dist.barrier()\n",
+        ),
+    )
+    done = starter.run("--devices", "cpu:2", "vanish.py")
+    assert done.returncode == 1
+    assert "rank 1 on CPU worker 1 failed" in done.stderr
+    assert done.stderr.endswith("ValueError: the cause\n")
+    assert "Connection closed" not in done.stderr
+
+
+def test_a_samestep_error_is_told_by_its_message_and_the_users_line(starter):
+    script = starter.script(
+        "usage.py",
+        "from samestep.errors import UsageError\nfrom samestep.launcher.pipes import relay_to\n"
+        "def build():\n    raise UsageError('got 0 shards; give 1 or more')\nbuild()\n",
+    )
+    done = starter.run("--devices", "cpu:2", "usage.py")
+    assert done.returncode == 2
+    first, second = done.stderr.splitlines()
+    assert first == "samestep: error: got 0 shards; give 1 or more"
+    assert second.startswith("  rank ")
+    assert second.endswith(f", at {script}, line 4; exit code 2")
+
+
+@pytest.mark.parametrize(
+    ("statement", "code", "said"),
+    [("sys.exit(7)", 7, "exited with code 7"), ('sys.exit("out of paper")', 1, "out of paper")],
+)
+def test_a_scripts_own_exit_code_is_kept(starter, statement, code, said):
+    starter.script(
+        "leave.py", f"import os, sys, time\nif os.environ['RANK'] == '1':\n    {statement}\ntime.sleep(60)\n"
+    )
+    done = starter.run("--devices", "cpu:2", "leave.py")
+    assert done.returncode == code
+    assert "rank 1 on CPU worker 1 exited" in done.stderr
+    assert said in done.stderr
+
+
+def test_exit_zero_is_no_failure_and_exit_handlers_run(starter):
+    starter.script("leave.py", "import atexit, sys\natexit.register(print, 'bye')\nsys.exit()\n")
+    done = starter.run("--devices", "cpu:2", "leave.py")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "bye\n", "")
+
+
+def test_a_crash_names_the_signal_and_shows_the_line_and_the_last_words(starter):
+    script = starter.script(
+        "crash.py",
+        MEET.replace(
+            "dist.barrier()\n",
+            "if dist.get_rank() == 1:\n    print('last words')\n    os.kill(os.getpid(), 11)\ndist.barrier()\n",
+        ),
+    )
+    done = starter.run("--devices", "cpu:2", "crash.py")
+    assert done.returncode == 128 + 11
+    assert "rank 1 on CPU worker 1 was ended by SIGSEGV" in done.stderr
+    assert "last words" in done.stderr
+    assert f'File "{script}", line 12' in done.stderr
+    assert "launcher" not in done.stderr
+
+
+def test_a_killed_worker_is_told_with_a_hint_and_its_children_go_with_it(starter):
+    starter.script(
+        "killed.py",
+        "import os, signal, subprocess, time\n"
+        "from multiprocessing import Process, shared_memory\n"
+        "if os.environ['RANK'] == '1':\n"
+        "    memory = shared_memory.SharedMemory(create=True, size=4096)\n"
+        "    open('name', 'w').write(memory.name)\n"
+        "    Process(target=time.sleep, args=(600,), daemon=True).start()\n"
+        "    subprocess.Popen(['sleep', '600'])\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+        "time.sleep(60)\n",
+    )
+    done = starter.run("--devices", "cpu:2", "--log-dir", "logs", "killed.py")
+    assert done.returncode == 128 + 9
+    assert "rank 1 on CPU worker 1 was ended by SIGKILL" in done.stderr
+    assert "out of memory" in done.stderr
+    assert "its log: logs/rank-1.log" in done.stderr
+    with pytest.raises(FileNotFoundError):
+        SharedMemory((starter.folder / "name").read_text())
+
+
+def test_the_log_folder_keeps_what_other_ranks_print(starter):
+    starter.script("chat.py", "import os, sys\nprint('I am', os.environ['RANK'])\nprint('psst', file=sys.stderr)\n")
+    done = starter.run("--devices", "cpu:3", "--log-dir", "logs/deep", "chat.py")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "I am 0\n", "psst\n")
+    logs = {path.name: path.read_text() for path in (starter.folder / "logs/deep").iterdir()}
+    assert logs == {"rank-1.log": "I am 1\npsst\n", "rank-2.log": "I am 2\npsst\n"}
+
+
+def test_a_starter_with_two_threads_refuses_to_fork(starter):
+    starter.script(
+        "customs/sitecustomize.py",
+        "import sys, threading, time\n"
+        "if '-m' in sys.orig_argv and 'samestep.launcher.zygote' in sys.orig_argv:\n"
+        "    threading.Thread(target=time.sleep, args=(600,), daemon=True).start()\n",
+    )
+    starter.script("hello.py", "open('ran', 'w')")
+    starter.variables["PYTHONPATH"] = str(starter.folder / "customs")
+    done = starter.run("--devices", "cpu:2", "hello.py")
+    assert done.returncode == 1
+    assert done.stderr == (
+        "samestep: error: the starter process has 2 threads and must have one; use --start-method spawn\n"
+    )
+    assert not (starter.folder / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ((), "there is no script to run"),
+        (("nowhere.py",), "there is no script nowhere.py"),
+        (("folder",), "got the folder folder"),
+        (("-m", "no/path.py"), "after -m give a dotted name"),
+        (("--devices", "cpu:2", "--nproc-per-node", "2", "ok.py"), "give one of the two"),
+        (("--devices", "cpu:0", "ok.py"), "1 or more"),
+        (("--threads", "0", "ok.py"), "--threads"),
+        (("--start-method", "thread", "ok.py"), "it is fork or spawn"),
+        (("--log-dir", "ok.py", "ok.py"), "choose another one (--log-dir)"),
+    ],
+)
+def test_bad_usage_gets_one_sentence_and_starts_nothing(starter, arguments, said):
+    (starter.folder / "folder").mkdir()
+    starter.script("ok.py", "open('ran', 'w')")
+    done = starter.run(*arguments)
+    assert done.returncode == (1 if "--log-dir" in arguments else 2)
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (starter.folder / "ran").exists()
+
+
+def test_under_another_launcher_it_is_refused(starter):
+    starter.script("ok.py", "")
+    starter.variables.update(RANK="0", WORLD_SIZE="2", LOCAL_RANK="0", MASTER_PORT="1", TORCHELASTIC_RUN_ID="x")
+    done = starter.run("ok.py")
+    assert done.returncode == 2
+    assert "started by torchrun already" in done.stderr
+
+
+def test_the_parent_never_imports_torch():
+    program = "import sys, samestep.launcher.supervisor, samestep.cli.run; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=os.environ, check=True)
+    assert done.stdout == "False\n"

@@ -1,0 +1,131 @@
+"""Runs that are stopped from outside: everything of them goes, in time, with the right exit code."""
+
+import os
+import signal
+import time
+
+import psutil
+import pytest
+
+WAIT = """
+import os, time
+open("up-" + os.environ["RANK"], "w").close()
+time.sleep(600)
+"""
+
+TIDY = """
+import os, signal, sys, time
+def tidy(signum, frame):
+    time.sleep(0.3)
+    open("tidied-" + os.environ["RANK"], "w").close()
+    sys.exit(0)
+signal.signal(signal.SIGTERM, tidy)
+open("up-" + os.environ["RANK"], "w").close()
+while True:
+    time.sleep(1)
+"""
+
+STUBBORN = """
+import os, signal, time
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+open("up-" + os.environ["RANK"], "w").close()
+time.sleep(600)
+"""
+
+
+def wait_until_up(starter, num_ranks):
+    for rank in range(num_ranks):
+        starter.wait_for(f"up-{rank}")
+
+
+@pytest.mark.parametrize(
+    ("signum", "start_method"), [(signal.SIGINT, "fork"), (signal.SIGTERM, "fork"), (signal.SIGINT, "spawn")]
+)
+def test_a_signal_ends_the_run_quietly_with_128_plus_its_number(starter, signum, start_method):
+    starter.script("wait.py", WAIT)
+    process = starter.start("--devices", "cpu:2", "--start-method", start_method, "wait.py")
+    wait_until_up(starter, 2)
+    process.send_signal(signum)
+    stdout, stderr = process.communicate(timeout=30)
+    assert (process.returncode, stdout, stderr) == (128 + signum, "", "")
+    assert starter.processes() == []
+
+
+def test_a_signal_while_the_workers_are_being_started_is_not_lost(starter):
+    starter.script("wait.py", WAIT)
+    process = starter.start("--devices", "cpu:2", "wait.py")
+    deadline = time.monotonic() + 30
+    while not any("samestep.launcher.zygote" in found.cmdline() for found in starter.processes()):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    stdout, stderr = process.communicate(timeout=30)
+    assert (process.returncode, stdout, stderr) == (130, "", "")
+
+
+def test_workers_get_the_time_to_tidy_up(starter):
+    starter.script("tidy.py", TIDY)
+    process = starter.start("--devices", "cpu:2", "tidy.py")
+    wait_until_up(starter, 2)
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=30)
+    assert process.returncode == 143
+    assert (starter.folder / "tidied-0").exists()
+    assert (starter.folder / "tidied-1").exists()
+
+
+@pytest.mark.parametrize("start_method", ["fork", "spawn"])
+def test_a_second_signal_kills_workers_that_will_not_end(starter, start_method):
+    starter.script("stubborn.py", STUBBORN)
+    process = starter.start("--devices", "cpu:2", "--start-method", start_method, "stubborn.py")
+    wait_until_up(starter, 2)
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.5)
+    assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    _, stderr = process.communicate(timeout=8)  # less than the grace
+    assert (process.returncode, stderr) == (130, "")
+    assert starter.processes() == []
+
+
+@pytest.mark.parametrize("start_method", ["fork", "spawn"])
+def test_workers_end_within_five_seconds_of_their_supervisors_sudden_death(starter, start_method):
+    starter.script("stubborn.py", STUBBORN)
+    process = starter.start("--devices", "cpu:2", "--start-method", start_method, "stubborn.py")
+    wait_until_up(starter, 2)
+    process.kill()
+    process.communicate(timeout=30)
+    assert starter.wait_until_gone(5.0) == []
+
+
+def test_the_starters_sudden_death_ends_the_run_and_is_told(starter):
+    starter.script("stubborn.py", STUBBORN)
+    process = starter.start("--devices", "cpu:2", "stubborn.py")
+    wait_until_up(starter, 2)
+    (zygote,) = psutil.Process(process.pid).children()
+    os.kill(zygote.pid, signal.SIGKILL)
+    _, stderr = process.communicate(timeout=30)
+    assert process.returncode == 1
+    assert stderr.startswith("samestep: error: the starter of the workers was ended by SIGKILL")
+    assert starter.processes() == []
+
+
+def test_a_worker_that_ignores_the_request_to_end_is_killed_after_the_grace(starter):
+    starter.script(
+        "mixed.py",
+        STUBBORN.replace(
+            "time.sleep(600)", "time.sleep(600 if os.environ['RANK'] == '0' else 0.2); raise OSError('x')"
+        ),
+    )
+    starter.script(
+        "program.py",
+        "from samestep.devices.selection import select\n"
+        "from samestep.launcher.job import Job\n"
+        "from samestep.launcher.supervisor import supervise\n"
+        "outcome = supervise(Job('script', 'mixed.py'), select('cpu:2'), grace_seconds=0.3)\n"
+        "print(outcome.exit_code, outcome.failure.splitlines()[-1])\n",
+    )
+    process = starter.start_program("program.py")
+    stdout, stderr = process.communicate(timeout=30)
+    assert (process.returncode, stdout, stderr) == (0, "1 OSError: x\n", "")

@@ -1,0 +1,79 @@
+"""`supervise` from Python: results, lines, errors of functions."""
+
+import math
+import os
+import sys
+
+import pytest
+
+from samestep.devices.selection import select
+from samestep.errors import RunFolderError, UsageError
+from samestep.launcher.job import Job
+from samestep.launcher.supervisor import supervise
+
+pytestmark = pytest.mark.usefixtures("same_descriptors")
+
+
+@pytest.fixture
+def _steps_importable(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", os.path.dirname(__file__))
+
+
+@pytest.mark.usefixtures("_steps_importable")
+@pytest.mark.parametrize("lines_to", ["stdout", "stderr"])
+def test_a_function_gives_rank_0s_json_and_its_lines_are_printed(capsys, lines_to):
+    job = Job("function", "steps:report", kwargs={"values": [1, 2]}, lines_to=lines_to)
+    outcome = supervise(job, select("cpu:2"))
+    assert (outcome.exit_code, outcome.failure) == (0, None)
+    assert outcome.result["sum"] == 3
+    assert math.isnan(outcome.result["nan"])
+    printed = capsys.readouterr()
+    line = "epoch 1, [bold]loss 0.5[/bold]\n"
+    assert printed == ((line, "") if lines_to == "stdout" else ("", line))
+
+
+@pytest.mark.usefixtures("_steps_importable")
+def test_a_quiet_job_prints_no_lines(capsys):
+    outcome = supervise(Job("function", "steps:report", kwargs={"values": []}, quiet=True), select("cpu:1"))
+    assert outcome.result["sum"] == 0
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.usefixtures("_steps_importable")
+@pytest.mark.parametrize(
+    ("target", "code", "said"),
+    [
+        ("steps:nothing", 2, "the module steps has no function nothing"),
+        ("nowhere.steps:report", 2, "there is no module nowhere.steps"),
+        ("steps:give_object", 1, "not JSON serializable"),
+    ],
+)
+def test_a_function_that_cannot_be_called_or_has_no_json_result_is_told(target, code, said):
+    outcome = supervise(Job("function", target), select("cpu:1"))
+    assert outcome.exit_code == code
+    assert said in outcome.failure
+
+
+def test_a_log_folder_that_cannot_be_made_is_told(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RunFolderError, match="--log-dir"):
+        supervise(Job("module", "this", log_dir=str(tmp_path / "file" / "logs")), select("cpu:1"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "target"), [("script", "/nowhere.py"), ("script", "/"), ("module", "a b"), ("function", "package.module")]
+)
+def test_a_job_that_cannot_be_is_refused_before_anything_starts(kind, target):
+    with pytest.raises(UsageError):
+        Job(kind, target)
+
+
+def test_a_job_travels_as_json():
+    job = Job("module", "package.train", ("--epochs", "2"), {"a": [1]}, log_dir="logs", quiet=True, lines_to="stderr")
+    assert Job.from_json(job.to_json()) == job
+
+
+@pytest.mark.skipif(sys.platform != "darwin", reason="macOS only")
+def test_fork_is_refused_on_macos():
+    with pytest.raises(UsageError, match="spawn"):
+        supervise(Job("module", "this"), select("cpu:1"), start_method="fork")

@@ -1,0 +1,69 @@
+"""Shards: sizes, ranges, shares."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from samestep.errors import UsageError
+from samestep.plan.shards import check_num_shards, shard_bounds, shard_ranges
+
+lengths = st.integers(0, 10_000)
+counts = st.integers(1, 300)
+
+
+@given(lengths, counts)
+def test_shards_cover_the_batch_with_sizes_that_differ_by_at_most_one_larger_first(length, num_shards):
+    bounds = shard_bounds(length, num_shards)
+    sizes = [b - a for a, b in zip(bounds, bounds[1:], strict=False)]
+    assert bounds[0] == 0
+    assert bounds[-1] == length
+    assert len(sizes) == num_shards
+    assert max(sizes) - min(sizes) <= 1
+    assert sizes == sorted(sizes, reverse=True)
+
+
+@given(counts, st.data())
+def test_ranges_cover_all_shards_in_order_and_differ_by_at_most_one(num_shards, data):
+    world_size = data.draw(st.integers(1, num_shards))
+    ranges = shard_ranges(num_shards, world_size)
+    assert [s for r in ranges for s in r] == list(range(num_shards))
+    assert max(map(len, ranges)) - min(map(len, ranges)) <= 1
+
+
+@given(counts, st.data())
+def test_shares_cover_all_shards_and_leave_nobody_without_one(num_shards, data):
+    world_size = data.draw(st.integers(1, min(num_shards, 16)))
+    shares = data.draw(st.lists(st.floats(1e-3, 1e3), min_size=world_size, max_size=world_size))
+    ranges = shard_ranges(num_shards, world_size, shares)
+    assert [s for r in ranges for s in r] == list(range(num_shards))
+    assert min(map(len, ranges)) >= 1
+
+
+def test_shares_divide_in_proportion():
+    assert [len(r) for r in shard_ranges(8, 2, [3, 1])] == [6, 2]
+    assert [len(r) for r in shard_ranges(64, 3, [1, 2, 5])] == [8, 16, 40]
+    assert [len(r) for r in shard_ranges(4, 2, [1, 1000])] == [1, 3]
+
+
+def test_more_devices_than_shards_is_an_error_that_says_what_to_set():
+    with pytest.raises(UsageError, match=r"5 devices for 4 shards.*--num-shards 5"):
+        shard_ranges(4, 5)
+
+
+@pytest.mark.parametrize("shares", [[1], [1, 0], [1, -2], [1, float("inf")], [1, float("nan")]])
+def test_bad_shares_are_refused_with_the_option_named(shares):
+    with pytest.raises(UsageError, match="--shares"):
+        shard_ranges(8, 2, shares)
+
+
+@pytest.mark.parametrize(("num_shards", "batch"), [(0, 8), (-1, 8), (True, 8), (1.5, 8), (8, 0), (8, -3), (8, "x")])
+def test_sizes_that_cannot_be_are_refused(num_shards, batch):
+    with pytest.raises(UsageError, match=r"--num-shards|--global-batch-size"):
+        check_num_shards(num_shards, batch)
+
+
+def test_the_number_of_shards_defaults_to_eight_or_the_smaller_batch():
+    assert check_num_shards(None, 256) == 8
+    assert check_num_shards(None, 5) == 5
+    assert check_num_shards(None, None) == 8
+    assert check_num_shards(3, 256) == 3

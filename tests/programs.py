@@ -1,0 +1,149 @@
+"""Programs that tests run on every rank of a world: `program(communicator, …)`."""
+
+import random
+from collections import Counter
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional
+
+from samestep.engine.losses import Mean
+from samestep.plan.shards import shard_ranges
+from samestep.plan.tree import Block, TreeSum, rank_blocks
+from samestep.recipes.catalog import load
+from samestep.recipes.job import make_optimizer
+from samestep.recipes.recipe import DataOptions
+from samestep.train.digest import state_digest
+from samestep.train.metrics import accuracy, cross_entropy
+from samestep.train.run import Run
+
+
+def reduce_leaves(communicator, leaves, numel, shares=None):
+    """Sums one leaf a shard through the ordered reduction."""
+    ranges = shard_ranges(len(leaves), communicator.world_size, shares)
+    counter = TreeSum(torch.add)
+    for shard in ranges[communicator.rank]:
+        counter.push(Block(shard, 1), leaves[shard].clone())
+    like = torch.zeros(numel)
+    reduction = communicator.reduce(rank_blocks(ranges, len(leaves)), counter.sums, like)
+    reduction.fold()
+    return reduction.finish()
+
+
+def small_images(num_samples=103):
+    """Images of 8×8 with labels, drawn once and for all."""
+    generator = torch.Generator().manual_seed(7)
+    images = torch.randn(num_samples, 1, 8, 8, generator=generator)
+    return images, torch.randint(0, 10, (num_samples,), generator=generator)
+
+
+def small_model():
+    """Convolution, BatchNorm, dropout, and a layer that is used twice."""
+    return nn.Sequential(
+        nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Dropout(0.3), nn.Linear(144, 10)
+    )
+
+
+def classify(model, batch):
+    """Cross-entropy, a mean over the shard."""
+    return functional.cross_entropy(model(batch[0]), batch[1])
+
+
+def train_small(communicator, options):
+    """Trains the small model.
+
+    Returns:
+        The digest, the losses and gradient norms as hex, the shards that this rank ran by step, the scores, and what
+        the script's own generators drew afterwards.
+    """
+    defaults = {"num_shards": 8, "batch": 32, "epochs": 2, "optimizer": "sgd", "momentum": 0.9, "samples": 103}
+    o = {**defaults, **options}
+    run = Run(o["batch"], o["num_shards"], o.get("seed", 3), shares=o.get("shares"), communicator=communicator)
+    model = small_model()
+    optimizer = make_optimizer(model, o["optimizer"], 0.05, o["momentum"])
+    ran = Counter()
+    model.register_forward_pre_hook(lambda module, args: ran.update([step.num_steps]) if module.training else None)
+    step_options = {k: o[k] for k in ("max_grad_norm", "precision", "bucket_bytes", "overlap") if k in o}
+    step = run.train_step(model, optimizer, o.get("loss", classify), **step_options)
+    loader = run.loader(small_images(o["samples"]), shuffle=True, num_workers=o.get("num_workers", 0))
+    steps = []
+    for _ in range(o["epochs"]):
+        for batch in loader:
+            result = step(batch)
+            steps.append((result.loss.hex(), result.grad_norm.hex(), result.num_samples))
+    scores = run.evaluate(model, small_images(o["samples"]), {"accuracy": accuracy, "loss": cross_entropy})
+    draws = [torch.rand(2).tolist(), np.random.rand(2).tolist(), random.random()]
+    return state_digest(model, optimizer), steps, dict(ran), scores, draws
+
+
+RECIPE_OPTIONS = {"vgg": {"width": 0.125}, "gpt": {"width": 32, "layers": 2, "heads": 2, "context": 32}}
+RECIPE_SAMPLES = {"lenet": 300, "mlp": 300, "simplenet": 300, "vgg": 40, "gpt": 60}
+RECIPE_BATCH = {"lenet": 128, "mlp": 128, "simplenet": 64, "vgg": 16, "gpt": 16}
+
+
+class FirstSamples(torch.utils.data.Dataset):
+    """The first samples of a dataset in memory, still in memory."""
+
+    def __init__(self, dataset, count):
+        self.dataset, self.count = dataset, min(count, len(dataset))
+        self.transform = dataset.transform
+
+    def __len__(self):
+        return self.count
+
+    def __getitem__(self, index):
+        return self.dataset[index]
+
+    def gather(self, ids):
+        return self.dataset.gather(ids)
+
+
+class OneByOne(torch.utils.data.Dataset):
+    """The same samples without `gather`: fetched one at a time, with noise from the global generators."""
+
+    def __init__(self, dataset, noise=True):
+        self.dataset, self.noise = dataset, noise
+
+    def __len__(self):
+        return len(self.dataset)
+
+    def __getitem__(self, index):
+        x, y = self.dataset[index]
+        if self.noise and x.is_floating_point():
+            x = x + 0.01 * (torch.rand(()) + float(np.random.rand()) + random.random())
+        return x, y
+
+
+def train_recipe(communicator, name, options):
+    """Trains a recipe on a part of its embedded data; the digest, the losses, and the shards that each rank ran."""
+    recipe = load(name)
+    run = Run(RECIPE_BATCH[name], options.get("num_shards", 8), 0, communicator=communicator)
+    content = recipe.data(DataOptions(seed=0, options=RECIPE_OPTIONS.get(name, {})))
+    model = recipe.model(content)
+    kind = options.get("optimizer", recipe.optimizer)
+    optimizer = make_optimizer(model, kind, options.get("lr", recipe.lr), recipe.momentum if kind == "sgd" else 0.0)
+    ran = Counter()
+    model.register_forward_pre_hook(lambda module, args: ran.update([step.num_steps]) if module.training else None)
+    step = run.train_step(
+        model,
+        optimizer,
+        recipe.loss,
+        max_grad_norm=options.get("max_grad_norm"),
+        precision=options.get("precision", "32-true"),
+    )
+    samples = FirstSamples(content.train, RECIPE_SAMPLES[name])
+    data = OneByOne(samples) if options.get("one_by_one") else samples
+    loader = run.loader(data, shuffle=True, num_workers=options.get("num_workers", 0))
+    losses = []
+    for _ in range(options.get("epochs", 1)):
+        losses += [step(batch).loss.hex() for batch in loader]
+    scores = run.evaluate(model, FirstSamples(content.eval, 50), recipe.metrics)
+    return state_digest(model, optimizer), losses, dict(ran), scores
+
+
+def masked_loss(model, batch):
+    """A loss a token, of which most are masked; some shards have none left."""
+    scores = model(batch[0])
+    total = functional.cross_entropy(scores, batch[1], ignore_index=-100, reduction="sum")
+    return Mean(total, (batch[1] != -100).sum())

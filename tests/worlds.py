@@ -1,0 +1,96 @@
+"""Worlds for tests: ranks that take turns in this process, and pools of real processes that talk through gloo."""
+
+import importlib
+import multiprocessing
+import tempfile
+import traceback
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+
+from samestep.comm.communicator import Communicator
+from samestep.comm.sequential import SequentialWorld
+
+PATIENCE_SECONDS = 120
+
+
+def in_turns(world_size, program, *args, reduction="ordered"):
+    """Runs `program(communicator, *args)` on ranks that take turns; the results by rank."""
+
+    def rank_main(transport):
+        return program(Communicator(torch.device("cpu"), transport, transport, reduction), *args)
+
+    return SequentialWorld(world_size).run(rank_main)
+
+
+class World:
+    """Real processes, one a rank, connected by gloo; programs are named `module:function`, and are sent arguments."""
+
+    def __init__(self, world_size):
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch", "torch._dynamo", "samestep.train.trainer", "samestep.recipes.job"])
+        self.world_size = world_size
+        self._folder = tempfile.TemporaryDirectory(prefix="world-")
+        self._pipes, self._processes = [], []
+        store = str(Path(self._folder.name) / "store")
+        for rank in range(world_size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, world_size, store, theirs))
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
+
+    def run(self, program, *args, reduction="ordered"):
+        """Runs `program(communicator, *args)` on every rank; the results by rank."""
+        name = f"{program.__module__}:{program.__qualname__}"
+        for pipe in self._pipes:
+            pipe.send((name, args, reduction))
+        answers = []
+        for rank, pipe in enumerate(self._pipes):
+            assert pipe.poll(PATIENCE_SECONDS), f"rank {rank} of {self.world_size} does not answer"
+            answers.append(pipe.recv())
+        errors = [f"rank {rank}:\n{answer[1]}" for rank, answer in enumerate(answers) if answer[0] == "error"]
+        assert not errors, "\n".join(errors)
+        return [answer[1] for answer in answers]
+
+    def close(self):
+        for pipe in self._pipes:
+            pipe.close()
+        for process in self._processes:
+            process.join(10)
+            if process.is_alive():
+                process.kill()
+                process.join()
+        self._folder.cleanup()
+
+
+def _serve(rank, world_size, store_path, pipe):
+    """What a rank of a `World` does: programs, one after another, until the pipe closes."""
+    import torch.distributed as dist
+
+    from samestep.comm.group import GroupTransport
+    from samestep.comm.transport import LocalTransport
+
+    torch.set_num_threads(1)
+    transport = LocalTransport()
+    if world_size > 1:
+        store = dist.FileStore(store_path, world_size)
+        timeout = timedelta(seconds=60)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
+        transport = GroupTransport(None, dist.PrefixStore("calls", store), timeout)
+    while True:
+        try:
+            name, args, reduction = pipe.recv()
+        except EOFError:
+            break
+        try:
+            module, _, function = name.partition(":")
+            program = getattr(importlib.import_module(module), function)
+            result = program(Communicator(torch.device("cpu"), transport, transport, reduction), *args)
+            pipe.send(("result", result))
+        except Exception:
+            pipe.send(("error", traceback.format_exc()))
+    if world_size > 1:
+        dist.destroy_process_group()
