@@ -4,6 +4,8 @@ import os
 import sys
 from pathlib import Path
 
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # workers are forked from a process without threads
+
 import psutil
 import pytest
 import torch
@@ -50,7 +52,7 @@ def _nothing_left_behind(request):
     torch.set_deterministic_debug_mode("default")
     torch.utils.deterministic.fill_uninitialized_memory = True
     changed = {k for k in environment.keys() | os.environ.keys() if environment.get(k) != os.environ.get(k)}
-    changed -= {"PYTEST_CURRENT_TEST", "CUBLAS_WORKSPACE_CONFIG"}
+    changed -= {"PYTEST_CURRENT_TEST", "CUBLAS_WORKSPACE_CONFIG", "TORCHINDUCTOR_CACHE_DIR"}  # set by torch
     assert not changed, f"environment variables changed: {sorted(changed)}"
     if not pooled:
         left = [child for child in psutil.Process().children(recursive=True) if child.pid not in before]

@@ -2,12 +2,15 @@
 
 import random
 from collections import Counter
+from contextlib import nullcontext
+from unittest import mock
 
 import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional
 
+from samestep.data.randomness import Generators
 from samestep.engine.losses import Mean
 from samestep.plan.shards import shard_ranges
 from samestep.plan.tree import Block, TreeSum, rank_blocks
@@ -68,10 +71,12 @@ def train_small(communicator, options):
     step = run.train_step(model, optimizer, o.get("loss", classify), **step_options)
     loader = run.loader(small_images(o["samples"]), shuffle=True, num_workers=o.get("num_workers", 0))
     steps = []
-    for _ in range(o["epochs"]):
-        for batch in loader:
-            result = step(batch)
-            steps.append((result.loss.hex(), result.grad_norm.hex(), result.num_samples))
+    leak = mock.patch.object(Generators, "preserved", lambda self: nullcontext())
+    with leak if o.get("leak_randomness") else nullcontext():
+        for _ in range(o["epochs"]):
+            for batch in loader:
+                result = step(batch)
+                steps.append((result.loss.hex(), result.grad_norm.hex(), result.num_samples))
     scores = run.evaluate(model, small_images(o["samples"]), {"accuracy": accuracy, "loss": cross_entropy})
     draws = [torch.rand(2).tolist(), np.random.rand(2).tolist(), random.random()]
     return state_digest(model, optimizer), steps, dict(ran), scores, draws

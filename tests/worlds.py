@@ -13,6 +13,7 @@ from samestep.comm.communicator import Communicator
 from samestep.comm.sequential import SequentialWorld
 
 PATIENCE_SECONDS = 120
+PRELOADED = ["torch", "torch._dynamo", "samestep.train.trainer", "samestep.recipes.job", "sklearn.datasets"]
 
 
 def in_turns(world_size, program, *args, reduction="ordered"):
@@ -29,7 +30,7 @@ class World:
 
     def __init__(self, world_size):
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch._dynamo", "samestep.train.trainer", "samestep.recipes.job"])
+        context.set_forkserver_preload(PRELOADED)
         self.world_size = world_size
         self._folder = tempfile.TemporaryDirectory(prefix="world-")
         self._pipes, self._processes = [], []
