@@ -71,7 +71,7 @@ def train_small(communicator, options):
     step = run.train_step(model, optimizer, o.get("loss", classify), **step_options)
     loader = run.loader(small_images(o["samples"]), shuffle=True, num_workers=o.get("num_workers", 0))
     steps = []
-    leak = mock.patch.object(Generators, "preserved", lambda self: nullcontext())
+    leak = mock.patch.object(Generators, "preserved", return_value=nullcontext())
     with leak if o.get("leak_randomness") else nullcontext():
         for _ in range(o["epochs"]):
             for batch in loader:

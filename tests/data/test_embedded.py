@@ -70,5 +70,5 @@ def test_a_scikit_learn_without_the_file_is_named(monkeypatch, tmp_path):
         "sklearn", tmp_path / "x.py", submodule_search_locations=[str(tmp_path)]
     )
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
-    with pytest.raises(DataError, match="diabetes_data_raw.csv.gz: there is no such file"):
+    with pytest.raises(DataError, match=r"diabetes_data_raw\.csv\.gz: there is no such file"):
         embedded.diabetes()

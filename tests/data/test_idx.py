@@ -132,7 +132,7 @@ KINDS = (("images", 3), ("labels", 1))
 
 def test_a_folder_with_one_pair_has_that_pair_and_half_a_pair_is_an_error(write, tmp_path):
     images = write(b"", "t10k-images-idx3-ubyte.gz")
-    with pytest.raises(DataError, match="has t10k-images-idx3-ubyte.gz but no t10k-labels-idx1-ubyte "):
+    with pytest.raises(DataError, match=r"has t10k-images-idx3-ubyte\.gz but no t10k-labels-idx1-ubyte "):
         find_pairs(tmp_path)
     labels = write(b"", "t10k-labels.idx1-ubyte")
     assert find_pairs(tmp_path) == {"t10k": (images, labels)}

@@ -163,7 +163,9 @@ def test_the_sharded_step_is_the_plain_step_up_to_rounding():
 
     def ours(communicator):
         run = Run(32, 8, seed=1, communicator=communicator)
-        model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 20), torch.nn.Tanh(), torch.nn.Linear(20, 10))
+        model = torch.nn.Sequential(
+            torch.nn.Flatten(), torch.nn.Linear(64, 20), torch.nn.Tanh(), torch.nn.Linear(20, 10)
+        )
         start = [p.detach().clone() for p in model.parameters()]
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         step = run.train_step(model, optimizer, lambda m, b: functional.cross_entropy(m(b[0]), b[1]), max_grad_norm=0.5)

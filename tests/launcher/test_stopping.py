@@ -62,6 +62,7 @@ def test_a_signal_while_the_workers_are_being_started_is_not_lost(starter):
     process.send_signal(signal.SIGINT)
     stdout, stderr = process.communicate(timeout=30)
     assert (process.returncode, stdout, stderr) == (130, "", "")
+    assert not (starter.folder / "up-0").exists()
 
 
 def test_workers_get_the_time_to_tidy_up(starter):

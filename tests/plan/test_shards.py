@@ -1,5 +1,7 @@
 """Shards: sizes, ranges, shares."""
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,7 +16,7 @@ counts = st.integers(1, 300)
 @given(lengths, counts)
 def test_shards_cover_the_batch_with_sizes_that_differ_by_at_most_one_larger_first(length, num_shards):
     bounds = shard_bounds(length, num_shards)
-    sizes = [b - a for a, b in zip(bounds, bounds[1:], strict=False)]
+    sizes = [b - a for a, b in pairwise(bounds)]
     assert bounds[0] == 0
     assert bounds[-1] == length
     assert len(sizes) == num_shards

@@ -1,5 +1,7 @@
 """The tree: one pairing, however the shards are dealt to ranks."""
 
+from itertools import pairwise
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -49,7 +51,7 @@ def test_ranks_that_ship_aligned_blocks_build_the_same_tree(num_shards, data):
 
 
 def test_the_blocks_of_the_worked_example():
-    assert rank_blocks([range(0, 2), range(2, 5), range(5, 8)], 8) == (
+    assert rank_blocks([range(2), range(2, 5), range(5, 8)], 8) == (
         (Block(0, 2),),
         (Block(2, 2), Block(4, 1)),
         (Block(5, 1), Block(6, 2)),
@@ -66,7 +68,7 @@ def test_blocks_are_aligned_powers_of_two_that_tile_the_range(start, length):
         assert block.start % block.size == 0
         position += block.size
     assert position == start + length
-    assert not any(are_siblings(a, b) for a, b in zip(blocks, blocks[1:], strict=False))
+    assert not any(are_siblings(a, b) for a, b in pairwise(blocks))
 
 
 def test_memory_holds_one_partial_sum_for_each_binary_one():

@@ -15,9 +15,13 @@ from samestep.recipes.catalog import NAMES
 def train(
     recipe: Annotated[str, typer.Argument(help=f"What to train: {', '.join(NAMES)}.")],
     data: Annotated[str | None, typer.Option(help="A data file, or a dataset by name (mnist, fashion-mnist).")] = None,
-    data_dir: Annotated[str | None, typer.Option(help="A folder with the dataset's files; nothing is downloaded.")] = None,
+    data_dir: Annotated[
+        str | None, typer.Option(help="A folder with the dataset's files; nothing is downloaded.")
+    ] = None,
     epochs: Annotated[int | None, typer.Option(help="How often to go through the data.")] = None,
-    global_batch_size: Annotated[int | None, typer.Option(help="Samples of one optimizer step, on any devices.")] = None,
+    global_batch_size: Annotated[
+        int | None, typer.Option(help="Samples of one optimizer step, on any devices.")
+    ] = None,
     num_shards: Annotated[
         int | None, typer.Option(help="Slices of a global batch, at least one a device; 8 by default.")
     ] = None,
@@ -32,7 +36,9 @@ def train(
     precision: Annotated[str, typer.Option(help="32-true, bf16-mixed or 16-mixed.")] = "32-true",
     reduction: Annotated[str, typer.Option(help="ordered (same bits on any devices) or native.")] = "ordered",
     num_workers: Annotated[int, typer.Option(help="Processes a rank that fetch samples.")] = 0,
-    threads: Annotated[int | None, typer.Option(help="Threads a CPU worker; part of the contract; 1 by default.")] = None,
+    threads: Annotated[
+        int | None, typer.Option(help="Threads a CPU worker; part of the contract; 1 by default.")
+    ] = None,
     option: Annotated[
         list[str] | None, typer.Option("--option", "-o", help="A recipe's own option, as name=value; may be repeated.")
     ] = None,
@@ -70,7 +76,9 @@ def train(
     environment = read_environment()
     if environment.launcher != "none":
         if devices != "auto":
-            raise UsageError(f"got --devices {devices} under {environment.launcher}, which has chosen the devices already")
+            raise UsageError(
+                f"got --devices {devices} under {environment.launcher}, which has chosen the devices already"
+            )
         _train_here(job, environment.rank, threads, as_json)
         return
     _train_by_workers(job, devices, threads, start_method, as_json)
@@ -143,7 +151,9 @@ def _numbers(text: str | None) -> list[float] | None:
     try:
         return [float(part) for part in text.split(",")]
     except ValueError:
-        raise UsageError(f"got --shares {text!r}; needed: numbers separated by commas, one a device, such as 3,1") from None
+        raise UsageError(
+            f"got --shares {text!r}; needed: numbers separated by commas, one a device, such as 3,1"
+        ) from None
 
 
 def _pairs(texts: list[str]) -> dict[str, str]:

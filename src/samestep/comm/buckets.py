@@ -33,7 +33,7 @@ class Bucket:
         return aligned_zeros(self.numel, self.dtype, self.device)
 
     def views(self, flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """The members as views of a flat tensor, with the shapes and, where they are dense, the strides of `tensors`."""
+        """The members as views of a flat tensor, with the shapes and (where dense) the strides of `tensors`."""
         return [
             flat.as_strided(tensors[i].shape, dense_strides(tensors[i]), flat.storage_offset() + offset)
             for i, offset in zip(self.members, self.offsets, strict=True)

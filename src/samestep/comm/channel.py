@@ -19,6 +19,7 @@ from typing import Any
 EVENTS_VARIABLE = "SAMESTEP_EVENTS_FD"
 PATIENCE_SECONDS = 5.0
 MAX_OPEN_PARTS = 64
+MAX_READS = 64
 
 _DROPPABLE = frozenset({"progress", "beat"})
 _PIPE_BUF = getattr(select, "PIPE_BUF", 512)
@@ -131,7 +132,7 @@ def read_events(fd: int, parser: EventParser) -> list[Event] | None:
         The events; None when all writers are gone and nothing is left.
     """
     events: list[Event] = []
-    while True:
+    for _ in range(MAX_READS):  # a worker that never stops sending must not keep us here
         try:
             data = os.read(fd, 65_536)
         except BlockingIOError:
@@ -141,6 +142,7 @@ def read_events(fd: int, parser: EventParser) -> list[Event] | None:
         if not data:
             return events or None
         events += parser.feed(data)
+    return events
 
 
 def _lines(event: Event) -> list[bytes]:

@@ -70,7 +70,9 @@ class Communicator:
         received: list[list[int]] = transport.exchange(sent, sizes, sizes).wait().view(-1, len(words)).tolist()
         return received
 
-    def gather_header(self, rows: Tensor, counts: Sequence[int], words: Sequence[int]) -> tuple[Tensor, list[list[int]]]:
+    def gather_header(
+        self, rows: Tensor, counts: Sequence[int], words: Sequence[int]
+    ) -> tuple[Tensor, list[list[int]]]:
         """Gives every rank the rows and the words of all ranks: in one message where one transport carries both.
 
         Args:

@@ -54,9 +54,13 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
     if "RANK" in env and "WORLD_SIZE" in env:
         started_by = "samestep" if "SAMESTEP_DEVICE_KIND" in env else "other"
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-        return _checked(env, names, "torchrun" if "TORCHELASTIC_RUN_ID" in env and started_by == "other" else started_by)
+        return _checked(
+            env, names, "torchrun" if "TORCHELASTIC_RUN_ID" in env and started_by == "other" else started_by
+        )
     if "SLURM_STEP_ID" in env and "SLURM_PROCID" in env and int(env.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
-        return _checked(env, ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"), "slurm")
+        return _checked(
+            env, ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"), "slurm"
+        )
     if "OMPI_COMM_WORLD_RANK" in env:
         prefix = "OMPI_COMM_WORLD_"
         names = (prefix + "RANK", prefix + "SIZE", prefix + "LOCAL_RANK", prefix + "LOCAL_SIZE")
@@ -77,7 +81,9 @@ def _checked(env: Mapping[str, str], names: tuple[str, str, str, str], launcher:
     port = _number(env, "MASTER_PORT", default_port)
     address = env.get("MASTER_ADDR") or _first_slurm_host(env) or LOOPBACK
     if world_size > 1 and port == 0:
-        raise UsageError(f"got {names[1]}={world_size} but no MASTER_PORT; start with torchrun or samestep run, or set it")
+        raise UsageError(
+            f"got {names[1]}={world_size} but no MASTER_PORT; start with torchrun or samestep run, or set it"
+        )
     if "MASTER_ADDR" not in env and launcher == "mpi" and local_world_size < world_size:
         raise UsageError("mpirun over several nodes needs MASTER_ADDR: set it to the first node's address")
     return Environment(

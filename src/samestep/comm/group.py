@@ -97,7 +97,7 @@ class GroupTransport:
         seconds = min(ROLL_CALL_SECONDS, self._timeout.total_seconds())
         missing = []
         try:
-            self._store.set(f"roll-call/{self.rank}", b"here")
+            self._store.set(f"roll-call/{self.rank}", "here")
             for rank in range(self.world_size):
                 try:
                     self._store.wait([f"roll-call/{rank}"], timedelta(seconds=seconds))
@@ -179,6 +179,7 @@ def _meet(environment: Environment, timeout: timedelta) -> dist.Store:
     """Connects to the store and waits until every rank has."""
     address = f"tcp://{environment.master_addr}:{environment.master_port}"
     try:
+        store: dist.Store
         store, _, _ = next(
             dist.rendezvous("env://", environment.rank, environment.world_size, timeout=timeout)
             if environment.launcher in ("samestep", "torchrun", "other")
@@ -187,7 +188,7 @@ def _meet(environment: Environment, timeout: timedelta) -> dist.Store:
     except (RuntimeError, ValueError, OSError) as error:
         raise UsageError(f"rank {environment.rank} cannot reach the store at {address}: {error}") from error
     meeting = dist.PrefixStore("samestep-meeting", store)
-    meeting.set(str(environment.rank), b"here")
+    meeting.set(str(environment.rank), "here")
     missing = []
     wait = timeout
     for rank in range(environment.world_size):

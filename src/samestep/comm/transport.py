@@ -1,8 +1,8 @@
 """The transport: the small seam between the ordered reduction and whatever moves bytes.
 
-A transport exchanges; it adds only for the `native` reduction. Three implementations: `LocalTransport` here (one rank, plain arithmetic on
-the same code path), `GroupTransport` (torch.distributed: gloo, NCCL) and `SequentialTransport` (ranks that take turns
-in one process).
+A transport exchanges; it adds only for the `native` reduction. Three implementations: `LocalTransport` here (one rank,
+plain arithmetic on the same code path), `GroupTransport` (torch.distributed: gloo, NCCL) and `SequentialTransport`
+(ranks that take turns in one process).
 """
 
 from collections.abc import Sequence

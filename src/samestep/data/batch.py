@@ -75,7 +75,7 @@ def num_samples(value: Any) -> int:
     """
     lengths = {int(leaf.shape[0]) for leaf in leaves(value) if isinstance(leaf, Tensor | np.ndarray) and leaf.ndim > 0}
     if not lengths:
-        raise DataError("the batch holds no tensor with a sample dimension; needed: tensors with the samples along dim 0")
+        raise DataError("the batch holds no tensor with a sample dimension; needed: samples along dim 0")
     if len(lengths) > 1:
         found = ", ".join(str(length) for length in sorted(lengths))
         raise DataError(f"the batch holds tensors of {found} samples; all must have the same number along dim 0")
@@ -83,7 +83,7 @@ def num_samples(value: Any) -> int:
 
 
 def take_rows(value: Any, start: int, stop: int, length: int) -> Any:
-    """Samples start … stop - 1 of a nested value; lists of `length` plain entries (strings, numbers) are cut as well."""
+    """Samples start … stop - 1 of a nested value; lists of `length` plain entries (strings, numbers) are cut too."""
     if isinstance(value, Tensor | np.ndarray):
         return value[start:stop] if value.ndim > 0 else value
     if isinstance(value, Mapping):

@@ -52,9 +52,13 @@ class Loader:
         self.dataset = as_dataset(dataset)
         self.is_stream = isinstance(self.dataset, IterableDataset)
         if self.is_stream and shuffle:
-            raise UsageError("an iterable dataset cannot be shuffled by position; shuffle inside it, by set_epoch(epoch)")
+            raise UsageError(
+                "an iterable dataset cannot be shuffled by position; shuffle inside it, by set_epoch(epoch)"
+            )
         if self.is_stream and num_workers > 0:
-            raise UsageError(f"got num_workers={num_workers} for an iterable dataset, whose workers would repeat it; use 0")
+            raise UsageError(
+                f"got num_workers={num_workers} for an iterable dataset, whose workers would repeat it; use 0"
+            )
         self.global_batch_size = global_batch_size
         self.cursor = Cursor()
         self._num_samples = 0 if self.is_stream else _length(self.dataset)

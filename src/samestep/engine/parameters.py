@@ -5,13 +5,15 @@ from itertools import chain
 
 import torch
 from torch import nn
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.optim import Optimizer
 
 from samestep.comm.buckets import aligned_zeros, dense_strides
 from samestep.comm.communicator import Communicator
 from samestep.data.batch import tensor_checksum
 from samestep.errors import DeterminismError, UsageError
+
+UNINITIALIZED = (UninitializedParameter, UninitializedBuffer)
 
 
 def named_parameters(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, nn.Parameter]:
@@ -23,10 +25,12 @@ def named_parameters(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[
     held: set[int] = set()
     for optimizer in optimizers:
         if isinstance(optimizer, torch.optim.LBFGS):
-            raise UsageError("LBFGS calls the loss several times a step, which a fixed step cannot; use another optimizer")
+            raise UsageError(
+                "LBFGS calls the loss several times a step, which a fixed step cannot; use another optimizer"
+            )
         held.update(id(p) for group in optimizer.param_groups for p in group["params"])
     named = {name: p for name, p in model.named_parameters() if id(p) in held}
-    lazy = [name for name, p in named.items() if isinstance(p, UninitializedTensorMixin)]
+    lazy = [name for name, p in named.items() if isinstance(p, UNINITIALIZED)]
     if lazy:
         raise UsageError(f"parameter {lazy[0]} has no shape yet; run the model once on a batch before train_step")
     strangers = held - {id(p) for p in named.values()}
@@ -45,12 +49,12 @@ def settle_model(model: nn.Module, device: torch.device) -> None:
         model.to(device)
     shared: dict[int, int] = {}
     for tensor in chain(model.parameters(), model.buffers()):
-        if not isinstance(tensor, UninitializedTensorMixin):
+        if not isinstance(tensor, UNINITIALIZED):
             key = tensor.untyped_storage().data_ptr()
             shared[key] = shared.get(key, 0) + 1
     border = 64 if device.type == "cpu" else 256
     for tensor in chain(model.parameters(), model.buffers()):
-        if isinstance(tensor, UninitializedTensorMixin) or tensor.data_ptr() % border == 0:
+        if isinstance(tensor, UNINITIALIZED) or tensor.data_ptr() % border == 0:
             continue
         if shared[tensor.untyped_storage().data_ptr()] == 1:
             flat = aligned_zeros(tensor.numel(), tensor.dtype, device)

@@ -26,6 +26,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from samestep.comm.communicator import Communicator
 from samestep.comm.reduction import tree_sum_rows
 from samestep.data.batch import Batch, split_batch
+from samestep.data.randomness import Generators
 from samestep.engine.buffers import BufferMerge, refuse_sync_batchnorm
 from samestep.engine.counts import GlobalCounts
 from samestep.engine.diagnosis import explain_nondeterminism
@@ -33,7 +34,6 @@ from samestep.engine.gradients import GradientSum
 from samestep.engine.losses import LossFn, total_and_count, wide_dtype
 from samestep.engine.parameters import check_same_model, named_parameters, settle_model
 from samestep.engine.precision import LossScale, autocast, check_precision
-from samestep.data.randomness import Generators
 from samestep.engine.result import StepResult
 from samestep.errors import DataError, DeterminismError, LossError, NonFiniteError, UsageError
 from samestep.plan.seeds import derive_seed
@@ -92,7 +92,9 @@ class TrainStep:
         self._named = named_parameters(model, self.optimizers)
         self._late = _can_check_late(communicator.device, self.optimizers) if late_check is None else late_check
         if self._late and not all(_honours_found_inf(optimizer) for optimizer in self.optimizers):
-            raise UsageError("late_check=True needs Adam or AdamW with fused=True, which can skip an update on the device")
+            raise UsageError(
+                "late_check=True needs Adam or AdamW with fused=True, which can skip an update on the device"
+            )
         self._scale = LossScale(communicator.device, enabled=precision == "16-mixed")
         self._counts = None if counts_fn is None else GlobalCounts(counts_fn, communicator)
         self._buffers = BufferMerge(model, communicator)
@@ -143,7 +145,7 @@ class TrainStep:
         return self._update(batch, rows[:num_leaves], flats, used, divide=counts is None)
 
     def _run_shards(self, batch: Batch, counts: Any) -> Tensor:
-        """Forward and backward of this rank's shards: a row (total, count, gradient sum) for each shard of its range."""
+        """Forward and backward of this rank's shards: a row (total, count, gradient sum) a shard of its range."""
         mine = self._ranges[self.communicator.rank]
         device = self.communicator.device
         rows = torch.zeros(len(mine), 3, dtype=wide_dtype(device), device=device)
@@ -174,7 +176,9 @@ class TrainStep:
         try:
             total, count = forward()
             if not total.requires_grad:
-                raise LossError("the loss does not depend on any trainable parameter: check detach(), no_grad, requires_grad")
+                raise LossError(
+                    "the loss does not depend on any trainable parameter: check detach(), no_grad, requires_grad"
+                )
             torch.autograd.backward(self._scale.apply(total), inputs=trainable)
         except RuntimeError as error:
             explained = explain_nondeterminism(error, self.model, lambda: forward()[0])
@@ -236,7 +240,9 @@ class TrainStep:
         self._scale.update(~finite_gradient)
         if self._on_nonfinite == "skip":
             return ok, torch.zeros_like(ok)
-        bad = ~finite_loss | (self._scale.scale < MIN_SCALE) if self._scale.enabled else ~(finite_loss & finite_gradient)
+        bad = (
+            ~finite_loss | (self._scale.scale < MIN_SCALE) if self._scale.enabled else ~(finite_loss & finite_gradient)
+        )
         first = bad & ~self._poisoned
         self._poisoned = self._poisoned | bad
         return ok, first

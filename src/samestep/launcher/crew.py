@@ -187,6 +187,9 @@ class ForkCrew:
 
     def signal(self, rank: int, signum: int) -> None:
         """Has the zygote signal a worker: only it knows whether the process id is still that worker's."""
+        if not self._pids:
+            self.kill()  # it still imports torch; no worker is there that could have something to tidy up
+            return
         self._send({"command": "signal", "rank": rank, "signal": signum}, [])
 
     def close(self) -> None:

@@ -83,7 +83,8 @@ def launch(
         if outcome.exit_code != 0:
             raise WorkerError(outcome.failure or f"the workers were stopped (exit code {outcome.exit_code})")
         answer.seek(0)
-        return pickle.load(answer)
+        content = answer.read()
+        return pickle.loads(content) if content else None  # nothing if rank 0 left by sys.exit()
 
 
 def _pickle_by_name(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes | None:

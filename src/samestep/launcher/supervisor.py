@@ -74,9 +74,9 @@ def resolve_start_method(start_method: str | None, threads: int) -> StartMethod:
         raise UsageError("several processes can be started on Linux and macOS; on Windows use WSL")
     if start_method not in (None, "fork", "spawn"):
         raise UsageError(f"got the start method {start_method!r}; it is fork or spawn (--start-method)")
-    if start_method == "fork" and sys.platform == "darwin":
-        raise UsageError("macOS's libraries do not survive a fork; use --start-method spawn")
-    return "spawn" if start_method == "spawn" or sys.platform == "darwin" else "fork"
+    if start_method == "fork" and sys.platform != "linux":
+        raise UsageError(f"the system libraries of {sys.platform} do not survive a fork; use --start-method spawn")
+    return "fork" if start_method != "spawn" and sys.platform == "linux" else "spawn"
 
 
 def supervise_crew(

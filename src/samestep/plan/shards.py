@@ -1,9 +1,9 @@
 """Shards: how a global batch is cut, and which rank executes which shards."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 from samestep.errors import UsageError
-
 
 DEFAULT_NUM_SHARDS = 8
 
@@ -70,7 +70,7 @@ def shard_ranges(num_shards: int, world_size: int, shares: Sequence[float] | Non
         )
     if shares is None:
         cuts = [rank * num_shards // world_size for rank in range(world_size + 1)]
-        return tuple(range(a, b) for a, b in zip(cuts, cuts[1:], strict=False))
+        return tuple(range(a, b) for a, b in pairwise(cuts))
     if len(shares) != world_size:
         raise UsageError(f"got {len(shares)} shares for {world_size} devices; --shares needs one number a device")
     if not all(0 < share < float("inf") for share in shares):

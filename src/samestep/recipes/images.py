@@ -39,8 +39,7 @@ def read_images(
         if height not in sides or width not in sides:
             needed = f"{sides[-1]} x {sides[-1]}" if len(sides) == 1 else f"at most {sides[-1]} x {sides[-1]}"
             raise DataError(f"{description}: images of {height} x {width} pixels; the model takes {needed}")
-    parts = (TensorData(part.tensors, transform) for part in (train, test))
-    return RecipeData(*parts, description, options)
+    return RecipeData(TensorData(train.tensors, transform), TensorData(test.tensors, transform), description, options)
 
 
 def standardize_bytes(batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:

@@ -1,6 +1,6 @@
 """What each worker of `samestep train` runs: a recipe, from its data to the digest of its final state."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from samestep.recipes.recipe import DataOptions, Recipe
 from samestep.train.run import Run
 from samestep.train.trainer import Trainer
 
-OPTIMIZERS: Mapping[str, type[Optimizer]] = {
+OPTIMIZERS: Mapping[str, Callable[..., Optimizer]] = {
     "sgd": torch.optim.SGD,
     "adam": torch.optim.Adam,
     "adamw": torch.optim.AdamW,
@@ -53,7 +53,7 @@ def train(
     run = Run(batch_size, num_shards, seed, shares=shares, reduction=reduction, num_threads=num_threads)
     content = chosen.data(DataOptions(data=data, data_dir=data_dir, seed=seed, options=options or {}))
     model = chosen.model(content).to(run.device)
-    settings = {
+    settings: dict[str, Any] = {
         "optimizer": optimizer or chosen.optimizer,
         "lr": chosen.lr if lr is None else lr,
         "momentum": chosen.momentum if momentum is None else momentum,
@@ -113,8 +113,10 @@ def make_optimizer(
         raise UsageError(f"got lr={lr}; --lr must be above 0")
     if momentum < 0 or weight_decay < 0:
         raise UsageError(f"got momentum={momentum}, weight_decay={weight_decay}; neither can be negative")
-    extra = {"momentum": momentum} if optimizer == "sgd" else {}
-    return OPTIMIZERS[optimizer](model.parameters(), lr=lr, weight_decay=weight_decay, **extra)  # type: ignore[call-arg]
+    extra: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay}
+    if optimizer == "sgd":
+        extra["momentum"] = momentum
+    return OPTIMIZERS[optimizer](model.parameters(), **extra)
 
 
 def device_names(run: Run) -> list[str]:

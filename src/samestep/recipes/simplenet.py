@@ -28,5 +28,5 @@ RECIPE = Recipe(
     optimizer="sgd",
     lr=0.01,
     global_batch_size=64,
-    epochs=30,
+    epochs=20,
 )

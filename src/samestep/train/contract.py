@@ -13,6 +13,7 @@ from samestep.errors import UsageError
 from samestep.plan.shards import check_num_shards
 from samestep.version import __version__
 
+
 @dataclass(frozen=True)
 class Contract:
     """What decides the bits of a run. The number of devices is not in it.

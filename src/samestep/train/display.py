@@ -1,6 +1,6 @@
 """The display: where a training loop shows its progress and its lines.
 
-Under our launcher it is the supervisor, another process, that draws; alone, rank 0 draws itself; other ranks are silent.
+Under our launcher the supervisor draws, which is another process; alone, rank 0 does itself; other ranks are silent.
 """
 
 import time

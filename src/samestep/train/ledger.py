@@ -52,7 +52,9 @@ class LedgerWriter:
         self.close()
 
 
-def ledger_entry(result: StepResult, batch: Batch | None, learning_rates: Sequence[float], world_size: int) -> dict[str, Any]:
+def ledger_entry(
+    result: StepResult, batch: Batch | None, learning_rates: Sequence[float], world_size: int
+) -> dict[str, Any]:
     """What the ledger says of a step.
 
     Args:

@@ -260,5 +260,5 @@ def _make_deterministic(device: torch.device, threads: int, reduction: str) -> N
         return
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.set_deterministic_debug_mode("error")  # as use_deterministic_algorithms(True), without importing inductor
-    torch.utils.deterministic.fill_uninitialized_memory = False  # costs a pass over memory, and changes no result
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # a pass over memory for nothing
     torch.backends.cudnn.benchmark = False

@@ -147,7 +147,9 @@ class Trainer:
             loader = self.run.loader(dataset, shuffle=shuffle and not is_stream, num_workers=num_workers)
         eval_loader = None
         if eval_data is not None:
-            eval_loader = eval_data if isinstance(eval_data, Loader) else self.run.loader(eval_data, num_workers=num_workers)
+            eval_loader = (
+                eval_data if isinstance(eval_data, Loader) else self.run.loader(eval_data, num_workers=num_workers)
+            )
         last = len(self.history) + epochs
         try:
             for number in range(len(self.history) + 1, last + 1):

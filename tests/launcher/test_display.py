@@ -1,0 +1,58 @@
+import os
+import pty
+import subprocess
+import sys
+
+PROGRAM = """
+from samestep.launcher.display import Display
+display = Display(quiet={quiet}, lines_to="stdout")
+display.progress(dict(epoch=1, epochs=2, step=3, steps=3, loss=0.25, samples_per_second=1234.5))
+display.line("a [bold]line[/bold]")
+display.close()
+"""
+
+
+def show(quiet=False, stdout_on_terminal=False):
+    """What the program writes to a terminal on stderr, and to stdout."""
+    terminal, side = pty.openpty()
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", PROGRAM.format(quiet=quiet)],
+            stdout=side if stdout_on_terminal else subprocess.PIPE,
+            stderr=side,
+            env={**os.environ, "TERM": "xterm", "COLUMNS": "100"},
+            check=True,
+        )
+        os.write(side, b"END")
+        text = b""
+        while not text.endswith(b"END"):
+            text += os.read(terminal, 65_536)
+    finally:
+        os.close(terminal)
+        os.close(side)
+    return text.decode().removesuffix("END"), (done.stdout or b"").decode()
+
+
+def test_the_bar_is_on_the_terminal_and_is_removed_while_lines_go_to_stdout():
+    terminal, stdout = show()
+    for shown in ("epoch 1/2", "3/3", "loss 0.25", "1,234 samples/s"):
+        assert shown in terminal
+    assert terminal.rstrip().endswith("\x1b[2K")  # the last thing is that the bar's line is erased
+    assert stdout == "a [bold]line[/bold]\n"
+
+
+def test_on_one_terminal_lines_are_above_the_bar():
+    terminal, _ = show(stdout_on_terminal=True)
+    assert "a [bold]line[/bold]" in terminal
+    assert terminal.index("a [bold]line[/bold]") < terminal.rindex("epoch 1/2")
+
+
+def test_a_quiet_run_shows_nothing():
+    assert show(quiet=True) == ("", "")
+
+
+def test_without_a_terminal_there_is_no_bar():
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM.format(quiet=False)], capture_output=True, text=True, check=True
+    )
+    assert (done.stdout, done.stderr) == ("a [bold]line[/bold]\n", "")
