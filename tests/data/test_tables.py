@@ -136,3 +136,8 @@ def test_the_real_table_of_boston_has_its_13_features(shared_data):
     assert table.names[:3] == ("crim", "zn", "indus")
     assert table.target_name == "medv"
     assert table.target[0].item() == 24
+
+
+def test_sums_over_columns_are_exact():
+    mean, _ = mean_and_scale(torch.tensor([[1e16], [1.0], [-1e16], [3.0]], dtype=torch.float64))
+    assert float(mean) == 1.0

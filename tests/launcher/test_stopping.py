@@ -40,7 +40,8 @@ def wait_until_up(starter, num_ranks):
 
 
 @pytest.mark.parametrize(
-    ("signum", "start_method"), [(signal.SIGINT, "fork"), (signal.SIGTERM, "fork"), (signal.SIGINT, "spawn")]
+    ("signum", "start_method"),
+    [(signal.SIGINT, "fork"), (signal.SIGINT, "spawn"), pytest.param(signal.SIGTERM, "fork", marks=pytest.mark.slow)],
 )
 def test_a_signal_ends_the_run_quietly_with_128_plus_its_number(starter, signum, start_method):
     starter.script("wait.py", WAIT)
@@ -76,7 +77,7 @@ def test_workers_get_the_time_to_tidy_up(starter):
     assert (starter.folder / "tidied-1").exists()
 
 
-@pytest.mark.parametrize("start_method", ["fork", "spawn"])
+@pytest.mark.parametrize("start_method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_a_second_signal_kills_workers_that_will_not_end(starter, start_method):
     starter.script("stubborn.py", STUBBORN)
     process = starter.start("--devices", "cpu:2", "--start-method", start_method, "stubborn.py")

@@ -20,7 +20,7 @@ def _steps_importable(monkeypatch):
 
 
 @pytest.mark.usefixtures("_steps_importable")
-@pytest.mark.parametrize("lines_to", ["stdout", "stderr"])
+@pytest.mark.parametrize("lines_to", [pytest.param("stdout", marks=pytest.mark.slow), "stderr"])
 def test_a_function_gives_rank_0s_json_and_its_lines_are_printed(capsys, lines_to):
     job = Job("function", "steps:report", kwargs={"values": [1, 2]}, lines_to=lines_to)
     outcome = supervise(job, select("cpu:2"))

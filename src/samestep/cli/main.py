@@ -7,7 +7,7 @@ import click
 import typer
 
 from samestep.cli.devices import devices
-from samestep.cli.run import run
+from samestep.cli.run import CONTEXT_SETTINGS, run
 from samestep.cli.train import train
 from samestep.errors import SamestepError
 from samestep.version import __version__
@@ -39,10 +39,7 @@ def _options(
 
 app.command("devices")(devices)
 app.command("train")(train)
-app.command(
-    "run",
-    context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True},
-)(run)
+app.command("run", context_settings=CONTEXT_SETTINGS)(run)
 
 
 def main() -> None:

@@ -49,9 +49,11 @@ def train(
     """Trains a recipe on all devices and leaves a run folder: the same bits on any number of devices."""
     from samestep.comm.environment import read_environment
     from samestep.recipes.catalog import check_name
-    from samestep.train.naming import new_folder_name
+    from samestep.train.naming import check_untaken, new_folder_name
 
     check_name(recipe)
+    folder = run_dir or new_folder_name(recipe)
+    check_untaken(folder)
     job: dict[str, Any] = {
         "recipe": recipe,
         "data": data,
@@ -70,7 +72,7 @@ def train(
         "reduction": reduction,
         "num_workers": num_workers,
         "options": _pairs(option or []),
-        "run_dir": str(run_dir or new_folder_name(recipe)),
+        "run_dir": str(folder),
         "command": ["samestep", *sys.argv[1:]],
     }
     environment = read_environment()
@@ -104,10 +106,11 @@ def _train_by_workers(
         lines_to="stderr" if as_json else "stdout",
     )
     outcome = supervise(work, selection, threads=threads or 1, start_method=start_method)
-    if outcome.exit_code == 0:
-        _show(outcome.result, selection.describe(), as_json)
-    else:
+    if outcome.failure is not None:
+        typer.echo(f"samestep: error: {outcome.failure}", err=True)
+    if outcome.exit_code != 0:
         raise typer.Exit(outcome.exit_code)
+    _show(outcome.result, selection.describe(), as_json)
 
 
 def _train_here(job: dict[str, Any], rank: int, threads: int | None, as_json: bool) -> None:

@@ -59,16 +59,15 @@ class Communicator:
         sizes = [count * width for count in counts]
         ours = rows.reshape(-1)
         send = ours if self.world_size == 1 else ours.repeat(self.world_size)
-        return transport.exchange(send, [ours.numel()] * self.world_size, sizes).wait().view(-1, width)
+        return transport.exchange(send, [ours.numel()] * self.world_size, sizes).wait().view(sum(counts), width)
 
     def gather_words(self, words: Sequence[int]) -> list[list[int]]:
         """Gives every rank the equally many 64-bit integers of all ranks, through host memory."""
-        row = torch.tensor(words, dtype=torch.int64).view(1, -1)
-        transport = self.control
-        sent = row.reshape(-1).repeat(self.world_size)
+        sent = torch.tensor(words, dtype=torch.int64).repeat(self.world_size)
         sizes = [len(words)] * self.world_size
-        received: list[list[int]] = transport.exchange(sent, sizes, sizes).wait().view(-1, len(words)).tolist()
-        return received
+        received = self.control.exchange(sent, sizes, sizes).wait().view(self.world_size, len(words))
+        rows: list[list[int]] = received.tolist()
+        return rows
 
     def gather_header(
         self, rows: Tensor, counts: Sequence[int], words: Sequence[int]
@@ -87,7 +86,7 @@ class Communicator:
             return self.gather_rows(rows, counts), self.gather_words(words)
         width = rows.shape[1]
         padded = [*words, *[0] * (-len(words) % width)]
-        as_rows = torch.tensor(padded, dtype=torch.int64).view(torch.float64).view(-1, width)
+        as_rows = torch.tensor(padded, dtype=torch.int64).view(torch.float64).view(-1, width).to(rows.device)
         gathered = self.gather_rows(torch.cat([as_rows, rows]), [count + len(as_rows) for count in counts])
         by_rank = gathered.split([count + len(as_rows) for count in counts])
         all_rows = torch.cat([part[len(as_rows) :] for part in by_rank])

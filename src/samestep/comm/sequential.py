@@ -27,8 +27,12 @@ class SequentialWorld:
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
-        self._turn = 0
         self._changed = threading.Condition()
+        self._begin()
+
+    def _begin(self) -> None:
+        """The state before a program: rank 0 has the turn, nobody has sent anything."""
+        self._turn = 0
         self._over: set[int] = set()
         self._mail: dict[tuple[int, int], list[Tensor]] = {}
         self._collected: Counter[int] = Counter()
@@ -39,6 +43,7 @@ class SequentialWorld:
         Raises:
             BaseException: the first one that a rank raised for a cause of its own.
         """
+        self._begin()
         results: dict[int, T] = {}
         errors: dict[int, BaseException] = {}
 
@@ -117,7 +122,7 @@ class SequentialTransport:
         call = self._calls
         self._calls += 1
         self._world.post(call, self.rank, list(parts.clone().split(list(sizes))))
-        return SequentialParts(self._world, call, self.rank)
+        return SequentialParts(self._world, call, self.rank, list(receive_sizes))
 
     def gather(self, part: Tensor) -> Pending:
         """Leaves a copy of the part for everyone."""
@@ -126,13 +131,12 @@ class SequentialTransport:
 
     def add(self, tensor: Tensor) -> Pending:
         """Sums by rank, from left to right."""
-        return SequentialTotal(self.gather(tensor), tensor.numel())
+        return SequentialTotal(self.gather(tensor), self.world_size)
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
         """Copies the source's tensor."""
-        size = tensor.numel()
-        parts = self.gather(tensor.reshape(-1)).wait().split(size)
-        tensor.copy_(parts[source].view_as(tensor))
+        parts = self.gather(tensor.detach().reshape(-1)).wait().view(self.world_size, *tensor.shape)
+        tensor.detach().copy_(parts[source])
 
     def close(self) -> None:
         """Does nothing: the world ends with its program."""
@@ -141,23 +145,30 @@ class SequentialTransport:
 class SequentialParts:
     """Parts that the other ranks may not have left yet."""
 
-    def __init__(self, world: SequentialWorld, call: int, rank: int) -> None:
+    def __init__(self, world: SequentialWorld, call: int, rank: int, sizes: list[int]) -> None:
         self._world = world
         self._call = call
         self._rank = rank
+        self._sizes = sizes
 
     def wait(self) -> Tensor:
         """The parts from rank 0, 1, … one after another."""
-        return torch.cat(self._world.collect(self._call, self._rank))
+        parts = self._world.collect(self._call, self._rank)
+        sent = [part.numel() for part in parts]
+        assert sent == self._sizes, f"rank {self._rank} expects parts of {self._sizes} elements, the ranks sent {sent}"
+        return torch.cat(parts)
 
 
 class SequentialTotal:
     """The sum of parts that the other ranks may not have left yet."""
 
-    def __init__(self, parts: Pending, numel: int) -> None:
+    def __init__(self, parts: Pending, world_size: int) -> None:
         self._parts = parts
-        self._numel = numel
+        self._world_size = world_size
 
     def wait(self) -> Tensor:
         """The sum, from left to right."""
-        return self._parts.wait().view(-1, self._numel).sum(0)
+        first, *others = self._parts.wait().chunk(self._world_size)
+        for other in others:
+            first = first + other
+        return first

@@ -1,5 +1,6 @@
 """The batch: this rank's shards of one global batch, on its device."""
 
+import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -128,32 +129,40 @@ def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
 
 
 def _aligned(tensor: Tensor) -> Tensor:
-    """The tensor itself if it begins at the border that the allocator guarantees, else a copy that does."""
+    """The tensor itself if it begins at the border that the allocator guarantees, else a copy that does.
+
+    One with gaps between its rows is copied as well, which closes them: else its strides would depend on the border.
+    """
     border = 64 if tensor.device.type == "cpu" else 256
-    return tensor if tensor.data_ptr() % border == 0 else tensor.clone()
+    dense = tensor.stride() == torch.empty_like(tensor, device="meta").stride()
+    return tensor if dense and tensor.data_ptr() % border == 0 else tensor.clone()
 
 
 def checksum(value: Any) -> int:
-    """A position-dependent 64-bit checksum of all tensors and arrays in a nested value: two swapped rows change it."""
+    """A position-dependent 63-bit checksum of all tensors, arrays, strings and numbers in a nested value."""
     total = 0
     for leaf in leaves(value):
-        if isinstance(leaf, np.ndarray) and leaf.dtype != object:
-            leaf = torch.from_numpy(np.ascontiguousarray(leaf))
         if isinstance(leaf, Tensor):
-            total = (total * 1_000_003 + int(tensor_checksum(leaf))) % 2**63
+            part = int(tensor_checksum(leaf))
+        elif isinstance(leaf, np.ndarray) and leaf.dtype != object:
+            part = zlib.crc32(leaf.tobytes())
+        elif isinstance(leaf, str | bytes | int | float):
+            part = zlib.crc32(repr(leaf).encode())
+        else:
+            continue
+        total = (total * 1_000_003 + part) % 2**63
     return total
 
 
 def tensor_checksum(tensor: Tensor) -> Tensor:
     """A position-dependent checksum of a tensor's bytes: a 0-d int64 tensor on its device.
 
-    The sum of each byte group times an odd weight that depends on its position, modulo 2^64.
+    The sum of each word of at most 32 bits times an odd weight that depends on its position, modulo 2^64. Longer words
+    would do harm: the difference of two weights is even, so that swapped values which differ in bit 63 alone (a float64
+    and its negative) would go unnoticed.
     """
-    flat = tensor.detach().reshape(-1).contiguous()
-    if flat.dtype == torch.bool:
-        flat = flat.view(torch.uint8)
-    width = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}[flat.element_size()]
-    words = flat.view(width).to(torch.int64)
+    flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1).contiguous()
+    words = flat.view({1: torch.uint8, 2: torch.int16}.get(flat.element_size(), torch.int32)).to(torch.int64)
     positions = torch.arange(1, words.numel() + 1, device=words.device)
     weights = (positions * -7046029254386353131) ^ (positions << 17)
     return ((words + 1) * (weights | 1)).sum()

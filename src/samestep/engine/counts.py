@@ -1,6 +1,7 @@
 """Global counts: denominators that a loss needs before the forward, summed over the global batch."""
 
 from collections.abc import Callable, Mapping, Sequence
+from numbers import Real
 from typing import Any
 
 import torch
@@ -8,7 +9,7 @@ from torch import Tensor
 
 from samestep.comm.communicator import Communicator
 from samestep.data.batch import Batch
-from samestep.engine.losses import wide_dtype
+from samestep.engine.losses import describe, wide_dtype
 from samestep.errors import LossError
 
 
@@ -45,17 +46,25 @@ class GlobalCounts:
 
     def _numbers(self, value: Any) -> list[Tensor]:
         """Flattens one shard's counts, and remembers their structure."""
-        if isinstance(value, Mapping):
-            self._names = tuple(value)
+        names = tuple(value) if isinstance(value, Mapping) else None
+        if self._names not in (None, names):
+            raise LossError(f"counts_fn returned {names or describe(value)} for one shard, {self._names} for another")
+        self._names = names
         self._sequence = isinstance(value, list | tuple)
         entries = list(value.values()) if isinstance(value, Mapping) else list(value) if self._sequence else [value]
         device = self._communicator.device
+        wide = wide_dtype(device)
         numbers = []
         for entry in entries:
-            number = torch.as_tensor(entry, device=device)
-            if number.numel() != 1:
-                raise LossError(f"counts_fn returned a tensor of shape {list(number.shape)}; it must return numbers")
-            numbers.append(number.detach().reshape(()).to(wide_dtype(device)))
+            if not isinstance(entry, Real) and not (isinstance(entry, Tensor) and entry.numel() == 1):
+                raise LossError(
+                    f"counts_fn returned {describe(entry)}; it must return a number, or a dict, list or tuple of "
+                    "numbers (0-d tensors too)"
+                )
+            number = entry.detach() if isinstance(entry, Tensor) else torch.tensor(float(entry), dtype=wide)
+            numbers.append(number.reshape(()).to(device, wide))
+        if not numbers:
+            raise LossError("counts_fn returned no number")
         return numbers
 
     def _structure(self, sums: Tensor) -> Any:

@@ -50,7 +50,10 @@ def _module_in_traceback(traceback: TracebackType | None, model: nn.Module) -> s
 
 
 def _module_of_backward(model: nn.Module, forward: Callable[[], Tensor]) -> str:
-    """Runs forward and backward again, and sees which module's backward is the last to begin."""
+    """Runs forward and backward again, and sees which module's backward is the last to begin.
+
+    The gradients are not accumulated, so that hooks on the parameters do not run.
+    """
     owners: dict[Any, str] = {}
     running: list[str] = []
 
@@ -63,9 +66,13 @@ def _module_of_backward(model: nn.Module, forward: Callable[[], Tensor]) -> str:
         return hook
 
     handles = [module.register_forward_hook(label(name)) for name, module in model.named_modules()]
+    loss = None
     try:
-        forward().backward()
+        loss = forward()
+        torch.autograd.grad(loss, [p for p in model.parameters() if p.requires_grad], allow_unused=True)
     except RuntimeError:
+        if loss is None:
+            return "the loss function"
         return running[-1] if running else "the backward of the loss function"
     finally:
         for handle in handles:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 import torch
@@ -37,26 +38,29 @@ def total_and_count(value: Any, num_samples: int) -> tuple[Tensor, Tensor]:
         num_samples: samples of the shard.
 
     Returns:
-        The total (0-d, floating, differentiable) and the count (0-d, float64; float32 where the device has none).
+        The total (0-d, float32 or wider, differentiable) and the count (0-d, float64; float32 where the device has
+        none). A loss of 16 bits is widened before it is summed or multiplied: 65504 is soon exceeded.
 
     Raises:
         LossError: the value is something else.
     """
     if isinstance(value, Mean):
-        total, count = value.total, value.count
+        total: Any = value.total
+        count: Any = value.count
         if not isinstance(total, Tensor) or total.ndim != 0:
             raise LossError(f"samestep.Mean needs a 0-d tensor as total, got {describe(total)}; sum it first")
-        if isinstance(count, Tensor) and count.numel() != 1:
+        if not (isinstance(count, Real) or (isinstance(count, Tensor) and count.numel() == 1)):
             raise LossError(f"samestep.Mean needs one number as count, got {describe(count)}; sum it first")
+        total = _widened(total)
     elif isinstance(value, Tensor) and value.ndim == 0:
-        total, count = value * num_samples, num_samples
+        total, count = _widened(value) * num_samples, num_samples
     elif isinstance(value, Tensor) and value.ndim == 1:
         if value.numel() != num_samples:
             raise LossError(
                 f"the loss function returned {value.numel()} losses for a shard of {num_samples} samples; "
                 "return one a sample, a 0-d mean, or samestep.Mean(total, count)"
             )
-        total, count = value.sum(), num_samples
+        total, count = _widened(value).sum(), num_samples
     else:
         raise LossError(
             f"the loss function returned {describe(value)}; needed: a 0-d tensor (the mean over the shard's samples), "
@@ -67,7 +71,12 @@ def total_and_count(value: Any, num_samples: int) -> tuple[Tensor, Tensor]:
     wide = wide_dtype(total.device)
     if isinstance(count, Tensor):
         return total, count.detach().reshape(()).to(total.device, wide)
-    return total, torch.full((), count, dtype=wide, device=total.device)
+    return total, torch.full((), float(count), dtype=wide, device=total.device)
+
+
+def _widened(loss: Tensor) -> Tensor:
+    """The loss in float32 if it has 16 bits."""
+    return loss.float() if loss.dtype in (torch.float16, torch.bfloat16) else loss
 
 
 def wide_dtype(device: torch.device) -> torch.dtype:

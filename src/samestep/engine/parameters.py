@@ -70,7 +70,8 @@ def check_same_model(model: nn.Module, communicator: Communicator) -> None:
     """
     if communicator.world_size == 1:
         return
-    named = dict(chain(model.named_parameters(), model.named_buffers()))
+    everything = chain(model.named_parameters(), model.named_buffers())
+    named = {name: tensor for name, tensor in everything if not isinstance(tensor, UNINITIALIZED)}
     sums = [int(tensor_checksum(tensor)) for tensor in named.values()]
     count = communicator.gather_words([len(sums)])
     if len({row[0] for row in count}) > 1:

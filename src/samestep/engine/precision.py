@@ -64,10 +64,10 @@ class LossScale:
         if not self.enabled:
             return
         good = torch.where(overflowed, torch.zeros_like(self._good_steps), self._good_steps + 1)
-        grow = good >= GROWTH_INTERVAL
+        grow = (good >= GROWTH_INTERVAL) & torch.isfinite(self.scale * 2)
         factor = torch.where(overflowed, 0.5, torch.where(grow, 2.0, 1.0)).to(self.scale)
         self.scale = self.scale * factor
-        self._good_steps = torch.where(grow, torch.zeros_like(good), good)
+        self._good_steps = torch.where(good >= GROWTH_INTERVAL, torch.zeros_like(good), good)
 
     def state_dict(self) -> dict[str, float]:
         """Scale and run of good steps; empty when it is off."""

@@ -27,9 +27,7 @@ def keep_store(listener: socket.socket) -> NoReturn:
 
     port = listener.getsockname()[1]
     # The name keeps the store, and its port, alive.
-    store = dist.TCPStore(
-        LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
-    )
+    store = dist.TCPStore(LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
     while store is not None:
         signal.pause()
     raise AssertionError("the store is held")

@@ -1,5 +1,6 @@
 """Evaluation: metrics over each sample once, as sums and counts in a fixed order."""
 
+import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -8,15 +9,16 @@ import torch
 from torch import Tensor, nn
 
 from samestep.comm.reduction import tree_sum_rows
-from samestep.data.batch import Batch, leaves, map_tensors
+from samestep.data.batch import leaves, map_tensors
 from samestep.data.loader import Loader
 from samestep.data.randomness import Generators
 from samestep.devices.transfer import to_host
-from samestep.engine.losses import wide_dtype
+from samestep.engine.losses import describe, wide_dtype
 from samestep.engine.parameters import settle_model
 from samestep.engine.precision import autocast, check_precision
 from samestep.errors import UsageError
 from samestep.plan.seeds import derive_seed
+from samestep.plan.shards import shard_bounds
 from samestep.train.metrics import as_metric, sums
 
 if TYPE_CHECKING:
@@ -24,7 +26,13 @@ if TYPE_CHECKING:
 
 EVALUATION_STREAM = 2**33  # apart from the streams of train steps and of samples
 
+PREDICTED_DTYPES = (
+    *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128, torch.bool),
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32, torch.uint64),
+)
+
 Forward = Callable[[nn.Module, Any], Any]
+Take = Callable[[int, int, int, Any, Any], None]
 
 
 def evaluate(
@@ -38,9 +46,11 @@ def evaluate(
 ) -> dict[str, float]:
     """Measures a model on every sample of a loader, once, in evaluation mode and without gradients. Tier `bitwise`.
 
+    Random generators are seeded for each shard, for the forward and the metrics, and restored afterwards.
+
     Args:
         run: whose ranks share the work.
-        model: measured; its training mode is put back.
+        model: measured; its training mode and its buffers are put back.
         loader: a loader of the run; its whole next epoch is used.
         metrics: name to `Metric`, or to a function `(output, batch) -> Tensor | Mean`.
         forward: `forward(model, batch)` gives the output; by default the model on the batch's first entry.
@@ -56,19 +66,19 @@ def evaluate(
     if not named:
         raise UsageError("evaluate needs at least one metric, for example {'accuracy': samestep.metrics.accuracy}")
     rows: list[Tensor] = []
-    num_rows = 0
     mine = run.ranges[run.rank]
-    wide = wide_dtype(run.device)
-    with evaluating(run, model, precision):
-        for batch, outputs in _outputs(run, model, loader, forward):
-            block = torch.zeros(len(mine), 2 * len(named), dtype=wide, device=run.device)
-            for shard, output in outputs:
-                measured = [part for m in named.values() for part in sums(m, output, batch.shards[shard])]
-                block[shard - mine.start] = torch.stack(measured)
-            rows.append(block)
-            num_rows += 1
+    empty = torch.zeros(len(mine), 2 * len(named), dtype=wide_dtype(run.device), device=run.device)
+
+    def measure(number: int, shard: int, num_samples: int, value: Any, output: Any) -> None:
+        while len(rows) <= number:
+            rows.append(empty.clone())
+        measured = [sums(m, output, value, name=name, num_samples=num_samples) for name, m in named.items()]
+        rows[number][shard - mine.start] = torch.stack([part for pair in measured for part in pair])
+
+    num_batches = _forward_all(run, model, loader, forward, precision, measure)
+    rows += [empty.clone() for _ in range(num_batches - len(rows))]
     by_shard = _by_shard(run, rows)
-    totals = tree_sum_rows(by_shard).tolist() if num_rows else [0.0] * (2 * len(named))
+    totals = tree_sum_rows(by_shard).tolist() if rows else [0.0] * (2 * len(named))
     return {
         name: metric.finish(totals[2 * k] / totals[2 * k + 1]) if totals[2 * k + 1] else float("nan")
         for k, (name, metric) in enumerate(named.items())
@@ -82,61 +92,87 @@ def predict(
 
     Args:
         run: whose ranks share the work.
-        model: run in evaluation mode and without gradients; its training mode is put back.
+        model: run in evaluation mode and without gradients; its training mode and its buffers are put back.
         loader: a loader of the run; its whole next epoch is used.
         forward: `forward(model, batch)` gives the output; by default the model on the batch's first entry.
         precision: as in `train_step`.
 
     Returns:
-        The structure of one output, its tensors joined along dim 0, in host memory.
+        The structure of one output (dicts, lists, tuples), its tensors joined along dim 0, in host memory.
 
     Raises:
-        UsageError: an output has no sample dimension, or there is none at all.
+        UsageError: an output is no tensor, or holds other than a row a sample, or there is none at all.
     """
     pieces: list[tuple[int, Any]] = []
-    structure: Any = None
-    with evaluating(run, model, precision):
-        for number, (batch, outputs) in enumerate(_outputs(run, model, loader, forward)):
-            for shard, output in outputs:
-                pieces.append((number * run.contract.num_shards + shard, to_host(output)))
-            del batch
-    if pieces:
-        structure = pieces[0][1]
-    columns = _gather_columns(run, [(key, leaves(value)) for key, value in pieces])
-    if structure is None:
-        return columns if len(columns) != 1 else columns[0]
-    remaining = iter(columns)
-    return map_tensors(lambda _: next(remaining), structure)
+
+    def keep(number: int, shard: int, num_samples: int, value: Any, output: Any) -> None:
+        for leaf in leaves(output):
+            if not isinstance(leaf, Tensor) or leaf.ndim == 0 or len(leaf) != num_samples:
+                raise UsageError(
+                    f"predict needs outputs with the samples along dim 0, got {describe(leaf)} for {num_samples} "
+                    "samples; say what to keep with forward=lambda model, batch: …"
+                )
+        pieces.append((number * run.contract.num_shards + shard, to_host(output)))
+
+    _forward_all(run, model, loader, forward, precision, keep)
+    columns = iter(_gather_columns(run, [(key, leaves(value)) for key, value in pieces]))
+    form = json.dumps(_form(pieces[0][1])) if run.is_main and pieces else ""
+    sent = _exchange(run, torch.tensor(list(form.encode()), dtype=torch.int64))
+    structure = pieces[0][1] if pieces else _structure(json.loads(bytes(sent.tolist())))
+    return map_tensors(lambda _: next(columns), structure)
 
 
 @contextmanager
-def evaluating(run: "Run", model: nn.Module, precision: str) -> Iterator[None]:
-    """Evaluation mode, no gradients, autocast; the modes of all modules are put back."""
+def evaluating(run: "Run", model: nn.Module, precision: str) -> Iterator[Callable[[], None]]:
+    """Evaluation mode, no gradients, autocast; the modes of all modules and their buffers are put back.
+
+    Gives a function that puts the buffers back at once: what one shard leaves in them must not reach the next one, of
+    which another rank knows nothing.
+    """
     dtype = check_precision(precision)
     settle_model(model, run.device)
     modes = [(module, module.training) for module in model.modules()]
+    places = [(module, key, buffer) for module in model.modules() for key, buffer in module._buffers.items()]
+    kept = [(m, k, b, None if b is None else b.clone(), 0 if b is None else b._version) for m, k, b in places]
+
+    def put_back() -> None:
+        for module, key, buffer, start, version in kept:
+            module._buffers[key] = buffer
+            # Batch normalisation in training mode writes its statistics without moving their version.
+            if buffer is not None and start is not None and (buffer._version != version or module.training):
+                buffer.data.copy_(start)
+
     model.eval()
     try:
         with torch.no_grad(), autocast(run.device, dtype):
-            yield
+            yield put_back
     finally:
+        put_back()
         for module, mode in modes:
             module.training = mode
 
 
-def _outputs(
-    run: "Run", model: nn.Module, loader: Loader, forward: Forward | None
-) -> Iterator[tuple[Batch, list[tuple[int, Any]]]]:
-    """Each batch with the outputs of this rank's shards, drawn from generators seeded a shard."""
+def _forward_all(
+    run: "Run", model: nn.Module, loader: Loader, forward: Forward | None, precision: str, take: Take
+) -> int:
+    """Runs this rank's shards of every batch, and hands on `take(number, shard, num_samples, value, output)`.
+
+    Returns:
+        The number of batches.
+    """
     compute = _first_entry if forward is None else forward
     generators = Generators(run.device)
-    for number, batch in enumerate(loader):
-        outputs = []
-        with generators.preserved():
-            for shard, value in batch.shards.items():
-                generators.seed(derive_seed(run.contract.seed, EVALUATION_STREAM, number, shard))
-                outputs.append((shard, compute(model, value)))
-        yield batch, outputs
+    num_batches = 0
+    with evaluating(run, model, precision) as put_back:
+        for number, batch in enumerate(loader):
+            bounds = shard_bounds(batch.length, run.contract.num_shards)
+            with generators.preserved():
+                for shard, value in batch.shards.items():
+                    generators.seed(derive_seed(run.contract.seed, EVALUATION_STREAM, number, shard))
+                    take(number, shard, bounds[shard + 1] - bounds[shard], value, compute(model, value))
+                    put_back()
+            num_batches += 1
+    return num_batches
 
 
 def _first_entry(model: nn.Module, batch: Any) -> Any:
@@ -147,6 +183,25 @@ def _first_entry(model: nn.Module, batch: Any) -> Any:
     raise UsageError(
         f"a batch is a {type(batch).__name__}; say how to run the model on it: forward=lambda model, batch: …"
     )
+
+
+def _form(value: Any) -> Any:
+    """The structure of nested dicts, lists and tuples, as JSON; a tensor is null."""
+    if isinstance(value, Mapping):
+        return ["dict", [[key, _form(entry)] for key, entry in value.items()]]
+    if isinstance(value, list | tuple):
+        return ["tuple" if isinstance(value, tuple) else "list", [_form(entry) for entry in value]]
+    return None
+
+
+def _structure(form: Any) -> Any:
+    """What `_form` told of, for a rank without a sample of its own; named tuples come as plain ones."""
+    if form is None:
+        return torch.empty(0)
+    kind, entries = form
+    if kind == "dict":
+        return {key: _structure(entry) for key, entry in entries}
+    return (tuple if kind == "tuple" else list)(_structure(entry) for entry in entries)
 
 
 def _by_shard(run: "Run", blocks: list[Tensor]) -> Tensor:
@@ -172,8 +227,6 @@ def _gather_columns(run: "Run", pieces: list[tuple[int, list[Any]]]) -> list[Ten
     columns = []
     for column in range(num_columns):
         tensors = [values[column] for _, values in pieces]
-        if any(not isinstance(tensor, Tensor) or tensor.ndim == 0 for tensor in tensors):
-            raise UsageError("predict needs outputs with the samples along dim 0; reduce nothing in the forward")
         sizes = _exchange(run, torch.tensor([len(tensor) for tensor in tensors], dtype=torch.int64)).tolist()
         parts = _exchange_tensors(run, tensors).split(sizes)
         columns.append(torch.cat([parts[index] for index in order]))
@@ -188,16 +241,14 @@ def _exchange(run: "Run", numbers: Tensor) -> Tensor:
 def _exchange_tensors(run: "Run", tensors: list[Tensor]) -> Tensor:
     """Joins tensors that agree in all but dim 0 over the ranks, as bytes: a rank without one learns the form here."""
     communicator = run.communicator
-    dtypes = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16]
-    dtypes += [torch.int8, torch.uint8, torch.bool, torch.complex64]
     form = [0] * 10
     if tensors:
-        if tensors[0].ndim > 8:
-            raise UsageError(f"predict gathers outputs of at most 8 dimensions, got {tensors[0].ndim}")
-        form = [1 + dtypes.index(tensors[0].dtype), tensors[0].ndim, *tensors[0].shape[1:]]
+        if tensors[0].ndim > 8 or tensors[0].dtype not in PREDICTED_DTYPES:
+            raise UsageError(f"predict cannot gather {describe(tensors[0])}; convert it in the forward")
+        form = [1 + PREDICTED_DTYPES.index(tensors[0].dtype), tensors[0].ndim, *tensors[0].shape[1:]]
         form += [0] * (10 - len(form))
     known = next(row for row in communicator.gather_words(form) if row[0])
-    dtype, shape = dtypes[known[0] - 1], known[2 : 1 + known[1]]
+    dtype, shape = PREDICTED_DTYPES[known[0] - 1], known[2 : 1 + known[1]]
     width = max(1, dtype.itemsize * int(torch.Size(shape).numel()))
     ours = torch.cat(tensors) if tensors else torch.empty(0, *shape, dtype=dtype)
     raw = ours.contiguous().view(-1).view(torch.uint8).view(-1, width)

@@ -4,14 +4,15 @@ import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from samestep.errors import RunFolderError, UsageError
+from samestep.errors import RunFolderError
+from samestep.train.naming import CONTRACT_FILE, check_untaken
 
-CONTRACT_FILE = "run.json"
 LEDGER_FILE = "ledger.jsonl"
 METRICS_FILE = "metrics.jsonl"
 WEIGHTS_FILE = "weights.safetensors"
@@ -26,8 +27,7 @@ def create_folder(path: Path) -> Path:
         UsageError: a run is there already.
         RunFolderError: it cannot be made or written to.
     """
-    if (path / CONTRACT_FILE).exists():
-        raise UsageError(f"{path} already holds a run; choose another folder with --run-dir, or remove it")
+    check_untaken(path)
     with writing(path):
         path.mkdir(parents=True, exist_ok=True)
     return path
@@ -62,6 +62,23 @@ def replacing(path: Path) -> Iterator[Path]:
             temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def append_whole(file: FileIO, path: Path, data: bytes) -> None:
+    """Appends all of the data to an unbuffered file, or none of it.
+
+    Raises:
+        RunFolderError: it could not be written.
+    """
+    written = 0
+    with writing(path):
+        try:
+            while written < len(data):
+                written += file.write(data[written:])
+        except OSError:
+            if written:
+                file.truncate(os.fstat(file.fileno()).st_size - written)
+            raise
 
 
 def write_json(path: Path, value: Any) -> None:

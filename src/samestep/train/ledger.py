@@ -12,11 +12,15 @@ from torch.optim import Optimizer
 
 from samestep.data.batch import Batch
 from samestep.engine.result import StepResult
-from samestep.train.folder import writing
+from samestep.train.folder import append_whole, writing
+
+GATHERED_BYTES = 8192
 
 
 class LedgerWriter:
     """Appends to a ledger, a JSON object a line; floats as hexadecimal digits, so that no bit is lost.
+
+    Lines are gathered and written whole: a full disk leaves no half of one.
 
     Args:
         path: the file, appended to.
@@ -27,22 +31,30 @@ class LedgerWriter:
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self._waiting = bytearray()
         with writing(path):
-            self._file = path.open("a", encoding="utf-8")
+            self._file = path.open("ab", buffering=0)
 
     def write(self, entry: dict[str, Any]) -> None:
-        """Appends one entry."""
-        with writing(self._path):
-            self._file.write(json.dumps(entry) + "\n")
+        """Appends one entry, sooner or later.
+
+        Raises:
+            RunFolderError: what had gathered could not be written; the file then ends with the line before.
+        """
+        self._waiting += (json.dumps(entry) + "\n").encode()
+        if len(self._waiting) >= GATHERED_BYTES:
+            self.flush()
 
     def flush(self) -> None:
-        """Hands what was written to the system."""
-        with writing(self._path):
-            self._file.flush()
+        """Hands what was written to the system; raises as `write` does."""
+        data, self._waiting = bytes(self._waiting), bytearray()
+        append_whole(self._file, self._path, data)
 
     def close(self) -> None:
-        """Flushes and closes the file."""
-        with writing(self._path):
+        """Flushes and closes the file; a second call does nothing."""
+        try:
+            self.flush()
+        finally:
             self._file.close()
 
     def __enter__(self) -> "LedgerWriter":

@@ -9,20 +9,21 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from samestep.comm.communicator import Communicator, make_communicator
 from samestep.comm.environment import Environment, read_environment
 from samestep.data.loader import Loader
 from samestep.data.randomness import seed_process
-from samestep.engine.losses import LossFn
+from samestep.engine.losses import LossFn, describe
 from samestep.engine.step import BUCKET_BYTES, OnNonFinite, TrainStep
-from samestep.errors import UsageError
+from samestep.errors import DeviceError, UsageError
 from samestep.plan.shards import shard_ranges
 from samestep.train.contract import Contract, check_contract
 from samestep.train.evaluation import evaluate, predict
 
 DEFAULT_TIMEOUT_SECONDS = 600.0
+MAX_TIMEOUT_SECONDS = 366 * 86_400.0
 
 
 class Run:
@@ -63,10 +64,10 @@ class Run:
         communicator: Communicator | None = None,
     ) -> None:
         count = check_contract(global_batch_size, num_shards, reduction, seed)
-        if num_threads is not None and num_threads < 1:
-            raise UsageError(f"got num_threads={num_threads}; it must be 1 or more (--threads)")
-        if not timeout_seconds > 0:
-            raise UsageError(f"got timeout_seconds={timeout_seconds}; it must be above 0")
+        if num_threads is not None and (not isinstance(num_threads, int) or num_threads < 1):
+            raise UsageError(f"got num_threads={num_threads!r}; it must be 1 or more (--threads)")
+        if not 0 < timeout_seconds <= MAX_TIMEOUT_SECONDS:
+            raise UsageError(f"got timeout_seconds={timeout_seconds}; it must be above 0, and no more than a year")
         environment = read_environment() if communicator is None else Environment()
         world_size = environment.world_size if communicator is None else communicator.world_size
         self.ranges = shard_ranges(count, world_size, shares)
@@ -142,7 +143,11 @@ class Run:
             UsageError: an argument that cannot be, SyncBatchNorm, LBFGS, or an optimizer of another model.
             DeterminismError: the ranks built different models.
         """
-        optimizers = (optimizer,) if isinstance(optimizer, Optimizer) else tuple(optimizer)
+        optimizers = _checked_optimizers(optimizer)
+        if isinstance(scheduler, ReduceLROnPlateau):
+            raise UsageError(
+                "ReduceLROnPlateau follows a measured value: leave scheduler=… out, and call its step(value) yourself"
+            )
         stream = self._num_streams
         self._num_streams += 1
         return TrainStep(
@@ -238,8 +243,7 @@ class Run:
 def _own_device(device: str | torch.device | None, environment: Environment) -> torch.device:
     """This rank's device: what the user says, else what the launcher says, else what there is."""
     if device is not None:
-        chosen = torch.device(device)
-        return chosen if chosen.type == "cpu" or chosen.index is not None else torch.device(chosen.type, 0)
+        return _checked_device(device)
     kind = environment.device_kind
     if kind is None:
         accelerator = torch.accelerator.current_accelerator(check_available=True)
@@ -250,6 +254,41 @@ def _own_device(device: str | torch.device | None, environment: Environment) -> 
     if kind != "mps":
         torch.accelerator.set_device_index(own.index)
     return own
+
+
+def _checked_device(asked: str | torch.device) -> torch.device:
+    """The device that the user names, with its index.
+
+    Raises:
+        DeviceError: there is no such device here.
+    """
+    try:
+        chosen = torch.device(asked)
+    except (RuntimeError, TypeError):
+        chosen = None
+    if chosen is not None and chosen.type == "cpu":
+        return torch.device("cpu")
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if chosen is None or accelerator is None or chosen.type != accelerator.type:
+        there = "cpu" if accelerator is None else f"cpu and {accelerator.type}"
+        raise DeviceError(f"got device={str(asked)!r}; this process has {there}")
+    if (chosen.index or 0) >= torch.accelerator.device_count():
+        last = torch.accelerator.device_count() - 1
+        raise DeviceError(f"got device={str(asked)!r}; this process has {chosen.type}:0 to {chosen.type}:{last}")
+    return torch.device(chosen.type, chosen.index or 0)
+
+
+def _checked_optimizers(value: Any) -> tuple[Optimizer, ...]:
+    """One or several optimizers as a tuple.
+
+    Raises:
+        UsageError: it is something else.
+    """
+    optimizers = tuple(value) if isinstance(value, Sequence) else (value,)
+    for optimizer in optimizers:
+        if not isinstance(optimizer, Optimizer):
+            raise UsageError(f"got {describe(optimizer)} as optimizer; needed: a torch.optim.Optimizer, or several")
+    return optimizers
 
 
 def _make_deterministic(device: torch.device, threads: int, reduction: str) -> None:

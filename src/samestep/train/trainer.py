@@ -145,6 +145,7 @@ class Trainer:
         if not isinstance(dataset, Loader | DataLoader):
             is_stream = not hasattr(dataset, "__len__")
             loader = self.run.loader(dataset, shuffle=shuffle and not is_stream, num_workers=num_workers)
+            loader.load_state_dict({"epoch": len(self.history), "position": 0})
         eval_loader = None
         if eval_data is not None:
             eval_loader = (
@@ -194,6 +195,7 @@ class Trainer:
         """Runs through the loader once."""
         self.model.train()
         self._total = self._count = 0.0
+        self._unread.clear()  # what followed a step that was not finite never happened
         num_samples, num_done = 0, 0
         steps = _length(loader)
         start = time.perf_counter()

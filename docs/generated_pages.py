@@ -1,0 +1,94 @@
+"""The generated pages: a mkdocs hook that writes the command line reference and the table of recipes from the code.
+
+A page holds a marker, `<!-- generated: commands -->` or `<!-- generated: recipes -->`, which is replaced when the
+documentation is built. Nothing generated is kept.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+MARKER = "<!-- generated: {} -->"
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Replaces the markers of a page; mkdocs calls this for each one."""
+    for name, write in GENERATORS.items():
+        marker = MARKER.format(name)
+        if marker in markdown:
+            markdown = markdown.replace(marker, write())
+    return markdown
+
+
+def command_reference() -> str:
+    """Every command of `samestep` with its usage, arguments and options, as Markdown."""
+    import typer
+
+    from samestep.cli.main import app
+
+    group: Any = typer.main.get_command(app)
+    parts = [_parameters("Options of every call", group.params)]
+    for name, command in group.commands.items():
+        parts.append(f"## samestep {name}\n\n{command.help}\n")
+        parts.append(f"```text\n{_usage(name, command.params)}\n```\n")
+        arguments = [p for p in command.params if p.param_type_name == "argument"]
+        options = [p for p in command.params if p.param_type_name == "option"]
+        parts.append(_parameters("Argument", [p for p in arguments if p.help]))
+        parts.append(_parameters("Option", options))
+    return "\n".join(part for part in parts if part)
+
+
+def recipe_table() -> str:
+    """Every recipe with its defaults, as a Markdown table."""
+    from samestep.recipes.catalog import NAMES, load
+
+    rows = ["| recipe | what | optimizer | batch | epochs | own options |", "|---|---|---|---|---|---|"]
+    for recipe in map(load, NAMES):
+        optimizer = f"{recipe.optimizer}, lr {recipe.lr:g}"
+        optimizer += f", momentum {recipe.momentum:g}" if recipe.momentum else ""
+        optimizer += f", weight decay {recipe.weight_decay:g}" if recipe.weight_decay else ""
+        optimizer += f", clipped at {recipe.max_grad_norm:g}" if recipe.max_grad_norm else ""
+        options = ", ".join(f"`{name}={_shown(default)}`" for name, default in recipe.options.items()) or "–"
+        cells = (f"`{recipe.name}`", recipe.summary, optimizer, recipe.global_batch_size, recipe.epochs, options)
+        rows.append(f"| {' | '.join(map(str, cells))} |")
+    return "\n".join(rows)
+
+
+GENERATORS: Mapping[str, Callable[[], str]] = {"commands": command_reference, "recipes": recipe_table}
+
+
+def _usage(name: str, parameters: list[Any]) -> str:
+    """`samestep train [OPTIONS] RECIPE`."""
+    words = ["samestep", name, "[OPTIONS]"]
+    words += [p.metavar or p.name.upper() for p in parameters if p.param_type_name == "argument"]
+    return " ".join(words)
+
+
+def _parameters(title: str, parameters: list[Any]) -> str:
+    """A table of parameters; nothing where there are none."""
+    shown = [p for p in parameters if not p.hidden]
+    if not shown:
+        return ""
+    rows = [f"| {title} | Default | |", "|---|---|---|"]
+    for parameter in shown:
+        silent = parameter.required or parameter.default is None or parameter.default is False
+        default = "" if silent else f"`{parameter.default}`"
+        rows.append(f"| {_spelling(parameter)} | {default} | {_escaped(parameter.help or '')} |")
+    return "\n".join(rows) + "\n"
+
+
+def _spelling(parameter: Any) -> str:
+    """How a parameter is written: its names and what its value is called."""
+    if parameter.param_type_name == "argument":
+        return f"`{parameter.metavar or parameter.name.upper()}`"
+    names = ", ".join(f"`{name}`" for name in (*parameter.opts, *parameter.secondary_opts))
+    return f"{names} `{_escaped(parameter.metavar)}`" if parameter.metavar else names
+
+
+def _escaped(text: str) -> str:
+    """Text for a table's cell."""
+    return text.replace("|", "\\|")
+
+
+def _shown(value: Any) -> str:
+    """A default as it is typed on the command line; empty text is shown as such."""
+    return str(value).lower() if isinstance(value, bool) else str(value) or "''"

@@ -1,0 +1,195 @@
+"""`samestep train`, as a user types it: the same digest on every number of devices, and sentences for mistakes."""
+
+import gzip
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from safetensors import safe_open
+
+SAMESTEP = [sys.executable, "-m", "samestep"]
+
+
+def samestep(*args, cwd, timeout=240, command=SAMESTEP):
+    """Runs the command; a failure to end is a failure."""
+    environment = {**os.environ, "COLUMNS": "200"}
+    return subprocess.run(
+        [*command, *map(str, args)], cwd=cwd, env=environment, capture_output=True, text=True, timeout=timeout
+    )
+
+
+def train_json(*args, cwd, command=SAMESTEP):
+    """The JSON object that a training run ends with."""
+    done = samestep("train", *args, "--json", cwd=cwd, command=command)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.strip().splitlines()
+    assert len(lines) == 1, "with --json nothing but the object goes to stdout"
+    return json.loads(lines[0]), done
+
+
+@pytest.fixture(scope="module")
+def tables(tmp_path_factory):
+    """A table to fit, made by arithmetic."""
+    path = tmp_path_factory.mktemp("tables") / "table.csv"
+    rows = [f"{i % 7},{(i * i) % 11},{(3 * i) % 5},{(i % 7) * 2 - (3 * i) % 5}" for i in range(200)]
+    path.write_text("a,b,c,target\n" + "\n".join(rows) + "\n")
+    return path
+
+
+def test_lenet_on_real_images_gives_one_digest_on_one_to_four_devices(shared_data, tmp_path):
+    digests = {}
+    for count in (1, 2, 3, 4):
+        result, _ = train_json(
+            "lenet",
+            "--data-dir", shared_data / "fashion-mnist",
+            "--devices", f"cpu:{count}",
+            "--num-shards", 4,
+            "--epochs", 2,
+            "--seed", 0,
+            "--run-dir", tmp_path / str(count),
+            cwd=tmp_path,
+        )  # fmt: skip
+        digests[count] = result["digest"]
+        assert result["devices"] == ["cpu"] * count
+        assert result["num_shards"] == 4
+        assert [epoch["epoch"] for epoch in result["epochs"]] == [1, 2]
+        assert {"seconds", "samples_per_second", "train_loss", "eval"} <= result["epochs"][0].keys()
+    assert len(set(digests.values())) == 1
+
+
+def test_another_seed_gives_another_digest_and_the_same_seed_the_same(tables, tmp_path):
+    def digest(name, *args):
+        result, _ = train_json(
+            "mlp", "--data", tables, "--epochs", 2, "--run-dir", tmp_path / name, *args, cwd=tmp_path
+        )
+        return result["digest"]
+
+    first = digest("a", "--devices", "cpu:1")
+    assert digest("b", "--devices", "cpu:2", "--shares", "3,1", "--num-workers", "2") == first
+    assert digest("c", "--devices", "cpu:1", "--seed", 1) != first
+
+
+def test_torchrun_gives_the_digest_of_our_own_launcher(tables, tmp_path):
+    ours, _ = train_json("mlp", "--data", tables, "--epochs", 2, "--devices", "cpu:1", "--run-dir", "a", cwd=tmp_path)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "-m", "samestep"]
+    theirs, _ = train_json("mlp", "--data", tables, "--epochs", 2, "--run-dir", "b", cwd=tmp_path, command=torchrun)
+    assert theirs["digest"] == ours["digest"]
+    assert theirs["devices"] == ["cpu", "cpu"]
+
+
+def test_a_run_leaves_its_folder_and_says_where(tables, tmp_path):
+    done = samestep("train", "mlp", "--data", tables, "--epochs", 3, "--run-dir", "here", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    folder = tmp_path / "here"
+    contract = json.loads((folder / "run.json").read_text())
+    assert contract["num_shards"] == 8
+    assert contract["recipe"] == "mlp"
+    ledger = [json.loads(line) for line in (folder / "ledger.jsonl").read_text().splitlines()]
+    assert [entry["step"] for entry in ledger] == list(range(len(ledger)))
+    assert sum(entry["num_samples"] for entry in ledger) == 3 * 160
+    assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert list((folder / "tensorboard").iterdir())
+    with safe_open(folder / "weights.safetensors", "pt") as weights:
+        assert all(not name.startswith("module.") for name in weights.keys())  # noqa: SIM118 - no dict
+    lines = done.stdout.splitlines()
+    assert [line for line in lines if line.startswith("epoch 3, time ")]
+    assert "2 CPU workers" in done.stdout
+    assert "here" in done.stdout
+    assert any(line.startswith("digest") and len(line.split()[-1]) == 64 for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("args", "sentence"),
+    [
+        (["lenett"], "did you mean 'lenet'"),
+        (["lenet", "--devices", "cpu:0"], "cpu"),
+        (["lenet", "--devices", "gpu9"], "gpu9"),
+        (["lenet", "--num-shards", "0"], "--num-shards"),
+        (["lenet", "--global-batch-size", "0"], "--global-batch-size"),
+        (["lenet", "--num-shards", "2", "--devices", "cpu:3"], "--num-shards 3"),
+        (["lenet", "--shares", "1,x"], "--shares"),
+        (["lenet", "--devices", "cpu:2", "--shares", "1,2,3"], "--shares"),
+        (["lenet", "--option", "width"], "name=value"),
+    ],
+)
+def test_a_mistake_gets_one_sentence_before_anything_starts(args, sentence, tmp_path):
+    done = samestep("train", *args, cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.startswith("samestep: error: ")
+    assert sentence in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not list(tmp_path.iterdir()), "nothing is left behind"
+
+
+def one_sentence(done, *words):
+    """A failure told once, in a sentence, without a traceback."""
+    assert done.returncode in (1, 2)
+    assert "Traceback" not in done.stderr, done.stderr
+    for word in words:
+        assert done.stderr.count(word) == 1, done.stderr
+
+
+def write_images(folder: Path, labels=bytes(range(10)) * 2, magic=b"\x00\x00\x08\x03", cut=0):
+    """A pair of IDX files of 20 images."""
+    folder.mkdir()
+    images = magic + b"".join(n.to_bytes(4, "big") for n in (20, 28, 28)) + bytes(20 * 28 * 28 - cut)
+    (folder / "train-images-idx3-ubyte").write_bytes(images)
+    content = b"\x00\x00\x08\x01" + (20).to_bytes(4, "big") + labels
+    with gzip.open(folder / "train-labels-idx1-ubyte.gz", "wb") as file:
+        file.write(content)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        ({"cut": 100}, ["train-images-idx3-ubyte"]),
+        ({"magic": b"\x00\x00\x09\x03"}, ["train-images-idx3-ubyte"]),
+        ({"labels": bytes([11] * 20)}, ["11"]),
+    ],
+    ids=["truncated", "wrong magic", "label out of range"],
+)
+def test_damaged_images_get_one_sentence_from_two_workers(damage, words, tmp_path):
+    folder = write_images(tmp_path / "data", **damage)
+    done = samestep("train", "lenet", "--data-dir", folder, "--devices", "cpu:2", "--run-dir", "r", cwd=tmp_path)
+    one_sentence(done, *words)
+
+
+def test_text_in_a_numeric_column_gets_one_sentence(tables, tmp_path):
+    bad = tmp_path / "bad.csv"
+    bad.write_text(tables.read_text().replace("\n3,", "\nthree,", 1))
+    done = samestep("train", "mlp", "--data", bad, "--devices", "cpu:1", "--run-dir", "r", cwd=tmp_path)
+    one_sentence(done, "three")
+
+
+def test_a_loss_that_is_not_finite_names_step_shard_and_samples(tables, tmp_path):
+    done = samestep(
+        "train", "mlp", "--data", tables, "--optimizer", "sgd", "--lr", "1e30", "--run-dir", "r", cwd=tmp_path
+    )
+    one_sentence(done, "not finite", "sample ids", "shard 0")
+
+
+def test_a_run_folder_that_is_taken_is_left_alone(tables, tmp_path):
+    samestep("train", "mlp", "--data", tables, "--epochs", 1, "--run-dir", "r", "--devices", "cpu:1", cwd=tmp_path)
+    before = (tmp_path / "r" / "ledger.jsonl").read_bytes()
+    done = samestep("train", "mlp", "--data", tables, "--epochs", 1, "--run-dir", "r", cwd=tmp_path)
+    one_sentence(done, "already holds a run")
+    assert (tmp_path / "r" / "ledger.jsonl").read_bytes() == before
+
+
+def test_a_full_disk_gets_one_sentence(tables, tmp_path):
+    small = tmp_path / "small"
+    small.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", small], capture_output=True)
+    if mounted.returncode != 0:
+        pytest.skip("a small file system cannot be mounted here")
+    try:
+        done = samestep("train", "mlp", "--data", tables, "--epochs", 400, "--run-dir", small / "r", cwd=tmp_path)
+        one_sentence(done, "--run-dir")
+        assert "No space left" in done.stderr
+    finally:
+        subprocess.run(["umount", small], check=True)
