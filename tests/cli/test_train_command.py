@@ -113,6 +113,12 @@ def test_a_run_leaves_its_folder_and_says_where(tables, tmp_path):
         (["lenet", "--shares", "1,x"], "--shares"),
         (["lenet", "--devices", "cpu:2", "--shares", "1,2,3"], "--shares"),
         (["lenet", "--option", "width"], "name=value"),
+        (["lenet", "--precision", "8-bit"], "--precision is one of 32-true"),
+        (["lenet", "--reduction", "ring"], "--reduction is one of ordered"),
+        (["lenet", "--optimizer", "lbfgs"], "--optimizer is one of sgd"),
+        (["lenet", "--lr", "-1"], "--lr must be above 0"),
+        (["lenet", "--epochs", "0"], "--epochs must be 1 or more"),
+        (["lenet", "--num-workers", "-1"], "--num-workers must be 0 or more"),
     ],
 )
 def test_a_mistake_gets_one_sentence_before_anything_starts(args, sentence, tmp_path):

@@ -3,7 +3,6 @@
 import sys
 from typing import Annotated
 
-import click
 import typer
 
 from samestep.cli.devices import devices
@@ -46,14 +45,15 @@ def main() -> None:
     """Runs the command; 0 done, 1 a failure, 2 bad usage, 128 + signal when stopped by one."""
     try:
         code = app(standalone_mode=False)
-    except click.ClickException as error:
-        error.show()
-        sys.exit(error.exit_code)
-    except click.Abort:
+    except (typer.Abort, KeyboardInterrupt):
         sys.exit(130)
     except SamestepError as error:
         print(f"samestep: error: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
-    except KeyboardInterrupt:
-        sys.exit(130)
+    except Exception as error:
+        # A usage error of click, or of the copy of it inside newer versions of typer: its methods tell it apart.
+        if not hasattr(error, "show") or not hasattr(error, "exit_code"):
+            raise
+        error.show()
+        sys.exit(error.exit_code)
     sys.exit(code if isinstance(code, int) else 0)

@@ -49,6 +49,7 @@ def train(
     """Trains a recipe on all devices and leaves a run folder: the same bits on any number of devices."""
     from samestep.comm.environment import read_environment
     from samestep.recipes.catalog import check_name
+    from samestep.recipes.options import check_options
     from samestep.train.naming import check_untaken, new_folder_name
 
     check_name(recipe)
@@ -75,6 +76,7 @@ def train(
         "run_dir": str(folder),
         "command": ["samestep", *sys.argv[1:]],
     }
+    check_options(job)
     environment = read_environment()
     if environment.launcher != "none":
         if devices != "auto":

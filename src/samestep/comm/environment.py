@@ -5,6 +5,7 @@ starters (Open MPI, MPICH, Intel MPI) have names of their own. Without any of th
 """
 
 import os
+import re
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 from samestep.errors import UsageError
 
 LOOPBACK = "127.0.0.1"
+MAX_PORT = 65_535
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,8 @@ class Environment:
         launcher: who started us: "none", "samestep", "torchrun", "slurm", "mpi" or "other".
         device_kind: the kind of device that our launcher chose ("cpu", "cuda", …); None if it is not said.
         num_threads: CPU threads a worker that our launcher chose; None if it is not said.
+        store_is_kept: whether the launcher hosts the store; rank 0 does, where it does not.
+        attempt: how often the launcher has restarted the ranks; a store may outlive them.
     """
 
     rank: int = 0
@@ -39,6 +43,8 @@ class Environment:
     launcher: str = "none"
     device_kind: str | None = None
     num_threads: int | None = None
+    store_is_kept: bool = False
+    attempt: int = 0
 
 
 def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
@@ -57,16 +63,19 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
         return _checked(
             env, names, "torchrun" if "TORCHELASTIC_RUN_ID" in env and started_by == "other" else started_by
         )
-    if "SLURM_STEP_ID" in env and "SLURM_PROCID" in env and int(env.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
-        return _checked(
-            env, ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"), "slurm"
-        )
+    # The MPI starters come first: inside a Slurm job they start through srun, whose variables then count their daemons.
     if "OMPI_COMM_WORLD_RANK" in env:
         prefix = "OMPI_COMM_WORLD_"
         names = (prefix + "RANK", prefix + "SIZE", prefix + "LOCAL_RANK", prefix + "LOCAL_SIZE")
         return _checked(env, names, "mpi")
-    if "PMI_RANK" in env and "PMI_SIZE" in env:
-        return _checked(env, ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"), "mpi")
+    for local in (("MPI_LOCALRANKID", "MPI_LOCALNRANKS"), ("PMI_LOCAL_RANK", "PMI_LOCAL_SIZE")):
+        if "PMI_RANK" in env and "PMI_SIZE" in env and local[0] in env:
+            return _checked(env, ("PMI_RANK", "PMI_SIZE", *local), "mpi")
+    if "SLURM_STEP_ID" in env and "SLURM_PROCID" in env and _number(env, "SLURM_STEP_NUM_TASKS", 1) > 1:
+        return _checked(env, ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"), "slurm")
+    if _number(env, "WORLD_SIZE", 1) > 1 or _number(env, "RANK", 0) > 0:
+        missing = "RANK" if "WORLD_SIZE" in env else "WORLD_SIZE"
+        raise UsageError(f"the environment variable {missing} is not set; RANK and WORLD_SIZE go together: set or unset both")
     return Environment()
 
 
@@ -75,17 +84,24 @@ def _checked(env: Mapping[str, str], names: tuple[str, str, str, str], launcher:
     rank, world_size = _number(env, names[0]), _number(env, names[1])
     if not 0 <= rank < world_size:
         raise UsageError(f"got {names[0]}={rank} and {names[1]}={world_size}; the rank must be below the world size")
-    local_world_size = _number(env, names[3], world_size)
+    local_world_size = _slurm_tasks_here(env) if launcher == "slurm" else None
+    if local_world_size is None:
+        local_world_size = _number(env, names[3], world_size)
+    if not 1 <= local_world_size <= world_size:
+        raise UsageError(f"got {names[3]}={local_world_size} and {names[1]}={world_size}; needed: 1 to {world_size}")
     local_rank = _number(env, names[2], rank % local_world_size)
-    default_port = _shared_port(env) if launcher in ("slurm", "mpi") else 0
-    port = _number(env, "MASTER_PORT", default_port)
-    address = env.get("MASTER_ADDR") or _first_slurm_host(env) or LOOPBACK
-    if world_size > 1 and port == 0:
+    if local_rank >= local_world_size:
         raise UsageError(
-            f"got {names[1]}={world_size} but no MASTER_PORT; start with torchrun or samestep run, or set it"
+            f"got {names[2]}={local_rank} and {names[3]}={local_world_size}; the local rank must be below the ranks of a node"
         )
-    if "MASTER_ADDR" not in env and launcher == "mpi" and local_world_size < world_size:
-        raise UsageError("mpirun over several nodes needs MASTER_ADDR: set it to the first node's address")
+    port = _number(env, "MASTER_PORT", _shared_port(env, launcher) if launcher in ("slurm", "mpi") else 0)
+    address = env.get("MASTER_ADDR") or (_first_slurm_host(env) if launcher == "slurm" else None) or LOOPBACK
+    if world_size > 1 and port == 0:
+        raise UsageError(f"got {names[1]}={world_size} but no MASTER_PORT; start with torchrun or samestep run, or set it")
+    if port > MAX_PORT:
+        raise UsageError(f"got MASTER_PORT={port}; a port is at most {MAX_PORT}")
+    if not env.get("MASTER_ADDR") and launcher in ("mpi", "other") and local_world_size < world_size:
+        raise UsageError("a run over several nodes needs MASTER_ADDR: set it to the first node's address")
     return Environment(
         rank=rank,
         world_size=world_size,
@@ -96,6 +112,8 @@ def _checked(env: Mapping[str, str], names: tuple[str, str, str, str], launcher:
         launcher=launcher,
         device_kind=env.get("SAMESTEP_DEVICE_KIND"),
         num_threads=_number(env, "SAMESTEP_THREADS", 0) or None,
+        store_is_kept=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        attempt=_number(env, "TORCHELASTIC_RESTART_COUNT", 0),
     )
 
 
@@ -104,24 +122,32 @@ def _number(env: Mapping[str, str], name: str, default: int | None = None) -> in
     text = env.get(name)
     if text is None and default is not None:
         return default
-    if text is None or not text.strip().isdigit():
+    if text is None or not text.strip().isdecimal():
         raise UsageError(f"the environment variable {name} is {text!r}; it must be a number that is not negative")
     return int(text)
 
 
-def _shared_port(env: Mapping[str, str]) -> int:
-    """A port that all ranks of one Slurm or MPI job derive alike, and other jobs most likely not."""
-    names = ("SLURM_JOB_ID", "SLURM_STEP_ID", "PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMI_ID", "HYDI_CONTROL_FD")
+def _shared_port(env: Mapping[str, str], launcher: str) -> int:
+    """A port that all ranks of one Slurm or MPI job derive alike, and other jobs most likely not.
+
+    Only variables with one value for all ranks will do. MPICH has none, so two of its jobs on one machine need a
+    MASTER_PORT each.
+    """
+    names = ("SLURM_JOB_ID", "SLURM_STEP_ID") if launcher == "slurm" else ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid")
     key = "/".join(env.get(name, "") for name in names)
     return 20_000 + zlib.crc32(key.encode()) % 12_000
 
 
+def _slurm_tasks_here(env: Mapping[str, str]) -> int | None:
+    """The tasks of this step on this node: of `4(x2),1` for nodes 0 to 2, the one at SLURM_NODEID; None if not said."""
+    counts: list[int] = []
+    for tasks, repeats in re.findall(r"(\d+)(?:\(x(\d+)\))?", env.get("SLURM_STEP_TASKS_PER_NODE", "")):
+        counts += [int(tasks)] * int(repeats or 1)
+    node = _number(env, "SLURM_NODEID", 0)
+    return counts[node] if node < len(counts) else None
+
+
 def _first_slurm_host(env: Mapping[str, str]) -> str | None:
-    """The first host of a Slurm node list: `gpu[03-05,9],x1` gives `gpu03`."""
-    hosts = env.get("SLURM_STEP_NODELIST")
-    if not hosts:
-        return None
-    head, bracket, rest = hosts.partition("[")
-    if not bracket or "," in head:
-        return head.split(",")[0]
-    return head + rest.split("]")[0].split(",")[0].split("-")[0]
+    """The first host of a Slurm node list: `gpu[03-05,9],x1` gives `gpu03`, `rack[1-2]n[4,7]` gives `rack1n4`."""
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", env.get("SLURM_STEP_NODELIST", ""))
+    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first.group()) if first else None

@@ -1,6 +1,7 @@
 """The transport over torch.distributed: gloo between CPU workers, NCCL between GPUs."""
 
 import contextlib
+import time
 from collections.abc import Sequence
 from datetime import timedelta
 
@@ -13,6 +14,7 @@ from samestep.comm.transport import Pending
 from samestep.errors import PeerLostError, UsageError
 
 ROLL_CALL_SECONDS = 5.0
+POLL_SECONDS = 0.02
 
 
 class GroupTransport:
@@ -24,14 +26,18 @@ class GroupTransport:
         group: the process group; None for the default one.
         store: the store that the ranks met at; finds out who is missing when a transfer fails.
         timeout: after this long without an answer a transfer fails.
+        store_host: the rank that hosts the store; None if no rank does.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, store: dist.Store, timeout: timedelta) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup | None, store: dist.Store, timeout: timedelta, store_host: int | None = None
+    ) -> None:
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
         self._group = group
         self._store = store
         self._timeout = timeout
+        self._store_host = store_host
         self._through_host = dist.get_backend(group) == "gloo"
 
     def exchange(self, parts: Tensor, sizes: Sequence[int], receive_sizes: Sequence[int]) -> Pending:
@@ -60,9 +66,12 @@ class GroupTransport:
             size = part.numel()
             return self.exchange(part.repeat(self.world_size), [size] * self.world_size, [size] * self.world_size)
         received = part.new_empty(part.numel() * self.world_size)
-        work = dist.all_gather_into_tensor(
-            received.view(torch.uint8), part.contiguous().view(torch.uint8), group=self._group, async_op=True
-        )
+        try:
+            work = dist.all_gather_into_tensor(
+                received.view(torch.uint8), part.contiguous().view(torch.uint8), group=self._group, async_op=True
+            )
+        except RuntimeError as error:
+            raise self.peers_lost(error) from error
         return GroupPending(self, work, received, part, part.device)
 
     def add(self, tensor: Tensor) -> Pending:
@@ -76,13 +85,14 @@ class GroupTransport:
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
         """Broadcast, through host memory where gloo needs it."""
-        moved = tensor.cpu() if self._through_host else tensor.contiguous()
+        ours = tensor.detach()
+        moved = (ours.cpu() if self._through_host else ours).contiguous()
         try:
-            dist.broadcast(moved.reshape(-1).view(torch.uint8), source, group=self._group)
+            dist.broadcast(moved.view(-1).view(torch.uint8), source, group=self._group)
         except RuntimeError as error:
             raise self.peers_lost(error) from error
-        if moved is not tensor:
-            tensor.copy_(moved)
+        if moved is not ours:
+            ours.copy_(moved)
 
     def close(self) -> None:
         """Destroys the process group."""
@@ -95,25 +105,40 @@ class GroupTransport:
         Every rank whose transfer failed answers a roll call in the store; those that do not are missing.
         """
         seconds = min(ROLL_CALL_SECONDS, self._timeout.total_seconds())
-        missing = []
         try:
-            self._store.set(f"roll-call/{self.rank}", "here")
-            for rank in range(self.world_size):
-                try:
-                    self._store.wait([f"roll-call/{rank}"], timedelta(seconds=seconds))
-                except RuntimeError:
-                    missing.append(rank)
-                    seconds = 0.1
+            missing = roll_call(self._store, self.rank, self.world_size, seconds)
         except RuntimeError:
-            return PeerLostError(f"the exchange failed and the store of the ranks is gone: {error}")
+            if self._store_host is None:
+                return PeerLostError(f"the exchange failed and the store of the ranks is gone: {error}")
+            missing = (self._store_host,)
         if not missing:
             return PeerLostError(f"the exchange failed although all ranks are alive: {error}")
         names = ", ".join(str(rank) for rank in missing)
         return PeerLostError(
             f"rank {self.rank} of {self.world_size} waits for rank {names}, which died or did not answer within "
             f"{self._timeout.total_seconds():g} s; see its log, or raise timeout_seconds if it is only slow",
-            tuple(missing),
+            missing,
         )
+
+
+def roll_call(store: dist.Store, rank: int, world_size: int, seconds: float) -> tuple[int, ...]:
+    """Says "here" in a store, and waits for the other ranks to do so.
+
+    Returns:
+        The ranks that did not within that time.
+
+    Raises:
+        RuntimeError: the store is gone.
+    """
+    store.set(str(rank), b"here")
+    missing = tuple(range(world_size))
+    deadline = time.monotonic() + seconds
+    # It polls, since a `wait` that times out makes torch print warnings.
+    while missing := tuple(other for other in missing if not store.check([str(other)])):
+        if time.monotonic() >= deadline:
+            break
+        time.sleep(POLL_SECONDS)
+    return missing
 
 
 class GroupPending:
@@ -159,50 +184,45 @@ def connect(
         return _adopt_group(environment, device, timeout)
     shared_gpu = device.type == "cuda" and environment.local_world_size > torch.cuda.device_count()
     backend = "nccl" if device.type == "cuda" and not shared_gpu else "gloo"
-    store = _meet(environment, timeout)
+    store = dist.PrefixStore(f"samestep-{environment.attempt}", _meet(environment, timeout))
+    store_host = None if environment.store_is_kept else 0
     dist.init_process_group(
         backend,
-        store=dist.PrefixStore("samestep-group", store),
+        store=dist.PrefixStore("group", store),
         rank=environment.rank,
         world_size=environment.world_size,
         timeout=timeout,
         device_id=device if backend == "nccl" else None,
     )
-    calls = dist.PrefixStore("samestep-calls", store)
-    transport = GroupTransport(None, calls, timeout)
+    calls = dist.PrefixStore("calls", store)
+    transport = GroupTransport(None, calls, timeout, store_host)
     if backend == "gloo":
         return transport, transport
-    return transport, GroupTransport(dist.new_group(backend="gloo", timeout=timeout), calls, timeout)
+    return transport, GroupTransport(dist.new_group(backend="gloo", timeout=timeout), calls, timeout, store_host)
 
 
 def _meet(environment: Environment, timeout: timedelta) -> dist.Store:
     """Connects to the store and waits until every rank has."""
-    address = f"tcp://{environment.master_addr}:{environment.master_port}"
+    host, port = environment.master_addr, environment.master_port
+    hosts_store = environment.rank == 0 and not environment.store_is_kept
     try:
-        store: dist.Store
-        store, _, _ = next(
-            dist.rendezvous("env://", environment.rank, environment.world_size, timeout=timeout)
-            if environment.launcher in ("samestep", "torchrun", "other")
-            else dist.rendezvous(address, environment.rank, environment.world_size, timeout=timeout)
+        # Not dist.rendezvous: its store waits for all ranks by itself, and cannot say who is missing.
+        store = dist.TCPStore(  # type: ignore[attr-defined] # torch's own __init__ imports it by a star
+            host, port, is_master=hosts_store, timeout=timeout, wait_for_workers=False, multi_tenant=True
         )
     except (RuntimeError, ValueError, OSError) as error:
-        raise UsageError(f"rank {environment.rank} cannot reach the store at {address}: {error}") from error
-    meeting = dist.PrefixStore("samestep-meeting", store)
-    meeting.set(str(environment.rank), "here")
-    missing = []
-    wait = timeout
-    for rank in range(environment.world_size):
-        try:
-            meeting.wait([str(rank)], wait)
-        except RuntimeError:
-            missing.append(rank)
-            wait = timedelta(seconds=0.1)
+        raise UsageError(
+            f"rank {environment.rank} cannot {'open' if hosts_store else 'reach'} the store at {host}:{port}, which "
+            f"MASTER_ADDR and MASTER_PORT name: {error}"
+        ) from error
+    met = dist.PrefixStore(f"samestep-{environment.attempt}/meeting", store)
+    missing = roll_call(met, environment.rank, environment.world_size, timeout.total_seconds())
     if missing:
         names = ", ".join(str(rank) for rank in missing)
         raise PeerLostError(
             f"rank {environment.rank} met {environment.world_size - len(missing)} of {environment.world_size} ranks "
             f"within {timeout.total_seconds():g} s; missing: {names}",
-            tuple(missing),
+            missing,
         )
     return store
 

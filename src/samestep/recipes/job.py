@@ -105,14 +105,11 @@ def make_optimizer(
     """The optimizer of a recipe.
 
     Raises:
-        UsageError: it is unknown, or a number cannot be.
+        UsageError: there is none of this name.
+        ValueError: torch refuses a number.
     """
     if optimizer not in OPTIMIZERS:
         raise UsageError(f"got optimizer {optimizer!r}; --optimizer is one of {', '.join(OPTIMIZERS)}")
-    if not lr > 0 or lr == float("inf"):
-        raise UsageError(f"got lr={lr}; --lr must be above 0")
-    if momentum < 0 or weight_decay < 0:
-        raise UsageError(f"got momentum={momentum}, weight_decay={weight_decay}; neither can be negative")
     extra: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay}
     if optimizer == "sgd":
         extra["momentum"] = momentum

@@ -1,0 +1,105 @@
+"""Global counts: denominators summed over the global batch before the forward."""
+
+import numpy as np
+import pytest
+import torch
+from engine_programs import table
+from torch import nn
+from worlds import in_turns
+
+from samestep.errors import LossError
+from samestep.train.run import Run
+
+NUM_SAMPLES = 22
+
+
+def anchors(batch):
+    """How many anchors and positives a shard holds."""
+    return {"anchors": batch[0].numel(), "positives": (batch[1] > 0).sum()}
+
+
+def detection(model, batch, counts):
+    """Two terms with denominators of their own."""
+    scores = model(batch[0])
+    positive = (batch[1] > 0).float()
+    spread = (batch[0] - scores).square().sum() / counts["anchors"]
+    return spread + 3.0 * (positive * (scores - batch[1]).abs()).sum() / counts["positives"]
+
+
+def run_detection(communicator, counts_fn, loss, num_samples=NUM_SAMPLES):
+    run = Run(24, 7, communicator=communicator)
+    model = nn.Linear(5, 1)
+    step = run.train_step(model, torch.optim.SGD(model.parameters(), lr=0.01), loss, counts_fn=counts_fn)
+    x, y = table()
+    results = [step((x[:num_samples], y[:num_samples])) for _ in range(3)]
+    return [r.loss.hex() for r in results], [p.detach().clone() for p in model.parameters()], results
+
+
+def test_a_loss_with_two_denominators_is_that_of_the_whole_batch():
+    losses, parameters, _ = in_turns(1, run_detection, anchors, detection)[0]
+    torch.manual_seed(0)
+    plain = nn.Linear(5, 1)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.01)
+    batch = tuple(t[:NUM_SAMPLES] for t in table())
+    for loss in losses:
+        optimizer.zero_grad()
+        expected = detection(plain, batch, anchors(batch))
+        expected.backward()
+        optimizer.step()
+        assert float.fromhex(loss) == pytest.approx(expected.item(), rel=1e-6)  # float32 sums in another order
+    for a, b in zip(parameters, plain.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)  # the same
+
+
+@pytest.mark.parametrize("num_samples", [NUM_SAMPLES, 4])
+def test_the_counts_are_the_same_bits_on_every_number_of_devices(num_samples):
+    reference = in_turns(1, run_detection, anchors, detection, num_samples)[0]
+    for world_size in (2, 3, 5):
+        for result in in_turns(world_size, run_detection, anchors, detection, num_samples):
+            assert result[0] == reference[0]
+            assert all(torch.equal(a, b) for a, b in zip(result[1], reference[1], strict=True))
+
+
+@pytest.mark.parametrize(
+    ("counts_fn", "read"),
+    [
+        (lambda b: len(b[0]), lambda c: c),
+        (lambda b: torch.tensor([float(len(b[0]))]), lambda c: c),
+        (lambda b: np.int64(len(b[0])), lambda c: c),
+        (lambda b: (len(b[0]), 1), lambda c: c[0]),
+        (lambda b: [1, len(b[0])], lambda c: c[1]),
+        (lambda b: {"ones": 1, "samples": len(b[0])}, lambda c: c["samples"]),
+    ],
+)
+def test_counts_come_back_in_the_structure_they_were_given(counts_fn, read):
+    seen = []
+
+    def loss(model, batch, counts):
+        seen.append(float(read(counts)))
+        return model(batch[0]).sum() / read(counts)
+
+    in_turns(2, run_detection, counts_fn, loss)
+    assert set(seen) == {float(NUM_SAMPLES)}
+
+
+@pytest.mark.parametrize(
+    ("counts_fn", "message"),
+    [
+        (lambda b: torch.ones(3), "counts_fn returned a float32 tensor of shape [3]; it must return a number"),
+        (lambda b: None, "counts_fn returned None; it must return a number"),
+        (lambda b: {"a": "3"}, "counts_fn returned a str"),
+        (lambda b: {}, "counts_fn returned no number"),
+        (lambda b: [1] * len(b[0]), "for one shard and"),
+        (lambda b: {"a": 1, "b": 2} if len(b[0]) == 4 else {"b": 2, "a": 1}, "for one shard, ('a', 'b') for another"),
+        (lambda b: {"a": 1} if len(b[0]) == 4 else 1, "for one shard, ('a',) for another"),
+    ],
+)
+def test_counts_that_are_none_are_refused(counts_fn, message):
+    with pytest.raises(LossError) as caught:
+        in_turns(1, run_detection, counts_fn, lambda m, b, c: m(b[0]).sum())
+    assert message in str(caught.value)
+
+
+def test_a_loss_with_global_counts_must_return_its_share():
+    with pytest.raises(LossError, match="with counts_fn the loss function must return a 0-d tensor"):
+        in_turns(1, run_detection, anchors, lambda m, b, c: m(b[0]).squeeze(1))

@@ -1,0 +1,115 @@
+"""The loss contract: what a loss function may return, and how it is told that it may not."""
+
+import numpy as np
+import pytest
+import torch
+from engine_programs import mean_squared, perceptron, squared, step_once, table
+from torch import nn
+from torch.nn import functional
+from worlds import in_turns
+
+from samestep.engine.losses import Mean, total_and_count
+from samestep.errors import LossError, NonFiniteError
+from samestep.train.run import Run
+
+
+def linear():
+    return nn.Linear(5, 1)
+
+
+def as_mean(model, batch):
+    losses = squared(model, batch)
+    return Mean(losses.sum(), len(losses))
+
+
+@pytest.mark.parametrize("loss", [mean_squared, squared, as_mean])
+def test_each_form_of_loss_gives_the_mean_over_the_global_batch(loss):
+    model, result = in_turns(1, lambda c: step_once(c, linear, loss, num_shards=7))[0]
+    torch.manual_seed(0)
+    plain = linear()
+    expected = functional.mse_loss(plain(table()[0]), table()[1])
+    (gradient,) = torch.autograd.grad(expected, plain.weight)
+    assert result.loss == pytest.approx(expected.item(), rel=1e-6)  # 24 float32 terms in another order
+    assert (result.count, result.num_samples) == (24, 24)
+    torch.testing.assert_close(model.weight.grad, gradient, rtol=1e-5, atol=1e-6)
+
+
+def test_losses_a_sample_and_a_sum_with_a_count_are_the_same_bits():
+    results = [in_turns(1, lambda c, loss=loss: step_once(c, perceptron, loss))[0] for loss in (squared, as_mean)]
+    assert results[0][1].loss.hex() == results[1][1].loss.hex()
+    assert all(torch.equal(a, b) for a, b in zip(*(r[0].state_dict().values() for r in results), strict=True))
+
+
+@pytest.mark.parametrize("count", [3, 3.0, np.int64(3), torch.tensor(3), torch.tensor([3.0]), torch.tensor(3.0)])
+def test_a_count_is_any_one_number(count):
+    total, read = total_and_count(Mean(torch.tensor(6.0), count), 10)
+    assert (float(total), float(read), read.dtype) == (6.0, 3.0, torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (torch.zeros(3, 1), "returned a float32 tensor of shape [3, 1]; needed: a 0-d tensor"),
+        (torch.zeros(4), "returned 4 losses for a shard of 3 samples"),
+        (torch.tensor(1), "the loss is a int64 tensor of shape []; it must be of a floating dtype"),
+        (torch.tensor(True), "it must be of a floating dtype"),
+        (None, "returned None; needed"),
+        ("0.5", "returned a str; needed"),
+        (0.5, "returned a float; needed"),
+        ((torch.tensor(1.0), 3), "returned a tuple; needed"),
+        (Mean(torch.zeros(3), 3), "0-d tensor as total, got a float32 tensor of shape [3]; sum it first"),
+        (Mean(1.0, 3), "0-d tensor as total, got a float"),
+        (Mean(torch.tensor(1), 3), "must be of a floating dtype"),
+        (Mean(torch.tensor(1.0), torch.ones(3)), "one number as count, got a float32 tensor of shape [3]"),
+        (Mean(torch.tensor(1.0), "3"), "one number as count, got a str"),
+        (Mean(torch.tensor(1.0), None), "one number as count, got None"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_anything_else_is_refused_with_what_was_got_and_what_is_needed(value, message):
+    with pytest.raises(LossError) as caught:
+        total_and_count(value, 3)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_step_refuses_the_wrong_number_of_losses():
+    with pytest.raises(LossError, match="returned 2 losses for a shard of 6 samples"):
+        in_turns(2, lambda c: step_once(c, linear, lambda m, b: squared(m, b)[:2]))
+
+
+@pytest.mark.parametrize("loss", [lambda m, b: m(b[0]).mean().detach(), lambda m, b: b[1].mean()])
+def test_a_loss_that_depends_on_no_parameter_is_refused(loss):
+    with pytest.raises(LossError, match="does not depend on any trainable parameter"):
+        in_turns(1, lambda c: step_once(c, linear, loss))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("form", [lambda v: v.mean(), lambda v: v, lambda v: Mean(v.mean(), 1)])
+def test_a_loss_of_sixteen_bits_is_widened_before_it_is_summed(dtype, form):
+    losses = torch.full((4096,), 100.0, dtype=dtype)
+    total, count = total_and_count(form(losses), 4096)
+    assert total.dtype == torch.float32
+    assert float(total / count) == 100.0
+
+
+def test_a_batch_in_which_nothing_counts_is_named():
+    with pytest.raises(NonFiniteError, match="its count over the whole batch is 0"):
+        in_turns(2, lambda c: step_once(c, linear, lambda m, b: Mean(0 * m(b[0]).sum(), 0)))
+
+
+def test_a_loss_that_was_refused_leaves_the_parameters_as_they_were():
+    def program(communicator):
+        run = Run(24, 4, communicator=communicator)
+        model = linear()
+        before = [p.detach().clone() for p in model.parameters()]
+        losses = iter([mean_squared, lambda m, b: "no loss", mean_squared, mean_squared, mean_squared, mean_squared])
+        step = run.train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), lambda m, b: next(losses)(m, b))
+        with pytest.raises(LossError):
+            step(table())
+        same = all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+        return same, step.num_steps, step(table()).loss
+
+    same, num_steps, loss = in_turns(1, program)[0]
+    assert (same, num_steps) == (True, 0)
+    assert loss == in_turns(1, lambda c: step_once(c, linear))[0][1].loss

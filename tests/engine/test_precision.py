@@ -1,0 +1,156 @@
+"""Precision: autocast, and the loss scale of 16-bit floats."""
+
+import pytest
+import torch
+from engine_programs import bits, mean_squared, perceptron, table
+from torch import nn
+from worlds import in_turns
+
+from samestep.engine import precision as precision_module
+from samestep.engine.precision import INITIAL_SCALE, LossScale, check_precision
+from samestep.errors import NonFiniteError, UsageError
+from samestep.train.run import Run
+
+
+def large(model, batch):
+    """A loss so large that scaled gradients leave the range of float16 at first."""
+    return 100.0 * mean_squared(model, batch)
+
+
+def overflowing(communicator, num_steps=8, loss=large, **options):
+    """Steps in float16: the digest, which steps were skipped, and the scale after each."""
+    run = Run(24, 6, communicator=communicator)
+    model = perceptron()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    step = run.train_step(model, optimizer, loss, precision="16-mixed", **options)
+    seen = []
+    for _ in range(num_steps):
+        before = bits(model, optimizer)
+        result = step(table())
+        scale = step.state_dict()["loss_scale"]["scale"]
+        seen.append((result.skipped, scale, bits(model, optimizer) == before, result.loss.hex()))
+    return bits(model, optimizer), seen
+
+
+@pytest.fixture(scope="module")
+def alone():
+    return in_turns(1, overflowing)[0]
+
+
+def test_an_overflow_halves_the_scale_and_leaves_the_state_alone(alone):
+    seen = alone[1]
+    skipped = [entry[0] for entry in seen]
+    assert skipped[0]
+    assert not skipped[-1]
+    scale = INITIAL_SCALE
+    for was_skipped, after, unchanged, loss in seen:
+        assert after == (scale / 2 if was_skipped else scale)
+        assert unchanged == was_skipped
+        assert torch.isfinite(torch.tensor(float.fromhex(loss)))
+        scale = after
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_overflows_and_their_outcome_do_not_depend_on_the_devices(alone, world_size):
+    for result in in_turns(world_size, overflowing):
+        assert result == alone
+
+
+def test_twin_a_scale_that_each_rank_decides_alone_is_noticed(alone, monkeypatch):
+    real = LossScale.update
+
+    def by_rank(self, overflowed):
+        self.rank_calls = getattr(self, "rank_calls", 0) + 1
+        real(self, overflowed if id(self) == first[0] or self.rank_calls > 1 else torch.zeros_like(overflowed))
+
+    first = []
+    init = LossScale.__init__
+
+    def remember(self, device, enabled):
+        init(self, device, enabled)
+        first.append(id(self))
+
+    monkeypatch.setattr(LossScale, "__init__", remember)
+    monkeypatch.setattr(LossScale, "update", by_rank)
+    results = in_turns(2, overflowing)
+    assert results[0] != results[1]
+
+
+def test_a_gradient_that_never_fits_is_an_error_in_the_end():
+    def endless(model, batch):
+        return torch.where(batch[1] > 5, 1.0, 1e38 * model(batch[0])).square().mean().clamp(max=3) * 0 + (
+            1e30 * model(batch[0]).float()
+        ).mean()
+
+    def program(communicator):
+        with pytest.raises(NonFiniteError) as caught:
+            overflowing(communicator, 40, endless)
+        return str(caught.value)
+
+    messages = in_turns(2, program)
+    assert messages[0] == messages[1]
+    assert "gradient of shard" in messages[0]
+
+
+def test_a_loss_that_is_not_finite_is_an_error_at_once():
+    with pytest.raises(NonFiniteError, match="the loss of shard 0"):
+        in_turns(1, overflowing, 3, lambda m, b: mean_squared(m, b) * float("nan"))
+
+
+def test_good_steps_in_a_row_double_the_scale(monkeypatch):
+    monkeypatch.setattr(precision_module, "GROWTH_INTERVAL", 3)
+    scale = LossScale(torch.device("cpu"), enabled=True)
+    no, yes = torch.tensor(False), torch.tensor(True)
+    seen = []
+    for overflowed in (no, no, no, no, yes, no, no, no):
+        scale.update(overflowed)
+        seen.append(float(scale.scale) / INITIAL_SCALE)
+    assert seen == [1, 1, 2, 2, 1, 1, 1, 2]
+
+
+def test_the_scale_never_grows_to_infinity(monkeypatch):
+    monkeypatch.setattr(precision_module, "GROWTH_INTERVAL", 1)
+    scale = LossScale(torch.device("cpu"), enabled=True)
+    for _ in range(200):
+        scale.update(torch.tensor(False))
+    assert float(scale.scale) == 2.0**127
+
+
+def test_the_scale_survives_saving_and_loading():
+    scale, other = (LossScale(torch.device("cpu"), enabled=True) for _ in range(2))
+    scale.update(torch.tensor(True))
+    scale.update(torch.tensor(False))
+    other.load_state_dict(scale.state_dict())
+    assert other.state_dict() == scale.state_dict() == {"scale": INITIAL_SCALE / 2, "good_steps": 1.0}
+    assert LossScale(torch.device("cpu"), enabled=False).state_dict() == {}
+
+
+def test_a_power_of_two_changes_no_bit_of_a_gradient():
+    gradient = torch.randn(1000)
+    scaled = gradient * INITIAL_SCALE
+    scale = LossScale(torch.device("cpu"), enabled=True)
+    scale.unscale([scaled])
+    assert torch.equal(scaled, gradient)
+
+
+@pytest.mark.parametrize(
+    ("precision", "dtype"), [("32-true", torch.float32), ("bf16-mixed", torch.bfloat16), ("16-mixed", torch.float16)]
+)
+def test_the_forward_runs_in_the_precision_asked_for_and_parameters_stay_float32(precision, dtype):
+    def program(communicator):
+        run = Run(24, 4, communicator=communicator)
+        model = nn.Sequential(nn.Linear(5, 8), nn.Linear(8, 1))
+        seen = set()
+        model[0].register_forward_hook(lambda module, args, output: seen.add(output.dtype))
+        step = run.train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), mean_squared, precision=precision)
+        step(table())
+        run.evaluate(model, table(), {"loss": lambda output, batch: output.float().squeeze(1)}, precision=precision)
+        return seen, {p.dtype for p in model.parameters()}, {p.grad.dtype for p in model.parameters()}
+
+    assert in_turns(1, program)[0] == ({dtype}, {torch.float32}, {torch.float32})
+
+
+@pytest.mark.parametrize("name", ["fp16", "32", "bf16", "", None])
+def test_an_unknown_precision_is_refused(name):
+    with pytest.raises(UsageError, match="--precision is one of 32-true, bf16-mixed, 16-mixed"):
+        check_precision(name)
