@@ -25,7 +25,7 @@ def write_pair(folder, part, count, side=28):
 
 def test_the_embedded_digits_are_split_80_to_20_in_file_order():
     train, test, description = image_data()
-    assert description == "digits: 1,797 scans, 28×28 (1,437 train, 360 test)"  # noqa: RUF001 - the sign is meant
+    assert description == "digits: 1,797 scans, 28×28 (1,437 train, 360 test)"
     assert (len(train), len(test)) == (1437, 360)
     images, labels = digits()
     assert torch.equal(train.tensors[0], images[:1437])
@@ -47,7 +47,7 @@ def test_a_folder_with_two_pairs_is_train_and_test(tmp_path):
     write_pair(tmp_path, "t10k", 5)
     train, test, description = image_data("mnist", tmp_path)
     assert (len(train), len(test)) == (12, 5)
-    assert description == "mnist: 17 handwritten digits, 28×28 (12 train, 5 test)"  # noqa: RUF001 - the sign is meant
+    assert description == "mnist: 17 handwritten digits, 28×28 (12 train, 5 test)"
 
 
 @pytest.mark.parametrize("part", ["train", "t10k"])
@@ -58,7 +58,7 @@ def test_a_folder_with_one_pair_is_split_80_to_20_in_file_order(tmp_path, part):
     train, test, description = image_data(data_dir=folder)
     assert (len(train), len(test)) == (16, 4)
     assert test.tensors[1].tolist() == [6, 7, 8, 9]
-    assert description == "mine: 20 images, 4×4 (16 train, 4 test)"  # noqa: RUF001 - the sign is meant
+    assert description == "mine: 20 images, 4×4 (16 train, 4 test)"
 
 
 def test_a_data_set_by_name_is_read_from_the_cache_once_it_is_there(tmp_path, monkeypatch):

@@ -14,10 +14,10 @@ from samestep.train.run import Run
 
 def large(model, batch):
     """A loss so large that scaled gradients leave the range of float16 at first."""
-    return 100.0 * mean_squared(model, batch)
+    return 10.0 * mean_squared(model, batch)
 
 
-def overflowing(communicator, num_steps=8, loss=large, **options):
+def overflowing(communicator, num_steps=12, loss=large, **options):
     """Steps in float16: the digest, which steps were skipped, and the scale after each."""
     run = Run(24, 6, communicator=communicator)
     model = perceptron()
@@ -78,9 +78,10 @@ def test_twin_a_scale_that_each_rank_decides_alone_is_noticed(alone, monkeypatch
 
 def test_a_gradient_that_never_fits_is_an_error_in_the_end():
     def endless(model, batch):
-        return torch.where(batch[1] > 5, 1.0, 1e38 * model(batch[0])).square().mean().clamp(max=3) * 0 + (
-            1e30 * model(batch[0]).float()
-        ).mean()
+        return (
+            torch.where(batch[1] > 5, 1.0, 1e38 * model(batch[0])).square().mean().clamp(max=3) * 0
+            + (1e30 * model(batch[0]).float()).mean()
+        )
 
     def program(communicator):
         with pytest.raises(NonFiniteError) as caught:

@@ -51,7 +51,7 @@ def test_ranks_that_ship_aligned_blocks_build_the_same_tree(num_shards, data):
 
 
 def test_the_blocks_of_the_worked_example():
-    assert rank_blocks([range(2), range(2, 5), range(5, 8)], 8) == (
+    assert rank_blocks((range(2), range(2, 5), range(5, 8)), 8) == (
         (Block(0, 2),),
         (Block(2, 2), Block(4, 1)),
         (Block(5, 1), Block(6, 2)),

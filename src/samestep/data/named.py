@@ -118,5 +118,5 @@ def _from_folder(folder: Path, name: str, noun: str) -> tuple[TensorData, Tensor
 
 def _describe(name: str, noun: str, train: TensorData, test: TensorData) -> str:
     height, width = train.tensors[0].shape[-2:]
-    size = f"{height}×{width}"  # noqa: RUF001 - the sign is meant
+    size = f"{height}×{width}"
     return f"{name}: {len(train) + len(test):,} {noun}, {size} ({len(train):,} train, {len(test):,} test)"

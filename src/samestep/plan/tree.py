@@ -6,7 +6,8 @@ does not associate: only the pairing of the leaves matters, not who adds them. A
 the largest aligned blocks, ships those, and whoever receives all blocks finishes the same tree.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Generic, NamedTuple, TypeVar
 
 T = TypeVar("T")
@@ -75,7 +76,8 @@ def aligned_blocks(shards: range) -> tuple[Block, ...]:
     return counter.blocks
 
 
-def rank_blocks(ranges: Iterable[range], num_leaves: int) -> tuple[tuple[Block, ...], ...]:
+@cache
+def rank_blocks(ranges: tuple[range, ...], num_leaves: int) -> tuple[tuple[Block, ...], ...]:
     """The blocks that each rank ships, when only the first `num_leaves` shards hold samples."""
     return tuple(aligned_blocks(range(shards.start, min(shards.stop, num_leaves))) for shards in ranges)
 

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from samestep.errors import RunFolderError
-from samestep.train.naming import CONTRACT_FILE, check_untaken
+from samestep.train.naming import check_untaken
 
 LEDGER_FILE = "ledger.jsonl"
 METRICS_FILE = "metrics.jsonl"

@@ -21,6 +21,7 @@ from samestep.train.digest import state_digest
 from samestep.train.display import make_display
 from samestep.train.ledger import LedgerWriter, learning_rates, ledger_entry
 from samestep.train.loggers import JsonlLogger, Logger, TensorBoardLogger
+from samestep.train.naming import CONTRACT_FILE
 from samestep.train.run import Run
 
 
@@ -99,7 +100,7 @@ class Trainer:
         self._total = self._count = 0.0
         if self._folder is not None:
             recorded = {**run.contract.as_json(), "precision": self._precision, **(contract or {})}
-            files.write_json(self._folder / files.CONTRACT_FILE, recorded)
+            files.write_json(self._folder / CONTRACT_FILE, recorded)
             self._ledger = LedgerWriter(self._folder / files.LEDGER_FILE)
             self._loggers.append(JsonlLogger(self._folder / files.METRICS_FILE))
             self._loggers.append(TensorBoardLogger(self._folder / files.TENSORBOARD_FOLDER))

@@ -1,0 +1,220 @@
+"""Steps whose loss or gradient is not finite: named, undone, or left out."""
+
+import copy
+
+import pytest
+import torch
+from engine_programs import bits, perceptron, table
+from torch.nn import functional
+from worlds import in_turns
+
+from samestep.engine.result import StepResult
+from samestep.engine.step import TrainStep
+from samestep.errors import NonFiniteError
+from samestep.train.run import Run
+
+NUM_SAMPLES, BATCH = 96, 24
+BAD_ID = 13
+KINDS = ["loss", "infinite loss", "gradient"]
+
+
+def broken_at_bad_id(kind):
+    """A loss that breaks at one sample: the first of its features is its id."""
+
+    def loss(model, batch):
+        x, y = batch
+        ids, features = x[:, 0], x[:, 1:]
+        output = model(features)
+        is_bad = (ids == BAD_ID).float()
+        value = functional.mse_loss(output, y)
+        if kind == "loss":
+            return value + torch.where(is_bad > 0, float("nan"), 0.0).sum()
+        if kind == "infinite loss":
+            return value + torch.where(is_bad > 0, float("inf"), 0.0).sum()
+        return value + (0 * is_bad.unsqueeze(1) * output).abs().sum().sqrt() * is_bad.sum()
+
+    return loss
+
+
+def samples():
+    x, y = table(NUM_SAMPLES)
+    return torch.cat([torch.arange(NUM_SAMPLES).float().unsqueeze(1), x], 1), y
+
+
+def make_optimizer(model, name):
+    if name == "sgd":
+        return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    return torch.optim.AdamW(model.parameters(), lr=0.01, fused=name == "fused adamw")
+
+
+def train(communicator, kind, optimizer_name="sgd", on_nonfinite="raise"):
+    """Trains on; notes for each bad step what was said, and whether the state was that from before it."""
+    run = Run(BATCH, 8, seed=5, communicator=communicator)
+    model = perceptron()
+    optimizer = make_optimizer(model, optimizer_name)
+    step = run.train_step(model, optimizer, broken_at_bad_id(kind), on_nonfinite=on_nonfinite)
+    notes = []
+    for _ in range(2):
+        for batch in run.loader(samples(), shuffle=True):
+            before = (bits(model, optimizer), step.num_steps)
+            try:
+                result = step(batch)
+                if result.skipped:
+                    notes.append((result.loss.hex(), before[0] == bits(model, optimizer), step.num_steps - before[1]))
+            except NonFiniteError as error:
+                notes.append((str(error), before == (bits(model, optimizer), step.num_steps), batch.ids().tolist()))
+    return notes, bits(model, optimizer)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_a_bad_step_is_named_undone_and_can_be_left_behind(kind, optimizer):
+    notes, digest = in_turns(1, train, kind, optimizer)[0]
+    assert len(notes) == 2, "one bad batch an epoch"
+    for message, unchanged, ids in notes:
+        assert unchanged
+        assert "\n" not in message
+        place = ids.index(BAD_ID)
+        shard = place // (BATCH // 8)
+        first = ", ".join(map(str, ids[3 * shard : 3 * shard + 3]))
+        assert f"{kind.split()[-1]} of shard {shard} (" in message
+        assert f"sample ids {first})" in message
+        assert "step " in message
+        assert "on_nonfinite='skip'" in message
+    for world_size in (2, 3):
+        for result in in_turns(world_size, train, kind, optimizer):
+            assert result == (notes, digest)
+
+
+def test_the_error_names_the_step():
+    notes, _ = in_turns(1, train, "loss")[0]
+    run_order = in_turns(
+        1, lambda c: [b.ids().tolist() for b in Run(BATCH, 8, 5, communicator=c).loader(samples(), shuffle=True)]
+    )
+    (bad_step,) = [k for k, ids in enumerate(run_order[0]) if BAD_ID in ids]
+    assert notes[0][0].startswith(f"step {bad_step}: not finite: the loss of shard")
+
+
+def test_a_plain_batch_is_named_by_its_rows():
+    def program(communicator):
+        run = Run(BATCH, 8, communicator=communicator)
+        model = perceptron()
+        step = run.train_step(model, make_optimizer(model, "sgd"), broken_at_bad_id("loss"))
+        with pytest.raises(NonFiniteError, match=r"the loss of shard 4 \(nan; rows 12 to 14 of the batch\)"):
+            step(tuple(t[:BATCH] for t in samples()))
+
+    in_turns(2, program)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_skip_leaves_the_update_out_and_counts_the_step(kind):
+    notes, digest = in_turns(1, train, kind, "adamw", "skip")[0]
+    assert len(notes) == 2
+    for loss, unchanged, steps in notes:
+        assert unchanged
+        assert steps == 1
+        assert (loss in ("nan", "inf")) == (kind != "gradient")
+    for world_size in (2, 3):
+        assert all(r == (notes, digest) for r in in_turns(world_size, train, kind, "adamw", "skip"))
+
+
+def test_twin_a_step_that_is_not_undone_is_noticed(monkeypatch):
+    real = TrainStep._judge
+    monkeypatch.setattr(
+        TrainStep, "_judge", lambda self, loss, gradient: (torch.tensor(True), real(self, loss, gradient)[1])
+    )
+    _, digest = in_turns(1, train, "loss", "sgd", "skip")[0]
+    monkeypatch.undo()
+    assert in_turns(1, train, "loss", "sgd", "skip")[0][1] != digest
+
+
+def late_run(communicator, late, bad=2, scheduler=False):
+    """Six steps of which one is bad; where the check is late nobody reads the scalars before the end."""
+    run = Run(BATCH, 4, communicator=communicator)
+    torch.manual_seed(3)
+    model = perceptron()
+    optimizer = make_optimizer(model, "fused adamw")
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9) if scheduler else None
+    step = run.train_step(model, optimizer, broken_at_bad_id("loss"), late_check=late, scheduler=schedule)
+    x, y = samples()
+    batches = [(x[24:48] + k, y[24:48]) for k in range(6)]
+    batches[bad] = (x[:24], y[:24])
+    states, messages = [], []
+    k = 0
+    while k < len(batches):
+        states.append((bits(model, optimizer), copy.deepcopy(optimizer.state_dict()["param_groups"])))
+        try:
+            step(batches[k])
+            k += 1
+            if k == len(batches):
+                step.check()
+        except NonFiniteError as error:
+            messages.append(str(error))
+            after = (bits(model, optimizer), copy.deepcopy(optimizer.state_dict()["param_groups"]))
+            at = step.num_steps
+            break
+    noops = [s[0] for s in states[bad + 1 :]]
+    del batches[bad]
+    for batch in batches[bad:]:
+        step(batch)
+    step.check()
+    return {
+        "messages": messages,
+        "undone": after[0] == states[bad][0],
+        "rates undone": after[1] == states[bad][1],
+        "no-ops": all(s == states[bad][0] for s in noops),
+        "num no-ops": len(noops),
+        "at": at,
+        "final": bits(model, optimizer),
+    }
+
+
+@pytest.fixture
+def nobody_looks(monkeypatch):
+    """Scalars that are never there, as on a device that lags behind the host."""
+    monkeypatch.setattr(StepResult, "is_there", property(lambda self: False))
+
+
+def test_a_late_check_makes_later_steps_no_ops_until_it_is_read(nobody_looks):
+    on_host = in_turns(1, late_run, False)[0]
+    assert on_host["num no-ops"] == 0
+    for world_size in (1, 2, 3):
+        for late in in_turns(world_size, late_run, True):
+            assert late["num no-ops"] == 3
+            assert late["no-ops"]
+            assert late["undone"]
+            assert late["at"] == 2
+            assert late["messages"] == on_host["messages"]
+            assert late["final"] == on_host["final"]
+
+
+def test_a_late_check_reads_what_is_there_before_the_next_step():
+    late = in_turns(1, late_run, True)[0]
+    assert late["undone"]
+    assert late["num no-ops"] == 1
+    assert late["final"] == in_turns(1, late_run, False)[0]["final"]
+
+
+def test_a_first_step_that_is_bad_is_undone(nobody_looks):
+    assert in_turns(1, late_run, False, 0)[0]["undone"]
+    assert in_turns(1, late_run, True, 0)[0]["final"] == in_turns(1, late_run, False, 0)[0]["final"]
+
+
+def test_reading_a_late_result_raises_by_itself(nobody_looks):
+    def program(communicator):
+        run = Run(BATCH, 4, communicator=communicator)
+        model = perceptron()
+        step = run.train_step(model, make_optimizer(model, "fused adamw"), broken_at_bad_id("loss"), late_check=True)
+        result = step(tuple(t[:24] for t in samples()))
+        with pytest.raises(NonFiniteError, match="step 0: not finite"):
+            _ = result.loss
+
+    in_turns(1, program)
+
+
+def test_a_scheduler_stands_where_it_stood_before_the_bad_step(nobody_looks):
+    on_host = in_turns(1, late_run, False, 2, True)[0]
+    assert on_host["rates undone"]
+    late = in_turns(1, late_run, True, 2, True)[0]
+    assert late["rates undone"]
+    assert late["final"] == on_host["final"]
