@@ -47,7 +47,7 @@ def recipe_table() -> str:
         optimizer += f", momentum {recipe.momentum:g}" if recipe.momentum else ""
         optimizer += f", weight decay {recipe.weight_decay:g}" if recipe.weight_decay else ""
         optimizer += f", clipped at {recipe.max_grad_norm:g}" if recipe.max_grad_norm else ""
-        options = ", ".join(f"`{name}={_shown(default)}`" for name, default in recipe.options.items()) or "–"
+        options = ", ".join(f"`{name}={_shown(default)}`" for name, default in recipe.options.items()) or "none"
         cells = (f"`{recipe.name}`", recipe.summary, optimizer, recipe.global_batch_size, recipe.epochs, options)
         rows.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join(rows)

@@ -74,7 +74,16 @@ def test_another_seed_gives_another_digest_and_the_same_seed_the_same(tables, tm
 
 def test_torchrun_gives_the_digest_of_our_own_launcher(tables, tmp_path):
     ours, _ = train_json("mlp", "--data", tables, "--epochs", 2, "--devices", "cpu:1", "--run-dir", "a", cwd=tmp_path)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "-m", "samestep"]
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "--standalone",
+        "-m",
+        "samestep",
+    ]
     theirs, _ = train_json("mlp", "--data", tables, "--epochs", 2, "--run-dir", "b", cwd=tmp_path, command=torchrun)
     assert theirs["digest"] == ours["digest"]
     assert theirs["devices"] == ["cpu", "cpu"]

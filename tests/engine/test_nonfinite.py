@@ -31,7 +31,7 @@ def broken_at_bad_id(kind):
             return value + torch.where(is_bad > 0, float("nan"), 0.0).sum()
         if kind == "infinite loss":
             return value + torch.where(is_bad > 0, float("inf"), 0.0).sum()
-        return value + (0 * is_bad.unsqueeze(1) * output).abs().sum().sqrt() * is_bad.sum()
+        return value + (0 * output.sum() + 1 - is_bad.sum()).sqrt()  # the slope of a root is infinite at 0
 
     return loss
 

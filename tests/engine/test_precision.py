@@ -12,6 +12,9 @@ from samestep.errors import NonFiniteError, UsageError
 from samestep.train.run import Run
 
 
+ALWAYS = torch.tensor(True)
+
+
 def large(model, batch):
     """A loss so large that scaled gradients leave the range of float16 at first."""
     return 10.0 * mean_squared(model, batch)
@@ -59,9 +62,9 @@ def test_overflows_and_their_outcome_do_not_depend_on_the_devices(alone, world_s
 def test_twin_a_scale_that_each_rank_decides_alone_is_noticed(alone, monkeypatch):
     real = LossScale.update
 
-    def by_rank(self, overflowed):
+    def by_rank(self, overflowed, active):
         self.rank_calls = getattr(self, "rank_calls", 0) + 1
-        real(self, overflowed if id(self) == first[0] or self.rank_calls > 1 else torch.zeros_like(overflowed))
+        real(self, overflowed if id(self) == first[0] or self.rank_calls > 1 else torch.zeros_like(overflowed), active)
 
     first = []
     init = LossScale.__init__
@@ -104,7 +107,7 @@ def test_good_steps_in_a_row_double_the_scale(monkeypatch):
     no, yes = torch.tensor(False), torch.tensor(True)
     seen = []
     for overflowed in (no, no, no, no, yes, no, no, no):
-        scale.update(overflowed)
+        scale.update(overflowed, yes)
         seen.append(float(scale.scale) / INITIAL_SCALE)
     assert seen == [1, 1, 2, 2, 1, 1, 1, 2]
 
@@ -113,14 +116,14 @@ def test_the_scale_never_grows_to_infinity(monkeypatch):
     monkeypatch.setattr(precision_module, "GROWTH_INTERVAL", 1)
     scale = LossScale(torch.device("cpu"), enabled=True)
     for _ in range(200):
-        scale.update(torch.tensor(False))
+        scale.update(torch.tensor(False), ALWAYS)
     assert float(scale.scale) == 2.0**127
 
 
 def test_the_scale_survives_saving_and_loading():
     scale, other = (LossScale(torch.device("cpu"), enabled=True) for _ in range(2))
-    scale.update(torch.tensor(True))
-    scale.update(torch.tensor(False))
+    scale.update(torch.tensor(True), ALWAYS)
+    scale.update(torch.tensor(False), ALWAYS)
     other.load_state_dict(scale.state_dict())
     assert other.state_dict() == scale.state_dict() == {"scale": INITIAL_SCALE / 2, "good_steps": 1.0}
     assert LossScale(torch.device("cpu"), enabled=False).state_dict() == {}
@@ -155,3 +158,9 @@ def test_the_forward_runs_in_the_precision_asked_for_and_parameters_stay_float32
 def test_an_unknown_precision_is_refused(name):
     with pytest.raises(UsageError, match="--precision is one of 32-true, bf16-mixed, 16-mixed"):
         check_precision(name)
+
+
+def test_an_inactive_step_leaves_the_scale_alone():
+    scale = LossScale(torch.device("cpu"), enabled=True)
+    scale.update(torch.tensor(True), torch.tensor(False))
+    assert scale.state_dict() == {"scale": INITIAL_SCALE, "good_steps": 0.0}

@@ -13,6 +13,11 @@ from samestep.comm.reduction import REDUCTIONS, Reduction, tree_sum_rows
 from samestep.comm.transport import LocalTransport, Transport
 from samestep.plan.tree import Block
 
+DTYPES = (
+    *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128, torch.bool),
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32, torch.uint64),
+)
+
 
 @dataclass(frozen=True)
 class Communicator:
@@ -101,6 +106,25 @@ class Communicator:
         """Overwrites `tensor` on every rank with that of rank `source`."""
         transport = self.transport if tensor.device == self.device else self.control
         transport.broadcast(tensor, source)
+
+    def share(self, tensor: Tensor | None, source: int = 0) -> Tensor:
+        """Gives every rank the tensor of rank `source`, whose form the others need not know.
+
+        Args:
+            tensor: read on rank `source` only; of at most 8 dimensions.
+            source: the rank that has it.
+        """
+        form = [0] * 10
+        if self.rank == source:
+            assert tensor is not None, "the source has a tensor to share"
+            form = [DTYPES.index(tensor.dtype), tensor.ndim, *tensor.shape, *[0] * (8 - tensor.ndim)]
+        code, ndim, *shape = self.gather_words(form)[source]
+        if self.rank != source:
+            tensor = torch.empty(shape[:ndim], dtype=DTYPES[code], device=self.device)
+        assert tensor is not None, "the form of the source's tensor has arrived"
+        shared = tensor.detach().clone()
+        self.broadcast(shared, source)
+        return shared
 
     def barrier(self) -> None:
         """Returns when every rank has called it."""

@@ -72,10 +72,13 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
         if "PMI_RANK" in env and "PMI_SIZE" in env and local[0] in env:
             return _checked(env, ("PMI_RANK", "PMI_SIZE", *local), "mpi")
     if "SLURM_STEP_ID" in env and "SLURM_PROCID" in env and _number(env, "SLURM_STEP_NUM_TASKS", 1) > 1:
-        return _checked(env, ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"), "slurm")
+        names = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE")
+        return _checked(env, names, "slurm")
     if _number(env, "WORLD_SIZE", 1) > 1 or _number(env, "RANK", 0) > 0:
         missing = "RANK" if "WORLD_SIZE" in env else "WORLD_SIZE"
-        raise UsageError(f"the environment variable {missing} is not set; RANK and WORLD_SIZE go together: set or unset both")
+        raise UsageError(
+            f"the environment variable {missing} is not set; RANK and WORLD_SIZE are set or unset together"
+        )
     return Environment()
 
 
@@ -92,12 +95,14 @@ def _checked(env: Mapping[str, str], names: tuple[str, str, str, str], launcher:
     local_rank = _number(env, names[2], rank % local_world_size)
     if local_rank >= local_world_size:
         raise UsageError(
-            f"got {names[2]}={local_rank} and {names[3]}={local_world_size}; the local rank must be below the ranks of a node"
+            f"got {names[2]}={local_rank} and {names[3]}={local_world_size}; needed: the first below the second"
         )
     port = _number(env, "MASTER_PORT", _shared_port(env, launcher) if launcher in ("slurm", "mpi") else 0)
     address = env.get("MASTER_ADDR") or (_first_slurm_host(env) if launcher == "slurm" else None) or LOOPBACK
     if world_size > 1 and port == 0:
-        raise UsageError(f"got {names[1]}={world_size} but no MASTER_PORT; start with torchrun or samestep run, or set it")
+        raise UsageError(
+            f"got {names[1]}={world_size} but no MASTER_PORT; start by torchrun or samestep run, or set it"
+        )
     if port > MAX_PORT:
         raise UsageError(f"got MASTER_PORT={port}; a port is at most {MAX_PORT}")
     if not env.get("MASTER_ADDR") and launcher in ("mpi", "other") and local_world_size < world_size:

@@ -106,11 +106,9 @@ class GroupTransport:
         """
         seconds = min(ROLL_CALL_SECONDS, self._timeout.total_seconds())
         try:
-            missing = roll_call(self._store, self.rank, self.world_size, seconds)
+            missing = roll_call(self._store, self.rank, self.world_size, seconds, self._store_host)
         except RuntimeError:
-            if self._store_host is None:
-                return PeerLostError(f"the exchange failed and the store of the ranks is gone: {error}")
-            missing = (self._store_host,)
+            return PeerLostError(f"the exchange failed and the store of the ranks is gone: {error}")
         if not missing:
             return PeerLostError(f"the exchange failed although all ranks are alive: {error}")
         names = ", ".join(str(rank) for rank in missing)
@@ -121,23 +119,29 @@ class GroupTransport:
         )
 
 
-def roll_call(store: dist.Store, rank: int, world_size: int, seconds: float) -> tuple[int, ...]:
+def roll_call(store: dist.Store, rank: int, world_size: int, seconds: float, store_host: int | None) -> tuple[int, ...]:
     """Says "here" in a store, and waits for the other ranks to do so.
 
     Returns:
-        The ranks that did not within that time.
+        The ranks that did not within that time. If the store goes with the rank that hosts it, those that were missing
+        until then, or else that rank.
 
     Raises:
-        RuntimeError: the store is gone.
+        RuntimeError: the store is gone, and no rank hosted it.
     """
-    store.set(str(rank), b"here")
-    missing = tuple(range(world_size))
+    missing: tuple[int, ...] = ()
     deadline = time.monotonic() + seconds
-    # It polls, since a `wait` that times out makes torch print warnings.
-    while missing := tuple(other for other in missing if not store.check([str(other)])):
-        if time.monotonic() >= deadline:
-            break
-        time.sleep(POLL_SECONDS)
+    try:
+        store.set(str(rank), "here")
+        # It polls, since a `wait` that times out makes torch print warnings.
+        while missing := tuple(other for other in range(world_size) if not store.check([str(other)])):
+            if time.monotonic() >= deadline:
+                break
+            time.sleep(POLL_SECONDS)
+    except RuntimeError:
+        if store_host is None:
+            raise
+        return missing or (store_host,)
     return missing
 
 
@@ -184,16 +188,21 @@ def connect(
         return _adopt_group(environment, device, timeout)
     shared_gpu = device.type == "cuda" and environment.local_world_size > torch.cuda.device_count()
     backend = "nccl" if device.type == "cuda" and not shared_gpu else "gloo"
-    store = dist.PrefixStore(f"samestep-{environment.attempt}", _meet(environment, timeout))
     store_host = None if environment.store_is_kept else 0
-    dist.init_process_group(
-        backend,
-        store=dist.PrefixStore("group", store),
-        rank=environment.rank,
-        world_size=environment.world_size,
-        timeout=timeout,
-        device_id=device if backend == "nccl" else None,
-    )
+    store = _meet(environment, timeout, store_host)
+    try:
+        dist.init_process_group(
+            backend,
+            store=dist.PrefixStore("group", store),
+            rank=environment.rank,
+            world_size=environment.world_size,
+            timeout=timeout,
+            device_id=device if backend == "nccl" else None,
+        )
+    except RuntimeError as error:
+        raise PeerLostError(
+            f"rank {environment.rank} met all others, but could not connect to them: {error}"
+        ) from error
     calls = dist.PrefixStore("calls", store)
     transport = GroupTransport(None, calls, timeout, store_host)
     if backend == "gloo":
@@ -201,30 +210,36 @@ def connect(
     return transport, GroupTransport(dist.new_group(backend="gloo", timeout=timeout), calls, timeout, store_host)
 
 
-def _meet(environment: Environment, timeout: timedelta) -> dist.Store:
+def _meet(environment: Environment, timeout: timedelta, store_host: int | None) -> dist.Store:
     """Connects to the store and waits until every rank has."""
-    host, port = environment.master_addr, environment.master_port
-    hosts_store = environment.rank == 0 and not environment.store_is_kept
+    rank, host, port = environment.rank, environment.master_addr, environment.master_port
     try:
         # Not dist.rendezvous: its store waits for all ranks by itself, and cannot say who is missing.
-        store = dist.TCPStore(  # type: ignore[attr-defined] # torch's own __init__ imports it by a star
-            host, port, is_master=hosts_store, timeout=timeout, wait_for_workers=False, multi_tenant=True
+        store = dist.TCPStore(
+            host, port, is_master=rank == store_host, timeout=timeout, wait_for_workers=False, multi_tenant=True
         )
+        # A store may outlive the processes, and a process may connect again: each time with keys of their own.
+        number = store.add(f"samestep/{environment.attempt}/{rank}", 1)
+        ours = dist.PrefixStore(f"samestep/{environment.attempt}.{number}", store)
     except (RuntimeError, ValueError, OSError) as error:
+        verb = "open" if rank == store_host else "reach"
         raise UsageError(
-            f"rank {environment.rank} cannot {'open' if hosts_store else 'reach'} the store at {host}:{port}, which "
-            f"MASTER_ADDR and MASTER_PORT name: {error}"
+            f"rank {rank} cannot {verb} the store at {host}:{port}, as MASTER_ADDR and MASTER_PORT say: {error}"
         ) from error
-    met = dist.PrefixStore(f"samestep-{environment.attempt}/meeting", store)
-    missing = roll_call(met, environment.rank, environment.world_size, timeout.total_seconds())
+    try:
+        missing = roll_call(
+            dist.PrefixStore("meeting", ours), rank, environment.world_size, timeout.total_seconds(), store_host
+        )
+    except RuntimeError as error:
+        raise PeerLostError(f"the store at {host}:{port} went while rank {rank} waited for the others") from error
     if missing:
         names = ", ".join(str(rank) for rank in missing)
         raise PeerLostError(
-            f"rank {environment.rank} met {environment.world_size - len(missing)} of {environment.world_size} ranks "
+            f"rank {rank} met {environment.world_size - len(missing)} of {environment.world_size} ranks "
             f"within {timeout.total_seconds():g} s; missing: {names}",
             missing,
         )
-    return store
+    return ours
 
 
 def _adopt_group(

@@ -14,6 +14,7 @@ def fetch_ahead(batches: Iterator[Batch], device: torch.device) -> Iterator[Batc
         yield from batches
         return
     stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))  # a dataset on the GPU may still be in the making
     following = _start(batches, stream)
     while following is not None:
         current = torch.cuda.current_stream(device)

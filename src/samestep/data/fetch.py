@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -9,9 +10,11 @@ import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from samestep.data.randomness import Generators
+from samestep.errors import DataError
 from samestep.plan.seeds import derive_seed
 
 SAMPLE_STREAM = 2**32  # apart from the streams of train steps, which are numbered from 0
+SHARD_STREAM = SAMPLE_STREAM + 1
 
 collate: Callable[[list[Any]], Any] = default_collate
 
@@ -48,7 +51,10 @@ class SeededSamples(Dataset[Any]):
         ids = request.ids.tolist()
         if hasattr(self._dataset, "__getitems__"):
             generators.seed(derive_seed(self._seed, SAMPLE_STREAM, request.epoch, ids[0]))
-            return list(self._dataset.__getitems__(ids))
+            samples = list(self._dataset.__getitems__(ids))
+            if len(samples) != len(ids):
+                raise DataError(f"the dataset's __getitems__ returned {len(samples)} samples for {len(ids)} ids")
+            return samples
         samples = []
         for sample_id in ids:
             generators.seed(derive_seed(self._seed, SAMPLE_STREAM, request.epoch, sample_id))
@@ -71,6 +77,9 @@ def fetch_shards(
 ) -> Iterator[Any]:
     """Yields the collated shard of each request, in order.
 
+    Without workers it seeds the global generators whenever it is asked for a shard, and leaves them so; `collate_fn`
+    draws on from where the shard's last sample stopped.
+
     Args:
         dataset: with `__getitem__` by sample id, or `__getitems__` by a list of them.
         requests: one a shard.
@@ -82,11 +91,8 @@ def fetch_shards(
     """
     samples = SeededSamples(dataset, seed)
     if num_workers == 0:
-        generators = Generators(torch.device("cpu"))
         for request in requests:
-            with generators.preserved():
-                fetched = samples.__getitems__(request)
-            yield collate_fn(fetched)
+            yield collate_fn(samples.__getitems__(request))
         return
     yield from DataLoader(
         samples,
@@ -97,6 +103,49 @@ def fetch_shards(
         multiprocessing_context=multiprocessing_context,
         generator=torch.Generator(),  # its own: the global one must not depend on num_workers
     )
+
+
+class StreamReader:
+    """Reads an iterable dataset whose sample at position i is made from generators seeded by (seed, epoch, i).
+
+    So a stream that shuffles or augments by the global generators gives the same samples when it is read again, and
+    when a part of it is skipped. It leaves the generators seeded.
+
+    Args:
+        dataset: iterable; its `set_epoch(epoch)` is called where there is one.
+        epoch: of the pass through it.
+        seed: of the run.
+        generators: the global ones.
+    """
+
+    def __init__(self, dataset: Any, epoch: int, seed: int, generators: Generators) -> None:
+        self._parts = (seed, SAMPLE_STREAM, epoch)
+        self._generators = generators
+        if hasattr(dataset, "set_epoch"):
+            dataset.set_epoch(epoch)
+        self._samples = self._seeded(dataset)
+
+    def take(self, count: int) -> list[Any]:
+        """The next `count` samples; fewer at the end of the stream."""
+        return list(islice(self._samples, count))
+
+    def skip(self, count: int) -> None:
+        """Reads samples and drops them."""
+        for _ in islice(self._samples, count):
+            pass
+
+    def _seeded(self, dataset: Any) -> Iterator[Any]:
+        self._generators.seed(derive_seed(*self._parts, 0))
+        samples = iter(dataset)
+        position = 0
+        while True:
+            self._generators.seed(derive_seed(*self._parts, position))
+            try:
+                sample = next(samples)
+            except StopIteration:
+                return
+            yield sample
+            position += 1
 
 
 class _Requests:

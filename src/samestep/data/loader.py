@@ -5,7 +5,6 @@ per-sample randomness, `bitwise`. Nothing is padded; the last batch is shorter a
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -15,11 +14,13 @@ from torch.utils.data import IterableDataset, TensorDataset
 
 from samestep.data.ahead import fetch_ahead
 from samestep.data.batch import Batch, settle
-from samestep.data.fetch import ShardIds, collate, fetch_shards
+from samestep.data.fetch import SHARD_STREAM, ShardIds, StreamReader, collate, fetch_shards
+from samestep.data.randomness import Generators
 from samestep.data.tensors import InMemory, TensorData
 from samestep.errors import DataError, UsageError
 from samestep.plan.cursor import Cursor, batch_length, num_batches
 from samestep.plan.order import permute
+from samestep.plan.seeds import derive_seed
 from samestep.plan.shards import shard_bounds
 
 ORDER_CHUNK = 8192  # positions whose ids are computed at a time, which spares NumPy's cost a call
@@ -72,6 +73,7 @@ class Loader:
         self._num_workers = num_workers
         self._collate = collate if collate_fn is None else collate_fn
         self._context = multiprocessing_context
+        self._generators = Generators(device)
         self._left_early = False
 
     def __len__(self) -> int:
@@ -94,8 +96,7 @@ class Loader:
         if self._left_early:
             self.cursor = self.cursor.next_epoch()
         self._left_early = True
-        batches = self._stream() if self.is_stream else self._map_style()
-        for batch in fetch_ahead(batches, self._device):
+        for batch in fetch_ahead(self._batches(), self._device):
             self.cursor = Cursor(batch.epoch, batch.position + batch.length)
             yield batch
         self.cursor = self.cursor.next_epoch()
@@ -111,18 +112,37 @@ class Loader:
         return {"epoch": self.cursor.epoch, "position": self.cursor.position}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues from a saved cursor, on any number of devices."""
-        self.cursor = Cursor(int(state["epoch"]), int(state["position"]))
+        """Continues from a saved cursor, on any number of devices.
+
+        Raises:
+            UsageError: the cursor lies behind the end of this dataset.
+        """
+        cursor = Cursor(int(state["epoch"]), int(state["position"]))
+        if not self.is_stream and cursor.position > self._num_samples:
+            raise UsageError(
+                f"got a loader state at sample {cursor.position} of a dataset of {self._num_samples}; needed: the "
+                "state of a loader over the same data"
+            )
+        self.cursor = cursor
         self._left_early = False
 
-    def _map_style(self) -> Iterator[Batch]:
-        epoch, first = self.cursor.epoch, self.cursor.position
+    def _batches(self) -> Iterator[Batch]:
+        """The batches of the rest of the epoch; what samples draw does not show in the script's own generators."""
+        if self.is_stream:
+            return _quiet(self._stream(), self._generators)
         if isinstance(self.dataset, InMemory):
-            dataset = self.dataset
-            for batch, ids in self._plan(epoch, first):
-                shards = {shard: self._gather(dataset, some) for shard, some in ids.items()}
-                yield _with_shards(batch, shards)
-            return
+            batches = self._in_memory(self.dataset)
+            return batches if self.dataset.transform is None else _quiet(batches, self._generators)
+        batches = self._one_by_one()
+        return batches if self._num_workers > 0 else _quiet(batches, self._generators)
+
+    def _in_memory(self, dataset: InMemory) -> Iterator[Batch]:
+        for batch, ids in self._plan(self.cursor.epoch, self.cursor.position):
+            shards = {shard: self._gather(dataset, batch.epoch, some) for shard, some in ids.items()}
+            yield _with_shards(batch, shards)
+
+    def _one_by_one(self) -> Iterator[Batch]:
+        epoch, first = self.cursor.epoch, self.cursor.position
         plan, again = self._plan(epoch, first), self._plan(epoch, first)
         requests = (ShardIds(epoch, ids) for _, batch_ids in again for ids in batch_ids.values())
         fetched = fetch_shards(
@@ -158,29 +178,34 @@ class Loader:
                 }
                 yield Batch(length, {}, epoch, start, _IdsLater(self, epoch, start, length)), shards
 
-    def _gather(self, dataset: InMemory, ids: np.ndarray) -> Any:
+    def _gather(self, dataset: InMemory, epoch: int, ids: np.ndarray) -> Any:
+        """One shard, transformed; what the transform draws is seeded by (seed, epoch, the shard's first id)."""
         value = settle(dataset.gather(torch.from_numpy(ids)), self._device)
-        return value if dataset.transform is None else dataset.transform(value)
+        if dataset.transform is None:
+            return value
+        self._generators.seed(derive_seed(self._seed, SHARD_STREAM, epoch, int(ids[0])))
+        return dataset.transform(value)
 
     def _stream(self) -> Iterator[Batch]:
         """Every rank reads the stream, and collates its own shards."""
         epoch, position = self.cursor.epoch, self.cursor.position
-        if hasattr(self.dataset, "set_epoch"):
-            self.dataset.set_epoch(epoch)
-        stream = iter(self.dataset)
-        for _ in islice(stream, position):
-            pass
-        while samples := list(islice(stream, self.global_batch_size)):
+        reader = StreamReader(self.dataset, epoch, self._seed, self._generators)
+        reader.skip(position)
+        while samples := reader.take(self.global_batch_size):
             if self._drop_last and len(samples) < self.global_batch_size:
                 return
             cut = shard_bounds(len(samples), self._num_shards)
-            shards = {
-                shard: settle(self._collate(samples[cut[shard] : cut[shard + 1]]), self._device)
-                for shard in self._mine
-                if cut[shard] < cut[shard + 1]
-            }
+            shards = {}
+            for shard in self._mine:
+                if cut[shard] < cut[shard + 1]:
+                    self._generators.seed(derive_seed(self._seed, SHARD_STREAM, epoch, position + cut[shard]))
+                    shards[shard] = settle(self._collate(samples[cut[shard] : cut[shard + 1]]), self._device)
             yield Batch(len(samples), shards, epoch, position, _Positions(position, len(samples)))
             position += len(samples)
+        if position == 0:
+            raise DataError(
+                "the iterable dataset gave no sample; needed: a new iterator from each call of its __iter__"
+            )
 
 
 class _IdsLater:
@@ -210,13 +235,13 @@ def as_dataset(value: Any) -> Any:
     Raises:
         DataError: it has neither tensors, nor `__getitem__` and `__len__`, nor is it an IterableDataset.
     """
-    if isinstance(value, TensorDataset):
+    if type(value) is TensorDataset:  # a subclass may have a __getitem__ of its own
         return TensorData(tuple(value.tensors))
     if isinstance(value, IterableDataset | InMemory):
         return value
     if isinstance(value, Tensor | tuple | dict):
         return TensorData(value)
-    if hasattr(value, "__getitem__") and hasattr(value, "__len__"):
+    if hasattr(value, "__getitem__") and hasattr(value, "__len__") and not isinstance(value, str | bytes):
         return value
     raise DataError(
         f"got {type(value).__name__} as a dataset; needed: tensors with a common first dimension, a dataset with "
@@ -229,6 +254,16 @@ def _length(dataset: Any) -> int:
     if length < 1:
         raise DataError("the dataset is empty; needed: at least one sample")
     return length
+
+
+def _quiet(batches: Iterator[Batch], generators: Generators) -> Iterator[Batch]:
+    """The batches, made while the script's own generators are out of reach."""
+    while True:
+        with generators.preserved(wholly=True):
+            batch = next(batches, None)
+        if batch is None:
+            return
+        yield batch
 
 
 def _with_shards(batch: Batch, shards: dict[int, Any]) -> Batch:

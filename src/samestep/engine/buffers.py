@@ -61,10 +61,10 @@ class BufferMerge:
         self._others: list[BufferPlace] = []
         for prefix, module in model.named_modules():
             for key, buffer in module._buffers.items():
-                if buffer is None:
-                    continue
-                place = BufferPlace(module, key, f"{prefix}.{key}" if prefix else key)
                 is_mean = isinstance(module, _NormBase) and key in MEAN_BUFFERS
+                if is_mean and buffer is None:
+                    continue  # a norm that tracks no statistics
+                place = BufferPlace(module, key, f"{prefix}.{key}" if prefix else key)
                 (self._means if is_mean else self._others).append(place)
         self._places = [*self._means, *self._others]
         self._tensors: list[Tensor | None] = [None] * len(self._places)
@@ -102,6 +102,12 @@ class BufferMerge:
             if index >= len(self._means):
                 self._note_end(index)
             self._restore(index)
+
+    def abandon(self) -> None:
+        """Puts the step's start back after a shard that failed."""
+        for index in range(len(self._places)):
+            if self._is_changed(index):
+                self._restore(index)
 
     def exchange(
         self, touched_means: bool, touched_others: bool, blocks_by_rank: Sequence[Sequence[Block]], num_samples: int
@@ -212,9 +218,4 @@ class BufferMerge:
                 )
             if rows[0, column]:
                 index = len(self._means) + column
-                end = self._ends.get(index)
-                if end is None:
-                    tensor = self._tensors[index]
-                    assert tensor is not None, "a buffer that the others have is registered here too"
-                    end = self._ends[index] = torch.empty_like(tensor)
-                communicator.broadcast(end, 0)
+                self._ends[index] = communicator.share(self._ends.get(index))

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from samestep.data.batch import leaves
 from samestep.errors import DeterminismError
 
 PATTERN = re.compile(r"(\S+) does not have a deterministic implementation")
@@ -82,7 +83,7 @@ def _module_of_backward(model: nn.Module, forward: Callable[[], Tensor]) -> str:
 
 def _new_nodes(output: Any, known: dict[Any, str]) -> list[Any]:
     """The autograd nodes behind a module's output that no inner module has claimed."""
-    tensors = [output] if isinstance(output, Tensor) else [v for v in _values(output) if isinstance(v, Tensor)]
+    tensors = [leaf for leaf in leaves(output) if isinstance(leaf, Tensor)]
     waiting = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
     found: list[Any] = []
     seen: set[Any] = set()
@@ -94,9 +95,3 @@ def _new_nodes(output: Any, known: dict[Any, str]) -> list[Any]:
         found.append(node)
         waiting += [parent for parent, _ in node.next_functions if parent is not None]
     return found
-
-
-def _values(output: Any) -> list[Any]:
-    if isinstance(output, dict):
-        return list(output.values())
-    return list(output) if isinstance(output, list | tuple) else []

@@ -59,15 +59,16 @@ class LossScale:
             for gradient in gradients:
                 gradient.div_(self.scale)
 
-    def update(self, overflowed: Tensor) -> None:
-        """Follows the outcome of a step: a 0-d bool tensor on the device."""
+    def update(self, overflowed: Tensor, active: Tensor) -> None:
+        """Follows the outcome of a step, if `active`; both are 0-d bool tensors on the device."""
         if not self.enabled:
             return
         good = torch.where(overflowed, torch.zeros_like(self._good_steps), self._good_steps + 1)
         grow = (good >= GROWTH_INTERVAL) & torch.isfinite(self.scale * 2)
         factor = torch.where(overflowed, 0.5, torch.where(grow, 2.0, 1.0)).to(self.scale)
-        self.scale = self.scale * factor
-        self._good_steps = torch.where(good >= GROWTH_INTERVAL, torch.zeros_like(good), good)
+        good = torch.where(good >= GROWTH_INTERVAL, torch.zeros_like(good), good)
+        self.scale = torch.where(active, self.scale * factor, self.scale)
+        self._good_steps = torch.where(active, good, self._good_steps)
 
     def state_dict(self) -> dict[str, float]:
         """Scale and run of good steps; empty when it is off."""

@@ -1,5 +1,6 @@
 """The result of a step: scalars of the global batch, fetched from the device only when somebody reads them."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -15,8 +16,8 @@ NUM_SUMS = 5  # total, count, gradient norm, skipped, poisoned; then a row a sha
 class StepResult:
     """What one optimizer step gives back; all numbers are those of the global batch, equal on every rank.
 
-    Reading `loss`, `grad_norm`, `total`, `count` or `skipped` waits for the device, once; reading none of them costs
-    nothing. Tier `bitwise`.
+    Reading `loss`, `grad_norm`, `total`, `count` or `skipped` waits for the device, once, and raises a `NonFiniteError`
+    that this step or one before it left behind; reading none of them costs nothing. Tier `bitwise`.
 
     Attributes:
         step: the number of this step, counted from 0.
@@ -29,6 +30,7 @@ class StepResult:
     _num_shards: int = field(repr=False)
     _scalars: Tensor = field(repr=False)
     _event: torch.Event | None = field(default=None, repr=False)
+    _settle: Callable[[int], None] | None = field(default=None, repr=False)
     _values: list[float] | None = field(default=None, repr=False)
 
     @property
@@ -73,6 +75,8 @@ class StepResult:
             raise NonFiniteError(self._explain(values))
 
     def _fetch(self) -> list[float]:
+        if self._settle is not None:
+            self._settle(self.step)
         self.check()
         return self._raw()
 

@@ -42,6 +42,7 @@ from samestep.plan.tree import rank_blocks
 BUCKET_BYTES = 8 * 2**20
 MIN_SCALE = 2.0**-10
 OnNonFinite = Literal["raise", "skip"]
+_Schedule = tuple[dict[str, Any], list[Any]]
 
 
 class TrainStep:
@@ -89,7 +90,6 @@ class TrainStep:
         refuse_sync_batchnorm(model)
         settle_model(model, communicator.device)
         check_same_model(model, communicator)
-        self._named = named_parameters(model, self.optimizers)
         self._late = _can_check_late(communicator.device, self.optimizers) if late_check is None else late_check
         if self._late and not all(_honours_found_inf(optimizer) for optimizer in self.optimizers):
             raise UsageError(
@@ -99,10 +99,9 @@ class TrainStep:
         self._counts = None if counts_fn is None else GlobalCounts(counts_fn, communicator)
         self._buffers = BufferMerge(model, communicator)
         self._generators = Generators(communicator.device)
-        self._trainable: tuple[bool, ...] = ()
         self._gradients = self._lay_out()
         self._poisoned = torch.zeros((), dtype=torch.bool, device=communicator.device)
-        self._unread: deque[StepResult] = deque()
+        self._unread: deque[tuple[StepResult, _Schedule | None]] = deque()
 
     def __call__(self, batch: Any) -> StepResult:
         """Takes one optimizer step on a global batch.
@@ -128,7 +127,7 @@ class TrainStep:
             batch = split_batch(batch, self._num_shards, ranges[rank], self.communicator.device, compare)
         if batch.length < 1:
             raise DataError("the batch holds no samples; leave empty batches out")
-        if tuple(p.requires_grad for p in self._named.values()) != self._trainable:
+        if self._what_is_trained() != self._trained:
             self._gradients.remove_hooks()
             self._gradients = self._lay_out()
 
@@ -137,7 +136,12 @@ class TrainStep:
         self._gradients.begin(blocks_by_rank)
         self._buffers.begin()
         counts = None if self._counts is None else self._counts.sum(batch, ranges)
-        rows = self._run_shards(batch, counts)
+        try:
+            rows = self._run_shards(batch, counts)
+        except BaseException:
+            self._buffers.abandon()
+            self._gradients.forget()
+            raise
         self._gradients.start_rest()
         rows, used, touched = self._exchange_header(batch, rows)
         flats = self._gradients.finish()
@@ -237,14 +241,14 @@ class TrainStep:
     def _judge(self, finite_loss: Tensor, finite_gradient: Tensor) -> tuple[Tensor, Tensor]:
         """Decides on the device whether to update, and whether this step is the first bad one."""
         ok = finite_loss & finite_gradient & ~self._poisoned
-        self._scale.update(~finite_gradient)
+        bad = ~(finite_loss & finite_gradient)
+        if self._scale.enabled:  # an overflow is nothing bad while there is room to scale down
+            bad = ~finite_loss | (~finite_gradient & (self._scale.scale <= MIN_SCALE))
         if self._on_nonfinite == "skip":
-            return ok, torch.zeros_like(ok)
-        bad = (
-            ~finite_loss | (self._scale.scale < MIN_SCALE) if self._scale.enabled else ~(finite_loss & finite_gradient)
-        )
+            bad = torch.zeros_like(ok)
         first = bad & ~self._poisoned
         self._poisoned = self._poisoned | bad
+        self._scale.update(~finite_gradient, ~self._poisoned)
         return ok, first
 
     def _apply(self, ok: Tensor, result: StepResult) -> None:
@@ -252,12 +256,13 @@ class TrainStep:
         if self._late:
             found_inf = (~ok).to(torch.float32)
             for optimizer in self.optimizers:
-                optimizer.grad_scale, optimizer.found_inf = None, found_inf  # type: ignore[attr-defined]
+                optimizer.found_inf = found_inf  # type: ignore[attr-defined]
                 optimizer.step()
+                del optimizer.found_inf  # type: ignore[attr-defined]
             self._buffers.write(ok)
-            self._unread.append(result)
+            self._unread.append((result, self._schedule()))
         else:
-            self._read(result)
+            self._read(result, None)
             if bool(ok):
                 for optimizer in self.optimizers:
                     optimizer.step()
@@ -273,9 +278,11 @@ class TrainStep:
             scalars = torch.empty(scalars.shape, dtype=scalars.dtype, pin_memory=True).copy_(scalars, non_blocking=True)
             event = torch.Event(self.communicator.device)
             event.record()
-        return StepResult(self.num_steps, batch.length, replace(batch, shards={}), self._num_shards, scalars, event)
+        light = replace(batch, shards={})
+        settle = self._read_up_to if self._late else None
+        return StepResult(self.num_steps, batch.length, light, self._num_shards, scalars, event, settle)
 
-    def _read(self, result: StepResult) -> None:
+    def _read(self, result: StepResult, schedule: _Schedule | None) -> None:
         """Raises what a step found; from then on steps update again, starting from the state before that one."""
         try:
             result.check()
@@ -284,11 +291,31 @@ class TrainStep:
             self._poisoned = torch.zeros_like(self._poisoned)
             self._gradients.drop_memory()
             self._unread.clear()
+            self._restore_schedule(schedule)
             raise
 
     def _read_what_is_there(self) -> None:
-        while self._unread and self._unread[0].is_there:
-            self._read(self._unread.popleft())
+        while self._unread and self._unread[0][0].is_there:
+            self._read(*self._unread.popleft())
+
+    def _read_up_to(self, step: int) -> None:
+        while self._unread and self._unread[0][0].step <= step:
+            self._read(*self._unread.popleft())
+
+    def _schedule(self) -> _Schedule | None:
+        """The scheduler's state and the learning rates, for going back to this step; None without a scheduler."""
+        if self._scheduler is None:
+            return None
+        rates = [group["lr"] for optimizer in self.optimizers for group in optimizer.param_groups]
+        return dict(self._scheduler.state_dict()), rates
+
+    def _restore_schedule(self, schedule: _Schedule | None) -> None:
+        if self._scheduler is None or schedule is None:
+            return
+        self._scheduler.load_state_dict(schedule[0])
+        groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
+        for group, rate in zip(groups, schedule[1], strict=True):
+            group["lr"] = rate
 
     def check(self) -> None:
         """Waits for all steps taken so far and raises what they found.
@@ -296,8 +323,7 @@ class TrainStep:
         Raises:
             NonFiniteError: see `__call__`.
         """
-        while self._unread:
-            self._read(self._unread.popleft())
+        self._read_up_to(self.num_steps)
 
     def state_dict(self) -> dict[str, Any]:
         """The step counter and the loss scale; model, optimizers and scheduler have their own."""
@@ -309,9 +335,15 @@ class TrainStep:
         self.num_steps = int(state["num_steps"])
         self._scale.load_state_dict(state["loss_scale"])
 
+    def _what_is_trained(self) -> tuple[Any, ...]:
+        """Changes when parameters are frozen or unfrozen, or join an optimizer."""
+        held = tuple(len(group["params"]) for optimizer in self.optimizers for group in optimizer.param_groups)
+        return held, tuple(p.requires_grad for p in self._named.values())
+
     def _lay_out(self) -> GradientSum:
-        """The gradient sum over the parameters that are trainable now."""
-        self._trainable = tuple(p.requires_grad for p in self._named.values())
+        """The gradient sum over the parameters that the optimizers hold and that are trainable now."""
+        self._named = named_parameters(self.model, self.optimizers)
+        self._trained = self._what_is_trained()
         trainable = {name: p for name, p in self._named.items() if p.requires_grad}
         if not trainable:
             raise UsageError("no parameter of the optimizer is trainable; set requires_grad on those that should be")

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from samestep.data.batch import leaves
+
 
 def state_digest(model: nn.Module, optimizers: Optimizer | Sequence[Optimizer]) -> str:
     """SHA-256 over names, dtypes, shapes and bytes of parameters, buffers and optimizer state, as hexadecimal digits.
@@ -37,5 +39,6 @@ def _named_state(model: nn.Module, optimizers: Optimizer | Sequence[Optimizer]) 
         for index, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"]):
             owner = names.get(id(parameter), f"parameter {index}")
             for key, value in sorted(optimizer.state.get(parameter, {}).items()):
-                if isinstance(value, Tensor | int | float | str | bool) or value is None:
-                    yield f"optimizer {number}: {owner}: {key}", value
+                for leaf in leaves(value):
+                    if isinstance(leaf, Tensor | int | float | str | bool) or leaf is None:
+                        yield f"optimizer {number}: {owner}: {key}", leaf

@@ -15,7 +15,7 @@ from samestep.data.batch import Batch
 from samestep.data.loader import Loader
 from samestep.engine.losses import LossFn
 from samestep.engine.result import StepResult
-from samestep.errors import UsageError
+from samestep.errors import NonFiniteError, UsageError
 from samestep.train import folder as files
 from samestep.train.digest import state_digest
 from samestep.train.display import make_display
@@ -99,11 +99,7 @@ class Trainer:
         self._last_loss: float | None = None
         self._total = self._count = 0.0
         if self._folder is not None:
-            recorded = {**run.contract.as_json(), "precision": self._precision, **(contract or {})}
-            files.write_json(self._folder / CONTRACT_FILE, recorded)
-            self._ledger = LedgerWriter(self._folder / files.LEDGER_FILE)
-            self._loggers.append(JsonlLogger(self._folder / files.METRICS_FILE))
-            self._loggers.append(TensorBoardLogger(self._folder / files.TENSORBOARD_FOLDER))
+            self._open_files(self._folder, {**run.contract.as_json(), "precision": self._precision, **(contract or {})})
 
     @property
     def digest(self) -> str:
@@ -192,6 +188,17 @@ class Trainer:
     def __exit__(self, *error: object) -> None:
         self.close()
 
+    def _open_files(self, folder: Path, contract: Mapping[str, Any]) -> None:
+        """Opens what is written to all along; the contract, which says that a run is here, comes last."""
+        try:
+            self._ledger = LedgerWriter(folder / files.LEDGER_FILE)
+            self._loggers.append(JsonlLogger(folder / files.METRICS_FILE))
+            self._loggers.append(TensorBoardLogger(folder / files.TENSORBOARD_FOLDER))
+            files.write_json(folder / CONTRACT_FILE, contract)
+        except BaseException:
+            self.close()
+            raise
+
     def _train_epoch(self, loader: Loader | DataLoader[Any], number: int, last: int) -> EpochRecord:
         """Runs through the loader once."""
         self.model.train()
@@ -222,6 +229,11 @@ class Trainer:
         """Records the steps whose scalars have arrived; all of them if told to wait."""
         while self._unread and (wait or self._unread[0][0].is_there):
             result, batch, rates = self._unread.popleft()
+            try:
+                result.check()
+            except NonFiniteError:
+                self.step.check()  # raises the same, and takes the step back to the state before
+                raise
             if not result.skipped:
                 self._total += result.total
                 self._count += result.count

@@ -1,0 +1,145 @@
+"""Programs over the communicator that tests run on every rank of a world, or in processes that find each other."""
+
+import json
+import os
+import sys
+import time
+from datetime import timedelta
+
+import torch
+from torch.nn import functional
+from torch.utils.data import DataLoader, TensorDataset
+
+from samestep.comm.communicator import make_communicator
+from samestep.comm.environment import read_environment
+from samestep.errors import PeerLostError, SamestepError
+from samestep.train.run import Run
+
+DTYPES = [
+    torch.bool,
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.complex64,
+    torch.complex128,
+]
+
+
+def rows_of(rank, count, width, dtype):
+    """Rows that tell who sent them."""
+    return (torch.arange(count * width).view(count, width) + 100 * rank).remainder(120).to(dtype)
+
+
+def talk(communicator, counts, width):
+    """All that ranks say to each other, of every dtype; each rank holds `counts[rank]` rows."""
+    rank, size = communicator.rank, communicator.world_size
+    heard = {}
+    for dtype in DTYPES:
+        heard[f"rows {dtype}"] = communicator.gather_rows(rows_of(rank, counts[rank], width, dtype), counts)
+        for source in range(size):
+            value = rows_of(rank, 3, 2, dtype)
+            communicator.broadcast(value, source)
+            heard[f"broadcast {dtype} {source}"] = value
+    words = [rank, -(2**63), 2**63 - 1, 0x7FF0_0000_0000_0001]  # the last one is a signalling NaN as a float64
+    heard["words"] = communicator.gather_words(words)
+    heard["no words"] = communicator.gather_words([])
+    for dtype in (torch.float64, torch.float32):
+        rows = rows_of(rank, counts[rank], width, dtype)
+        for taken in (0, 1, 4):
+            heard[f"header {dtype} {taken}"] = communicator.gather_header(rows, counts, words[:taken])
+    if sum(counts):
+        tiny = rows_of(rank, counts[rank], width, torch.float64) / 3 + 1e16 * (rank % 2)
+        heard["sum"] = communicator.sum_rows(tiny, counts)
+    communicator.barrier()
+    return heard
+
+
+def odd_broadcasts(communicator, source):
+    """Broadcasts into what is no plain contiguous tensor."""
+    rank = communicator.rank
+    strided = torch.full((4, 6), float(rank))[:, ::2]
+    scalar = torch.tensor(float(rank))
+    empty = torch.empty(0, 3)
+    parameter = torch.nn.Parameter(torch.full((3,), float(rank)))
+    for tensor in (strided, scalar, empty, parameter):
+        communicator.broadcast(tensor, source)
+    return strided, scalar, empty.shape, parameter.detach(), parameter.requires_grad
+
+
+def native_sum(communicator, dtype):
+    """The backend's own sum of a tensor of three."""
+    return communicator.transport.add(torch.tensor([1, 2, communicator.rank], dtype=dtype)).wait()
+
+
+def train_on_own_loader(communicator, seeds, lengths=(16, 16), workers=0):
+    """Three steps on batches of a torch DataLoader that the script shuffles itself.
+
+    Args:
+        communicator: this rank's voice.
+        seeds: of the sampler, one a rank.
+        lengths: of the batches, one a rank.
+        workers: of the DataLoader.
+
+    Returns:
+        The losses and the final weight, or the error that a step raised.
+    """
+    rank = communicator.rank
+    run = Run(16, 4, communicator=communicator)
+    model = torch.nn.Linear(5, 3)
+    step = run.train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), entropy)
+    generator = torch.Generator().manual_seed(1)
+    data = TensorDataset(torch.randn(50, 5, generator=generator), torch.randint(0, 3, (50,), generator=generator))
+    sampler = torch.Generator().manual_seed(seeds[rank])
+    context = "fork" if workers else None
+    loader = DataLoader(
+        data, lengths[rank], shuffle=True, generator=sampler, num_workers=workers, multiprocessing_context=context
+    )
+    losses = []
+    try:
+        for batch in loader:
+            losses.append(step(batch).loss.hex())
+            if len(losses) == 3:
+                break
+    except SamestepError as error:
+        return type(error).__name__, str(error)
+    return losses, model.weight.detach().clone()
+
+
+def entropy(model, batch):
+    """Cross-entropy."""
+    return functional.cross_entropy(model(batch[0]), batch[1])
+
+
+def main():
+    """One process of a group: joins it as the environment says, does what the argument says, and reports on stdout."""
+    task, timeout = sys.argv[1], timedelta(seconds=float(sys.argv[2]))
+    report = {}
+    try:
+        communicator = make_communicator(read_environment(), torch.device("cpu"), timeout)
+        report["words"] = communicator.gather_words([communicator.rank, int(os.environ.get("MARK", "0"))])
+        if task == "again":
+            communicator.close()
+            communicator = make_communicator(read_environment(), torch.device("cpu"), timeout)
+            report["words again"] = communicator.gather_words([communicator.rank])
+        if task == "lose" and communicator.rank == int(sys.argv[3]):
+            os.kill(os.getpid(), 9)
+        if task == "late" and communicator.rank == int(sys.argv[3]):
+            time.sleep(2 * timeout.total_seconds())
+        if task in ("lose", "late"):
+            communicator.barrier()
+        communicator.close()
+    except (SamestepError, PeerLostError) as error:
+        report |= {"error": type(error).__name__, "message": str(error), "ranks": list(getattr(error, "ranks", ()))}
+    print(json.dumps(report), flush=True)
+    if "error" in report:
+        os._exit(1)  # the group is broken: leave it without a farewell
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,102 @@
+"""The communicator: what ranks say to each other is the same over every transport."""
+
+from datetime import timedelta
+
+import pytest
+import torch
+from comm_programs import DTYPES, rows_of, talk, train_on_own_loader
+from worlds import in_turns
+
+from samestep.comm.communicator import make_communicator
+from samestep.comm.environment import Environment
+from samestep.comm.transport import LocalTransport
+from samestep.engine import step as step_module
+from samestep.plan.tree import tree_sum
+
+COUNTS = {1: [(3,), (0,)], 2: [(2, 3), (0, 4), (0, 0)], 3: [(1, 0, 3), (2, 2, 2)]}
+CASES = [(size, counts) for size, several in COUNTS.items() for counts in several]
+
+
+def check(heard, counts, width):
+    """What every rank must have heard."""
+    size = len(counts)
+    for dtype in DTYPES:
+        expected = torch.cat([rows_of(rank, count, width, dtype) for rank, count in enumerate(counts)])
+        assert heard[f"rows {dtype}"].dtype == dtype
+        assert torch.equal(heard[f"rows {dtype}"], expected)
+        for source in range(size):
+            assert torch.equal(heard[f"broadcast {dtype} {source}"], rows_of(source, 3, 2, dtype))
+    words = [[rank, -(2**63), 2**63 - 1, 0x7FF0_0000_0000_0001] for rank in range(size)]
+    assert heard["words"] == words
+    assert heard["no words"] == [[]] * size
+    for dtype in (torch.float64, torch.float32):
+        for taken in (0, 1, 4):
+            rows, got = heard[f"header {dtype} {taken}"]
+            assert torch.equal(rows, heard[f"rows {dtype}"])
+            assert got == [row[:taken] for row in words]
+    if sum(counts):
+        parts = [rows_of(r, count, width, torch.float64) / 3 + 1e16 * (r % 2) for r, count in enumerate(counts)]
+        assert torch.equal(heard["sum"], tree_sum(list(torch.cat(parts).unbind()), torch.add))
+
+
+@pytest.mark.parametrize("width", [1, 3])
+@pytest.mark.parametrize(("world_size", "counts"), CASES)
+def test_ranks_that_take_turns_hear_each_other(world_size, counts, width):
+    for heard in in_turns(world_size, talk, counts, width):
+        check(heard, counts, width)
+
+
+@pytest.mark.parametrize(("world_size", "counts"), CASES)
+def test_real_processes_hear_each_other(worlds, world_size, counts):
+    for heard in worlds(world_size).run(talk, counts, 3):
+        check(heard, counts, 3)
+
+
+def test_rows_without_columns_are_gathered_too():
+    def program(communicator):
+        return communicator.gather_rows(torch.empty(2, 0), [2, 2]).shape
+
+    assert in_turns(2, program) == [(4, 0)] * 2
+
+
+def test_a_process_alone_connects_to_nobody():
+    communicator = make_communicator(Environment(), torch.device("cpu"), timedelta(seconds=1))
+    assert isinstance(communicator.transport, LocalTransport)
+    assert communicator.control is communicator.transport
+    assert (communicator.rank, communicator.world_size) == (0, 1)
+    communicator.barrier()
+    communicator.close()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_dataloader_of_the_users_own_seeded_alike_trains_as_on_one_device(worlds, world_size, workers):
+    ((losses, weight),) = in_turns(1, train_on_own_loader, [4])
+    assert len(losses) == 3
+    results = worlds(world_size).run(train_on_own_loader, [4] * world_size, [16] * world_size, workers)
+    for got, got_weight in results:
+        assert got == losses
+        assert torch.equal(got_weight, weight)
+
+
+def test_ranks_that_draw_different_batches_are_an_error_that_says_so(worlds):
+    for name, message in worlds(3).run(train_on_own_loader, [4, 4, 5], [16] * 3):
+        assert name == "DeterminismError"
+        assert "rank 2 and rank 0 were handed different batches in step 0" in message
+        assert "seed your sampler" in message
+
+
+def test_ranks_that_draw_batches_of_different_lengths_are_an_error_that_says_so(worlds):
+    for name, message in worlds(2).run(train_on_own_loader, [4, 4], [16, 12]):
+        assert name == "DeterminismError"
+        assert "different batches in step 0" in message
+
+
+def test_twin_without_the_checksum_ranks_train_on_different_batches_unnoticed(monkeypatch):
+    real = step_module.split_batch
+    monkeypatch.setattr(
+        step_module,
+        "split_batch",
+        lambda value, shards, mine, device, compare: real(value, shards, mine, device, False),
+    )
+    assert all(len(losses) == 3 for losses, _ in in_turns(2, train_on_own_loader, [4, 5]))

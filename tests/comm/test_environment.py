@@ -1,0 +1,201 @@
+"""The environment: who we are, in the words of each launcher."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from samestep.comm.environment import Environment, read_environment
+from samestep.errors import UsageError
+
+TORCHRUN = {
+    "RANK": "5",
+    "WORLD_SIZE": "8",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "4",
+    "MASTER_ADDR": "node-a",
+    "MASTER_PORT": "29500",
+    "TORCHELASTIC_RUN_ID": "x",
+    "TORCHELASTIC_RESTART_COUNT": "2",
+    "TORCHELASTIC_USE_AGENT_STORE": "True",
+}
+SLURM = {
+    "SLURM_JOB_ID": "7",
+    "SLURM_STEP_ID": "0",
+    "SLURM_PROCID": "5",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+    "SLURM_STEP_NUM_TASKS": "8",
+    "SLURM_STEP_TASKS_PER_NODE": "4(x2)",
+    "SLURM_STEP_NODELIST": "gpu[03-05,9],x1",
+}
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "3",
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "3",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
+    "PMIX_NAMESPACE": "prterun-node-77@1",
+}
+MPICH = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+
+
+def place(environment):
+    """The four numbers."""
+    return environment.rank, environment.world_size, environment.local_rank, environment.local_world_size
+
+
+def test_without_any_variable_this_is_a_single_process():
+    assert read_environment({}) == Environment()
+    assert place(Environment()) == (0, 1, 0, 1)
+
+
+def test_torchrun_says_everything():
+    environment = read_environment(TORCHRUN)
+    assert place(environment) == (5, 8, 1, 4)
+    assert (environment.master_addr, environment.master_port) == ("node-a", 29500)
+    assert (environment.launcher, environment.store_is_kept, environment.attempt) == ("torchrun", True, 2)
+    assert (environment.device_kind, environment.num_threads) == (None, None)
+
+
+def test_our_own_launcher_also_says_the_device_and_the_threads():
+    environment = read_environment({**TORCHRUN, "SAMESTEP_DEVICE_KIND": "cpu", "SAMESTEP_THREADS": "3"})
+    assert (environment.launcher, environment.device_kind, environment.num_threads) == ("samestep", "cpu", 3)
+
+
+def test_a_rank_set_by_hand_hosts_the_store_itself_and_is_alone_on_its_node_unless_said():
+    variables = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": " 4000 "}
+    environment = read_environment(variables)
+    assert (environment.launcher, environment.store_is_kept, environment.master_port) == ("other", False, 4000)
+    assert place(environment) == (1, 2, 1, 2)
+    assert place(read_environment({**variables, "LOCAL_WORLD_SIZE": "1"})) == (1, 2, 0, 1)
+
+
+def test_one_rank_needs_no_port():
+    assert place(read_environment({"RANK": "0", "WORLD_SIZE": "1"})) == (0, 1, 0, 1)
+
+
+def test_torchruns_variables_win_over_those_of_the_scheduler_it_runs_under():
+    assert read_environment({**SLURM, **OPEN_MPI, **TORCHRUN}).launcher == "torchrun"
+
+
+def test_srun_gives_the_ranks_and_the_first_node():
+    environment = read_environment(SLURM)
+    assert place(environment) == (5, 8, 1, 4)
+    assert (environment.launcher, environment.master_addr) == ("slurm", "gpu03")
+    assert read_environment({**SLURM, "MASTER_ADDR": "a", "MASTER_PORT": "9"}).master_addr == "a"
+    assert read_environment({**SLURM, "MASTER_ADDR": "a", "MASTER_PORT": "9"}).master_port == 9
+
+
+@pytest.mark.parametrize(
+    ("tasks", "node", "local"),
+    [("8", 0, 8), ("6,2", 1, 2), ("2(x2),4", 2, 4), ("2(x2),4", 1, 2), ("3(x2),2", 2, 2)],
+)
+def test_srun_says_how_many_tasks_are_on_this_node(tasks, node, local):
+    variables = {**SLURM, "SLURM_STEP_TASKS_PER_NODE": tasks, "SLURM_NODEID": str(node)}
+    assert read_environment(variables).local_world_size == local
+
+
+def test_without_tasks_per_node_those_asked_for_or_else_all_count():
+    bare = {name: value for name, value in SLURM.items() if name != "SLURM_STEP_TASKS_PER_NODE"}
+    assert read_environment({**bare, "SLURM_NTASKS_PER_NODE": "2"}).local_world_size == 2
+    assert read_environment(bare).local_world_size == 8
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("n1", "n1"),
+        ("n1,n2", "n1"),
+        ("a1,gpu[01-02]", "a1"),
+        ("gpu[03-05,9],x1", "gpu03"),
+        ("gpu[7,9]", "gpu7"),
+        ("gpu[7-9]-ib,x", "gpu7-ib"),
+        ("rack[1-2]n[4,7]", "rack1n4"),
+    ],
+)
+def test_the_first_host_of_a_slurm_node_list(nodes, first):
+    assert read_environment({**SLURM, "SLURM_STEP_NODELIST": nodes}).master_addr == first
+
+
+def test_a_slurm_step_of_one_task_and_an_allocation_without_a_step_are_single_processes():
+    assert read_environment({**SLURM, "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}) == Environment()
+    assert read_environment({"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "8"}) == Environment()
+
+
+@pytest.mark.parametrize(("variables", "expected"), [(OPEN_MPI, (3, 4, 3, 4)), (MPICH, (1, 2, 1, 2))])
+def test_mpi_starters_give_the_ranks(variables, expected):
+    environment = read_environment(variables)
+    assert place(environment) == expected
+    assert (environment.launcher, environment.master_addr) == ("mpi", "127.0.0.1")
+
+
+def test_the_starter_of_some_supercomputers_names_local_ranks_otherwise():
+    variables = {"PMI_RANK": "5", "PMI_SIZE": "8", "PMI_LOCAL_RANK": "1", "PMI_LOCAL_SIZE": "4", "MASTER_ADDR": "a"}
+    assert place(read_environment(variables)) == (5, 8, 1, 4)
+
+
+@pytest.mark.parametrize("mpi", [OPEN_MPI, MPICH])
+def test_mpirun_inside_a_slurm_job_counts_its_own_processes_not_its_daemons(mpi):
+    daemon = {**SLURM, "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"}
+    assert read_environment({**daemon, **mpi}) == read_environment(mpi)
+
+
+@pytest.mark.parametrize("own", [{"PMI_FD": "6"}, {"HYDI_CONTROL_FD": "9"}, {"PMI_ID": "1"}, {"SLURM_STEP_ID": "3"}])
+def test_all_ranks_of_an_mpi_job_derive_the_same_port(own):
+    """From nothing that differs between its processes."""
+    for job in (OPEN_MPI, MPICH):
+        assert read_environment({**job, **own}).master_port == read_environment(job).master_port
+
+
+def test_two_jobs_derive_different_ports():
+    assert read_environment(SLURM).master_port != read_environment({**SLURM, "SLURM_JOB_ID": "8"}).master_port
+    assert read_environment(SLURM).master_port != read_environment({**SLURM, "SLURM_STEP_ID": "1"}).master_port
+    other = {**OPEN_MPI, "PMIX_NAMESPACE": "prterun-node-78@1"}
+    assert read_environment(OPEN_MPI).master_port != read_environment(other).master_port
+
+
+@given(st.integers(1, 10**9), st.integers(0, 100))
+def test_a_derived_port_needs_no_privilege_and_lies_below_the_ephemeral_ones(job, step):
+    environment = read_environment({**SLURM, "SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)})
+    assert 1024 <= environment.master_port < 32_768
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"RANK": "8"}, "RANK=8 and WORLD_SIZE=8; the rank must be below"),
+        ({"RANK": "-1"}, "RANK is '-1'; it must be a number"),
+        ({"RANK": "two"}, "RANK is 'two'; it must be a number"),
+        ({"RANK": ""}, "RANK is ''; it must be a number"),
+        ({"RANK": "²"}, "RANK is '²'; it must be a number"),
+        ({"WORLD_SIZE": "0"}, "RANK=5 and WORLD_SIZE=0"),
+        ({"LOCAL_WORLD_SIZE": "0"}, "LOCAL_WORLD_SIZE=0 and WORLD_SIZE=8"),
+        ({"LOCAL_WORLD_SIZE": "9"}, "LOCAL_WORLD_SIZE=9 and WORLD_SIZE=8"),
+        ({"LOCAL_RANK": "4"}, "LOCAL_RANK=4 and LOCAL_WORLD_SIZE=4"),
+        ({"MASTER_PORT": "http"}, "MASTER_PORT is 'http'; it must be a number"),
+        ({"MASTER_PORT": "70000"}, "MASTER_PORT=70000; a port is at most 65535"),
+        ({"MASTER_PORT": "0"}, "WORLD_SIZE=8 but no MASTER_PORT"),
+        ({"SAMESTEP_DEVICE_KIND": "cpu", "SAMESTEP_THREADS": "all"}, "SAMESTEP_THREADS is 'all'"),
+    ],
+)
+def test_variables_that_cannot_be_are_named(change, message):
+    with pytest.raises(UsageError, match=message):
+        read_environment({**TORCHRUN, **change})
+
+
+def test_missing_variables_are_named():
+    without_port = {name: value for name, value in TORCHRUN.items() if name != "MASTER_PORT"}
+    with pytest.raises(UsageError, match="no MASTER_PORT"):
+        read_environment(without_port)
+    with pytest.raises(UsageError, match="WORLD_SIZE is not set"):
+        read_environment({"RANK": "1"})
+    with pytest.raises(UsageError, match="RANK is not set"):
+        read_environment({"WORLD_SIZE": "4"})
+    with pytest.raises(UsageError, match="needs MASTER_ADDR"):
+        read_environment({**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1"})
+    with pytest.raises(UsageError, match="SLURM_STEP_NUM_TASKS is 'many'"):
+        read_environment({**SLURM, "SLURM_STEP_NUM_TASKS": "many"})
+
+
+def test_a_world_size_that_a_batch_script_exports_does_not_hide_srun():
+    assert read_environment({**SLURM, "WORLD_SIZE": "8"}).launcher == "slurm"
+    assert read_environment({"WORLD_SIZE": "1"}) == Environment()

@@ -1,0 +1,185 @@
+"""Groups of real processes: how they meet, and who is named when one is missing."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from comm_programs import odd_broadcasts
+
+from samestep.comm.environment import Environment
+from samestep.comm.group import connect, roll_call
+from samestep.errors import UsageError
+
+PROGRAM = Path(__file__).with_name("comm_programs.py")
+DEAD = -9
+
+
+def free_port():
+    """A port that nobody listens on now."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+@contextmanager
+def started(ranks, world_size, *arguments, port=None, **variables):
+    """Processes of a group, some of which may be left out; yields what gives their exit codes and reports by rank."""
+    port = port or free_port()
+    common = {"WORLD_SIZE": world_size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": 1}
+    processes = {}
+
+    def outcome():
+        found = {}
+        for rank, process in processes.items():
+            out, _ = process.communicate(timeout=100)
+            found[rank] = (process.returncode, json.loads(out) if out else None)
+        return found
+
+    try:
+        for rank in ranks:
+            env = {**os.environ, **{k: str(v) for k, v in {**common, "RANK": rank, **variables}.items()}}
+            command = [sys.executable, str(PROGRAM), *map(str, arguments)]
+            processes[rank] = subprocess.Popen(
+                command, env=env, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+            )
+        yield outcome
+    finally:
+        for process in processes.values():
+            process.kill()
+            process.wait()
+            process.stdout.close()
+
+
+@contextmanager
+def kept_store():
+    """A store that outlives the ranks, as torchrun and our own launcher keep one; yields its port."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    yield store.port
+    del store
+
+
+def test_two_groups_at_once_do_not_hear_each_other():
+    with started([0, 1], 2, "talk", 60, MARK=1) as first, started([0, 1], 2, "talk", 60, MARK=2) as second:
+        for mark, outcome in ((1, first()), (2, second())):
+            for code, report in outcome.values():
+                assert code == 0
+                assert report == {"words": [[0, mark], [1, mark]]}
+
+
+def test_a_process_can_leave_a_group_and_join_again():
+    """Also at a store that still holds the addresses of the first time."""
+    with kept_store() as port, started([0, 1], 2, "again", 60, port=port, TORCHELASTIC_USE_AGENT_STORE=True) as outcome:
+        for code, report in outcome().values():
+            assert code == 0
+            assert report["words again"] == [[0], [1]]
+
+
+def test_a_rank_that_never_comes_is_named_by_all_others():
+    with started([0, 2], 3, "talk", 6) as outcome:
+        for rank, (code, report) in outcome().items():
+            assert code == 1
+            assert (report["error"], report["ranks"]) == ("PeerLostError", [1])
+            assert f"rank {rank} met 2 of 3 ranks within 6 s; missing: 1" in report["message"]
+
+
+def test_a_rank_that_dies_is_named_by_all_others():
+    with (
+        kept_store() as port,
+        started([0, 1, 2], 3, "lose", 60, 0, port=port, TORCHELASTIC_USE_AGENT_STORE=True) as kept,
+    ):
+        check_lost(kept(), lost=0)
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_rank_that_dies_is_named_even_if_it_hosted_the_store(lost):
+    with started([0, 1, 2], 3, "lose", 60, lost) as outcome:
+        check_lost(outcome(), lost)
+
+
+def check_lost(outcome, lost):
+    """One rank was killed, and all others name it alone."""
+    assert outcome.pop(lost)[0] == DEAD
+    for code, report in outcome.values():
+        assert code == 1
+        assert (report["error"], report["ranks"]) == ("PeerLostError", [lost])
+        assert f"waits for rank {lost}, which died or did not answer within 60 s" in report["message"]
+        assert "timeout_seconds" in report["message"]
+
+
+def test_a_rank_that_is_too_slow_is_named_as_well():
+    with started([0, 1], 2, "late", 6, 1) as outcome:
+        code, report = outcome()[0]
+        assert code == 1
+        assert (report["error"], report["ranks"]) == ("PeerLostError", [1])
+
+
+def test_a_store_that_nobody_hosts_is_a_usage_error_that_names_the_address():
+    port = free_port()
+    with started([1], 2, "talk", 2, port=port) as outcome:
+        code, report = outcome()[1]
+        assert code == 1
+        assert report["error"] == "UsageError"
+        assert (
+            f"rank 1 cannot reach the store at 127.0.0.1:{port}, as MASTER_ADDR and MASTER_PORT say"
+            in report["message"]
+        )
+
+
+def test_a_port_that_is_taken_is_a_usage_error_that_names_it():
+    with socket.socket() as taken:
+        taken.bind(("0.0.0.0", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with started([0], 2, "talk", 3, port=port) as outcome:
+            code, report = outcome()[0]
+            assert code == 1
+            assert report["error"] == "UsageError"
+            assert f"cannot open the store at 127.0.0.1:{port}" in report["message"]
+
+
+def test_a_roll_call_names_those_who_do_not_answer_and_the_host_of_a_store_that_is_gone():
+    store = dist.HashStore()
+    for rank in (0, 2):
+        store.set(str(rank), "here")
+    assert roll_call(store, 3, 5, 0.05, None) == (1, 4)
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    client = dist.TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False)
+    del server
+    assert roll_call(client, 1, 3, 1.0, store_host=0) == (0,)
+    with pytest.raises(RuntimeError):
+        roll_call(client, 1, 3, 1.0, store_host=None)
+
+
+@pytest.mark.parametrize("source", [0, 1])
+def test_broadcasts_reach_strided_empty_and_trainable_tensors(worlds, source):
+    for strided, scalar, shape, parameter, requires_grad in worlds(2).run(odd_broadcasts, source):
+        assert torch.equal(strided, torch.full((4, 3), float(source)))
+        assert scalar == source
+        assert shape == (0, 3)
+        assert torch.equal(parameter, torch.full((3,), float(source)))
+        assert requires_grad
+
+
+def test_a_process_group_of_the_scripts_own_is_used_unless_it_has_another_size():
+    from datetime import timedelta
+
+    timeout = timedelta(seconds=20)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+    try:
+        cpu = torch.device("cpu")
+        transport, control = connect(Environment(), cpu, timeout)
+        assert transport is control
+        assert transport.gather(torch.arange(3)).wait().tolist() == [0, 1, 2]
+        transport.close()
+        assert dist.is_initialized(), "the script's own group is its own to close"
+        with pytest.raises(UsageError, match="the process group has 1 ranks, the environment says 2"):
+            connect(Environment(rank=0, world_size=2, master_port=1), cpu, timeout)
+    finally:
+        dist.destroy_process_group()

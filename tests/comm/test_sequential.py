@@ -1,0 +1,163 @@
+"""Worlds in one process: the local transport, and ranks that take turns."""
+
+import threading
+
+import pytest
+import torch
+from comm_programs import native_sum, odd_broadcasts
+from worlds import in_turns
+
+from samestep.comm.sequential import SequentialWorld
+from samestep.comm.transport import LocalTransport
+from samestep.errors import PeerLostError
+
+
+def exchange(transport, rounds=1):
+    """Sends rank r r + 1 elements that name the sender."""
+    sizes = [rank + 1 for rank in range(transport.world_size)]
+    received = []
+    for _ in range(rounds):
+        parts = torch.full((sum(sizes),), transport.rank)
+        pending = transport.exchange(parts, sizes, [transport.rank + 1] * transport.world_size)
+        received.append(pending.wait().tolist())
+    return received
+
+
+def test_one_rank_alone_gets_back_what_it_sends():
+    transport = LocalTransport()
+    x = torch.arange(4.0)
+    assert transport.exchange(x, [4], [4]).wait() is x
+    assert transport.gather(x).wait() is x
+    assert transport.add(x).wait() is x
+    transport.broadcast(x, 0)
+    transport.close()
+    assert x.tolist() == [0, 1, 2, 3]
+    assert (transport.rank, transport.world_size) == (0, 1)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 64])
+def test_each_rank_gets_its_part_from_every_other(world_size):
+    for rank, received in enumerate(SequentialWorld(world_size).run(lambda t: exchange(t, rounds=2))):
+        expected = [sender for sender in range(world_size) for _ in range(rank + 1)]
+        assert received == [expected, expected]
+
+
+def test_what_is_sent_is_what_it_was_when_it_was_sent():
+    def program(transport):
+        x = torch.full((2,), transport.rank)
+        pending = transport.gather(x)
+        x.zero_()
+        return pending.wait().tolist()
+
+    assert SequentialWorld(3).run(program)[1] == [0, 0, 1, 1, 2, 2]
+
+
+def test_transfers_may_be_waited_for_in_any_order():
+    def program(transport):
+        pending = [transport.gather(torch.tensor([10 * k + transport.rank])) for k in range(4)]
+        order = [3, 0, 2, 1] if transport.rank else [1, 2, 3, 0]
+        return {k: pending[k].wait().tolist() for k in order}
+
+    for received in SequentialWorld(2).run(program):
+        assert received == {k: [10 * k, 10 * k + 1] for k in range(4)}
+
+
+def test_only_one_rank_runs_at_a_time():
+    running, most = [0], [0]
+    lock = threading.Lock()
+
+    def program(transport):
+        for _ in range(5):
+            with lock:
+                running[0] += 1
+                most[0] = max(most[0], running[0])
+            torch.rand(100).sum()
+            with lock:
+                running[0] -= 1
+            exchange(transport)
+
+    SequentialWorld(5).run(program)
+    assert most == [1]
+
+
+@pytest.mark.parametrize("failing", [0, 1, 2])
+def test_the_cause_is_reported_and_not_what_it_did_to_the_others(failing):
+    def program(transport):
+        exchange(transport)
+        if transport.rank == failing:
+            raise KeyError("the cause")
+        exchange(transport)
+
+    with pytest.raises(KeyError, match="the cause"):
+        SequentialWorld(3).run(program)
+
+
+def test_a_rank_that_ends_early_is_named_to_those_who_wait_for_it():
+    seen = {}
+
+    def program(transport):
+        if transport.rank == 1:
+            return
+        try:
+            exchange(transport)
+        except PeerLostError as error:
+            seen[transport.rank] = error.ranks
+            raise
+
+    with pytest.raises(PeerLostError, match=r"waits for ranks \[1\], which have ended"):
+        SequentialWorld(3).run(program)
+    assert seen == {0: (1,), 2: (1,)}
+
+
+def test_ranks_that_make_different_calls_end_in_an_error_and_not_in_a_deadlock():
+    def program(transport):
+        exchange(transport, rounds=1 + transport.rank)
+
+    with pytest.raises(PeerLostError, match=r"rank 2 waits for ranks \[0, 1\]|rank 1 waits for ranks \[0\]"):
+        SequentialWorld(3).run(program)
+
+
+def test_ranks_that_disagree_about_sizes_are_told():
+    def program(transport):
+        size = 2 + transport.rank
+        transport.exchange(torch.zeros(2 * size), [size, size], [size, size]).wait()
+
+    with pytest.raises(AssertionError, match=r"rank 0 expects parts of \[2, 2\] elements, the ranks sent \[2, 3\]"):
+        SequentialWorld(2).run(program)
+
+
+def test_a_world_can_be_used_again_after_an_error_too():
+    world = SequentialWorld(3)
+
+    def fail(transport):
+        transport.gather(torch.zeros(1))
+        raise KeyError
+
+    for _ in range(2):
+        with pytest.raises(KeyError):
+            world.run(fail)
+        assert world.run(exchange)[0] == [[0, 1, 2]]
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.uint8, torch.float16, torch.bfloat16, torch.float64])
+def test_the_native_sum_keeps_the_dtype(worlds, dtype):
+    for total in [*in_turns(3, native_sum, dtype), *worlds(3).run(native_sum, dtype)]:
+        assert total.dtype == dtype
+        assert total.tolist() == [3, 6, 3]
+
+
+def test_nothing_can_be_summed_and_gathered():
+    def program(transport):
+        return transport.add(torch.zeros(0)).wait().tolist(), transport.gather(torch.zeros(0)).wait().tolist()
+
+    assert SequentialWorld(3).run(program) == [([], [])] * 3
+
+
+@pytest.mark.parametrize("source", [0, 2])
+def test_broadcasts_reach_strided_empty_and_trainable_tensors(source):
+    for strided, scalar, shape, parameter, requires_grad in in_turns(3, odd_broadcasts, source):
+        assert torch.equal(strided, torch.full((4, 3), float(source)))
+        assert scalar == source
+        assert shape == (0, 3)
+        assert torch.equal(parameter, torch.full((3,), float(source)))
+        assert requires_grad

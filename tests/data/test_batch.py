@@ -1,0 +1,183 @@
+"""Batches: cutting a global batch into shards, checksums, and the memory that shards lie in."""
+
+from collections import namedtuple
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from samestep.data.batch import Batch, checksum, num_samples, settle, split_batch, take_rows, tensor_checksum
+from samestep.errors import DataError
+from samestep.plan.shards import shard_bounds, shard_ranges
+
+Pair = namedtuple("Pair", ["x", "y"])
+CPU = torch.device("cpu")
+DTYPES = [
+    torch.bool,
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.complex64,
+    torch.complex128,
+    torch.float8_e4m3fn,
+]
+
+
+def rows_of(dtype):
+    """Three different rows of a dtype."""
+    return torch.tensor([[0, 1, 1, 0], [1, 1, 0, 1], [1, 0, 0, 0]]).to(dtype)
+
+
+@given(length=st.integers(1, 60), num_shards=st.integers(1, 16), data=st.data())
+def test_the_shards_of_all_ranks_together_are_the_global_batch(length, num_shards, data):
+    world_size = data.draw(st.integers(1, num_shards))
+    whole = torch.arange(length)
+    shards = {}
+    for mine in shard_ranges(num_shards, world_size):
+        batch = split_batch(whole, num_shards, mine, CPU, compare=False)
+        assert batch.length == length
+        assert set(batch.shards) <= set(mine)
+        assert not shards.keys() & batch.shards.keys()
+        shards |= batch.shards
+    assert torch.equal(torch.cat([shards[shard] for shard in sorted(shards)]), whole)
+    assert sorted(shards) == list(range(min(num_shards, length)))
+
+
+def test_nested_values_are_cut_row_by_row_and_keep_their_structure():
+    value = {
+        "image": torch.arange(10).reshape(5, 2),
+        "pair": Pair(np.arange(5), [torch.arange(5) * 2]),
+        "names": ["a", "b", "c", "d", "e"],
+        "title": "abcde",
+        "scale": torch.tensor(3.0),
+        "nothing": None,
+    }
+    part = take_rows(value, 1, 3, num_samples(value))
+    assert part["image"].tolist() == [[2, 3], [4, 5]]
+    assert isinstance(part["pair"], Pair)
+    assert part["pair"].x.tolist() == [1, 2]
+    assert part["pair"].y[0].tolist() == [2, 4]
+    assert part["names"] == ["b", "c"]
+    assert part["title"] == "abcde"
+    assert part["scale"] == 3
+    assert part["nothing"] is None
+
+
+def test_a_list_of_tensors_is_a_list_of_columns_even_if_it_is_as_long_as_the_batch():
+    columns = [torch.tensor([1, 2]), torch.tensor([3, 4])]
+    assert [column.tolist() for column in take_rows(columns, 0, 1, 2)] == [[1], [3]]
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ((torch.zeros(4), torch.zeros(5, 2)), "tensors of 4, 5 samples"),
+        ({"x": [torch.zeros(3)], "y": np.zeros(2)}, "tensors of 2, 3 samples"),
+        (["a", "b"], "no tensor with a sample dimension"),
+        (torch.tensor(1.0), "no tensor with a sample dimension"),
+    ],
+)
+def test_batches_without_one_number_of_samples_are_refused(value, message):
+    with pytest.raises(DataError, match=message):
+        split_batch(value, 4, range(4), CPU, compare=False)
+
+
+def test_a_shard_is_described_by_its_sample_ids_or_else_by_its_rows():
+    assert Batch(10, {}).describe_shard(1, 4) == "rows 3 to 5 of the batch"
+    assert Batch(10, {}, ids=lambda: np.arange(100, 110)).describe_shard(3, 4) == "sample ids 108, 109"
+    assert Batch(100, {}, ids=lambda: np.arange(100)).describe_shard(0, 4).endswith("14, 15 …")
+
+
+@pytest.mark.parametrize("start", range(9))
+def test_a_shard_lies_on_the_same_border_whatever_slice_it_was(start):
+    whole = torch.arange(200, dtype=torch.float32)
+    shard = settle({"x": whole[start : start + 50]}, CPU)["x"]
+    assert shard.data_ptr() % 64 == 0
+    assert torch.equal(shard, whole[start : start + 50])
+
+
+@pytest.mark.parametrize("start", [0, 1])
+def test_a_shard_has_the_same_strides_wherever_it_begins(start):
+    """A column slice has gaps between its rows: kept where it is aligned and closed where not, strides would differ."""
+    wide = torch.zeros(8, 33)
+    assert settle(wide[start : start + 4, :10], CPU).stride() == (10, 1)
+    assert settle(torch.zeros(1, 4).expand(4, 4)[start:], CPU).stride() == (4, 1)
+    images = torch.zeros(8, 3, 4, 4).to(memory_format=torch.channels_last)
+    assert settle(images[start : start + 4], CPU).is_contiguous(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_two_swapped_rows_change_the_checksum_of_every_dtype(dtype):
+    rows = rows_of(dtype)
+    swapped = rows[[1, 0, 2]]
+    assert int(tensor_checksum(rows)) == int(tensor_checksum(rows.clone()))
+    assert int(tensor_checksum(rows)) != int(tensor_checksum(swapped))
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float16, torch.float32, torch.float64, torch.complex64, torch.complex128], ids=str
+)
+@pytest.mark.parametrize("distance", [1, 2, 64, 4096, 65536])
+def test_values_that_differ_in_their_highest_bits_only_are_noticed_when_swapped(dtype, distance):
+    for pair in ([1.0, -1.0], [0.0, 1.0], [1.0, 2.0]):
+        values = torch.zeros(distance + 1, dtype=dtype)
+        values[0], values[-1] = pair
+        assert int(tensor_checksum(values)) != int(tensor_checksum(values.flip(0)))
+
+
+def test_scalars_empty_strided_and_lazily_conjugated_tensors_have_checksums():
+    assert int(tensor_checksum(torch.tensor(1.0))) != int(tensor_checksum(torch.tensor(2.0)))
+    assert int(tensor_checksum(torch.empty(0, 3))) == 0
+    square = torch.arange(9.0).reshape(3, 3)
+    assert int(tensor_checksum(square.T)) == int(tensor_checksum(square.T.contiguous())) != int(tensor_checksum(square))
+    wave = torch.tensor([1 + 2j, 3 - 1j])
+    assert int(tensor_checksum(wave.conj())) == int(tensor_checksum(wave.conj().resolve_conj()))
+    assert int(tensor_checksum(wave.conj())) != int(tensor_checksum(wave))
+    assert int(tensor_checksum(wave.conj().imag)) == int(tensor_checksum(-wave.imag))
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.array(["ab", "cd"]),
+        np.array(["2020-01-01", "2021-01-01"], dtype="datetime64[D]"),
+        np.array([1, 2], dtype=">f4"),
+        np.array([1, 2], dtype="uint16"),
+        np.array([1.0, -1.0]),
+    ],
+    ids=lambda array: array.dtype.str,
+)
+def test_arrays_of_every_kind_have_checksums(array):
+    assert checksum(array) == checksum(array.copy()) != checksum(array[::-1])
+    twice = np.broadcast_to(array, (2, 2))
+    assert checksum(twice) == checksum(twice.copy())
+
+
+def test_strings_and_numbers_beside_the_tensors_count_in_the_checksum():
+    x = torch.arange(2)
+    assert checksum((x, ["a", "b"])) == checksum((x, ["a", "b"])) != checksum((x, ["b", "a"]))
+    assert checksum((x, [1, 2.5])) != checksum((x, [1, 2]))
+    assert checksum((x, object())) == checksum((x, object()))
+
+
+def test_what_stands_where_counts_in_the_checksum():
+    x, y = torch.arange(3), torch.arange(3) + 5
+    assert checksum((x, y)) != checksum((y, x))
+    assert 0 <= checksum((x, y)) < 2**63
+
+
+@given(st.integers(1, 100), st.integers(1, 20))
+def test_only_a_batch_that_ranks_compare_has_a_checksum(length, num_shards):
+    value = torch.arange(length)
+    assert split_batch(value, num_shards, range(num_shards), CPU, compare=False).checksum == 0
+    one = split_batch(value, num_shards, range(1), CPU, compare=True)
+    assert one.checksum == checksum(value)
+    assert len(one.shards[0]) == shard_bounds(length, num_shards)[1]

@@ -1,0 +1,414 @@
+"""The loader: each sample once an epoch; neither order nor randomness depends on devices or workers."""
+
+from collections import Counter
+from contextlib import nullcontext
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from loader_programs import Noisy, NoisyStream, draws_around, make_loader, read, read_with
+from torch.utils.data import IterableDataset, Subset, TensorDataset
+from worlds import in_turns
+
+from samestep.data import fetch as fetch_module
+from samestep.data import loader as loader_module
+from samestep.data.fetch import SeededSamples
+from samestep.data.randomness import Generators
+from samestep.errors import DataError, UsageError
+from samestep.plan.shards import shard_bounds
+from samestep.train.run import Run
+
+KINDS = ["tensors", "scrambled", "one by one", "in groups", "stream"]
+
+
+def joined(results, num_pass=0):
+    """The batches of one pass, the shards of all ranks together; each rank must agree on the rest, none on a shard."""
+    batches = []
+    for of_ranks in zip(*(passes[num_pass] for passes, _ in results), strict=True):
+        assert len({str(row[:4]) for row in of_ranks}) == 1
+        shards = {}
+        for row in of_ranks:
+            assert not shards.keys() & row[4].keys(), "two ranks fetched the same shard"
+            shards |= row[4]
+        batches.append((*of_ranks[0][:4], dict(sorted(shards.items()))))
+    return batches
+
+
+def ids_of(batches):
+    """The ids that were fetched, in order."""
+    return [i for batch in batches for ids, _ in batch[4].values() for i in ids]
+
+
+def alone(kind, count, **options):
+    """What one device reads."""
+    return in_turns(1, lambda communicator: read(communicator, kind, count, **options))
+
+
+def together(world_size, kind, count, **options):
+    """What several devices read."""
+    return in_turns(world_size, lambda communicator: read(communicator, kind, count, **options))
+
+
+@given(
+    count=st.integers(1, 70),
+    batch=st.integers(1, 40),
+    num_shards=st.integers(1, 12),
+    shuffle=st.booleans(),
+    kind=st.sampled_from(["tensors", "one by one"]),
+    data=st.data(),
+)
+@settings(max_examples=60, deadline=None)
+def test_every_id_comes_once_an_epoch_on_any_number_of_devices(count, batch, num_shards, shuffle, kind, data):
+    world_size = data.draw(st.integers(1, num_shards))
+    options = {"batch": batch, "num_shards": num_shards, "shuffle": shuffle, "epochs": 2}
+    results = together(world_size, kind, count, **options)
+    reference = alone(kind, count, **options)
+    for epoch in range(2):
+        batches = joined(results, epoch)
+        assert sorted(ids_of(batches)) == list(range(count))
+        assert batches == joined(reference, epoch)
+        position = 0
+        for got in batches:
+            assert got[:3] == (epoch, position, min(batch, count - position))
+            assert got[3] == ids_of([got]), "ids() disagrees with what came"
+            bounds = shard_bounds(got[2], num_shards)
+            assert [len(ids) for ids, _ in got[4].values()] == [b - a for a, b in pairwise(bounds) if a < b]
+            position += got[2]
+        assert position == count
+
+
+@pytest.mark.parametrize(
+    ("world_size", "count", "batch", "num_shards"),
+    [
+        (2, 13, 4, 2),
+        (2, 13, 2, 2),
+        (3, 10, 6, 3),
+        (3, 10, 2, 3),
+        (7, 18, 18, 7),
+        (7, 37, 18, 8),
+        (4, 3, 8, 4),
+        (12, 5, 3, 12),
+    ],
+)
+def test_counts_that_devices_do_not_divide_are_read_once(world_size, count, batch, num_shards):
+    options = {"batch": batch, "num_shards": num_shards, "shuffle": True}
+    batches = joined(together(world_size, "one by one", count, **options))
+    assert sorted(ids_of(batches)) == list(range(count))
+    assert batches == joined(alone("one by one", count, **options))
+
+
+@pytest.mark.parametrize(("kind", "num_workers"), [("tensors", 0), ("one by one", 0), ("one by one", 2), ("stream", 0)])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_real_processes_read_what_one_device_reads(worlds, kind, num_workers, world_size):
+    options = {"shuffle": kind != "stream", "epochs": 2, "num_shards": 5}
+    results = worlds(world_size).run(
+        read_with,
+        kind,
+        21,
+        {**options, "num_workers": num_workers, "multiprocessing_context": "fork" if num_workers else None},
+    )
+    reference = alone(kind, 21, **options)
+    for epoch in range(2):
+        assert joined(results, epoch) == joined(reference, epoch)
+        assert sorted(ids_of(joined(results, epoch))) == list(range(21))
+
+
+def test_the_order_is_a_function_of_seed_and_epoch_and_unshuffled_is_that_of_the_data():
+    first, second = (joined(alone("tensors", 50, shuffle=True, epochs=2), epoch) for epoch in range(2))
+    other = joined(alone("tensors", 50, shuffle=True, seed=6))
+    assert len({tuple(ids_of(batches)) for batches in (first, second, other)}) == 3
+    assert ids_of(joined(alone("tensors", 50, shuffle=True, batch=13))) == ids_of(first)
+    assert ids_of(joined(alone("tensors", 50))) == list(range(50))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_last_batch_is_left_out_only_when_that_is_asked_for(kind):
+    for drop_last, lengths in ((False, [8, 8, 3]), (True, [8, 8])):
+        results = together(3, kind, 19, drop_last=drop_last)
+        assert [batch[2] for batch in joined(results)] == lengths
+        if kind != "stream":
+            (loader,) = in_turns(1, lambda c, drop=drop_last: make_loader(c, kind, 19, drop_last=drop))
+            assert (len(loader), loader.num_samples) == (len(lengths), 19)
+
+
+@pytest.mark.parametrize(("kind", "options"), [(kind, {}) for kind in KINDS] + [("one by one", {"num_workers": 2})])
+def test_a_saved_cursor_continues_with_the_same_batches_on_any_number_of_devices(kind, options):
+    shuffle = kind != "stream"
+    ((passes, states),) = alone(kind, 19, shuffle=shuffle, epochs=2)
+    whole = [batch for batches in passes for batch in batches]
+    assert len(states) == len(whole) + 1
+    for number, state in enumerate(states):
+        if options and number not in (1, 4):
+            continue
+        results = together(1 + number % 3, kind, 19, shuffle=shuffle, state=state, epochs=2 - state["epoch"], **options)
+        rest = [batch for epoch in range(2 - state["epoch"]) for batch in joined(results, epoch)]
+        assert rest == whole[number:], f"after {state}"
+
+
+def test_ten_samples_on_two_devices_in_batches_of_two_go_on_after_a_skip():
+    options = {"batch": 2, "num_shards": 2, "shuffle": True}
+    whole = joined(alone("one by one", 10, **options))
+    for skipped in range(5):
+        rest = joined(together(2, "one by one", 10, state={"epoch": 0, "position": 2 * skipped}, **options))
+        assert rest == whole[skipped:]
+
+
+def test_sixteen_items_go_on_when_one_worker_becomes_two():
+    options = {"batch": 4, "shuffle": True}
+    (((whole,), states),) = alone("one by one", 16, num_workers=1, **options)
+    (((rest, second), _),) = alone("one by one", 16, num_workers=2, state=states[2], epochs=2, **options)
+    assert rest == whole[2:]
+    assert sorted(ids_of(second)) == list(range(16))
+
+
+def test_a_cursor_inside_a_batch_loses_and_repeats_nothing():
+    """As when the global batch was another one before: 10 consumed, batches of 8."""
+    batches = joined(together(3, "tensors", 25, shuffle=True, state={"epoch": 2, "position": 10}))
+    whole = joined(alone("tensors", 25, shuffle=True, state={"epoch": 2, "position": 0}))
+    assert ids_of(batches) == ids_of(whole)[10:]
+    assert [batch[2] for batch in batches] == [8, 7]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_epoch_after_a_resumed_one_is_whole(kind):
+    shuffle = kind != "stream"
+    resumed = together(2, kind, 19, shuffle=shuffle, state={"epoch": 0, "position": 8}, epochs=3)
+    plain = alone(kind, 19, shuffle=shuffle, epochs=3)
+    for epoch in (1, 2):
+        assert joined(resumed, epoch) == joined(plain, epoch)
+
+
+@pytest.mark.parametrize(("kind", "num_workers"), [*((kind, 0) for kind in KINDS), ("one by one", 2)])
+def test_a_loop_left_early_has_used_up_its_epoch_and_leaves_no_worker(kind, num_workers):
+    shuffle = kind != "stream"
+    options = {"shuffle": shuffle, "num_workers": num_workers}
+    left = together(2, kind, 19, take=2, epochs=2, **options)
+    assert len(left[0][0][0]) == 2
+    assert joined(left, 1) == joined(alone(kind, 19, shuffle=shuffle, epochs=2), 1)
+
+
+def test_a_loop_left_early_goes_on_in_its_epoch_when_its_state_is_loaded():
+    def program(communicator):
+        loader = make_loader(communicator, "tensors", 19, shuffle=True)
+        for batch in loader:
+            first = batch.ids().tolist()
+            break
+        loader.load_state_dict(loader.state_dict())
+        return first + [i for batch in loader for i in batch.ids().tolist()]
+
+    assert in_turns(2, program)[1] == ids_of(joined(alone("tensors", 19, shuffle=True)))
+
+
+def test_the_state_of_a_loader_over_other_data_is_refused():
+    with pytest.raises(UsageError, match="sample 20 of a dataset of 19; needed"):
+        alone("tensors", 19, state={"epoch": 0, "position": 20})
+    with pytest.raises(UsageError, match="neither can be negative"):
+        alone("tensors", 19, state={"epoch": 0, "position": -1})
+
+
+# Randomness.
+
+
+@pytest.mark.parametrize("kind", ["one by one", "stream"])
+def test_noise_is_a_function_of_seed_epoch_and_sample_alone(kind):
+    def noise_by_id(**options):
+        batches = joined(alone(kind, 19, epochs=2, **options), 1)
+        return {i: noise for batch in batches for ids, n in batch[4].values() for i, noise in zip(ids, n, strict=True)}
+
+    reference = noise_by_id()
+    assert len({str(noise) for noise in reference.values()}) == 19
+    others = [{"batch": 5, "num_shards": 5}, {"batch": 19, "num_shards": 1}]
+    for options in [*others, {"shuffle": True}, {"num_workers": 2}] if kind == "one by one" else others:
+        assert noise_by_id(**options) == reference
+    assert noise_by_id(seed=6) != reference
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("masking", [False, True])
+def test_whatever_draws_no_number_of_devices_or_workers_changes_it(kind, masking):
+    """A sample, a transform in memory, a collate function, a stream that shuffles."""
+    shuffle = kind != "stream"
+    reference = joined(alone(kind, 19, shuffle=shuffle, masking=masking))
+    assert joined(together(3, kind, 19, shuffle=shuffle, masking=masking)) == reference
+    if kind in ("one by one", "in groups"):
+        assert joined(alone(kind, 19, shuffle=shuffle, masking=masking, num_workers=2)) == reference
+
+
+@pytest.mark.parametrize("masking", [False, True])
+@pytest.mark.parametrize(("kind", "num_workers"), [*((kind, 0) for kind in KINDS), ("one by one", 2)])
+def test_the_scripts_own_draws_do_not_see_the_loader(kind, num_workers, masking):
+    def draws(kind, num_workers):
+        return in_turns(1, lambda c: draws_around(c, kind, 19, num_workers=num_workers, masking=masking))[0]
+
+    reference = draws("tensors", 0)
+    assert len({str(drawn) for drawn in reference}) == len(reference)
+    assert draws(kind, num_workers) == reference
+
+
+def test_ranks_without_a_shard_draw_what_the_others_draw():
+    results = in_turns(4, lambda c: draws_around(c, "one by one", 6, batch=3))
+    assert all(drawn == results[0] for drawn in results)
+
+
+def test_twin_noise_that_follows_the_process_is_noticed(monkeypatch):
+    def by_process(self, request):
+        return [self._dataset[i] for i in request.ids.tolist()]
+
+    monkeypatch.setattr(SeededSamples, "__getitems__", by_process)
+    assert joined(together(3, "one by one", 19)) != joined(alone("one by one", 19))
+
+
+def test_twin_generators_that_are_not_put_back_are_noticed(monkeypatch):
+    reference = in_turns(1, lambda c: draws_around(c, "one by one", 19))[0]
+    with Generators(torch.device("cpu")).preserved(wholly=True):
+        monkeypatch.setattr(Generators, "preserved", lambda self, wholly=False: nullcontext())
+        assert in_turns(1, lambda c: draws_around(c, "one by one", 19))[0] != reference
+
+
+def test_twin_a_dropped_half_of_a_normal_pair_is_noticed(monkeypatch):
+    reference = in_turns(1, lambda c: draws_around(c, "one by one", 19))[0]
+    preserved = Generators.preserved
+    monkeypatch.setattr(Generators, "preserved", lambda self, wholly=False: preserved(self, wholly=False))
+    assert in_turns(1, lambda c: draws_around(c, "one by one", 19))[0] != reference
+
+
+def test_twin_an_order_by_rank_is_noticed(monkeypatch):
+    real = loader_module.permute
+    ranks = iter(range(10))
+
+    def program(communicator):
+        by_rank = next(ranks)
+        monkeypatch.setattr(loader_module, "permute", lambda p, n, seed, epoch: real(p, n, seed + by_rank, epoch))
+        return read(communicator, "tensors", 19, shuffle=True)
+
+    results = in_turns(2, program)
+    got = Counter(i for passes, _ in results for batch in passes[0] for ids, _ in batch[4].values() for i in ids)
+    assert got != Counter(range(19))
+
+
+def test_twin_a_seed_of_streams_that_does_not_depend_on_the_position_is_noticed(monkeypatch):
+    monkeypatch.setattr(fetch_module, "derive_seed", lambda *parts: 7)
+    batches = joined(alone("stream", 19))
+    noise = [str(n) for batch in batches for _, rows in batch[4].values() for n in rows]
+    assert len(set(noise)) < 19
+
+
+# Datasets.
+
+
+def loader_of(dataset, **options):
+    """A loader over a dataset, on one device."""
+    return in_turns(1, lambda c: Run(4, 2, communicator=c).loader(dataset, **options))[0]
+
+
+def test_a_stream_is_told_its_epoch_and_skips_what_is_consumed():
+    dataset = NoisyStream(10, buffer=1)
+    loader = loader_of(dataset)
+    loader.load_state_dict({"epoch": 3, "position": 4})
+    batches = list(loader)
+    assert dataset.epoch == 3
+    assert [batch.position for batch in batches] == [4, 8]
+    assert [i for batch in batches for shard in batch.shards.values() for i in shard.id.tolist()] == [3, 4, 5, 6, 7, 8]
+    assert batches[0].ids().tolist() == [4, 5, 6, 7]
+
+
+def test_what_a_stream_cannot_do_is_refused():
+    with pytest.raises(UsageError, match="cannot be shuffled by position"):
+        loader_of(NoisyStream(4), shuffle=True)
+    with pytest.raises(UsageError, match="num_workers=2 for an iterable dataset"):
+        loader_of(NoisyStream(4), num_workers=2)
+    with pytest.raises(TypeError, match="has no length"):
+        len(loader_of(NoisyStream(4)))
+    assert loader_of(NoisyStream(4)).num_samples is None
+
+
+def test_a_stream_that_can_be_read_only_once_is_refused_the_second_time():
+    class Once(IterableDataset):
+        def __init__(self):
+            self.samples = iter(torch.arange(6))
+
+        def __iter__(self):
+            return self.samples
+
+    loader = loader_of(Once())
+    assert sum(batch.length for batch in loader) == 6
+    with pytest.raises(DataError, match="gave no sample"):
+        next(iter(loader))
+
+
+@pytest.mark.parametrize("empty", [torch.zeros(0, 3), [], Noisy(0)], ids=["tensor", "list", "dataset"])
+def test_an_empty_dataset_is_refused(empty):
+    with pytest.raises(DataError, match="the dataset is empty"):
+        loader_of(empty)
+
+
+@pytest.mark.parametrize("wrong", [3, "fashion-mnist", object(), None])
+def test_what_is_no_dataset_is_refused_by_its_type(wrong):
+    with pytest.raises(DataError, match=f"got {type(wrong).__name__} as a dataset; needed"):
+        loader_of(wrong)
+
+
+def test_a_number_of_workers_below_none_is_refused():
+    with pytest.raises(UsageError, match="num_workers=-1"):
+        loader_of(torch.zeros(3), num_workers=-1)
+
+
+def test_lists_arrays_tensor_datasets_and_subsets_are_datasets():
+    for dataset in (
+        [torch.tensor(i) for i in range(6)],
+        np.arange(6),
+        torch.arange(6),
+        TensorDataset(torch.arange(6)),
+        Subset(TensorDataset(torch.arange(10)), range(6)),
+    ):
+        got = [
+            x for batch in loader_of(dataset) for shard in batch.shards.values() for x in torch.stack([*shard]).view(-1)
+        ]
+        assert [int(x) for x in got] == list(range(6)), type(dataset)
+
+
+def test_a_tensor_dataset_with_a_getitem_of_its_own_keeps_it():
+    class Doubled(TensorDataset):
+        def __getitem__(self, index):
+            return super().__getitem__(index)[0] * 2
+
+    (batch,) = loader_of(Doubled(torch.arange(4)))
+    assert [shard.tolist() for shard in batch.shards.values()] == [[0, 2], [4, 6]]
+
+
+def test_an_epoch_of_more_samples_than_are_ordered_at_once_is_whole():
+    loader = in_turns(1, lambda c: Run(3, 2, communicator=c).loader(torch.arange(9000), shuffle=True))[0]
+    ids = [i for batch in loader for i in batch.ids().tolist()]
+    assert sorted(ids) == list(range(9000))
+
+
+def test_shards_of_every_source_begin_at_the_border_of_an_allocation():
+    def pointers(communicator):
+        found = []
+        for dataset, workers in ((torch.arange(24.0), 0), ([torch.rand(3) for _ in range(24)], 2), (Noisy(24), 0)):
+            for batch in Run(8, 4, communicator=communicator).loader(dataset, num_workers=workers):
+                for value in batch.shards.values():
+                    tensor = value.noise if hasattr(value, "noise") else value
+                    found.append(tensor.data_ptr() % 64)
+        return found
+
+    assert set(in_turns(2, pointers)[1]) == {0}
+
+
+def test_an_error_of_the_dataset_reaches_the_script_and_leaves_its_generators_alone():
+    class Broken(Noisy):
+        def __getitem__(self, index):
+            if index == 5:
+                raise KeyError("sample 5 is broken")
+            return super().__getitem__(index)
+
+    loader = loader_of(Broken(8))
+    torch.manual_seed(1)
+    with pytest.raises(KeyError, match="sample 5 is broken"):
+        list(loader)
+    drawn = torch.rand(1)
+    torch.manual_seed(1)
+    assert torch.equal(drawn, torch.rand(1))

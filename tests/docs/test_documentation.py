@@ -1,0 +1,275 @@
+"""The documentation is true: its programs run, its commands, options, names, files and links exist."""
+
+import importlib
+import importlib.util
+import re
+import shlex
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import typer
+
+import samestep
+from samestep.cli.main import app
+from samestep.recipes.catalog import NAMES
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = sorted((ROOT / "docs").glob("*.md"))
+GUIDES = [ROOT / "README.md", *DOCS]
+PAGES = [*GUIDES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
+EXPORTED = [
+    "Batch",
+    "Communicator",
+    "EpochRecord",
+    "Loader",
+    "Mean",
+    "Run",
+    "SamestepError",
+    "StepResult",
+    "TensorData",
+    "TrainStep",
+    "Trainer",
+    "__version__",
+    "discover",
+    "launch",
+    "metrics",
+    "select",
+    "state_digest",
+    "to_device",
+    "to_host",
+    "to_numpy",
+]
+FENCE = re.compile(r'^```(?P<language>\w+)(?: title="(?P<title>[^"]+)")?\n(?P<text>.*?)^```$', re.MULTILINE | re.DOTALL)
+STARTS_WORKERS = "samestep.launch("
+
+
+@dataclass(frozen=True)
+class Block:
+    """A block of code of a page; `line` is that of its first line of code."""
+
+    page: Path
+    line: int
+    language: str
+    title: str | None
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.page.name}:{self.line}"
+
+
+def named(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def blocks(page: Path, language: str) -> list[Block]:
+    content = page.read_text(encoding="utf-8")
+    return [
+        Block(page, content[: match.start("text")].count("\n") + 1, language, match["title"], match["text"])
+        for match in FENCE.finditer(content)
+        if match["language"] == language
+    ]
+
+
+def prose(page: Path) -> str:
+    """A page without its blocks of code."""
+    return FENCE.sub("", page.read_text(encoding="utf-8"))
+
+
+def execute(block: Block, names: dict) -> None:
+    """Runs a block in this process; tracebacks show the page's line."""
+    exec(compile("\n" * (block.line - 1) + block.text, str(block.page), "exec"), names)
+
+
+PROGRAMS = [block for page in PAGES for block in blocks(page, "python") if block.title]
+SCRIPTS = [block for block in PROGRAMS if STARTS_WORKERS not in block.text]
+NOTEBOOKS = [block for block in PROGRAMS if STARTS_WORKERS in block.text]
+SNIPPETS = [page for page in PAGES if any(not block.title for block in blocks(page, "python"))]
+
+
+@pytest.mark.parametrize("page", SNIPPETS, ids=named)
+def test_the_python_of_a_page_runs_from_top_to_bottom(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names = {"__name__": "page"}
+    for block in blocks(page, "python"):
+        if not block.title:
+            execute(block, names)
+
+
+def run_python(*arguments, folder):
+    result = subprocess.run([sys.executable, *arguments], cwd=folder, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+@pytest.mark.parametrize("block", SCRIPTS, ids=str)
+def test_a_program_prints_the_same_on_one_device_and_on_three(block, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    execute(block, {"__name__": "__main__"})
+    alone = capsys.readouterr().out
+    assert alone
+    (tmp_path / block.title).write_text(block.text, encoding="utf-8")
+    assert run_python("-m", "samestep", "run", "--devices", "cpu:3", block.title, folder=tmp_path) == alone
+
+
+@pytest.mark.parametrize("block", NOTEBOOKS, ids=str)
+def test_a_notebook_s_cell_starts_its_workers(block, tmp_path):
+    (tmp_path / block.title).write_text(block.text, encoding="utf-8")
+    assert "'devices': 2" in run_python(block.title, folder=tmp_path)
+
+
+def test_there_are_programs_of_every_sort():
+    assert SNIPPETS
+    assert SCRIPTS
+    assert NOTEBOOKS
+    assert ROOT / "README.md" in {block.page for block in SCRIPTS}
+
+
+def commands():
+    """The commands of `samestep` by name, each with its options by spelling."""
+    group = typer.main.get_command(app)
+    return {
+        name: {spelling: option for option in command.params for spelling in (*option.opts, *option.secondary_opts)}
+        for name, command in group.commands.items()
+    }
+
+
+def calls(page):
+    """Every `samestep COMMAND …` in the blocks of a page, as words."""
+    lines = [line for block in blocks(page, "bash") for line in block.text.splitlines()]
+    return [words[1:] for line in lines if (words := shlex.split(line, comments=True))[:1] == ["samestep"]]
+
+
+def misspelt(words, known):
+    """What is wrong with a call; its script's own options are none of our business."""
+    name, *rest = words
+    if name not in known:
+        return [name]
+    wrong, waiting = [], list(rest)
+    while waiting:
+        word = waiting.pop(0)
+        if not word.startswith("-"):
+            if name == "run":
+                break
+            continue
+        option = known[name].get(word)
+        if option is None:
+            wrong.append(word)
+        elif not option.is_flag:
+            waiting = waiting[1:]
+    return wrong
+
+
+@pytest.mark.parametrize("page", GUIDES, ids=named)
+def test_every_command_of_a_page_exists_with_its_options(page):
+    known = commands()
+    assert [(words, wrong) for words in calls(page) if (wrong := misspelt(words, known))] == []
+
+
+def test_a_misspelt_command_is_noticed():
+    known = commands()
+    assert misspelt(["train", "lenet", "--device", "cpu:2"], known) == ["--device"]
+    assert misspelt(["run", "--devices", "cpu:2", "train.py", "--own"], known) == []
+    assert misspelt(["heal"], known) == ["heal"]
+
+
+@pytest.mark.parametrize("page", GUIDES, ids=named)
+def test_every_option_that_a_page_speaks_of_exists(page):
+    known = {spelling for options in commands().values() for spelling in options} | {"--help", "--version"}
+    spoken = set(re.findall(r"(?<![\w-])--[a-z][a-z_-]*", prose(page).replace("-->", "")))
+    assert spoken <= known
+
+
+@pytest.mark.parametrize("page", PAGES, ids=named)
+def test_every_make_target_and_file_that_a_page_speaks_of_exists(page):
+    text = page.read_text(encoding="utf-8")
+    targets = set(re.findall(r"^make ([a-z-]+)|`make ([a-z-]+)`", text, re.MULTILINE))
+    phony = (ROOT / "Makefile").read_text(encoding="utf-8").split(".PHONY:")[1].splitlines()[0].split()
+    assert {one or other for one, other in targets} <= set(phony)
+    files = re.findall(r"`((?:src|tests|docs)/[\w./-]+|[\w]+\.(?:toml|txt))`", text)
+    assert [name for name in files if "NAME" not in name and not (ROOT / name).exists()] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=named)
+def test_every_name_of_samestep_that_a_page_speaks_of_exists(page):
+    for name in re.findall(r"`(samestep(?:\.\w+)+)", prose(page)):
+        assert resolves(name), name
+
+
+def resolves(name):
+    """Whether a dotted name is a module or what one holds."""
+    found = samestep
+    for position, part in enumerate(name.split(".")[1:], start=2):
+        if not hasattr(found, part):
+            try:
+                importlib.import_module(".".join(name.split(".")[:position]))
+            except ModuleNotFoundError:
+                return False
+        found = getattr(found, part)
+    return True
+
+
+def anchors(page):
+    """The headings of a page as the fragments that lead to them."""
+    headings = re.findall(r"^#+ (.+)$", prose(page), re.MULTILINE)
+    found = {re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", heading.lower()).strip()) for heading in headings}
+    if page.name == "cli.md":
+        found |= {f"samestep-{name}" for name in commands()}
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=named)
+def test_every_internal_link_of_a_page_leads_somewhere(page):
+    for link in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
+        if "://" in link:
+            continue
+        path, _, fragment = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.is_file(), link
+        assert not fragment or fragment in anchors(target), link
+
+
+def test_the_exported_names_are_these():
+    assert samestep.__all__ == EXPORTED
+
+
+def test_every_exported_name_can_be_had_and_is_in_the_reference():
+    reference = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    for name in EXPORTED:
+        assert hasattr(samestep, name)
+        if name != "__version__":
+            assert re.search(rf"^::: samestep\.{name}$", reference, re.MULTILINE), name
+    assert "`samestep.__version__`" in reference
+
+
+def test_every_page_is_in_the_navigation():
+    navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    assert [page.name for page in DOCS if f": {page.name}\n" not in navigation] == []
+
+
+def generated(name):
+    """A page as mkdocs gets it."""
+    spec = importlib.util.spec_from_file_location("generated_pages", ROOT / "docs" / "generated_pages.py")
+    hook = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(hook)
+    return hook.on_page_markdown((ROOT / "docs" / name).read_text(encoding="utf-8"))
+
+
+def test_the_command_line_reference_holds_every_command_and_option():
+    page = generated("cli.md")
+    assert "<!--" not in page
+    for name, options in commands().items():
+        section = page.split(f"\n## samestep {name}\n")[1].split("\n## ")[0]
+        for spelling, option in options.items():
+            if option.param_type_name == "option":
+                assert f"`{spelling}`" in section
+                assert option.help.replace("|", "\\|") in section
+
+
+def test_the_table_of_recipes_holds_every_recipe():
+    page = generated("recipes.md")
+    assert "<!--" not in page
+    for name in NAMES:
+        assert f"| `{name}` |" in page

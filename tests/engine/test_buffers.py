@@ -1,0 +1,275 @@
+"""Buffers: running statistics merged over the shards, everything else left alike or refused by name."""
+
+import copy
+from itertools import pairwise
+
+import pytest
+import torch
+from engine_programs import bits, mean_squared, table
+from torch import nn
+from worlds import in_turns
+
+from samestep.engine import buffers as buffers_module
+from samestep.errors import BufferMergeError
+from samestep.plan.shards import shard_bounds
+from samestep.train.run import Run
+
+LENGTH, NUM_SHARDS = 23, 7
+
+
+def normalised(**options):
+    return nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8, **options), nn.Tanh(), nn.Linear(8, 1))
+
+
+class OverChannels(nn.Module):
+    """InstanceNorm with running statistics over the features seen as a signal."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.InstanceNorm1d(1, affine=True, track_running_stats=True)
+        self.last = nn.Linear(5, 1)
+
+    def forward(self, x):
+        return self.last(self.norm(x.unsqueeze(1)).squeeze(1))
+
+
+def batch_of(length=LENGTH):
+    return tuple(t[:length] for t in table())
+
+
+def run_steps(communicator, model_fn, num_steps=3, length=LENGTH, prepare=None):
+    """Some steps: the digest, the model, and how it stood before each step."""
+    run = Run(24, NUM_SHARDS, communicator=communicator)
+    model = model_fn()
+    if prepare is not None:
+        prepare(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    step = run.train_step(model, optimizer, mean_squared)
+    before = []
+    for _ in range(num_steps):
+        before.append(copy.deepcopy(model))
+        step(batch_of(length))
+    return bits(model, optimizer), model, before
+
+
+def merged_by_hand(model, length=LENGTH):
+    """What each shard alone would leave in the buffers, weighted by its samples, in float64."""
+    torch.set_num_threads(1)  # as the ranks do
+    x, _ = batch_of(length)
+    cut = shard_bounds(length, NUM_SHARDS)
+    total = {name: torch.zeros_like(buffer, dtype=torch.float64) for name, buffer in model.named_buffers()}
+    for start, stop in pairwise(cut):
+        if start == stop:
+            continue
+        alone = copy.deepcopy(model)
+        alone(x[start:stop].clone())  # a shard lies on a memory border, as here
+        for name, buffer in alone.named_buffers():
+            total[name] += (stop - start) * buffer.double()
+    return {name: value / length for name, value in total.items()}
+
+
+@pytest.mark.parametrize(
+    "model_fn",
+    [normalised, lambda: normalised(momentum=None), lambda: normalised(momentum=0.7), OverChannels],
+    ids=["batch", "cumulative", "fast", "instance"],
+)
+def test_running_statistics_are_the_weighted_mean_of_what_each_shard_alone_leaves(model_fn):
+    digest, model, before = in_turns(1, run_steps, model_fn)[0]
+    states = [*before[1:], model]
+    for start, after in zip(before, states, strict=True):
+        expected = merged_by_hand(start)
+        for name, buffer in after.named_buffers():
+            # One rounding to float32 of a float64 sum whose order may differ.
+            torch.testing.assert_close(buffer.double(), expected[name], rtol=1e-7, atol=1e-9)
+    for world_size in (2, 3):
+        assert {r[0] for r in in_turns(world_size, run_steps, model_fn)} == {digest}
+
+
+def test_the_count_of_batches_goes_up_by_one_a_step():
+    _, model, _ = in_turns(3, run_steps, normalised, 4)[0]
+    assert model[1].num_batches_tracked.tolist() == 4
+    assert model[1].num_batches_tracked.dtype == torch.int64
+
+
+def test_a_batch_smaller_than_the_shards_merges_those_there_are():
+    reference, model, before = in_turns(1, run_steps, OverChannels, 1, 3)[0]
+    expected = merged_by_hand(before[0], 3)
+    for name, buffer in model.named_buffers():
+        torch.testing.assert_close(buffer.double(), expected[name], rtol=1e-7, atol=1e-9)  # as above
+    for world_size in (2, 5, 7):
+        assert {r[0] for r in in_turns(world_size, run_steps, OverChannels, 1, 3)} == {reference}
+
+
+def test_twin_a_mean_that_does_not_weigh_the_shards_is_noticed(monkeypatch):
+    reference = in_turns(1, run_steps, normalised)[0][0]
+    real = buffers_module.BufferMerge._mean_leaf
+    monkeypatch.setattr(buffers_module.BufferMerge, "_mean_leaf", lambda self, n: real(self, 1) * LENGTH / NUM_SHARDS)
+    assert in_turns(1, run_steps, normalised)[0][0] != reference
+
+
+def test_twin_statistics_that_are_not_put_back_between_shards_are_noticed(monkeypatch):
+    reference = in_turns(1, run_steps, normalised)[0][0]
+    monkeypatch.setattr(buffers_module.BufferMerge, "_restore", lambda self, index: None)
+    one = in_turns(1, run_steps, normalised)[0][0]
+    assert one != reference
+    assert in_turns(3, run_steps, normalised)[0][0] != one
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_batchnorm_in_evaluation_mode_is_left_alone_beside_one_that_learns(dtype):
+    def frozen_and_free():
+        model = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.BatchNorm1d(8), nn.Linear(8, 1)).to(dtype)
+        model[1].running_mean.copy_(torch.rand(8) / 3)
+        model[1].running_var.copy_(torch.rand(8) + 1 / 3)
+        model[1].eval()
+        return model
+
+    def program(communicator):
+        run = Run(24, NUM_SHARDS, communicator=communicator)
+        model = frozen_and_free()
+        before = [{k: v.clone() for k, v in model[i].named_buffers()} for i in (1, 2)]
+        step = run.train_step(model, torch.optim.SGD(model.parameters(), lr=0.05), mean_squared)
+        for _ in range(5):
+            step(tuple(t.to(dtype) for t in batch_of()))
+        return [[torch.equal(b, before[k][n]) for n, b in model[k + 1].named_buffers()] for k in (0, 1)]
+
+    for world_size in (1, 3):
+        for frozen, free in in_turns(world_size, program):
+            assert frozen == [True, True, True]
+            assert free == [False, False, False]
+
+
+class Counting(nn.Module):
+    """Counts its calls in a buffer; `update` says how."""
+
+    def __init__(self, update, start=0.0):
+        super().__init__()
+        self.last = nn.Linear(5, 1)
+        self.update = update
+        self.register_buffer("calls", torch.tensor(start))
+
+    def forward(self, x):
+        self.update(self, x)
+        return self.last(x)
+
+
+def add_in_place(module, x):
+    module.calls += 1
+
+
+def bind_again(module, x):
+    module.calls = module.calls + 1
+
+
+def bind_another_shape(module, x):
+    module.calls = torch.full((2, 3), 7.0)
+
+
+def bind_another_dtype(module, x):
+    module.calls = torch.tensor(3, dtype=torch.int64)
+
+
+@pytest.mark.parametrize("length", [LENGTH, 2])
+@pytest.mark.parametrize(("update", "expected"), [(add_in_place, torch.tensor(3.0)), (bind_again, torch.tensor(3.0))])
+def test_a_buffer_that_all_shards_change_alike_is_kept(update, expected, length):
+    keeps(update, expected, length)
+
+
+@pytest.mark.parametrize("length", [LENGTH, 2])
+@pytest.mark.parametrize(
+    ("update", "expected"),
+    [
+        (bind_another_shape, torch.full((2, 3), 7.0)),
+        (bind_another_dtype, torch.tensor(3)),
+    ],
+)
+def test_a_buffer_that_all_shards_bind_to_another_form_is_kept(update, expected, length):
+    keeps(update, expected, length)
+
+
+def keeps(update, expected, length):
+    """Checks that the buffer ends as expected on every rank of every world."""
+    for world_size in (1, 2, 4):
+        for _, model, _ in in_turns(world_size, run_steps, lambda: Counting(update), 3, length):
+            assert torch.equal(model.calls, expected)
+            assert model.calls.dtype == expected.dtype
+
+
+def add_the_data(module, x):
+    module.calls += x.sum()
+
+
+def remember_the_last(module, x):
+    module.calls = x.detach().mean()
+
+
+def change_where_high(module, x):
+    if x[:, 0].max() > 1:
+        module.calls += 1
+
+
+@pytest.mark.parametrize("update", [add_the_data, remember_the_last, change_where_high])
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_a_buffer_that_differs_between_shards_is_refused_by_name_on_all_ranks(update, world_size):
+    def program(communicator):
+        run = Run(24, NUM_SHARDS, communicator=communicator)
+        model = nn.Sequential(Counting(update), nn.BatchNorm1d(1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        step = run.train_step(model, optimizer, mean_squared)
+        before = bits(model, optimizer)
+        with pytest.raises(BufferMergeError, match=r"buffer 0\.calls ended differently on different shards"):
+            step(batch_of())
+        return before == bits(model, optimizer), step.num_steps
+
+    assert in_turns(world_size, program) == [(True, 0)] * world_size
+
+
+def test_a_buffer_that_is_first_filled_in_the_forward_is_refused_if_shards_differ():
+    class Late(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.last = nn.Linear(5, 1)
+            self.register_buffer("seen", None)
+
+        def forward(self, x):
+            self.seen = x.detach().mean(0)
+            return self.last(x)
+
+    with pytest.raises(BufferMergeError):
+        in_turns(2, run_steps, Late, 1)
+
+
+def test_an_error_in_the_loss_leaves_the_buffers_as_they_were():
+    def program(communicator):
+        run = Run(24, NUM_SHARDS, communicator=communicator)
+        model = normalised()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+
+        def loss(model, batch):
+            value = mean_squared(model, batch)
+            if len(seen) == 1:
+                raise KeyError("the user's own")
+            seen.append(value.detach())
+            return value
+
+        seen = []
+        step = run.train_step(model, optimizer, loss)
+        before = bits(model, optimizer)
+        with pytest.raises(KeyError):
+            step(batch_of())
+        return before == bits(model, optimizer)
+
+    assert in_turns(1, program)[0]
+
+
+def test_a_batchnorm_in_two_places_is_merged_once():
+    def shared():
+        norm = nn.BatchNorm1d(5)
+        return nn.Sequential(norm, nn.Linear(5, 5), norm, nn.Linear(5, 1))
+
+    digest, model, before = in_turns(1, run_steps, shared)[0]
+    expected = merged_by_hand(before[-1])
+    torch.testing.assert_close(model[0].running_mean.double(), expected["0.running_mean"], rtol=1e-7, atol=1e-9)
+    assert model[0].num_batches_tracked == 6
+    for world_size in (2, 3):
+        assert {r[0] for r in in_turns(world_size, run_steps, shared)} == {digest}

@@ -1,0 +1,214 @@
+"""Adversarial training: two steps over one model, each with its own optimizer and its own stream of randomness."""
+
+import pytest
+import torch
+from engine_programs import bits
+from torch import nn
+from torch.nn import functional
+from worlds import in_turns
+
+from samestep.engine import step as step_module
+from samestep.train.run import Run
+
+NOISE, WIDTH = 4, 6
+
+
+def networks():
+    """A generator and a discriminator, both with dropout and BatchNorm."""
+    generator = nn.Sequential(
+        nn.Linear(NOISE, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, WIDTH)
+    )
+    discriminator = nn.Sequential(
+        nn.Linear(WIDTH, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.4), nn.Linear(16, 1)
+    )
+    return nn.ModuleList([generator, discriminator])
+
+
+def noise_like(batch):
+    return torch.randn(len(batch), NOISE)
+
+
+def discriminator_loss(both, batch):
+    generator, discriminator = both
+    with torch.no_grad():
+        fake = generator(noise_like(batch))
+    real = functional.softplus(-discriminator(batch)).mean()
+    return real + functional.softplus(discriminator(fake)).mean()
+
+
+def generator_loss(both, batch):
+    generator, discriminator = both
+    return functional.softplus(-discriminator(generator(noise_like(batch)))).mean()
+
+
+def real_samples(count=70):
+    generator = torch.Generator().manual_seed(2)
+    return torch.randn(count, WIDTH, generator=generator) * 0.5 + 1
+
+
+def make_steps(communicator, **losses):
+    run = Run(24, 8, seed=9, communicator=communicator)
+    both = networks()
+    optimizers = [torch.optim.Adam(net.parameters(), lr=0.01, betas=(0.5, 0.9)) for net in both]
+    discriminate = run.train_step(both, optimizers[1], losses.get("discriminator", discriminator_loss), bucket_bytes=64)
+    generate = run.train_step(both, optimizers[0], losses.get("generator", generator_loss), bucket_bytes=64)
+    return run, both, optimizers, discriminate, generate
+
+
+def train_gan(communicator):
+    """Two epochs: the digest and all losses."""
+    run, both, optimizers, discriminate, generate = make_steps(communicator)
+    losses = []
+    for _ in range(2):
+        for batch in run.loader(real_samples(), shuffle=True):
+            losses.append((discriminate(batch).loss.hex(), generate(batch).loss.hex()))
+    return bits(both, optimizers), losses
+
+
+def test_a_gan_ends_in_the_same_bits_on_every_number_of_devices():
+    reference = in_turns(1, train_gan)[0]
+    assert len(set(reference[1])) == len(reference[1])
+    for world_size in (2, 3):
+        assert all(result == reference for result in in_turns(world_size, train_gan))
+
+
+def test_twin_a_gan_with_randomness_by_rank_is_noticed(monkeypatch):
+    real = step_module.derive_seed
+    reference = in_turns(1, train_gan)[0]
+    calls = []
+
+    def by_call(*parts):
+        calls.append(parts)
+        return real(*parts, len(calls))
+
+    monkeypatch.setattr(step_module, "derive_seed", by_call)
+    assert in_turns(2, train_gan)[0] != reference
+
+
+def adversaries():
+    """Two networks without randomness, and what trains them."""
+    both = nn.ModuleList([nn.Linear(NOISE, WIDTH), nn.Sequential(nn.Linear(WIDTH, 8), nn.Tanh(), nn.Linear(8, 1))])
+    return both, [torch.optim.Adam(net.parameters(), lr=0.01) for net in both]
+
+
+def judge(both, batch):
+    real, noise = batch
+    return (functional.softplus(-both[1](real)) + functional.softplus(both[1](both[0](noise).detach()))).mean()
+
+
+def deceive(both, batch):
+    return functional.softplus(-both[1](both[0](batch[1]))).mean()
+
+
+def test_the_two_steps_are_those_of_a_plain_loop():
+    batch = (real_samples(24), torch.linspace(-1, 1, 24 * NOISE).view(24, NOISE))
+
+    def program(communicator):
+        run = Run(24, 8, communicator=communicator)
+        both, optimizers = adversaries()
+        start = {name: value.clone() for name, value in both.state_dict().items()}
+        steps = [run.train_step(both, optimizers[1], judge), run.train_step(both, optimizers[0], deceive)]
+        return both, start, [step(batch).loss for _ in range(4) for step in steps]
+
+    both, start, losses = in_turns(1, program)[0]
+    plain, optimizers = adversaries()
+    plain.load_state_dict(start)
+    expected = []
+    for _ in range(4):
+        for loss_fn, optimizer in ((judge, optimizers[1]), (deceive, optimizers[0])):
+            plain.zero_grad()
+            loss = loss_fn(plain, batch)
+            loss.backward()
+            optimizer.step()
+            expected.append(loss.item())
+    assert losses == pytest.approx(expected, rel=1e-5)  # 24 float32 terms in another order, eight updates
+    for ours, theirs in zip(both.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)  # the same
+
+
+def test_a_step_of_one_network_leaves_the_others_gradients_and_parameters_alone():
+    def program(communicator):
+        _, both, _, discriminate, generate = make_steps(communicator)
+        batch = real_samples(24)
+        generate(batch)
+        kept = [(p, p.grad, p.grad.clone(), p.detach().clone()) for p in both[0].parameters()]
+        before = [p.detach().clone() for p in both[1].parameters()]
+        discriminate(batch)
+        for parameter, gradient, gradient_bits, value in kept:
+            assert parameter.grad is gradient
+            assert torch.equal(gradient, gradient_bits)
+            assert torch.equal(parameter, value)
+        assert not any(torch.equal(a, b) for a, b in zip(before, both[1].parameters(), strict=True))
+
+    for world_size in (1, 3):
+        in_turns(world_size, program)
+
+
+def test_each_step_draws_from_a_stream_of_its_own_that_no_device_count_changes():
+    def program(communicator):
+        drawn = {}
+
+        def noting(name, loss):
+            def inner(both, batch):
+                drawn[name, len([k for k in drawn if k[0] == name])] = torch.rand(()).item()
+                return loss(both, batch)
+
+            return inner
+
+        *_, discriminate, generate = make_steps(
+            communicator,
+            discriminator=noting("d", discriminator_loss),
+            generator=noting("g", generator_loss),
+        )
+        discriminate(real_samples(24))
+        generate(real_samples(24))
+        return [[value for key, value in sorted(drawn.items()) if key[0] == name] for name in "dg"]
+
+    ((d, g),) = in_turns(1, program)
+    assert len(set(d + g)) == 16
+    by_rank = in_turns(3, program)
+    assert [[draw for rank in by_rank for draw in rank[k]] for k in (0, 1)] == [d, g]
+
+
+def two_losses_on_one_network(communicator):
+    """Two steps that train the same parameters, in turn; and one step with an optimizer for each half."""
+    run = Run(24, 8, communicator=communicator)
+    model = nn.Sequential(nn.Linear(WIDTH, 8), nn.Tanh(), nn.Linear(8, WIDTH))
+    shared = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    rebuild = run.train_step(model, shared, lambda m, b: functional.mse_loss(m(b), b), bucket_bytes=64)
+    shrink = run.train_step(model, shared, lambda m, b: m(b).square().mean(), bucket_bytes=64)
+    halves = [torch.optim.Adam(model[0].parameters(), lr=0.01), torch.optim.SGD(model[2].parameters(), lr=0.01)]
+    both = run.train_step(model, halves, lambda m, b: functional.l1_loss(m(b), b))
+    losses = [step(real_samples(24)).loss.hex() for step in (rebuild, shrink, both) * 2]
+    return bits(model, [shared, *halves]), losses
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_several_losses_and_optimizers_over_one_network_end_in_the_same_bits(world_size):
+    reference = in_turns(1, two_losses_on_one_network)[0]
+    assert all(result == reference for result in in_turns(world_size, two_losses_on_one_network))
+
+
+def test_several_optimizers_are_stepped_together_as_plain_ones_are():
+    def program(communicator):
+        run = Run(24, 1, communicator=communicator)
+        model = nn.Sequential(nn.Linear(WIDTH, 8), nn.Tanh(), nn.Linear(8, WIDTH))
+        start = {k: v.clone() for k, v in model.state_dict().items()}
+        halves = [torch.optim.Adam(model[0].parameters(), lr=0.01), torch.optim.SGD(model[2].parameters(), lr=0.01)]
+        step = run.train_step(model, halves, lambda m, b: functional.mse_loss(m(b), b))
+        for _ in range(3):
+            step(real_samples(24))
+        return model, start
+
+    model, start = in_turns(1, program)[0]
+    plain = nn.Sequential(nn.Linear(WIDTH, 8), nn.Tanh(), nn.Linear(8, WIDTH))
+    plain.load_state_dict(start)
+    halves = [torch.optim.Adam(plain[0].parameters(), lr=0.01), torch.optim.SGD(plain[2].parameters(), lr=0.01)]
+    for _ in range(3):
+        for optimizer in halves:
+            optimizer.zero_grad()
+        functional.mse_loss(plain(real_samples(24)), real_samples(24)).backward()
+        for optimizer in halves:
+            optimizer.step()
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)  # mean times 24 over 24, in float32

@@ -1,0 +1,167 @@
+"""Which parameters a step updates, where they lie, and that all ranks begin with the same."""
+
+import pytest
+import torch
+from engine_programs import bits, mean_squared, table
+from torch import nn
+from worlds import in_turns
+
+from samestep.engine.parameters import named_parameters, settle_model
+from samestep.errors import DeterminismError, UsageError
+from samestep.train.run import Run
+
+
+def make_step(communicator, model, optimizer, **options):
+    return Run(24, 4, communicator=communicator).train_step(model, optimizer, mean_squared, **options)
+
+
+def refusal(make, world_size=1):
+    """The one line with which a step is refused on every rank."""
+
+    def program(communicator):
+        with pytest.raises(UsageError) as caught:
+            make(communicator)
+        return str(caught.value)
+
+    (text,) = set(in_turns(world_size, program))
+    assert "\n" not in text
+    return text
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_lazy_layer_is_named(world_size):
+    def make(communicator):
+        model = nn.Sequential(nn.Linear(5, 3), nn.LazyLinear(1))
+        make_step(communicator, model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+    assert refusal(make, world_size).startswith("parameter 1.weight has no shape yet; run the model once on a batch")
+
+
+def test_an_optimizer_of_another_model_is_refused():
+    def make(communicator):
+        make_step(communicator, nn.Linear(5, 1), torch.optim.SGD(nn.Linear(5, 1).parameters(), lr=0.1))
+
+    assert refusal(make, 2).startswith("the optimizer holds 2 parameters, 2 of which are not in the model")
+
+
+def test_one_of_several_optimizers_of_another_model_is_refused():
+    def make(communicator):
+        model = nn.Linear(5, 1)
+        optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, nn.Linear(2, 2))]
+        make_step(communicator, model, optimizers)
+
+    assert "4 parameters, 2 of which are not in the model" in refusal(make)
+
+
+def test_lbfgs_is_refused():
+    def make(communicator):
+        model = nn.Linear(5, 1)
+        make_step(communicator, model, torch.optim.LBFGS(model.parameters()))
+
+    assert refusal(make).startswith("LBFGS calls the loss several times a step")
+
+
+@pytest.mark.parametrize("optimizers", [[], ()])
+def test_no_optimizer_at_all_is_refused(optimizers):
+    assert "holds 0 parameters" in refusal(lambda c: make_step(c, nn.Linear(5, 1), optimizers))
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "got"),
+    [(None, "None"), ("sgd", "a str"), ([1], "a int"), (nn.Linear(5, 1).parameters(), "a generator")],
+)
+def test_what_is_no_optimizer_is_refused(optimizer, got):
+    assert refusal(lambda c: make_step(c, nn.Linear(5, 1), optimizer)).startswith(f"got {got} as optimizer")
+
+
+def test_syncbatchnorm_is_refused_by_its_name():
+    def make(communicator):
+        model = nn.Sequential(nn.Linear(5, 8), nn.ModuleDict({"norm": nn.SyncBatchNorm(8)}))
+        make_step(communicator, model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+    text = refusal(make, 2)
+    assert text.startswith("module 1.norm is a SyncBatchNorm")
+    assert "GroupNorm" in text
+
+
+def test_models_that_differ_between_ranks_are_refused_by_the_first_name():
+    def program(communicator):
+        run = Run(24, 4, communicator=communicator)
+        model = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+        if communicator.rank == 1:
+            model[1].running_mean[3] += 1
+            model[2].weight.data[0, 0] += 1
+        with pytest.raises(DeterminismError, match=r"2\.weight differs between the ranks at the start"):
+            run.train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), mean_squared)
+
+    in_turns(3, program)
+
+
+def test_models_of_different_make_are_refused():
+    def program(communicator):
+        run = Run(24, 4, communicator=communicator)
+        model = nn.Sequential(*[nn.Linear(5, 5) for _ in range(1 + communicator.rank)])
+        with pytest.raises(DeterminismError, match="the ranks built different models"):
+            run.train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), mean_squared)
+
+    in_turns(2, program)
+
+
+def test_parameters_keep_the_models_order_each_once_whatever_the_optimizers_order():
+    model = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5))
+    model[1].weight = model[0].weight
+    groups = [{"params": [model[1].bias], "lr": 0.1}, {"params": [model[0].weight, model[0].bias]}]
+    assert list(named_parameters(model, [torch.optim.SGD(groups, lr=0.2)])) == ["0.weight", "0.bias", "1.bias"]
+
+
+def test_parameters_that_no_optimizer_holds_are_left_alone():
+    def program(communicator):
+        run = Run(24, 4, communicator=communicator)
+        model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 1))
+        optimizer = torch.optim.SGD(model[2].parameters(), lr=0.1, weight_decay=0.1)
+        mine = model[0].weight.grad = torch.ones_like(model[0].weight)
+        before = model[0].weight.detach().clone()
+        step = run.train_step(model, optimizer, mean_squared)
+        step(table())
+        assert torch.equal(model[0].weight, before)
+        assert model[0].weight.grad is mine
+        assert bool((mine == 1).all())
+        return bits(model, optimizer)
+
+    assert len({*in_turns(1, program), *in_turns(3, program)}) == 1
+
+
+def test_stray_parameters_are_put_on_memory_borders_and_stay_the_same_parameters():
+    model = nn.Sequential(nn.Linear(5, 8), nn.Conv2d(1, 2, 3))
+    stray = torch.zeros(41)[1:].view(8, 5).normal_()
+    assert stray.data_ptr() % 64
+    model[0].weight.data = stray
+    model[1].to(memory_format=torch.channels_last)
+    parameter, strides = model[0].weight, model[1].weight.stride()
+    value = stray.clone()
+    settle_model(model, torch.device("cpu"))
+    assert model[0].weight is parameter
+    assert torch.equal(parameter, value)
+    assert parameter.data_ptr() % 64 == 0
+    assert model[1].weight.stride() == strides
+
+
+def test_parameters_that_are_views_of_one_memory_stay_so():
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    flat = torch.randn(18)
+    model[0].weight.data, model[1].weight.data = flat[:9].view(3, 3), flat[9:].view(3, 3)
+    settle_model(model, torch.device("cpu"))
+    flat.zero_()
+    assert not model[0].weight.any()
+    assert not model[1].weight.any()
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adam, torch.optim.RAdam])
+def test_a_late_check_needs_an_optimizer_that_can_leave_an_update_out(optimizer):
+    def make(communicator):
+        model = nn.Linear(5, 1)
+        make_step(communicator, model, optimizer(model.parameters()), late_check=True)
+
+    assert refusal(make) == (
+        "late_check=True needs Adam or AdamW with fused=True, which can skip an update on the device"
+    )

@@ -1,0 +1,115 @@
+"""The layers: who may import whom, and what an import may cost."""
+
+import ast
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1] / "src" / "samestep"
+LAYERS = ("errors", "devices", "plan", "comm", "data", "engine", "train", "launcher", "recipes", "cli")
+BOTTOM = {"errors", "version"}
+HEAVY = ("torch", "numpy", "matplotlib", "tensorboard", "sklearn")
+MODULES = sorted(path for path in ROOT.rglob("*.py") if path.parent != ROOT)
+
+
+def layer_of(module: str) -> int:
+    """The number of a module's layer: `samestep.comm.group` is 3."""
+    name = module.split(".")[1]
+    return 0 if name in BOTTOM else LAYERS.index(name)
+
+
+def is_type_checking(node: ast.stmt) -> bool:
+    return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+
+
+def imports(source: str) -> list[tuple[int, str]]:
+    """The line and name of every module that a source imports anywhere, but for type checking only."""
+    found, waiting = [], list(ast.parse(source).body)
+    while waiting:
+        node = waiting.pop()
+        if is_type_checking(node):
+            waiting += node.orelse
+            continue
+        if isinstance(node, ast.Import):
+            found += [(node.lineno, alias.name) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"line {node.lineno}: a relative import"
+            # "from samestep.devices import nvml" imports a module of that layer too
+            found.append((node.lineno, f"{node.module}.{node.names[0].name}"))
+        waiting += list(ast.iter_child_nodes(node))
+    return sorted(found)
+
+
+def violations(own: str, source: str) -> list[str]:
+    """Imports of later layers."""
+    return [
+        f"line {line}: {name}"
+        for line, name in imports(source)
+        if name.startswith("samestep.") and layer_of(name) > layer_of(own)
+    ]
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_module_imports_only_from_its_own_and_earlier_layers(path):
+    own = ".".join(("samestep", *path.relative_to(ROOT).with_suffix("").parts))
+    assert violations(own, path.read_text(encoding="utf-8")) == []
+
+
+def test_every_folder_is_a_layer():
+    folders = {path.name for path in ROOT.iterdir() if path.is_dir() and path.name != "__pycache__"}
+    assert folders | {"errors"} == set(LAYERS)
+
+
+def test_a_wrong_import_is_noticed_wherever_it_stands():
+    wrong = "def late():\n    if True:\n        from samestep.train.run import Run\n"
+    assert violations("samestep.data.loader", wrong) == ["line 3: samestep.train.run.Run"]
+    typing_only = "if TYPE_CHECKING:\n    from samestep.train.run import Run\nelse:\n    import samestep.cli.main\n"
+    assert violations("samestep.data.loader", typing_only) == ["line 4: samestep.cli.main"]
+    assert violations("samestep.cli.main", wrong) == []
+
+
+def test_the_plan_is_pure_arithmetic_without_torch():
+    for path in (ROOT / "plan").glob("*.py"):
+        names = {name.split(".")[0] for _, name in imports(path.read_text(encoding="utf-8"))}
+        assert not names & {"torch", "os", "subprocess", "threading", "socket", "pathlib"}, path.name
+
+
+def test_packages_offer_no_names_of_their_own():
+    for path in ROOT.rglob("__init__.py"):
+        if path.parent != ROOT:
+            (docstring,) = ast.parse(path.read_text(encoding="utf-8")).body
+            assert isinstance(docstring, ast.Expr), path
+
+
+def imported_by(code: str) -> set[str]:
+    """Which heavy modules a fresh interpreter has imported after running some code."""
+    report = f"import sys, json; print(json.dumps([name for name in {HEAVY!r} if name in sys.modules]))"
+    run = subprocess.run([sys.executable, "-c", f"{code}\n{report}"], capture_output=True, text=True, check=True)
+    return set(json.loads(run.stdout.splitlines()[-1]))
+
+
+def test_importing_samestep_imports_nothing_heavy():
+    assert imported_by("import samestep; dir(samestep); samestep.__version__") == set()
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["run", "--help"], ["--version"]])
+def test_asking_for_help_does_not_import_torch(arguments):
+    ask = f"""
+import sys
+from samestep.cli.main import main
+sys.argv = ["samestep", *{arguments!r}]
+try:
+    main()
+except SystemExit as stop:
+    assert not stop.code, stop.code
+"""
+    assert imported_by(ask) == set()
+
+
+def test_a_public_name_is_imported_when_it_is_first_used():
+    assert "torch" in imported_by("import samestep; samestep.Run")
+    assert imported_by("import samestep; samestep.SamestepError") == set()
+    assert "matplotlib" not in imported_by("import samestep; samestep.Run, samestep.Trainer")

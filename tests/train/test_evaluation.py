@@ -1,0 +1,283 @@
+"""Evaluation: every sample once, the same bits on every number of devices, the model as it was."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from train_programs import METRICS, classifier, evaluate, evaluate_with_draws, many_outputs, points, predict
+from worlds import in_turns
+
+from samestep.engine.losses import Mean
+from samestep.errors import UsageError
+from samestep.plan.seeds import derive_seed
+from samestep.train import evaluation as evaluation_module
+from samestep.train.metrics import accuracy
+from samestep.train.run import Run
+
+
+def in_run(program, world_size=1, batch=16, num_shards=4):
+    """Runs `program(run)` on every rank."""
+    return in_turns(world_size, lambda c: program(Run(batch, num_shards, 2, communicator=c)))
+
+
+def whole(structure):
+    """Every tensor of a prediction, in order."""
+    return [structure["scores"], *structure["pair"], *structure["list"]]
+
+
+def test_the_scores_are_those_of_a_plain_loop_over_each_sample_once():
+    def program(run):
+        model = classifier()
+        return model, run.evaluate(model, points(), METRICS)
+
+    model, scores = in_run(program)[0]
+    model.eval()
+    x, y = points()
+    with torch.no_grad():
+        output = torch.cat([model(x[i : i + 1]) for i in range(len(x))])
+    assert scores["accuracy"] == (output.argmax(1) == y).double().mean().item()
+    assert scores["wrong"] == (output.argmax(1) != y).double().mean().item()
+    # The forward of one sample rounds otherwise than that of a shard.
+    assert scores["loss"] == pytest.approx(functional.cross_entropy(output, y).item(), rel=1e-6)
+    mine = y == 1
+    assert scores["margin"] == pytest.approx((output[:, 1] - output[:, 0])[mine].mean().item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_the_scores_are_the_same_bits_on_every_number_of_devices(world_size, precision):
+    reference = in_turns(1, evaluate, 61, 16, 4, precision)[0]
+    assert in_turns(world_size, evaluate, 61, 16, 4, precision) == [reference] * world_size
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_real_processes_give_the_same_scores_and_predictions(worlds, world_size):
+    assert worlds(world_size).run(evaluate) == worlds(1).run(evaluate) * world_size
+    reference = whole(worlds(1).run(predict)[0])
+    for result in worlds(world_size).run(predict):
+        assert all(torch.equal(a, b) for a, b in zip(whole(result), reference, strict=True))
+
+
+@pytest.mark.parametrize("num_samples", [1, 2, 16, 17, 19])
+def test_more_devices_than_a_batch_has_shards(num_samples):
+    scores = in_turns(1, evaluate, num_samples, 16, 7)[0]
+    predictions = whole(in_turns(1, predict, num_samples, 16, 7)[0])
+    for world_size in (5, 7):
+        assert in_turns(world_size, evaluate, num_samples, 16, 7) == [scores] * world_size
+        for result in in_turns(world_size, predict, num_samples, 16, 7):
+            assert isinstance(result, dict)
+            assert isinstance(result["pair"], tuple)
+            assert isinstance(result["list"], list)
+            assert all(torch.equal(a, b) for a, b in zip(whole(result), predictions, strict=True))
+
+
+def test_twin_a_sample_that_is_counted_twice_is_noticed(monkeypatch):
+    reference = in_turns(2, evaluate)[0]
+    real = evaluation_module.sums
+
+    def padded(metric, output, batch, **options):
+        total, count = real(metric, output, batch, **options)
+        return (total + total / count, count + 1) if len(batch[1]) == 3 and count else (total, count)
+
+    monkeypatch.setattr(evaluation_module, "sums", padded)
+    assert in_turns(2, evaluate)[0] != reference
+
+
+def test_twin_randomness_by_rank_is_noticed(monkeypatch):
+    def noisy(run):
+        return run.evaluate(nn.Linear(2, 3), points(), {"noise": lambda output, batch: torch.rand(len(output))})
+
+    reference = in_run(noisy)[0]
+    assert in_run(noisy, 3) == [reference] * 3
+    calls = []
+
+    def by_call(*parts):
+        calls.append(parts)
+        return derive_seed(len(calls))
+
+    monkeypatch.setattr(evaluation_module, "derive_seed", by_call)
+    assert in_run(noisy, 3)[0] != reference
+
+
+def test_a_metric_or_forward_that_draws_leaves_the_scripts_generators_alone(worlds):
+    drawn = worlds(1).run(evaluate_with_draws)[0]
+    assert worlds(3).run(evaluate_with_draws) == [drawn] * 3
+    assert drawn[1:] == worlds(1).run(evaluate_with_draws, False)[0][1:]
+
+
+def mixed_modes():
+    model = classifier()
+    model[1].eval()
+    return model
+
+
+def modes(model):
+    return [module.training for module in model.modules()]
+
+
+@pytest.mark.parametrize("verb", ["evaluate", "predict"])
+def test_the_modes_of_all_modules_are_put_back(verb):
+    def program(run):
+        model, seen = mixed_modes(), []
+        before = modes(model)
+        model[0].register_forward_hook(lambda *_: seen.append((modes(model), torch.is_grad_enabled())))
+        if verb == "evaluate":
+            run.evaluate(model, points(), METRICS)
+        else:
+            run.predict(model, points())
+        assert seen
+        assert all(not any(entry[0]) and not entry[1] for entry in seen)
+        return before == modes(model)
+
+    assert in_run(program, 2) == [True, True]
+
+
+@pytest.mark.parametrize("broken", ["model", "metric"])
+def test_the_modes_and_generators_are_put_back_after_an_error(broken):
+    def fail(*_):
+        raise KeyError("the user's own")
+
+    def program(run):
+        model = mixed_modes()
+        before, state = modes(model), torch.get_rng_state()
+        with pytest.raises(KeyError):
+            run.evaluate(
+                model,
+                points(),
+                {"own": fail if broken == "metric" else accuracy},
+                forward=fail if broken == "model" else None,
+            )
+        return before == modes(model) and torch.equal(state, torch.get_rng_state())
+
+    assert in_run(program) == [True]
+    assert torch.is_grad_enabled()
+
+
+class Observing(nn.Module):
+    """Changes its buffers in evaluation mode too."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.norm = nn.Linear(2, 3), nn.BatchNorm1d(3)
+        self.register_buffer("largest", torch.zeros(()))
+        self.register_buffer("calls", torch.zeros(()))
+        self.register_buffer("cache", None)
+
+    def forward(self, x):
+        self.norm.train()
+        self.largest.copy_(torch.maximum(self.largest, x.abs().max()))
+        self.calls = self.calls + 1
+        self.cache = x
+        return self.norm(self.layer(x)) * self.largest * self.calls
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_buffers_that_the_forward_changes_reach_neither_the_next_shard_nor_the_caller(world_size):
+    def program(run):
+        model = Observing()
+        before = {name: value.clone() for name, value in model.named_buffers()}
+        score = run.evaluate(
+            model,
+            points(),
+            {"loss": lambda output, batch: functional.cross_entropy(output, batch[1], reduction="none")},
+        )
+        after = dict(model.named_buffers())
+        assert model.cache is None
+        return score, before.keys() == after.keys() and all(torch.equal(before[n], after[n]) for n in before)
+
+    reference = in_run(program)[0]
+    assert reference[1]
+    assert in_run(program, world_size) == [reference] * world_size
+
+
+def test_predictions_come_in_the_order_of_the_data_and_keep_their_dtypes():
+    def program(run):
+        model = classifier()
+        return model, run.predict(model, points(), forward=many_outputs)
+
+    for model, result in in_run(program, 3):
+        model.eval()
+        with torch.no_grad():
+            expected = many_outputs(model, points())
+        for ours, theirs in zip(whole(result), whole(expected), strict=True):
+            assert (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape)
+            # A shard's forward rounds otherwise than that of all samples at once.
+            torch.testing.assert_close(ours, theirs, rtol=1e-2 if ours.dtype == torch.bfloat16 else 1e-5, atol=1e-5)
+        assert torch.equal(result["list"][2], expected["list"][2])
+        assert torch.equal(result["pair"][1], expected["pair"][1])
+
+
+def test_a_shuffled_loader_is_predicted_in_its_order():
+    def program(run):
+        loader = run.loader(torch.arange(61.0).unsqueeze(1), shuffle=True)
+        return loader.ids(0, 0, 61).tolist(), run.predict(nn.Identity(), loader).squeeze(1).tolist()
+
+    for ids, values in in_run(program, 3):
+        assert ids == values
+        assert ids != sorted(ids)
+
+
+def test_a_tensor_comes_back_as_a_tensor_on_the_host():
+    (result,) = in_run(lambda run: run.predict(nn.Linear(2, 3), points()[0]))
+    assert (result.shape, result.device.type, result.requires_grad) == ((61, 3), "cpu", False)
+
+
+@pytest.mark.parametrize(
+    ("forward", "got"),
+    [
+        (lambda m, b: m(b).mean(), "a float32 tensor of shape []"),
+        (lambda m, b: m(b).mean(0), "a float32 tensor of shape [3] for 4 samples"),
+        (lambda m, b: (m(b), None), "None for 4 samples"),
+        (lambda m, b: {"text": "no tensor"}, "a str"),
+    ],
+)
+def test_outputs_that_do_not_hold_a_row_a_sample_are_refused(forward, got):
+    with pytest.raises(UsageError) as caught:
+        in_run(lambda run: run.predict(nn.Linear(2, 3), points()[0], forward=forward))
+    assert got in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_outputs_without_any_tensor_are_refused():
+    with pytest.raises(UsageError, match="the model returned no tensor to predict with"):
+        in_run(lambda run: run.predict(nn.Linear(2, 3), points()[0], forward=lambda m, b: {}))
+
+
+@pytest.mark.parametrize(
+    ("metrics", "message"),
+    [
+        ({}, "evaluate needs at least one metric"),
+        ({"top": 3}, "a metric must be a samestep metric or a function"),
+        ({"mine": lambda o, b: o.mean()}, "metric 'mine' returned a float32 tensor of shape []"),
+        ({"mine": lambda o, b: o.sum(0)}, "metric 'mine' returned 3 values for 4 samples"),
+        ({"mine": lambda o, b: Mean(o.sum(0), 1)}, "metric 'mine': Mean needs a 0-d tensor as total"),
+    ],
+)
+def test_a_metric_that_cannot_be_is_named(metrics, message):
+    with pytest.raises(UsageError) as caught:
+        in_run(lambda run: run.evaluate(nn.Linear(2, 3), points(), metrics))
+    assert message in str(caught.value)
+
+
+def test_batches_that_are_dicts_need_a_forward():
+    x, y = points()
+
+    def program(run):
+        model = nn.Linear(2, 3)
+        with pytest.raises(UsageError, match="a batch is a dict; say how to run the model on it: forward="):
+            run.evaluate(model, {"x": x, "label": y}, {"accuracy": accuracy})
+        return run.evaluate(model, {"x": x, "label": y}, {"accuracy": accuracy}, forward=lambda m, b: m(b["x"]))
+
+    assert 0 <= in_run(program)[0]["accuracy"] <= 1
+
+
+def test_a_metric_that_counts_nothing_is_nan():
+    nothing = {"empty": lambda output, batch: Mean(output.sum() * 0, 0)}
+    assert math.isnan(in_run(lambda run: run.evaluate(nn.Linear(2, 3), points(), nothing), 2)[1]["empty"])
+
+
+def test_an_unknown_precision_is_refused():
+    with pytest.raises(UsageError, match="--precision is one of"):
+        in_run(lambda run: run.evaluate(nn.Linear(2, 3), points(), METRICS, precision="half"))

@@ -1,0 +1,144 @@
+"""The run folder: each file whole or not at all, and a sentence where it cannot be written."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from samestep.errors import RunFolderError, UsageError
+from samestep.train.folder import append_whole, create_folder, replacing, write_json, write_weights
+from samestep.train.naming import new_folder_name
+
+
+class Tied(nn.Module):
+    """An embedding that is the output layer too."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(6, 4), nn.Linear(4, 6, bias=False)
+        self.head.weight = self.embed.weight
+        self.norm = nn.BatchNorm1d(4)
+
+
+def test_a_folder_is_made_with_its_parents_and_taken_once_it_holds_a_contract(tmp_path):
+    folder = create_folder(tmp_path / "a" / "b")
+    assert create_folder(folder) == folder, "an empty folder is no run"
+    write_json(folder / "run.json", {})
+    with pytest.raises(UsageError, match=r"already holds a run; choose another folder with --run-dir, or remove it"):
+        create_folder(folder)
+
+
+def test_a_file_in_the_way_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RunFolderError) as caught:
+        create_folder(tmp_path / "file" / "run")
+    assert str(caught.value) == (
+        f"cannot write {tmp_path}/file/run: Not a directory; free space there, or choose another folder with --run-dir"
+    )
+
+
+def test_json_is_replaced_whole(tmp_path):
+    path = tmp_path / "run.json"
+    for value in ({"a": 1}, {"b": [1.5, None]}):
+        write_json(path, value)
+        assert json.loads(path.read_text()) == value
+    assert os.listdir(tmp_path) == ["run.json"]
+
+
+def test_what_fails_midway_leaves_the_old_file_and_nothing_else(tmp_path):
+    path = tmp_path / "run.json"
+    write_json(path, {"a": 1})
+
+    def fail():
+        with replacing(path) as temporary:
+            temporary.write_text('{"b"')
+            raise KeyError("midway")
+
+    with pytest.raises(KeyError):
+        fail()
+    with pytest.raises(TypeError):
+        write_json(path, {"a": object()})
+    assert json.loads(path.read_text()) == {"a": 1}
+    assert os.listdir(tmp_path) == ["run.json"]
+
+
+def test_weights_come_back_with_buffers_and_plain_names(tmp_path):
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).to(torch.bfloat16)
+    model.register_buffer("scratch", torch.ones(2), persistent=False)
+    model[0].weight.data = model[0].weight.data.t().contiguous().t()
+    write_weights(tmp_path / "weights.safetensors", model)
+    loaded = load_file(tmp_path / "weights.safetensors")
+    assert loaded.keys() == model.state_dict().keys()
+    assert all(torch.equal(loaded[name], value) for name, value in model.state_dict().items())
+    assert os.listdir(tmp_path) == ["weights.safetensors"]
+
+
+def test_tied_weights_are_written_once_and_load_again(tmp_path):
+    from safetensors.torch import load_model
+
+    model, other = Tied(), Tied()
+    write_weights(tmp_path / "weights.safetensors", model)
+    loaded = load_file(tmp_path / "weights.safetensors")
+    assert len({"embed.weight", "head.weight"} & loaded.keys()) == 1
+    load_model(other, tmp_path / "weights.safetensors")
+    assert torch.equal(other.embed.weight, model.embed.weight)
+    assert other.head.weight is other.embed.weight
+
+
+def test_appending_adds_all_of_the_data(tmp_path):
+    with (tmp_path / "lines").open("ab", buffering=0) as file:
+        for data in (b"one\n", b"", b"two\n" * 1000):
+            append_whole(file, tmp_path / "lines", data)
+    assert (tmp_path / "lines").read_bytes() == b"one\n" + b"two\n" * 1000
+
+
+def test_new_names_are_below_runs_and_never_taken(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names = []
+    for _ in range(3):
+        names.append(new_folder_name("lenet"))
+        names[-1].mkdir(parents=True)
+    assert len(set(names)) == 3
+    assert all(name.parts[0] == "runs" and name.name.startswith("lenet-") for name in names)
+
+
+FULL = """
+import resource, signal, sys
+from pathlib import Path
+from torch import nn
+from samestep.errors import RunFolderError
+from samestep.train.folder import write_json, write_weights
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+folder = Path(sys.argv[1])
+write_json(folder / "run.json", {"old": 1})
+write_weights(folder / "weights.safetensors", nn.Linear(2, 2))
+resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+for write in (
+    lambda: write_json(folder / "run.json", list(range(10_000))),
+    lambda: write_weights(folder / "weights.safetensors", nn.Linear(100, 100)),
+):
+    try:
+        write()
+    except RunFolderError as error:
+        print(error)
+"""
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGXFSZ"), reason="no limit on the size of files here")
+def test_a_full_disk_is_a_sentence_and_leaves_the_old_files(tmp_path):
+    command = [sys.executable, "-c", FULL, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    lines = done.stdout.splitlines()
+    assert [line.split(":")[0] for line in lines] == [
+        f"cannot write {tmp_path / name}" for name in ("run.json", "weights.safetensors")
+    ]
+    assert all(line.endswith("free space there, or choose another folder with --run-dir") for line in lines)
+    assert json.loads((tmp_path / "run.json").read_text()) == {"old": 1}
+    assert load_file(tmp_path / "weights.safetensors")["weight"].shape == (2, 2)
+    assert sorted(os.listdir(tmp_path)) == ["run.json", "weights.safetensors"]

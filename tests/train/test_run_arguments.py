@@ -1,0 +1,216 @@
+"""The run: bad arguments get a sentence that names the option; the contract holds what the bits depend on."""
+
+import json
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from train_programs import classification, classifier, points
+from worlds import in_turns
+
+from samestep.errors import DataError, DeterminismError, DeviceError, UsageError
+from samestep.train.run import Run
+
+
+def refusal(make, kind=UsageError):
+    """The one line with which it is refused."""
+    with pytest.raises(kind) as caught:
+        make()
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"global_batch_size": 0}, "got global_batch_size=0; it must be 1 or more (--global-batch-size)"),
+        ({"global_batch_size": -8}, "got global_batch_size=-8"),
+        ({"global_batch_size": 8.0}, "got global_batch_size=8.0"),
+        ({"global_batch_size": True}, "got global_batch_size=True"),
+        ({"num_shards": 0}, "got num_shards=0; it must be 1 or more (--num-shards)"),
+        ({"num_shards": "4"}, "got num_shards='4'"),
+        ({"seed": -1}, "got seed=-1; it must be an integer from 0 to 2^63 - 1 (--seed)"),
+        ({"seed": 2**63}, "got seed=9223372036854775808"),
+        ({"seed": 0.5}, "got seed=0.5"),
+        ({"seed": None}, "got seed=None"),
+        ({"reduction": "mean"}, "got reduction='mean'; --reduction is one of ordered, native"),
+        ({"num_threads": 0}, "got num_threads=0; it must be 1 or more (--threads)"),
+        ({"num_threads": "2"}, "got num_threads='2'"),
+        ({"timeout_seconds": 0}, "got timeout_seconds=0; it must be above 0"),
+        ({"timeout_seconds": float("nan")}, "got timeout_seconds=nan"),
+        ({"timeout_seconds": float("inf")}, "got timeout_seconds=inf"),
+        ({"shares": [1, 1]}, "got 2 shares for 1 devices; --shares needs one number a device"),
+    ],
+    ids=str,
+)
+def test_an_argument_that_cannot_be_is_named_with_its_option(arguments, message):
+    assert refusal(lambda: Run(**{"global_batch_size": 8, **arguments})).startswith(message)
+
+
+@pytest.mark.parametrize("device", ["gpu", "cuda:99", "meta", "cpu:x", 1.5])
+def test_a_device_that_is_not_here_is_named(device):
+    assert refusal(lambda: Run(8, device=device), DeviceError).startswith(f"got device='{device}'; this process has ")
+
+
+@pytest.mark.parametrize("device", ["cpu", "cpu:0", torch.device("cpu")])
+def test_a_device_that_is_here_is_taken(device):
+    assert Run(8, device=device).device == torch.device("cpu")
+
+
+def test_more_devices_than_shards_say_what_to_set():
+    text = refusal(lambda: in_turns(3, lambda c: Run(8, 2, communicator=c)))
+    assert text.startswith("got 3 devices for 2 shards")
+    assert "--num-shards 3 or more" in text
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"precision": "fp16"}, "got precision 'fp16'; --precision is one of 32-true, bf16-mixed, 16-mixed"),
+        ({"on_nonfinite": "ignore"}, "got on_nonfinite='ignore'; it is 'raise' or 'skip'"),
+        ({"max_grad_norm": 0}, "got max_grad_norm=0; it must be above 0, or None for no clipping"),
+        ({"max_grad_norm": -1.0}, "got max_grad_norm=-1.0"),
+        ({"max_grad_norm": float("nan")}, "got max_grad_norm=nan"),
+        ({"late_check": True}, "late_check=True needs Adam or AdamW with fused=True"),
+    ],
+    ids=str,
+)
+def test_an_option_of_the_step_that_cannot_be_is_named(options, message):
+    model = classifier()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    assert refusal(lambda: Run(8).train_step(model, optimizer, classification, **options)).startswith(message)
+
+
+def test_a_scheduler_that_needs_a_measured_value_is_refused():
+    model = classifier()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+    text = refusal(lambda: Run(8).train_step(model, optimizer, classification, scheduler=scheduler))
+    assert text.startswith("ReduceLROnPlateau follows a measured value")
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        ((torch.zeros(0, 2), torch.zeros(0).long()), "the batch holds no samples"),
+        ((torch.zeros(4, 2), torch.zeros(3).long()), "tensors of 3, 4 samples"),
+        ((torch.tensor(1.0),), "no tensor with a sample dimension"),
+        ("text", "no tensor with a sample dimension"),
+    ],
+)
+def test_a_batch_that_is_none_is_refused(batch, message):
+    model = classifier()
+    step = Run(8).train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), classification)
+    assert message in refusal(lambda: step(batch), DataError)
+
+
+def test_ranks_that_hand_over_different_batches_are_told_so():
+    def program(communicator):
+        run = Run(8, 4, communicator=communicator)
+        model = classifier()
+        step = run.train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), classification)
+        x, y = points(8)
+        with pytest.raises(DeterminismError, match="rank 1 and rank 0 were handed different batches in step 0"):
+            step((x.flip(0), y) if communicator.rank == 1 else (x, y))
+
+    in_turns(2, program)
+
+
+def test_eight_shards_are_the_default_whatever_the_devices():
+    assert [in_turns(d, lambda c: Run(32, communicator=c).contract.num_shards)[0] for d in (1, 2, 5)] == [8, 8, 8]
+    assert Run(3).contract.num_shards == 3
+
+
+def test_the_contract_is_json_and_does_not_hold_the_number_of_devices():
+    contracts = [in_turns(d, lambda c: Run(32, 8, 7, communicator=c).contract.as_json())[0] for d in (1, 4)]
+    assert contracts[0] == contracts[1]
+    contract = json.loads(json.dumps(contracts[0]))
+    assert {k: contract[k] for k in ("global_batch_size", "num_shards", "seed", "reduction", "device_kind")} == {
+        "global_batch_size": 32,
+        "num_shards": 8,
+        "seed": 7,
+        "reduction": "ordered",
+        "device_kind": "cpu",
+    }
+    assert contract["num_threads"] == 1
+    assert contract["versions"]["torch"] == torch.__version__
+    assert contract["flags"]["deterministic_algorithms"] is True
+
+
+def test_a_run_seeds_every_generator_alike_on_all_ranks():
+    def draws(communicator, seed):
+        Run(8, 4, seed, communicator=communicator)
+        return torch.rand(2).tolist(), np.random.rand(2).tolist(), random.random()
+
+    first = in_turns(1, draws, 5)[0]
+    assert in_turns(3, draws, 5) == [first] * 3
+    assert in_turns(1, draws, 6)[0] != first
+
+
+def test_only_the_first_rank_prints(capsys):
+    def program(communicator):
+        run = Run(8, 4, communicator=communicator)
+        run.print("rank", run.rank, "of", run.world_size)
+        return run.is_main
+
+    assert in_turns(3, program) == [True, False, False]
+    assert capsys.readouterr().out == "rank 0 of 3\n"
+
+
+def test_a_scheduler_is_stepped_after_every_step():
+    def program(communicator):
+        run = Run(16, 4, communicator=communicator)
+        model = nn.Linear(2, 3)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+        step = run.train_step(model, optimizer, classification, scheduler=scheduler)
+        rates = []
+        for batch in run.loader(points()):
+            rates.append(optimizer.param_groups[0]["lr"])
+            step(batch)
+        return rates
+
+    for world_size in (1, 3):
+        assert in_turns(world_size, program) == [[1.0, 0.5, 0.25, 0.125]] * world_size
+
+
+def test_a_scheduler_that_counts_epochs_is_stepped_by_the_loop():
+    def program(communicator):
+        run = Run(16, 4, communicator=communicator)
+        model = nn.Linear(2, 3)
+        start = [p.detach().clone() for p in model.parameters()]
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.0)
+        step = run.train_step(model, optimizer, classification)
+        states = []
+        for _ in range(2):
+            for batch in run.loader(points()):
+                step(batch)
+            scheduler.step()
+            states.append([p.detach().clone() for p in model.parameters()])
+        return start, states
+
+    start, (first, second) = in_turns(2, program)[0]
+    assert not torch.equal(start[0], first[0])
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True)), "a rate of 0 moves nothing"
+
+
+def test_a_step_continues_from_its_saved_state():
+    def program(communicator, cut):
+        run = Run(16, 4, communicator=communicator)
+        model = classifier()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        make = lambda: run.train_step(model, optimizer, classification, precision="16-mixed")  # noqa: E731 - short
+        step, losses = make(), []
+        for number, batch in enumerate(run.loader(points())):
+            if number == cut:
+                run._num_streams = 0  # a resumed script makes its first step, not its second
+                state, step = json.loads(json.dumps(step.state_dict())), make()
+                step.load_state_dict(state)
+            losses.append(step(batch).loss.hex())
+        return losses
+
+    whole = in_turns(1, program, -1)[0]
+    assert all(in_turns(2, program, cut)[0] == whole for cut in (1, 3))

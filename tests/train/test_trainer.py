@@ -1,0 +1,359 @@
+"""The trainer: records, run folder, loggers, and the same bits on every number of devices."""
+
+import json
+import math
+import os
+import shutil
+import subprocess
+from statistics import mean, median
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from train_programs import METRICS, Notes, classification, classifier, fit, make_trainer, points
+from worlds import in_turns
+
+from samestep.engine.result import StepResult
+from samestep.errors import NonFiniteError, RunFolderError, SamestepError, UsageError
+from samestep.recipes.job import train
+from samestep.train.metrics import accuracy
+from samestep.train.run import Run
+from samestep.train.trainer import EpochRecord, Trainer
+
+
+def alone(program, *args):
+    """Runs `program(communicator)` on one device."""
+    return in_turns(1, program, *args)[0]
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_real_processes_end_with_the_same_digest_and_records(worlds, world_size):
+    reference = worlds(1).run(fit)[0]
+    assert worlds(world_size).run(fit) == [reference] * world_size
+    assert [record[0] for record in reference[1]] == [1, 2]
+
+
+def test_two_fits_go_on_where_one_would():
+    whole = alone(fit, (3,))
+    assert alone(fit, (1, 2)) == whole
+    assert alone(fit, (1, 1, 1)) == whole
+
+
+def test_twin_a_second_fit_that_begins_at_the_first_epoch_again_is_noticed(monkeypatch):
+    from samestep.data.loader import Loader
+
+    whole = alone(fit, (2,))
+    monkeypatch.setattr(Loader, "load_state_dict", lambda self, state: None)
+    assert alone(fit, (1, 1)) != whole
+
+
+def test_records_hold_what_came_of_each_epoch():
+    def program(communicator):
+        with make_trainer(communicator) as trainer:
+            history = trainer.fit(points(), 2, eval_data=points(23, 5), metrics=METRICS)
+            assert history is trainer.history
+            assert trainer.evaluate(points(23, 5), METRICS) == history[-1].eval
+            assert trainer.predict(points(23, 5)).shape == (23, 3)
+            return history
+
+    history = alone(program)
+    assert [record.epoch for record in history] == [1, 2]
+    for record in history:
+        assert isinstance(record, EpochRecord)
+        assert record.seconds > 0
+        assert record.samples_per_second == pytest.approx(61 / record.seconds)
+        assert set(record.eval) == set(METRICS)
+        assert json.loads(json.dumps(record.as_json())) == record.as_json()
+    assert history[1].train_loss < history[0].train_loss
+
+
+def test_the_loss_of_an_epoch_is_the_mean_over_its_samples_not_over_its_steps():
+    def program(communicator):
+        run = Run(16, 4, communicator=communicator)
+        model = torch.nn.Linear(2, 3)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        trainer = Trainer(run, model, optimizer, classification)
+        (record,) = trainer.fit(points(), 1)
+        return record.train_loss, classification(model, points()).item()
+
+    ours, plain = alone(program)
+    assert ours == pytest.approx(plain, rel=1e-6)  # the same float32 terms in another order
+
+
+class Rows(Dataset):
+    """A map-style dataset."""
+
+    def __len__(self):
+        return 61
+
+    def __getitem__(self, index):
+        return tuple(tensor[index] for tensor in points())
+
+
+class Stream(IterableDataset):
+    """The samples one after another."""
+
+    def __iter__(self):
+        yield from zip(*points(), strict=True)
+
+
+def fit_data(communicator, kind):
+    """Fits on data of some kind; the digest and the samples a second epoch saw."""
+    with make_trainer(communicator) as trainer:
+        shuffled = kind.endswith("shuffled")
+        data = {
+            "tensors": points,
+            "tensor dataset": lambda: TensorDataset(*points()),
+            "map": Rows,
+            "stream": Stream,
+            "loader": lambda: trainer.run.loader(points(), shuffle=False),
+            "data loader": lambda: DataLoader(TensorDataset(*points()), batch_size=16),
+            "data loader, shuffled": lambda: DataLoader(TensorDataset(*points()), batch_size=16, shuffle=True),
+            "data loader of a stream": lambda: DataLoader(Stream(), batch_size=16),
+        }[kind]()
+        trainer.fit(data, 2, shuffle=shuffled)
+        return trainer.digest
+
+
+KINDS = ["tensor dataset", "map", "stream", "loader", "data loader", "data loader of a stream"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_all_kinds_of_data_train_alike(kind):
+    assert alone(fit_data, kind) == alone(fit_data, "tensors")
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_shuffled_data_loader_of_the_users_own_trains_alike_on_all_devices(worlds, world_size):
+    reference = worlds(1).run(fit_data, "data loader, shuffled")
+    assert worlds(world_size).run(fit_data, "data loader, shuffled") == reference * world_size
+    assert worlds(1).run(fit_data, "data loader") != reference
+
+
+def test_loggers_get_every_step_and_every_epoch_on_the_first_rank_only():
+    def program(communicator):
+        notes = Notes()
+        with make_trainer(communicator, loggers=[notes]) as trainer:
+            trainer.fit(points(), 2, eval_data=points(23, 5), metrics={"accuracy": accuracy})
+            history = list(trainer.history)
+        trainer.close()
+        return notes.lines, notes.num_closed, history
+
+    (lines, num_closed, history), other = in_turns(2, program)
+    assert other[:2] == ([], 0)
+    assert num_closed == 1
+    steps = [line for line in lines if "loss/train" in line[1]]
+    assert [step for step, _ in steps] == list(range(1, 9))
+    assert all(set(scalars) == {"loss/train", "grad_norm", "lr"} for _, scalars in steps)
+    epochs = [line for line in lines if "epoch" in line[1]]
+    assert [step for step, _ in epochs] == [4, 8]
+    for record, (_, scalars) in zip(history, epochs, strict=True):
+        assert scalars["accuracy/eval"] == record.eval["accuracy"]
+        assert scalars["loss/train_epoch"] == record.train_loss
+        assert scalars["epoch"] == record.epoch
+
+
+def test_the_run_folder_holds_the_whole_run(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    def program(communicator):
+        options = {"max_grad_norm": 1.0, "precision": "bf16-mixed", "contract": {"recipe": "points"}}
+        with make_trainer(communicator, run_dir=tmp_path / "run", **options) as trainer:
+            trainer.fit(points(), 2, eval_data=points(23, 5), metrics=METRICS)
+        return trainer.model.state_dict(), trainer.history
+
+    (weights, history), _ = in_turns(2, program)
+    folder = tmp_path / "run"
+    names = ["ledger.jsonl", "loss.png", "metrics.jsonl", "run.json", "tensorboard", "weights.safetensors"]
+    assert sorted(os.listdir(folder)) == names
+    contract = json.loads((folder / "run.json").read_text())
+    assert (contract["recipe"], contract["precision"], contract["num_shards"]) == ("points", "bf16-mixed", 4)
+    assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
+    saved = load_file(folder / "weights.safetensors")
+    assert saved.keys() == weights.keys()
+    assert all(torch.equal(saved[name], value) for name, value in weights.items())
+    ledger = [json.loads(line) for line in (folder / "ledger.jsonl").read_text().splitlines()]
+    metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    losses = [line["loss/train"] for line in metrics if "loss/train" in line]
+    assert losses == [float.fromhex(line["loss"]) for line in ledger]
+    events = EventAccumulator(str(folder / "tensorboard")).Reload()
+    scalars = events.Scalars("loss/train")
+    assert [event.step for event in scalars] == list(range(1, 9))
+    assert [event.value for event in scalars] == pytest.approx(losses, rel=1e-6)  # TensorBoard keeps float32
+    shown = events.Scalars("accuracy/eval")
+    assert [event.step for event in shown] == [4, 8]
+    assert [event.value for event in shown] == pytest.approx([r.eval["accuracy"] for r in history], rel=1e-6)
+
+
+def test_a_folder_that_holds_a_run_is_refused_before_anything_starts(tmp_path):
+    alone(lambda c: make_trainer(c, run_dir=tmp_path).close())
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
+    with pytest.raises(UsageError, match="already holds a run; choose another folder with --run-dir, or remove it"):
+        alone(lambda c: make_trainer(c, run_dir=tmp_path))
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()} == before
+
+
+def test_without_a_folder_nothing_is_written(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    alone(fit)
+    assert os.listdir(tmp_path) == []
+
+
+def test_lines_are_shown_on_the_first_rank_only(capsys):
+    def program(communicator):
+        with make_trainer(communicator, epoch_line=("accuracy", "test acc")) as trainer:
+            trainer.say("hello")
+            trainer.fit(points(), 2, eval_data=points(23, 5), metrics=METRICS)
+
+    in_turns(3, program)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "hello"
+    assert [line.split(",")[0] for line in lines[1:]] == ["epoch 1", "epoch 2"]
+    for line in lines[1:]:
+        assert ", train loss " in line
+        assert ", test acc " in line
+        assert line.endswith(" samples/s")
+        assert "margin" not in line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"epochs": 0}, "got epochs=0; it must be 1 or more (--epochs)"),
+        ({"epochs": 1, "eval_data": points(5)}, "eval_data needs metrics"),
+        ({"epochs": 1, "num_workers": -1}, "got num_workers=-1"),
+    ],
+    ids=str,
+)
+def test_arguments_of_fit_that_cannot_be_are_named(arguments, message):
+    def program(communicator):
+        with make_trainer(communicator) as trainer, pytest.raises(UsageError) as caught:
+            trainer.fit(points(), **arguments)
+        return str(caught.value)
+
+    assert alone(program).startswith(message)
+
+
+def test_a_loader_without_a_batch_is_named():
+    def program(communicator):
+        with make_trainer(communicator) as trainer:
+            trainer.fit(trainer.run.loader(points(10), drop_last=True), 1)
+
+    with pytest.raises(UsageError, match="the loader gave no batch"):
+        alone(program)
+
+
+def explode_in_the_second_epoch(model, batch):
+    loss = classification(model, batch)
+    return loss * float("nan") if model.calls in range(5 * 4, 6 * 4) else loss
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_run_that_explodes_says_so_keeps_what_it_has_and_can_go_on(tmp_path, monkeypatch, late):
+    if late:
+        monkeypatch.setattr(StepResult, "is_there", property(lambda self: False))
+
+    def program(communicator):
+        run = Run(16, 4, communicator=communicator)
+        model = classifier()
+        model.calls = -1
+        model.register_forward_pre_hook(lambda module, _: setattr(module, "calls", module.calls + 1))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+        options = {"run_dir": tmp_path / "run", "late_check": late}
+        with Trainer(run, model, optimizer, explode_in_the_second_epoch, **options) as trainer:
+            with pytest.raises(NonFiniteError, match="step 5: not finite: the loss of shard 0"):
+                trainer.fit(points(), 3)
+            assert [record.epoch for record in trainer.history] == [1]
+            assert trainer.step.num_steps == 5
+            trainer.fit(points(), 1)
+            assert [record.epoch for record in trainer.history] == [1, 2]
+            assert all(math.isfinite(record.train_loss) for record in trainer.history)
+        return trainer.digest
+
+    alone(program)
+    steps = [json.loads(line)["step"] for line in (tmp_path / "run" / "ledger.jsonl").read_text().splitlines()]
+    assert steps == [0, 1, 2, 3, 4, 5, 6, 7, 8]
+
+
+def test_skipped_steps_are_in_the_ledger_but_not_in_the_loss_of_the_epoch(tmp_path):
+    def sometimes(model, batch):
+        return classification(model, batch) * torch.where(
+            (batch[0][:, 0] == points()[0][3, 0]).any(), float("nan"), 1.0
+        )
+
+    def program(communicator):
+        run = Run(16, 4, communicator=communicator)
+        model = classifier()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with Trainer(run, model, optimizer, sometimes, run_dir=tmp_path / "run", on_nonfinite="skip") as trainer:
+            return trainer.fit(points(), 1)[0].train_loss
+
+    assert math.isfinite(alone(program))
+    ledger = [json.loads(line) for line in (tmp_path / "run" / "ledger.jsonl").read_text().splitlines()]
+    assert [line["skipped"] for line in ledger].count(True) == 1
+    assert [line["loss"] for line in ledger].count("nan") == 1
+
+
+@pytest.fixture
+def tiny_disk(tmp_path):
+    """A folder on a file system of 64 KiB."""
+    folder = tmp_path / "tiny"
+    folder.mkdir()
+    mount = shutil.which("mount")
+    command = [mount or "mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(folder)]
+    if mount is None or os.name != "posix" or subprocess.run(command, capture_output=True, timeout=30).returncode:
+        pytest.skip("a small file system cannot be mounted here")
+    yield folder
+    subprocess.run(["umount", "--lazy", str(folder)], check=True, timeout=30)  # an error may still hold a file open
+
+
+@pytest.mark.parametrize("free_bytes", [0, 4096, 12288, 28672])
+def test_a_full_disk_is_a_sentence_with_nothing_half_written(tiny_disk, free_bytes):
+    (tiny_disk / "ballast").write_bytes(bytes(64 * 1024 - 4096 - free_bytes))
+    with (tiny_disk / "rest").open("wb", buffering=0) as file:
+        while free_bytes == 0:
+            try:
+                file.write(bytes(4096))
+            except OSError:
+                break
+
+    def program(communicator):
+        with make_trainer(communicator, run_dir=tiny_disk / "run") as trainer:
+            trainer.fit(points(), 200)
+
+    with pytest.raises(RunFolderError) as caught:
+        alone(program)
+    text = str(caught.value)
+    assert text.startswith(f"cannot write {tiny_disk / 'run'}")
+    assert "No space left on device" in text
+    assert text.endswith("choose another folder with --run-dir")
+    assert "\n" not in text
+    assert isinstance(caught.value, SamestepError)
+    for path in (tiny_disk / "run").rglob("*"):
+        assert not path.name.startswith("."), "a temporary file was left"
+        if path.suffix == ".jsonl" and path.stat().st_size:
+            assert path.read_bytes().endswith(b"}\n")
+            assert [json.loads(line) for line in path.read_text().splitlines()]
+        if path.suffix == ".json":
+            assert json.loads(path.read_text())
+
+
+@pytest.mark.slow
+def test_lenet_learns_real_digits(shared_data):
+    """The project's own bar: 97 % of the last 2,000 of 10,000 digits, mean of three seeds, ten epochs."""
+    folder = shared_data / "mnist"
+    scores = [
+        train(recipe="lenet", data_dir=str(folder), epochs=10, seed=seed)["epochs"][-1]["eval"]["accuracy"]
+        for seed in range(3)
+    ]
+    assert mean(scores) >= 0.97, scores
+
+
+def test_mlp_learns_the_prices_of_houses(shared_data):
+    """The project's own bar: a median error under 4.5 thousand dollars over five seeds, a hundred epochs."""
+    table = shared_data / "boston" / "boston_housing.csv"
+    scores = [
+        train(recipe="mlp", data=str(table), epochs=100, seed=seed)["epochs"][-1]["eval"]["rmse"] for seed in range(5)
+    ]
+    assert median(scores) < 4.5, scores
