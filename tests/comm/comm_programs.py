@@ -1,8 +1,7 @@
 """Programs over the communicator that tests run on every rank of a world, or in processes that find each other."""
 
-import json
 import os
-import sys
+import signal
 import time
 from datetime import timedelta
 
@@ -12,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from samestep.comm.communicator import make_communicator
 from samestep.comm.environment import read_environment
-from samestep.errors import PeerLostError, SamestepError
+from samestep.errors import SamestepError
 from samestep.train.run import Run
 
 DTYPES = [
@@ -116,30 +115,34 @@ def entropy(model, batch):
     return functional.cross_entropy(model(batch[0]), batch[1])
 
 
-def main():
-    """One process of a group: joins it as the environment says, does what the argument says, and reports on stdout."""
-    task, timeout = sys.argv[1], timedelta(seconds=float(sys.argv[2]))
-    report = {}
+def join(variables, task, seconds, target, pipe):
+    """One process of a group: joins it as the environment says, does its task, and sends a report.
+
+    Args:
+        variables: added to the environment.
+        task: "talk"; "again": leave and join again; "lose": rank `target` is killed; "late": it is too slow.
+        seconds: the timeout.
+        target: see `task`.
+        pipe: takes the report.
+    """
+    os.environ.update({name: str(value) for name, value in variables.items()})
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # torch shows its stack when a peer goes
+    timeout, report, device = timedelta(seconds=seconds), {}, torch.device("cpu")
     try:
-        communicator = make_communicator(read_environment(), torch.device("cpu"), timeout)
-        report["words"] = communicator.gather_words([communicator.rank, int(os.environ.get("MARK", "0"))])
+        communicator = make_communicator(read_environment(), device, timeout)
+        report["words"] = communicator.gather_words([communicator.rank, int(variables.get("MARK", 0))])
         if task == "again":
             communicator.close()
-            communicator = make_communicator(read_environment(), torch.device("cpu"), timeout)
+            communicator = make_communicator(read_environment(), device, timeout)
             report["words again"] = communicator.gather_words([communicator.rank])
-        if task == "lose" and communicator.rank == int(sys.argv[3]):
-            os.kill(os.getpid(), 9)
-        if task == "late" and communicator.rank == int(sys.argv[3]):
-            time.sleep(2 * timeout.total_seconds())
+        if task == "lose" and communicator.rank == target:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if task == "late" and communicator.rank == target:
+            time.sleep(100)
         if task in ("lose", "late"):
             communicator.barrier()
         communicator.close()
-    except (SamestepError, PeerLostError) as error:
-        report |= {"error": type(error).__name__, "message": str(error), "ranks": list(getattr(error, "ranks", ()))}
-    print(json.dumps(report), flush=True)
-    if "error" in report:
-        os._exit(1)  # the group is broken: leave it without a farewell
-
-
-if __name__ == "__main__":
-    main()
+    except SamestepError as error:
+        report |= {"error": type(error).__name__, "message": str(error), "ranks": getattr(error, "ranks", ())}
+    pipe.send(report)
+    os._exit("error" in report)  # a broken group is left without a farewell

@@ -11,7 +11,6 @@ from samestep.engine.precision import INITIAL_SCALE, LossScale, check_precision
 from samestep.errors import NonFiniteError, UsageError
 from samestep.train.run import Run
 
-
 ALWAYS = torch.tensor(True)
 
 

@@ -12,8 +12,9 @@ from safetensors.torch import load_file
 from torch import nn
 
 from samestep.errors import RunFolderError, UsageError
-from samestep.train.folder import append_whole, create_folder, replacing, write_json, write_weights
+from samestep.train.folder import create_folder, write_json, write_weights
 from samestep.train.naming import new_folder_name
+from samestep.train.writing import append_whole, replacing
 
 
 class Tied(nn.Module):
@@ -39,7 +40,7 @@ def test_a_file_in_the_way_is_named(tmp_path):
     with pytest.raises(RunFolderError) as caught:
         create_folder(tmp_path / "file" / "run")
     assert str(caught.value) == (
-        f"cannot write {tmp_path}/file/run: Not a directory; free space there, or choose another folder with --run-dir"
+        f"cannot write {tmp_path}/file/run: Not a directory; choose another folder with --run-dir"
     )
 
 
@@ -138,7 +139,7 @@ def test_a_full_disk_is_a_sentence_and_leaves_the_old_files(tmp_path):
     assert [line.split(":")[0] for line in lines] == [
         f"cannot write {tmp_path / name}" for name in ("run.json", "weights.safetensors")
     ]
-    assert all(line.endswith("free space there, or choose another folder with --run-dir") for line in lines)
+    assert all(line.endswith("free some space, or choose another folder with --run-dir") for line in lines)
     assert json.loads((tmp_path / "run.json").read_text()) == {"old": 1}
     assert load_file(tmp_path / "weights.safetensors")["weight"].shape == (2, 2)
     assert sorted(os.listdir(tmp_path)) == ["run.json", "weights.safetensors"]

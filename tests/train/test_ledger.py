@@ -141,7 +141,7 @@ def test_a_full_disk_is_a_sentence_and_leaves_whole_lines(tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", FULL, str(path)], capture_output=True, text=True, check=True, timeout=120
     )
-    assert done.stdout.startswith(f"cannot write {path}: File too large; free space there, or choose another folder")
+    assert done.stdout.startswith(f"cannot write {path}: File too large; free some space, or choose another folder")
     assert done.stdout.count("\n") == 1
     assert path.stat().st_size > 8_000
     assert path.read_bytes().endswith(b"}\n")

@@ -340,6 +340,7 @@ def test_a_full_disk_is_a_sentence_with_nothing_half_written(tiny_disk, free_byt
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)  # three trainings of minutes each
 def test_lenet_learns_real_digits(shared_data):
     """The project's own bar: 97 % of the last 2,000 of 10,000 digits, mean of three seeds, ten epochs."""
     folder = shared_data / "mnist"

@@ -29,7 +29,10 @@ class Generators:
         self._numpy_state: Any = self._numpy.state
 
     def seed(self, seed: int) -> None:
-        """Seeds all of them with a number of 64 bits; call it inside `preserved`."""
+        """Seeds all of them with a number of 64 bits, of which torch's CPU generator takes the lower 32.
+
+        Call it inside `preserved`.
+        """
         for generator in self._torch:
             generator.manual_seed(seed)
         random.seed(seed)

@@ -31,7 +31,7 @@ from samestep.engine.buffers import BufferMerge, refuse_sync_batchnorm
 from samestep.engine.counts import GlobalCounts
 from samestep.engine.diagnosis import explain_nondeterminism
 from samestep.engine.gradients import GradientSum
-from samestep.engine.losses import LossFn, total_and_count, wide_dtype
+from samestep.engine.losses import LossFn, describe, total_and_count, wide_dtype
 from samestep.engine.parameters import check_same_model, named_parameters, settle_model
 from samestep.engine.precision import LossScale, autocast, check_precision
 from samestep.engine.result import StepResult
@@ -67,8 +67,10 @@ class TrainStep:
         overlap: bool = True,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
-        if max_grad_norm is not None and not max_grad_norm > 0:
-            raise UsageError(f"got max_grad_norm={max_grad_norm}; it must be above 0, or None for no clipping")
+        if not callable(loss_fn):
+            raise UsageError(f"got {describe(loss_fn)} as loss_fn; it must be a function loss_fn(model, batch)")
+        if max_grad_norm is not None and not (isinstance(max_grad_norm, int | float) and max_grad_norm > 0):
+            raise UsageError(f"got max_grad_norm={max_grad_norm!r}; it must be above 0, or None for no clipping")
         if on_nonfinite not in ("raise", "skip"):
             raise UsageError(f"got on_nonfinite={on_nonfinite!r}; it is 'raise' or 'skip'")
         self.communicator = communicator

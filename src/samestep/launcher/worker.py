@@ -1,5 +1,6 @@
 """The worker: makes this process one rank of the run, runs the job and reports how it ended."""
 
+import atexit
 import contextlib
 import faulthandler
 import io
@@ -8,8 +9,9 @@ import os
 import pickle
 import signal
 import sys
+import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 from samestep.comm.channel import Channel
 from samestep.launcher import lifeline
@@ -60,7 +62,23 @@ def main() -> None:
         instruction = Instruction.from_json(json.loads(os.pread(file.fileno(), os.fstat(file.fileno()).st_size, 0)))
     for fd in instruction.fds.values():
         os.set_inheritable(fd, False)
-    sys.exit(work(instruction))
+    leave(work(instruction))
+
+
+def leave(code: int) -> NoReturn:
+    """Ends this process as the interpreter does, up to its finalisation: threads are joined, exit handlers run.
+
+    What comes after is left out. A thread of torch's that drops a tensor while the interpreter is finalised is ended in
+    the middle of C++, which aborts the process (pytorch/pytorch#38228).
+    """
+    try:
+        threading._shutdown()  # type: ignore[attr-defined]  # as multiprocessing does for its workers
+        atexit._run_exitfuncs()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
+    finally:
+        os._exit(code)
 
 
 def _reset_signals() -> None:

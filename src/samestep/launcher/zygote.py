@@ -29,7 +29,7 @@ from samestep.comm.channel import EventParser
 from samestep.launcher import lifeline
 from samestep.launcher.assignment import Instruction
 from samestep.launcher.store import keep_store, open_listener
-from samestep.launcher.worker import work
+from samestep.launcher.worker import leave, work
 
 PRELOADED = ("torch", "torch.distributed", "samestep.train.run")
 GRACE_SECONDS = 2.0
@@ -102,8 +102,7 @@ def main() -> None:
     instruction = serve(control, int(sys.argv[2]))
     if instruction is None:
         os._exit(0)  # the run waits for us, and there is nothing to tidy up
-    # The worker leaves by the interpreter's own way out: exit handlers run, threads are joined, streams are flushed.
-    sys.exit(work(instruction))
+    leave(work(instruction))
 
 
 def serve_forked(control: socket.socket, supervisor: int, call: Callable[[], Any]) -> None:

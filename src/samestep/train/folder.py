@@ -2,16 +2,14 @@
 
 import json
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
-from io import FileIO
+import re
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from samestep.errors import RunFolderError
 from samestep.train.naming import check_untaken
+from samestep.train.writing import make_folder, replacing
 
 LEDGER_FILE = "ledger.jsonl"
 METRICS_FILE = "metrics.jsonl"
@@ -28,57 +26,8 @@ def create_folder(path: Path) -> Path:
         RunFolderError: it cannot be made or written to.
     """
     check_untaken(path)
-    with writing(path):
-        path.mkdir(parents=True, exist_ok=True)
+    make_folder(path)
     return path
-
-
-@contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """Turns a failure to write below `path` into an error that says what to do.
-
-    Raises:
-        RunFolderError: the system's reason, with the path.
-    """
-    try:
-        yield
-    except RunFolderError:
-        raise
-    except OSError as error:
-        raise RunFolderError(
-            f"cannot write {path}: {error.strerror or error}; free space there, or choose another folder with --run-dir"
-        ) from error
-
-
-@contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """Gives a temporary name to write to, and moves it to `path` when that has gone well."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with writing(path):
-            yield temporary
-            with temporary.open("rb") as file:
-                os.fsync(file.fileno())
-            temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def append_whole(file: FileIO, path: Path, data: bytes) -> None:
-    """Appends all of the data to an unbuffered file, or none of it.
-
-    Raises:
-        RunFolderError: it could not be written.
-    """
-    written = 0
-    with writing(path):
-        try:
-            while written < len(data):
-                written += file.write(data[written:])
-        except OSError:
-            if written:
-                file.truncate(os.fstat(file.fileno()).st_size - written)
-            raise
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -96,4 +45,6 @@ def write_weights(path: Path, model: nn.Module) -> None:
         try:
             save_model(model, str(temporary))
         except SafetensorError as error:
-            raise OSError(str(error)) from error
+            number = re.search(r"os error (\d+)", str(error))
+            cause = (int(number.group(1)), os.strerror(int(number.group(1)))) if number else (str(error),)
+            raise OSError(*cause) from error

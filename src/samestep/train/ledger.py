@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from samestep.data.batch import Batch
 from samestep.engine.result import StepResult
-from samestep.train.folder import append_whole, writing
+from samestep.train.writing import append_whole, open_unbuffered
 
 GATHERED_BYTES = 8192
 
@@ -32,8 +32,7 @@ class LedgerWriter:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._waiting = bytearray()
-        with writing(path):
-            self._file = path.open("ab", buffering=0)
+        self._file = open_unbuffered(path, "ab")
 
     def write(self, entry: dict[str, Any]) -> None:
         """Appends one entry, sooner or later.

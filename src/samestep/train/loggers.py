@@ -17,7 +17,6 @@ Tags are those of TensorBoard, `loss/train`, `loss/eval`, `accuracy/eval`. Both 
 file at once and from the calling thread, so that a full disk is an error of the step that met it.
 """
 
-import errno
 import itertools
 import json
 import math
@@ -25,14 +24,12 @@ import os
 import socket
 import time
 from collections.abc import Mapping
-from contextlib import suppress
 from io import BytesIO, FileIO
 from pathlib import Path
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
-from samestep.errors import RunFolderError, UsageError
-
-_NO_SPACE = {errno.ENOSPC, errno.EFBIG} | {getattr(errno, name) for name in ("EDQUOT",) if hasattr(errno, name)}
+from samestep.errors import UsageError
+from samestep.train.writing import append_whole, make_folder, open_unbuffered
 
 
 @runtime_checkable
@@ -61,7 +58,7 @@ class JsonlLogger:
         """
         self._path = Path(path)
         make_folder(self._path.parent)
-        self._file = _open(self._path, "a+b")
+        self._file = open_unbuffered(self._path, "a+b")
         _drop_unfinished_line(self._file, self._path)
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
@@ -75,7 +72,7 @@ class JsonlLogger:
             raise UsageError("a scalar cannot be named 'step', the line has that already; name it 'step/…' or so")
         values = {tag: float(value) for tag, value in scalars.items()}
         line = {"step": int(step)} | {tag: v if math.isfinite(v) else str(v) for tag, v in values.items()}
-        _append(self._file, self._path, (json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n").encode())
+        append_whole(self._file, self._path, (json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n").encode())
 
     def close(self) -> None:
         """Closes the file."""
@@ -103,10 +100,14 @@ class TensorBoardLogger:
 
         self._event, self._summary, self._record_writer = Event, Summary, RecordWriter
         self._path, self._file = _new_event_file(Path(folder))
-        self._write(Event(wall_time=time.time(), file_version="brain.Event:2"))
-        if purge_step is not None:
-            start = SessionLog(status=SessionLog.START)
-            self._write(Event(wall_time=time.time(), step=purge_step, session_log=start))
+        try:
+            self._write(Event(wall_time=time.time(), file_version="brain.Event:2"))
+            if purge_step is not None:
+                start = SessionLog(status=SessionLog.START)
+                self._write(Event(wall_time=time.time(), step=purge_step, session_log=start))
+        except BaseException:
+            self.close()
+            raise
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
         """Writes one event with all the scalars.
@@ -124,50 +125,7 @@ class TensorBoardLogger:
     def _write(self, event: Any) -> None:
         record = BytesIO()
         self._record_writer(record).write(event.SerializeToString())
-        _append(self._file, self._path, record.getvalue())
-
-
-def run_folder_error(path: str | os.PathLike[str], error: OSError) -> RunFolderError:
-    """The error to raise when a file of the run folder cannot be written: which file, why, and what mends it."""
-    mend = "free some space, or choose" if error.errno in _NO_SPACE else "choose"
-    return RunFolderError(
-        f"cannot write {os.fspath(path)}: {error.strerror or error}; {mend} another folder with --run-dir"
-    )
-
-
-def make_folder(folder: str | os.PathLike[str]) -> None:
-    """Makes a folder of the run, with its parents, if it is not there.
-
-    Raises:
-        RunFolderError: it cannot be made.
-    """
-    try:
-        Path(folder).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise run_folder_error(folder, error) from error
-
-
-def _open(path: Path, mode: str) -> FileIO:
-    """Opens without a buffer, so that what is written is in the file and an error is met where it belongs."""
-    try:
-        return cast(FileIO, path.open(mode, buffering=0))
-    except FileExistsError:
-        raise  # only where the mode asks for a new file
-    except OSError as error:
-        raise run_folder_error(path, error) from error
-
-
-def _append(file: FileIO, path: Path, data: bytes) -> None:
-    """Writes all of the data at the end of the file, or none of it and raises `RunFolderError`."""
-    written = 0
-    try:
-        while written < len(data):
-            written += file.write(data[written:])
-    except OSError as error:
-        if written:
-            with suppress(OSError):
-                file.truncate(os.fstat(file.fileno()).st_size - written)
-        raise run_folder_error(path, error) from error
+        append_whole(self._file, self._path, record.getvalue())
 
 
 def _drop_unfinished_line(file: FileIO, path: Path) -> None:
@@ -192,7 +150,7 @@ def _new_event_file(folder: Path) -> tuple[Path, FileIO]:
     for number in itertools.count():
         path = folder / f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{number}"
         try:
-            return path, _open(path, "xb")
+            return path, open_unbuffered(path, "xb")
         except FileExistsError:
             continue
     raise AssertionError("unreachable: the numbers do not end")

@@ -3,14 +3,13 @@
 import math
 import os
 from collections.abc import Sequence
-from contextlib import suppress
 from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from samestep.train.loggers import make_folder, run_folder_error
+from samestep.train.writing import make_folder, replacing
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -41,7 +40,9 @@ def draw_losses(path: str | os.PathLike[str], train: Curve, evaluation: Curve, t
     """
     picture = BytesIO()
     loss_figure(train, evaluation, title).savefig(picture, format="png")
-    _replace(Path(path), picture.getvalue())
+    make_folder(Path(path).parent)
+    with replacing(Path(path)) as temporary:
+        temporary.write_bytes(picture.getvalue())
 
 
 def loss_figure(train: Curve, evaluation: Curve, title: str = "") -> "Figure":
@@ -156,16 +157,3 @@ def _thinned(steps: list[int], losses: list[float]) -> tuple[list[int], list[flo
     stride = -(-len(steps) // MAX_POINTS)
     chosen = sorted({*range(0, len(steps), stride), len(steps) - 1})
     return [steps[i] for i in chosen], [losses[i] for i in chosen]
-
-
-def _replace(path: Path, content: bytes) -> None:
-    """Writes a file beside the old one and puts it in its place."""
-    make_folder(path.parent)
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        part.write_bytes(content)
-        part.replace(path)
-    except OSError as error:
-        with suppress(OSError):
-            part.unlink()
-        raise run_folder_error(path, error) from error

@@ -1,0 +1,82 @@
+"""Writing below a run folder: whole or not at all, and with an error that says what to do."""
+
+import errno
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from io import FileIO
+from pathlib import Path
+from typing import cast
+
+from samestep.errors import RunFolderError
+
+_NO_SPACE = {errno.ENOSPC, errno.EFBIG} | {getattr(errno, name) for name in ("EDQUOT",) if hasattr(errno, name)}
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turns a failure to write at `path` into an error that says what to do.
+
+    Raises:
+        RunFolderError: the system's reason, with the path.
+    """
+    try:
+        yield
+    except RunFolderError:
+        raise
+    except OSError as error:
+        mend = "free some space, or choose" if error.errno in _NO_SPACE else "choose"
+        raise RunFolderError(
+            f"cannot write {path}: {error.strerror or error}; {mend} another folder with --run-dir"
+        ) from error
+
+
+def make_folder(path: Path) -> None:
+    """Makes a folder, with its parents, if it is not there; raises as `writing` does."""
+    with writing(path):
+        path.mkdir(parents=True, exist_ok=True)
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Gives a temporary name to write to, and moves it to `path` when that has gone well; raises as `writing` does."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with writing(path):
+            yield temporary
+            with temporary.open("rb") as file:
+                os.fsync(file.fileno())
+            temporary.replace(path)
+    finally:
+        with suppress(OSError):
+            temporary.unlink()
+
+
+def open_unbuffered(path: Path, mode: str) -> FileIO:
+    """Opens without a buffer, so that what is written is in the file and an error is met where it belongs.
+
+    Raises:
+        FileExistsError: the mode asks for a new file, and there is one.
+        RunFolderError: it cannot be opened.
+    """
+    try:
+        with writing(path):
+            return cast(FileIO, path.open(mode, buffering=0))
+    except RunFolderError as error:
+        if isinstance(error.__cause__, FileExistsError):
+            raise error.__cause__ from None
+        raise
+
+
+def append_whole(file: FileIO, path: Path, data: bytes) -> None:
+    """Appends all of the data to an unbuffered file, or none of it and raises as `writing` does."""
+    written = 0
+    with writing(path):
+        try:
+            while written < len(data):
+                written += file.write(data[written:])
+        except OSError:
+            if written:
+                with suppress(OSError):
+                    file.truncate(os.fstat(file.fileno()).st_size - written)
+            raise
