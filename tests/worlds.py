@@ -75,6 +75,7 @@ def _serve(rank, world_size, store_path, pipe):
     from samestep.comm.transport import LocalTransport
 
     torch.set_num_threads(1)
+    multiprocessing.set_start_method("fork", force=True)  # of data workers: another fork server would start anew
     transport = LocalTransport()
     if world_size > 1:
         store = dist.FileStore(store_path, world_size)

@@ -44,12 +44,12 @@ def test_each_rank_gets_its_part_from_every_other(world_size):
 
 def test_what_is_sent_is_what_it_was_when_it_was_sent():
     def program(transport):
-        x = torch.full((2,), transport.rank)
-        pending = transport.gather(x)
-        x.zero_()
+        x = torch.full((3,), transport.rank)
+        pending = transport.exchange(x, [1, 1, 1], [1, 1, 1])
+        x.fill_(9)
         return pending.wait().tolist()
 
-    assert SequentialWorld(3).run(program)[1] == [0, 0, 1, 1, 2, 2]
+    assert SequentialWorld(3).run(program) == [[0, 1, 2]] * 3
 
 
 def test_transfers_may_be_waited_for_in_any_order():

@@ -127,6 +127,7 @@ class TrainStep:
         if not isinstance(batch, Batch):
             compare = self.communicator.world_size > 1
             batch = split_batch(batch, self._num_shards, ranges[rank], self.communicator.device, compare)
+            self._check_lengths(batch.length)
         if batch.length < 1:
             raise DataError("the batch holds no samples; leave empty batches out")
         if self._what_is_trained() != self._trained:
@@ -192,6 +193,15 @@ class TrainStep:
                 raise
             raise explained from None
         return total, count
+
+    def _check_lengths(self, length: int) -> None:
+        """Compares the lengths of batches that the script drew itself: they decide what the ranks exchange."""
+        lengths = [row[0] for row in self.communicator.gather_words([length])]
+        if len(set(lengths)) > 1:
+            raise DeterminismError(
+                f"the ranks were handed batches of {lengths} samples in step {self.num_steps}; hand every rank the "
+                "whole global batch: use run.loader, or a DataLoader without a distributed sampler"
+            )
 
     def _exchange_header(self, batch: Batch, rows: Tensor) -> tuple[Tensor, list[bool], tuple[bool, bool]]:
         """Gathers the rows of all shards, and what the ranks must agree on.
