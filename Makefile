@@ -2,6 +2,7 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
+export NO_MKDOCS_2_WARNING := 1
 READY := .venv/.ready
 
 .PHONY: train test test-all check format docs clean

@@ -165,3 +165,14 @@ def test_a_late_check_needs_an_optimizer_that_can_leave_an_update_out(optimizer)
     assert refusal(make) == (
         "late_check=True needs Adam or AdamW with fused=True, which can skip an update on the device"
     )
+
+
+def test_a_sparse_buffer_is_refused_by_name():
+    def program(communicator):
+        run = Run(24, 4, communicator=communicator)
+        model = nn.Linear(5, 1)
+        model.register_buffer("adjacency", torch.eye(3).to_sparse())
+        run.train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), mean_squared)
+
+    with pytest.raises(UsageError, match="adjacency is sparse"):
+        in_turns(1, program)

@@ -63,11 +63,11 @@ class Loader:
         self.global_batch_size = global_batch_size
         self.cursor = Cursor()
         self._num_samples = 0 if self.is_stream else _length(self.dataset)
-        self._ranges = tuple(ranges)
+        self.ranges = tuple(ranges)
         self._mine = ranges[rank]
         self._num_shards = ranges[-1].stop
         self._device = device
-        self._seed = seed
+        self.seed = seed
         self._shuffle = shuffle
         self._drop_last = drop_last
         self._num_workers = num_workers
@@ -105,7 +105,7 @@ class Loader:
     def ids(self, epoch: int, start: int, stop: int) -> np.ndarray:
         """The sample ids at positions start … stop - 1 of an epoch."""
         positions = np.arange(start, stop, dtype=np.int64)
-        return permute(positions, self._num_samples, self._seed, epoch) if self._shuffle else positions
+        return permute(positions, self._num_samples, self.seed, epoch) if self._shuffle else positions
 
     def state_dict(self) -> dict[str, Any]:
         """The cursor: the batches yielded so far count as consumed."""
@@ -146,7 +146,7 @@ class Loader:
         plan, again = self._plan(epoch, first), self._plan(epoch, first)
         requests = (ShardIds(epoch, ids) for _, batch_ids in again for ids in batch_ids.values())
         fetched = fetch_shards(
-            self.dataset, requests, self._collate, self._seed, self._num_workers, self._context, self._device
+            self.dataset, requests, self._collate, self.seed, self._num_workers, self._context, self._device
         )
         for batch, batch_ids in plan:
             yield _with_shards(batch, {shard: settle(next(fetched), self._device) for shard in batch_ids})
@@ -166,7 +166,7 @@ class Loader:
                 return
             spans = [(p + cut[self._mine.start], p + cut[self._mine.stop]) for p, _, cut in bounds]
             positions = np.concatenate([np.arange(start, stop, dtype=np.int64) for start, stop in spans])
-            ids = permute(positions, self._num_samples, self._seed, epoch) if self._shuffle else positions
+            ids = permute(positions, self._num_samples, self.seed, epoch) if self._shuffle else positions
             offset = 0
             for (start, length, cut), span in zip(bounds, spans, strict=True):
                 mine = ids[offset : offset + span[1] - span[0]]
@@ -183,13 +183,13 @@ class Loader:
         value = settle(dataset.gather(torch.from_numpy(ids)), self._device)
         if dataset.transform is None:
             return value
-        self._generators.seed(derive_seed(self._seed, SHARD_STREAM, epoch, int(ids[0])))
+        self._generators.seed(derive_seed(self.seed, SHARD_STREAM, epoch, int(ids[0])))
         return dataset.transform(value)
 
     def _stream(self) -> Iterator[Batch]:
         """Every rank reads the stream, and collates its own shards."""
         epoch, position = self.cursor.epoch, self.cursor.position
-        reader = StreamReader(self.dataset, epoch, self._seed, self._generators)
+        reader = StreamReader(self.dataset, epoch, self.seed, self._generators)
         reader.skip(position)
         while samples := reader.take(self.global_batch_size):
             if self._drop_last and len(samples) < self.global_batch_size:
@@ -198,7 +198,7 @@ class Loader:
             shards = {}
             for shard in self._mine:
                 if cut[shard] < cut[shard + 1]:
-                    self._generators.seed(derive_seed(self._seed, SHARD_STREAM, epoch, position + cut[shard]))
+                    self._generators.seed(derive_seed(self.seed, SHARD_STREAM, epoch, position + cut[shard]))
                     shards[shard] = settle(self._collate(samples[cut[shard] : cut[shard + 1]]), self._device)
             yield Batch(len(samples), shards, epoch, position, _Positions(position, len(samples)))
             position += len(samples)

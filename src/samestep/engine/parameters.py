@@ -43,8 +43,15 @@ def named_parameters(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[
 
 
 def settle_model(model: nn.Module, device: torch.device) -> None:
-    """Moves a model to the device, in place, and puts stray parameters and buffers on memory borders."""
+    """Moves a model to the device, in place, and puts stray parameters and buffers on memory borders.
+
+    Raises:
+        UsageError: a parameter or buffer is sparse, whose bytes cannot be compared.
+    """
     tensors = list(chain(model.parameters(), model.buffers()))
+    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+        if tensor.layout != torch.strided:
+            raise UsageError(f"{name} is sparse; keep it dense, or as a plain attribute and not as a buffer")
     if any(tensor.device != device for tensor in tensors):
         model.to(device)
     shared: dict[int, int] = {}

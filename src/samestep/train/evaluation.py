@@ -1,13 +1,14 @@
 """Evaluation: metrics over each sample once, as sums and counts in a fixed order."""
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from samestep.comm.communicator import DTYPES, Communicator
 from samestep.comm.reduction import tree_sum_rows
 from samestep.data.batch import leaves, map_tensors
 from samestep.data.loader import Loader
@@ -21,22 +22,14 @@ from samestep.plan.seeds import derive_seed
 from samestep.plan.shards import shard_bounds
 from samestep.train.metrics import as_metric, sums
 
-if TYPE_CHECKING:
-    from samestep.train.run import Run
-
 EVALUATION_STREAM = 2**33  # apart from the streams of train steps and of samples
-
-PREDICTED_DTYPES = (
-    *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128, torch.bool),
-    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32, torch.uint64),
-)
 
 Forward = Callable[[nn.Module, Any], Any]
 Take = Callable[[int, int, int, Any, Any], None]
 
 
 def evaluate(
-    run: "Run",
+    communicator: Communicator,
     model: nn.Module,
     loader: Loader,
     metrics: Mapping[str, Any],
@@ -49,7 +42,7 @@ def evaluate(
     Random generators are seeded for each shard, for the forward and the metrics, and restored afterwards.
 
     Args:
-        run: whose ranks share the work.
+        communicator: of the ranks that share the work.
         model: measured; its training mode and its buffers are put back.
         loader: a loader of the run; its whole next epoch is used.
         metrics: name to `Metric`, or to a function `(output, batch) -> Tensor | Mean`.
@@ -66,8 +59,8 @@ def evaluate(
     if not named:
         raise UsageError("evaluate needs at least one metric, for example {'accuracy': samestep.metrics.accuracy}")
     rows: list[Tensor] = []
-    mine = run.ranges[run.rank]
-    empty = torch.zeros(len(mine), 2 * len(named), dtype=wide_dtype(run.device), device=run.device)
+    mine = loader.ranges[communicator.rank]
+    empty = torch.zeros(len(mine), 2 * len(named), dtype=wide_dtype(communicator.device), device=communicator.device)
 
     def measure(number: int, shard: int, num_samples: int, value: Any, output: Any) -> None:
         while len(rows) <= number:
@@ -75,9 +68,9 @@ def evaluate(
         measured = [sums(m, output, value, name=name, num_samples=num_samples) for name, m in named.items()]
         rows[number][shard - mine.start] = torch.stack([part for pair in measured for part in pair])
 
-    num_batches = _forward_all(run, model, loader, forward, precision, measure)
+    num_batches = _forward_all(communicator, model, loader, forward, precision, measure)
     rows += [empty.clone() for _ in range(num_batches - len(rows))]
-    by_shard = _by_shard(run, rows)
+    by_shard = _by_shard(communicator, loader.ranges, rows)
     totals = tree_sum_rows(by_shard).tolist() if rows else [0.0] * (2 * len(named))
     return {
         name: metric.finish(totals[2 * k] / totals[2 * k + 1]) if totals[2 * k + 1] else float("nan")
@@ -86,12 +79,17 @@ def evaluate(
 
 
 def predict(
-    run: "Run", model: nn.Module, loader: Loader, *, forward: Forward | None = None, precision: str = "32-true"
+    communicator: Communicator,
+    model: nn.Module,
+    loader: Loader,
+    *,
+    forward: Forward | None = None,
+    precision: str = "32-true",
 ) -> Any:
     """The model's outputs for every sample of a loader, in its order, on every rank. Tier `bitwise`.
 
     Args:
-        run: whose ranks share the work.
+        communicator: of the ranks that share the work.
         model: run in evaluation mode and without gradients; its training mode and its buffers are put back.
         loader: a loader of the run; its whole next epoch is used.
         forward: `forward(model, batch)` gives the output; by default the model on the batch's first entry.
@@ -112,25 +110,25 @@ def predict(
                     f"predict needs outputs with the samples along dim 0, got {describe(leaf)} for {num_samples} "
                     "samples; say what to keep with forward=lambda model, batch: …"
                 )
-        pieces.append((number * run.contract.num_shards + shard, to_host(output)))
+        pieces.append((number * loader.ranges[-1].stop + shard, to_host(output)))
 
-    _forward_all(run, model, loader, forward, precision, keep)
-    columns = iter(_gather_columns(run, [(key, leaves(value)) for key, value in pieces]))
-    form = json.dumps(_form(pieces[0][1])) if run.is_main and pieces else ""
-    sent = _exchange(run, torch.tensor(list(form.encode()), dtype=torch.int64))
+    _forward_all(communicator, model, loader, forward, precision, keep)
+    columns = iter(_gather_columns(communicator, [(key, leaves(value)) for key, value in pieces]))
+    form = json.dumps(_form(pieces[0][1])) if communicator.rank == 0 and pieces else ""
+    sent = _exchange(communicator, torch.tensor(list(form.encode()), dtype=torch.int64))
     structure = pieces[0][1] if pieces else _structure(json.loads(bytes(sent.tolist())))
     return map_tensors(lambda _: next(columns), structure)
 
 
 @contextmanager
-def evaluating(run: "Run", model: nn.Module, precision: str) -> Iterator[Callable[[], None]]:
+def evaluating(model: nn.Module, device: torch.device, precision: str) -> Iterator[Callable[[], None]]:
     """Evaluation mode, no gradients, autocast; the modes of all modules and their buffers are put back.
 
     Gives a function that puts the buffers back at once: what one shard leaves in them must not reach the next one, of
     which another rank knows nothing.
     """
     dtype = check_precision(precision)
-    settle_model(model, run.device)
+    settle_model(model, device)
     modes = [(module, module.training) for module in model.modules()]
     places = [(module, key, buffer) for module in model.modules() for key, buffer in module._buffers.items()]
     kept = [(m, k, b, None if b is None else b.clone(), 0 if b is None else b._version) for m, k, b in places]
@@ -144,7 +142,7 @@ def evaluating(run: "Run", model: nn.Module, precision: str) -> Iterator[Callabl
 
     model.eval()
     try:
-        with torch.no_grad(), autocast(run.device, dtype):
+        with torch.no_grad(), autocast(device, dtype):
             yield put_back
     finally:
         put_back()
@@ -153,7 +151,7 @@ def evaluating(run: "Run", model: nn.Module, precision: str) -> Iterator[Callabl
 
 
 def _forward_all(
-    run: "Run", model: nn.Module, loader: Loader, forward: Forward | None, precision: str, take: Take
+    communicator: Communicator, model: nn.Module, loader: Loader, forward: Forward | None, precision: str, take: Take
 ) -> int:
     """Runs this rank's shards of every batch, and hands on `take(number, shard, num_samples, value, output)`.
 
@@ -161,14 +159,14 @@ def _forward_all(
         The number of batches.
     """
     compute = _first_entry if forward is None else forward
-    generators = Generators(run.device)
+    generators = Generators(communicator.device)
     num_batches = 0
-    with evaluating(run, model, precision) as put_back:
+    with evaluating(model, communicator.device, precision) as put_back:
         for number, batch in enumerate(loader):
-            bounds = shard_bounds(batch.length, run.contract.num_shards)
+            bounds = shard_bounds(batch.length, loader.ranges[-1].stop)
             with generators.preserved():
                 for shard, value in batch.shards.items():
-                    generators.seed(derive_seed(run.contract.seed, EVALUATION_STREAM, number, shard))
+                    generators.seed(derive_seed(loader.seed, EVALUATION_STREAM, number, shard))
                     take(number, shard, bounds[shard + 1] - bounds[shard], value, compute(model, value))
                     put_back()
             num_batches += 1
@@ -204,51 +202,49 @@ def _structure(form: Any) -> Any:
     return (tuple if kind == "tuple" else list)(_structure(entry) for entry in entries)
 
 
-def _by_shard(run: "Run", blocks: list[Tensor]) -> Tensor:
+def _by_shard(communicator: Communicator, ranges: Sequence[range], blocks: list[Tensor]) -> Tensor:
     """All ranks' rows in the order of batch and shard: [batches · V, k]."""
     if not blocks:
-        return torch.zeros(0, 0, device=run.device)
-    sizes = [len(shards) for shards in run.ranges]
+        return torch.zeros(0, 0, device=communicator.device)
+    sizes = [len(shards) for shards in ranges]
     width = blocks[0].shape[1]
     ours = torch.stack(blocks)  # [batches, V of this rank, k]
-    everyone = run.communicator.gather_rows(ours.reshape(-1, width), [len(blocks) * size for size in sizes])
+    everyone = communicator.gather_rows(ours.reshape(-1, width), [len(blocks) * size for size in sizes])
     parts = everyone.split([len(blocks) * size for size in sizes])
     return torch.cat([part.view(len(blocks), -1, width) for part in parts], dim=1).reshape(-1, width)
 
 
-def _gather_columns(run: "Run", pieces: list[tuple[int, list[Any]]]) -> list[Tensor]:
+def _gather_columns(communicator: Communicator, pieces: list[tuple[int, list[Any]]]) -> list[Tensor]:
     """Joins each output tensor over all shards of all batches, on the host of every rank."""
-    communicator = run.communicator
     num_columns = max(row[0] for row in communicator.gather_words([max((len(v) for _, v in pieces), default=0)]))
     if num_columns == 0:
         raise UsageError("the model returned no tensor to predict with")
-    keys = _exchange(run, torch.tensor([key for key, _ in pieces], dtype=torch.int64))
+    keys = _exchange(communicator, torch.tensor([key for key, _ in pieces], dtype=torch.int64))
     order = sorted(range(len(keys)), key=keys.__getitem__)
     columns = []
     for column in range(num_columns):
         tensors = [values[column] for _, values in pieces]
-        sizes = _exchange(run, torch.tensor([len(tensor) for tensor in tensors], dtype=torch.int64)).tolist()
-        parts = _exchange_tensors(run, tensors).split(sizes)
+        sizes = _exchange(communicator, torch.tensor([len(tensor) for tensor in tensors], dtype=torch.int64)).tolist()
+        parts = _exchange_tensors(communicator, tensors).split(sizes)
         columns.append(torch.cat([parts[index] for index in order]))
     return columns
 
 
-def _exchange(run: "Run", numbers: Tensor) -> Tensor:
-    counts = [row[0] for row in run.communicator.gather_words([numbers.numel()])]
-    return run.communicator.gather_rows(numbers.view(-1, 1), counts).view(-1)
+def _exchange(communicator: Communicator, numbers: Tensor) -> Tensor:
+    counts = [row[0] for row in communicator.gather_words([numbers.numel()])]
+    return communicator.gather_rows(numbers.view(-1, 1), counts).view(-1)
 
 
-def _exchange_tensors(run: "Run", tensors: list[Tensor]) -> Tensor:
+def _exchange_tensors(communicator: Communicator, tensors: list[Tensor]) -> Tensor:
     """Joins tensors that agree in all but dim 0 over the ranks, as bytes: a rank without one learns the form here."""
-    communicator = run.communicator
     form = [0] * 10
     if tensors:
-        if tensors[0].ndim > 8 or tensors[0].dtype not in PREDICTED_DTYPES:
+        if tensors[0].ndim > 8 or tensors[0].dtype not in DTYPES:
             raise UsageError(f"predict cannot gather {describe(tensors[0])}; convert it in the forward")
-        form = [1 + PREDICTED_DTYPES.index(tensors[0].dtype), tensors[0].ndim, *tensors[0].shape[1:]]
+        form = [1 + DTYPES.index(tensors[0].dtype), tensors[0].ndim, *tensors[0].shape[1:]]
         form += [0] * (10 - len(form))
     known = next(row for row in communicator.gather_words(form) if row[0])
-    dtype, shape = PREDICTED_DTYPES[known[0] - 1], known[2 : 1 + known[1]]
+    dtype, shape = DTYPES[known[0] - 1], known[2 : 1 + known[1]]
     width = max(1, dtype.itemsize * int(torch.Size(shape).numel()))
     ours = torch.cat(tensors) if tensors else torch.empty(0, *shape, dtype=dtype)
     raw = ours.contiguous().view(-1).view(torch.uint8).view(-1, width)

@@ -219,7 +219,7 @@ class Run:
     ) -> dict[str, float]:
         """Measures a model on a dataset; see `samestep.train.evaluation.evaluate`. Tier `bitwise`."""
         loader = data if isinstance(data, Loader) else self.loader(data, num_workers=num_workers)
-        return evaluate(self, model, loader, metrics, forward=forward, precision=precision)
+        return evaluate(self.communicator, model, loader, metrics, forward=forward, precision=precision)
 
     def predict(
         self,
@@ -232,7 +232,7 @@ class Run:
     ) -> Any:
         """The model's outputs on a dataset, in its order, in host memory; see `samestep.train.evaluation.predict`."""
         loader = data if isinstance(data, Loader) else self.loader(data, num_workers=num_workers)
-        return predict(self, model, loader, forward=forward, precision=precision)
+        return predict(self.communicator, model, loader, forward=forward, precision=precision)
 
     def close(self) -> None:
         """Gives back connections; a run that is not closed does so when the process ends."""
