@@ -8,7 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from samestep.data.batch import Batch, checksum, num_samples, settle, split_batch, take_rows, tensor_checksum
+from samestep.data.batch import Batch, checksum, settle, split_batch, tensor_checksum
+from samestep.data.nested import num_samples, take_rows
 from samestep.errors import DataError
 from samestep.plan.shards import shard_bounds, shard_ranges
 

@@ -5,7 +5,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from samestep.data.batch import Batch, leaves
+from samestep.data.batch import Batch
+from samestep.data.nested import leaves
 
 
 def fetch_ahead(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:

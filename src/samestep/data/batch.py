@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from samestep.data.nested import leaves, map_tensors, num_samples, take_rows
 from samestep.devices.transfer import to_device
-from samestep.errors import DataError
 from samestep.plan.shards import shard_bounds
 
 
@@ -68,45 +68,6 @@ def split_batch(value: Any, num_shards: int, mine: range, device: torch.device, 
     return Batch(length, shards, checksum=checksum(value) if compare else 0)
 
 
-def num_samples(value: Any) -> int:
-    """The common length of dim 0 of all tensors and arrays in a nested value.
-
-    Raises:
-        DataError: there is none, or they differ.
-    """
-    lengths = {int(leaf.shape[0]) for leaf in leaves(value) if isinstance(leaf, Tensor | np.ndarray) and leaf.ndim > 0}
-    if not lengths:
-        raise DataError("the batch holds no tensor with a sample dimension; needed: samples along dim 0")
-    if len(lengths) > 1:
-        found = ", ".join(str(length) for length in sorted(lengths))
-        raise DataError(f"the batch holds tensors of {found} samples; all must have the same number along dim 0")
-    return lengths.pop()
-
-
-def take_rows(value: Any, start: int, stop: int, length: int) -> Any:
-    """Samples start … stop - 1 of a nested value; lists of `length` plain entries (strings, numbers) are cut too."""
-    if isinstance(value, Tensor | np.ndarray):
-        return value[start:stop] if value.ndim > 0 else value
-    if isinstance(value, Mapping):
-        return {key: take_rows(entry, start, stop, length) for key, entry in value.items()}
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(take_rows(entry, start, stop, length) for entry in value))
-    if isinstance(value, list | tuple):
-        if len(value) == length and not any(isinstance(leaf, Tensor | np.ndarray) for leaf in leaves(value)):
-            return value[start:stop]
-        return type(value)(take_rows(entry, start, stop, length) for entry in value)
-    return value
-
-
-def leaves(value: Any) -> list[Any]:
-    """All values in nested mappings, lists and tuples that are none of these."""
-    if isinstance(value, Mapping):
-        return [leaf for entry in value.values() for leaf in leaves(entry)]
-    if isinstance(value, list | tuple):
-        return [leaf for entry in value for leaf in leaves(entry)]
-    return [value]
-
-
 def settle(value: Any, device: torch.device) -> Any:
     """Moves a shard to the device, its tensors on the memory borders that every rank uses.
 
@@ -115,26 +76,14 @@ def settle(value: Any, device: torch.device) -> Any:
     return map_tensors(lambda tensor: _aligned(to_device(tensor, device, non_blocking=True)), value)
 
 
-def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """Applies a function to every tensor in nested mappings, lists and tuples."""
-    if isinstance(value, Tensor):
-        return function(value)
-    if isinstance(value, Mapping):
-        return {key: map_tensors(function, entry) for key, entry in value.items()}
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(map_tensors(function, entry) for entry in value))
-    if isinstance(value, list | tuple):
-        return type(value)(map_tensors(function, entry) for entry in value)
-    return value
-
-
 def _aligned(tensor: Tensor) -> Tensor:
     """The tensor itself if it begins at the border that the allocator guarantees, else a copy that does.
 
     One with gaps between its rows is copied as well, which closes them: else its strides would depend on the border.
     """
     border = 64 if tensor.device.type == "cpu" else 256
-    dense = tensor.stride() == torch.empty_like(tensor, device="meta").stride()
+    dense = tensor.is_contiguous() and 1 not in tensor.shape
+    dense = dense or tensor.stride() == torch.empty_like(tensor, device="meta").stride()
     return tensor if dense and tensor.data_ptr() % border == 0 else tensor.clone()
 
 

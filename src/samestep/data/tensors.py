@@ -4,7 +4,7 @@ A dataset is "in memory" for the loader if it has `gather(ids)` and `transform`:
 shard, moves the result to the device, and applies `transform` there.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from samestep.data.nested import leaves, map_tensors
 from samestep.errors import DataError, UsageError
 from samestep.plan.order import permute
 
@@ -49,7 +50,7 @@ class TensorData(Dataset[Any]):
     def __init__(self, tensors: Any, transform: Transform | None = None) -> None:
         self.tensors = tensors
         self.transform = transform
-        sizes = {_rows(tensor) for tensor in _leaves(tensors)}
+        sizes = {_rows(tensor) for tensor in leaves(tensors)}
         if len(sizes) != 1:
             got = f"the sizes {', '.join(map(str, sorted(sizes)))}" if sizes else "no tensor at all"
             raise DataError(f"a TensorData needs tensors with the same first dimension, got {got}")
@@ -63,7 +64,7 @@ class TensorData(Dataset[Any]):
         batch = self.gather(torch.tensor([row_index(index, len(self))]))
         if self.transform is not None:
             batch = self.transform(batch)
-        return _map(lambda tensor: tensor[0], batch)
+        return map_tensors(lambda tensor: tensor[0], batch)
 
     def gather(self, ids: Tensor) -> Any:
         """The samples of these ids in a new batch, before `transform`.
@@ -71,7 +72,7 @@ class TensorData(Dataset[Any]):
         Args:
             ids: 1-d int64 tensor of indices in 0…n−1, in any order, repeats allowed.
         """
-        return _map(lambda tensor: tensor.index_select(0, ids.to(tensor.device)), self.tensors)
+        return map_tensors(lambda tensor: tensor.index_select(0, ids.to(tensor.device)), self.tensors)
 
 
 def head_tail(dataset: TensorData, fraction: float) -> tuple[TensorData, TensorData]:
@@ -83,8 +84,8 @@ def head_tail(dataset: TensorData, fraction: float) -> tuple[TensorData, TensorD
     """
     head = _head_size(len(dataset), fraction)
     return (
-        TensorData(_map(lambda tensor: tensor[:head], dataset.tensors), dataset.transform),
-        TensorData(_map(lambda tensor: tensor[head:], dataset.tensors), dataset.transform),
+        TensorData(map_tensors(lambda tensor: tensor[:head], dataset.tensors), dataset.transform),
+        TensorData(map_tensors(lambda tensor: tensor[head:], dataset.tensors), dataset.transform),
     )
 
 
@@ -127,27 +128,6 @@ def _head_size(size: int, fraction: float) -> int:
             f"{size} samples cannot be split {fraction:g} to {1 - fraction:g}: a part would be empty; give more data"
         )
     return head
-
-
-def _map(function: Callable[[Any], Any], value: Any) -> Any:
-    """Applies a function to every leaf of nested tuples, named tuples, lists and dicts, and keeps their types."""
-    if isinstance(value, Mapping):
-        return {key: _map(function, item) for key, item in value.items()}
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_map(function, item) for item in value))
-    if isinstance(value, (tuple, list)):
-        return type(value)(_map(function, item) for item in value)
-    return function(value)
-
-
-def _leaves(value: Any) -> Iterator[Any]:
-    if isinstance(value, Mapping):
-        value = tuple(value.values())
-    if isinstance(value, (tuple, list)):
-        for item in value:
-            yield from _leaves(item)
-    else:
-        yield value
 
 
 def _rows(leaf: Any) -> int:

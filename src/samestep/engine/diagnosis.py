@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from samestep.data.batch import leaves
+from samestep.data.nested import leaves
 from samestep.errors import DeterminismError
 
 PATTERN = re.compile(r"(\S+) does not have a deterministic implementation")

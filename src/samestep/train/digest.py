@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from samestep.data.batch import leaves
+from samestep.data.nested import leaves
 
 
 def state_digest(model: nn.Module, optimizers: Optimizer | Sequence[Optimizer]) -> str:

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from samestep.comm.communicator import DTYPES, Communicator
 from samestep.comm.reduction import tree_sum_rows
-from samestep.data.batch import leaves, map_tensors
 from samestep.data.loader import Loader
+from samestep.data.nested import leaves, map_tensors
 from samestep.data.randomness import Generators
 from samestep.devices.transfer import to_host
 from samestep.engine.losses import describe, wide_dtype
