@@ -176,3 +176,14 @@ def test_a_sparse_buffer_is_refused_by_name():
 
     with pytest.raises(UsageError, match="adjacency is sparse"):
         in_turns(1, program)
+
+
+def test_a_forward_that_writes_to_a_parameter_is_refused_by_name():
+    def program(communicator):
+        run = Run(24, 4, communicator=communicator)
+        model = nn.Sequential(nn.Embedding(30, 4, max_norm=0.5), nn.Flatten(), nn.Linear(4, 1))
+        step = run.train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), mean_squared)
+        step((torch.arange(24).view(24, 1), torch.zeros(24, 1)))
+
+    with pytest.raises(DeterminismError, match=r"0\.weight was written to while a shard ran"):
+        in_turns(2, program)

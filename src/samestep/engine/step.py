@@ -157,6 +157,7 @@ class TrainStep:
         device = self.communicator.device
         rows = torch.zeros(len(mine), 3, dtype=wide_dtype(device), device=device)
         last = max(batch.shards, default=None)
+        versions = [parameter._version for parameter in self._watched.values()]
         with self._generators.preserved():
             for shard in sorted(batch.shards):
                 self._generators.seed(derive_seed(self._seed, self._stream, self.num_steps, shard))
@@ -164,6 +165,7 @@ class TrainStep:
                 if shard == last:
                     self._gradients.arm(shard)
                 total, count = self._run_shard(batch.shards[shard], num_samples, counts)
+                self._check_untouched(versions)
                 row = rows[shard - mine.start]
                 row[0], row[1], row[2] = total.detach(), count, self._gradients.collect(shard)
                 self._buffers.collect(shard, num_samples)
@@ -202,6 +204,15 @@ class TrainStep:
                 f"the ranks were handed batches of {lengths} samples in step {self.num_steps}; hand every rank the "
                 "whole global batch: use run.loader, or a DataLoader without a distributed sampler"
             )
+
+    def _check_untouched(self, versions: list[int]) -> None:
+        """Raises if a shard wrote to a parameter: the next shard would see it, and other ranks would not."""
+        for (name, parameter), version in zip(self._watched.items(), versions, strict=True):
+            if parameter._version != version:
+                raise DeterminismError(
+                    f"parameter {name} was written to while a shard ran, as Embedding(max_norm=…) does in its forward; "
+                    "write to parameters between steps, under torch.no_grad()"
+                )
 
     def _exchange_header(self, batch: Batch, rows: Tensor) -> tuple[Tensor, list[bool], tuple[bool, bool]]:
         """Gathers the rows of all shards, and what the ranks must agree on.
@@ -356,6 +367,7 @@ class TrainStep:
         """The gradient sum over the parameters that the optimizers hold and that are trainable now."""
         self._named = named_parameters(self.model, self.optimizers)
         self._trained = self._what_is_trained()
+        self._watched = dict(self.model.named_parameters())
         trainable = {name: p for name, p in self._named.items() if p.requires_grad}
         if not trainable:
             raise UsageError("no parameter of the optimizer is trainable; set requires_grad on those that should be")
