@@ -3,6 +3,7 @@
 import gzip
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -208,3 +209,47 @@ def test_a_full_disk_gets_one_sentence(tables, tmp_path):
         assert "No space left" in done.stderr
     finally:
         subprocess.run(["umount", small], check=True)
+
+
+def test_a_run_that_did_not_begin_leaves_nothing(tmp_path):
+    done = samestep("train", "mlp", "--data", "nope.csv", cwd=tmp_path)
+    one_sentence(done, "nope.csv")
+    assert not [entry for entry in tmp_path.rglob("*") if entry.name != "runs"]
+
+
+def test_a_folder_with_other_things_is_left_alone(tables, tmp_path):
+    (tmp_path / "r").mkdir()
+    (tmp_path / "r" / "thesis.tex").write_text("mine")
+    done = samestep("train", "mlp", "--data", tables, "--run-dir", "r", cwd=tmp_path)
+    one_sentence(done, "is not empty")
+    assert [entry.name for entry in (tmp_path / "r").iterdir()] == ["thesis.tex"]
+
+
+def test_another_optimizer_brings_its_own_learning_rate_and_no_momentum(tables, tmp_path):
+    train_json(
+        "mlp", "--data", tables, "--epochs", 1, "--optimizer", "sgd", "--lr", "1e-6", "--run-dir", "a", cwd=tmp_path
+    )
+    train_json("mlp", "--data", tables, "--epochs", 1, "--optimizer", "adamw", "--run-dir", "b", cwd=tmp_path)
+    first, second = (json.loads((tmp_path / name / "run.json").read_text()) for name in "ab")
+    assert (first["lr"], first["momentum"]) == (1e-6, 0.0)
+    assert second["lr"] == 1e-3
+    assert "momentum" not in second
+    done = samestep("train", "mlp", "--data", tables, "--momentum", "0.9", "--run-dir", "c", cwd=tmp_path)
+    one_sentence(done, "--momentum 0.9 for adam")
+
+
+def test_ctrl_c_ends_with_130_and_says_what_there_is(tables, tmp_path):
+    command = [*SAMESTEP, "train", "mlp", "--data", str(tables), "--epochs", "100000", "--run-dir", "r"]
+    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        while "epoch 3," not in process.stdout.readline():
+            assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == 130
+    assert "what there is of the run: r" in errors
+    assert (tmp_path / "r" / "loss.png").exists()

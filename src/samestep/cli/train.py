@@ -96,6 +96,7 @@ def _train_by_workers(
     from samestep.launcher.job import Job
     from samestep.launcher.supervisor import supervise
     from samestep.plan.shards import check_num_shards, shard_ranges
+    from samestep.train.naming import LOG_FOLDER, remove_if_unused
 
     num_shards = check_num_shards(job["num_shards"], job["global_batch_size"])
     selection = select(devices)
@@ -104,13 +105,18 @@ def _train_by_workers(
         kind="function",
         target="samestep.recipes.job:train",
         kwargs=job,
-        log_dir=str(Path(job["run_dir"]) / "logs"),
+        log_dir=str(Path(job["run_dir"]) / LOG_FOLDER),
         lines_to="stderr" if as_json else "stdout",
     )
     outcome = supervise(work, selection, threads=threads or 1, start_method=start_method)
     if outcome.failure is not None:
         typer.echo(f"samestep: error: {outcome.failure}", err=True)
+    folder = Path(job["run_dir"])
     if outcome.exit_code != 0:
+        if LOG_FOLDER not in (outcome.failure or ""):  # the message points to no log
+            remove_if_unused(folder)
+        if outcome.failure is None and folder.exists():
+            typer.echo(f"samestep: stopped; what there is of the run: {folder}", err=True)
         raise typer.Exit(outcome.exit_code)
     _show(outcome.result, selection.describe(), as_json)
 
@@ -139,14 +145,8 @@ def _show(result: dict[str, Any], devices: str, as_json: bool) -> None:
     if as_json:
         print(json.dumps(result), flush=True)
         return
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table.grid(padding=(0, 2))
-    table.add_row("devices", devices)
-    table.add_row("run", result["run"])
-    table.add_row("digest", result["digest"])
-    Console(highlight=False, soft_wrap=True).print(table)
+    for name, value in (("devices", devices), ("run", result["run"]), ("digest", result["digest"])):
+        print(f"{name:<8} {value}", flush=True)
 
 
 def _numbers(text: str | None) -> list[float] | None:

@@ -113,8 +113,9 @@ class GroupTransport:
             return PeerLostError(f"the exchange failed although all ranks are alive: {error}")
         names = ", ".join(str(rank) for rank in missing)
         return PeerLostError(
-            f"rank {self.rank} of {self.world_size} waits for rank {names}, which died or did not answer within "
-            f"{self._timeout.total_seconds():g} s; see its log, or raise timeout_seconds if it is only slow",
+            f"rank {self.rank} of {self.world_size} waits for rank {names}, which has died, has ended, or is late: "
+            "do all ranks take the same number of steps? A rank that needs more time than "
+            f"{self._timeout.total_seconds():g} s for its shards needs a larger timeout_seconds",
             missing,
         )
 

@@ -11,12 +11,14 @@ if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
 REFRESH_SECONDS = 0.1
+TELL_SECONDS = 30.0
 
 
 class Display:
     """Shows a run.
 
-    The bar is on stderr, only if that is a terminal, and vanishes at the end; lines go to stdout or stderr.
+    The bar is on stderr and vanishes at the end; where that is no terminal, there is a line each half minute instead.
+    Lines go to stdout or stderr.
 
     Args:
         quiet: show nothing.
@@ -28,13 +30,18 @@ class Display:
         self._lines: TextIO = sys.stdout if lines_to == "stdout" else sys.stderr
         self._bar: Progress | None = None
         self._task: TaskID | None = None
-        self._shown = 0.0
+        self._shown = time.monotonic()
 
     def progress(self, event: Event) -> None:
         """Moves the bar, at most ten times a second."""
         now = time.monotonic()
         last = event.get("step") == event.get("steps")
-        if self._quiet or not sys.stderr.isatty() or (now - self._shown < REFRESH_SECONDS and not last):
+        if self._quiet:
+            return
+        if not sys.stderr.isatty():
+            self._tell(event, now)
+            return
+        if now - self._shown < REFRESH_SECONDS and not last:
             return
         self._shown = now
         if self._bar is None or self._task is None:
@@ -49,6 +56,15 @@ class Display:
             figures=_figures(event),
         )
         self._bar.refresh()
+
+    def _tell(self, event: Event, now: float) -> None:
+        """Where no bar can be: a line now and then, so that a long epoch does not look like a standstill."""
+        if now - self._shown < TELL_SECONDS:
+            return
+        self._shown = now
+        steps = f"step {event.get('step')} of {event.get('steps') or '?'}"
+        with contextlib.suppress(BrokenPipeError):
+            print(f"epoch {event.get('epoch')}, {steps}, {_figures(event)}", file=sys.stderr, flush=True)
 
     def line(self, text: str) -> None:
         """Prints a line, above the bar if there is one."""

@@ -102,7 +102,7 @@ def explain(casualty: Casualty) -> str:
         parts = [str(report.get("message", "")), f"  {who}{where}; exit code {casualty.exit_code}"]
     else:
         parts = [f"{who} failed with exit code {casualty.exit_code}", str(report.get("traceback", "")).rstrip()]
-    if casualty.log is not None:
+    if casualty.log is not None and not (report or {}).get("user_error"):
         parts.append(f"its log: {casualty.log}")
     return "\n".join(part for part in parts if part)
 

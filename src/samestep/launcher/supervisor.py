@@ -150,7 +150,7 @@ def _make_log_dir(log_dir: str | None) -> Path | None:
     try:
         Path(log_dir).mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        reason = f"cannot make the log folder {log_dir}: {error.strerror}; choose another one (--log-dir)"
+        reason = f"cannot make the log folder {log_dir}: {error.strerror}; choose another folder (--log-dir, --run-dir)"
         raise RunFolderError(reason) from error
     return Path(log_dir)
 

@@ -1,18 +1,22 @@
 """What each worker of `samestep train` runs: a recipe, from its data to the digest of its final state."""
 
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from samestep.devices.inventory import discover
 from samestep.errors import UsageError
 from samestep.recipes.catalog import load
 from samestep.recipes.recipe import DataOptions, Recipe
+from samestep.train.folder import RESULT_FILE, write_json
 from samestep.train.run import Run
 from samestep.train.trainer import Trainer
 
+DEFAULT_LR = {"sgd": 0.01, "adam": 1e-3, "adamw": 1e-3}
 OPTIMIZERS: Mapping[str, Callable[..., Optimizer]] = {
     "sgd": torch.optim.SGD,
     "adam": torch.optim.Adam,
@@ -53,12 +57,7 @@ def train(
     run = Run(batch_size, num_shards, seed, shares=shares, reduction=reduction, num_threads=num_threads)
     content = chosen.data(DataOptions(data=data, data_dir=data_dir, seed=seed, options=options or {}))
     model = chosen.model(content).to(run.device)
-    settings: dict[str, Any] = {
-        "optimizer": optimizer or chosen.optimizer,
-        "lr": chosen.lr if lr is None else lr,
-        "momentum": chosen.momentum if momentum is None else momentum,
-        "weight_decay": chosen.weight_decay if weight_decay is None else weight_decay,
-    }
+    settings = optimizer_settings(chosen, optimizer, lr, momentum, weight_decay)
     clip = chosen.max_grad_norm if max_grad_norm is None else max_grad_norm
     with Trainer(
         run,
@@ -66,13 +65,19 @@ def train(
         make_optimizer(model, **settings),
         chosen.loss,
         run_dir=run_dir,
-        name=f"{recipe}: {content.description}",
+        name=f"{recipe} on {content.description}",
         contract={
             "recipe": recipe,
             "data": content.description,
             "max_grad_norm": clip,
-            "command": list(command),
             **settings,
+            "epochs": chosen.epochs if epochs is None else epochs,
+            "options": dict(content.options),
+            "devices": device_names(run),
+            "shares": None if shares is None else list(shares),
+            "num_workers": num_workers,
+            "processor": discover(accelerators=False).cpu.name,
+            "command": list(command),
         },
         epoch_line=(chosen.headline, chosen.headline_label),
         max_grad_norm=clip,
@@ -87,16 +92,42 @@ def train(
             num_workers=num_workers,
         )
         digest = trainer.digest
-    return {
+        devices = device_names(run)
+    result = {
         "digest": digest,
         "run": run_dir,
-        "devices": device_names(run),
+        "devices": devices,
         "num_shards": run.contract.num_shards,
         "global_batch_size": batch_size,
         "seed": seed,
         "data": content.description,
         "epochs": [record.as_json() for record in history],
     }
+    if run_dir is not None and run.is_main:
+        write_json(Path(run_dir) / RESULT_FILE, result)
+    return result
+
+
+def optimizer_settings(
+    recipe: Recipe, optimizer: str | None, lr: float | None, momentum: float | None, weight_decay: float | None
+) -> dict[str, Any]:
+    """What `make_optimizer` takes: what was asked for, else the recipe's own, else what goes with the optimizer.
+
+    Raises:
+        UsageError: momentum for an optimizer that has none.
+    """
+    name = recipe.optimizer if optimizer is None else optimizer
+    own = name == recipe.optimizer
+    settings: dict[str, Any] = {
+        "optimizer": name,
+        "lr": lr if lr is not None else recipe.lr if own else DEFAULT_LR.get(name, recipe.lr),
+        "weight_decay": recipe.weight_decay if weight_decay is None else weight_decay,
+    }
+    if name == "sgd":
+        settings["momentum"] = momentum if momentum is not None else recipe.momentum if own else 0.0
+    elif momentum is not None:
+        raise UsageError(f"got --momentum {momentum:g} for {name}, which has no momentum; use it with --optimizer sgd")
+    return settings
 
 
 def make_optimizer(

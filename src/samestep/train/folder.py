@@ -11,6 +11,7 @@ from torch import nn
 from samestep.train.naming import check_untaken
 from samestep.train.writing import make_folder, replacing
 
+RESULT_FILE = "result.json"
 LEDGER_FILE = "ledger.jsonl"
 METRICS_FILE = "metrics.jsonl"
 WEIGHTS_FILE = "weights.safetensors"
@@ -33,7 +34,7 @@ def create_folder(path: Path) -> Path:
 def write_json(path: Path, value: Any) -> None:
     """Writes a value as indented JSON."""
     with replacing(path) as temporary:
-        temporary.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+        temporary.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def write_weights(path: Path, model: nn.Module) -> None:

@@ -157,7 +157,11 @@ class Trainer:
                     record = EpochRecord(**{**asdict(record), "eval": scores})
                 self.history.append(record)
                 self._report(record)
-            self._write_results()
+            self._draw()
+            self._write_weights()
+        except KeyboardInterrupt:
+            self._draw()
+            raise
         finally:
             self._display.close()
         return self.history
@@ -256,23 +260,26 @@ class Trainer:
             logger.log(self.step.num_steps, scalars)
         if self._ledger is not None:
             self._ledger.flush()
-        text = f"epoch {record.epoch}, time {record.seconds:.1f} s, train loss {record.train_loss:.4g}"
+        text = f"epoch {record.epoch}, time {record.seconds:.1f} s, train loss {record.train_loss:#.4g}"
         shown = [self._epoch_line] if self._epoch_line else [(name, f"test {name}") for name in record.eval]
         for name, label in shown:
             if name in record.eval:
-                text += f", {label} {record.eval[name]:.4g}"
+                text += f", {label} {record.eval[name]:#.4g}"
         self._display.line(f"{text}, {record.samples_per_second:,.0f} samples/s")
 
-    def _write_results(self) -> None:
-        """Writes the picture and the weights."""
-        if self._folder is None:
+    def _draw(self) -> None:
+        """Draws the losses so far."""
+        if self._folder is None or not self._losses:
             return
         from samestep.train.picture import draw_losses
 
-        per_epoch = max(1, self.step.num_steps // len(self.history))
+        per_epoch = max(1, self.step.num_steps // max(1, len(self.history)))
         evals = [(r.epoch * per_epoch, r.eval["loss"]) for r in self.history if "loss" in r.eval]
         draw_losses(self._folder / files.PICTURE_FILE, self._losses, evals, self._name)
-        files.write_weights(self._folder / files.WEIGHTS_FILE, self.model)
+
+    def _write_weights(self) -> None:
+        if self._folder is not None:
+            files.write_weights(self._folder / files.WEIGHTS_FILE, self.model)
 
 
 def _length(loader: Loader | DataLoader[Any]) -> int | None:

@@ -46,10 +46,18 @@ def replacing(path: Path) -> Iterator[Path]:
             yield temporary
             with temporary.open("rb") as file:
                 os.fsync(file.fileno())
+            temporary.chmod(0o666 & ~_umask())  # safetensors gives its files to their owner alone
             temporary.replace(path)
     finally:
         with suppress(OSError):
             temporary.unlink()
+
+
+def _umask() -> int:
+    """The process's umask, which can be read only by setting it."""
+    mask = os.umask(0o022)
+    os.umask(mask)
+    return mask
 
 
 def open_unbuffered(path: Path, mode: str) -> FileIO:
