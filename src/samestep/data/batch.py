@@ -58,10 +58,15 @@ def split_batch(value: Any, num_shards: int, mine: range, device: torch.device, 
     Raises:
         DataError: there is no tensor in it, or the tensors disagree on the number of samples.
     """
+
+    def own(rows: Tensor) -> Tensor:
+        """A copy: a loss that writes to its shard must not change the caller's batch."""
+        return rows.clone() if rows.device == device else rows
+
     length = num_samples(value)
     bounds = shard_bounds(length, num_shards)
     shards = {
-        shard: settle(take_rows(value, bounds[shard], bounds[shard + 1], length), device)
+        shard: settle(map_tensors(own, take_rows(value, bounds[shard], bounds[shard + 1], length)), device)
         for shard in mine
         if bounds[shard] < bounds[shard + 1]
     }

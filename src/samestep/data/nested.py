@@ -1,5 +1,7 @@
 """Nested values: batches as lists, tuples, named tuples and mappings of tensors, arrays and plain entries."""
 
+import copy
+from collections import UserDict
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -23,7 +25,7 @@ def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
     if isinstance(value, Tensor):
         return function(value)
     if isinstance(value, Mapping):
-        return {key: map_tensors(function, entry) for key, entry in value.items()}
+        return _with_entries(value, {key: map_tensors(function, entry) for key, entry in value.items()})
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(map_tensors(function, entry) for entry in value))
     if isinstance(value, list | tuple):
@@ -51,7 +53,7 @@ def take_rows(value: Any, start: int, stop: int, length: int) -> Any:
     if isinstance(value, Tensor | np.ndarray):
         return value[start:stop] if value.ndim > 0 else value
     if isinstance(value, Mapping):
-        return {key: take_rows(entry, start, stop, length) for key, entry in value.items()}
+        return _with_entries(value, {key: take_rows(entry, start, stop, length) for key, entry in value.items()})
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(take_rows(entry, start, stop, length) for entry in value))
     if isinstance(value, list | tuple):
@@ -59,3 +61,12 @@ def take_rows(value: Any, start: int, stop: int, length: int) -> Any:
             return value[start:stop]
         return type(value)(take_rows(entry, start, stop, length) for entry in value)
     return value
+
+
+def _with_entries(value: Mapping[Any, Any], entries: dict[Any, Any]) -> Mapping[Any, Any]:
+    """A mapping of the same type with other entries; a plain dict where the type cannot be copied."""
+    if type(value) is dict or not isinstance(value, dict | UserDict):
+        return entries
+    table = copy.copy(value)
+    table.update(entries)
+    return table

@@ -17,6 +17,9 @@ from samestep.engine.losses import wide_dtype
 from samestep.errors import BufferMergeError, UsageError
 from samestep.plan.tree import Block, TreeSum
 
+COMPARED_ELEMENTS = 2**16
+COMPARED_STEPS = 2
+COMPARED_EVERY = 100
 MEAN_BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 
 
@@ -57,6 +60,9 @@ class BufferMerge:
 
     def __init__(self, model: nn.Module, communicator: Communicator) -> None:
         self._communicator = communicator
+        self._model = model
+        self._compare_all = True
+        self._known = {(id(module), key) for module in model.modules() for key in module._buffers}
         self._means: list[BufferPlace] = []
         self._others: list[BufferPlace] = []
         for prefix, module in model.named_modules():
@@ -77,8 +83,13 @@ class BufferMerge:
         self.touched_means = False
         self.touched_others = False
 
-    def begin(self) -> None:
-        """Remembers the buffers at the start of a step; only what changed since the last one is copied."""
+    def begin(self, step: int) -> None:
+        """Remembers the buffers at the start of a step; only what changed since the last one is copied.
+
+        Args:
+            step: its number; every so often all buffers are compared byte by byte, whatever their versions say.
+        """
+        self._compare_all = step < COMPARED_STEPS or step % COMPARED_EVERY == 0
         for index, place in enumerate(self._places):
             if index < len(self._means) or self._is_changed(index):
                 tensor = place.get()
@@ -93,6 +104,8 @@ class BufferMerge:
         """Takes what a shard left in the buffers, and puts the step's start back."""
         if not self._places:
             return
+        if self._compare_all:
+            self._check_known()
         changed = [index for index in range(len(self._places)) if self._is_changed(index)]
         self.touched_means |= any(index < len(self._means) for index in changed)
         if self._means:
@@ -148,11 +161,29 @@ class BufferMerge:
         """Whether a buffer may differ from the step's start.
 
         Batch normalisation writes its statistics without moving their version, so they count as changed in training.
+        So do writes to `.data`: small buffers in host memory are compared each time, all others every so often.
         """
         tensor = self._places[index].get()
         if index < len(self._means) and self._places[index].module.training:
             return True
-        return tensor is not self._tensors[index] or (tensor is not None and tensor._version != self._versions[index])
+        if tensor is not self._tensors[index] or (tensor is not None and tensor._version != self._versions[index]):
+            return True
+        start = self._starts[index]
+        if tensor is None or start is None:
+            return False
+        small = tensor.device.type == "cpu" and tensor.numel() <= COMPARED_ELEMENTS
+        if not small and not self._compare_all:
+            return False
+        return tensor.shape != start.shape or not torch.equal(tensor, start)
+
+    def _check_known(self) -> None:
+        """Raises if a shard registered a buffer: the next shard would find it, and other ranks would not."""
+        for name, module in self._model.named_modules():
+            for key, buffer in module._buffers.items():
+                if buffer is not None and (id(module), key) not in self._known:
+                    raise BufferMergeError(
+                        f"buffer {name}.{key} was registered while a shard ran; register it when the model is built"
+                    )
 
     def _mean_leaf(self, num_samples: int) -> Tensor:
         """The statistics of one shard, times its samples, in one wide flat tensor."""

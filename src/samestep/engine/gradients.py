@@ -4,10 +4,12 @@ While a rank runs its last shard, a bucket whose gradients are all there goes on
 of the last layers runs beside the backward of the first.
 """
 
+import weakref
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from samestep.comm.buckets import Bucket, make_buckets
 from samestep.comm.communicator import Communicator
@@ -43,9 +45,14 @@ class BucketSum:
         """Sends this rank's partial sums on their way."""
         return communicator.reduce(blocks_by_rank, self._counter.sums, self._like)
 
-    def recycle(self) -> None:
-        """Takes back the memory of the last step, whose exchange has ended."""
-        self._free += [(flat, self._views[id(flat)]) for flat in self._counter.sums]
+    def recycle(self, keep_results: bool) -> None:
+        """Takes back the memory of the last step, whose exchange has ended.
+
+        Args:
+            keep_results: the sums were handed out as results, which may live on: they are let go instead.
+        """
+        if not keep_results:
+            self._free += [(flat, self._views[id(flat)]) for flat in self._counter.sums]
         self._views.clear()
         self._counter = TreeSum(self._add)
 
@@ -92,12 +99,13 @@ class GradientSum:
         self._awaited: list[set[int]] = []
         self._blocks_by_rank: Sequence[Sequence[Block]] = ()
         self.used = [False] * len(self.parameters)
-        self._hooks = []
+        self._hooks: list[RemovableHandle] = []
         if overlap and communicator.world_size > 1 and len(buckets) > 1:
             self._hooks = [
                 parameter.register_post_accumulate_grad_hook(self._make_hook(index))
                 for index, parameter in enumerate(self.parameters)
             ]
+        weakref.finalize(self, _remove, self._hooks)
 
     def begin(self, blocks_by_rank: Sequence[Sequence[Block]]) -> None:
         """Starts a step.
@@ -112,8 +120,9 @@ class GradientSum:
         self._leaf_totals = []
         self.used = [False] * len(self.parameters)
         for bucket_sum in self._sums:
-            bucket_sum.recycle()
+            bucket_sum.recycle(keep_results=self._communicator.world_size == 1)
         self.forget()
+        self._put_hooks_last()
 
     def forget(self) -> None:
         """Drops the parameters' gradients."""
@@ -169,10 +178,22 @@ class GradientSum:
         for bucket_sum in self._sums:
             bucket_sum.drop_memory()
 
+    def abandon(self) -> None:
+        """Drops what a step that failed has left."""
+        self._armed_shard = None
+        self.forget()
+
     def remove_hooks(self) -> None:
         """Takes the hooks off the parameters."""
-        for hook in self._hooks:
-            hook.remove()
+        _remove(self._hooks)
+
+    def _put_hooks_last(self) -> None:
+        """Lets hooks that the user added after ours run before ours, which may send the gradient away."""
+        for index, hook in enumerate(self._hooks):
+            parameter = self.parameters[index]
+            if next(reversed(parameter._post_accumulate_grad_hooks)) != hook.id:
+                hook.remove()
+                self._hooks[index] = parameter.register_post_accumulate_grad_hook(self._make_hook(index))
 
     def _fill(self, bucket: Bucket, leaf: tuple[Tensor, list[Tensor]]) -> None:
         """Copies the gradients of a bucket's members to the leaf; absent ones count as zero."""
@@ -202,18 +223,25 @@ class GradientSum:
 
     def _make_hook(self, index: int) -> Callable[[Tensor], None]:
         number, _ = self._place[index]
+        reference = weakref.ref(self)  # a parameter must not keep alive what sums its gradient
 
         def on_gradient(_: Tensor) -> None:
-            if self._armed_shard is None:
+            owner = reference()
+            if owner is None or owner._armed_shard is None:
                 return
-            if number < len(self._started):
+            if number < len(owner._started):
                 raise DeterminismError(
-                    f"parameter {self._names[index]} received a second gradient in one backward after its first was "
+                    f"parameter {owner._names[index]} received a second gradient in one backward after its first was "
                     "sent (reentrant activation checkpointing does this): use use_reentrant=False there, "
                     "or train_step(..., overlap=False)"
                 )
-            self._awaited[number].discard(index)
-            while len(self._started) < len(self._sums) and not self._awaited[len(self._started)]:
-                self._take(len(self._started), self._armed_shard)
+            owner._awaited[number].discard(index)
+            while len(owner._started) < len(owner._sums) and not owner._awaited[len(owner._started)]:
+                owner._take(len(owner._started), owner._armed_shard)
 
         return on_gradient
+
+
+def _remove(hooks: list[RemovableHandle]) -> None:
+    for hook in hooks:
+        hook.remove()

@@ -24,6 +24,8 @@ def named_parameters(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[
     """
     held: set[int] = set()
     for optimizer in optimizers:
+        if isinstance(optimizer, torch.optim.SparseAdam):
+            raise UsageError("SparseAdam takes sparse gradients only, and gradients are summed as dense ones; use Adam")
         if isinstance(optimizer, torch.optim.LBFGS):
             raise UsageError(
                 "LBFGS calls the loss several times a step, which a fixed step cannot; use another optimizer"

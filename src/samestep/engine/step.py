@@ -13,6 +13,7 @@
 Nothing is written to the model before the whole exchange has arrived, and the step counter moves last.
 """
 
+import sys
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -41,6 +42,7 @@ from samestep.plan.tree import rank_blocks
 
 BUCKET_BYTES = 8 * 2**20
 MIN_SCALE = 2.0**-10
+COPIED_STEPS = 2
 OnNonFinite = Literal["raise", "skip"]
 _Schedule = tuple[dict[str, Any], list[Any]]
 
@@ -77,6 +79,8 @@ class TrainStep:
         self.model = model
         self.optimizers = tuple(optimizers)
         self.num_steps = 0
+        self._failed = False
+        self._num_threads = torch.get_num_threads()
         self._ranges = tuple(ranges)
         self._num_shards = ranges[-1].stop
         self._seed = seed
@@ -90,6 +94,8 @@ class TrainStep:
         self._bucket_bytes = bucket_bytes
 
         refuse_sync_batchnorm(model)
+        if communicator.reduction == "ordered":
+            _compile_for_fixed_shapes()
         settle_model(model, communicator.device)
         check_same_model(model, communicator)
         self._late = _can_check_late(communicator.device, self.optimizers) if late_check is None else late_check
@@ -123,6 +129,7 @@ class TrainStep:
             PeerLostError: a rank died or did not answer in time.
         """
         self._read_what_is_there()
+        self._check_process()
         rank, ranges = self.communicator.rank, self._ranges
         if not isinstance(batch, Batch):
             compare = self.communicator.world_size > 1
@@ -137,13 +144,14 @@ class TrainStep:
         num_leaves = min(self._num_shards, batch.length)
         blocks_by_rank = rank_blocks(ranges, num_leaves)
         self._gradients.begin(blocks_by_rank)
-        self._buffers.begin()
+        self._buffers.begin(self.num_steps)
         counts = None if self._counts is None else self._counts.sum(batch, ranges)
         try:
             rows = self._run_shards(batch, counts)
         except BaseException:
             self._buffers.abandon()
-            self._gradients.forget()
+            self._gradients.abandon()
+            self._failed = self.communicator.world_size > 1
             raise
         self._gradients.start_rest()
         rows, used, touched = self._exchange_header(batch, rows)
@@ -157,7 +165,8 @@ class TrainStep:
         device = self.communicator.device
         rows = torch.zeros(len(mine), 3, dtype=wide_dtype(device), device=device)
         last = max(batch.shards, default=None)
-        versions = [parameter._version for parameter in self._watched.values()]
+        modes = [(module, module.training) for module in self.model.modules()]
+        before = self._look_at_parameters()
         with self._generators.preserved():
             for shard in sorted(batch.shards):
                 self._generators.seed(derive_seed(self._seed, self._stream, self.num_steps, shard))
@@ -165,7 +174,9 @@ class TrainStep:
                 if shard == last:
                     self._gradients.arm(shard)
                 total, count = self._run_shard(batch.shards[shard], num_samples, counts)
-                self._check_untouched(versions)
+                self._check_untouched(before)
+                for module, mode in modes:
+                    module.training = mode
                 row = rows[shard - mine.start]
                 row[0], row[1], row[2] = total.detach(), count, self._gradients.collect(shard)
                 self._buffers.collect(shard, num_samples)
@@ -205,14 +216,37 @@ class TrainStep:
                 "whole global batch: use run.loader, or a DataLoader without a distributed sampler"
             )
 
-    def _check_untouched(self, versions: list[int]) -> None:
+    def _look_at_parameters(self) -> list[tuple[int, int, Tensor | None]]:
+        """What shows whether a parameter was written to: version, address and, in the first steps, a copy."""
+        copied = self.num_steps < COPIED_STEPS
+        return [
+            (parameter._version, parameter.data_ptr(), parameter.detach().clone() if copied else None)
+            for parameter in self._watched.values()
+        ]
+
+    def _check_untouched(self, before: list[tuple[int, int, Tensor | None]]) -> None:
         """Raises if a shard wrote to a parameter: the next shard would see it, and other ranks would not."""
-        for (name, parameter), version in zip(self._watched.items(), versions, strict=True):
-            if parameter._version != version:
+        for (name, parameter), (version, address, copy) in zip(self._watched.items(), before, strict=True):
+            same = parameter._version == version and parameter.data_ptr() == address
+            if not same or (copy is not None and not torch.equal(parameter, copy)):
                 raise DeterminismError(
-                    f"parameter {name} was written to while a shard ran, as Embedding(max_norm=…) does in its forward; "
-                    "write to parameters between steps, under torch.no_grad()"
+                    f"parameter {name} was written to while a shard ran (Embedding with max_norm, a teacher that is "
+                    "averaged in the forward and weights that normalise themselves do so); write to parameters between "
+                    "steps, under torch.no_grad()"
                 )
+
+    def _check_process(self) -> None:
+        """Raises if something has changed on which equal bits rest, or if this rank alone would repeat a step."""
+        if self._failed:
+            raise DeterminismError(
+                f"step {self.num_steps} failed on rank {self.communicator.rank}, and a step cannot be repeated by one "
+                "rank alone; let the exception end the run"
+            )
+        if self.communicator.device.type == "cpu" and torch.get_num_threads() != self._num_threads:
+            raise DeterminismError(
+                f"torch uses {torch.get_num_threads()} threads now, {self._num_threads} when the step was made; the "
+                "number decides the bits: leave it alone, or give it by Run(num_threads=…) (--threads)"
+            )
 
     def _exchange_header(self, batch: Batch, rows: Tensor) -> tuple[Tensor, list[bool], tuple[bool, bool]]:
         """Gathers the rows of all shards, and what the ranks must agree on.
@@ -247,7 +281,7 @@ class TrainStep:
         total, count = sums[0], sums[1] if divide else torch.ones_like(sums[1])
         if divide:
             for flat in flats:
-                flat.div_(count.to(flat.dtype))
+                _divide(flat, count)
         self._scale.unscale(flats)
         gradients = self._gradients.assign(used)
         norm = torch.nn.utils.get_total_norm(gradients) if gradients else torch.zeros((), device=total.device)
@@ -360,7 +394,9 @@ class TrainStep:
 
     def _what_is_trained(self) -> tuple[Any, ...]:
         """Changes when parameters are frozen or unfrozen, or join an optimizer."""
-        held = tuple(len(group["params"]) for optimizer in self.optimizers for group in optimizer.param_groups)
+        held = tuple(
+            id(p) for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]
+        )
         return held, tuple(p.requires_grad for p in self._named.values())
 
     def _lay_out(self) -> GradientSum:
@@ -376,6 +412,21 @@ class TrainStep:
         return GradientSum(
             list(trainable.values()), list(trainable), self.communicator, self._bucket_bytes, self._overlap
         )
+
+
+def _compile_for_fixed_shapes() -> None:
+    """Keeps torch.compile from going over to dynamic shapes at the second size that it meets: a rank may meet one."""
+    if "torch._dynamo" in sys.modules:  # building an optimizer has imported it
+        torch._dynamo.config.automatic_dynamic_shapes = False
+        torch._dynamo.config.assume_static_by_default = True
+
+
+def _divide(flat: Tensor, count: Tensor) -> None:
+    """Divides in place, in float32 at least: a count may be too large, or too long, for 16 bits."""
+    if flat.element_size() < 4:
+        flat.copy_(flat.float().div_(count.float()))
+    else:
+        flat.div_(count.to(flat.dtype))
 
 
 def _shard_size(length: int, num_shards: int, shard: int) -> int:

@@ -88,7 +88,8 @@ def process_variables(selection: Selection, threads: int) -> dict[str, str]:
     """What must be in the environment before a worker's process imports torch.
 
     OpenBLAS starts its threads when numpy is imported, which would spoil the fork; cuBLAS reads its workspace setting,
-    needed for deterministic results, when it starts (see `torch.use_deterministic_algorithms`).
+    needed for deterministic results, when it starts (see `torch.use_deterministic_algorithms`). Python orders sets of
+    strings by a hash that differs between processes; a vocabulary made of a set must not.
     """
     variables = {
         "OPENBLAS_NUM_THREADS": "1",
@@ -96,9 +97,8 @@ def process_variables(selection: Selection, threads: int) -> dict[str, str]:
         "MKL_NUM_THREADS": str(threads),
         **selection.environment,
     }
-    if "CUBLAS_WORKSPACE_CONFIG" not in os.environ:
-        variables["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
-    return variables
+    defaults = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "PYTHONHASHSEED": "0"}
+    return variables | {name: value for name, value in defaults.items() if name not in os.environ}
 
 
 def worker_variables(instruction: Instruction) -> dict[str, str]:
