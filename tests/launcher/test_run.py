@@ -261,7 +261,7 @@ def test_a_starter_with_two_threads_refuses_to_fork(starter):
         (("--devices", "cpu:0", "ok.py"), "1 or more"),
         (("--threads", "0", "ok.py"), "--threads"),
         (("--start-method", "thread", "ok.py"), "it is fork or spawn"),
-        (("--log-dir", "ok.py", "ok.py"), "choose another one (--log-dir)"),
+        (("--log-dir", "ok.py", "ok.py"), "choose another folder (--log-dir"),
     ],
 )
 def test_bad_usage_gets_one_sentence_and_starts_nothing(starter, arguments, said):

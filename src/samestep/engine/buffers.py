@@ -102,10 +102,10 @@ class BufferMerge:
 
     def collect(self, shard: int, num_samples: int) -> None:
         """Takes what a shard left in the buffers, and puts the step's start back."""
-        if not self._places:
-            return
         if self._compare_all:
             self._check_known()
+        if not self._places:
+            return
         changed = [index for index in range(len(self._places)) if self._is_changed(index)]
         self.touched_means |= any(index < len(self._means) for index in changed)
         if self._means:

@@ -1,0 +1,272 @@
+"""Models and scripts that could give other bits without anybody noticing: equal to the bit, or refused by name."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from engine_programs import bits, mean_squared, table
+from torch import nn
+from torch.nn import functional
+from worlds import in_turns
+
+from samestep.comm.communicator import Communicator
+from samestep.comm.transport import LocalTransport
+from samestep.engine.losses import Mean
+from samestep.errors import BufferMergeError, DeterminismError, UsageError
+from samestep.train.run import Run
+
+
+def train(communicator, make, loss=mean_squared, num_steps=4, prepare=None, **options):
+    """Some steps on the table; the bits at the end."""
+    run = Run(24, 8, communicator=communicator)
+    model = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    step = run.train_step(model, optimizer, loss, **options)
+    after = prepare(model) if prepare else None
+    for _ in range(num_steps):
+        step(table())
+        if after:
+            after(model)
+    return bits(model, optimizer)
+
+
+def alone(*args, **options):
+    """On one device as it really is: without a copy in between."""
+    local = LocalTransport()
+    return train(Communicator(torch.device("cpu"), local, local), *args, **options)
+
+
+def net(width=8):
+    return nn.Sequential(nn.Linear(5, width), nn.Tanh(), nn.Linear(width, 1))
+
+
+class Codebook(nn.Module):
+    """A running mean that is written through `.data`."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("average", torch.zeros(5))
+        self.last = nn.Linear(5, 1)
+
+    def forward(self, x):
+        self.average.data.mul_(0.9).add_(x.mean(0), alpha=0.1)
+        return self.last(x - self.average)
+
+
+class ConditionalNorm(nn.Module):
+    """Buffers of its own that batch_norm writes to."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("stored_mean", torch.zeros(5))
+        self.register_buffer("stored_var", torch.ones(5))
+        self.last = nn.Linear(5, 1)
+
+    def forward(self, x):
+        return self.last(functional.batch_norm(x, self.stored_mean, self.stored_var, training=self.training))
+
+
+class LateBuffer(nn.Module):
+    """A buffer that the first forward registers."""
+
+    def __init__(self):
+        super().__init__()
+        self.last = nn.Linear(5, 1)
+
+    def forward(self, x):
+        if not hasattr(self, "center"):
+            self.register_buffer("center", x.mean(0).detach())
+        return self.last(x - self.center)
+
+
+@pytest.mark.parametrize(
+    ("make", "name"), [(Codebook, "average"), (ConditionalNorm, "stored_mean"), (LateBuffer, "center")]
+)
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_buffers_that_shards_change_behind_torchs_back_are_refused_by_name(make, name, world_size):
+    with pytest.raises(BufferMergeError, match=name):
+        in_turns(world_size, train, make)
+
+
+class Normalised(nn.Module):
+    """Weights that normalise themselves through `.data`."""
+
+    def __init__(self, rebind):
+        super().__init__()
+        self.last, self.rebind = nn.Linear(5, 1), rebind
+
+    def forward(self, x):
+        unit = functional.normalize(self.last.weight.data)
+        if self.rebind:
+            self.last.weight.data = unit
+        else:
+            self.last.weight.data.copy_(unit)
+        return self.last(x)
+
+
+@pytest.mark.parametrize("rebind", [True, False])
+def test_parameters_that_a_forward_writes_behind_torchs_back_are_refused_by_name(rebind):
+    for world_size in (1, 2):
+        with pytest.raises(DeterminismError, match=r"last\.weight was written to"):
+            in_turns(world_size, train, lambda: Normalised(rebind))
+
+
+def test_a_gradient_that_a_script_keeps_stays_what_it_was():
+    def keep(model):
+        kept = [None]
+
+        def after(model):
+            weight = model[0].weight
+            if kept[0] is not None:
+                weight.data.add_(kept[0], alpha=-0.01)
+            kept[0] = weight.grad
+
+        return after
+
+    def wide():
+        return net(4000)  # more than one small message
+
+    expected = alone(wide, prepare=keep)
+    for world_size in (2, 3):
+        assert all(result == expected for result in in_turns(world_size, train_kept, wide, keep))
+
+
+def train_kept(communicator, make, keep):
+    return train(communicator, make, prepare=keep)
+
+
+def test_a_hook_on_the_gradient_that_is_added_later_counts_on_every_number_of_devices():
+    def halve(parameter):
+        parameter.grad.mul_(0.5)
+
+    def prepare(model):
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(halve)
+
+    def program(communicator, hooked):
+        return train(communicator, net, prepare=prepare if hooked else None, bucket_bytes=4)
+
+    (expected,) = in_turns(1, program, True)
+    assert in_turns(1, program, False) != [expected]
+    for world_size in (2, 3, 4):
+        assert in_turns(world_size, program, True) == [expected] * world_size
+
+
+def test_a_loss_that_leaves_the_model_in_evaluation_mode_reaches_its_own_shard_only():
+    def loss(model, batch):
+        value = mean_squared(model, batch)
+        model.eval()
+        return value
+
+    def make():
+        return nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 1))
+
+    (expected,) = in_turns(1, train, make, loss)
+    for world_size in (2, 3):
+        assert in_turns(world_size, train, make, loss) == [expected] * world_size
+
+
+def test_a_count_that_16_bits_cannot_hold_divides_all_the_same():
+    def program(communicator, factor):
+        run = Run(24, 8, communicator=communicator)
+        model = nn.Linear(5, 1).half()
+
+        def loss(model, batch):
+            return Mean(model(batch[0].half()).float().sum(), 24 // 8 * factor)
+
+        result = run.train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), loss)(table())
+        return result.grad_norm
+
+    # 72,000 elements: more than float16 knows; the quotients are subnormal there, good to 2^-25 / 2^-16
+    assert in_turns(1, program, 3000)[0] * 3000 == pytest.approx(in_turns(1, program, 1)[0], rel=2e-2)
+
+
+def test_parameters_that_replace_others_in_the_optimizer_are_trained():
+    def program(communicator):
+        run = Run(24, 8, communicator=communicator)
+        model = nn.ModuleList([nn.Linear(5, 1), nn.Linear(5, 1)])
+        optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)
+        step = run.train_step(model, optimizer, lambda m, b: (m[0](b[0]) + m[1](b[0]) - b[1]).square().mean())
+        step(table())
+        before = [layer.weight.detach().clone() for layer in model]
+        optimizer.param_groups[0]["params"] = list(model[1].parameters())
+        step(table())
+        return [torch.equal(old, layer.weight) for old, layer in zip(before, model, strict=True)]
+
+    assert in_turns(1, program)[0] == [True, False]
+
+
+def test_a_step_that_failed_on_one_rank_is_not_repeated_by_it_alone():
+    def program(communicator):
+        run = Run(24, 8, communicator=communicator)
+        model = net()
+        failures = [1] if communicator.rank == 1 else []
+
+        def loss(model, batch):
+            if failures:
+                failures.pop()
+                raise KeyError("once")
+            return mean_squared(model, batch)
+
+        step = run.train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), loss)
+        try:
+            step(table())
+        except KeyError:
+            step(table())
+
+    with pytest.raises(DeterminismError, match="step 0 failed on rank 1"):
+        in_turns(2, program)
+
+
+def test_another_number_of_threads_is_noticed():
+    def program(communicator):
+        run = Run(24, 8, communicator=communicator)
+        model = net()
+        step = run.train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), mean_squared)
+        torch.set_num_threads(2)
+        step(table())
+
+    with pytest.raises(DeterminismError, match="2 threads now, 1 when"):
+        in_turns(1, program)
+
+
+def test_an_optimizer_of_sparse_gradients_is_refused():
+    def program(communicator):
+        model = nn.Embedding(3, 2, sparse=True)
+        Run(24, communicator=communicator).train_step(model, torch.optim.SparseAdam(model.parameters()), mean_squared)
+
+    with pytest.raises(UsageError, match="SparseAdam"):
+        in_turns(1, program)
+
+
+def test_a_step_that_is_dropped_is_freed():
+    def program(communicator):
+        run = Run(24, 8, communicator=communicator)
+        model = net()
+        step = run.train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), mean_squared, bucket_bytes=4)
+        step(table())
+        watched = weakref.ref(step._gradients)
+        del step
+        gc.collect()
+        return watched() is None, [len(p._post_accumulate_grad_hooks or {}) for p in model.parameters()]
+
+    assert in_turns(2, program) == [(True, [0, 0, 0, 0])] * 2
+
+
+def compiled(communicator):
+    """A compiled model on batches of two lengths, of which a rank may meet one."""
+    run = Run(28, 8, communicator=communicator)
+    model = net(64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    fast = torch.compile(model)
+    step = run.train_step(model, optimizer, lambda m, b: functional.mse_loss(fast(b[0]), b[1]))
+    x = torch.randn(28, 5)
+    for _ in range(2):
+        step((x, x.sum(1, keepdim=True)))
+    return bits(model, optimizer)
+
+
+@pytest.mark.slow
+def test_a_compiled_model_gives_the_same_bits_whatever_sizes_a_rank_meets(worlds):
+    assert worlds(2).run(compiled) == worlds(1).run(compiled) * 2
