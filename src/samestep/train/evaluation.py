@@ -22,6 +22,7 @@ from samestep.plan.seeds import derive_seed
 from samestep.plan.shards import shard_bounds
 from samestep.train.metrics import as_metric, sums
 
+SMALL_ELEMENTS = 2**16
 EVALUATION_STREAM = 2**33  # apart from the streams of train steps and of samples
 
 Forward = Callable[[nn.Module, Any], Any]
@@ -136,9 +137,12 @@ def evaluating(model: nn.Module, device: torch.device, precision: str) -> Iterat
     def put_back() -> None:
         for module, key, buffer, start, version in kept:
             module._buffers[key] = buffer
-            # Batch normalisation in training mode writes its statistics without moving their version.
-            if buffer is not None and start is not None and (buffer._version != version or module.training):
-                buffer.data.copy_(start)
+            # Neither batch normalisation in training mode nor writes to `.data` move the version: small ones are
+            # put back in any case.
+            if buffer is not None and start is not None:
+                small = buffer.numel() <= SMALL_ELEMENTS
+                if small or buffer._version != version or module.training:
+                    buffer.data.copy_(start)
 
     model.eval()
     try:
