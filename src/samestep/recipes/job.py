@@ -59,6 +59,21 @@ def train(
     model = chosen.model(content).to(run.device)
     settings = optimizer_settings(chosen, optimizer, lr, momentum, weight_decay)
     clip = chosen.max_grad_norm if max_grad_norm is None else max_grad_norm
+    num_epochs = chosen.epochs if epochs is None else epochs
+    devices = device_names(run)
+    facts: dict[str, Any] = {
+        "recipe": recipe,
+        "data": content.description,
+        "max_grad_norm": clip,
+        **settings,
+        "epochs": num_epochs,
+        "options": dict(content.options),
+        "devices": devices,
+        "shares": None if shares is None else list(shares),
+        "num_workers": num_workers,
+        "processor": discover(accelerators=False).cpu.name,
+        "command": list(command),
+    }
     with Trainer(
         run,
         model,
@@ -66,43 +81,25 @@ def train(
         chosen.loss,
         run_dir=run_dir,
         name=f"{recipe} on {content.description}",
-        contract={
-            "recipe": recipe,
-            "data": content.description,
-            "max_grad_norm": clip,
-            **settings,
-            "epochs": chosen.epochs if epochs is None else epochs,
-            "options": dict(content.options),
-            "devices": device_names(run),
-            "shares": None if shares is None else list(shares),
-            "num_workers": num_workers,
-            "processor": discover(accelerators=False).cpu.name,
-            "command": list(command),
-        },
+        contract=facts,
         epoch_line=(chosen.headline, chosen.headline_label),
         max_grad_norm=clip,
         precision=precision,
     ) as trainer:
         trainer.say(_introduction(chosen, content.description, run))
         history = trainer.fit(
-            content.train,
-            chosen.epochs if epochs is None else epochs,
-            eval_data=content.eval,
-            metrics=chosen.metrics,
-            num_workers=num_workers,
+            content.train, num_epochs, eval_data=content.eval, metrics=chosen.metrics, num_workers=num_workers
         )
-        digest = trainer.digest
-        devices = device_names(run)
-    result = {
-        "digest": digest,
-        "run": run_dir,
-        "devices": devices,
-        "num_shards": run.contract.num_shards,
-        "global_batch_size": batch_size,
-        "seed": seed,
-        "data": content.description,
-        "epochs": [record.as_json() for record in history],
-    }
+        result = {
+            "digest": trainer.digest,
+            "run": run_dir,
+            "devices": devices,
+            "num_shards": run.contract.num_shards,
+            "global_batch_size": batch_size,
+            "seed": seed,
+            "data": content.description,
+            "epochs": [record.as_json() for record in history],
+        }
     if run_dir is not None and run.is_main:
         write_json(Path(run_dir) / RESULT_FILE, result)
     return result
