@@ -38,6 +38,7 @@ from samestep.engine.precision import LossScale, autocast, check_precision
 from samestep.engine.result import StepResult
 from samestep.errors import DataError, DeterminismError, LossError, NonFiniteError, UsageError
 from samestep.plan.seeds import derive_seed
+from samestep.plan.shards import shard_bounds
 from samestep.plan.tree import rank_blocks
 
 BUCKET_BYTES = 8 * 2**20
@@ -165,12 +166,13 @@ class TrainStep:
         device = self.communicator.device
         rows = torch.zeros(len(mine), 3, dtype=wide_dtype(device), device=device)
         last = max(batch.shards, default=None)
+        bounds = shard_bounds(batch.length, self._num_shards)
         modes = [(module, module.training) for module in self.model.modules()]
         before = self._look_at_parameters()
         with self._generators.preserved():
             for shard in sorted(batch.shards):
                 self._generators.seed(derive_seed(self._seed, self._stream, self.num_steps, shard))
-                num_samples = _shard_size(batch.length, self._num_shards, shard)
+                num_samples = bounds[shard + 1] - bounds[shard]
                 if shard == last:
                     self._gradients.arm(shard)
                 total, count = self._run_shard(batch.shards[shard], num_samples, counts)
@@ -427,11 +429,6 @@ def _divide(flat: Tensor, count: Tensor) -> None:
         flat.copy_(flat.float().div_(count.float()))
     else:
         flat.div_(count.to(flat.dtype))
-
-
-def _shard_size(length: int, num_shards: int, shard: int) -> int:
-    """Samples of a shard; see `plan.shards.shard_bounds`."""
-    return length // num_shards + (shard < length % num_shards)
 
 
 def _honours_found_inf(optimizer: Optimizer) -> bool:
