@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 from samestep.version import __version__
 
 if TYPE_CHECKING:
+    from samestep.adopt.parallel import DataParallel, data_parallel
+    from samestep.adopt.scratch import allreduce, replicate_params, split_and_load
     from samestep.comm.communicator import Communicator
     from samestep.data.batch import Batch
     from samestep.data.loader import Loader
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "Batch": "samestep.data.batch",
     "Communicator": "samestep.comm.communicator",
+    "DataParallel": "samestep.adopt.parallel",
     "EpochRecord": "samestep.train.trainer",
     "Loader": "samestep.data.loader",
     "Mean": "samestep.engine.losses",
@@ -45,9 +48,13 @@ _HOMES = {
     "TensorData": "samestep.data.tensors",
     "TrainStep": "samestep.engine.step",
     "Trainer": "samestep.train.trainer",
+    "allreduce": "samestep.adopt.scratch",
+    "data_parallel": "samestep.adopt.parallel",
     "discover": "samestep.devices.inventory",
     "launch": "samestep.launcher.notebook",
+    "replicate_params": "samestep.adopt.scratch",
     "select": "samestep.devices.selection",
+    "split_and_load": "samestep.adopt.scratch",
     "state_digest": "samestep.train.digest",
     "to_device": "samestep.devices.transfer",
     "to_host": "samestep.devices.transfer",
@@ -57,6 +64,7 @@ _HOMES = {
 __all__ = [
     "Batch",
     "Communicator",
+    "DataParallel",
     "EpochRecord",
     "Loader",
     "Mean",
@@ -67,10 +75,14 @@ __all__ = [
     "TrainStep",
     "Trainer",
     "__version__",
+    "allreduce",
+    "data_parallel",
     "discover",
     "launch",
     "metrics",
+    "replicate_params",
     "select",
+    "split_and_load",
     "state_digest",
     "to_device",
     "to_host",

@@ -10,7 +10,7 @@ from worlds import in_turns
 
 from samestep.engine.result import StepResult
 from samestep.engine.step import TrainStep
-from samestep.errors import NonFiniteError
+from samestep.errors import DeterminismError, NonFiniteError
 from samestep.train.run import Run
 
 NUM_SAMPLES, BATCH = 96, 24
@@ -126,6 +126,39 @@ def test_twin_a_step_that_is_not_undone_is_noticed(monkeypatch):
     _, digest = in_turns(1, train, "loss", "sgd", "skip")[0]
     monkeypatch.undo()
     assert in_turns(1, train, "loss", "sgd", "skip")[0][1] != digest
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_model_that_starts_broken_is_told_that_it_is_not_finite(value):
+    def program(communicator):
+        run = Run(BATCH, 8, communicator=communicator)
+        model = perceptron()
+        with torch.no_grad():
+            model[0].weight[0, 0] = value
+        step = run.train_step(model, make_optimizer(model, "sgd"), broken_at_bad_id("loss"))
+        for _ in range(2):
+            with pytest.raises(NonFiniteError, match="step 0: not finite: the loss of shard 0"):
+                step(tuple(t[-BATCH:] for t in samples()))
+
+    for world_size in (1, 2):
+        in_turns(world_size, program)
+
+
+def test_a_write_to_a_model_that_holds_nan_is_still_noticed():
+    def loss(model, batch):
+        model[0].weight.data[1, 1] += 1
+        return broken_at_bad_id("loss")(model, batch)
+
+    def program(communicator):
+        run = Run(BATCH, 8, communicator=communicator)
+        model = perceptron()
+        with torch.no_grad():
+            model[0].weight[0, 0] = float("nan")
+        step = run.train_step(model, make_optimizer(model, "sgd"), loss)
+        with pytest.raises(DeterminismError, match=r"0\.weight was written to"):
+            step(tuple(t[:BATCH] for t in samples()))
+
+    in_turns(1, program)
 
 
 def late_run(communicator, late, bad=2, scheduler=False):

@@ -1,9 +1,12 @@
 """`samestep run`: an existing script or module on all devices."""
 
 import os
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+if TYPE_CHECKING:
+    from samestep.launcher.job import Job
 
 CONTEXT_SETTINGS = {"allow_interspersed_args": False}
 """What the command is registered with: everything after SCRIPT belongs to the script."""
@@ -31,14 +34,44 @@ def run(
     start_method: Annotated[
         str | None, typer.Option(metavar="fork|spawn", help="How workers are started; fork where it is safe.")
     ] = None,
+    num_shards: Annotated[
+        int | None,
+        typer.Option(
+            "--num-shards",
+            "--num_shards",
+            metavar="V",
+            min=1,
+            help="Into how many chunks a wrapped forward is cut, whatever the devices; by default the script decides.",
+        ),
+    ] = None,
+    wrap: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Share out this variable or class of a script that wraps nothing itself."),
+    ] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="Seeds every generator before SCRIPT starts; a random seed, by default.")
+    ] = None,
+    adopt: Annotated[
+        bool | None,
+        typer.Option(
+            "--adopt/--no-adopt",
+            help="Run SCRIPT as if alone, and share its DataParallel out; or leave ranks to it, as torchrun does. "
+            "By default SCRIPT is read to find out.",
+            show_default=False,
+        ),
+    ] = None,
     log_dir: Annotated[
         str | None, typer.Option(metavar="DIR", help="Keep what the ranks above 0 print, in DIR/rank-N.log.")
     ] = None,
 ) -> None:
-    """Runs SCRIPT in one process a device, as `python SCRIPT ARGS` would.
+    """Runs SCRIPT in one process a device, as `python SCRIPT ARGS` would. Options go before SCRIPT.
 
-    Workers find the variables that torchrun sets, so init_process_group works unchanged. Options go before SCRIPT.
+    A script for one process (plain, or with nn.DataParallel) is adopted: every process runs all of it, and the chunks
+    of its wrapped forward are shared out, with the same bits on any number of devices. With --devices cpu:N it finds
+    N virtual CUDA devices. A script that deals with ranks itself (init_process_group, samestep.Run) finds the
+    variables that torchrun sets.
     """
+    from samestep.adopt.reading import reads_as
     from samestep.comm.environment import read_environment
     from samestep.devices.selection import select
     from samestep.errors import UsageError
@@ -56,11 +89,30 @@ def run(
     if devices is not None and nproc_per_node is not None:
         raise UsageError(f"got --devices {devices} and --nproc-per-node {nproc_per_node}; give one of the two")
     job = Job("module" if module else "script", program[0], tuple(program[1:]), log_dir=log_dir)
-    selection = select(_devices_of(nproc_per_node) if nproc_per_node is not None else devices or "auto")
+    spec = _devices_of(nproc_per_node) if nproc_per_node is not None else devices or "auto"
+    selection = select(spec)
+    reading = reads_as(program[0], is_module=module)
+    if adopt if adopt is not None else reading.kind == "adopted":
+        asked = spec.startswith("cpu") or selection.count > 1 or num_shards is not None
+        is_virtual = asked and selection.kind == "cpu"
+        job = _adopted(job, num_shards=num_shards, seed=seed, wrap=wrap, virtual=is_virtual)
+    elif num_shards is not None or seed is not None or wrap is not None:
+        raise UsageError(
+            "--num-shards, --seed and --wrap are for adopted scripts, and this one deals with ranks itself "
+            f"({reading.reason}); set them in the script, or give --adopt"
+        )
     outcome = supervise(job, selection, threads=threads, start_method=start_method)
     if outcome.failure is not None:
         typer.echo(f"samestep: error: {outcome.failure}", err=True)
     raise typer.Exit(outcome.exit_code)
+
+
+def _adopted(job: "Job", **options: Any) -> "Job":
+    """The job that runs another one's script under adoption."""
+    from samestep.launcher.job import Job
+
+    kwargs = {"kind": job.kind, "target": job.target, "argv": list(job.argv), **options}
+    return Job("function", "samestep.adopt.script:run_adopted", kwargs=kwargs, log_dir=job.log_dir)
 
 
 def _devices_of(nproc_per_node: str) -> str:

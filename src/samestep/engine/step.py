@@ -230,7 +230,7 @@ class TrainStep:
         """Raises if a shard wrote to a parameter: the next shard would see it, and other ranks would not."""
         for (name, parameter), (version, address, copy) in zip(self._watched.items(), before, strict=True):
             same = parameter._version == version and parameter.data_ptr() == address
-            if not same or (copy is not None and not torch.equal(parameter, copy)):
+            if not same or (copy is not None and not _same_values(parameter, copy)):
                 raise DeterminismError(
                     f"parameter {name} was written to while a shard ran (Embedding with max_norm, a teacher that is "
                     "averaged in the forward and weights that normalise themselves do so); write to parameters between "
@@ -414,6 +414,11 @@ class TrainStep:
         return GradientSum(
             list(trainable.values()), list(trainable), self.communicator, self._bucket_bytes, self._overlap
         )
+
+
+def _same_values(tensor: Tensor, copy: Tensor) -> bool:
+    """Whether two tensors of one shape hold the same values, NaN where the other holds NaN."""
+    return torch.equal(tensor, copy) or bool(((tensor == copy) | (tensor.isnan() & copy.isnan())).all())
 
 
 def _compile_for_fixed_shapes() -> None:

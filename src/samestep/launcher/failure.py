@@ -15,6 +15,7 @@ from samestep.errors import PeerLostError, SamestepError
 
 SAMESTEP = str(Path(__file__).resolve().parents[1])
 LAUNCHER = str(Path(__file__).resolve().parent)
+HIDDEN = (LAUNCHER, f"{SAMESTEP}/adopt/", "<frozen importlib", "<frozen runpy")
 NUM_TAIL_LINES = 30
 
 # What gloo and torch's own exceptions say when another rank's connection broke.
@@ -76,7 +77,7 @@ def report_exception(error: BaseException) -> dict[str, Any]:
         text = ""
         where = _user_line(error.__traceback__)
     else:
-        text = "".join(traceback.format_exception(type(error), error, _without_launcher(error.__traceback__)))
+        text = "".join(_own_frames(traceback.TracebackException.from_exception(error)).format())
         where = ""
     return {
         "type": type(error).__name__,
@@ -130,11 +131,14 @@ def _last_words(casualty: Casualty) -> str:
     return "\n".join(lines[-NUM_TAIL_LINES:])
 
 
-def _without_launcher(frames: TracebackType | None) -> TracebackType | None:
-    """The traceback from the first frame that is the program's own."""
-    while frames is not None and frames.tb_frame.f_code.co_filename.startswith((LAUNCHER, "<frozen importlib")):
-        frames = frames.tb_next
-    return frames
+def _own_frames(story: traceback.TracebackException) -> traceback.TracebackException:
+    """An exception's story, and that of its causes, without the frames of the launcher and of adoption."""
+    kept = [frame for frame in story.stack if not frame.filename.startswith(HIDDEN)]
+    story.stack = traceback.StackSummary.from_list(kept)
+    for earlier in (story.__cause__, story.__context__):
+        if earlier is not None:
+            _own_frames(earlier)
+    return story
 
 
 def _user_line(frames: TracebackType | None) -> str:

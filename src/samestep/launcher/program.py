@@ -32,10 +32,10 @@ def run_program(job: Job, fds: Mapping[str, int]) -> Any:
         BaseException: whatever the program raises, SystemExit too.
     """
     if job.kind == "script":
-        _run_script(job.target, job.argv)
+        run_script(job.target, job.argv)
         return None
     if job.kind == "module":
-        _run_module(job.target, job.argv)
+        run_module(job.target, job.argv)
         return None
     if "payload" not in fds:
         return _find_function(job.target)(**job.kwargs)
@@ -58,8 +58,12 @@ def read_payload(fd: int) -> tuple[list[str], bytes]:
     return search_path, arguments
 
 
-def _run_script(path: str, argv: tuple[str, ...]) -> None:
-    """`python PATH ARGV`."""
+def run_script(path: str, argv: tuple[str, ...]) -> None:
+    """Runs a file as `python PATH ARGV` does.
+
+    Raises:
+        UsageError: it cannot be read.
+    """
     loader = importlib.machinery.SourceFileLoader("__main__", os.path.abspath(path))
     try:
         with io.open_code(path) as file:
@@ -72,8 +76,12 @@ def _run_script(path: str, argv: tuple[str, ...]) -> None:
     _execute(code, {"__file__": loader.path, "__loader__": loader, "__package__": None, "__spec__": None})
 
 
-def _run_module(name: str, argv: tuple[str, ...]) -> None:
-    """`python -m NAME ARGV`."""
+def run_module(name: str, argv: tuple[str, ...]) -> None:
+    """Runs a module as `python -m NAME ARGV` does.
+
+    Raises:
+        UsageError: there is no such module, or it has no code.
+    """
     sys.path.insert(0, os.getcwd())
     sys.argv = ["-m", *argv]
     spec = _find_spec(name)

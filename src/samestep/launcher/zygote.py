@@ -31,7 +31,7 @@ from samestep.launcher.assignment import Instruction
 from samestep.launcher.store import keep_store, open_listener
 from samestep.launcher.worker import leave, work
 
-PRELOADED = ("torch", "torch.distributed", "samestep.train.run")
+PRELOADED = ("torch", "torch.distributed", "samestep.train.run", "samestep.adopt.script")
 GRACE_SECONDS = 2.0
 MAX_FDS = 64
 

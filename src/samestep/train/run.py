@@ -1,7 +1,6 @@
 """The run: the contract and the topology, built once and passed down. The loop stays the user's."""
 
 import atexit
-import os
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
@@ -17,10 +16,11 @@ from samestep.data.loader import Loader
 from samestep.data.randomness import seed_process
 from samestep.engine.losses import LossFn, describe
 from samestep.engine.step import BUCKET_BYTES, OnNonFinite, TrainStep
-from samestep.errors import DeviceError, UsageError
+from samestep.errors import UsageError
 from samestep.plan.shards import shard_ranges
 from samestep.train.contract import Contract, check_contract
 from samestep.train.evaluation import evaluate, predict
+from samestep.train.process import make_deterministic, own_device
 
 DEFAULT_TIMEOUT_SECONDS = 600.0
 MAX_TIMEOUT_SECONDS = 366 * 86_400.0
@@ -71,10 +71,10 @@ class Run:
         environment = read_environment() if communicator is None else Environment()
         world_size = environment.world_size if communicator is None else communicator.world_size
         self.ranges = shard_ranges(count, world_size, shares)
-        self.device = _own_device(device, environment) if communicator is None else communicator.device
+        self.device = own_device(device, environment) if communicator is None else communicator.device
         threads = (num_threads or environment.num_threads or 1) if self.device.type == "cpu" else 0
         self.contract = Contract(global_batch_size, count, seed, reduction, self.device.type, threads)
-        _make_deterministic(self.device, threads, reduction)
+        make_deterministic(self.device, threads, reduction)
         if communicator is None:
             communicator = make_communicator(environment, self.device, timedelta(seconds=timeout_seconds), reduction)
             if world_size > 1:
@@ -240,44 +240,6 @@ class Run:
         self.communicator.close()
 
 
-def _own_device(device: str | torch.device | None, environment: Environment) -> torch.device:
-    """This rank's device: what the user says, else what the launcher says, else what there is."""
-    if device is not None:
-        return _checked_device(device)
-    kind = environment.device_kind
-    if kind is None:
-        accelerator = torch.accelerator.current_accelerator(check_available=True)
-        kind = "cpu" if accelerator is None else accelerator.type
-    if kind == "cpu":
-        return torch.device("cpu")
-    own = torch.device(kind, environment.local_rank % max(1, torch.get_device_module(kind).device_count()))
-    if kind != "mps":
-        torch.accelerator.set_device_index(own.index)
-    return own
-
-
-def _checked_device(asked: str | torch.device) -> torch.device:
-    """The device that the user names, with its index.
-
-    Raises:
-        DeviceError: there is no such device here.
-    """
-    try:
-        chosen = torch.device(asked)
-    except (RuntimeError, TypeError):
-        chosen = None
-    if chosen is not None and chosen.type == "cpu":
-        return torch.device("cpu")
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if chosen is None or accelerator is None or chosen.type != accelerator.type:
-        there = "cpu" if accelerator is None else f"cpu and {accelerator.type}"
-        raise DeviceError(f"got device={str(asked)!r}; this process has {there}")
-    if (chosen.index or 0) >= torch.accelerator.device_count():
-        last = torch.accelerator.device_count() - 1
-        raise DeviceError(f"got device={str(asked)!r}; this process has {chosen.type}:0 to {chosen.type}:{last}")
-    return torch.device(chosen.type, chosen.index or 0)
-
-
 def _checked_optimizers(value: Any) -> tuple[Optimizer, ...]:
     """One or several optimizers as a tuple.
 
@@ -289,15 +251,3 @@ def _checked_optimizers(value: Any) -> tuple[Optimizer, ...]:
         if not isinstance(optimizer, Optimizer):
             raise UsageError(f"got {describe(optimizer)} as optimizer; needed: a torch.optim.Optimizer, or several")
     return optimizers
-
-
-def _make_deterministic(device: torch.device, threads: int, reduction: str) -> None:
-    """Sets the process-wide switches on which equal bits rest."""
-    if device.type == "cpu":
-        torch.set_num_threads(threads)
-    if reduction == "native":
-        return
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.set_deterministic_debug_mode("error")  # as use_deterministic_algorithms(True), without importing inductor
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # a pass over memory for nothing
-    torch.backends.cudnn.benchmark = False

@@ -1,0 +1,133 @@
+"""Opening: `open` and `os.open`, so that only rank 0 writes and readers wait until it has."""
+
+import builtins
+import functools
+import io
+import os
+import sys
+from types import FrameType
+from typing import IO, Any
+
+from samestep.adopt.desk import Desk, Way, path_of
+from samestep.adopt.sinks import nameless, open_scratch, open_sink
+from samestep.adopt.table import Patch
+
+# bound at their import, so that patching `builtins` does not reach them
+BOUND = (("bz2", "_builtin_open"), ("tarfile", "bltn_open"))
+WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+
+
+def patches(desk: Desk) -> list[Patch]:
+    """`open` by all its names, and `os.open`."""
+    function = _open(desk)
+    holders = [(sys.modules.get(name), attribute) for name, attribute in BOUND]
+    bound = [Patch(module, attribute, function) for module, attribute in holders if hasattr(module, attribute)]
+    return [Patch(builtins, "open", function), Patch(io, "open", function), *bound, Patch(os, "open", _os_open(desk))]
+
+
+def _open(desk: Desk) -> Any:
+    original: Any = io.open
+
+    @functools.wraps(original)
+    def replacement(
+        file: Any,
+        mode: str = "r",
+        buffering: int = -1,
+        encoding: str | None = None,
+        errors: str | None = None,
+        newline: str | None = None,
+        closefd: bool = True,
+        opener: Any = None,
+    ) -> Any:
+        path = None if isinstance(file, int) else path_of(file)
+        is_writing = isinstance(mode, str) and not set("wax+").isdisjoint(mode)
+        options: dict[str, Any] = {"buffering": buffering, "encoding": encoding, "errors": errors, "newline": newline}
+        if path is None or not (is_writing or desk.unfinished or desk.names):
+            return original(file, mode, **options, closefd=closefd, opener=opener)
+        frame = sys._getframe(1)
+        if not is_writing:
+            with desk.reading(path, frame) as where:
+                file = file if where == path else where
+                return original(file, mode, **options, closefd=closefd, opener=opener)
+        way = desk.way(frame, path)
+        if way is Way.AS_IS or (way is Way.APART and desk.adoption.rank == 0):
+            if way is Way.APART:
+                desk.record(path)
+            return original(file, mode, **options, closefd=closefd, opener=opener)
+        if way is Way.TOGETHER:
+            return _open_together(desk, original, (path, file, mode), options, opener)
+        desk.record(path)
+        return _open_apart(desk, original, (path, file, mode), options, 0)
+
+    return replacement
+
+
+def _open_together(desk: Desk, original: Any, asked: tuple[str, Any, str], options: dict[str, Any], opener: Any) -> Any:
+    """Opens a file for writing on rank 0, something like it elsewhere."""
+    path, file, mode = asked
+    opened: list[IO[Any]] = []
+
+    def call() -> int:
+        opened.append(original(file, mode, **options, opener=opener))
+        return _position(opened[0])
+
+    start = desk.together(f"open(…, {mode!r})", call, (path,))
+    desk.record(path)
+    if not opened:
+        opened.append(_open_apart(desk, original, asked, options, start))
+    if _keeps(mode):
+        desk.adoption.meet("a file opened for reading and writing")  # all have their copy before rank 0 changes it
+    return opened[0]
+
+
+def _open_apart(desk: Desk, original: Any, asked: tuple[str, Any, str], options: dict[str, Any], start: int) -> IO[Any]:
+    """Opens what a rank above 0 writes to."""
+    path, file, mode = asked
+    source = desk.known_as(path)
+    if "r" in mode and not os.path.isfile(source):
+        return original(file, mode, **options)  # type: ignore[no-any-return]  # raises
+    if "+" in mode:
+        return open_scratch(original, file, mode, source if _keeps(mode) else None, **options)
+    return open_sink(file, mode, **options, start=start)
+
+
+def _keeps(mode: str) -> bool:
+    """Whether a mode opens for reading and writing what is there already."""
+    return "+" in mode and "w" not in mode and "x" not in mode
+
+
+def _position(file: IO[Any]) -> int:
+    try:
+        return file.tell()
+    except OSError:  # a pipe
+        return 0
+
+
+def _os_open(desk: Desk) -> Any:
+    original = os.open
+
+    @functools.wraps(original)
+    def replacement(path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
+        where = path_of(path) if dir_fd is None else None
+        frame: FrameType = sys._getframe(1)
+        if not flags & WRITING:
+            if where is None or not (desk.unfinished or desk.names):
+                return original(path, flags, mode, dir_fd=dir_fd)
+            with desk.reading(where, frame) as known:
+                return original(path if known == where else known, flags, mode, dir_fd=dir_fd)
+        way = desk.way(frame, where)
+        if way is Way.AS_IS:
+            return original(path, flags, mode, dir_fd=dir_fd)
+        opened: list[int] = []
+        if way is Way.TOGETHER:
+            desk.together("os.open", lambda: opened.append(original(path, flags, mode, dir_fd=dir_fd)), (where,))
+        elif desk.adoption.rank == 0:
+            opened.append(original(path, flags, mode, dir_fd=dir_fd))
+        desk.record(where)
+        if not opened:
+            opened.append(nameless(None if where is None or flags & os.O_TRUNC else desk.known_as(where)))
+        if way is Way.TOGETHER and flags & os.O_RDWR:
+            desk.adoption.meet("a file opened for reading and writing")
+        return opened[0]
+
+    return replacement

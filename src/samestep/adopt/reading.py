@@ -1,0 +1,316 @@
+"""Reading a script, without running it: does it start its own process group, or is its DataParallel to be shared out?
+
+The script and the modules beside it that it imports are parsed. Nothing is imported, torch least of all.
+"""
+
+import ast
+import importlib.util
+import sys
+import warnings
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+MAX_FILES = 200
+RANK_VARIABLES = frozenset({"RANK", "LOCAL_RANK", "WORLD_SIZE"})
+STARTERS = frozenset({"init_process_group", "init_device_mesh"})
+FRAMEWORKS = frozenset(
+    {
+        *("accelerate", "colossalai", "composer", "deepspeed", "horovod", "lightning", "lightning_fabric"),
+        *("pytorch_lightning", "ray", "trl"),
+    }
+)
+TRAINERS = {"samestep": ("Run", "Trainer", "launch"), "transformers": ("Trainer", "Seq2SeqTrainer")}
+NOT_FOLLOWED = frozenset({"samestep", "torch"})
+OWN_HOMES = ("samestep.train", "samestep.engine", "samestep.launcher")
+WRAPPERS = frozenset({"DataParallel", "data_parallel"})
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How `samestep run` runs a script.
+
+    Attributes:
+        kind: "native" scripts deal with ranks themselves and find torchrun's environment; "adopted" ones are written
+            for one process, and their wrapped forwards are shared out.
+        reason: by what it was recognised.
+    """
+
+    kind: Literal["adopted", "native"]
+    reason: str
+
+
+@dataclass(frozen=True)
+class Folder:
+    """Where a script's own modules are.
+
+    Attributes:
+        root: the folder that imports are looked up in.
+        top: the only package in it that is the script's own, in a folder of installed libraries; empty for all.
+    """
+
+    root: Path
+    top: str = ""
+
+    def files_of(self, name: str) -> list[Path]:
+        """The files that importing a module runs; none for modules from elsewhere."""
+        parts = name.split(".")
+        if parts[0] in NOT_FOLLOWED or self.top not in ("", parts[0]):
+            return []
+        files = [self.root.joinpath(*parts[:depth], "__init__.py") for depth in range(1, len(parts) + 1)]
+        files.append(self.root.joinpath(*parts[:-1], f"{parts[-1]}.py"))
+        return [path for path in files if path.is_file()]
+
+
+@dataclass(frozen=True)
+class Source:
+    """A parsed file.
+
+    Attributes:
+        path: where it is.
+        package: the dotted name of the package that it is in; empty for a file of the top folder.
+        nodes: what in it may run, outer nodes first.
+    """
+
+    path: Path
+    package: str
+    nodes: tuple[ast.AST, ...]
+
+
+@dataclass
+class Evidence:
+    """What the files show so far: the first sign of each kind, in words."""
+
+    native: str = ""
+    wrapper: str = ""
+
+
+def reads_as(target: str | Path, *, is_module: bool = False) -> Reading:
+    """Reads a script and the modules beside it that it imports, at most 200 files.
+
+    Args:
+        target: the path of a script; or a module's dotted name, as after `python -m`.
+        is_module: whether it is a module.
+
+    Returns:
+        "native" if anything in them starts a process group, reads a rank from the environment, uses samestep's own
+        `Run`, `Trainer` or `launch`, or imports a framework that starts processes; else "adopted", as for a file that
+        cannot be read or parsed, about which Python itself has more to say.
+    """
+    main, folder = _module(str(target)) if is_module else (Path(target), Folder(Path(target).resolve().parent))
+    first = None if main is None else _parse(main, folder, is_main=True)
+    if first is None:
+        return Reading("adopted", f"{target} cannot be parsed; Python will say why")
+    evidence, num_files = Evidence(), 0
+    for source in _sources(first, folder):
+        num_files += 1
+        _look(source, folder, evidence)
+        if evidence.native and evidence.wrapper:
+            break
+    if evidence.native and evidence.wrapper:
+        return Reading(
+            "native",
+            f"{evidence.native}, so it deals with its ranks itself; it also has {evidence.wrapper}, which "
+            "samestep run --adopt shares out instead",
+        )
+    if evidence.native:
+        return Reading("native", f"{evidence.native}, so it deals with its ranks itself")
+    if evidence.wrapper:
+        return Reading("adopted", f"it has {evidence.wrapper}, and starts no process group")
+    files = "its file" if num_files == 1 else f"any of its {num_files} files"
+    return Reading("adopted", f"nothing in {files} deals with ranks")
+
+
+def _sources(first: Source, folder: Folder) -> Iterator[Source]:
+    """The script and what it imports of its own folder, nearest first."""
+    waiting, known = deque([first]), {first.path.resolve()}
+    while waiting:
+        source = waiting.popleft()
+        yield source
+        for name in _imported_modules(source):
+            for path in folder.files_of(name):
+                if len(known) < MAX_FILES and path.resolve() not in known:
+                    known.add(path.resolve())
+                    found = _parse(path, folder, is_main=False)
+                    waiting.extend([] if found is None else [found])
+
+
+def _parse(path: Path, folder: Folder, is_main: bool) -> Source | None:
+    """A parsed file; None if that cannot be done."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Python will give them when it runs the file
+            tree = ast.parse(path.read_bytes())
+    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
+    home, root = path.resolve().parent, folder.root.resolve()
+    inside = home.relative_to(root).parts if home.is_relative_to(root) else ()
+    return Source(path, ".".join(inside), tuple(_executed(tree, is_main)))
+
+
+def _module(name: str) -> tuple[Path | None, Folder]:
+    """The file that `python -m NAME` runs, None if there is none, and where its modules are; imports nothing."""
+    parts = name.split(".")
+    for entry in (".", *sys.path):
+        root = Path(entry or ".")
+        stem = root.joinpath(*parts)
+        for path in (stem / "__main__.py", stem.with_name(f"{stem.name}.py")):
+            if path.is_file():
+                return path, Folder(root, "" if root.resolve() == Path.cwd() else parts[0])
+    return None, Folder(Path())
+
+
+def _imported_modules(source: Source) -> Iterator[str]:
+    """The dotted names that a file imports; of `from a import b` both a and a.b, since b may be a module."""
+    for node in source.nodes:
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = _base_of(node, source)
+            if base:
+                yield base
+            yield from (f"{base}.{alias.name}".lstrip(".") for alias in node.names if alias.name != "*")
+
+
+def _base_of(node: ast.ImportFrom, source: Source) -> str:
+    """The module that a `from … import` names, with a relative one resolved."""
+    if not node.level:
+        return node.module or ""
+    package = source.package.split(".") if source.package else []
+    above = package[: len(package) - node.level + 1]
+    return ".".join([*above, *([node.module] if node.module else [])])
+
+
+def _executed(tree: ast.Module, is_main: bool) -> Iterator[ast.AST]:
+    """The nodes of a file that may run: without what is for type checkers, and what only the main script does."""
+    waiting = deque[ast.AST]([tree])
+    skipped = ("TYPE_CHECKING",) if is_main else ("TYPE_CHECKING", "__name__")
+    while waiting:
+        node = waiting.popleft()
+        if isinstance(node, ast.If) and any(_tests_name(node.test, name) for name in skipped):
+            waiting.extend(node.orelse)
+            continue
+        yield node
+        waiting.extend(ast.iter_child_nodes(node))
+
+
+def _tests_name(test: ast.expr, name: str) -> bool:
+    """Whether a condition is about a variable: `if TYPE_CHECKING`, `if __name__ == …`."""
+    return any(_last_name(node) == name for node in ast.walk(test))
+
+
+def _look(source: Source, folder: Folder, evidence: Evidence) -> None:
+    """Notes the first signs in a file."""
+    aliases = _aliases(source)
+    optional = _optional_imports(source)
+    for node in source.nodes:
+        if not evidence.native:
+            sign = _native_sign(node, aliases, folder, node in optional)
+            if sign:
+                evidence.native = f"{_place(source, node)}, {sign}"
+        if not evidence.wrapper:
+            used = [node.func] if isinstance(node, ast.Call) else node.bases if isinstance(node, ast.ClassDef) else []
+            wrapper = next((name for part in used if (name := _meaning(part, aliases)) in WRAPPERS), "")
+            if wrapper:
+                evidence.wrapper = f"{wrapper} ({_place(source, node)})"
+
+
+def _aliases(source: Source) -> dict[str, str]:
+    """What names that a file imports stand for: `from torch.distributed import init_process_group as start`."""
+    found = {}
+    for node in source.nodes:
+        if isinstance(node, ast.Import):
+            found.update({alias.asname: alias.name for alias in node.names if alias.asname})
+            found.update({name: name for alias in node.names if (name := alias.name.partition(".")[0])})
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            found.update({alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names})
+    return found
+
+
+def _native_sign(node: ast.AST, aliases: dict[str, str], folder: Folder, is_optional: bool) -> str:
+    """How a node shows that a script deals with ranks; empty if it does not."""
+    if isinstance(node, ast.Call):
+        meant = _meaning(node.func, aliases)
+        if meant in STARTERS:
+            return f"calls {meant}"
+    if isinstance(node, ast.Import | ast.ImportFrom):
+        return _import_sign(node, folder, is_optional)
+    if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+        package = aliases.get(node.value.id, "")
+        if node.attr in TRAINERS.get(package, ()):
+            return f"uses {package}.{node.attr}"
+    variable = _environment_variable(node, aliases)
+    return f"reads {variable} from the environment" if variable in RANK_VARIABLES else ""
+
+
+def _import_sign(node: ast.Import | ast.ImportFrom, folder: Folder, is_optional: bool) -> str:
+    """How an import shows it."""
+    if isinstance(node, ast.ImportFrom) and node.level:
+        return ""
+    modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module or ""]
+    for module in modules:
+        top = module.partition(".")[0]
+        if folder.files_of(top):  # the script's own module of that name
+            continue
+        if top in FRAMEWORKS and not (is_optional and importlib.util.find_spec(top) is None):
+            return f"imports {top}"
+        if module.startswith(OWN_HOMES):
+            return f"imports {module}"
+        if isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                if alias.name in TRAINERS.get(module, ()):
+                    return f"imports {module}.{alias.name}"
+                if f"{module}.{alias.name}".startswith(OWN_HOMES):
+                    return f"imports {module}.{alias.name}"
+    return ""
+
+
+def _optional_imports(source: Source) -> set[ast.AST]:
+    """The imports that the script can do without: those in a `try` that catches something."""
+    return {
+        node
+        for block in source.nodes
+        if isinstance(block, ast.Try) and block.handlers
+        for statement in block.body
+        for node in ast.walk(statement)
+        if isinstance(node, ast.Import | ast.ImportFrom)
+    }
+
+
+def _environment_variable(node: ast.AST, aliases: dict[str, str]) -> str:
+    """The variable that a node reads: `os.environ["X"]`, `.get("X")`, `os.getenv("X")`, `"X" in os.environ`."""
+
+    def is_environment(value: ast.expr) -> bool:
+        return _meaning(value, aliases) == "environ"
+
+    asked: ast.expr | None = None
+    if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Load) and is_environment(node.value):
+        asked = node.slice
+    elif isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.In | ast.NotIn):
+        asked = node.left if is_environment(node.comparators[0]) else None
+    elif isinstance(node, ast.Call) and node.args:
+        owner = node.func.value if isinstance(node.func, ast.Attribute) else node.func
+        is_getter = _last_name(node.func) in ("get", "pop", "setdefault") and is_environment(owner)
+        if is_getter or _meaning(node.func, aliases) == "getenv":
+            asked = node.args[0]
+    return asked.value if isinstance(asked, ast.Constant) and isinstance(asked.value, str) else ""
+
+
+def _last_name(node: ast.AST) -> str:
+    """The last name of a dotted expression; empty for any other."""
+    if isinstance(node, ast.Attribute):
+        return node.attr
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def _meaning(node: ast.expr, aliases: dict[str, str]) -> str:
+    """The last name of a dotted expression, or of what it was imported from."""
+    name = _last_name(node)
+    return aliases.get(name, name).rpartition(".")[2]
+
+
+def _place(source: Source, node: ast.AST) -> str:
+    """A node's place: "train.py, line 12"."""
+    return f"{source.path.name}, line {getattr(node, 'lineno', 0)}"

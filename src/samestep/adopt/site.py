@@ -1,0 +1,45 @@
+"""The site: which line of the script is being executed, for messages and for telling the script from libraries."""
+
+import os
+import site
+import sys
+import sysconfig
+from functools import cache
+from pathlib import Path
+from types import FrameType
+
+import torch
+
+_OWN = str(Path(__file__).resolve().parents[1])
+
+
+@cache
+def is_script_file(filename: str) -> bool:
+    """Whether a file belongs to the user: not to Python, to an installed library or to samestep."""
+    return not filename.startswith(_library_roots())
+
+
+@cache
+def _library_roots() -> tuple[str, ...]:
+    """Where files live that are not the user's."""
+    paths = sysconfig.get_paths()
+    torch_root = str(Path(torch.__file__).resolve().parent)
+    found = (_OWN, torch_root, paths["stdlib"], paths["platstdlib"], paths["purelib"], paths["platlib"])
+    return (*found, *site.getsitepackages(), "<frozen", "<string>", "<__")
+
+
+def script_frame() -> FrameType | None:
+    """The innermost frame of the user's on this thread's stack; None if there is none."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not is_script_file(frame.f_code.co_filename):
+        frame = frame.f_back
+    return frame
+
+
+def script_line() -> str:
+    """The innermost line of the user's: "train.py, line 12"; empty if there is none."""
+    frame = script_frame()
+    if frame is None:
+        return ""
+    name = frame.f_code.co_filename.removeprefix(f"{os.getcwd()}{os.sep}")
+    return f"{name}, line {frame.f_lineno}"

@@ -1,0 +1,39 @@
+"""A checkpoint of the script's own, and a fresh model that goes on from it."""
+
+import os
+
+import torch
+from torch import nn
+
+
+def make():
+    model = nn.DataParallel(nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 2))).cuda()
+    return model, torch.optim.Adam(model.parameters(), lr=1e-2)
+
+
+def train(model, optimizer, steps):
+    for step in steps:
+        loss = model(torch.randn(10, 4).cuda()).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        os.makedirs("checkpoints", exist_ok=True)
+        state = {"step": step + 1, "state_dict": model.state_dict(), "optimizer": optimizer.state_dict()}
+        torch.save(state, os.path.join("checkpoints", "last.pth.tar"))
+    return loss
+
+
+torch.manual_seed(38)
+if os.path.isfile("checkpoints/last.pth.tar"):
+    raise SystemExit("=> a checkpoint is here already")
+train(*make(), range(2))
+model, optimizer = make()
+path = "checkpoints/last.pth.tar"
+if os.path.isfile(path):
+    print(f"=> loading checkpoint '{path}'")
+    checkpoint = torch.load(path, map_location="cuda:0")
+    model.load_state_dict(checkpoint["state_dict"])
+    optimizer.load_state_dict(checkpoint["optimizer"])
+    print(f"=> loaded checkpoint '{path}' (step {checkpoint['step']})")
+loss = train(model, optimizer, range(checkpoint["step"], 4))
+RESULT = {"loss": loss, "state": model.state_dict(), "optimizer": optimizer.state_dict()}

@@ -1,0 +1,77 @@
+"""The script's generators start alike on all ranks and stay alike whatever it seeds them with."""
+
+import io_programs as programs
+import numpy as np
+import pytest
+
+
+def equal(results):
+    """What all ranks returned."""
+    assert all(result == results[0] for result in results), results
+    return results[0]
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_a_given_seed_fixes_all_draws_whose_seeds_do_not_come_from_a_clock(worlds, n):
+    first = equal(worlds(n).run(programs.seeds, 5))
+    again = equal(worlds(1).run(programs.seeds, 5))
+    assert first[:2] == again[:2]
+    assert first[3:] == again[3:], "seeds that the script leaves to chance come from the run's seed"
+    assert first[2] != again[2], "the clock went on"
+    assert len(set(first)) == len(first)
+
+
+def test_without_a_seed_all_ranks_draw_alike_and_another_run_does_not(worlds):
+    first = equal(worlds(2).run(programs.seeds, None))
+    second = equal(worlds(2).run(programs.seeds, None))
+    assert first[0] != second[0]
+    assert first[4] != second[4]
+    assert first[5] != second[5]
+
+
+def test_another_seed_gives_other_draws(worlds):
+    first, second = (worlds(1).run(programs.seeds, seed)[0] for seed in (5, 6))
+    assert all(a != b for a, b in zip(first[3:], second[3:], strict=True))
+
+
+def test_restored_states_are_those_of_rank_0(worlds):
+    draws = equal(worlds(3).run(programs.states))
+    assert draws[1] == np.random.RandomState(0).rand()
+
+
+def test_without_adoption_seeds_differ(worlds):
+    first, second = worlds(2).run(programs.unadopted_seeds)
+    assert first[0] != second[0]
+    assert first[1] != second[1]
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_forwards_are_counted_anew_when_the_script_seeds_torch(worlds, n):
+    counts = equal(worlds(n).run(programs.forwards_since))
+    assert {count for name, count in counts.items() if "torch" in name} == {0}
+    assert {count for name, count in counts.items() if "torch" not in name} == {5}
+
+
+@pytest.mark.parametrize("how", ["nothing", "host"])
+def test_the_seed_of_a_script_that_sets_none_is_said_once_by_rank_0(worlds, how):
+    (first, seed), (second, other) = worlds(2).run(programs.said_seeds, how)
+    assert seed == other
+    assert first == f"samestep: the script sets no seed; this run uses {seed} (--seed {seed} repeats it)\n"
+    assert second == ""
+
+
+@pytest.mark.parametrize("how", ["given", "script", "library"])
+def test_nothing_is_said_where_there_is_a_seed(worlds, how):
+    assert [said for said, _ in worlds(2).run(programs.said_seeds, how)] == ["", ""]
+
+
+def test_generators_made_in_a_chunk_depend_on_the_chunks_seed_alone(worlds):
+    results = worlds(3).run(programs.in_chunks)
+    assert [len(found) for found in results] == [1, 2, 3]
+    assert len({draws for found in results for draws in found}) == 1
+
+
+def test_the_process_has_its_generators_back(worlds):
+    before = worlds(1).run(programs.bare, "draws")
+    worlds(1).run(programs.seeds, 5)
+    assert before == worlds(1).run(programs.bare, "draws")
