@@ -13,7 +13,10 @@ from samestep.comm.communicator import Communicator
 from samestep.comm.sequential import SequentialWorld
 
 PATIENCE_SECONDS = 120
-PRELOADED = ["torch", "torch._dynamo", "samestep.train.trainer", "samestep.recipes.job", "sklearn.datasets"]
+PRELOADED = [
+    *("torch", "torch._dynamo", "samestep.train.trainer", "samestep.recipes.job", "samestep.adopt.script"),
+    *("sklearn.datasets", "matplotlib.pyplot", "torch.utils.tensorboard"),
+]
 
 
 def in_turns(world_size, program, *args, reduction="ordered"):

@@ -37,7 +37,7 @@ class ReferenceDataParallel(nn.Module):
 
     log: ClassVar[list[int] | None] = None
     """Takes the number of chunks of every forward that was cut, where it is a list."""
-    fold: ClassVar[Fold | None] = None
+    fold: ClassVar[Any] = None
     """How the gradients of copies are added up; by the tree if None."""
 
     def __init__(self, module: nn.Module, num_chunks: int, dim: int = 0) -> None:
@@ -125,7 +125,7 @@ def join(outputs: list[Any], dim: int) -> Any:
         return None
     if isinstance(first, dict):
         return type(first)((key, join([output[key] for output in outputs], dim)) for key in first)
-    if dataclasses.is_dataclass(first):
+    if dataclasses.is_dataclass(first) and not isinstance(first, type):
         names = [field.name for field in dataclasses.fields(first)]
         return type(first)(**{name: join([getattr(output, name) for output in outputs], dim) for name in names})
     columns = [join(list(column), dim) for column in zip(*outputs, strict=True)]
@@ -134,9 +134,9 @@ def join(outputs: list[Any], dim: int) -> Any:
 
 def replicate(module: nn.Module, num_copies: int, fold: Fold) -> list[nn.Module]:
     """Replicas of a module with parameters and buffers of their own; gradients flow back to the module's parameters."""
-    copies: dict[int, list[Tensor]] = {}
+    copies: dict[int, list[Any]] = {}
     for parameter in module.parameters():
-        copies[id(parameter)] = list(_Copies.apply(parameter, num_copies, fold))
+        copies[id(parameter)] = list(_Copies.apply(parameter, num_copies, fold))  # type: ignore[no-untyped-call]
         for copy in copies[id(parameter)]:
             copy._is_param = True
             if not torch.is_grad_enabled():
@@ -146,11 +146,12 @@ def replicate(module: nn.Module, num_copies: int, fold: Fold) -> list[nn.Module]
     return [_replica(module, {key: copy[i] for key, copy in copies.items()}, {}) for i in range(num_copies)]
 
 
-def _replica(module: nn.Module, copies: dict[int, Tensor], made: dict[nn.Module, nn.Module]) -> nn.Module:
+def _replica(module: nn.Module, copies: dict[int, Any], made: dict[nn.Module, nn.Module]) -> nn.Module:
     """A module like this one, down to the leaves, that holds the copies in place of the originals."""
     if module in made:
         return made[module]
-    replica = made[module] = module._replicate_for_data_parallel()
+    replica: nn.Module = module._replicate_for_data_parallel()
+    made[module] = replica
     replica._parameters = {key: None if own is None else copies[id(own)] for key, own in module._parameters.items()}
     replica._buffers = {key: None if own is None else copies[id(own)] for key, own in module._buffers.items()}
     replica._modules = {

@@ -211,9 +211,9 @@ def test_packed_sequences_keep_their_lengths_on_the_host():
 
 def test_a_device_that_is_not_there_is_an_error():
     for ask in (
-        lambda: torch.ones(1).cuda(4),
-        lambda: torch.ones(1, device="cuda:9"),
-        lambda: torch.cuda.set_device(4),
+        lambda: torch.ones(1).cuda(64),
+        lambda: torch.ones(1, device="cuda:99"),
+        lambda: torch.cuda.set_device(64),
     ):
         with pytest.raises(RuntimeError, match="invalid device ordinal"):
             ask()

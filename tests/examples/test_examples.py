@@ -72,20 +72,20 @@ def test_house_prices_writes_every_loss_to_tensorboard(tmp_path):
 
 def test_house_prices_predicts_the_prices_of_a_real_table(tmp_path, shared_data):
     table = shared_data / "boston" / "boston_housing.csv"
-    said = run_script("house_prices", ["--data", table, "--save", "net.pt"], tmp_path)
-    learns(said, 11)
+    said = run_script("house_prices", ["--data", table, "--epochs", 50, "--save", "net.pt"], tmp_path)
+    learns(said, 6)
     assert numbers(said, "test RMSE")[0] < 4.6  # half the deviation of the prices
     assert torch.load(tmp_path / "net.pt")["hidden1.weight"].shape == (16, 13)
 
 
 def test_vgg_parts_learns_digits_on_one_device(tmp_path):
-    options = ["--samples", 160, "--batch-size", 16, "--workers", 0, "--save", "vgg.pt"]
+    options = ["--samples", 120, "--batch-size", 12, "--epochs", 2, "--workers", 0, "--save", "vgg.pt"]
     said = run_script("vgg_parts", options, tmp_path)
-    learns(said, 3)
-    assert numbers(said, "accuracy")[-1] > 0.2
+    learns(said, 2)
+    assert numbers(said, "accuracy")[-1] > 0.15  # ten classes
     state = torch.load(tmp_path / "vgg.pt")
     assert state["features.0.weight"].shape == (16, 1, 3, 3)
-    assert state["features.1.num_batches_tracked"] == 3 * 10
+    assert state["features.1.num_batches_tracked"] == 2 * 10
 
 
 def test_vgg_parts_reads_a_folder_of_pictures(tmp_path):

@@ -123,6 +123,7 @@ def test_the_command_shares_a_batch_out_over_three_devices(tmp_path):
     assert said.count("outside") == 4
 
 
+@pytest.mark.slow
 def test_the_command_leaves_a_script_with_processes_of_its_own_alone(tmp_path):
     said = command(tmp_path, "run", "--devices", "cpu:2", FOLDER / "ddp_native.py", "--epochs", 2, "--save", "net.pt")
     losses = re.findall(r"loss ([\d.]+), test accuracy [\d.]+, processes 2\n", said)

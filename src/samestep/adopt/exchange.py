@@ -61,7 +61,7 @@ def pack(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
 def unpack(data: Tensor, offset: int, dtype: torch.dtype, shape: Sequence[int]) -> tuple[Tensor, int]:
     """The tensor at a byte offset of packed data, as a view, and the offset of the next one."""
     size = _numel(shape) * dtype.itemsize
-    return data[offset : offset + size].view(dtype).view(*shape), offset + size + -size % BORDER_BYTES
+    return data[offset : offset + size].view(dtype).view(tuple(shape)), offset + size + -size % BORDER_BYTES
 
 
 def packed_bytes(item: "Item", chunk: int) -> int:

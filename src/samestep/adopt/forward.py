@@ -15,7 +15,7 @@ from samestep.adopt.adoption import Adoption
 from samestep.adopt.buffers import Buffers
 from samestep.adopt.chunks import Chunks, Leaf, cut, deal
 from samestep.adopt.regions import Item, Region, enter
-from samestep.adopt.replicas import Replicas, uninitialized
+from samestep.adopt.replicas import Replicas, check_in_place_state, in_place_state, uninitialized
 from samestep.adopt.results import Results, gather_results
 from samestep.adopt.site import script_line
 from samestep.data.batch import checksum, tensor_checksum
@@ -120,7 +120,7 @@ def sharded_forward(
         since = adoption.num_since_reseed
         wrapped.buffers.begin()
     work = Work(Results(entrance.region.device))
-    ids = [device_ids[chunk] if chunk < len(device_ids) else chunk for chunk in range(chunks.num_chunks)]
+    ids = [device_ids[chunk % len(device_ids)] if device_ids else chunk for chunk in range(chunks.num_chunks)]
     with adoption.generators.preserved():
         _run_chunks(adoption, module, wrapped, chunks, entrance, work, ids, derive_seed(state, CHUNK_STREAM, since))
     with torch._C.DisableTorchFunction():
@@ -172,7 +172,10 @@ def _run_chunks(
             swapped = wrapped.replicas.swapped(stand_ins, work.lost)
             place = adoption.on_device(ids[chunk])
             with _listening(adoption, chunk, work), adoption.chunk(chunk), place, copied, swapped:
+                before = in_place_state(wrapped.replicas.modules) if wrapped.is_careful() else {}
                 result = module(*args, **kwargs)
+                if before:
+                    check_in_place_state(before, in_place_state(wrapped.replicas.modules))
             with torch._C.DisableTorchFunction():
                 work.results.add(result)
                 wrapped.replicas.check_unwritten(versions)
@@ -225,7 +228,7 @@ def _enter(adoption: Adoption, replicas: Replicas, chunks: Chunks, ranges: tuple
     tracked = [k for k, value in enumerate(values) if recorded and isinstance(value, Tensor) and value.requires_grad]
     trained = [k for k, parameter in enumerate(replicas.parameters) if recorded and parameter.requires_grad]
     entering = [item for k in tracked if (item := items[k]) is not None]
-    entering += [_parameter_item(replicas.parameters[k]) for k in trained]
+    entering += [_parameter_item(replicas.parameters[k], k in replicas.sparse) for k in trained]
     region = Region(adoption, ranges, tuple(entering), device)
     token: Tensor | None = None
     columns: list[list[Tensor]] = []
@@ -248,8 +251,9 @@ def _input_item(leaf: Leaf, value: Tensor) -> Item:
     return Item("cut", tuple(value.shape), value.dtype, leaf.dim, leaf.sizes)
 
 
-def _parameter_item(parameter: nn.Parameter) -> Item:
-    return Item("copied", tuple(parameter.shape), parameter.dtype, like=parameter.detach())
+def _parameter_item(parameter: nn.Parameter, is_sparse: bool) -> Item:
+    shape = tuple(parameter.shape)
+    return Item("copied", shape, parameter.dtype, like=parameter.detach(), is_sparse=is_sparse)
 
 
 def _elements(leaf: Leaf, chunk: int) -> list[Any]:

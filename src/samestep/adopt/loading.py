@@ -35,6 +35,7 @@ from torch.utils.data import (
 
 from samestep.adopt.adoption import Adoption
 from samestep.adopt.dealing import DealtIterator
+from samestep.adopt.rows import by_rows
 from samestep.adopt.site import script_line
 from samestep.adopt.solo import SoloIterator
 from samestep.adopt.table import Patch
@@ -53,7 +54,9 @@ def patches(adoption: Adoption) -> list[Patch]:
 
     def iterate(loader: DataLoader[Any]) -> Iterator[Any]:
         """Iterates over the batches of a loader, which the ranks load together."""
-        if adoption.world_size == 1 or is_apart(loader):
+        if adoption.world_size == 1:
+            return by_rows(loader, original(loader))
+        if is_apart(loader):
             return original(loader)
         if not adoption.may_meet():
             return loader._get_iterator() if isinstance(loader._iterator, DealtIterator) else original(loader)
@@ -69,7 +72,7 @@ def patches(adoption: Adoption) -> list[Patch]:
             return _deal(adoption, loader, say, original)
         if reason := why_together(loader):
             say(f"every rank loads all batches: {reason}")
-            return original(loader)
+            return by_rows(loader, original(loader))
         return TurnsIterator(loader, adoption, say)
 
     return [Patch(DataLoader, "__iter__", iterate)]

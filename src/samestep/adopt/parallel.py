@@ -137,10 +137,12 @@ def _random_states(adoption: Adoption) -> list[Patch]:
 
     def set_rng_state(new_state: torch.Tensor) -> None:
         restore(new_state)
-        adoption.num_since_reseed = getattr(new_state, "num_forwards", 0)
+        if adoption.may_meet():
+            adoption.num_since_reseed = getattr(new_state, "num_forwards", 0)
 
     def manual_seed(value: Any) -> torch.Generator:
-        adoption.num_since_reseed = 0
+        if adoption.may_meet():
+            adoption.num_since_reseed = 0
         return seed(value)
 
     pairs: list[tuple[str, Callable[..., Any]]] = [

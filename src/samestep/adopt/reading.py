@@ -36,10 +36,12 @@ class Reading:
         kind: "native" scripts deal with ranks themselves and find torchrun's environment; "adopted" ones are written
             for one process, and their wrapped forwards are shared out.
         reason: by what it was recognised.
+        is_both: whether a native script also has a DataParallel, which --adopt would share out.
     """
 
     kind: Literal["adopted", "native"]
     reason: str
+    is_both: bool = False
 
 
 @dataclass(frozen=True)
@@ -114,6 +116,7 @@ def reads_as(target: str | Path, *, is_module: bool = False) -> Reading:
             "native",
             f"{evidence.native}, so it deals with its ranks itself; it also has {evidence.wrapper}, which "
             "samestep run --adopt shares out instead",
+            is_both=True,
         )
     if evidence.native:
         return Reading("native", f"{evidence.native}, so it deals with its ranks itself")

@@ -35,6 +35,7 @@ class Item:
         dtype: of whole and pieces.
         dim: where it is cut.
         sizes: what each chunk has along `dim`.
+        is_sparse: whether the sum of "copied" pieces is to be sparse by rows, as an embedding's gradient may be.
     """
 
     kind: Literal["cut", "stacked", "copied"]
@@ -43,6 +44,7 @@ class Item:
     dim: int = 0
     sizes: tuple[int, ...] = ()
     like: Tensor | None = None
+    is_sparse: bool = False
 
     def piece_shape(self, chunk: int) -> tuple[int, ...]:
         """The shape of a chunk's piece."""
@@ -127,20 +129,21 @@ class _Enter(torch.autograd.Function):
     def forward(ctx: Any, region: Region, *wholes: Tensor) -> tuple[Tensor, ...]:
         ctx.region = region
         ctx.set_materialize_grads(False)
-        pieces = [
-            item.piece(whole, chunk) for item, whole in zip(region.items, wholes, strict=True) for chunk in region.mine
-        ]
-        token = torch.zeros((), device=region.device)
+        with torch._C.DisableTorchFunction():  # virtual devices have nothing to see here
+            pairs = list(zip(region.items, wholes, strict=True))
+            pieces = [item.piece(whole, chunk) for item, whole in pairs for chunk in region.mine]
+            token = torch.zeros((), device=region.device)
         ctx.save_for_backward(token)
         return (token, *pieces)
 
     @staticmethod
     def backward(ctx: Any, token_gradient: Tensor | None, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         (token,) = ctx.saved_tensors
-        if token_gradient is not None and torch.is_grad_enabled():
-            token = token + token_gradient  # a second derivative must find its way through both
-        ctx.region.adoption.meet("the backward of a wrapped forward")
-        return (None, *_Leave.apply(ctx.region, None, token, *gradients))  # type: ignore[no-untyped-call]
+        with torch._C.DisableTorchFunction():
+            if token_gradient is not None and torch.is_grad_enabled():
+                token = token + token_gradient  # a second derivative must find its way through both
+            ctx.region.adoption.meet("the backward of a wrapped forward")
+            return (None, *_Leave.apply(ctx.region, None, token, *gradients))  # type: ignore[no-untyped-call]
 
 
 class _Leave(torch.autograd.Function):
@@ -178,7 +181,7 @@ def exchange(region: Region, pieces: Sequence[Sequence[Tensor | None]]) -> list[
         likes = [item.like for index in summed if (item := region.items[index]).like is not None]
         sums = sum_pieces(region.adoption.communicator, region.ranges, likes, [pieces[index] for index in summed])
         for index, total in zip(summed, sums, strict=True):
-            wholes[index] = total
+            wholes[index] = total if total is None or not region.items[index].is_sparse else total.to_sparse(1)
     if joined:
         rows = [
             [

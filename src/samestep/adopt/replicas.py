@@ -7,12 +7,13 @@ lost with the replicas of torch's DataParallel: the next chunk, which may run on
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from operator import is_
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from samestep.errors import DeterminismError
+from samestep.errors import DeterminismError, UsageError
 
 ACCUMULATE = "torch::autograd::AccumulateGrad"
 REENTRANT = "CheckpointFunctionBackward"
@@ -23,9 +24,13 @@ class Replicas:
 
     Args:
         module: the wrapped module.
+
+    Raises:
+        UsageError: a part of it is compiled by TorchScript.
     """
 
     def __init__(self, module: nn.Module) -> None:
+        _refuse_scripted(module)
         self.modules = tuple(module.named_modules(remove_duplicate=True))
         self.parameters: list[nn.Parameter] = []
         self.names: list[str] = []
@@ -40,6 +45,11 @@ class Replicas:
                     self.parameters.append(parameter)
                     self.names.append(f"{prefix}.{key}" if prefix else key)
                 self._slots.append((child, key, numbers[id(parameter)]))
+        self.sparse = {
+            numbers[id(child.weight)]
+            for _, child in self.modules
+            if isinstance(child, nn.Embedding | nn.EmbeddingBag) and child.sparse
+        }
         # Recurrent layers keep their weights in a list as well, in the order of the kernel's arguments.
         self._lists = [child for _, child in self.modules if isinstance(child, nn.RNNBase)]
 
@@ -63,8 +73,7 @@ class Replicas:
             stand_ins: by the parameter's number.
             lost: takes the names of attributes that the chunk wrote.
         """
-        before = [dict(child.__dict__) for _, child in self.modules]
-        children = [dict(child._modules) for _, child in self.modules]
+        before = [Attributes(child) for _, child in self.modules]
         weights = [list(child._flat_weights) for child in self._lists]
         for stand_in in stand_ins.values():
             stand_in._is_param = True
@@ -81,8 +90,8 @@ class Replicas:
             for child, originals, ours in zip(self._lists, weights, placed, strict=True):
                 if child._flat_weights is ours:
                     child._flat_weights = originals
-            for (prefix, child), entries, grandchildren in zip(self.modules, before, children, strict=True):
-                _restore(prefix, child, entries, grandchildren, lost)
+            for (prefix, child), attributes in zip(self.modules, before, strict=True):
+                lost |= attributes.put_back(child, prefix)
             for child, key, number in self._slots:
                 child._parameters[key] = self.parameters[number]
 
@@ -139,6 +148,12 @@ class Replicas:
                 "attribute: its gradient would be a part only. A parameter kept in a plain list, dict or closure is "
                 "not seen; use nn.ParameterList, or self.weight"
             )
+        if isinstance(leaf, nn.Parameter):
+            raise DeterminismError(
+                f"a parameter of shape {list(leaf.shape)} that is none of the wrapped module's was used inside its "
+                "forward: its gradient would be a part only. Modules in a plain list or dict, a closure or a global "
+                "are not seen; use nn.ModuleList, nn.ModuleDict, or make them attributes"
+            )
         for prefix, child in self.modules:
             for key, value in child.__dict__.items():
                 if key not in ("_parameters", "_buffers", "_modules") and _holds(value, leaf):
@@ -149,23 +164,79 @@ class Replicas:
                     )
 
 
-def _restore(
-    prefix: str, child: nn.Module, entries: dict[str, Any], grandchildren: dict[str, Any], lost: set[str]
-) -> None:
-    """Puts a module's attributes and children back, and notes the names of those that differ."""
-    now = child.__dict__
-    if len(now) != len(entries) or any(now.get(key) is not value for key, value in entries.items()):
-        if not type(child).__module__.startswith("torch."):
-            written = {key for key, value in now.items() if key not in entries or entries[key] is not value}
-            lost |= {f"{prefix}.{key}" if prefix else key for key in written | (entries.keys() - now.keys())}
-        now.clear()
-        now.update(entries)
-    if len(child._modules) != len(grandchildren) or any(
-        child._modules.get(key) is not value for key, value in grandchildren.items()
-    ):
-        lost.add(prefix or "a submodule")
-        child._modules.clear()
-        child._modules.update(grandchildren)
+class Attributes:
+    """A module's attributes, children and names of tensors before a chunk.
+
+    Args:
+        child: the module.
+    """
+
+    def __init__(self, child: nn.Module) -> None:
+        self._entries = dict(child.__dict__)
+        self._children = dict(child._modules)
+        self._tensors = (set(child._parameters), set(child._buffers))
+
+    def put_back(self, child: nn.Module, prefix: str) -> set[str]:
+        """Puts everything back, and returns the names of what the chunk wrote or made."""
+        now, entries, written = child.__dict__, self._entries, set()
+        if not _is_same(now, entries):
+            if not type(child).__module__.startswith("torch."):  # old-style weight_norm writes its weight each time
+                written |= {key for key, value in now.items() if key not in entries or entries[key] is not value}
+                written |= entries.keys() - now.keys()
+            now.clear()
+            now.update(entries)
+        if not _is_same(child._modules, self._children):
+            written |= child._modules.keys() ^ self._children.keys()
+            child._modules.clear()
+            child._modules.update(self._children)
+        tables: tuple[dict[str, Any], dict[str, Any]] = (child._parameters, child._buffers)
+        for table, names in zip(tables, self._tensors, strict=True):
+            if len(table) != len(names):
+                made = table.keys() - names
+                written |= made
+                for key in made:
+                    del table[key]
+        return {f"{prefix}.{key}" if prefix else key for key in written}
+
+
+def in_place_state(modules: Sequence[tuple[str, nn.Module]]) -> dict[str, tuple[int, int]]:
+    """Versions of tensors and lengths of lists in plain attributes: what a forward changes without writing to one."""
+    found: dict[str, tuple[int, int]] = {}
+    for prefix, child in modules:
+        for key, value in child.__dict__.items():
+            if key in ("_parameters", "_buffers", "_modules") or key.endswith("_hooks"):
+                continue
+            name = f"{prefix}.{key}" if prefix else key
+            if isinstance(value, Tensor) and not value.is_inference():
+                found[name] = (id(value), value._version)
+            elif type(value) is list:
+                found[name] = (id(value), len(value))
+    return found
+
+
+def check_in_place_state(before: dict[str, tuple[int, int]], now: dict[str, tuple[int, int]]) -> None:
+    """Raises if a tensor or list in a plain attribute was changed in place by a chunk."""
+    for name, (identity, state) in before.items():
+        if name in now and now[name][0] == identity and now[name][1] != state:
+            raise DeterminismError(
+                f"the attribute {name} was changed in place inside the wrapped forward; chunks that run on other "
+                "devices would not see it. Make it a buffer (register_buffer), or return it and change it outside"
+            )
+
+
+def _refuse_scripted(module: nn.Module) -> None:
+    """Raises for a module whose forward TorchScript runs: its parameters cannot be exchanged."""
+    for name, child in module.named_modules():
+        if isinstance(child, torch.jit.ScriptModule):
+            raise UsageError(
+                f"{name or 'the wrapped module'} was compiled by torch.jit, whose parameters cannot be exchanged; wrap "
+                "the plain module, or use torch.compile"
+            )
+
+
+def _is_same(now: dict[str, Any], before: dict[str, Any]) -> bool:
+    """Whether a table still holds the very same objects, in the same order."""
+    return now.keys() == before.keys() and all(map(is_, now.values(), before.values()))
 
 
 def _holds(value: Any, leaf: Tensor, depth: int = 3) -> bool:

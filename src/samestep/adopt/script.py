@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 import torch._dynamo  # noqa: F401 - the first optimizer imports it, and it looks at functions patched by then
 import torch.distributed as dist
 
-from samestep.adopt import files, loading, output, parallel, seeding, wrapping
+from samestep.adopt import files, loading, output, parallel, roots, seeding, wrapping
 from samestep.adopt.active import activated, connect_adoption
 from samestep.adopt.adoption import Adoption
 from samestep.adopt.site import is_script_file
@@ -78,8 +78,9 @@ def adopted(
         elif adoption.communicator.device.type != "cpu":
             stack.enter_context(own_accelerator(adoption, adoption.communicator.device))
         stack.enter_context(output.script_streams(adoption))
-        for patches in (parallel.patches, seeding.patches, files.patches, loading.patches, _process_group):
-            stack.enter_context(applied(patches(adoption)))
+        for part in (parallel, roots, seeding, files, loading):
+            stack.enter_context(applied(part.patches(adoption)))
+        stack.enter_context(applied(_process_group(adoption)))
         stack.enter_context(wrapping.hinting(adoption) if wrap is None else wrapping.wrapped(adoption, wrap))
         stack.enter_context(seeding.seeded(adoption, seed))
         yield

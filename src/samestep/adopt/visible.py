@@ -6,6 +6,7 @@ import re
 from samestep.adopt.adoption import Adoption
 
 VARIABLE = "CUDA_VISIBLE_DEVICES"
+MAX_DEVICES = 64  # a script may name any of these, however many it counts: the chunks are dealt to what there is
 
 
 def num_visible(adoption: Adoption) -> int:

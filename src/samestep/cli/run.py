@@ -101,6 +101,8 @@ def run(
             "--num-shards, --seed and --wrap are for adopted scripts, and this one deals with ranks itself "
             f"({reading.reason}); set them in the script, or give --adopt"
         )
+    if adopt is None and reading.is_both:
+        typer.echo(f"samestep: {program[0]}: {reading.reason}", err=True)
     outcome = supervise(job, selection, threads=threads, start_method=start_method)
     if outcome.failure is not None:
         typer.echo(f"samestep: error: {outcome.failure}", err=True)

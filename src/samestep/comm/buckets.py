@@ -69,6 +69,8 @@ def aligned_zeros(numel: int, dtype: torch.dtype, device: torch.device) -> Tenso
 
 def dense_strides(tensor: Tensor) -> tuple[int, ...]:
     """The tensor's own strides if its elements fill their memory without gaps or overlap, else contiguous ones."""
+    if tensor.is_contiguous():
+        return tensor.stride()
     order = sorted((stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size != 1)
     dense = not order or (order[0][0] == 1 and all(a[0] * a[1] == b[0] for a, b in pairwise(order)))
     if dense:

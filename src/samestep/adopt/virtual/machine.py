@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 import torch
 
 from samestep.adopt.adoption import Adoption
-from samestep.adopt.visible import num_visible
+from samestep.adopt.visible import MAX_DEVICES, num_visible
 
 TAG = "_samestep_device"
 """The attribute of a tensor or storage that holds the index of its virtual device; absent on the host."""
@@ -93,12 +93,11 @@ class Machine:
 
     def checked(self, index: int) -> int:
         """The index, if there is such a device."""
-        count = self.count
-        if 0 <= index < count:
-            return index
-        if count == 0:
+        if self.count == 0:
             raise RuntimeError(f"No CUDA GPUs are available: cuda:{index} was asked for and the script hides them all")
+        if 0 <= index < MAX_DEVICES:
+            return index
         raise RuntimeError(
-            f"CUDA error: invalid device ordinal: cuda:{index} was asked for and the script sees {count} virtual "
-            f"device(s), cuda:0 to cuda:{count - 1}; --devices or --num-shards gives it more"
+            f"CUDA error: invalid device ordinal: cuda:{index} was asked for; a virtual device is cuda:0 to "
+            f"cuda:{MAX_DEVICES - 1}, however many the script counts"
         )

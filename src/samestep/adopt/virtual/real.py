@@ -13,22 +13,21 @@ from torch.overrides import TorchFunctionMode
 
 from samestep.adopt.adoption import Adoption
 from samestep.adopt.table import Patch, applied
-from samestep.adopt.visible import num_visible
+from samestep.adopt.visible import MAX_DEVICES, num_visible
 
 
-def mapped_device(asked: Any, own: torch.device, count: int) -> Any:
+def mapped_device(asked: Any, own: torch.device) -> Any:
     """What a device argument of the script means in a process with one accelerator.
 
     Args:
         asked: an index, a string, a `torch.device`, or anything else, which is returned as it is.
         own: the accelerator of this process.
-        count: how many accelerators the script sees.
 
     Returns:
         `own` for each of the script's accelerators; other devices, such as the CPU, as they were asked for.
 
     Raises:
-        RuntimeError: the index is not one of the `count`.
+        RuntimeError: the index is not one of `MAX_DEVICES`.
     """
     if isinstance(asked, bool) or not isinstance(asked, (int, str, torch.device)):
         return asked
@@ -39,10 +38,10 @@ def mapped_device(asked: Any, own: torch.device, count: int) -> Any:
         if device.type != own.type:
             return asked
         index = device.index
-    if index is not None and not 0 <= index < count:
+    if index is not None and not 0 <= index < MAX_DEVICES:
         raise RuntimeError(
-            f"invalid device ordinal: {own.type}:{index} was asked for and the script sees {count} device(s); "
-            "--num-shards gives it more"
+            f"invalid device ordinal: {own.type}:{index} was asked for; needed: 0 to {MAX_DEVICES - 1}, all of which "
+            "are this process's own device"
         )
     return own
 
@@ -89,7 +88,7 @@ def own_accelerator(adoption: Adoption, device: torch.device) -> Iterator[None]:
         torch.cuda.init()  # before the script can change what the driver shows
 
     def read(asked: Any) -> Any:
-        return mapped_device(asked, device, num_visible(adoption))
+        return mapped_device(asked, device)
 
     with applied(_patches(adoption, device, read)), OwnMode(read):
         yield
