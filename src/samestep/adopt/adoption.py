@@ -26,8 +26,10 @@ from samestep.comm.communicator import Communicator
 from samestep.data.randomness import Generators
 from samestep.errors import DeterminismError
 
-HEADER_WORDS = 16
-EXTRA_WORDS = HEADER_WORDS - 2
+HEADER_WORDS = 24
+EXTRA_WORDS = HEADER_WORDS - 3
+INLINE_BYTES = 16 * 1024
+MESSAGE_BYTES = HEADER_WORDS * 8 + INLINE_BYTES
 TEXT_BYTES = 512
 
 
@@ -104,14 +106,49 @@ class Adoption:
         Raises:
             DeterminismError: the ranks are at different points; it names each one's line.
         """
+        return self.hand_out(what, words, None)[0]
+
+    def hand_out(self, what: str, words: Sequence[int], data: Tensor | None) -> tuple[list[list[int]], list[Tensor]]:
+        """Meets all ranks, and gives every one the bytes that each brought along.
+
+        All meetings are messages of one size, so that ranks which have drifted apart still understand each other. A
+        few bytes fit into it; more follow in a second one.
+
+        Args:
+            what: as for `meet`.
+            words: as for `meet`.
+            data: [n] uint8 on this rank's device; None for nothing.
+
+        Returns:
+            The words of each rank, and the bytes of each.
+
+        Raises:
+            DeterminismError: the ranks are at different points; it names each one's line.
+        """
+        own = torch.empty(0, dtype=torch.uint8, device=self.communicator.device) if data is None else data
+        padded = [*words, *[0] * (EXTRA_WORDS - len(words))]
         if self.world_size == 1:
-            return [[*words, *[0] * (EXTRA_WORDS - len(words))]]
+            return [padded], [own]
         line = script_line()
         head = [zlib.crc32(what.encode()), zlib.crc32(line.encode())]
-        rows = self.communicator.gather_words([*head, *words, *[0] * (EXTRA_WORDS - len(words))])
+        message = torch.zeros(MESSAGE_BYTES, dtype=torch.uint8)
+        message[: HEADER_WORDS * 8] = torch.tensor([*head, own.numel(), *padded]).view(torch.uint8)
+        inline = own.device.type == "cpu" and own.numel() <= INLINE_BYTES
+        if inline:
+            message[HEADER_WORDS * 8 : HEADER_WORDS * 8 + own.numel()] = own
+        transport, sizes = self.communicator.control, [MESSAGE_BYTES] * self.world_size
+        received = transport.exchange(message.repeat(self.world_size), sizes, sizes).wait().view(self.world_size, -1)
+        rows: list[list[int]] = received[:, : HEADER_WORDS * 8].contiguous().view(torch.int64).tolist()
         if any(row[:2] != head for row in rows):
             self.drifted("the ranks are at different points of the script", f"{what} at {line or 'an unknown line'}")
-        return [row[2:] for row in rows]
+        lengths = [row[2] for row in rows]
+        if inline and max(lengths) <= INLINE_BYTES:
+            parts = [part[HEADER_WORDS * 8 :][:length] for part, length in zip(received, lengths, strict=True)]
+        elif any(lengths):
+            parts = list(self.communicator.gather_rows(own.view(-1, 1), lengths).view(-1).split(lengths))
+        else:
+            parts = [own] * self.world_size
+        return [row[3:] for row in rows], parts
 
     def drifted(self, why: str, state: str) -> None:
         """Raises the error about ranks that no longer agree; every rank calls it at the same point.

@@ -129,7 +129,7 @@ def sharded_forward(
         said = pickle.dumps(work.said) if work.said else b""
         status = [OK if work.error is None else RAISED, work.failed_chunk, len(said)]
         own_words = [*status, *wrapped.buffers.touched, *watched, state, since, *work.results.words()]
-        rows = adoption.meet("a wrapped forward", own_words)
+        rows, parts = adoption.hand_out("a wrapped forward", own_words, work.results.packed(adoption.world_size))
         adoption.num_forwards += 1
         adoption.num_since_reseed += 1
         wrapped.num_forwards += 1
@@ -142,8 +142,8 @@ def sharded_forward(
         touched = [[row[3], row[4], max(num_rows, 1)] for row in rows]
         wrapped.buffers.merge(adoption, touched, rank_blocks(ranges, chunks.num_chunks))
         _say_lost(adoption, work.lost)
-        words = [row[9:] for row in rows]
-        value = gather_results(adoption, work.results, words, dim, entrance.region, entrance.token)
+        words = [(row[9], row[10]) for row in rows]
+        value = gather_results(adoption, work.results, words, parts, dim, entrance.region, entrance.token)
         return map_tensors(lambda tensor: adoption.mark(tensor, output_device), value)
 
 

@@ -38,7 +38,6 @@ class Results:
         self.leaves: list[list[Tensor]] = []
         self.templates: list[Any] = []
         self._device = device
-        self._packed: Tensor | None = None
 
     def add(self, result: Any) -> None:
         """Takes what a chunk returned.
@@ -57,27 +56,28 @@ class Results:
         self.templates.append(template)
 
     def words(self) -> list[int]:
-        """For the header: number of leaves (or `IDLE`, `UNLIKE`), checksum of the template, bytes."""
+        """For the header: number of leaves (or `IDLE`, `UNLIKE`), and a checksum of the template."""
         if not self.leaves:
-            return [IDLE, 0, 0]
+            return [IDLE, 0]
         sums = {zlib.crc32(describe(template)) for template in self.templates}
         if len({len(row) for row in self.leaves}) > 1 or len(sums) > 1:
-            return [UNLIKE, 0, 0]
-        return [len(self.leaves[0]), sums.pop(), self.packed().numel()]
+            return [UNLIKE, 0]
+        return [len(self.leaves[0]), sums.pop()]
 
-    def packed(self) -> Tensor:
-        """The forms of all leaves and their bytes, [n] uint8."""
-        if self._packed is None:
-            forms = torch.tensor([form_of(leaf) for row in self.leaves for leaf in row], dtype=torch.int64)
-            tensors = [forms.to(self._device), *(leaf.detach().contiguous() for row in self.leaves for leaf in row)]
-            self._packed = pack(tensors, self._device)
-        return self._packed
+    def packed(self, world_size: int) -> Tensor | None:
+        """The forms of all leaves and their bytes, [n] uint8; None without results, or where nobody else is."""
+        if not self.leaves or not self.leaves[0] or world_size == 1:
+            return None
+        forms = torch.tensor([form_of(leaf) for row in self.leaves for leaf in row], dtype=torch.int64)
+        tensors = [forms.to(self._device), *(leaf.detach().contiguous() for row in self.leaves for leaf in row)]
+        return pack(tensors, self._device)
 
 
 def gather_results(
     adoption: Adoption,
     results: Results,
     words_by_rank: Sequence[Sequence[int]],
+    packed_by_rank: Sequence[Tensor],
     dim: int,
     region: Region,
     token: Tensor | None,
@@ -88,6 +88,7 @@ def gather_results(
         adoption: of this process.
         results: this rank's.
         words_by_rank: each rank's `Results.words`.
+        packed_by_rank: each rank's `Results.packed`.
         dim: along which tensors are joined.
         region: the chunks ran in it.
         token: from `enter`; None if nothing that requires grad entered the region.
@@ -95,7 +96,7 @@ def gather_results(
     Raises:
         UsageError: the chunks returned what cannot be joined; on all ranks.
     """
-    busy = [tuple(words[:2]) for words in words_by_rank if words[0] != IDLE]
+    busy = [tuple(words) for words in words_by_rank if words[0] != IDLE]
     if len(set(busy)) > 1 or busy[0][0] == UNLIKE:
         raise UsageError(
             "the chunks of a wrapped forward returned different things: other containers, other keys, or numbers and "
@@ -110,9 +111,7 @@ def gather_results(
         items = [_item(column, dim) for column in zip(*forms, strict=True)]
         wholes = join_pieces(adoption, region.ranges, items, list(zip(*results.leaves, strict=True)))
     else:
-        items, forms, wholes = _exchange(
-            adoption, results, [words[2] for words in words_by_rank], num_leaves, dim, region
-        )
+        items, forms, wholes = _unpacked(packed_by_rank, num_leaves, dim, region)
     return put_together(template, _differentiable(results, items, forms, wholes, region, token))
 
 
@@ -129,12 +128,10 @@ def form_of(leaf: Tensor) -> Form:
     return [DTYPES.index(leaf.dtype), int(leaf.requires_grad), leaf.ndim, *leaf.shape, *[0] * (MAX_DIMS - leaf.ndim)]
 
 
-def _exchange(
-    adoption: Adoption, results: Results, sizes: Sequence[int], num_leaves: int, dim: int, region: Region
+def _unpacked(
+    buffers: Sequence[Tensor], num_leaves: int, dim: int, region: Region
 ) -> tuple[list[Item], list[list[Form]], list[Tensor]]:
-    """Items, forms by chunk and leaf, and wholes, with the results of all ranks."""
-    data = results.packed() if results.leaves else torch.empty(0, dtype=torch.uint8, device=region.device)
-    buffers = adoption.communicator.gather_rows(data.view(-1, 1), sizes).view(-1).split(list(sizes))
+    """Items, forms by chunk and leaf, and wholes, of the packed results of all ranks."""
     forms: list[list[Form]] = []
     offsets = []
     for chunks, buffer in zip(region.ranges, buffers, strict=True):
