@@ -26,8 +26,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from samestep.adopt import files, output, seeding
+from samestep.adopt import output, seeding
 from samestep.adopt.adoption import Adoption
+from samestep.adopt.files import changes
 from samestep.adopt.table import applied
 
 LIBRARY = """
@@ -85,7 +86,7 @@ def library():
 
 def in_script(communicator, name, *args):
     """Runs a function of this file, by name, under the patches of `files`."""
-    with applied(files.patches(Adoption(communicator))):
+    with applied(changes.patches(Adoption(communicator))):
         return globals()[name](communicator, *args)
 
 
@@ -342,7 +343,7 @@ def elsewhere(communicator, folder):
 def in_a_chunk(communicator, folder):
     """Writes while a chunk of a wrapped forward runs."""
     adoption = Adoption(communicator)
-    with applied(files.patches(adoption)):
+    with applied(changes.patches(adoption)):
         for chunk in range(communicator.rank + 1):  # not equally many
             with adoption.chunk(chunk), open(f"{folder}/log", "a") as file:
                 file.write(f"rank {communicator.rank}\n")
@@ -353,7 +354,7 @@ def in_a_chunk(communicator, folder):
 def saves_and_loads(communicator, folder):
     """Libraries that are imported late."""
     before, path = list(sys.meta_path), list(sys.path)
-    with applied(files.patches(Adoption(communicator))):
+    with applied(changes.patches(Adoption(communicator))):
         for name in [name for name in sys.modules if name.partition(".")[0] in ("safetensors", "torchvision")]:
             del sys.modules[name]
         importlib.util.find_spec("safetensors.torch")  # looks, and imports nothing

@@ -25,8 +25,9 @@ from torch.utils.data import (
 )
 from torch.utils.data.datapipes.iter import IterableWrapper
 
-from samestep.adopt import dealing, drawing, loading, output, solo, turns
+from samestep.adopt import output
 from samestep.adopt.adoption import Adoption
+from samestep.adopt.loading import choice, dealing, drawing, solo, turns
 from samestep.adopt.table import Patch, applied
 
 Pair = namedtuple("Pair", "image label")
@@ -294,7 +295,7 @@ class Adopted:
         if self.adoption is not None:
             self._stack.enter_context(output.script_streams(self.adoption))
             hidden = Patch(torch.distributed, "is_initialized", lambda: False)  # as it is from adopted scripts
-            self._stack.enter_context(applied([hidden, *loading.patches(self.adoption), *BREAKERS[self._breaker]]))
+            self._stack.enter_context(applied([hidden, *choice.patches(self.adoption), *BREAKERS[self._breaker]]))
         torch.manual_seed(1)
         np.random.seed(2)
         random.seed(3)

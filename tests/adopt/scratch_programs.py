@@ -9,8 +9,8 @@ from torch import nn
 
 from samestep.adopt.active import activated
 from samestep.adopt.adoption import Adoption
-from samestep.adopt.chunks import deal
 from samestep.adopt.scratch import allreduce, replicate_params, split_and_load
+from samestep.adopt.wrapped.chunks import deal
 from samestep.adopt.wrapping import hinting, wrapped
 from samestep.comm import reduction
 from samestep.errors import SamestepError

@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 import torch
 
-from samestep.adopt import files
 from samestep.adopt.adoption import Adoption
-from samestep.adopt.callers import Caller, kind_of
-from samestep.adopt.sinks import open_sink
+from samestep.adopt.files import changes
+from samestep.adopt.files.callers import Caller, kind_of
+from samestep.adopt.files.sinks import open_sink
 from samestep.comm.communicator import Communicator
 from samestep.comm.transport import LocalTransport
 
@@ -254,7 +254,7 @@ def test_a_rank_that_finds_a_file_complete_and_never_asks_for_it_is_not_waited_f
 
 def test_one_rank_alone_needs_no_patch():
     transport = LocalTransport()
-    assert files.patches(Adoption(Communicator(torch.device("cpu"), transport, transport))) == []
+    assert changes.patches(Adoption(Communicator(torch.device("cpu"), transport, transport))) == []
 
 
 def test_a_sink_knows_its_name_and_position_and_takes_what_a_file_takes(tmp_path):

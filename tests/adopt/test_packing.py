@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from samestep.adopt.packing import LARGE_BYTES, Parcel, pack, unpack
+from samestep.adopt.loading.packing import LARGE_BYTES, Parcel, pack, unpack
 
 Pair = namedtuple("Pair", "first second")
 

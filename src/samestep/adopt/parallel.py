@@ -9,9 +9,9 @@ from torch.nn import parallel as torch_parallel
 
 from samestep.adopt.active import active
 from samestep.adopt.adoption import Adoption
-from samestep.adopt.forward import sharded_forward
 from samestep.adopt.table import Patch
 from samestep.adopt.visible import num_visible
+from samestep.adopt.wrapped.forward import sharded_forward
 from samestep.errors import UsageError
 
 OVERRIDABLE = ("scatter", "gather", "replicate", "parallel_apply")
@@ -58,7 +58,7 @@ class DataParallel(nn.DataParallel[Any]):
         _set_devices(active(), self, device_ids, output_device, dim)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Runs the chunks; see `samestep.adopt.forward.sharded_forward`."""
+        """Runs the chunks; see `samestep.adopt.wrapped.forward.sharded_forward`."""
         return _forward(active(), self, inputs, kwargs, self.num_shards, self.scatter_mode)
 
 

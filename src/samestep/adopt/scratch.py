@@ -29,9 +29,9 @@ from torch import Tensor, nn
 
 from samestep.adopt.active import active
 from samestep.adopt.adoption import Adoption
-from samestep.adopt.chunks import deal
-from samestep.adopt.exchange import sum_pieces
 from samestep.adopt.visible import num_visible
+from samestep.adopt.wrapped.chunks import deal
+from samestep.adopt.wrapped.exchange import sum_pieces
 from samestep.comm.transport import LocalTransport
 from samestep.data.batch import checksum, settle
 from samestep.data.nested import leaves, map_tensors, num_samples, take_rows

@@ -8,9 +8,11 @@ from typing import Any, NoReturn
 import torch._dynamo  # noqa: F401 - the first optimizer imports it, and it looks at functions patched by then
 import torch.distributed as dist
 
-from samestep.adopt import files, loading, output, parallel, roots, seeding, wrapping
+from samestep.adopt import output, parallel, roots, seeding, wrapping
 from samestep.adopt.active import activated, connect_adoption
 from samestep.adopt.adoption import Adoption
+from samestep.adopt.files import changes
+from samestep.adopt.loading import choice
 from samestep.adopt.site import is_script_file
 from samestep.adopt.table import Patch, applied
 from samestep.adopt.virtual.devices import virtual_devices
@@ -78,7 +80,7 @@ def adopted(
         elif adoption.communicator.device.type != "cpu":
             stack.enter_context(own_accelerator(adoption, adoption.communicator.device))
         stack.enter_context(output.script_streams(adoption))
-        for part in (parallel, roots, seeding, files, loading):
+        for part in (parallel, roots, seeding, changes, choice):
             stack.enter_context(applied(part.patches(adoption)))
         stack.enter_context(applied(_process_group(adoption)))
         stack.enter_context(wrapping.hinting(adoption) if wrap is None else wrapping.wrapped(adoption, wrap))

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from samestep.adopt.adoption import Adoption
-from samestep.adopt.callers import Caller, origin
+from samestep.adopt.files.callers import Caller, origin
 from samestep.adopt.table import Patch
 from samestep.data.randomness import seed_process
 from samestep.plan.seeds import derive_seed

@@ -126,8 +126,8 @@ def _sharing_call(adoption: Adoption, wrap: Wrap, original: Callable[..., Any]) 
         if adoption.in_chunk or not adoption.may_meet() or not _is_meant(module, wrap, sys._getframe(1)):
             return original(module, *args, **kwargs)
         wrap.is_met = True
-        from samestep.adopt.forward import sharded_forward
         from samestep.adopt.visible import num_visible
+        from samestep.adopt.wrapped.forward import sharded_forward
 
         num_shards = adoption.num_shards or num_visible(adoption)
         if num_shards <= 1 or isinstance(module, nn.DataParallel):  # which shares its own forward out

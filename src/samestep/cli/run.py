@@ -114,7 +114,8 @@ def _adopted(job: "Job", **options: Any) -> "Job":
     from samestep.launcher.job import Job
 
     kwargs = {"kind": job.kind, "target": job.target, "argv": list(job.argv), **options}
-    return Job("function", "samestep.adopt.script:run_adopted", kwargs=kwargs, log_dir=job.log_dir)
+    target = "samestep.adopt.script:run_adopted"
+    return Job("function", target, kwargs=kwargs, log_dir=job.log_dir, preload=("samestep.adopt.script",))
 
 
 def _devices_of(nproc_per_node: str) -> str:

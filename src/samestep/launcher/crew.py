@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -116,15 +116,17 @@ class ForkCrew:
         control.setblocking(False)
 
     @classmethod
-    def executed(cls, variables: Mapping[str, str]) -> "ForkCrew":
+    def executed(cls, variables: Mapping[str, str], preload: Sequence[str] = ()) -> "ForkCrew":
         """A clean zygote: a new program, so nothing of this process is in it.
 
         Args:
             variables: added to its environment.
+            preload: modules that it imports before it forks.
         """
         ours, theirs = socket.socketpair()
         with theirs, lifeline.held_signals():
-            arguments = [sys.executable, "-P", "-m", "samestep.launcher.zygote", str(theirs.fileno()), str(os.getpid())]
+            program = [sys.executable, "-P", "-m", "samestep.launcher.zygote"]
+            arguments = [*program, str(theirs.fileno()), str(os.getpid()), *preload]
             process = subprocess.Popen(
                 arguments, env={**os.environ, **variables}, pass_fds=(theirs.fileno(),), start_new_session=True
             )

@@ -15,6 +15,7 @@ from samestep.errors import PeerLostError, SamestepError
 
 SAMESTEP = str(Path(__file__).resolve().parents[1])
 LAUNCHER = str(Path(__file__).resolve().parent)
+EXCHANGE = f"{SAMESTEP}/adopt/wrapped/"
 HIDDEN = (LAUNCHER, f"{SAMESTEP}/adopt/", "<frozen importlib", "<frozen runpy")
 NUM_TAIL_LINES = 30
 
@@ -132,9 +133,13 @@ def _last_words(casualty: Casualty) -> str:
 
 
 def _own_frames(story: traceback.TracebackException) -> traceback.TracebackException:
-    """An exception's story, and that of its causes, without the frames of the launcher and of adoption."""
-    kept = [frame for frame in story.stack if not frame.filename.startswith(HIDDEN)]
-    story.stack = traceback.StackSummary.from_list(kept)
+    """An exception's story, and that of its causes, without the frames of the launcher and of adoption.
+
+    They stay where the exception arose in the exchange of a wrapped forward: then it is ours.
+    """
+    if not (story.stack and story.stack[-1].filename.startswith(EXCHANGE)):
+        kept = [frame for frame in story.stack if not frame.filename.startswith(HIDDEN)]
+        story.stack = traceback.StackSummary.from_list(kept)
     for earlier in (story.__cause__, story.__context__):
         if earlier is not None:
             _own_frames(earlier)

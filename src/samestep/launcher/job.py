@@ -23,6 +23,7 @@ class Job:
         log_dir: a folder for `rank-N.log`, what the ranks above 0 print; None keeps only the tail, in memory.
         quiet: show neither the progress bar nor lines.
         lines_to: where rank 0's `line` events are printed.
+        preload: modules that all workers will need, imported once before they are forked.
     """
 
     kind: Kind
@@ -32,6 +33,7 @@ class Job:
     log_dir: str | None = None
     quiet: bool = False
     lines_to: Literal["stdout", "stderr"] = "stdout"
+    preload: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         """Checks what can be checked before a process is started.
@@ -55,7 +57,7 @@ class Job:
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> "Job":
         """The job that `to_json` wrote."""
-        return cls(**{**value, "argv": tuple(value["argv"])})
+        return cls(**{**value, "argv": tuple(value["argv"]), "preload": tuple(value["preload"])})
 
 
 @dataclass(frozen=True)

@@ -54,7 +54,7 @@ def supervise(
     variables = process_variables(selection, threads)
     method = resolve_start_method(start_method, threads)
     return supervise_crew(
-        lambda: ForkCrew.executed(variables) if method == "fork" else SpawnCrew(variables),
+        lambda: ForkCrew.executed(variables, job.preload) if method == "fork" else SpawnCrew(variables),
         job,
         selection,
         threads=threads,

@@ -20,7 +20,7 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ from samestep.launcher.assignment import Instruction
 from samestep.launcher.store import keep_store, open_listener
 from samestep.launcher.worker import leave, work
 
-PRELOADED = ("torch", "torch.distributed", "samestep.train.run", "samestep.adopt.script")
+PRELOADED = ("torch", "torch.distributed", "samestep.train.run")
 GRACE_SECONDS = 2.0
 MAX_FDS = 64
 
@@ -59,12 +59,13 @@ class Zygote:
             self.control.sendall(json.dumps({"event": event, **fields}).encode() + b"\n")
 
 
-def serve(control: socket.socket, supervisor: int) -> Instruction | None:
+def serve(control: socket.socket, supervisor: int, preload: Sequence[str] = ()) -> Instruction | None:
     """Forks workers as the supervisor commands.
 
     Args:
         control: the socket to the supervisor.
         supervisor: its process id.
+        preload: modules to import before the first fork, besides those that every worker needs.
 
     Returns:
         None in the zygote, when the run is over; in each new worker its instruction.
@@ -75,7 +76,7 @@ def serve(control: socket.socket, supervisor: int) -> Instruction | None:
         lifeline.release_signals()
         lifeline.end_with_parent(supervisor, signal.SIGTERM)
         lifeline.adopt_orphans()
-        for name in PRELOADED:
+        for name in (*PRELOADED, *preload):
             if _is_there(name):
                 importlib.import_module(name)
         gc.collect()
@@ -96,10 +97,10 @@ def serve(control: socket.socket, supervisor: int) -> Instruction | None:
 
 
 def main() -> None:
-    """The zygote as a program: arguments are the socket's descriptor and the supervisor's process id."""
+    """The zygote as a program: arguments are the socket's descriptor, the supervisor's process id, and modules."""
     control = socket.socket(fileno=int(sys.argv[1]))
     control.set_inheritable(False)
-    instruction = serve(control, int(sys.argv[2]))
+    instruction = serve(control, int(sys.argv[2]), sys.argv[3:])
     if instruction is None:
         os._exit(0)  # the run waits for us, and there is nothing to tidy up
     leave(work(instruction))

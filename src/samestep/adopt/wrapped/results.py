@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from samestep.adopt.adoption import Adoption
-from samestep.adopt.exchange import join_pieces, pack, unpack
-from samestep.adopt.regions import Item, Region, leave
-from samestep.adopt.structure import is_tensor, put_together, take_apart
+from samestep.adopt.wrapped.exchange import join_pieces, pack, unpack
+from samestep.adopt.wrapped.regions import Item, Region, leave
+from samestep.adopt.wrapped.structure import is_tensor, put_together, take_apart
 from samestep.comm.communicator import DTYPES
 from samestep.errors import UsageError
 

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import torch
 
 from samestep.adopt.adoption import Adoption
-from samestep.adopt.packing import Packed, Parcel, pack
+from samestep.adopt.loading.packing import Packed, Parcel, pack
 from samestep.errors import DeterminismError, PeerLostError
 
 

@@ -67,7 +67,7 @@ def kind_of(filename: str) -> Caller:
     if is_script_file(filename):
         return Caller.SCRIPT
     path = Path(filename)
-    if filename.startswith("<frozen") or path.is_relative_to(Path(__file__).parents[1]):
+    if filename.startswith("<frozen") or path.is_relative_to(Path(__file__).parents[2]):
         return Caller.MACHINERY
     torch_root = Path(torch.__file__).parent
     if path.is_relative_to(torch_root):

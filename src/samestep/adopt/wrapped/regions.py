@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from samestep.adopt.adoption import Adoption
-from samestep.adopt.exchange import join_pieces, sum_pieces
+from samestep.adopt.wrapped.exchange import join_pieces, sum_pieces
 
 
 @dataclass(frozen=True)

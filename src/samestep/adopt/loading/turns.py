@@ -19,8 +19,8 @@ from torch.utils.data._utils.pin_memory import pin_memory
 from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
 from samestep.adopt.adoption import Adoption
-from samestep.adopt.drawing import Watch, reachable
-from samestep.adopt.handing import (
+from samestep.adopt.loading.drawing import Watch, reachable
+from samestep.adopt.loading.handing import (
     Kind,
     Outcome,
     alone,
@@ -30,8 +30,8 @@ from samestep.adopt.handing import (
     receive_large,
     send_large,
 )
+from samestep.adopt.loading.packing import LARGE_BYTES, pack, unpack
 from samestep.adopt.output import captured, replay
-from samestep.adopt.packing import LARGE_BYTES, pack, unpack
 from samestep.data.nested import leaves
 
 SMALL_BYTES = 2**14  # handing over less than this takes longer, at about 1 ms, than most datasets take to load it

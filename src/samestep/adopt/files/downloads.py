@@ -24,8 +24,8 @@ from typing import Any
 
 import torch.hub
 
-from samestep.adopt.desk import Desk, Way, path_of
-from samestep.adopt.imports import PatchesOf
+from samestep.adopt.files.desk import Desk, Way, path_of
+from samestep.adopt.files.imports import PatchesOf
 from samestep.adopt.table import Patch
 
 if sys.platform != "win32":

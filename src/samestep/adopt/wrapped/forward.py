@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 from samestep.adopt import output, seeding
 from samestep.adopt.adoption import Adoption
-from samestep.adopt.buffers import Buffers
-from samestep.adopt.chunks import Chunks, Leaf, cut, deal
-from samestep.adopt.regions import Item, Region, enter
-from samestep.adopt.replicas import Replicas, check_in_place_state, in_place_state, uninitialized
-from samestep.adopt.results import Results, gather_results
 from samestep.adopt.site import script_line
+from samestep.adopt.wrapped.buffers import Buffers
+from samestep.adopt.wrapped.chunks import Chunks, Leaf, cut, deal
+from samestep.adopt.wrapped.regions import Item, Region, enter
+from samestep.adopt.wrapped.replicas import Replicas, check_in_place_state, in_place_state, uninitialized
+from samestep.adopt.wrapped.results import Results, gather_results
 from samestep.data.batch import checksum, tensor_checksum
 from samestep.data.nested import map_tensors
 from samestep.engine.buffers import refuse_sync_batchnorm

@@ -31,13 +31,13 @@ Not covered: writers in C that open files themselves (h5py, pyarrow, sqlite3), a
 from types import ModuleType
 from typing import Any
 
-from samestep.adopt import commands, downloads, opening, reads, temporary, writes
 from samestep.adopt.adoption import Adoption
-from samestep.adopt.desk import Desk
-from samestep.adopt.imports import PatchesOf, late_patches
-from samestep.adopt.reads import loading
+from samestep.adopt.files import commands, downloads, opening, reads, temporary, writes
+from samestep.adopt.files.desk import Desk
+from samestep.adopt.files.imports import PatchesOf, late_patches
+from samestep.adopt.files.reads import loading
+from samestep.adopt.files.writes import Write, writing
 from samestep.adopt.table import Patch
-from samestep.adopt.writes import Write, writing
 
 
 def patches(adoption: Adoption) -> list[Patch]:

@@ -15,7 +15,7 @@ from torch.utils.data._utils.worker import _ResumeIteration
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from samestep.adopt.adoption import Adoption
-from samestep.adopt.handing import Kind, Outcome, check_place, hand_over, packed_outcome, portable, raise_error
+from samestep.adopt.loading.handing import Kind, Outcome, check_place, hand_over, packed_outcome, portable, raise_error
 from samestep.errors import DeterminismError
 
 _END = object()

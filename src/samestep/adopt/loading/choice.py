@@ -34,12 +34,12 @@ from torch.utils.data import (
 )
 
 from samestep.adopt.adoption import Adoption
-from samestep.adopt.dealing import DealtIterator
-from samestep.adopt.rows import by_rows
+from samestep.adopt.loading.dealing import DealtIterator
+from samestep.adopt.loading.rows import by_rows
+from samestep.adopt.loading.solo import SoloIterator
+from samestep.adopt.loading.turns import TurnsIterator, num_safe_ahead
 from samestep.adopt.site import script_line
-from samestep.adopt.solo import SoloIterator
 from samestep.adopt.table import Patch
-from samestep.adopt.turns import TurnsIterator, num_safe_ahead
 from samestep.data.fetch import SeededSamples
 
 _SAMPLERS = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler, list, tuple, range)

@@ -12,7 +12,7 @@ from samestep.plan.tree import Block, TreeSum, rank_blocks
 
 if TYPE_CHECKING:
     from samestep.adopt.adoption import Adoption
-    from samestep.adopt.regions import Item
+    from samestep.adopt.wrapped.regions import Item
 
 BUCKET_BYTES = 25 * 2**20
 BORDER_BYTES = 64

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from samestep.adopt.desk import Desk, path_of
+from samestep.adopt.files.desk import Desk, path_of
 from samestep.adopt.table import Patch
 
 QUESTIONS = (

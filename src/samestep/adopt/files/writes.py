@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from samestep.adopt.desk import Desk, Way, path_of
+from samestep.adopt.files.desk import Desk, Way, path_of
 from samestep.adopt.table import Patch
 
 DIRECTORY_SETS = ("supports_dir_fd", "supports_fd", "supports_follow_symlinks", "supports_effective_ids")

@@ -8,8 +8,8 @@ import sys
 from types import FrameType
 from typing import IO, Any
 
-from samestep.adopt.desk import Desk, Way, path_of
-from samestep.adopt.sinks import nameless, open_scratch, open_sink
+from samestep.adopt.files.desk import Desk, Way, path_of
+from samestep.adopt.files.sinks import nameless, open_scratch, open_sink
 from samestep.adopt.table import Patch
 
 # bound at their import, so that patching `builtins` does not reach them

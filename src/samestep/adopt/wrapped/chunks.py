@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from samestep.adopt.structure import is_tensor, put_together, take_apart
+from samestep.adopt.wrapped.structure import is_tensor, put_together, take_apart
 from samestep.errors import UsageError
 
 

@@ -7,8 +7,8 @@ import tempfile
 from collections.abc import Callable
 from typing import Any
 
-from samestep.adopt.desk import Desk, Way
-from samestep.adopt.sinks import nameless, open_scratch
+from samestep.adopt.files.desk import Desk, Way
+from samestep.adopt.files.sinks import nameless, open_scratch
 from samestep.adopt.table import Patch
 
 

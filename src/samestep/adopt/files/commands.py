@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from samestep.adopt.desk import Desk, Way
+from samestep.adopt.files.desk import Desk, Way
 from samestep.adopt.table import Patch
 
 COMMANDS = (

@@ -19,7 +19,7 @@ from types import FrameType
 from typing import Any
 
 from samestep.adopt.adoption import EXTRA_WORDS, Adoption
-from samestep.adopt.callers import Caller, origin
+from samestep.adopt.files.callers import Caller, origin
 
 BURST = 256
 """Questions of one line between two wrapped forwards that are answered by rank 0; further ones each rank answers."""

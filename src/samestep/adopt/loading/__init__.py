@@ -1,0 +1,1 @@
+"""Loading: how the batches of a script's DataLoader are loaded once for all ranks."""

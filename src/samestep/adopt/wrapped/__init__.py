@@ -1,0 +1,1 @@
+"""The wrapped forward: what enters and leaves it, its replicas and buffers, and what its chunks make together."""
