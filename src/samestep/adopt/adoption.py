@@ -11,6 +11,7 @@ import sys
 import threading
 import weakref
 import zlib
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -28,6 +29,7 @@ from samestep.errors import DeterminismError
 
 HEADER_WORDS = 24
 EXTRA_WORDS = HEADER_WORDS - 3
+KEPT_CHUNKS = 65_536
 INLINE_BYTES = 16 * 1024
 MESSAGE_BYTES = HEADER_WORDS * 8 + INLINE_BYTES
 TEXT_BYTES = 512
@@ -46,11 +48,12 @@ class Adoption:
             are real. An index of -1 is the host.
         on_device: makes a virtual device the current one for a while; does nothing where devices are real.
         in_chunk: whether a chunk of a wrapped forward runs now; what is nested in it is not shared out again.
-        chunks_run: (forward number, chunk) of every chunk that this rank ran.
+        chunks_run: (forward number, chunk) of the last chunks that this rank ran.
         num_forwards: wrapped forwards so far.
         num_since_reseed: of those, since the script last seeded or restored a generator.
         seeding: what `adopt.seeding` keeps about the script's seeds.
         visible_at_start: CUDA_VISIBLE_DEVICES before the script ran: another value is the script's.
+        backward: what `adopt.backward` keeps while gradients pass through chunks.
         scratch: what `adopt.scratch` keeps about the script's own lists of parameters.
         templates: structures of results that the ranks have told each other, pickled.
         wrapped: what `adopt.forward` remembers about each wrapped module.
@@ -62,11 +65,12 @@ class Adoption:
     mark: Callable[[Tensor, int], Tensor] = lambda tensor, index: tensor
     on_device: Callable[[int], AbstractContextManager[Any]] = lambda index: nullcontext()
     in_chunk: bool = False
-    chunks_run: list[tuple[int, int]] = field(default_factory=list)
+    chunks_run: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=KEPT_CHUNKS))
     num_forwards: int = 0
     num_since_reseed: int = 0
     seeding: Any = None
     scratch: Any = None
+    backward: Any = None
     visible_at_start: str | None = field(default_factory=lambda: os.environ.get("CUDA_VISIBLE_DEVICES"))
     templates: dict[int, bytes] = field(default_factory=dict)
     wrapped: weakref.WeakKeyDictionary[nn.Module, Any] = field(default_factory=weakref.WeakKeyDictionary)
@@ -91,7 +95,11 @@ class Adoption:
 
     def may_meet(self) -> bool:
         """Whether the caller stands where all ranks pass: on the script's own thread, in no chunk, in no child."""
-        return not self.in_chunk and threading.get_ident() == self._thread and os.getpid() == self._process
+        return not self.in_chunk and self.is_own_thread() and os.getpid() == self._process
+
+    def is_own_thread(self) -> bool:
+        """Whether the caller runs on the script's main thread."""
+        return threading.get_ident() == self._thread
 
     def meet(self, what: str, words: Sequence[int] = ()) -> list[list[int]]:
         """Meets all ranks at the same point of the script.

@@ -4,7 +4,8 @@ A loss that uses what a hook collected inside a wrapped forward, above all, has 
 chunks only.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from samestep.adopt.adoption import Adoption
+from samestep.adopt.backward import end_backward, meet_in_backward
 from samestep.adopt.site import script_line
 from samestep.adopt.table import Patch
 from samestep.data.batch import checksum
@@ -28,27 +30,43 @@ class Count:
 
 
 def patches(adoption: Adoption) -> list[Patch]:
-    """What compares the roots, every so often; nothing where there is one rank."""
-    if adoption.world_size == 1:
-        return []
+    """What compares the roots, every so often, and what sees to it that all ranks learn of a backward that fails."""
     count = Count()
     backward, grad = torch.autograd.backward, torch.autograd.grad
 
     def checked_backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
         _check(adoption, count, tensors)
-        return backward(tensors, *args, **kwargs)
+        with _together(adoption):
+            return backward(tensors, *args, **kwargs)
 
     def checked_grad(outputs: Any, *args: Any, **kwargs: Any) -> Any:
         _check(adoption, count, outputs)
-        return grad(outputs, *args, **kwargs)
+        with _together(adoption):
+            return grad(outputs, *args, **kwargs)
 
     pairs: list[tuple[str, Callable[..., Any]]] = [("backward", checked_backward), ("grad", checked_grad)]
     return [Patch(torch.autograd, name, function) for name, function in pairs]
 
 
+@contextmanager
+def _together(adoption: Adoption) -> Iterator[None]:
+    """The time of a backward that the script calls; one called inside of it, or in a chunk, is left alone."""
+    if not adoption.may_meet():
+        yield
+        return
+    try:
+        yield
+    except Exception as error:
+        if adoption.backward is not None:  # the others wait where this rank's chunks would have been through
+            meet_in_backward(adoption, error)
+        raise
+    finally:
+        end_backward(adoption)
+
+
 def _check(adoption: Adoption, count: Count, roots: Any) -> None:
     """Compares the roots of the first few backward passes, and of some later ones."""
-    if adoption.num_forwards == 0 or not adoption.may_meet():
+    if adoption.world_size == 1 or adoption.num_forwards == 0 or not adoption.may_meet():
         return
     count.calls += 1
     if count.calls > CHECKED and count.calls % CHECKED_EVERY:

@@ -5,7 +5,7 @@ the tree. Of any other buffer, what the first chunk left is kept, as with torch'
 since the backward comes later: a graph may hold on to a buffer that the next chunk must find as it was.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -29,22 +29,56 @@ class Buffers:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._means: list[BufferPlace] = []
-        self._others: list[BufferPlace] = []
-        for prefix, child in module.named_modules():
+        self._places: list[tuple[int, str, str, bool]] = []
+        for index, (prefix, child) in enumerate(module.named_modules()):
             for key, buffer in child._buffers.items():
                 if buffer is not None:
                     is_mean = isinstance(child, _NormBase) and key in MEAN_BUFFERS
-                    place = BufferPlace(child, key, f"{prefix}.{key}" if prefix else key)
-                    (self._means if is_mean else self._others).append(place)
+                    self._places.append((index, key, f"{prefix}.{key}" if prefix else key, is_mean))
+        self._means: list[BufferPlace] = []
+        self._others: list[BufferPlace] = []
         self._changing: set[str] = set()
         self._sum: TreeSum[Tensor] = TreeSum(Tensor.add_)
         self._ends: dict[int, Tensor] = {}
 
-    def begin(self) -> None:
-        """Starts a forward."""
+    def begin(self, children: Sequence[nn.Module]) -> None:
+        """Starts a forward of a module with these children, itself the first."""
+        self._means = [BufferPlace(children[i], key, name) for i, key, name, is_mean in self._places if is_mean]
+        self._others = [BufferPlace(children[i], key, name) for i, key, name, is_mean in self._places if not is_mean]
         self._sum = TreeSum(Tensor.add_)
         self._ends = {}
+
+    def release(self) -> None:
+        """Lets go of the children."""
+        self._means, self._others, self._ends = [], [], {}
+
+    def tensors(self) -> list[Tensor]:
+        """All buffers that are there, of the module of this forward."""
+        return [buffer for place in (*self._means, *self._others) if (buffer := place.get()) is not None]
+
+    def guard(self, children: Sequence[nn.Module]) -> Callable[[], Callable[[], None]]:
+        """What shields the buffers of these children: puts copies in their places, until the returned call.
+
+        Activation checkpointing runs parts of a chunk again in its backward, on the rank that ran it.
+        """
+
+        def shield() -> Callable[[], None]:
+            places = [BufferPlace(children[index], key, name) for index, key, name, _ in self._places]
+            kept = [
+                (place, buffer)
+                for place in places
+                if (buffer := place.get()) is not None and (place.module.training or place.name in self._changing)
+            ]
+            for place, buffer in kept:
+                place.put(buffer.detach().clone())
+
+            def put_back() -> None:
+                for place, buffer in kept:
+                    place.put(buffer)
+
+            return put_back
+
+        return shield
 
     @property
     def touched(self) -> list[int]:
@@ -70,10 +104,10 @@ class Buffers:
         means = [place for place in self._means if place.module.training and place.get() is not None]
         others = [place for place in self._others if place.get() is not None]
         originals = {place: buffer for place in (*means, *others) if (buffer := place.get()) is not None}
-        versions = {place: buffer._version for place, buffer in originals.items()}
+        versions = {place: _version(buffer) for place, buffer in originals.items()}
         for place, buffer in originals.items():
             small = buffer.numel() * buffer.element_size() <= SMALL_BYTES
-            if small or all_of_them or place in means or place.name in self._changing:
+            if small or all_of_them or place.module.training or place in means or place.name in self._changing:
                 place.put(adoption.mark(buffer.detach().clone(), device_id))
         copies = {place: place.get() for place in originals}
         try:
@@ -98,7 +132,7 @@ class Buffers:
             rows: each rank's `touched` and, last, the rows of all chunks together.
             blocks_by_rank: the blocks of chunks that each rank ships.
         """
-        if any(row[0] for row in rows):
+        if any(row[0] for row in rows) and rows[0][2]:  # an empty batch has no statistics
             self._merge_means(adoption, rows[0][2], blocks_by_rank)
         if rows[0][1]:  # the first chunk is rank 0's
             ends = adoption.share("the buffers of a wrapped forward", self._ends if adoption.rank == 0 else None, 0)
@@ -116,7 +150,7 @@ class Buffers:
         """Remembers what a chunk left of a buffer that has no rule."""
         end = place.get()
         if end is original:
-            if original._version != version:
+            if _version(original) != version:
                 raise BufferMergeError(
                     f"buffer {place.name} was changed inside the wrapped forward for the first time after many that "
                     "left it alone; change it in every forward, or outside"
@@ -149,6 +183,11 @@ class Buffers:
             value = merged[offset : offset + target.numel()].view(target.shape)
             offset += target.numel()
             target.data.copy_(value if target.is_floating_point() else value.round())
+
+
+def _version(buffer: Tensor) -> int:
+    """A buffer's version; tensors made in inference mode have none."""
+    return 0 if buffer.is_inference() else buffer._version
 
 
 def _flat(place: BufferPlace) -> Tensor | None:

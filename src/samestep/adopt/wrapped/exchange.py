@@ -32,7 +32,7 @@ def join_pieces(
     Returns:
         The wholes, contiguous, on the pieces' device.
     """
-    ours = [[piece.detach().contiguous() for piece in row] for row in pieces]
+    ours = [[piece.detach().resolve_conj().resolve_neg().contiguous() for piece in row] for row in pieces]
     if adoption.world_size == 1:
         return [item.joined(row) for item, row in zip(items, ours, strict=True)]
     data = pack([row[k] for k in range(len(ranges[adoption.rank])) for row in ours], adoption.communicator.device)
@@ -116,7 +116,8 @@ def sum_pieces(
     for bucket, reduction in zip(buckets, reductions, strict=True):
         views.update(zip(bucket.members, bucket.views(reduction.finish(), members), strict=True))
     used = views[len(likes)].tolist()
-    return [views[index] if used[index] else None for index in range(len(likes))]
+    # Copies: a view would keep the bucket alive, and torch.save would write all of it.
+    return [views[index].clone() if used[index] else None for index in range(len(likes))]
 
 
 def _numel(shape: Sequence[int]) -> int:

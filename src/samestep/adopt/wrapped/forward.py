@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from samestep.adopt import output, seeding
 from samestep.adopt.adoption import Adoption
+from samestep.adopt.failures import raise_together
 from samestep.adopt.site import script_line
 from samestep.adopt.wrapped.buffers import Buffers
 from samestep.adopt.wrapped.chunks import Chunks, Leaf, cut, deal
@@ -21,7 +22,7 @@ from samestep.adopt.wrapped.results import Results, gather_results
 from samestep.data.batch import checksum, tensor_checksum
 from samestep.data.nested import map_tensors
 from samestep.engine.buffers import refuse_sync_batchnorm
-from samestep.errors import PeerLostError, UsageError
+from samestep.errors import DeterminismError, UsageError
 from samestep.plan.seeds import derive_seed
 from samestep.plan.tree import rank_blocks
 
@@ -39,6 +40,18 @@ class Wrapped:
     buffers: Buffers
     num_forwards: int = 0
 
+    def hold(self, module: nn.Module) -> bool:
+        """Takes hold of the module for a forward; false if it is not as it was."""
+        if not self.replicas.hold(module):
+            return False
+        self.buffers.begin([child for _, child in self.replicas.modules])
+        return True
+
+    def release(self) -> None:
+        """Lets go of the module, so that this does not keep it alive."""
+        self.replicas.release()
+        self.buffers.release()
+
     def is_careful(self) -> bool:
         """Whether this forward is one of those that are checked at length."""
         return self.num_forwards < CHECKED_FORWARDS or self.num_forwards % CHECKED_EVERY == 0
@@ -52,7 +65,7 @@ class Work:
     said: list[tuple[int, int, str]] = field(default_factory=list)
     lost: set[str] = field(default_factory=set)
     failed_chunk: int = 0
-    error: Exception | None = None
+    error: BaseException | None = None
 
 
 @dataclass(frozen=True)
@@ -110,22 +123,42 @@ def sharded_forward(
     """
     if num_shards == 1 or not adoption.may_meet():
         return module(*args, **kwargs)
+    if torch.autograd.forward_ad._current_level >= 0:
+        raise UsageError(
+            "forward-mode differentiation does not pass a wrapped forward; use reverse mode, or the module"
+        )
     seeding.say_seed(adoption)
+    wrapped = _wrapped(adoption, module)
+    try:
+        return _forward(
+            adoption, module, wrapped, cut(args, kwargs, num_shards, dim, scatter), dim, (device_ids, output_device)
+        )
+    finally:
+        wrapped.release()
+
+
+def _forward(
+    adoption: Adoption,
+    module: nn.Module,
+    wrapped: Wrapped,
+    chunks: Chunks,
+    dim: int,
+    devices: tuple[Sequence[int], int],
+) -> Any:
+    """The wrapped forward: chunks run, the ranks meet, results are joined."""
+    device_ids, output_device = devices
     with torch._C.DisableTorchFunction():  # virtual devices look on from inside the chunks only
-        wrapped = _wrapped(adoption, module)
-        chunks = cut(args, kwargs, num_shards, dim, scatter)
         ranges = deal(chunks.num_chunks, adoption.world_size)
-        entrance = _enter(adoption, wrapped.replicas, chunks, ranges)
+        entrance = _enter(adoption, wrapped, chunks, ranges)
         state = zlib.crc32(torch.default_generator.get_state().numpy().tobytes())
         since = adoption.num_since_reseed
-        wrapped.buffers.begin()
     work = Work(Results(entrance.region.device))
     ids = [device_ids[chunk % len(device_ids)] if device_ids else chunk for chunk in range(chunks.num_chunks)]
     with adoption.generators.preserved():
         _run_chunks(adoption, module, wrapped, chunks, entrance, work, ids, derive_seed(state, CHUNK_STREAM, since))
     with torch._C.DisableTorchFunction():
         careful = wrapped.is_careful()
-        watched = [checksum([args, dict(kwargs)]), _parameters_checksum(wrapped.replicas)] if careful else [0, 0]
+        watched = [checksum([leaf.value for leaf in chunks.leaves]), _state_checksum(wrapped)] if careful else [0, 0]
         said = pickle.dumps(work.said) if work.said else b""
         status = [OK if work.error is None else RAISED, work.failed_chunk, len(said)]
         own_words = [*status, *wrapped.buffers.touched, *watched, state, since, *work.results.words()]
@@ -137,9 +170,9 @@ def sharded_forward(
         failure = min(((row[1], rank) for rank, row in enumerate(rows) if row[0] == RAISED), default=None)
         _speak(adoption, said, [row[2] for row in rows], chunks.num_chunks if failure is None else failure[0])
         if failure is not None:
-            _raise_together(adoption, work, *failure)
+            raise_together(adoption, work.error, failure[1], f"chunk {failure[0]} of a wrapped forward")
         num_rows = sum(chunks.num_rows(chunk) for chunk in range(chunks.num_chunks))
-        touched = [[row[3], row[4], max(num_rows, 1)] for row in rows]
+        touched = [[row[3], row[4], num_rows] for row in rows]
         wrapped.buffers.merge(adoption, touched, rank_blocks(ranges, chunks.num_chunks))
         _say_lost(adoption, work.lost)
         words = [(row[9], row[10]) for row in rows]
@@ -158,7 +191,9 @@ def _run_chunks(
     seed: int,
 ) -> None:
     """Runs this rank's chunks one after another, up to the first that raises."""
-    versions = wrapped.replicas.versions()
+    careful = wrapped.is_careful()
+    states = wrapped.replicas.states(careful)
+    oldest = (torch.zeros((), requires_grad=True) * 1).grad_fn if careful else None
     try:
         for position, chunk in enumerate(entrance.region.mine):
             work.failed_chunk = chunk
@@ -168,21 +203,24 @@ def _run_chunks(
             stand_ins = {
                 number: adoption.mark(column[position], ids[chunk]) for number, column in entrance.stand_ins.items()
             }
-            copied = wrapped.buffers.copied(adoption, chunk, ids[chunk], chunks.num_rows(chunk), wrapped.is_careful())
+            copied = wrapped.buffers.copied(adoption, chunk, ids[chunk], chunks.num_rows(chunk), careful)
             swapped = wrapped.replicas.swapped(stand_ins, work.lost)
             place = adoption.on_device(ids[chunk])
             with _listening(adoption, chunk, work), adoption.chunk(chunk), place, copied, swapped:
-                before = in_place_state(wrapped.replicas.modules) if wrapped.is_careful() else {}
+                before = (in_place_state(wrapped.replicas.modules), checksum(chunks.template)) if careful else None
                 result = module(*args, **kwargs)
-                if before:
-                    check_in_place_state(before, in_place_state(wrapped.replicas.modules))
+                if before is not None:
+                    check_in_place_state(before[0], in_place_state(wrapped.replicas.modules))
+                    _check_arguments(before[1], checksum(chunks.template))
             with torch._C.DisableTorchFunction():
                 work.results.add(result)
-                wrapped.replicas.check_unwritten(versions)
-        if wrapped.is_careful() and torch.is_grad_enabled():
+                wrapped.replicas.check_unwritten(states, careful)
+        if oldest is not None and torch.is_grad_enabled():
             tracked = [leaf for leaves in work.results.leaves for leaf in leaves if leaf.requires_grad]
-            wrapped.replicas.check_graph(tracked, entrance.token)
-    except Exception as error:
+            wrapped.replicas.check_graph(tracked, entrance.token, oldest._sequence_nr())
+        with torch._C.DisableTorchFunction():
+            work.results.words()  # what cannot be described is an error of this rank's, told like the others
+    except (Exception, SystemExit) as error:
         work.error = error
 
 
@@ -202,7 +240,7 @@ def _listening(adoption: Adoption, chunk: int, work: Work) -> Iterator[None]:
 def _wrapped(adoption: Adoption, module: nn.Module) -> Wrapped:
     """What is remembered about a module, anew if its children or parameters are others."""
     known = adoption.wrapped.get(module)
-    if isinstance(known, Wrapped) and known.replicas.is_current(module):
+    if isinstance(known, Wrapped) and known.hold(module):
         return known
     refuse_sync_batchnorm(module)
     if uninitialized(module):
@@ -212,12 +250,23 @@ def _wrapped(adoption: Adoption, module: nn.Module) -> Wrapped:
         )
     wrapped = Wrapped(Replicas(module), Buffers(module))
     adoption.wrapped[module] = wrapped
+    held = wrapped.hold(module)
+    assert held, "a module has the children that it has"
     return wrapped
 
 
-def _enter(adoption: Adoption, replicas: Replicas, chunks: Chunks, ranges: tuple[range, ...]) -> Entrance:
+def _check_arguments(before: int, now: int) -> None:
+    """Raises if a chunk changed arrays among its arguments, which all chunks of this rank share."""
+    if before != now:
+        raise DeterminismError(
+            "an array, list or number among the arguments was changed inside the wrapped forward; chunks that run on "
+            "other devices would not see it. Pass a copy, or return the value"
+        )
+
+
+def _enter(adoption: Adoption, wrapped: Wrapped, chunks: Chunks, ranges: tuple[range, ...]) -> Entrance:
     """Cuts the arguments, and makes stand-ins for the parameters."""
-    device = adoption.communicator.device
+    device, replicas = adoption.communicator.device, wrapped.replicas
     mine = ranges[adoption.rank]
     values = [leaf.value.to(device) if isinstance(leaf.value, Tensor) else leaf.value for leaf in chunks.leaves]
     items = [
@@ -229,7 +278,9 @@ def _enter(adoption: Adoption, replicas: Replicas, chunks: Chunks, ranges: tuple
     trained = [k for k, parameter in enumerate(replicas.parameters) if recorded and parameter.requires_grad]
     entering = [item for k in tracked if (item := items[k]) is not None]
     entering += [_parameter_item(replicas.parameters[k], k in replicas.sparse) for k in trained]
-    region = Region(adoption, ranges, tuple(entering), device)
+    region = Region(
+        adoption, ranges, tuple(entering), device, wrapped.buffers.guard([child for _, child in replicas.modules])
+    )
     token: Tensor | None = None
     columns: list[list[Tensor]] = []
     if entering:
@@ -267,11 +318,11 @@ def _marked(adoption: Adoption, piece: Any, device_id: int) -> Any:
     return map_tensors(lambda tensor: adoption.mark(tensor, device_id), piece)
 
 
-def _parameters_checksum(replicas: Replicas) -> int:
-    """A 63-bit checksum of all parameters."""
+def _state_checksum(wrapped: Wrapped) -> int:
+    """A 63-bit checksum of all parameters and buffers."""
     total = 0
-    for parameter in replicas.parameters:
-        total = (total * 1_000_003 + int(tensor_checksum(parameter))) % 2**63
+    for tensor in (*wrapped.replicas.parameters, *wrapped.buffers.tensors()):
+        total = (total * 1_000_003 + int(tensor_checksum(tensor))) % 2**63
     return total
 
 
@@ -292,26 +343,6 @@ def _speak(adoption: Adoption, said: bytes, sizes: Sequence[int], last_chunk: in
     if adoption.rank == 0:
         entries = [entry for part in gathered if part.numel() for entry in pickle.loads(bytes(part.tolist()))]
         output.replay([(stream, text) for chunk, stream, text in entries if chunk <= last_chunk])
-
-
-def _raise_together(adoption: Adoption, work: Work, chunk: int, rank: int) -> None:
-    """Raises on every rank what the first failed chunk raised."""
-    if adoption.world_size == 1:
-        assert work.error is not None, "somebody raised"
-        raise work.error
-    data = None
-    if adoption.rank == rank:
-        assert work.error is not None, "this rank raised"
-        try:
-            data = pickle.dumps(work.error)
-            pickle.loads(data)
-        except Exception:  # whatever the script's own exception raises when it is copied
-            data = pickle.dumps(RuntimeError(f"{type(work.error).__name__}: {work.error}"))
-    copy = pickle.loads(adoption.share("the failure of a wrapped forward", data, rank))
-    if adoption.rank == rank:
-        assert work.error is not None, "this rank raised"
-        raise work.error
-    raise copy from PeerLostError(f"chunk {chunk} raised it on rank {rank}", (rank,))
 
 
 def _say_lost(adoption: Adoption, lost: set[str]) -> None:

@@ -13,7 +13,8 @@ Both nodes are in the graph of every rank, also of one without a chunk: a 0-d to
 piece, and all ranks meet in the same order (torch/csrc/autograd/engine.cpp, `CompareNodeTaskTime`).
 """
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor
 
 from samestep.adopt.adoption import Adoption
+from samestep.adopt.backward import begin_backward, meet_in_backward
 from samestep.adopt.wrapped.exchange import join_pieces, sum_pieces
 
 
@@ -57,7 +59,7 @@ class Item:
     def piece(self, whole: Tensor, chunk: int) -> Tensor:
         """A chunk's piece of the whole: a copy, but for "copied", which shares the whole's memory."""
         if self.kind == "copied":
-            return whole.detach()
+            return whole.detach().clone() if whole.ndim == 0 else whole.detach()
         if self.kind == "stacked":
             return whole[chunk].clone()
         return whole.narrow(self.dim, sum(self.sizes[:chunk]), self.sizes[chunk]).clone()
@@ -76,12 +78,14 @@ class Region:
         ranges: the chunks of each rank.
         items: one a tensor.
         device: where the pieces are.
+        guard: shields the module while the chunks' backward runs, until what it returns is called.
     """
 
     adoption: Adoption
     ranges: tuple[range, ...]
     items: tuple[Item, ...]
     device: torch.device
+    guard: Callable[[], Callable[[], None]] | None = None
 
     @property
     def mine(self) -> range:
@@ -91,7 +95,7 @@ class Region:
     def select(self, present: Sequence[bool]) -> "Region":
         """The region of some of the items."""
         items = tuple(item for item, here in zip(self.items, present, strict=True) if here)
-        return Region(self.adoption, self.ranges, items, self.device)
+        return Region(self.adoption, self.ranges, items, self.device, self.guard)
 
     def by_item(self, pieces: Sequence[Any]) -> list[list[Any]]:
         """Pieces, given item by item and chunk by chunk, as a list an item."""
@@ -138,11 +142,13 @@ class _Enter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, token_gradient: Tensor | None, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        (token,) = ctx.saved_tensors
+        adoption: Adoption = ctx.region.adoption
         with torch._C.DisableTorchFunction():
-            if token_gradient is not None and torch.is_grad_enabled():
-                token = token + token_gradient  # a second derivative must find its way through both
-            ctx.region.adoption.meet("the backward of a wrapped forward")
+            token = torch.zeros((), device=ctx.region.device)
+            if torch.is_grad_enabled():  # a second derivative must find its way through both
+                (entered,) = ctx.saved_tensors
+                token = entered if token_gradient is None else entered + token_gradient
+            meet_in_backward(adoption)
             return (None, *_Leave.apply(ctx.region, None, token, *gradients))  # type: ignore[no-untyped-call]
 
 
@@ -156,12 +162,18 @@ class _Leave(torch.autograd.Function):
         ctx.region = region
         ctx.present = tuple(piece is not None for piece in pieces)
         ctx.set_materialize_grads(False)
+        ctx.save_for_backward(token)
         return tuple(wholes if wholes is not None else exchange(region, region.by_item(pieces)))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         present = [gradient is not None for gradient in gradients]
         region = ctx.region.select(present)
+        # Whoever checkpoints the wrapped forward as a whole repeats it when a saved tensor is read: here, on all ranks.
+        # A second backward, through another result, finds it freed; the nodes inside decide whether that is an error.
+        with contextlib.suppress(RuntimeError):
+            _ = ctx.saved_tensors
+        begin_backward(region.adoption, region.guard)
         token, *pieces = _Enter.apply(region, *[g for g in gradients if g is not None])  # type: ignore[no-untyped-call]
         by_item = iter(region.by_item(pieces))
         absent = [None] * len(region.mine)

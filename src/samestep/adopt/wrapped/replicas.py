@@ -5,6 +5,7 @@ As `torch.func.functional_call` does it, the module itself runs, with other tens
 lost with the replicas of torch's DataParallel: the next chunk, which may run on another rank, must not see it.
 """
 
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from operator import is_
@@ -13,10 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from samestep.data.batch import tensor_checksum
 from samestep.errors import DeterminismError, UsageError
 
 ACCUMULATE = "torch::autograd::AccumulateGrad"
 REENTRANT = "CheckpointFunctionBackward"
+UNHELD = 2  # references to a leaf that nobody but the graph holds: our variable, and the call that counts
 
 
 class Replicas:
@@ -31,12 +34,17 @@ class Replicas:
 
     def __init__(self, module: nn.Module) -> None:
         _refuse_scripted(module)
-        self.modules = tuple(module.named_modules(remove_duplicate=True))
+        self.modules: tuple[tuple[str, nn.Module], ...] = ()
         self.parameters: list[nn.Parameter] = []
         self.names: list[str] = []
-        self._slots: list[tuple[nn.Module, str, int]] = []
+        self.sparse: set[int] = set()
+        self._prefixes: list[str] = []
+        self._identities: list[int] = []
+        self._slots: list[tuple[int, str, int]] = []
         numbers: dict[int, int] = {}
-        for prefix, child in self.modules:
+        for index, (prefix, child) in enumerate(module.named_modules()):
+            self._prefixes.append(prefix)
+            self._identities.append(id(child))
             for key, parameter in child._parameters.items():
                 if parameter is None:
                     continue
@@ -44,26 +52,29 @@ class Replicas:
                     numbers[id(parameter)] = len(self.parameters)
                     self.parameters.append(parameter)
                     self.names.append(f"{prefix}.{key}" if prefix else key)
-                self._slots.append((child, key, numbers[id(parameter)]))
-        self.sparse = {
-            numbers[id(child.weight)]
-            for _, child in self.modules
-            if isinstance(child, nn.Embedding | nn.EmbeddingBag) and child.sparse
-        }
-        # Recurrent layers keep their weights in a list as well, in the order of the kernel's arguments.
-        self._lists = [child for _, child in self.modules if isinstance(child, nn.RNNBase)]
+                self._slots.append((index, key, numbers[id(parameter)]))
+                if isinstance(child, nn.Embedding | nn.EmbeddingBag) and child.sparse:
+                    self.sparse.add(numbers[id(parameter)])
 
-    def is_current(self, module: nn.Module) -> bool:
-        """Whether the module still has these children and parameters."""
+    def hold(self, module: nn.Module) -> bool:
+        """Takes hold of the module's children for a forward; false if they, or their parameters, are others now.
+
+        Between forwards nothing here refers to them: who drops the model gets its memory back.
+        """
         children = tuple(module.modules())
-        if len(children) != len(self.modules) or any(
-            child is not known for child, (_, known) in zip(children, self.modules, strict=True)
-        ):
+        if [id(child) for child in children] != self._identities:
             return False
         count = sum(parameter is not None for child in children for parameter in child._parameters.values())
-        return count == len(self._slots) and all(
-            child._parameters.get(key) is self.parameters[number] for child, key, number in self._slots
-        )
+        if count != len(self._slots) or any(
+            children[index]._parameters.get(key) is not self.parameters[number] for index, key, number in self._slots
+        ):
+            return False
+        self.modules = tuple(zip(self._prefixes, children, strict=True))
+        return True
+
+    def release(self) -> None:
+        """Lets go of the children."""
+        self.modules = ()
 
     @contextmanager
     def swapped(self, stand_ins: dict[int, Tensor], lost: set[str]) -> Iterator[None]:
@@ -73,50 +84,56 @@ class Replicas:
             stand_ins: by the parameter's number.
             lost: takes the names of attributes that the chunk wrote.
         """
-        before = [Attributes(child) for _, child in self.modules]
-        weights = [list(child._flat_weights) for child in self._lists]
+        children = [child for _, child in self.modules]
+        before = [Attributes(child) for child in children]
+        # Recurrent layers keep their weights in a list as well, in the order of the kernel's arguments.
+        recurrent = [child for child in children if isinstance(child, nn.RNNBase)]
+        weights = [list(child._flat_weights) for child in recurrent]
         for stand_in in stand_ins.values():
             stand_in._is_param = True
         by_id = {id(self.parameters[number]): stand_in for number, stand_in in stand_ins.items()}
-        for child, key, number in self._slots:
+        for index, key, number in self._slots:
             if number in stand_ins:
-                child._parameters[key] = stand_ins[number]  # type: ignore[assignment]
-        for child, originals in zip(self._lists, weights, strict=True):
-            child._flat_weights = [by_id.get(id(weight), weight) for weight in originals]
-        placed = [child._flat_weights for child in self._lists]
+                children[index]._parameters[key] = stand_ins[number]  # type: ignore[assignment]
+        for layer, originals in zip(recurrent, weights, strict=True):
+            layer._flat_weights = [by_id.get(id(weight), weight) for weight in originals]
+        placed = [layer._flat_weights for layer in recurrent]
         try:
             yield
         finally:
-            for child, originals, ours in zip(self._lists, weights, placed, strict=True):
-                if child._flat_weights is ours:
-                    child._flat_weights = originals
-            for (prefix, child), attributes in zip(self.modules, before, strict=True):
+            for layer, originals, ours in zip(recurrent, weights, placed, strict=True):
+                if layer._flat_weights is ours:
+                    layer._flat_weights = originals
+            for prefix, child, attributes in zip(self._prefixes, children, before, strict=True):
                 lost |= attributes.put_back(child, prefix)
-            for child, key, number in self._slots:
-                child._parameters[key] = self.parameters[number]
+            for index, key, number in self._slots:
+                children[index]._parameters[key] = self.parameters[number]
 
-    def versions(self) -> list[int]:
-        """The versions of all parameters: a write moves them."""
-        return [parameter._version for parameter in self.parameters]
+    def states(self, at_length: bool) -> list[tuple[int, ...]]:
+        """What moves when a parameter is written: its version and place in memory; at length, its bytes too."""
+        return [
+            (parameter._version, parameter.data_ptr(), int(tensor_checksum(parameter)) if at_length else 0)
+            for parameter in self.parameters
+        ]
 
-    def check_unwritten(self, versions: Sequence[int]) -> None:
-        """Raises if a parameter was written since `versions` were taken."""
-        for name, before, now in zip(self.names, versions, self.versions(), strict=True):
+    def check_unwritten(self, states: Sequence[tuple[int, ...]], at_length: bool) -> None:
+        """Raises if a parameter was written since `states` were taken."""
+        for name, before, now in zip(self.names, states, self.states(at_length), strict=True):
             if before != now:
                 raise DeterminismError(
                     f"parameter {name} was written to inside the wrapped forward; chunks that run on other devices "
                     "would not see it. Write it outside: after optimizer.step(), or in the training loop"
                 )
 
-    def check_graph(self, outputs: Sequence[Tensor], token: Tensor | None) -> None:
+    def check_graph(self, outputs: Sequence[Tensor], token: Tensor | None, oldest: int) -> None:
         """Raises if a gradient would leave a chunk by another way than its stand-ins and inputs.
 
         Args:
             outputs: what the chunks returned that requires grad.
             token: of the region they ran in; None if nothing that requires grad entered it.
+            oldest: the sequence number of the graph's nodes when the forward began.
         """
         entrance = None if token is None else token.grad_fn
-        oldest = -1 if entrance is None else entrance._sequence_nr()
         names = {id(parameter): name for parameter, name in zip(self.parameters, self.names, strict=True)}
         waiting = [output.grad_fn for output in outputs if output.grad_fn is not None]
         seen: set[Any] = set()
@@ -127,7 +144,7 @@ class Replicas:
             seen.add(node)
             name = node.name()
             if name == ACCUMULATE:
-                self._check_leaf(node.variable, names)  # type: ignore[attr-defined]
+                self._check_leaf(node, names)
             elif name == REENTRANT:
                 raise DeterminismError(
                     "activation checkpointing inside the wrapped forward uses the reentrant form, which computes "
@@ -140,8 +157,9 @@ class Replicas:
                 )
             waiting += [following for following, _ in node.next_functions if following is not None]
 
-    def _check_leaf(self, leaf: Tensor, names: dict[int, str]) -> None:
-        """Raises for a leaf that lives longer than the forward: one of the parameters, or one in an attribute."""
+    def _check_leaf(self, node: Any, names: dict[int, str]) -> None:
+        """Raises for a leaf that lives longer than the forward: a parameter, or a tensor that somebody else holds."""
+        leaf: Tensor = node.variable
         if id(leaf) in names:
             raise DeterminismError(
                 f"parameter {names[id(leaf)]} was used inside the wrapped forward as it is, not by the module's "
@@ -154,14 +172,18 @@ class Replicas:
                 "forward: its gradient would be a part only. Modules in a plain list or dict, a closure or a global "
                 "are not seen; use nn.ModuleList, nn.ModuleDict, or make them attributes"
             )
-        for prefix, child in self.modules:
-            for key, value in child.__dict__.items():
-                if key not in ("_parameters", "_buffers", "_modules") and _holds(value, leaf):
-                    raise DeterminismError(
-                        f"the attribute {f'{prefix}.{key}' if prefix else key} holds a tensor that requires grad and "
-                        "is no parameter of the wrapped module; its gradient would be a part only. Register it: "
-                        "nn.Parameter, nn.ParameterList"
-                    )
+        if sys.getrefcount(leaf) > UNHELD:
+            held = [
+                f"the attribute {f'{prefix}.{key}' if prefix else key} holds a tensor"
+                for prefix, child in self.modules
+                for key, value in child.__dict__.items()
+                if key not in ("_parameters", "_buffers", "_modules") and _holds(value, leaf)
+            ]
+            raise DeterminismError(
+                f"{held[0] if held else f'a tensor of shape {list(leaf.shape)}, made outside of the wrapped forward,'} "
+                "that requires grad and is no parameter of the wrapped module was used in it; its gradient would be a "
+                "part only. Register it (nn.Parameter), or pass it to the forward as an input"
+            )
 
 
 class Attributes:

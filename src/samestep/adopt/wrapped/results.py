@@ -52,6 +52,7 @@ class Results:
                     f"the wrapped forward returned a tensor of layout {leaf.layout}, dtype {leaf.dtype} and "
                     f"{leaf.ndim} dims; results to be joined are dense, of a plain dtype and of at most {MAX_DIMS} dims"
                 )
+        leaves = [leaf.resolve_conj().resolve_neg() for leaf in leaves]
         self.leaves.append([leaf if leaf.device == self._device else leaf.to(self._device) for leaf in leaves])
         self.templates.append(template)
 

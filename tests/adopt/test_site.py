@@ -1,0 +1,81 @@
+"""Whose file a line of code is in, and which line of the user's is being executed."""
+
+import os
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+import samestep.adopt.site as our_site
+from samestep.adopt.site import is_script_file, script_frame, script_line
+
+
+def run_as(filename, source, **names):
+    """The variables of a piece of code that says it is that file."""
+    exec(compile(source, str(filename), "exec"), names)
+    return names
+
+
+@pytest.mark.parametrize(
+    "filename",
+    [
+        os.__file__,
+        torch.nn.functional.__file__,
+        pytest.__file__,
+        our_site.__file__,
+        "<string>",
+        "<frozen importlib._bootstrap>",
+        "<__array_function__ internals>",
+    ],
+)
+def test_files_of_libraries_are_not_the_users(filename):
+    assert not is_script_file(str(filename))
+
+
+def test_files_elsewhere_are_the_users(tmp_path):
+    assert is_script_file(str(tmp_path / "train.py"))
+    assert is_script_file(__file__)
+    assert is_script_file("<stdin>")
+
+
+@pytest.mark.xfail(strict=True, reason="the folder's name is compared as the beginning of a text")
+def test_a_folder_whose_name_begins_like_that_of_a_library_is_the_users():
+    assert is_script_file(f"{Path(our_site.__file__).parents[1]}_experiments{os.sep}train.py")
+
+
+def test_the_line_is_named_from_the_folder_that_the_script_runs_in(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    inside = run_as(tmp_path / "nets" / "train.py", "\n\nline = script_line()", script_line=script_line)
+    assert inside["line"] == os.path.join("nets", "train.py") + ", line 3"
+    outside = run_as("/elsewhere/train.py", "line = script_line()", script_line=script_line)
+    assert outside["line"] == "/elsewhere/train.py, line 1"
+
+
+def test_the_innermost_line_of_the_users_counts_also_from_inside_a_library(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    library = Path(os.__file__).parent / "invented.py"
+    ask = run_as(library, "def ask():\n    return script_line()", script_line=script_line)["ask"]
+    script = "def helper():\n    return ask()\n\nline = helper()"
+    assert run_as(tmp_path / "train.py", script, ask=ask)["line"] == "train.py, line 2"
+
+
+def test_the_frame_is_that_of_the_caller():
+    frame = script_frame()
+    assert frame is not None
+    assert frame.f_code.co_name == "test_the_frame_is_that_of_the_caller"
+
+
+def test_where_nothing_of_the_users_runs_there_is_no_line():
+    found = []
+
+    class Quiet(threading.Thread):
+        pass
+
+    thread = Quiet(target=lambda: None)
+    thread.run = run_as(
+        os.__file__, "def run():\n    found.append(script_line())", found=found, script_line=script_line
+    )["run"]
+    thread.start()
+    thread.join()
+    assert found == [""]
