@@ -42,14 +42,14 @@ class Blend(nn.Module):
 
     def __init__(self, values):
         super().__init__()
-        self.single = nn.Parameter(values(WIDTH, 2).float())
-        self.double = nn.Parameter(values(WIDTH, 2).double())
-        self.half = nn.Parameter(values(WIDTH, 2).bfloat16())
+        self.usual = nn.Parameter(values(WIDTH, 2).float())
+        self.wide = nn.Parameter(values(WIDTH, 2).double())
+        self.short = nn.Parameter(values(WIDTH, 2).bfloat16())
         self.rare = nn.Parameter(values(2).bfloat16())
         self.spare = nn.Parameter(values(2).double())
 
     def forward(self, x):
-        result = x @ self.double + (x.float() @ self.single).double() + (x.bfloat16() @ self.half).double()
+        result = x @ self.wide + (x.float() @ self.usual).double() + (x.bfloat16() @ self.short).double()
         return result + self.rare if x[0, 0] == 3 else result
 
 

@@ -7,7 +7,7 @@ import torch
 
 from samestep.adopt.adoption import Adoption
 from samestep.adopt.table import Patch, applied
-from samestep.adopt.virtual import cuda, distributed, legacy, mixed, parallel, places
+from samestep.adopt.virtual import cuda, distributed, legacy, mixed, parallel, places, repeats
 from samestep.adopt.virtual.handlers import handlers
 from samestep.adopt.virtual.machine import Machine, mark
 from samestep.adopt.virtual.mode import VirtualMode
@@ -48,6 +48,7 @@ def _patches(machine: Machine, mode: VirtualMode) -> list[Patch]:
         *legacy.patches(),
         *mixed.patches(),
         *parallel.patches(),
+        *repeats.patches(),
         *distributed.patches(),
         *places.patches(machine, mode),
     ]

@@ -16,6 +16,7 @@ from samestep.adopt.failures import raise_together
 from samestep.adopt.site import script_line
 from samestep.adopt.wrapped.buffers import Buffers
 from samestep.adopt.wrapped.chunks import Chunks, Leaf, cut, deal
+from samestep.adopt.wrapped.generators import OwnGenerators
 from samestep.adopt.wrapped.regions import Item, Region, enter
 from samestep.adopt.wrapped.replicas import Replicas, check_in_place_state, in_place_state, uninitialized
 from samestep.adopt.wrapped.results import Results, gather_results
@@ -38,6 +39,7 @@ class Wrapped:
 
     replicas: Replicas
     buffers: Buffers
+    own_generators: OwnGenerators
     num_forwards: int = 0
 
     def hold(self, module: nn.Module) -> bool:
@@ -154,7 +156,7 @@ def _forward(
         since = adoption.num_since_reseed
     work = Work(Results(entrance.region.device))
     ids = [device_ids[chunk % len(device_ids)] if device_ids else chunk for chunk in range(chunks.num_chunks)]
-    with adoption.generators.preserved():
+    with adoption.generators.preserved(), wrapped.own_generators.preserved():
         _run_chunks(adoption, module, wrapped, chunks, entrance, work, ids, derive_seed(state, CHUNK_STREAM, since))
     with torch._C.DisableTorchFunction():
         careful = wrapped.is_careful()
@@ -198,6 +200,7 @@ def _run_chunks(
         for position, chunk in enumerate(entrance.region.mine):
             work.failed_chunk = chunk
             adoption.generators.seed(derive_seed(seed, chunk))
+            wrapped.own_generators.seed(derive_seed(seed, chunk))
             pieces = [_marked(adoption, column[position], ids[chunk]) for column in entrance.inputs]
             args, kwargs = chunks.arguments(pieces)
             stand_ins = {
@@ -248,7 +251,7 @@ def _wrapped(adoption: Adoption, module: nn.Module) -> Wrapped:
             "the wrapped model has lazy layers that have not seen an input: run one forward of the plain model before "
             "wrapping it, as torch's DataParallel demands too"
         )
-    wrapped = Wrapped(Replicas(module), Buffers(module))
+    wrapped = Wrapped(Replicas(module), Buffers(module), OwnGenerators(module))
     adoption.wrapped[module] = wrapped
     held = wrapped.hold(module)
     assert held, "a module has the children that it has"

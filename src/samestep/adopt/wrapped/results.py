@@ -209,9 +209,7 @@ def _differentiable(
     if tracked and torch.is_grad_enabled():
         if token is None:
             token = torch.zeros((), device=region.device, requires_grad=True)
-        border = Region(region.adoption, region.ranges, tuple(items[index] for index in tracked), region.device)
-        pieces = [[row[index] for row in results.leaves] for index in tracked]
-        left = leave(border, token, pieces, [wholes[index] for index in tracked])
-        for index, whole in zip(tracked, left, strict=True):
-            values[index] = whole
+        for index in tracked:  # a node each: a backward from one result must not use up the graph of the others
+            border = Region(region.adoption, region.ranges, (items[index],), region.device, region.guard)
+            (values[index],) = leave(border, token, [[row[index] for row in results.leaves]], [wholes[index]])
     return values
