@@ -133,10 +133,16 @@ class Adoption:
         Raises:
             DeterminismError: the ranks are at different points; it names each one's line.
         """
-        own = torch.empty(0, dtype=torch.uint8, device=self.communicator.device) if data is None else data
+        with torch._C.DisableTorchFunction():
+            own = torch.empty(0, dtype=torch.uint8, device=self.communicator.device) if data is None else data
         padded = [*words, *[0] * (EXTRA_WORDS - len(words))]
         if self.world_size == 1:
             return [padded], [own]
+        with torch._C.DisableTorchFunction():  # neither virtual devices nor the script's default device
+            return self._exchange(what, own, padded)
+
+    def _exchange(self, what: str, own: Tensor, padded: list[int]) -> tuple[list[list[int]], list[Tensor]]:
+        """The message of a meeting, and the second one for what does not fit into it."""
         line = script_line()
         head = [zlib.crc32(what.encode()), zlib.crc32(line.encode())]
         message = torch.zeros(MESSAGE_BYTES, dtype=torch.uint8)
@@ -166,10 +172,11 @@ class Adoption:
             state: what this rank has or does.
         """
         text = state.encode()[:TEXT_BYTES]
-        block = torch.zeros(1, TEXT_BYTES, dtype=torch.uint8)
-        block[0, : len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        rows = self.communicator.gather_rows(block, [1] * self.world_size)
-        texts = [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in rows]
+        with torch._C.DisableTorchFunction():
+            block = torch.zeros(1, TEXT_BYTES, dtype=torch.uint8)
+            block[0, : len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+            rows = self.communicator.gather_rows(block, [1] * self.world_size)
+            texts = [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in rows]
         lines = "\n".join(f"  rank {rank}: {text}" for rank, text in enumerate(texts))
         raise DeterminismError(
             f"{why}:\n{lines}\nEvery rank runs the whole script and must do the same in it. Look for what differs "
@@ -192,11 +199,12 @@ class Adoption:
 
     def share_bytes(self, ours: bytes, size: int, source: int) -> bytes:
         """Gives every rank the bytes of rank `source`; all know how many there are."""
-        buffer = torch.empty(max(size, 1), dtype=torch.uint8)
-        if self.rank == source and size:
-            buffer[:] = torch.frombuffer(bytearray(ours), dtype=torch.uint8)
-        self.communicator.control.broadcast(buffer, source)
-        return np.asarray(buffer[:size]).tobytes()
+        with torch._C.DisableTorchFunction():
+            buffer = torch.empty(max(size, 1), dtype=torch.uint8)
+            if self.rank == source and size:
+                buffer[:] = torch.frombuffer(bytearray(ours), dtype=torch.uint8)
+            self.communicator.control.broadcast(buffer, source)
+            return np.asarray(buffer[:size]).tobytes()
 
     def notice(self, text: str) -> None:
         """Says something about the run once, on rank 0, to stderr."""

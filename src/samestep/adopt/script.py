@@ -1,6 +1,7 @@
 """The script: runs one under adoption, from the first patch to the last."""
 
 import os
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NoReturn
@@ -17,9 +18,10 @@ from samestep.adopt.site import is_script_file
 from samestep.adopt.table import Patch, applied
 from samestep.adopt.virtual.devices import virtual_devices
 from samestep.adopt.virtual.real import own_accelerator
-from samestep.errors import UsageError
+from samestep.errors import PeerLostError, UsageError
 from samestep.launcher.program import run_module, run_script
 
+COURTESY_SECONDS = 0.5
 RANK_VARIABLES = (
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_NAME"),
     *("ROLE_RANK", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"),
@@ -56,8 +58,17 @@ def run_adopted(
                 run_module(target, tuple(argv))
             else:
                 run_script(target, tuple(argv))
+    except (Exception, SystemExit) as error:
+        _let_the_first_rank_speak(adoption, error)
+        raise
     finally:
         os.environ.update(hidden)
+
+
+def _let_the_first_rank_speak(adoption: Adoption, error: BaseException) -> None:
+    """What all ranks raise alike is told by rank 0, which has the terminal: the others are late."""
+    if adoption.rank > 0 and not isinstance(error, PeerLostError):
+        time.sleep(COURTESY_SECONDS)
 
 
 @contextmanager

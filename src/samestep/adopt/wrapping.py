@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
+from samestep.adopt import seeding
 from samestep.adopt.adoption import Adoption
 from samestep.adopt.scratch import shares_out
 from samestep.adopt.site import is_script_file
@@ -83,7 +84,22 @@ def wrapped(adoption: Adoption, name: str) -> Iterator[None]:
     if not all(part.isidentifier() for part in name.split(".")):
         raise UsageError(f"got --wrap {name!r}; give a variable or class of the script, such as model or trainer.model")
     wrap = Wrap(name)
-    with applied([Patch(nn.Module, "__call__", _sharing_call(adoption, wrap, nn.Module.__call__))]):
+    original = torch.autograd.backward
+    looked = False
+
+    def backward(*args: Any, **kwargs: Any) -> None:
+        nonlocal looked
+        if not looked and adoption.may_meet():
+            looked = True
+            if not wrap.is_met:
+                adoption.notice(f"{_never_met(wrap).replace('the script called', 'so far the script has called')}")
+        original(*args, **kwargs)
+
+    table = [
+        Patch(nn.Module, "__call__", _sharing_call(adoption, wrap, nn.Module.__call__)),
+        Patch(torch.autograd, "backward", backward),
+    ]
+    with applied(table):
         try:
             yield
         except SystemExit as stop:
@@ -111,6 +127,7 @@ def hinting(adoption: Adoption) -> Iterator[None]:
         nonlocal looked
         if not looked and adoption.may_meet():
             looked = True
+            seeding.say_seed(adoption)
             if adoption.num_forwards == 0 and not shares_out(adoption):
                 adoption.notice(_hint(adoption.world_size, sys._getframe(1)))
         original(*args, **kwargs)

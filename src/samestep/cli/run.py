@@ -98,8 +98,8 @@ def run(
         job = _adopted(job, num_shards=num_shards, seed=seed, wrap=wrap, virtual=is_virtual)
     elif num_shards is not None or seed is not None or wrap is not None:
         raise UsageError(
-            "--num-shards, --seed and --wrap are for adopted scripts, and this one deals with ranks itself "
-            f"({reading.reason}); set them in the script, or give --adopt"
+            f"--num-shards, --seed and --wrap are for scripts of one process, and {reading.reason}; set them in the "
+            "script, or give --adopt"
         )
     if adopt is None and reading.is_both:
         typer.echo(f"samestep: {program[0]}: {reading.reason}", err=True)

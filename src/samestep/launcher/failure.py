@@ -1,5 +1,6 @@
 """The failure: what a worker tells about its exception, and the one message that the user gets."""
 
+import os
 import signal
 import site
 import sysconfig
@@ -138,12 +139,17 @@ def _own_frames(story: traceback.TracebackException) -> traceback.TracebackExcep
     They stay where the exception arose in the exchange of a wrapped forward: then it is ours.
     """
     if not (story.stack and story.stack[-1].filename.startswith(EXCHANGE)):
-        kept = [frame for frame in story.stack if not frame.filename.startswith(HIDDEN)]
+        kept = [frame for frame in story.stack if not frame.filename.startswith(HIDDEN) and not _is_dispatch(frame)]
         story.stack = traceback.StackSummary.from_list(kept)
     for earlier in (story.__cause__, story.__context__):
         if earlier is not None:
             _own_frames(earlier)
     return story
+
+
+def _is_dispatch(frame: traceback.FrameSummary) -> bool:
+    """Whether a frame is torch's way to a mode, which only virtual devices make it take."""
+    return frame.filename.endswith(f"torch{os.sep}overrides.py")
 
 
 def _user_line(frames: TracebackType | None) -> str:

@@ -58,22 +58,26 @@ class Watch:
 
     def keep(self) -> tuple[list[Any], list[dict[str, Any]]]:
         """What `has_moved` and `put_back` need."""
-        return self.states(), [dict(vars(entry)) for entry in self._objects]
+        return self.states(), [_attributes(entry) for entry in self._objects]
 
     def has_moved(self, kept: tuple[list[Any], list[dict[str, Any]]]) -> bool:
         """Whether a generator was drawn from or an attribute assigned; None may become something: a file is opened."""
         states, attributes = kept
         if any(not _is_same(now, then) for now, then in zip(self.states(), states, strict=True)):
             return True
-        return any(_is_assigned(vars(entry), then) for entry, then in zip(self._objects, attributes, strict=True))
+        return any(
+            _is_assigned(_attributes(entry), then) for entry, then in zip(self._objects, attributes, strict=True)
+        )
 
     def put_back(self, kept: tuple[list[Any], list[dict[str, Any]]]) -> None:
         """Restores generators and attributes."""
         states, attributes = kept
         self.put_states(states)
         for entry, then in zip(self._objects, attributes, strict=True):
-            vars(entry).clear()
-            vars(entry).update(then)
+            for name in _attributes(entry).keys() - then.keys():
+                delattr(entry, name)
+            for name, value in then.items():
+                object.__setattr__(entry, name, value)
 
     def put_states(self, states: Sequence[Any]) -> None:
         """Restores generators."""
@@ -151,7 +155,15 @@ def _is_script(kind: type) -> bool:
 
 def _attributes(entry: Any) -> dict[str, Any]:
     found = getattr(entry, "__dict__", None)
-    return found if isinstance(found, dict) else {}
+    slots = [slot for cls in type(entry).__mro__ for slot in _slots(cls)]
+    named = {name: getattr(entry, name) for name in slots if hasattr(entry, name)}
+    return {**named, **found} if isinstance(found, dict) else named
+
+
+def _slots(cls: type) -> list[str]:
+    """The attributes that a class of the script's keeps in `__slots__`."""
+    slots = cls.__dict__.get("__slots__", ()) if cls.__module__ not in ("builtins", "torch", "numpy") else ()
+    return [slots] if isinstance(slots, str) else [name for name in slots if not name.startswith("__")]
 
 
 def _is_assigned(now: dict[str, Any], then: dict[str, Any]) -> bool:
