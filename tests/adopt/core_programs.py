@@ -77,9 +77,16 @@ class Converting(nn.Module):
     """Rows and numbers of many dtypes."""
 
     def forward(self, x):
-        rows = {name: (x * 3 - 7).clamp(min=0).to(getattr(torch, name)) for name in OUTPUT_DTYPES}
+        rows = {name: (x * 3 - 2).clamp(min=0).to(getattr(torch, name)) for name in OUTPUT_DTYPES}
         numbers = {f"{name} number": value.flatten()[0] for name, value in rows.items()}
         return rows | numbers | {"none": x[:, :0], "flipped": x.t().flip(0).t(), "repeated": x[:, :1].expand(-1, 4)}
+
+
+class FirstColumn(nn.Module):
+    """Gives a part of its rows: of one row, a tensor of one number whose stride is not 1."""
+
+    def forward(self, x):
+        return x[:, 0]
 
 
 class Conjugating(nn.Module):
@@ -106,7 +113,7 @@ class Moody(nn.Module):
             "numbers": (y, 2.5 if marked else 1.5),
             "counts": (y, y) if marked else (y, None),
             "widths": y[:, : 1 if marked else 2],
-            "dims": y[:, 0] if marked else y,
+            "dims": y.sum(1) if marked else y,
             "dtypes": y.double() if marked else y,
             "sparse": y.to_sparse() if marked else y,
             "unpicklable": local(y),
@@ -255,6 +262,14 @@ def converted(forward, num_rows):
     return dict(zip(result, bits(result.values()), strict=True))
 
 
+def first_column(forward, num_rows):
+    """A part of each row, and the gradient of the input."""
+    x = whole_numbers(15)(num_rows, 2).requires_grad_()
+    result = forward(FirstColumn(), x)
+    (result * result).sum().backward()
+    return bits([result, x.grad])
+
+
 def conjugated(forward, num_rows):
     """A conjugated result, and the gradient of the input."""
     values = whole_numbers(13)
@@ -357,3 +372,10 @@ def restless(communicator):
         "the first call, in every chunk": [torch.equal(value, plain) for value in values],
         "left": (module.num_calls, module.seen, set(vars(module.layer)) == names, list(module._modules) == children),
     }
+
+
+def input_of_one(communicator, num_rows):
+    """The result of a forward whose input is one column of a table of float64."""
+    column = whole_numbers(17)(num_rows, 3)[:, 0]
+    result = sharded_forward(Adoption(communicator), nn.Identity(), (column,), {}, num_shards=2)
+    return result.tolist() == column.tolist()

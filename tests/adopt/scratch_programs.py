@@ -188,4 +188,4 @@ def run_script(communicator, path, wrap, num_shards=4, hint=False):
         except (Exception, SystemExit) as stop:
             error = f"{type(stop).__name__}: {stop}"
     assert (nn.Module.__call__, torch.autograd.backward) == before, "the patches are taken out again"
-    return {"result": result, "chunks": adoption.chunks_run, "said": said.getvalue(), "error": error}
+    return {"result": result, "chunks": list(adoption.chunks_run), "said": said.getvalue(), "error": error}

@@ -45,38 +45,48 @@ class Pattern:
 
 
 USUAL = """
-accumulation adversarial_input asks_for_process_groups attributes_written backwards_apart buffers_made_inside
-buffers_replaced buffers_updated buffers_used_after_update channels_last checkpointing contrastive criterion_wrapped
+accumulation adversarial_input anomaly_detected asks_for_process_groups attributes_written backwards_apart
+buffers_made_inside buffers_replaced buffers_updated buffers_used_after_update channels_last checkpointed_batch_norm
+checkpointed_layer_norm checkpointed_nested_wrap checkpointing complex_inputs contrastive criterion_wrapped
 criterion_wrapped_twice custom_function dataclass_outputs device_count_guard devices_inside dim_one ema_deepcopy
-embedding forward_called_directly frozen_backbone functional_none gan grad_scaler hessian_vector hooks inplace_relu
-inputs_of_all_kinds is_parameter l2_outside lbfgs list_of_tensors loader_with_workers logging_lines loss_inside
-module_access nested_outputs nested_wrap next_parameters no_grad_evaluation no_inputs none_and_keywords output_device
-outputs_changed packed_sequence parameter_list part_wrap prints_inside recurrent resume shared_encoder
-sparse_embedding spectral_norm three_forwards tied_outside transformer two_forwards unused_parameter weight_norm
-weights_set_by_hand whole_model_saved
+embedding empty_batch forward_called_directly frozen_backbone functional_call functional_none gan grad_scaler
+hessian_vector hooks inplace_relu inputs_of_all_kinds is_parameter l2_outside large_buffer_written lbfgs
+list_of_tensors loader_with_workers logging_lines loss_inside models_dropped module_access nested_outputs nested_wrap
+next_parameters no_grad_evaluation no_inputs none_and_keywords output_device outputs_changed packed_sequence
+parameter_list part_wrap partly_detached parts_replaced prints_inside recurrent resume saved_bytes shared_encoder
+sparse_embedding spectral_norm three_forwards tied_outside transformer two_forwards two_heads_two_backwards
+unused_parameter weight_norm weights_set_by_hand whole_model_saved
 """
 PATTERNS = dict.fromkeys(USUAL.split(), Pattern()) | {
     "arguments": Pattern(argv=("--lr", "0.05", "--steps=3")),
     "batch_norm": Pattern(worlds=(2, 3, 4)),
+    "buffer_made_in_inference": Pattern(in_reference=False),
     "catches_and_goes_on": Pattern(counted=False),
     "checkpoint_outside": Pattern(in_reference=False),
+    "checkpoint_outside_few_rows": Pattern(worlds=(2, 3, 4), in_reference=False),
     "checkpointed_dropout": Pattern(in_reference=False),
+    "conjugate_outputs": Pattern(worlds=(2, 3, 4)),
     "dropout": Pattern(worlds=(2, 3, 4), in_reference=False),
     "edited_import": Pattern(in_reference=False),
+    "exceptions_of_its_own": Pattern(counted=False),
     "functional_ids": Pattern(num_shards=None, num_devices=4),
     "gradient_penalty": Pattern(worlds=(2, 3, 4)),
+    "gradient_penalty_few_rows": Pattern(worlds=(2, 3, 4)),
     "last_batch_of_one": Pattern(worlds=(2, 3, 4)),
+    "own_generators": Pattern(in_reference=False),
     "progress_bar": Pattern(needs="tqdm"),
     "seeds_inside": Pattern(worlds=(2, 3, 4), in_reference=False),
     "summary_writer": Pattern(worlds=(2,)),
     "ten_rows_over_eight": Pattern(num_shards=8, worlds=(2, 3, 4)),
     "visible_devices": Pattern(num_shards=None),
     "whole_wrap": Pattern(worlds=(2, 3, 4)),
+    "zero_dim_input": Pattern(in_reference=False),
 }
 OTHERS = """
-checkpointing_reentrant draws_by_process hidden_on_the_wrong_dim hook_collects keyboard_interrupt named_by_the_clock
-parameter_in_a_list process_id raises_in_a_chunk raises_on_one_rank scatter_overridden scripted_module
-state_beside_buffers sys_exit unseeded
+array_changed backward_on_a_thread checkpointing_reentrant data_written draws_by_process exit_in_forward forward_mode
+hidden_on_the_wrong_dim hook_collects keyboard_interrupt leaf_in_a_closure modules_in_a_list momentum_encoder
+named_by_the_clock noise_in_a_backward noise_in_a_hook parameter_in_a_list process_id prompt_computed_outside
+raises_in_a_chunk raises_on_one_rank scatter_overridden scripted_module state_beside_buffers sys_exit unseeded
 """
 
 

@@ -24,8 +24,16 @@ def _library_roots() -> tuple[str, ...]:
     """Where files live that are not the user's."""
     paths = sysconfig.get_paths()
     torch_root = str(Path(torch.__file__).resolve().parent)
-    found = (_OWN, torch_root, paths["stdlib"], paths["platstdlib"], paths["purelib"], paths["platlib"])
-    return (*found, *site.getsitepackages(), "<frozen", "<string>", "<__")
+    found = (
+        _OWN,
+        torch_root,
+        paths["stdlib"],
+        paths["platstdlib"],
+        paths["purelib"],
+        paths["platlib"],
+        *site.getsitepackages(),
+    )
+    return (*(f"{root}{os.sep}" for root in found), "<frozen", "<string>", "<__")
 
 
 def script_frame() -> FrameType | None:

@@ -34,8 +34,9 @@ def applied(patches: Iterable[Patch]) -> Iterator[None]:
     try:
         for patch in patches:
             for owner in (patch.owner, *(sys.modules[name] for name in patch.aliases if name in sys.modules)):
-                undo.append((owner, patch.name, vars(owner).get(patch.name, _ABSENT)))
+                before = vars(owner).get(patch.name, _ABSENT)
                 setattr(owner, patch.name, patch.replacement)
+                undo.append((owner, patch.name, before))
         yield
     finally:
         for owner, name, before in reversed(undo):

@@ -4,6 +4,7 @@ The containers are those that `torch.nn.parallel` scatters and gathers (`torch/n
 tuples, named tuples and dicts; results may be dataclasses too.
 """
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
@@ -72,7 +73,7 @@ def map_container(function: Callable[[Any], Any], value: Any) -> Any:
         items = {key: function(entry) for key, entry in value.items()}
         if type(value) is dict:
             return items
-        table = value.copy()  # keeps what a dict subclass has besides: a defaultdict's factory
+        table = copy.copy(value)  # keeps what a dict subclass has besides: a defaultdict's factory
         table.update(items)
         return table
     return value

@@ -1,0 +1,148 @@
+"""`samestep run` of scripts for one process, as a user types it: its options, and what is said when they do not fit."""
+
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from samestep.cli.main import main
+
+SAMESTEP = [sys.executable, "-m", "samestep"]
+
+PLAIN = """
+    import os, random, sys
+
+    import numpy, torch
+    from torch import nn
+
+    # nobody seeds anything here, and nobody wraps anything
+    net = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Dropout(0.3), nn.Linear(6, 1))
+    data = torch.randn(10, 4)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    print(sys.argv[1:], random.random(), numpy.random.rand())
+    for step in range(3):
+        loss = net(data).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        print(step, loss.item().hex(), net[1].running_mean.sum().item().hex())
+"""
+RAISING = """
+    import os
+
+    import torch
+    from torch import nn
+
+    class Strict(nn.Module):
+        def forward(self, x):
+            return self.checked(x)
+
+        def checked(self, x):
+            if (x > 2).any():
+                raise ValueError("more than two")  # here
+            return x
+
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    print("found", [name for name in names if name in os.environ])
+    model = nn.DataParallel(Strict())
+    print(model(torch.tensor([1.0, 2.0])).tolist(), flush=True)
+    model(torch.tensor([1.0, 3.0]))  # there
+    print("not reached")
+"""
+NATIVE = """
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+"""
+
+
+def script(folder, source, name="train.py"):
+    path = folder / name
+    path.write_text(textwrap.dedent(source))
+    return path
+
+
+def line_of(source, text):
+    """The line of a script that holds a text."""
+    lines = textwrap.dedent(source).splitlines()
+    (number,) = [number for number, line in enumerate(lines, 1) if text in line]
+    return number
+
+
+def samestep_run(*args, cwd):
+    """Runs the command; a failure to end is a failure."""
+    return subprocess.run(
+        [*SAMESTEP, "run", *map(str, args)], cwd=cwd, capture_output=True, text=True, timeout=120, env={**os.environ}
+    )
+
+
+def test_shards_seed_and_wrap_decide_what_a_script_prints_and_devices_do_not(tmp_path):
+    options = ("--num-shards", 3, "--wrap", "net")
+    path = script(tmp_path, PLAIN)
+    one = samestep_run("--devices", "cpu:1", *options, "--seed", 5, path, "--lr", 1, cwd=tmp_path)
+    two = samestep_run("--devices", "cpu:2", *options, "--seed", 5, path, "--lr", 1, cwd=tmp_path)
+    assert (one.returncode, one.stderr) == (0, "")
+    assert (two.returncode, two.stderr) == (0, "")
+    assert one.stdout.startswith("['--lr', '1'] ")
+    assert len(one.stdout.splitlines()) == 4
+    assert two.stdout == one.stdout
+    other = samestep_run("--devices", "cpu:2", "--num-shards", 2, *options[2:], "--seed", 5, path, cwd=tmp_path)
+    assert other.returncode == 0
+    draws, *losses = other.stdout.splitlines()
+    assert draws.split("] ")[1] == one.stdout.splitlines()[0].split("] ")[1], "the seed is the same"
+    assert all(mine != theirs for mine, theirs in zip(losses, one.stdout.splitlines()[1:], strict=True))
+
+
+def test_what_a_script_raises_is_shown_once_with_its_own_lines_only(tmp_path):
+    done = samestep_run("--devices", "cpu:2", "--num-shards", 2, script(tmp_path, RAISING), cwd=tmp_path)
+    assert done.returncode == 1
+    assert done.stdout == "found []\n[1.0, 2.0]\n", "an adopted script finds no trace of ranks"
+    assert done.stderr.count("ValueError: more than two") == 1
+    assert done.stderr.count("Traceback") == 1
+    shown = [line.strip() for line in done.stderr.splitlines() if line.strip().startswith("File ")]
+    assert all("train.py" in line for line in shown), done.stderr
+    lines = [line_of(RAISING, text) for text in ("# there", "return self.checked", "# here")]
+    assert [line for line in lines if any(f", line {line}," in entry for entry in shown)] == lines
+    assert len(done.stderr.splitlines()) <= 12, done.stderr
+
+
+def test_a_script_that_is_not_adopted_finds_its_rank(tmp_path):
+    source = """
+        import os
+
+        names = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+        with open(f"rank-{os.environ['RANK']}.txt", "w") as file:
+            print(*(os.environ[name] for name in names), "MASTER_ADDR" in os.environ, file=file)
+    """
+    done = samestep_run("--devices", "cpu:2", "--no-adopt", script(tmp_path, source), cwd=tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert [(tmp_path / f"rank-{rank}.txt").read_text() for rank in (0, 1)] == ["0 0 2 True\n", "1 1 2 True\n"]
+
+
+def test_a_name_to_wrap_that_is_never_called_is_an_error_that_says_what_was(tmp_path):
+    path = script(tmp_path, PLAIN)
+    done = samestep_run("--devices", "cpu:2", "--num-shards", 2, "--wrap", "model", "--seed", 1, path, cwd=tmp_path)
+    assert done.returncode == 2
+    assert "--wrap model" in done.stderr
+    assert "net (Sequential)" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert len(done.stderr.splitlines()) <= 4, done.stderr
+
+
+@pytest.mark.parametrize("option", [("--num-shards", "2"), ("--seed", "1"), ("--wrap", "net")])
+@pytest.mark.parametrize("source", [PLAIN, NATIVE])
+def test_options_of_adopted_scripts_are_refused_for_scripts_that_deal_with_ranks(
+    tmp_path, monkeypatch, capsys, option, source
+):
+    adopt = ["--no-adopt"] if source is PLAIN else []
+    path = script(tmp_path, source)
+    monkeypatch.setattr(sys, "argv", ["samestep", "run", "--devices", "cpu:2", *adopt, *option, str(path)])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.startswith("samestep: error: --num-shards, --seed and --wrap are for adopted scripts")
+    assert len(said.err.splitlines()) == 1
