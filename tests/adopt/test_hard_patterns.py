@@ -46,10 +46,9 @@ def test_a_backward_on_another_thread_is_refused_by_the_threads_name(worlds, tmp
     for outcome in run_pattern(worlds, n, "backward_on_a_thread", tmp_path):
         assert not outcome.error, outcome.message
         (failure,) = [value for path, value in outcome.result.items() if path.startswith("/failures")]
-        assert failure.startswith("DeterminismError: backward was called on the thread helper")
+        assert failure.startswith("DeterminismError: backward was called on the thread second")
 
 
-@pytest.mark.xfail(strict=True, reason="what follows a refused backward of another thread runs whole on every process")
 @pytest.mark.parametrize("n", [1, 2])
 def test_after_a_refused_backward_on_another_thread_the_next_forward_runs_in_chunks(worlds, tmp_path, n):
     outcomes = run_pattern(worlds, n, "backward_on_a_thread", tmp_path)

@@ -10,7 +10,6 @@ from core_programs import OUTPUT_DTYPES, input_of_one, moody, on_ranks, plainly
 WORLDS = (1, 2, 3)
 # rows and shards: divided evenly and not; fewer chunks than shards; fewer chunks than ranks; one chunk
 CUTS = [(12, 4), (13, 7), (5, 8), (2, 8), (1, 4)]
-AS_BYTES = pytest.mark.xfail(strict=True, reason="not every contiguous tensor can be seen as bytes")
 
 
 def shared_out(worlds, n, program, num_shards, *args, breaker=None):
@@ -148,13 +147,13 @@ def test_results_of_any_dtype_are_joined_bit_by_bit(worlds, n, num_rows, num_sha
         assert data[-size:] != data[:size]
 
 
-@pytest.mark.parametrize("n", [1, *[pytest.param(n, marks=AS_BYTES) for n in (2, 3)]])
+@pytest.mark.parametrize("n", [1, 2, 3])
 def test_a_column_of_chunks_of_one_row_is_joined(worlds, n):
     assert shared_out(worlds, n, "first_column", 6, 6) == plainly("first_column", 6)
 
 
 @pytest.mark.parametrize("n", WORLDS)
-@pytest.mark.parametrize("num_rows", [5, pytest.param(1, marks=AS_BYTES), pytest.param(0, marks=AS_BYTES)])
+@pytest.mark.parametrize("num_rows", [5, 1, 0])
 def test_a_column_of_a_table_is_an_input_however_few_rows_it_has(worlds, n, num_rows):
     assert worlds(n).run(input_of_one, num_rows) == [True] * n
 

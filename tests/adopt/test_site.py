@@ -39,7 +39,6 @@ def test_files_elsewhere_are_the_users(tmp_path):
     assert is_script_file("<stdin>")
 
 
-@pytest.mark.xfail(strict=True, reason="the folder's name is compared as the beginning of a text")
 def test_a_folder_whose_name_begins_like_that_of_a_library_is_the_users():
     assert is_script_file(f"{Path(our_site.__file__).parents[1]}_experiments{os.sep}train.py")
 

@@ -125,7 +125,6 @@ def test_a_defaultdict_keeps_its_factory():
     assert "absent" not in value
 
 
-@pytest.mark.xfail(strict=True, reason="dict.copy() of a subclass gives a plain dict")
 def test_a_dict_subclass_keeps_its_class():
     leaves, template = take_apart(Readable(loss=torch.ones(1)), is_tensor)
     assert put_together(template, leaves).loss is leaves[0]

@@ -101,7 +101,6 @@ def test_patches_made_so_far_are_taken_out_when_making_the_next_one_fails():
     assert Owner.name == "before"
 
 
-@pytest.mark.xfail(strict=True, reason="what could not be put in is taken out first, which raises again")
 def test_patches_put_in_so_far_are_taken_out_when_a_place_cannot_be_changed():
     owner = module("table_owner", thing=1)
     with pytest.raises(TypeError), applied([Patch(owner, "thing", 2), Patch(int, "thing", 3)]):

@@ -7,8 +7,10 @@ import textwrap
 
 import pytest
 
+import samestep
 from samestep.cli.main import main
 
+OURS = os.path.dirname(samestep.__file__)
 SAMESTEP = [sys.executable, "-m", "samestep"]
 
 PLAIN = """
@@ -30,7 +32,7 @@ PLAIN = """
         print(step, loss.item().hex(), net[1].running_mean.sum().item().hex())
 """
 RAISING = """
-    import os
+    import os, sys
 
     import torch
     from torch import nn
@@ -48,7 +50,7 @@ RAISING = """
     print("found", [name for name in names if name in os.environ])
     model = nn.DataParallel(Strict())
     print(model(torch.tensor([1.0, 2.0])).tolist(), flush=True)
-    model(torch.tensor([1.0, 3.0]))  # there
+    model(torch.tensor([float(word) for word in sys.argv[1:]]))  # there
     print("not reached")
 """
 NATIVE = """
@@ -95,17 +97,31 @@ def test_shards_seed_and_wrap_decide_what_a_script_prints_and_devices_do_not(tmp
     assert all(mine != theirs for mine, theirs in zip(losses, one.stdout.splitlines()[1:], strict=True))
 
 
-def test_what_a_script_raises_is_shown_once_with_its_own_lines_only(tmp_path):
-    done = samestep_run("--devices", "cpu:2", "--num-shards", 2, script(tmp_path, RAISING), cwd=tmp_path)
+@pytest.mark.parametrize(
+    "rows",
+    [
+        pytest.param((3, 1), id="in the first process"),
+        pytest.param(
+            (1, 3),
+            id="in the second process",
+            marks=pytest.mark.xfail(strict=False, reason="the process that raised waits as long as the launcher does"),
+        ),
+    ],
+)
+def test_what_a_script_raises_is_shown_once_with_its_own_lines(tmp_path, rows):
+    path = script(tmp_path, RAISING)
+    done = samestep_run("--devices", "cpu:2", "--num-shards", 2, "--seed", 1, path, *rows, cwd=tmp_path)
     assert done.returncode == 1
     assert done.stdout == "found []\n[1.0, 2.0]\n", "an adopted script finds no trace of ranks"
     assert done.stderr.count("ValueError: more than two") == 1
     assert done.stderr.count("Traceback") == 1
+    assert "PeerLostError" not in done.stderr
     shown = [line.strip() for line in done.stderr.splitlines() if line.strip().startswith("File ")]
-    assert all("train.py" in line for line in shown), done.stderr
+    assert not any(OURS in line for line in shown), done.stderr
     lines = [line_of(RAISING, text) for text in ("# there", "return self.checked", "# here")]
-    assert [line for line in lines if any(f", line {line}," in entry for entry in shown)] == lines
-    assert len(done.stderr.splitlines()) <= 12, done.stderr
+    numbers = [int(line.split(", line ")[1].split(",")[0]) for line in shown if "train.py" in line]
+    assert numbers == lines, done.stderr
+    assert len(done.stderr.splitlines()) <= 30, done.stderr
 
 
 def test_a_script_that_is_not_adopted_finds_its_rank(tmp_path):
@@ -132,7 +148,9 @@ def test_a_name_to_wrap_that_is_never_called_is_an_error_that_says_what_was(tmp_
 
 
 @pytest.mark.parametrize("option", [("--num-shards", "2"), ("--seed", "1"), ("--wrap", "net")])
-@pytest.mark.parametrize("source", [PLAIN, NATIVE])
+@pytest.mark.parametrize(
+    "source", [pytest.param(NATIVE, id="native"), pytest.param(PLAIN, id="plain, but not to be adopted")]
+)
 def test_options_of_adopted_scripts_are_refused_for_scripts_that_deal_with_ranks(
     tmp_path, monkeypatch, capsys, option, source
 ):
@@ -144,5 +162,7 @@ def test_options_of_adopted_scripts_are_refused_for_scripts_that_deal_with_ranks
     assert ended.value.code == 2
     said = capsys.readouterr()
     assert said.out == ""
-    assert said.err.startswith("samestep: error: --num-shards, --seed and --wrap are for adopted scripts")
+    assert said.err.startswith("samestep: error: --num-shards, --seed and --wrap are for ")
     assert len(said.err.splitlines()) == 1
+    if source is NATIVE:
+        assert f"train.py, line {line_of(NATIVE, 'init_process_group')}" in said.err

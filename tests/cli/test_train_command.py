@@ -225,6 +225,7 @@ def test_a_folder_with_other_things_is_left_alone(tables, tmp_path):
     assert [entry.name for entry in (tmp_path / "r").iterdir()] == ["thesis.tex"]
 
 
+@pytest.mark.slow
 def test_another_optimizer_brings_its_own_learning_rate_and_no_momentum(tables, tmp_path):
     train_json(
         "mlp", "--data", tables, "--epochs", 1, "--optimizer", "sgd", "--lr", "1e-6", "--run-dir", "a", cwd=tmp_path

@@ -60,12 +60,12 @@ def meet_in_backward(adoption: Adoption, error: BaseException | None = None) -> 
     Raises:
         DeterminismError: the chunks drew random numbers, or the ranks have drifted apart.
     """
+    drew = end_backward(adoption)
     if adoption.communicator.device.type == "cpu" and not adoption.is_own_thread():
         raise DeterminismError(
             f"backward was called on the thread {threading.current_thread().name}; the ranks can meet only on the "
             "script's main thread: call it there"
         )
-    drew = end_backward(adoption)
     rows = adoption.meet("the backward of a wrapped forward", [OK if error is None else RAISED, int(drew)])
     failed = [rank for rank, row in enumerate(rows) if row[0] == RAISED]
     if failed:

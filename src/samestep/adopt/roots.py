@@ -56,7 +56,7 @@ def _together(adoption: Adoption) -> Iterator[None]:
         return
     try:
         yield
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         if adoption.backward is not None:  # the others wait where this rank's chunks would have been through
             meet_in_backward(adoption, error)
         raise

@@ -116,6 +116,7 @@ def tensor_checksum(tensor: Tensor) -> Tensor:
     and its negative) would go unnoticed.
     """
     flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1).contiguous()
+    flat = flat.as_strided((flat.numel(),), (1,))  # of one element the stride may be any
     words = flat.view({1: torch.uint8, 2: torch.int16}.get(flat.element_size(), torch.int32)).to(torch.int64)
     positions = torch.arange(1, words.numel() + 1, device=words.device)
     weights = (positions * -7046029254386353131) ^ (positions << 17)

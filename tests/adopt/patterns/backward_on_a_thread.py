@@ -27,7 +27,7 @@ torch.manual_seed(131)
 failures = []
 model = nn.DataParallel(Net()).cuda()
 loss = model(torch.randn(8, 4).cuda()).mean()
-thread = threading.Thread(target=backward, args=(loss,), name="helper")
+thread = threading.Thread(target=backward, args=(loss,), name="second")
 thread.start()
 thread.join()
 model.zero_grad()

@@ -199,6 +199,9 @@ def _same_bytes(left: Tensor, right: Tensor) -> bool:
     """Whether two dense tensors of one dtype hold the same bits; NaN equals itself."""
     if left.shape != right.shape:
         return False
-    return torch.equal(
-        left.contiguous().reshape(-1).view(torch.uint8), right.contiguous().reshape(-1).view(torch.uint8)
-    )
+    return torch.equal(_bytes(left), _bytes(right))
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    flat = tensor.contiguous().reshape(-1)
+    return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)

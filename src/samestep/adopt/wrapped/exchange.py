@@ -51,7 +51,8 @@ def pack(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     """Contiguous tensors as bytes, [n] uint8, each padded to a border of 64 bytes."""
     parts = []
     for tensor in tensors:
-        data = tensor.reshape(-1).view(torch.uint8)
+        flat = tensor.reshape(-1)
+        data = flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)  # of one element the stride may be any
         parts.append(data)
         if data.numel() % BORDER_BYTES:
             parts.append(data.new_zeros(-data.numel() % BORDER_BYTES))

@@ -5,10 +5,11 @@ As `torch.func.functional_call` does it, the module itself runs, with other tens
 lost with the replicas of torch's DataParallel: the next chunk, which may run on another rank, must not see it.
 """
 
-import sys
+import gc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from operator import is_
+from types import FrameType
 from typing import Any
 
 import torch
@@ -19,7 +20,6 @@ from samestep.errors import DeterminismError, UsageError
 
 ACCUMULATE = "torch::autograd::AccumulateGrad"
 REENTRANT = "CheckpointFunctionBackward"
-UNHELD = 2  # references to a leaf that nobody but the graph holds: our variable, and the call that counts
 
 
 class Replicas:
@@ -144,7 +144,7 @@ class Replicas:
             seen.add(node)
             name = node.name()
             if name == ACCUMULATE:
-                self._check_leaf(node, names)
+                self._check_leaf(node, names, outputs)
             elif name == REENTRANT:
                 raise DeterminismError(
                     "activation checkpointing inside the wrapped forward uses the reentrant form, which computes "
@@ -157,8 +157,9 @@ class Replicas:
                 )
             waiting += [following for following, _ in node.next_functions if following is not None]
 
-    def _check_leaf(self, node: Any, names: dict[int, str]) -> None:
+    def _check_leaf(self, node: Any, names: dict[int, str], outputs: Sequence[Tensor]) -> None:
         """Raises for a leaf that lives longer than the forward: a parameter, or a tensor that somebody else holds."""
+        is_held = _is_held(node.variable)  # before a variable of ours holds it
         leaf: Tensor = node.variable
         if id(leaf) in names:
             raise DeterminismError(
@@ -172,7 +173,7 @@ class Replicas:
                 "forward: its gradient would be a part only. Modules in a plain list or dict, a closure or a global "
                 "are not seen; use nn.ModuleList, nn.ModuleDict, or make them attributes"
             )
-        if sys.getrefcount(leaf) > UNHELD:
+        if not any(leaf is output for output in outputs) and is_held:
             held = [
                 f"the attribute {f'{prefix}.{key}' if prefix else key} holds a tensor"
                 for prefix, child in self.modules
@@ -254,6 +255,11 @@ def _refuse_scripted(module: nn.Module) -> None:
                 f"{name or 'the wrapped module'} was compiled by torch.jit, whose parameters cannot be exchanged; wrap "
                 "the plain module, or use torch.compile"
             )
+
+
+def _is_held(leaf: Tensor) -> bool:
+    """Whether a variable, a closure or a container holds a tensor; not only the graph, or a call that is running."""
+    return any(not isinstance(referrer, FrameType) for referrer in gc.get_referrers(leaf))
 
 
 def _is_same(now: dict[str, Any], before: dict[str, Any]) -> bool:
