@@ -54,6 +54,7 @@ class Adoption:
         seeding: what `adopt.seeding` keeps about the script's seeds.
         visible_at_start: CUDA_VISIBLE_DEVICES before the script ran: another value is the script's.
         backward: what `adopt.backward` keeps while gradients pass through chunks.
+        own_failure: what this rank raised, and all others a copy of: it has the script's own lines.
         scratch: what `adopt.scratch` keeps about the script's own lists of parameters.
         templates: structures of results that the ranks have told each other, pickled.
         wrapped: what `adopt.forward` remembers about each wrapped module.
@@ -71,6 +72,7 @@ class Adoption:
     seeding: Any = None
     scratch: Any = None
     backward: Any = None
+    own_failure: BaseException | None = None
     visible_at_start: str | None = field(default_factory=lambda: os.environ.get("CUDA_VISIBLE_DEVICES"))
     templates: dict[int, bytes] = field(default_factory=dict)
     wrapped: weakref.WeakKeyDictionary[nn.Module, Any] = field(default_factory=weakref.WeakKeyDictionary)

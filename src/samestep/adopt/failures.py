@@ -27,6 +27,7 @@ def raise_together(adoption: Adoption, error: BaseException | None, rank: int, w
         if own is None:
             raise _unpacked(data) from PeerLostError(f"rank {rank} raised it in {where}", (rank,))
     assert own is not None, "the rank that raises has something to raise"
+    adoption.own_failure = own
     raise own
 
 

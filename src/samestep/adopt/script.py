@@ -21,7 +21,7 @@ from samestep.adopt.virtual.real import own_accelerator
 from samestep.errors import PeerLostError, UsageError
 from samestep.launcher.program import run_module, run_script
 
-COURTESY_SECONDS = 0.5
+COURTESY_SECONDS = 0.2
 RANK_VARIABLES = (
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_NAME"),
     *("ROLE_RANK", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"),
@@ -67,7 +67,7 @@ def run_adopted(
 
 def _let_the_first_rank_speak(adoption: Adoption, error: BaseException) -> None:
     """What all ranks raise alike is told by rank 0, which has the terminal: the others are late."""
-    if adoption.rank > 0 and not isinstance(error, PeerLostError):
+    if adoption.rank > 0 and error is not adoption.own_failure and not isinstance(error, PeerLostError):
         time.sleep(COURTESY_SECONDS)
 
 

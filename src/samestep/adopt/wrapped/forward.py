@@ -64,6 +64,7 @@ class Work:
     """What this rank's chunks came to."""
 
     results: Results
+    packed: Tensor | None = None
     said: list[tuple[int, int, str]] = field(default_factory=list)
     lost: set[str] = field(default_factory=set)
     failed_chunk: int = 0
@@ -164,7 +165,7 @@ def _forward(
         said = pickle.dumps(work.said) if work.said else b""
         status = [OK if work.error is None else RAISED, work.failed_chunk, len(said)]
         own_words = [*status, *wrapped.buffers.touched, *watched, state, since, *work.results.words()]
-        rows, parts = adoption.hand_out("a wrapped forward", own_words, work.results.packed(adoption.world_size))
+        rows, parts = adoption.hand_out("a wrapped forward", own_words, work.packed)
         adoption.num_forwards += 1
         adoption.num_since_reseed += 1
         wrapped.num_forwards += 1
@@ -222,7 +223,9 @@ def _run_chunks(
             tracked = [leaf for leaves in work.results.leaves for leaf in leaves if leaf.requires_grad]
             wrapped.replicas.check_graph(tracked, entrance.token, oldest._sequence_nr())
         with torch._C.DisableTorchFunction():
-            work.results.words()  # what cannot be described is an error of this rank's, told like the others
+            # What cannot be described or packed is an error of this rank's, told like the others.
+            work.results.words()
+            work.packed = work.results.packed(adoption.world_size)
     except (Exception, SystemExit) as error:
         work.error = error
 
