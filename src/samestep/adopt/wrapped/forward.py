@@ -179,8 +179,9 @@ def _forward(
         wrapped.buffers.merge(adoption, touched, rank_blocks(ranges, chunks.num_chunks))
         _say_lost(adoption, work.lost)
         words = [(row[9], row[10]) for row in rows]
-        value = gather_results(adoption, work.results, words, parts, dim, entrance.region, entrance.token)
-        return map_tensors(lambda tensor: adoption.mark(tensor, output_device), value)
+        return gather_results(
+            adoption, work.results, words, parts, entrance.region, entrance.token, dim=dim, output_device=output_device
+        )
 
 
 def _run_chunks(

@@ -79,9 +79,11 @@ def gather_results(
     results: Results,
     words_by_rank: Sequence[Sequence[int]],
     packed_by_rank: Sequence[Tensor],
-    dim: int,
     region: Region,
     token: Tensor | None,
+    *,
+    dim: int,
+    output_device: int,
 ) -> Any:
     """Joins the results of all ranks.
 
@@ -90,9 +92,10 @@ def gather_results(
         results: this rank's.
         words_by_rank: each rank's `Results.words`.
         packed_by_rank: each rank's `Results.packed`.
-        dim: along which tensors are joined.
         region: the chunks ran in it.
         token: from `enter`; None if nothing that requires grad entered the region.
+        dim: along which tensors are joined.
+        output_device: where they are, as the script counts devices.
 
     Raises:
         UsageError: the chunks returned what cannot be joined; on all ranks.
@@ -113,7 +116,8 @@ def gather_results(
         wholes = join_pieces(adoption, region.ranges, items, list(zip(*results.leaves, strict=True)))
     else:
         items, forms, wholes = _unpacked(packed_by_rank, num_leaves, dim, region)
-    return put_together(template, _differentiable(results, items, forms, wholes, region, token))
+    values = _differentiable(results, items, forms, wholes, region, token)
+    return put_together(template, [adoption.mark(value, output_device) for value in values])
 
 
 def describe(template: Any) -> bytes:
