@@ -34,7 +34,7 @@ class Backward:
 def begin_backward(adoption: Adoption, guard: Callable[[], Callable[[], None]] | None) -> None:
     """The gradients of a region's results are about to enter its chunks."""
     if adoption.backward is None:
-        adoption.backward = Backward(guard() if guard is not None else None, _generator_state())
+        adoption.backward = Backward(guard() if guard is not None else None, generator_state())
         adoption.in_chunk = True
 
 
@@ -47,7 +47,7 @@ def end_backward(adoption: Adoption) -> bool:
     adoption.in_chunk = False
     if backward.put_back is not None:
         backward.put_back()
-    return backward.state != _generator_state()
+    return backward.state != generator_state()
 
 
 def meet_in_backward(adoption: Adoption, error: BaseException | None = None) -> None:
@@ -78,5 +78,6 @@ def meet_in_backward(adoption: Adoption, error: BaseException | None = None) -> 
         )
 
 
-def _generator_state() -> int:
+def generator_state() -> int:
+    """A checksum of the state of torch's generator, without drawing from it."""
     return zlib.crc32(torch.default_generator.get_state().numpy().tobytes())

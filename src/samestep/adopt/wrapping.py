@@ -84,22 +84,13 @@ def wrapped(adoption: Adoption, name: str) -> Iterator[None]:
     if not all(part.isidentifier() for part in name.split(".")):
         raise UsageError(f"got --wrap {name!r}; give a variable or class of the script, such as model or trainer.model")
     wrap = Wrap(name)
-    original = torch.autograd.backward
-    looked = False
 
-    def backward(*args: Any, **kwargs: Any) -> None:
-        nonlocal looked
-        if not looked and adoption.may_meet():
-            looked = True
-            if not wrap.is_met:
-                adoption.notice(f"{_never_met(wrap).replace('the script called', 'so far the script has called')}")
-        original(*args, **kwargs)
+    def look(_: FrameType) -> None:
+        if not wrap.is_met:
+            adoption.notice(_never_met(wrap, "so far the script has called"))
 
-    table = [
-        Patch(nn.Module, "__call__", _sharing_call(adoption, wrap, nn.Module.__call__)),
-        Patch(torch.autograd, "backward", backward),
-    ]
-    with applied(table):
+    call = Patch(nn.Module, "__call__", _sharing_call(adoption, wrap, nn.Module.__call__))
+    with applied([call, _at_first_backward(adoption, look)]):
         try:
             yield
         except SystemExit as stop:
@@ -120,6 +111,18 @@ def hinting(adoption: Adoption) -> Iterator[None]:
     if adoption.world_size == 1:
         yield
         return
+
+    def look(frame: FrameType) -> None:
+        seeding.say_seed(adoption)
+        if adoption.num_forwards == 0 and not shares_out(adoption):
+            adoption.notice(_hint(adoption.world_size, frame))
+
+    with applied([_at_first_backward(adoption, look)]):
+        yield
+
+
+def _at_first_backward(adoption: Adoption, look: Callable[[FrameType], None]) -> Patch:
+    """What calls `look` with the caller's frame once, when the script first calls backward."""
     original = torch.autograd.backward
     looked = False
 
@@ -127,13 +130,10 @@ def hinting(adoption: Adoption) -> Iterator[None]:
         nonlocal looked
         if not looked and adoption.may_meet():
             looked = True
-            seeding.say_seed(adoption)
-            if adoption.num_forwards == 0 and not shares_out(adoption):
-                adoption.notice(_hint(adoption.world_size, sys._getframe(1)))
+            look(sys._getframe(1))
         original(*args, **kwargs)
 
-    with applied([Patch(torch.autograd, "backward", backward)]):
-        yield
+    return Patch(torch.autograd, "backward", backward)
 
 
 def _sharing_call(adoption: Adoption, wrap: Wrap, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -208,11 +208,11 @@ def _described(module: nn.Module, frame: FrameType | None) -> str:
     return f"{names[0]} ({kind})" if names else kind
 
 
-def _never_met(wrap: Wrap) -> str:
+def _never_met(wrap: Wrap, called_so_far: str = "the script called") -> str:
     """The message about a name that no call had."""
     called = ", ".join(dict.fromkeys(wrap.seen.values())) or "none"
     return (
-        f"got --wrap {wrap.name}, and the script called no module of that name. Modules that it called: {called}. Give "
+        f"got --wrap {wrap.name}, and {called_so_far} no module of that name. Modules that it called: {called}. Give "
         "the variable or the class of one of them; only calls such as model(x) count, not model.forward(x) or other "
         "methods"
     )

@@ -115,9 +115,14 @@ def tensor_checksum(tensor: Tensor) -> Tensor:
     would do harm: the difference of two weights is even, so that swapped values which differ in bit 63 alone (a float64
     and its negative) would go unnoticed.
     """
-    flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1).contiguous()
-    flat = flat.as_strided((flat.numel(),), (1,))  # of one element the stride may be any
+    flat = flattened(tensor.detach().resolve_conj().resolve_neg())
     words = flat.view({1: torch.uint8, 2: torch.int16}.get(flat.element_size(), torch.int32)).to(torch.int64)
     positions = torch.arange(1, words.numel() + 1, device=words.device)
     weights = (positions * -7046029254386353131) ^ (positions << 17)
     return ((words + 1) * (weights | 1)).sum()
+
+
+def flattened(tensor: Tensor) -> Tensor:
+    """A tensor's elements in one row of stride 1, which can be viewed as bytes: [numel]; a copy only where needed."""
+    flat = tensor.reshape(-1).contiguous()
+    return flat.as_strided((flat.numel(),), (1,))  # of one element "contiguous" leaves the stride as it is

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from samestep.adopt.adoption import Adoption
+from samestep.data.batch import flattened
 from samestep.engine.buffers import MEAN_BUFFERS, BufferPlace
 from samestep.engine.losses import wide_dtype
 from samestep.errors import BufferMergeError
@@ -199,9 +200,4 @@ def _same_bytes(left: Tensor, right: Tensor) -> bool:
     """Whether two dense tensors of one dtype hold the same bits; NaN equals itself."""
     if left.shape != right.shape:
         return False
-    return torch.equal(_bytes(left), _bytes(right))
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    flat = tensor.contiguous().reshape(-1)
-    return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)
+    return torch.equal(flattened(left).view(torch.uint8), flattened(right).view(torch.uint8))

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from samestep.comm.buckets import make_buckets
 from samestep.comm.communicator import Communicator
+from samestep.data.batch import flattened
 from samestep.plan.tree import Block, TreeSum, rank_blocks
 
 if TYPE_CHECKING:
@@ -51,8 +52,7 @@ def pack(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     """Contiguous tensors as bytes, [n] uint8, each padded to a border of 64 bytes."""
     parts = []
     for tensor in tensors:
-        flat = tensor.reshape(-1)
-        data = flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)  # of one element the stride may be any
+        data = flattened(tensor).view(torch.uint8)
         parts.append(data)
         if data.numel() % BORDER_BYTES:
             parts.append(data.new_zeros(-data.numel() % BORDER_BYTES))

@@ -1,7 +1,6 @@
 """The wrapped forward: this rank's chunks of it, and what they make together, on every rank."""
 
 import pickle
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 
 from samestep.adopt import output, seeding
 from samestep.adopt.adoption import Adoption
+from samestep.adopt.backward import generator_state
 from samestep.adopt.failures import raise_together
 from samestep.adopt.site import script_line
 from samestep.adopt.wrapped.buffers import Buffers
@@ -153,7 +153,7 @@ def _forward(
     with torch._C.DisableTorchFunction():  # virtual devices look on from inside the chunks only
         ranges = deal(chunks.num_chunks, adoption.world_size)
         entrance = _enter(adoption, wrapped, chunks, ranges)
-        state = zlib.crc32(torch.default_generator.get_state().numpy().tobytes())
+        state = generator_state()
         since = adoption.num_since_reseed
     work = Work(Results(entrance.region.device))
     ids = [device_ids[chunk % len(device_ids)] if device_ids else chunk for chunk in range(chunks.num_chunks)]
@@ -201,8 +201,9 @@ def _run_chunks(
     try:
         for position, chunk in enumerate(entrance.region.mine):
             work.failed_chunk = chunk
-            adoption.generators.seed(derive_seed(seed, chunk))
-            wrapped.own_generators.seed(derive_seed(seed, chunk))
+            chunk_seed = derive_seed(seed, chunk)
+            adoption.generators.seed(chunk_seed)
+            wrapped.own_generators.seed(chunk_seed)
             pieces = [_marked(adoption, column[position], ids[chunk]) for column in entrance.inputs]
             args, kwargs = chunks.arguments(pieces)
             stand_ins = {
