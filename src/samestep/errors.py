@@ -10,6 +10,9 @@ SamestepError                 exit code 1
 ├── DeterminismError          an operation without a deterministic form, or ranks that ran different programs
 ├── PeerLostError             ranks that did not answer
 ├── RunFolderError (OSError)  a run folder that cannot be written
+├── CheckpointError (ValueError)  a checkpoint that is damaged, or does not fit what it is loaded into
+├── ContractError (ValueError)  a run that would go on under another contract
+├── OutOfMemoryError          a shard that does not fit in the device's memory
 └── WorkerError               a worker process that failed
 
 A message says what was got, what is needed and which option mends it.
@@ -62,6 +65,18 @@ class PeerLostError(SamestepError):
 
 class RunFolderError(SamestepError, OSError):
     """The run folder cannot be written: no space, no permission, or gone."""
+
+
+class CheckpointError(SamestepError, ValueError):
+    """A checkpoint is damaged or incomplete, or of another model than the one it is to be loaded into."""
+
+
+class ContractError(SamestepError, ValueError):
+    """The run would go on under another contract; the message lists the fields that changed."""
+
+
+class OutOfMemoryError(SamestepError):
+    """A shard does not fit in the device's memory; the message says which `num_shards` does, as measured."""
 
 
 class WorkerError(SamestepError):

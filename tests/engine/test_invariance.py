@@ -216,9 +216,9 @@ def test_twin_the_tree_replaced_by_rank_order_is_noticed(monkeypatch):
 def test_twin_randomness_by_rank_is_noticed(monkeypatch):
     real = step_module.TrainStep._run_shards
 
-    def by_rank(self, batch, counts):
+    def by_rank(self, batch):
         monkeypatch.setattr(step_module, "derive_seed", lambda *parts: 1000 + self.communicator.rank)
-        return real(self, batch, counts)
+        return real(self, batch)
 
     monkeypatch.setattr(step_module.TrainStep, "_run_shards", by_rank)
     assert differs({})

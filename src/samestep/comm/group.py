@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 import torch
@@ -15,6 +15,7 @@ from samestep.errors import PeerLostError, UsageError
 
 ROLL_CALL_SECONDS = 5.0
 POLL_SECONDS = 0.02
+CONNECT_SECONDS = 10.0
 
 
 class GroupTransport:
@@ -27,10 +28,16 @@ class GroupTransport:
         store: the store that the ranks met at; finds out who is missing when a transfer fails.
         timeout: after this long without an answer a transfer fails.
         store_host: the rank that hosts the store; None if no rank does.
+        meeting: where its ranks can meet anew after a loss; None if they cannot.
     """
 
     def __init__(
-        self, group: dist.ProcessGroup | None, store: dist.Store, timeout: timedelta, store_host: int | None = None
+        self,
+        group: dist.ProcessGroup | None,
+        store: dist.Store,
+        timeout: timedelta,
+        store_host: int | None = None,
+        meeting: dist.Store | None = None,
     ) -> None:
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
@@ -38,7 +45,10 @@ class GroupTransport:
         self._store = store
         self._timeout = timeout
         self._store_host = store_host
-        self._through_host = dist.get_backend(group) == "gloo"
+        self.meeting = meeting
+        self.names_missing = True
+        self._backend = dist.get_backend(group)
+        self._through_host = self._backend == "gloo"
 
     def exchange(self, parts: Tensor, sizes: Sequence[int], receive_sizes: Sequence[int]) -> Pending:
         """All-to-all of the parts."""
@@ -99,11 +109,25 @@ class GroupTransport:
         if dist.is_initialized():
             dist.destroy_process_group(self._group)
 
+    def abandon(self) -> None:
+        """Drops all process groups after a transfer failed, without waiting for what is under way.
+
+        Peers notice: their transfers with us fail. With NCCL this has not been run on two GPUs.
+        """
+        if dist.is_initialized():
+            if self._backend == "nccl":
+                dist.distributed_c10d._abort_process_group()
+            else:
+                dist.destroy_process_group()
+
     def peers_lost(self, error: RuntimeError) -> PeerLostError:
         """Turns a failed transfer into an error that names the ranks which did not answer.
 
-        Every rank whose transfer failed answers a roll call in the store; those that do not are missing.
+        Every rank whose transfer failed answers a roll call in the store; those that do not are missing. It is left out
+        where somebody else says who is (`names_missing` is false).
         """
+        if not self.names_missing:
+            return PeerLostError(f"the exchange failed: {error}")
         seconds = min(ROLL_CALL_SECONDS, self._timeout.total_seconds())
         try:
             missing = roll_call(self._store, self.rank, self.world_size, seconds, self._store_host)
@@ -120,8 +144,25 @@ class GroupTransport:
         )
 
 
-def roll_call(store: dist.Store, rank: int, world_size: int, seconds: float, store_host: int | None) -> tuple[int, ...]:
-    """Says "here" in a store, and waits for the other ranks to do so.
+def roll_call(
+    store: dist.Store,
+    rank: int,
+    world_size: int,
+    seconds: float,
+    store_host: int | None,
+    word: str = "here",
+    check: Callable[[], None] = lambda: None,
+) -> tuple[int, ...]:
+    """Says a word, "here", in a store, and waits for the other ranks to do so.
+
+    Args:
+        store: where; each rank's word is under its number.
+        rank: our own.
+        world_size: the number of ranks.
+        seconds: how long to wait.
+        store_host: the rank that hosts the store; None if no rank does.
+        word: what we say.
+        check: called while it waits; what it raises ends the wait.
 
     Returns:
         The ranks that did not within that time. If the store goes with the rank that hosts it, those that were missing
@@ -133,11 +174,12 @@ def roll_call(store: dist.Store, rank: int, world_size: int, seconds: float, sto
     missing: tuple[int, ...] = ()
     deadline = time.monotonic() + seconds
     try:
-        store.set(str(rank), "here")
+        store.set(str(rank), word)
         # It polls, since a `wait` that times out makes torch print warnings.
         while missing := tuple(other for other in range(world_size) if not store.check([str(other)])):
             if time.monotonic() >= deadline:
                 break
+            check()
             time.sleep(POLL_SECONDS)
     except RuntimeError:
         if store_host is None:
@@ -187,28 +229,65 @@ def connect(
     """
     if dist.is_initialized():
         return _adopt_group(environment, device, timeout)
-    shared_gpu = device.type == "cuda" and environment.local_world_size > torch.cuda.device_count()
-    backend = "nccl" if device.type == "cuda" and not shared_gpu else "gloo"
     store_host = None if environment.store_is_kept else 0
     store = _meet(environment, timeout, store_host)
+    backend = _backend(device, environment.local_world_size)
+    return _join(store, environment.rank, environment.world_size, device, backend, timeout, timeout, store_host)
+
+
+def reconnect(
+    meeting: dist.Store, rank: int, world_size: int, device: torch.device, timeout: timedelta
+) -> tuple[GroupTransport, GroupTransport]:
+    """Joins a process group of the ranks that are left, which have met in a store already.
+
+    Args:
+        meeting: the store, by a prefix of its own for each new group.
+        rank: our new rank.
+        world_size: the number of ranks that are left; above 1.
+        device: this rank's device.
+        timeout: for every transfer; the connection itself takes `CONNECT_SECONDS` at most.
+
+    Raises:
+        PeerLostError: one of them went meanwhile.
+    """
+    connect_timeout = timedelta(seconds=min(CONNECT_SECONDS, timeout.total_seconds()))
+    return _join(meeting, rank, world_size, device, _backend(device, world_size), connect_timeout, timeout, None)
+
+
+def _backend(device: torch.device, local_world_size: int) -> str:
+    """NCCL where each rank has a GPU of its own, else gloo."""
+    shared = device.type == "cuda" and local_world_size > torch.cuda.device_count()
+    return "nccl" if device.type == "cuda" and not shared else "gloo"
+
+
+def _join(
+    store: dist.Store,
+    rank: int,
+    world_size: int,
+    device: torch.device,
+    backend: str,
+    connect_timeout: timedelta,
+    timeout: timedelta,
+    store_host: int | None,
+) -> tuple[GroupTransport, GroupTransport]:
+    """Makes the process group of ranks that have met."""
     try:
         dist.init_process_group(
             backend,
             store=dist.PrefixStore("group", store),
-            rank=environment.rank,
-            world_size=environment.world_size,
-            timeout=timeout,
+            rank=rank,
+            world_size=world_size,
+            timeout=connect_timeout,
             device_id=device if backend == "nccl" else None,
         )
+        if connect_timeout != timeout:
+            dist.distributed_c10d._set_pg_timeout(timeout)
+        control = None if backend == "gloo" else dist.new_group(backend="gloo", timeout=timeout)
     except RuntimeError as error:
-        raise PeerLostError(
-            f"rank {environment.rank} met all others, but could not connect to them: {error}"
-        ) from error
+        raise PeerLostError(f"rank {rank} met all others, but could not connect to them: {error}") from error
     calls = dist.PrefixStore("calls", store)
-    transport = GroupTransport(None, calls, timeout, store_host)
-    if backend == "gloo":
-        return transport, transport
-    return transport, GroupTransport(dist.new_group(backend="gloo", timeout=timeout), calls, timeout, store_host)
+    transport = GroupTransport(None, calls, timeout, store_host, store if store_host is None else None)
+    return transport, transport if control is None else GroupTransport(control, calls, timeout, store_host)
 
 
 def _meet(environment: Environment, timeout: timedelta, store_host: int | None) -> dist.Store:

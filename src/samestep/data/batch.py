@@ -26,6 +26,8 @@ class Batch:
         position: samples of the epoch before this batch; -1 where it is not known.
         ids: gives the sample ids of the global batch in order, or None where samples have no ids.
         checksum: of the whole global batch, where each rank was handed all of it; 0 else.
+        version: of the team by which the shards were chosen.
+        renew: fetches the same global batch for the team as it is now; None where that needs something else.
     """
 
     length: int
@@ -34,6 +36,8 @@ class Batch:
     position: int = -1
     ids: Callable[[], np.ndarray] | None = field(default=None, repr=False)
     checksum: int = 0
+    version: int = 0
+    renew: "Callable[[], Batch] | None" = field(default=None, repr=False)
 
     def describe_shard(self, shard: int, num_shards: int) -> str:
         """Says which samples a shard holds, for messages."""
@@ -45,7 +49,9 @@ class Batch:
         return f"sample ids {shown}{' …' if len(ids) > 16 else ''}"
 
 
-def split_batch(value: Any, num_shards: int, mine: range, device: torch.device, compare: bool) -> Batch:
+def split_batch(
+    value: Any, num_shards: int, mine: range, device: torch.device, compare: bool, version: int = 0
+) -> Batch:
     """Takes this rank's shards of a global batch that every rank was handed whole.
 
     Args:
@@ -54,6 +60,7 @@ def split_batch(value: Any, num_shards: int, mine: range, device: torch.device, 
         mine: this rank's shards.
         device: where they go.
         compare: whether to compute the checksum by which ranks notice that they were handed different batches.
+        version: of the team that `mine` belongs to.
 
     Raises:
         DataError: there is no tensor in it, or the tensors disagree on the number of samples.
@@ -70,7 +77,7 @@ def split_batch(value: Any, num_shards: int, mine: range, device: torch.device, 
         for shard in mine
         if bounds[shard] < bounds[shard + 1]
     }
-    return Batch(length, shards, checksum=checksum(value) if compare else 0)
+    return Batch(length, shards, checksum=checksum(value) if compare else 0, version=version)
 
 
 def settle(value: Any, device: torch.device) -> Any:

@@ -4,7 +4,9 @@ Every sample is consumed once an epoch, in an order that depends on (seed, epoch
 per-sample randomness, `bitwise`. Nothing is padded; the last batch is shorter and is split over the shards like any.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset, TensorDataset
 
+from samestep.comm.team import Team
 from samestep.data.ahead import fetch_ahead
 from samestep.data.batch import Batch, settle
 from samestep.data.fetch import SHARD_STREAM, ShardIds, StreamReader, collate, fetch_shards
@@ -37,8 +40,7 @@ class Loader:
         self,
         dataset: Any,
         *,
-        ranges: Sequence[range],
-        rank: int,
+        team: Team,
         device: torch.device,
         seed: int,
         global_batch_size: int,
@@ -63,9 +65,8 @@ class Loader:
         self.global_batch_size = global_batch_size
         self.cursor = Cursor()
         self._num_samples = 0 if self.is_stream else _length(self.dataset)
-        self.ranges = tuple(ranges)
-        self._mine = ranges[rank]
-        self._num_shards = ranges[-1].stop
+        self.team = team
+        self._num_shards = team.num_shards
         self._device = device
         self.seed = seed
         self._shuffle = shuffle
@@ -96,16 +97,34 @@ class Loader:
         if self._left_early:
             self.cursor = self.cursor.next_epoch()
         self._left_early = True
-        for batch in fetch_ahead(self._batches(), self._device):
-            self.cursor = Cursor(batch.epoch, batch.position + batch.length)
-            yield batch
-        self.cursor = self.cursor.next_epoch()
-        self._left_early = False
+        pulse = self.team.pulse
+        while True:
+            version = self.team.version
+            batches: Iterator[Batch] = fetch_ahead(self._batches(), self._device)
+            while version == self.team.version:
+                before = pulse.enter("data")
+                batch = next(batches, None)
+                pulse.enter(before)
+                if batch is None:
+                    self.cursor = self.cursor.next_epoch()
+                    self._left_early = False
+                    return
+                self.cursor = Cursor(batch.epoch, batch.position + batch.length)
+                yield batch
+            del batches  # the team has changed, and with it which shards are ours: go on from the cursor
 
     def ids(self, epoch: int, start: int, stop: int) -> np.ndarray:
         """The sample ids at positions start … stop - 1 of an epoch."""
         positions = np.arange(start, stop, dtype=np.int64)
         return permute(positions, self._num_samples, self.seed, epoch) if self._shuffle else positions
+
+    def bookmark(self) -> tuple[Cursor, bool]:
+        """Where this loader is, for `go_back`."""
+        return self.cursor, self._left_early
+
+    def go_back(self, bookmark: tuple[Cursor, bool]) -> None:
+        """Takes up an earlier place, exactly."""
+        self.cursor, self._left_early = bookmark
 
     def state_dict(self) -> dict[str, Any]:
         """The cursor: the batches yielded so far count as consumed."""
@@ -136,10 +155,19 @@ class Loader:
         batches = self._one_by_one()
         return batches if self._num_workers > 0 else _quiet(batches, self._generators)
 
+    def _renew(self, epoch: int, position: int) -> Batch:
+        """One batch, fetched here for the team as it is now; the loader goes on from where it was."""
+        cursor, num_workers = self.cursor, self._num_workers
+        try:
+            self.cursor, self._num_workers = Cursor(epoch, position), 0
+            return next(self._batches())
+        finally:
+            self.cursor, self._num_workers = cursor, num_workers
+
     def _in_memory(self, dataset: InMemory) -> Iterator[Batch]:
         for batch, ids in self._plan(self.cursor.epoch, self.cursor.position):
             shards = {shard: self._gather(dataset, batch.epoch, some) for shard, some in ids.items()}
-            yield _with_shards(batch, shards)
+            yield replace(batch, shards=shards)
 
     def _one_by_one(self) -> Iterator[Batch]:
         epoch, first = self.cursor.epoch, self.cursor.position
@@ -149,11 +177,12 @@ class Loader:
             self.dataset, requests, self._collate, self.seed, self._num_workers, self._context, self._device
         )
         for batch, batch_ids in plan:
-            yield _with_shards(batch, {shard: settle(next(fetched), self._device) for shard in batch_ids})
+            yield replace(batch, shards={shard: settle(next(fetched), self._device) for shard in batch_ids})
 
     def _plan(self, epoch: int, position: int) -> Iterator[tuple[Batch, dict[int, np.ndarray]]]:
         """The batches of the rest of an epoch, still empty, with the ids of each of this rank's shards."""
         chunk = max(1, ORDER_CHUNK // self.global_batch_size)
+        ours, version = self.team.mine, self.team.version
         while True:
             bounds = []
             for _ in range(chunk):
@@ -164,7 +193,7 @@ class Loader:
                 position += length
             if not bounds:
                 return
-            spans = [(p + cut[self._mine.start], p + cut[self._mine.stop]) for p, _, cut in bounds]
+            spans = [(p + cut[ours.start], p + cut[ours.stop]) for p, _, cut in bounds]
             positions = np.concatenate([np.arange(start, stop, dtype=np.int64) for start, stop in spans])
             ids = permute(positions, self._num_samples, self.seed, epoch) if self._shuffle else positions
             offset = 0
@@ -172,11 +201,12 @@ class Loader:
                 mine = ids[offset : offset + span[1] - span[0]]
                 offset += span[1] - span[0]
                 shards = {
-                    shard: mine[cut[shard] - cut[self._mine.start] : cut[shard + 1] - cut[self._mine.start]]
-                    for shard in self._mine
+                    shard: mine[cut[shard] - cut[ours.start] : cut[shard + 1] - cut[ours.start]]
+                    for shard in ours
                     if cut[shard] < cut[shard + 1]
                 }
-                yield Batch(length, {}, epoch, start, _IdsLater(self, epoch, start, length)), shards
+                ids_later, renew = _IdsLater(self, epoch, start, length), partial(self._renew, epoch, start)
+                yield Batch(length, {}, epoch, start, ids_later, version=version, renew=renew), shards
 
     def _gather(self, dataset: InMemory, epoch: int, ids: np.ndarray) -> Any:
         """One shard, transformed; what the transform draws is seeded by (seed, epoch, the shard's first id)."""
@@ -194,18 +224,28 @@ class Loader:
         while samples := reader.take(self.global_batch_size):
             if self._drop_last and len(samples) < self.global_batch_size:
                 return
-            cut = shard_bounds(len(samples), self._num_shards)
-            shards = {}
-            for shard in self._mine:
-                if cut[shard] < cut[shard + 1]:
-                    self._generators.seed(derive_seed(self.seed, SHARD_STREAM, epoch, position + cut[shard]))
-                    shards[shard] = settle(self._collate(samples[cut[shard] : cut[shard + 1]]), self._device)
-            yield Batch(len(samples), shards, epoch, position, _Positions(position, len(samples)))
+            yield self._stream_batch(samples, epoch, position)
             position += len(samples)
         if position == 0:
             raise DataError(
                 "the iterable dataset gave no sample; needed: a new iterator from each call of its __iter__"
             )
+
+    def _stream_batch(self, samples: list[Any], epoch: int, position: int) -> Batch:
+        """A batch of a stream, collated for the team as it is now."""
+        cut = shard_bounds(len(samples), self._num_shards)
+        shards = {}
+        for shard in self.team.mine:
+            if cut[shard] < cut[shard + 1]:
+                self._generators.seed(derive_seed(self.seed, SHARD_STREAM, epoch, position + cut[shard]))
+                shards[shard] = settle(self._collate(samples[cut[shard] : cut[shard + 1]]), self._device)
+
+        def renew() -> Batch:
+            with self._generators.preserved(wholly=True):
+                return self._stream_batch(samples, epoch, position)
+
+        ids = _Positions(position, len(samples))
+        return Batch(len(samples), shards, epoch, position, ids, version=self.team.version, renew=renew)
 
 
 class _IdsLater:
@@ -265,6 +305,3 @@ def _quiet(batches: Iterator[Batch], generators: Generators) -> Iterator[Batch]:
             return
         yield batch
 
-
-def _with_shards(batch: Batch, shards: dict[int, Any]) -> Batch:
-    return Batch(batch.length, shards, batch.epoch, batch.position, batch.ids)

@@ -41,6 +41,14 @@ class BucketSum:
         self._views[id(leaf[0])] = leaf[1]
         self._counter.push(Block(shard, 1), leaf[0])
 
+    def fill_up(self, blocks: Sequence[Block]) -> None:
+        """Takes zeros in place of what the shards should have given: their sums are awaited, and come to nothing."""
+        self._counter = TreeSum(self._add)
+        for block in blocks:
+            leaf = self.leaf()
+            self._views[id(leaf[0])] = leaf[1]
+            self._counter.push(block, leaf[0].zero_())
+
     def start(self, communicator: Communicator, blocks_by_rank: Sequence[Sequence[Block]]) -> Reduction:
         """Sends this rank's partial sums on their way."""
         return communicator.reduce(blocks_by_rank, self._counter.sums, self._like)
@@ -178,9 +186,29 @@ class GradientSum:
         for bucket_sum in self._sums:
             bucket_sum.drop_memory()
 
-    def abandon(self) -> None:
-        """Drops what a step that failed has left."""
+    def fill_up(self, rank: int) -> None:
+        """Lets this rank, which could not run its shards, take part in the exchanges all the same."""
         self._armed_shard = None
+        self._leaf_totals = []
+        for bucket_sum in self._sums[len(self._started) :]:
+            bucket_sum.drop_memory()
+            bucket_sum.fill_up(self._blocks_by_rank[rank])
+
+    def drain(self) -> None:
+        """Waits for the exchanges that every rank has begun, and drops what came of them."""
+        for reduction in self._started:
+            reduction.fold()
+        for reduction in self._started:
+            reduction.finish()
+        self.abandon()
+
+    def abandon(self) -> None:
+        """Drops what a step that failed has left, exchanges under way among it."""
+        self._armed_shard = None
+        self._leaf_totals = []
+        self._started = []
+        self._results = []
+        self.drop_memory()
         self.forget()
 
     def remove_hooks(self) -> None:

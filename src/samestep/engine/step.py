@@ -17,7 +17,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from samestep.comm.communicator import Communicator
 from samestep.comm.reduction import tree_sum_rows
+from samestep.comm.team import Team
 from samestep.data.batch import Batch, split_batch
 from samestep.data.randomness import Generators
 from samestep.engine.buffers import BufferMerge, refuse_sync_batchnorm
@@ -33,10 +34,19 @@ from samestep.engine.counts import GlobalCounts
 from samestep.engine.diagnosis import explain_nondeterminism
 from samestep.engine.gradients import GradientSum
 from samestep.engine.losses import LossFn, describe, total_and_count, wide_dtype
+from samestep.engine.memory import Shortage, describe_shortage, free_memory, is_out_of_memory
 from samestep.engine.parameters import check_same_model, named_parameters, settle_model
 from samestep.engine.precision import LossScale, autocast, check_precision
 from samestep.engine.result import StepResult
-from samestep.errors import DataError, DeterminismError, LossError, NonFiniteError, UsageError
+from samestep.errors import (
+    DataError,
+    DeterminismError,
+    LossError,
+    NonFiniteError,
+    OutOfMemoryError,
+    PeerLostError,
+    UsageError,
+)
 from samestep.plan.seeds import derive_seed
 from samestep.plan.shards import shard_bounds
 from samestep.plan.tree import rank_blocks
@@ -53,8 +63,7 @@ class TrainStep:
 
     def __init__(
         self,
-        communicator: Communicator,
-        ranges: Sequence[range],
+        team: Team,
         seed: int,
         stream: int,
         model: nn.Module,
@@ -76,14 +85,12 @@ class TrainStep:
             raise UsageError(f"got max_grad_norm={max_grad_norm!r}; it must be above 0, or None for no clipping")
         if on_nonfinite not in ("raise", "skip"):
             raise UsageError(f"got on_nonfinite={on_nonfinite!r}; it is 'raise' or 'skip'")
-        self.communicator = communicator
+        self.team = team
         self.model = model
         self.optimizers = tuple(optimizers)
         self.num_steps = 0
         self._failed = False
         self._num_threads = torch.get_num_threads()
-        self._ranges = tuple(ranges)
-        self._num_shards = ranges[-1].stop
         self._seed = seed
         self._stream = stream
         self._loss_fn = loss_fn
@@ -95,22 +102,31 @@ class TrainStep:
         self._bucket_bytes = bucket_bytes
 
         refuse_sync_batchnorm(model)
-        if communicator.reduction == "ordered":
+        device = team.communicator.device
+        if team.communicator.reduction == "ordered":
             _compile_for_fixed_shapes()
-        settle_model(model, communicator.device)
-        check_same_model(model, communicator)
-        self._late = _can_check_late(communicator.device, self.optimizers) if late_check is None else late_check
+        settle_model(model, device)
+        team.perform(lambda: check_same_model(model, team.communicator))
+        self._late = _can_check_late(device, self.optimizers) if late_check is None else late_check
         if self._late and not all(_honours_found_inf(optimizer) for optimizer in self.optimizers):
             raise UsageError(
                 "late_check=True needs Adam or AdamW with fused=True, which can skip an update on the device"
             )
-        self._scale = LossScale(communicator.device, enabled=precision == "16-mixed")
-        self._counts = None if counts_fn is None else GlobalCounts(counts_fn, communicator)
-        self._buffers = BufferMerge(model, communicator)
-        self._generators = Generators(communicator.device)
-        self._gradients = self._lay_out()
-        self._poisoned = torch.zeros((), dtype=torch.bool, device=communicator.device)
+        self._scale = LossScale(device, enabled=precision == "16-mixed")
+        self._counts_fn = counts_fn
+        self._generators = Generators(device)
+        self._poisoned = torch.zeros((), dtype=torch.bool, device=device)
         self._unread: deque[tuple[StepResult, _Schedule | None]] = deque()
+        self._version = -1
+        self._counts: GlobalCounts | None = None
+        self._buffers: BufferMerge
+        self._gradients: GradientSum
+        self._settle_in_team()
+
+    @property
+    def communicator(self) -> Communicator:
+        """This rank's voice, as the team is now."""
+        return self.team.communicator
 
     def __call__(self, batch: Any) -> StepResult:
         """Takes one optimizer step on a global batch.
@@ -127,46 +143,91 @@ class TrainStep:
                 finite; the state is the one from before that step.
             DeterminismError: an operation has no deterministic form, or the ranks were handed different batches.
             LossError: the loss function broke its contract.
-            PeerLostError: a rank died or did not answer in time.
+            OutOfMemoryError: a shard did not fit on some rank; raised on all of them.
+            PeerLostError: a rank died or did not answer in time, and the run cannot heal.
         """
         self._read_what_is_there()
         self._check_process()
-        rank, ranges = self.communicator.rank, self._ranges
-        if not isinstance(batch, Batch):
-            compare = self.communicator.world_size > 1
-            batch = split_batch(batch, self._num_shards, ranges[rank], self.communicator.device, compare)
-            self._check_lengths(batch.length)
+        self.team.pulse.step = self.num_steps
+        result = self.team.perform(lambda: self._attempt(batch))
+        self.team.pulse.enter("script")
+        return result
+
+    def _attempt(self, value: Any) -> StepResult:
+        """The step by the team as it is; leaves everything as it was if a rank is lost meanwhile."""
+        team = self.team
+        if team.version != self._version:
+            self._settle_in_team()
+        batch = self._own_shards(value)
         if batch.length < 1:
             raise DataError("the batch holds no samples; leave empty batches out")
         if self._what_is_trained() != self._trained:
             self._gradients.remove_hooks()
             self._gradients = self._lay_out()
 
-        num_leaves = min(self._num_shards, batch.length)
-        blocks_by_rank = rank_blocks(ranges, num_leaves)
+        num_leaves = min(team.num_shards, batch.length)
+        blocks_by_rank = rank_blocks(team.ranges, num_leaves)
         self._gradients.begin(blocks_by_rank)
         self._buffers.begin(self.num_steps)
-        counts = None if self._counts is None else self._counts.sum(batch, ranges)
         try:
-            rows = self._run_shards(batch, counts)
-        except BaseException:
-            self._buffers.abandon()
-            self._gradients.abandon()
-            self._failed = self.communicator.world_size > 1
+            rows, shortage = self._run_shards(batch)
+        except BaseException as error:
+            self._abandon()
+            self._failed = team.world_size > 1 and not isinstance(error, PeerLostError)
             raise
-        self._gradients.start_rest()
-        rows, used, touched = self._exchange_header(batch, rows)
-        flats = self._gradients.finish()
-        self._buffers.exchange(touched[0], touched[1], blocks_by_rank, batch.length)
-        return self._update(batch, rows[:num_leaves], flats, used, divide=counts is None)
+        try:
+            team.pulse.enter("exchange")
+            self._gradients.start_rest()
+            rows, used, touched = self._exchange_header(batch, rows, shortage)
+            flats = self._gradients.finish()
+            self._buffers.exchange(touched[0], touched[1], blocks_by_rank, batch.length)
+        except (PeerLostError, OutOfMemoryError):
+            self._abandon()
+            raise
+        team.pulse.enter("update")
+        return self._update(batch, rows[:num_leaves], flats, used, divide=self._counts is None)
 
-    def _run_shards(self, batch: Batch, counts: Any) -> Tensor:
-        """Forward and backward of this rank's shards: a row (total, count, gradient sum) a shard of its range."""
-        mine = self._ranges[self.communicator.rank]
-        device = self.communicator.device
+    def _settle_in_team(self) -> None:
+        """Lays out what depends on the ranks."""
+        communicator = self.team.communicator
+        if self._version >= 0:
+            self._gradients.remove_hooks()
+        self._version = self.team.version
+        self._counts = None if self._counts_fn is None else GlobalCounts(self._counts_fn, communicator)
+        self._buffers = BufferMerge(self.model, communicator)
+        self._gradients = self._lay_out()
+
+    def _own_shards(self, value: Any) -> Batch:
+        """This rank's shards of a global batch, as the team is now."""
+        team = self.team
+        if isinstance(value, Batch):
+            if value.version == team.version:
+                return value
+            if value.renew is None:
+                raise DataError("a batch of another run's loader; use the loader of this run")
+            return value.renew()
+        compare = team.world_size > 1
+        device = team.communicator.device
+        batch = split_batch(value, team.num_shards, team.mine, device, compare, team.version)
+        self._check_lengths(batch.length)
+        return batch
+
+    def _abandon(self) -> None:
+        """Puts the model back after a step that came to nothing."""
+        self._buffers.abandon()
+        self._gradients.abandon()
+
+    def _run_shards(self, batch: Batch) -> tuple[Tensor, Shortage | None]:
+        """Forward and backward of this rank's shards.
+
+        Returns:
+            A row (total, count, gradient sum) a shard of its range; the shard for which memory ran out, if one did.
+        """
+        mine, device = self.team.mine, self.communicator.device
+        counts = None if self._counts is None else self._counts.sum(batch, self.team.ranges)
         rows = torch.zeros(len(mine), 3, dtype=wide_dtype(device), device=device)
         last = max(batch.shards, default=None)
-        bounds = shard_bounds(batch.length, self._num_shards)
+        bounds = shard_bounds(batch.length, self.team.num_shards)
         modes = [(module, module.training) for module in self.model.modules()]
         before = self._look_at_parameters()
         with self._generators.preserved():
@@ -175,17 +236,31 @@ class TrainStep:
                 num_samples = bounds[shard + 1] - bounds[shard]
                 if shard == last:
                     self._gradients.arm(shard)
-                total, count = self._run_shard(batch.shards[shard], num_samples, counts)
-                self._check_untouched(before)
+                try:
+                    total, count = self._run_shard(batch.shards[shard], num_samples, counts)
+                except (RuntimeError, MemoryError) as error:
+                    if not is_out_of_memory(error):
+                        raise
+                    shortage = Shortage(shard, num_samples, batch.shards[shard], self.team.pulse.phase, counts)
+                else:
+                    self._check_untouched(before)
+                    for module, mode in modes:
+                        module.training = mode
+                    row = rows[shard - mine.start]
+                    row[0], row[1], row[2] = total.detach(), count, self._gradients.collect(shard)
+                    self._buffers.collect(shard, num_samples)
+                    continue
                 for module, mode in modes:
                     module.training = mode
-                row = rows[shard - mine.start]
-                row[0], row[1], row[2] = total.detach(), count, self._gradients.collect(shard)
-                self._buffers.collect(shard, num_samples)
-        return rows
+                self._gradients.forget()
+                free_memory(device)
+                self._gradients.fill_up(self.team.rank)
+                return rows.zero_(), shortage
+        return rows, None
 
     def _run_shard(self, value: Any, num_samples: int, counts: Any) -> tuple[Tensor, Tensor]:
         """Forward and backward of one shard; leaves its gradient in the parameters' `.grad`."""
+        self.team.pulse.enter("forward")
 
         def forward() -> tuple[Tensor, Tensor]:
             with autocast(self.communicator.device, self._dtype):
@@ -201,6 +276,7 @@ class TrainStep:
                 raise LossError(
                     "the loss does not depend on any trainable parameter: check detach(), no_grad, requires_grad"
                 )
+            self.team.pulse.enter("backward")
             torch.autograd.backward(self._scale.apply(total), inputs=trainable)
         except RuntimeError as error:
             explained = explain_nondeterminism(error, self.model, lambda: forward()[0])
@@ -250,7 +326,9 @@ class TrainStep:
                 "number decides the bits: leave it alone, or give it by Run(num_threads=…) (--threads)"
             )
 
-    def _exchange_header(self, batch: Batch, rows: Tensor) -> tuple[Tensor, list[bool], tuple[bool, bool]]:
+    def _exchange_header(
+        self, batch: Batch, rows: Tensor, shortage: Shortage | None
+    ) -> tuple[Tensor, list[bool], tuple[bool, bool]]:
         """Gathers the rows of all shards, and what the ranks must agree on.
 
         Returns:
@@ -261,8 +339,9 @@ class TrainStep:
         bits = [self._buffers.touched_means, self._buffers.touched_others, *used]
         packed = [sum(bit << k for k, bit in enumerate(bits[i : i + 62])) for i in range(0, len(bits), 62)]
         identity = [batch.length, batch.epoch, batch.position, batch.checksum, self.num_steps]
-        sizes = [len(shards) for shards in self._ranges]
-        rows, words = self.communicator.gather_header(rows, sizes, [*identity, *packed])
+        sizes = [len(shards) for shards in self.team.ranges]
+        notes = [self.team.stop_asked, int(shortage is not None)]
+        rows, words = self.communicator.gather_header(rows, sizes, [*identity, *notes, *packed])
         for rank, row in enumerate(words):
             if row[:5] != words[0][:5]:
                 raise DeterminismError(
@@ -270,11 +349,40 @@ class TrainStep:
                     f"position, checksum, step: {row[:5]} and {words[0][:5]}); use run.loader, or seed your sampler "
                     "alike on every rank"
                 )
+        if any(row[6] for row in words):
+            self._explain_shortage(batch, shortage)
+        self.team.stop = max(row[5] for row in words)
         merged = [0] * len(packed)
         for row in words:
-            merged = [a | b for a, b in zip(merged, row[5:], strict=True)]
+            merged = [a | b for a, b in zip(merged, row[7:], strict=True)]
         flags = [bool(merged[k // 62] >> (k % 62) & 1) for k in range(len(bits))]
         return rows, flags[2:], (flags[0], flags[1])
+
+    def _explain_shortage(self, batch: Batch, shortage: Shortage | None) -> NoReturn:
+        """Measures, on every rank whose memory ran out, which number of shards fits, and raises alike on all ranks.
+
+        Raises:
+            OutOfMemoryError: names the shard, and the `num_shards` that fits.
+        """
+        self._gradients.drain()
+        fitting, num_samples = 0, 0
+        if shortage is not None:
+            with self._generators.preserved():
+                fitting = shortage.measure(self._run_slice, batch.length, self.team.num_shards, self.communicator)
+            self._gradients.forget()
+            num_samples = shortage.num_samples
+        rows = self.communicator.gather_words(
+            [-1 if shortage is None else shortage.shard, num_samples, fitting, int(shortage is not None)]
+        )
+        raise OutOfMemoryError(describe_shortage(rows, batch.length, self.team.num_shards, self.communicator.device))
+
+    def _run_slice(self, value: Any, num_samples: int, counts: Any) -> None:
+        """Forward and backward of some samples, as a step would run them; leaves nothing behind."""
+        try:
+            self._run_shard(value, num_samples, counts)
+        finally:
+            self._gradients.forget()
+            self._buffers.abandon()
 
     @torch.no_grad()
     def _update(self, batch: Batch, rows: Tensor, flats: list[Tensor], used: list[bool], divide: bool) -> StepResult:
@@ -337,9 +445,9 @@ class TrainStep:
             scalars = torch.empty(scalars.shape, dtype=scalars.dtype, pin_memory=True).copy_(scalars, non_blocking=True)
             event = torch.Event(self.communicator.device)
             event.record()
-        light = replace(batch, shards={})
+        light = replace(batch, shards={}, renew=None)
         settle = self._read_up_to if self._late else None
-        return StepResult(self.num_steps, batch.length, light, self._num_shards, scalars, event, settle)
+        return StepResult(self.num_steps, batch.length, light, self.team.num_shards, scalars, event, settle)
 
     def _read(self, result: StepResult, schedule: _Schedule | None) -> None:
         """Raises what a step found; from then on steps update again, starting from the state before that one."""

@@ -147,7 +147,7 @@ def make_optimizer(
 def device_names(run: Run) -> list[str]:
     """What each rank computes on, by rank: `cuda:1 (NVIDIA H200)`, `cpu`."""
     index = -1 if run.device.index is None else run.device.index
-    rows = run.communicator.gather_words([index])
+    rows = run.team.perform(lambda: run.communicator.gather_words([index]))
     if run.device.type == "cpu":
         return ["cpu"] * len(rows)
     name = torch.get_device_module(run.device).get_device_name(run.device) if run.device.type != "mps" else "Apple GPU"

@@ -3,13 +3,14 @@
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from samestep.comm.communicator import DTYPES, Communicator
 from samestep.comm.reduction import tree_sum_rows
+from samestep.comm.team import Team
 from samestep.data.loader import Loader
 from samestep.data.nested import leaves, map_tensors
 from samestep.data.randomness import Generators
@@ -20,17 +21,18 @@ from samestep.engine.precision import autocast, check_precision
 from samestep.errors import UsageError
 from samestep.plan.seeds import derive_seed
 from samestep.plan.shards import shard_bounds
-from samestep.train.metrics import as_metric, sums
+from samestep.train.metrics import Metric, as_metric, sums
 
 SMALL_ELEMENTS = 2**16
 EVALUATION_STREAM = 2**33  # apart from the streams of train steps and of samples
 
+T = TypeVar("T")
 Forward = Callable[[nn.Module, Any], Any]
 Take = Callable[[int, int, int, Any, Any], None]
 
 
 def evaluate(
-    communicator: Communicator,
+    team: Team,
     model: nn.Module,
     loader: Loader,
     metrics: Mapping[str, Any],
@@ -43,7 +45,7 @@ def evaluate(
     Random generators are seeded for each shard, for the forward and the metrics, and restored afterwards.
 
     Args:
-        communicator: of the ranks that share the work.
+        team: the ranks that share the work.
         model: measured; its training mode and its buffers are put back.
         loader: a loader of the run; its whole next epoch is used.
         metrics: name to `Metric`, or to a function `(output, batch) -> Tensor | Mean`.
@@ -59,8 +61,16 @@ def evaluate(
     named = {name: as_metric(metric) for name, metric in metrics.items()}
     if not named:
         raise UsageError("evaluate needs at least one metric, for example {'accuracy': samestep.metrics.accuracy}")
+    return carry_out(team, loader, lambda: _evaluate(team, model, loader, named, forward, precision))
+
+
+def _evaluate(
+    team: Team, model: nn.Module, loader: Loader, named: Mapping[str, Metric], forward: Forward | None, precision: str
+) -> dict[str, float]:
+    """`evaluate` by the team as it is now."""
+    communicator = team.communicator
     rows: list[Tensor] = []
-    mine = loader.ranges[communicator.rank]
+    mine = team.mine
     empty = torch.zeros(len(mine), 2 * len(named), dtype=wide_dtype(communicator.device), device=communicator.device)
 
     def measure(number: int, shard: int, num_samples: int, value: Any, output: Any) -> None:
@@ -69,9 +79,10 @@ def evaluate(
         measured = [sums(m, output, value, name=name, num_samples=num_samples) for name, m in named.items()]
         rows[number][shard - mine.start] = torch.stack([part for pair in measured for part in pair])
 
-    num_batches = _forward_all(communicator, model, loader, forward, precision, measure)
+    num_batches = _forward_all(team, model, loader, forward, precision, measure)
     rows += [empty.clone() for _ in range(num_batches - len(rows))]
-    by_shard = _by_shard(communicator, loader.ranges, rows)
+    team.pulse.enter("exchange")
+    by_shard = _by_shard(communicator, team.ranges, rows)
     totals = tree_sum_rows(by_shard).tolist() if rows else [0.0] * (2 * len(named))
     return {
         name: metric.finish(totals[2 * k] / totals[2 * k + 1]) if totals[2 * k + 1] else float("nan")
@@ -80,7 +91,7 @@ def evaluate(
 
 
 def predict(
-    communicator: Communicator,
+    team: Team,
     model: nn.Module,
     loader: Loader,
     *,
@@ -90,7 +101,7 @@ def predict(
     """The model's outputs for every sample of a loader, in its order, on every rank. Tier `bitwise`.
 
     Args:
-        communicator: of the ranks that share the work.
+        team: the ranks that share the work.
         model: run in evaluation mode and without gradients; its training mode and its buffers are put back.
         loader: a loader of the run; its whole next epoch is used.
         forward: `forward(model, batch)` gives the output; by default the model on the batch's first entry.
@@ -102,6 +113,12 @@ def predict(
     Raises:
         UsageError: an output is no tensor, or holds other than a row a sample, or there is none at all.
     """
+    return carry_out(team, loader, lambda: _predict(team, model, loader, forward, precision))
+
+
+def _predict(team: Team, model: nn.Module, loader: Loader, forward: Forward | None, precision: str) -> Any:
+    """`predict` by the team as it is now."""
+    communicator = team.communicator
     pieces: list[tuple[int, Any]] = []
 
     def keep(number: int, shard: int, num_samples: int, value: Any, output: Any) -> None:
@@ -111,14 +128,32 @@ def predict(
                     f"predict needs outputs with the samples along dim 0, got {describe(leaf)} for {num_samples} "
                     "samples; say what to keep with forward=lambda model, batch: …"
                 )
-        pieces.append((number * loader.ranges[-1].stop + shard, to_host(output)))
+        pieces.append((number * team.num_shards + shard, to_host(output)))
 
-    _forward_all(communicator, model, loader, forward, precision, keep)
+    _forward_all(team, model, loader, forward, precision, keep)
+    team.pulse.enter("exchange")
     columns = iter(_gather_columns(communicator, [(key, leaves(value)) for key, value in pieces]))
     form = json.dumps(_form(pieces[0][1])) if communicator.rank == 0 and pieces else ""
     sent = _exchange(communicator, torch.tensor(list(form.encode()), dtype=torch.int64))
     structure = pieces[0][1] if pieces else _structure(json.loads(bytes(sent.tolist())))
     return map_tensors(lambda _: next(columns), structure)
+
+
+def carry_out(team: Team, loader: Loader, attempt: Callable[[], T]) -> T:
+    """Carries out an operation on the loader's next epoch; begun anew if a rank is lost meanwhile."""
+    start = loader.bookmark()
+
+    def once() -> T:
+        if team.version != version:
+            loader.go_back(start)
+        return attempt()
+
+    version = team.version
+    before = team.pulse.enter("evaluate")
+    try:
+        return team.perform(once)
+    finally:
+        team.pulse.enter(before)
 
 
 @contextmanager
@@ -155,7 +190,7 @@ def evaluating(model: nn.Module, device: torch.device, precision: str) -> Iterat
 
 
 def _forward_all(
-    communicator: Communicator, model: nn.Module, loader: Loader, forward: Forward | None, precision: str, take: Take
+    team: Team, model: nn.Module, loader: Loader, forward: Forward | None, precision: str, take: Take
 ) -> int:
     """Runs this rank's shards of every batch, and hands on `take(number, shard, num_samples, value, output)`.
 
@@ -163,11 +198,13 @@ def _forward_all(
         The number of batches.
     """
     compute = _first_entry if forward is None else forward
-    generators = Generators(communicator.device)
+    device = team.communicator.device
+    generators = Generators(device)
     num_batches = 0
-    with evaluating(model, communicator.device, precision) as put_back:
+    with evaluating(model, device, precision) as put_back:
         for number, batch in enumerate(loader):
-            bounds = shard_bounds(batch.length, loader.ranges[-1].stop)
+            team.pulse.enter("evaluate")
+            bounds = shard_bounds(batch.length, team.num_shards)
             with generators.preserved():
                 for shard, value in batch.shards.items():
                     generators.seed(derive_seed(loader.seed, EVALUATION_STREAM, number, shard))

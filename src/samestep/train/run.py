@@ -10,8 +10,11 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from samestep.comm.board import Board
 from samestep.comm.communicator import Communicator, make_communicator
 from samestep.comm.environment import Environment, read_environment
+from samestep.comm.pulse import Pulse
+from samestep.comm.team import Team
 from samestep.data.loader import Loader
 from samestep.data.randomness import seed_process
 from samestep.engine.losses import LossFn, describe
@@ -39,6 +42,8 @@ class Run:
             default (the global batch, if that is smaller). At least as many as there are devices.
         seed: of every random generator and of the order of the data.
         shares: how much each device should do, one number a device; equal by default. The bits do not depend on it.
+        spares: how many of the devices, the last ones, stand by: they hold the state and take over at once when another
+            is lost. Devices beyond `num_shards` can only be spares.
         reduction: "ordered" (tier `bitwise`) or "native", the backend's own all-reduce (tier `allclose`).
         device: this rank's device; chosen by the launcher, else the first accelerator, else the CPU.
         num_threads: threads of a CPU worker, part of the contract since reductions split by it; 1 by default.
@@ -57,6 +62,7 @@ class Run:
         seed: int = 0,
         *,
         shares: Sequence[float] | None = None,
+        spares: int = 0,
         reduction: str = "ordered",
         device: str | torch.device | None = None,
         num_threads: int | None = None,
@@ -70,18 +76,42 @@ class Run:
             raise UsageError(f"got timeout_seconds={timeout_seconds}; it must be above 0, and no more than a year")
         environment = read_environment() if communicator is None else Environment()
         world_size = environment.world_size if communicator is None else communicator.world_size
-        self.ranges = shard_ranges(count, world_size, shares)
+        _check_spares(spares, world_size)
+        shard_ranges(count, world_size - spares, None if shares is None else list(shares)[: world_size - spares])
         self.device = own_device(device, environment) if communicator is None else communicator.device
         threads = (num_threads or environment.num_threads or 1) if self.device.type == "cpu" else 0
         self.contract = Contract(global_batch_size, count, seed, reduction, self.device.type, threads)
         make_deterministic(self.device, threads, reduction)
+        pulse = Pulse()
         if communicator is None:
+            watched = Board.from_environment()
+            pulse = Pulse() if watched is None else Pulse(*watched)
             communicator = make_communicator(environment, self.device, timedelta(seconds=timeout_seconds), reduction)
-            if world_size > 1:
-                atexit.register(communicator.close)
-        self.communicator = communicator
+        self.team = Team(
+            communicator, count, shares=shares, spares=spares, pulse=pulse, timeout_seconds=timeout_seconds
+        )
+        if world_size > 1 or pulse.board is not None:
+            atexit.register(self.team.close)
         self._num_streams = 0
         seed_process(seed)
+
+    @property
+    def communicator(self) -> Communicator:
+        """This rank's voice; another one after a rank was lost."""
+        return self.team.communicator
+
+    @property
+    def ranges(self) -> tuple[range, ...]:
+        """The shards that each rank executes, by rank."""
+        return self.team.ranges
+
+    @property
+    def stopping(self) -> bool:
+        """Whether the run was asked to stop (Ctrl-C, SIGTERM): true on all ranks after the same step.
+
+        A loop of your own saves its state and leaves when it is; `Trainer` does so by itself.
+        """
+        return self.team.stop != 0
 
     @property
     def rank(self) -> int:
@@ -151,8 +181,7 @@ class Run:
         stream = self._num_streams
         self._num_streams += 1
         return TrainStep(
-            self.communicator,
-            self.ranges,
+            self.team,
             self.contract.seed,
             stream,
             model,
@@ -195,8 +224,7 @@ class Run:
         """
         return Loader(
             dataset,
-            ranges=self.ranges,
-            rank=self.rank,
+            team=self.team,
             device=self.device,
             seed=self.contract.seed,
             global_batch_size=self.contract.global_batch_size,
@@ -219,7 +247,7 @@ class Run:
     ) -> dict[str, float]:
         """Measures a model on a dataset; see `samestep.train.evaluation.evaluate`. Tier `bitwise`."""
         loader = data if isinstance(data, Loader) else self.loader(data, num_workers=num_workers)
-        return evaluate(self.communicator, model, loader, metrics, forward=forward, precision=precision)
+        return evaluate(self.team, model, loader, metrics, forward=forward, precision=precision)
 
     def predict(
         self,
@@ -232,12 +260,18 @@ class Run:
     ) -> Any:
         """The model's outputs on a dataset, in its order, in host memory; see `samestep.train.evaluation.predict`."""
         loader = data if isinstance(data, Loader) else self.loader(data, num_workers=num_workers)
-        return predict(self.communicator, model, loader, forward=forward, precision=precision)
+        return predict(self.team, model, loader, forward=forward, precision=precision)
 
     def close(self) -> None:
         """Gives back connections; a run that is not closed does so when the process ends."""
-        atexit.unregister(self.communicator.close)
-        self.communicator.close()
+        atexit.unregister(self.team.close)
+        self.team.close()
+
+
+def _check_spares(spares: int, world_size: int) -> None:
+    """Raises a `UsageError` unless some devices are left that work."""
+    if isinstance(spares, bool) or not isinstance(spares, int) or not 0 <= spares < world_size:
+        raise UsageError(f"got spares={spares!r} for {world_size} devices; --spares must leave one at least to work")
 
 
 def _checked_optimizers(value: Any) -> tuple[Optimizer, ...]:

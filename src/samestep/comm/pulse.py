@@ -1,0 +1,53 @@
+"""The pulse: tells the supervisor's board, if there is one, what this process is doing, and adds up the seconds."""
+
+import time
+
+from samestep.comm.board import Board
+
+WORK = {"data": "data", "forward": "compute", "backward": "compute", "exchange": "exchange", "update": "update"}
+
+
+class Pulse:
+    """This worker's pulse.
+
+    Args:
+        board: of the supervisor; None if nobody watches.
+        slot: this worker's place on it.
+    """
+
+    def __init__(self, board: Board | None = None, slot: int = 0) -> None:
+        self.board = board
+        self.slot = slot
+        self.flags = 0
+        self.view = 0
+        self.step = 0
+        self.phase = "start"
+        self._since = time.perf_counter()
+        self._seconds: dict[str, float] = {}
+        self.enter("start")
+
+    def enter(self, phase: str) -> str:
+        """Begins a phase, one of `board.PHASES`; called again in the same phase it is a sign of life.
+
+        Returns:
+            The phase that ends.
+        """
+        now = time.perf_counter()
+        before = self.phase
+        kind = WORK.get(before, before)
+        self._seconds[kind] = self._seconds.get(kind, 0.0) + now - self._since
+        self.phase, self._since = phase, now
+        if self.board is not None:
+            self.board.post(self.slot, phase, self.step, self.flags, self.view)
+        return before
+
+    def set_flags(self, flags: int) -> None:
+        """Posts what this worker can do; see `board`."""
+        self.flags = flags
+        self.enter(self.phase)
+
+    def take_seconds(self) -> dict[str, float]:
+        """Host seconds in "data", "compute", "exchange", "update", "checkpoint" … since the last call."""
+        self.enter(self.phase)
+        seconds, self._seconds = self._seconds, {}
+        return seconds

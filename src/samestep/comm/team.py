@@ -1,0 +1,278 @@
+"""The team: the ranks that share the work of a run, and which shards each executes. It heals when one is lost.
+
+A run is a sequence of operations that all ranks carry out together: a step, an evaluation. No rank can end an operation
+that another has not begun, since each needs something of everyone. So when a rank is lost, those that are left are in
+the same operation, or some (the advanced) are in the one after it. They then
+
+    1. drop their connections, which breaks every exchange that still waits for them;
+    2. wait for the supervisor to say who is left;
+    3. tell each other how many operations they have carried out;
+    4. let those who are behind carry out theirs among themselves;
+    5. connect anew, divide the shards among themselves, and carry out the operation once more.
+
+An operation changes nothing before its last exchange has arrived, and its results are the same bits on any number of
+ranks: so nothing needs to be sent to those who are behind, no state is torn, and nothing is lost.
+"""
+
+import gc
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from samestep.comm.board import HEALS, View
+from samestep.comm.communicator import Communicator
+from samestep.comm.group import GroupTransport, reconnect, roll_call
+from samestep.comm.pulse import Pulse
+from samestep.comm.transport import LocalTransport
+from samestep.errors import PeerLostError
+from samestep.plan.shards import shard_ranges
+
+T = TypeVar("T")
+
+VIEW_POLL_SECONDS = 0.005
+
+
+class NewViewError(PeerLostError):
+    """The supervisor has announced another team while we were busy with this one."""
+
+
+class Team:
+    """The ranks of a run.
+
+    Args:
+        communicator: this rank's voice at the start.
+        num_shards: V.
+        shares: how much each rank should do; equal if None.
+        spares: how many ranks, the last ones, execute no shard until another is lost; they hold the state all the same.
+        pulse: says what this rank is doing.
+        timeout_seconds: how long to wait for other ranks.
+
+    Attributes:
+        communicator: this rank's voice now; another one after a loss.
+        ranges: the shards of every rank, by rank; empty ones for spares.
+        version: grows whenever the ranks change.
+        num_operations: how many have been carried out.
+        healed: what the healings so far were about, oldest first: (view, seconds that it took).
+        pulse: says what this rank is doing.
+        stop: the signal by which the run was asked to stop, once all ranks know it, after the same step; 0 before.
+    """
+
+    def __init__(
+        self,
+        communicator: Communicator,
+        num_shards: int,
+        *,
+        shares: Sequence[float] | None = None,
+        spares: int = 0,
+        pulse: Pulse | None = None,
+        timeout_seconds: float = 600.0,
+    ) -> None:
+        self.communicator = communicator
+        self.version = 0
+        self.num_operations = 0
+        self.pulse = Pulse() if pulse is None else pulse
+        self.stop = 0
+        self._own_stop = 0
+        self.healed: list[tuple[View, float]] = []
+        self._slots = tuple(range(communicator.world_size))
+        self._num_shards = num_shards
+        self._num_active = communicator.world_size - spares
+        self._shares = None if shares is None else list(shares)
+        self._timeout = timedelta(seconds=timeout_seconds)
+        self._transport = communicator.transport if isinstance(communicator.transport, GroupTransport) else None
+        self._meeting = self._transport.meeting if self._transport is not None else None
+        self.ranges = self._divide()
+        if self.can_heal and self._transport is not None:
+            self._transport.names_missing = False
+            self.pulse.set_flags(self.pulse.flags | HEALS)
+
+    @property
+    def rank(self) -> int:
+        """This process's rank now, 0 … world_size - 1."""
+        return self.communicator.rank
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks now."""
+        return self.communicator.world_size
+
+    @property
+    def mine(self) -> range:
+        """The shards that this rank executes."""
+        return self.ranges[self.rank]
+
+    @property
+    def num_shards(self) -> int:
+        """V."""
+        return self._num_shards
+
+    @property
+    def stop_asked(self) -> int:
+        """The signal by which this rank knows that the run is to stop; others may not know yet. 0 for none."""
+        return self._own_stop or (0 if self.pulse.board is None else self.pulse.board.stop)
+
+    def ask_to_stop(self, signum: int) -> None:
+        """Notes that the run is to stop after the step under way; may be called from a signal handler."""
+        self._own_stop = signum
+
+    @property
+    def can_heal(self) -> bool:
+        """Whether a supervisor says who is left, and there is a place to meet."""
+        return self.pulse.board is not None and self._meeting is not None
+
+    def perform(self, attempt: Callable[[], T]) -> T:
+        """Carries out an operation of all ranks, as often as it takes.
+
+        Args:
+            attempt: the operation; run again after a loss, by `communicator` and `ranges` as they are then. It changes
+                nothing unless it ends well.
+
+        Raises:
+            PeerLostError: a rank was lost, and the run cannot heal.
+        """
+        while True:
+            try:
+                self._check_view()
+                value = attempt()
+            except PeerLostError:
+                if not self.can_heal:
+                    raise
+            else:
+                self.num_operations += 1
+                return value
+            # Out of the handler, where the exception no longer keeps alive what it met: connections among them.
+            before = self.num_operations
+            values = self._heal(attempt)
+            if self.num_operations > before:
+                return values[0]
+
+    def close(self) -> None:
+        """Gives back connections, and says that this rank is done."""
+        self.pulse.enter("end")
+        self.communicator.close()
+
+    def _check_view(self) -> None:
+        """Raises if the board shows another team than this one."""
+        board = self.pulse.board
+        if board is not None and board.number != self.pulse.view and self.can_heal:
+            raise NewViewError("the supervisor has announced another team")
+
+    def _heal(self, attempt: Callable[[], T]) -> list[T]:
+        """Goes on with those who are left.
+
+        Returns:
+            The value of the operation, where this rank was behind and has carried it out with others who were.
+        """
+        start = time.monotonic()
+        phase = self.pulse.enter("regroup")
+        values: list[T] = []
+        number = self.pulse.view
+        while True:
+            self._drop_connections()
+            view = self._next_view(number)
+            number = view.number
+            try:
+                counts = self._compare_counts(view)
+                behind = tuple(slot for slot in view.slots if counts[slot] < max(counts.values()))
+                if self.pulse.slot in behind:
+                    self._form("behind", view, behind)
+                    values.append(attempt())
+                    self.num_operations += 1
+                    self.pulse.enter("regroup")
+                    self._drop_connections()
+                self._form("all", view, view.slots)
+                break
+            except (PeerLostError, dist.DistError):
+                continue  # another one was lost meanwhile: wait for the next view
+        self.pulse.view = number
+        self.pulse.enter(phase)
+        self.healed.append((view, time.monotonic() - start))
+        return values
+
+    def _drop_connections(self) -> None:
+        """Closes our ends: whoever still waits for us is told by that."""
+        transport = self.communicator.transport
+        alone = LocalTransport()
+        self.communicator = replace(self.communicator, transport=alone, control=alone)
+        self.version += 1
+        if isinstance(transport, GroupTransport):
+            transport.abandon()
+        self._transport = None
+        del transport
+        gc.collect()  # operations under way hold the connections, too
+
+    def _next_view(self, number: int) -> View:
+        """Waits for the supervisor to say who is left.
+
+        Raises:
+            PeerLostError: it does not, or not us.
+        """
+        board = self.pulse.board
+        assert board is not None, "only a supervised run heals"
+        deadline = time.monotonic() + max(60.0, self._timeout.total_seconds())
+        while board.number == number:
+            if time.monotonic() > deadline:
+                raise PeerLostError(
+                    "the exchange with the other ranks failed, but none of them is known to be lost; if a rank needs "
+                    f"more than {self._timeout.total_seconds():g} s for its shards, raise timeout_seconds"
+                )
+            time.sleep(VIEW_POLL_SECONDS)
+        view = board.view()
+        if self.pulse.slot not in view.slots:
+            raise PeerLostError("this rank was taken for lost, and the others have gone on without it")
+        return view
+
+    def _compare_counts(self, view: View) -> dict[int, int]:
+        """How many operations each of those who are left has carried out."""
+        store = self._call(view, "counts", view.slots, str(self.num_operations))
+        return {slot: int(store.get(str(rank))) for rank, slot in enumerate(view.slots)}
+
+    def _form(self, name: str, view: View, slots: tuple[int, ...]) -> None:
+        """Connects some of the slots, in their order, and divides the shards among them."""
+        self._slots = slots
+        transport: Any = LocalTransport()
+        control = transport
+        if len(slots) > 1:
+            store = self._call(view, name, slots, "here")
+            rank = slots.index(self.pulse.slot)
+            transport, control = reconnect(store, rank, len(slots), self.communicator.device, self._timeout)
+            transport.names_missing = control.names_missing = False
+            self._transport = transport
+        self.communicator = replace(self.communicator, transport=transport, control=control)
+        self.ranges = self._divide()
+        self.version += 1
+
+    def _call(self, view: View, name: str, slots: tuple[int, ...], word: str) -> dist.Store:
+        """Meets some of the slots in the store; each leaves a word there, by its place among them."""
+        board, meeting = self.pulse.board, self._meeting
+        assert board is not None, "only a supervised run heals"
+        assert meeting is not None, "only a run with a store heals"
+        store = dist.PrefixStore(f"view {view.number}/{name}", meeting)
+
+        def check() -> None:
+            self.pulse.enter("regroup")
+            if board.number != view.number:
+                raise NewViewError("another rank was lost meanwhile")
+
+        calls = dist.PrefixStore("words", store)
+        missing = roll_call(calls, slots.index(self.pulse.slot), len(slots), 1e9, None, word, check)
+        assert not missing, "it waits until all are there, or the view changes"
+        return calls
+
+    def _divide(self) -> tuple[range, ...]:
+        """The shards of each rank: all to the first ones, as many as are wanted; none to the spares after them."""
+        num_active = min(self._num_active, len(self._slots))
+        shares = None if self._shares is None else [self._share(slot) for slot in self._slots[:num_active]]
+        rest = range(self._num_shards, self._num_shards)
+        ranges = shard_ranges(self._num_shards, num_active, shares)
+        return ranges + (rest,) * (len(self._slots) - num_active)
+
+    def _share(self, slot: int) -> float:
+        """What was asked for a slot; a late one does as much as the average."""
+        shares = self._shares or [1.0]
+        return shares[slot] if slot < len(shares) else sum(shares) / len(shares)
+
