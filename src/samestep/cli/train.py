@@ -4,16 +4,23 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from samestep.cli.healing import HangTimeout, Heal, MaxRestarts, MinDevices, Replace
 from samestep.errors import UsageError
+from samestep.launcher.policy import HANG_TIMEOUT_SECONDS
 from samestep.recipes.catalog import NAMES
+
+if TYPE_CHECKING:
+    from samestep.launcher.policy import Policy
 
 
 def train(
-    recipe: Annotated[str, typer.Argument(help=f"What to train: {', '.join(NAMES)}.")],
+    recipe: Annotated[
+        str | None, typer.Argument(help=f"What to train: {', '.join(NAMES)}.", show_default=False)
+    ] = None,
     data: Annotated[str | None, typer.Option(help="A data file, or a dataset by name (mnist, fashion-mnist).")] = None,
     data_dir: Annotated[
         str | None, typer.Option(help="A folder with the dataset's files; nothing is downloaded.")
@@ -27,15 +34,19 @@ def train(
     ] = None,
     devices: Annotated[str, typer.Option(help='auto, 4, "0,4", cpu:2, cuda:0, free:2.')] = "auto",
     shares: Annotated[str | None, typer.Option(help="How much each device does, such as 3,1; same bits.")] = None,
-    seed: Annotated[int, typer.Option(help="Of weights, order and dropout.")] = 0,
+    seed: Annotated[int | None, typer.Option(help="Of weights, order and dropout; 0 by default.")] = None,
     optimizer: Annotated[str | None, typer.Option(help="sgd, adam or adamw.")] = None,
     lr: Annotated[float | None, typer.Option(help="Learning rate.")] = None,
     momentum: Annotated[float | None, typer.Option(help="Of sgd.")] = None,
     weight_decay: Annotated[float | None, typer.Option(help="Of the optimizer.")] = None,
     max_grad_norm: Annotated[float | None, typer.Option(help="Clip the gradient's norm to this.")] = None,
-    precision: Annotated[str, typer.Option(help="32-true, bf16-mixed or 16-mixed.")] = "32-true",
-    reduction: Annotated[str, typer.Option(help="ordered (same bits on any devices) or native.")] = "ordered",
-    num_workers: Annotated[int, typer.Option(help="Processes a rank that fetch samples.")] = 0,
+    precision: Annotated[str | None, typer.Option(help="32-true (the default), bf16-mixed or 16-mixed.")] = None,
+    reduction: Annotated[
+        str | None, typer.Option(help="ordered (the default: same bits on any devices) or native.")
+    ] = None,
+    num_workers: Annotated[
+        int | None, typer.Option(help="Processes a rank that fetch samples; none by default.")
+    ] = None,
     threads: Annotated[
         int | None, typer.Option(help="Threads a CPU worker; part of the contract; 1 by default.")
     ] = None,
@@ -43,19 +54,43 @@ def train(
         list[str] | None, typer.Option("--option", "-o", help="A recipe's own option, as name=value; may be repeated.")
     ] = None,
     run_dir: Annotated[Path | None, typer.Option(help="Where the run goes; runs/RECIPE-DATE-TIME by default.")] = None,
+    resume: Annotated[
+        str | None,
+        typer.Option(
+            metavar="RUN|auto",
+            help="Go on with this run, on any devices, from its newest good checkpoint; it keeps its options. auto: "
+            "with the newest run of RECIPE that did not end, or a new one.",
+        ),
+    ] = None,
+    allow_contract_change: Annotated[
+        bool, typer.Option("--allow-contract-change", help="Go on though something changed that decides the bits.")
+    ] = False,
+    checkpoint_steps: Annotated[int | None, typer.Option(help="Write a checkpoint every so many steps.")] = None,
+    checkpoint_minutes: Annotated[float | None, typer.Option(help="And when the last is so old; 5 by default.")] = None,
+    keep: Annotated[int | None, typer.Option(help="How many checkpoints are kept; 3 by default.")] = None,
+    digest_every: Annotated[
+        int | None, typer.Option(help="The ledger has a checksum of the state every so many steps; 100 by default.")
+    ] = None,
+    spares: Annotated[
+        int | None, typer.Option(help="How many of the devices stand by, to take over when another is lost.")
+    ] = None,
+    min_devices: MinDevices = 1,
+    max_restarts: MaxRestarts = 0,
+    hang_timeout: HangTimeout = HANG_TIMEOUT_SECONDS,
+    heal: Heal = True,
+    replace: Replace = False,
     start_method: Annotated[str | None, typer.Option(help="fork or spawn; the platform's best by default.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="End with one JSON object on stdout.")] = False,
 ) -> None:
     """Trains a recipe on all devices and leaves a run folder: the same bits on any number of devices."""
     from samestep.comm.environment import read_environment
+    from samestep.launcher.policy import Policy
     from samestep.recipes.catalog import check_name
     from samestep.recipes.options import check_options
     from samestep.train.naming import check_untaken, new_folder_name
 
-    check_name(recipe)
-    folder = run_dir or new_folder_name(recipe)
-    check_untaken(folder)
-    job: dict[str, Any] = {
+    policy = Policy(heal, min_devices, max_restarts, hang_timeout, replace)
+    given: dict[str, Any] = {
         "recipe": recipe,
         "data": data,
         "data_dir": data_dir,
@@ -63,6 +98,7 @@ def train(
         "global_batch_size": global_batch_size,
         "num_shards": num_shards,
         "shares": _numbers(shares),
+        "spares": spares,
         "seed": seed,
         "optimizer": optimizer,
         "lr": lr,
@@ -72,24 +108,67 @@ def train(
         "precision": precision,
         "reduction": reduction,
         "num_workers": num_workers,
-        "options": _pairs(option or []),
-        "run_dir": str(folder),
-        "command": ["samestep", *sys.argv[1:]],
+        "num_threads": threads,
+        "options": _pairs(option) if option else None,
+        "checkpoint_steps": checkpoint_steps,
+        "checkpoint_minutes": checkpoint_minutes,
+        "keep": keep,
+        "digest_every": digest_every,
     }
+    asked = {name: value for name, value in given.items() if value is not None}
+    job, source = _resumed(asked, resume, run_dir)
+    if "recipe" not in job:
+        raise UsageError(f"there is no recipe to train; give one of {', '.join(NAMES)}, or a run with --resume")
+    check_name(job["recipe"])
+    folder = run_dir or source or new_folder_name(job["recipe"])
+    if folder != source:
+        check_untaken(folder)
     check_options(job)
+    recorded_job = dict(job)
+    job |= {
+        "run_dir": str(folder),
+        "resume": None if source is None else str(source) if folder != source or resume != "auto" else "auto",
+        "allow_contract_change": allow_contract_change,
+        "command": ["samestep", *sys.argv[1:]],
+        "job": recorded_job,
+    }
     environment = read_environment()
     if environment.launcher != "none":
         if devices != "auto":
             raise UsageError(
                 f"got --devices {devices} under {environment.launcher}, which has chosen the devices already"
             )
-        _train_here(job, environment.rank, threads, as_json)
+        _train_here(job, environment.rank, as_json)
         return
-    _train_by_workers(job, devices, threads, start_method, as_json)
+    _train_by_workers(job, devices, start_method, policy, as_json)
+
+
+def _resumed(asked: dict[str, Any], resume: str | None, run_dir: Path | None) -> tuple[dict[str, Any], Path | None]:
+    """The options of a run that goes on, its own and those given now; and its folder, None for a new run.
+
+    Raises:
+        UsageError: there is no such run.
+    """
+    from samestep.train.naming import CHECKPOINT_FOLDER, CONTRACT_FILE, recorded, unfinished_run
+
+    if resume is None:
+        return asked, None
+    if resume != "auto":
+        source: Path | None = Path(resume)
+        if Path(resume).parent.name == CHECKPOINT_FOLDER:
+            recipe = recorded(Path(resume).parent.parent)
+            return {**recipe.get("job", {}), **asked}, Path(resume)
+    elif run_dir is not None:
+        source = run_dir if (run_dir / CONTRACT_FILE).exists() else None
+    else:
+        source = unfinished_run(asked["recipe"]) if "recipe" in asked else None
+    if source is None:
+        return asked, None
+    return {**recorded(source).get("job", {}), **asked}, source
 
 
 def _train_by_workers(
-    job: dict[str, Any], devices: str, threads: int | None, start_method: str | None, as_json: bool
+    job: dict[str, Any], devices: str, start_method: str | None, policy: "Policy", as_json: bool
 ) -> None:
     """Starts a worker a device, and shows what they do."""
     from samestep.devices.selection import select
@@ -98,20 +177,26 @@ def _train_by_workers(
     from samestep.plan.shards import check_num_shards, shard_ranges
     from samestep.train.naming import LOG_FOLDER, remove_if_unused
 
-    num_shards = check_num_shards(job["num_shards"], job["global_batch_size"])
+    num_shards = check_num_shards(job.get("num_shards"), job.get("global_batch_size"))
     selection = select(devices)
-    shard_ranges(num_shards, selection.count, job["shares"])
+    num_active = selection.count - job.get("spares", 0)
+    if num_active < 1:
+        raise UsageError(f"got --spares {job['spares']} of {selection.count} devices; one at least must work")
+    shard_ranges(num_shards, num_active, job["shares"][:num_active] if job.get("shares") else None)
+    threads = job.pop("num_threads", None)
+    folder = Path(job["run_dir"])
     work = Job(
         kind="function",
         target="samestep.recipes.job:train",
         kwargs=job,
-        log_dir=str(Path(job["run_dir"]) / LOG_FOLDER),
+        log_dir=str(folder / LOG_FOLDER),
         lines_to="stderr" if as_json else "stdout",
+        restart_kwargs={"resume": "auto"},
+        resume_hint=f"samestep train {job['recipe']} --resume {folder}",
     )
-    outcome = supervise(work, selection, threads=threads or 1, start_method=start_method)
+    outcome = supervise(work, selection, threads=threads or 1, start_method=start_method, policy=policy)
     if outcome.failure is not None:
         typer.echo(f"samestep: error: {outcome.failure}", err=True)
-    folder = Path(job["run_dir"])
     if outcome.exit_code != 0:
         if LOG_FOLDER not in (outcome.failure or ""):  # the message points to no log
             remove_if_unused(folder)
@@ -121,10 +206,8 @@ def _train_by_workers(
     _show(outcome.result, selection.describe(), as_json)
 
 
-def _train_here(job: dict[str, Any], rank: int, threads: int | None, as_json: bool) -> None:
+def _train_here(job: dict[str, Any], rank: int, as_json: bool) -> None:
     """Trains in this process, one of those that someone else started."""
-    if threads is not None:
-        job["num_threads"] = threads
     from samestep.recipes.job import train as train_recipe
 
     if as_json:

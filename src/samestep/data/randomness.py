@@ -24,7 +24,7 @@ class Generators:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._torch = [torch.default_generator, *_device_generators(device)]
+        self.of_torch = [torch.default_generator, *_device_generators(device)]
         self._numpy = np.random.Philox(key=0)
         self._numpy_state: Any = self._numpy.state
 
@@ -33,7 +33,7 @@ class Generators:
 
         Call it inside `preserved`.
         """
-        for generator in self._torch:
+        for generator in self.of_torch:
             generator.manual_seed(seed)
         random.seed(seed)
         self._numpy_state["state"]["key"][0] = np.uint64(seed)
@@ -49,7 +49,7 @@ class Generators:
                 Else it is dropped: enter the block equally often on every rank.
         """
         half = mtrand.get_state(legacy=False) if wholly else {"has_gauss": 0}
-        states = [generator.get_state() for generator in self._torch]
+        states = [generator.get_state() for generator in self.of_torch]
         python_state = random.getstate()
         numpy_generator = mtrand.get_bit_generator()
         try:
@@ -59,7 +59,7 @@ class Generators:
             if half["has_gauss"]:
                 mtrand.set_state(half)
             random.setstate(python_state)
-            for generator, state in zip(self._torch, states, strict=True):
+            for generator, state in zip(self.of_torch, states, strict=True):
                 generator.set_state(state)
 
 

@@ -60,6 +60,11 @@ class StepResult:
         return self._fetch()[3] != 0
 
     @property
+    def batch(self) -> Batch:
+        """Which samples it was about, without the samples themselves."""
+        return self._batch
+
+    @property
     def is_there(self) -> bool:
         """Whether reading would not wait."""
         return self._values is not None or self._event is None or self._event.query()

@@ -94,7 +94,7 @@ class TrainStep:
         self._seed = seed
         self._stream = stream
         self._loss_fn = loss_fn
-        self._scheduler = scheduler
+        self.scheduler = scheduler
         self._max_grad_norm = max_grad_norm
         self._dtype = check_precision(precision)
         self._on_nonfinite = on_nonfinite
@@ -434,8 +434,8 @@ class TrainStep:
                 for optimizer in self.optimizers:
                     optimizer.step()
                 self._buffers.write(None)
-        if self._scheduler is not None:
-            self._scheduler.step()
+        if self.scheduler is not None:
+            self.scheduler.step()
         self.num_steps += 1
 
     def _make_result(self, batch: Batch, scalars: Tensor) -> StepResult:
@@ -471,15 +471,15 @@ class TrainStep:
 
     def _schedule(self) -> _Schedule | None:
         """The scheduler's state and the learning rates, for going back to this step; None without a scheduler."""
-        if self._scheduler is None:
+        if self.scheduler is None:
             return None
         rates = [group["lr"] for optimizer in self.optimizers for group in optimizer.param_groups]
-        return dict(self._scheduler.state_dict()), rates
+        return dict(self.scheduler.state_dict()), rates
 
     def _restore_schedule(self, schedule: _Schedule | None) -> None:
-        if self._scheduler is None or schedule is None:
+        if self.scheduler is None or schedule is None:
             return
-        self._scheduler.load_state_dict(schedule[0])
+        self.scheduler.load_state_dict(schedule[0])
         groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
         for group, rate in zip(groups, schedule[1], strict=True):
             group["lr"] = rate

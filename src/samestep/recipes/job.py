@@ -12,9 +12,10 @@ from samestep.devices.inventory import discover
 from samestep.errors import UsageError
 from samestep.recipes.catalog import load
 from samestep.recipes.recipe import DataOptions, Recipe
-from samestep.train.folder import RESULT_FILE, write_json
+from samestep.train.folder import write_json
+from samestep.train.naming import RESULT_FILE
 from samestep.train.run import Run
-from samestep.train.trainer import Trainer
+from samestep.train.trainer import CHECKPOINT_MINUTES, DIGEST_EVERY, Trainer
 
 DEFAULT_LR = {"sgd": 0.01, "adam": 1e-3, "adamw": 1e-3}
 OPTIMIZERS: Mapping[str, Callable[..., Optimizer]] = {
@@ -33,6 +34,7 @@ def train(
     global_batch_size: int | None = None,
     num_shards: int | None = None,
     shares: Sequence[float] | None = None,
+    spares: int = 0,
     seed: int = 0,
     optimizer: str | None = None,
     lr: float | None = None,
@@ -45,16 +47,23 @@ def train(
     num_threads: int | None = None,
     options: Mapping[str, str] | None = None,
     run_dir: str | None = None,
+    resume: str | None = None,
+    allow_contract_change: bool = False,
+    checkpoint_steps: int | None = None,
+    checkpoint_minutes: float = CHECKPOINT_MINUTES,
+    keep: int = 3,
+    digest_every: int = DIGEST_EVERY,
     command: Sequence[str] = (),
+    job: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Trains a recipe; None takes the recipe's own value.
+    """Trains a recipe; None takes the recipe's own value. `job` is recorded: what a resumed run is given again.
 
     Returns:
         What `samestep train --json` prints: digest, run, devices, num_shards, global_batch_size, epochs and more.
     """
     chosen = load(recipe)
     batch_size = chosen.global_batch_size if global_batch_size is None else global_batch_size
-    run = Run(batch_size, num_shards, seed, shares=shares, reduction=reduction, num_threads=num_threads)
+    run = Run(batch_size, num_shards, seed, shares=shares, spares=spares, reduction=reduction, num_threads=num_threads)
     content = chosen.data(DataOptions(data=data, data_dir=data_dir, seed=seed, options=options or {}))
     model = chosen.model(content).to(run.device)
     settings = optimizer_settings(chosen, optimizer, lr, momentum, weight_decay)
@@ -73,6 +82,7 @@ def train(
         "num_workers": num_workers,
         "processor": discover(accelerators=False).cpu.name,
         "command": list(command),
+        "job": dict(job or {}),
     }
     with Trainer(
         run,
@@ -83,12 +93,23 @@ def train(
         name=f"{recipe} on {content.description}",
         contract=facts,
         epoch_line=(chosen.headline, chosen.headline_label),
+        checkpoint_steps=checkpoint_steps,
+        checkpoint_minutes=checkpoint_minutes,
+        keep=keep,
+        digest_every=digest_every,
+        resume_command=f"samestep train {recipe} --resume {run_dir}",
         max_grad_norm=clip,
         precision=precision,
     ) as trainer:
         trainer.say(_introduction(chosen, content.description, run))
         history = trainer.fit(
-            content.train, num_epochs, eval_data=content.eval, metrics=chosen.metrics, num_workers=num_workers
+            content.train,
+            num_epochs,
+            eval_data=content.eval,
+            metrics=chosen.metrics,
+            num_workers=num_workers,
+            resume=resume,
+            allow_contract_change=allow_contract_change,
         )
         result = {
             "digest": trainer.digest,

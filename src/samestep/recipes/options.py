@@ -10,8 +10,11 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "precision": ("32-true", "bf16-mixed", "16-mixed"),
     "reduction": ("ordered", "native"),
 }
-LEAST: Mapping[str, int] = {"epochs": 1, "num_workers": 0, "seed": 0, "momentum": 0, "weight_decay": 0}
-ABOVE_ZERO = ("lr", "max_grad_norm")
+LEAST: Mapping[str, int] = {
+    **{"epochs": 1, "num_workers": 0, "seed": 0, "momentum": 0, "weight_decay": 0, "spares": 0},
+    **{"checkpoint_steps": 1, "keep": 1, "digest_every": 1},
+}
+ABOVE_ZERO = ("lr", "max_grad_norm", "checkpoint_minutes")
 
 
 def check_options(options: Mapping[str, Any]) -> None:
@@ -21,15 +24,15 @@ def check_options(options: Mapping[str, Any]) -> None:
         UsageError: names the option, and what it takes.
     """
     for name, choices in CHOICES.items():
-        value = options[name]
+        value = options.get(name)
         if value is not None and value not in choices:
             raise UsageError(f"got {name} {value!r}; --{name} is one of {', '.join(choices)}")
     for name, least in LEAST.items():
-        value = options[name]
+        value = options.get(name)
         if value is not None and not least <= value < float("inf"):
             raise UsageError(f"got {name}={value}; {option_of(name)} must be {least} or more")
     for name in ABOVE_ZERO:
-        value = options[name]
+        value = options.get(name)
         if value is not None and not 0 < value < float("inf"):
             raise UsageError(f"got {name}={value}; {option_of(name)} must be above 0")
 

@@ -1,12 +1,19 @@
 """The contract: what the bits of a run depend on, recorded with it and compared when it is taken up again."""
 
+import ast
+import hashlib
+import inspect
 import platform
 import sys
+import textwrap
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from samestep.comm.reduction import REDUCTIONS
 from samestep.errors import UsageError
@@ -57,7 +64,7 @@ def versions() -> dict[str, str]:
     """Versions of everything that computes."""
     found = {
         "samestep": __version__,
-        "torch": torch.__version__,
+        "torch": str(torch.__version__),
         "numpy": np.__version__,
         "python": platform.python_version(),
         "platform": f"{sys.platform}-{platform.machine()}",
@@ -78,3 +85,24 @@ def precision_flags() -> dict[str, Any]:
         "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
         "default_dtype": str(torch.get_default_dtype()).removeprefix("torch."),
     }
+
+
+def model_form(model: nn.Module) -> dict[str, Any]:
+    """What a model is, but for its values: class, number of elements, and a hash of names, dtypes and shapes."""
+    named = list(chain(model.named_parameters(), model.named_buffers()))
+    text = "\n".join(f"{name} {tensor.dtype} {list(tensor.shape)}" for name, tensor in named)
+    elements = sum(parameter.numel() for parameter in model.parameters())
+    return {"class": type(model).__qualname__, "elements": elements, "form": _short_hash(text)}
+
+
+def code_hash(function: Callable[..., Any]) -> str | None:
+    """A hash of a function's code, comments and layout aside; None where its source is not to be had."""
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    except (OSError, TypeError, SyntaxError):
+        return None
+    return _short_hash(ast.dump(tree))
+
+
+def _short_hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -3,15 +3,15 @@
 import json
 import os
 import re
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from samestep.train.naming import check_untaken
+from samestep.train.naming import CONTRACT_FILE, check_untaken
 from samestep.train.writing import make_folder, replacing
 
-RESULT_FILE = "result.json"
 LEDGER_FILE = "ledger.jsonl"
 METRICS_FILE = "metrics.jsonl"
 WEIGHTS_FILE = "weights.safetensors"
@@ -29,6 +29,23 @@ def create_folder(path: Path) -> Path:
     check_untaken(path)
     make_folder(path)
     return path
+
+
+def holds_run(path: Path) -> bool:
+    """Whether a run began in this folder."""
+    return (path / CONTRACT_FILE).exists()
+
+
+def read_losses(path: Path) -> list[tuple[int, float]]:
+    """(updates done, loss) of every step in a run's ledger; of a step that was run twice the later line."""
+    losses: dict[int, float] = {}
+    with (path / LEDGER_FILE).open(encoding="utf-8", errors="replace") as file:
+        for line in file:
+            with suppress(ValueError, KeyError, TypeError):
+                entry = json.loads(line)
+                if "event" not in entry:
+                    losses[int(entry["step"]) + 1] = float.fromhex(entry["loss"])
+    return sorted(losses.items())
 
 
 def write_json(path: Path, value: Any) -> None:

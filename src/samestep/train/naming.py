@@ -1,23 +1,57 @@
 """The folder of a new run; torch-free, since the command line chooses it before a worker starts."""
 
+import json
+from collections.abc import Mapping
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 from samestep.errors import UsageError
 
 CONTRACT_FILE = "run.json"
+RESULT_FILE = "result.json"
+CHECKPOINT_FOLDER = "checkpoints"
 LOG_FOLDER = "logs"
+RUNS_FOLDER = Path("runs")
 
 
 def new_folder_name(name: str) -> Path:
     """A folder `runs/NAME-DATE-TIME` that is not there yet."""
-    stem = Path("runs") / f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
+    stem = RUNS_FOLDER / f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
     candidate, number = stem, 2
     while candidate.exists():
         candidate = stem.with_name(f"{stem.name}-{number}")
         number += 1
     return candidate
+
+
+def unfinished_run(recipe: str) -> Path | None:
+    """The newest run of a recipe below `runs` that has a checkpoint and did not end; None without one."""
+    found = []
+    for folder in RUNS_FOLDER.iterdir() if RUNS_FOLDER.is_dir() else ():
+        with suppress(UsageError, OSError):
+            is_ours = recorded(folder).get("recipe") == recipe and not (folder / RESULT_FILE).exists()
+            if is_ours and any((folder / CHECKPOINT_FOLDER).glob("step-*")):
+                found.append(((folder / CONTRACT_FILE).stat().st_mtime_ns, folder))
+    return max(found)[1] if found else None
+
+
+def recorded(folder: Path) -> Mapping[str, Any]:
+    """What a run wrote down of itself when it began.
+
+    Raises:
+        UsageError: there is no run, or its record cannot be read.
+    """
+    try:
+        value = json.loads((folder / CONTRACT_FILE).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UsageError(f"{folder} holds no run: there is no {CONTRACT_FILE} in it") from None
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{folder / CONTRACT_FILE} cannot be read: {error}") from error
+    if not isinstance(value, dict):
+        raise UsageError(f"{folder / CONTRACT_FILE} is not the record of a run")
+    return value
 
 
 def check_untaken(folder: Path) -> None:

@@ -2,10 +2,10 @@
 
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import nn
 from torch.optim import Optimizer
@@ -17,12 +17,21 @@ from samestep.engine.losses import LossFn
 from samestep.engine.result import StepResult
 from samestep.errors import NonFiniteError, UsageError
 from samestep.train import folder as files
+from samestep.train.checksum import StateChecksum
+from samestep.train.contract import code_hash, model_form
 from samestep.train.digest import state_digest
 from samestep.train.display import make_display
-from samestep.train.ledger import LedgerWriter, learning_rates, ledger_entry
-from samestep.train.loggers import JsonlLogger, Logger, TensorBoardLogger
-from samestep.train.naming import CONTRACT_FILE
+from samestep.train.ledger import learning_rates
+from samestep.train.loggers import Logger
+from samestep.train.naming import CONTRACT_FILE, RESULT_FILE
+from samestep.train.recorder import REMEMBERED_STEPS, Recorder, StepNote
+from samestep.train.resume import Resumed, check_contract_kept, find_state, hand_out
 from samestep.train.run import Run
+from samestep.train.state import capture, generator_states, restore, restore_generators
+from samestep.train.stopping import stopping_on_request
+
+DIGEST_EVERY = 100
+CHECKPOINT_MINUTES = 5.0
 
 
 @dataclass(frozen=True)
@@ -48,25 +57,51 @@ class EpochRecord:
         return asdict(self)
 
 
+@dataclass
+class EpochSoFar:
+    """An epoch under way; part of a checkpoint, so that a resumed epoch ends as it would have.
+
+    Attributes:
+        num_batches: done.
+        num_samples: done.
+        total: the sum of the loss.
+        count: what it is divided by.
+        seconds: of training.
+        generators: the states of the script's random generators when it began.
+    """
+
+    num_batches: int = 0
+    num_samples: int = 0
+    total: float = 0.0
+    count: float = 0.0
+    seconds: float = 0.0
+    generators: dict[str, Any] = field(default_factory=dict)
+
+
 class Trainer:
-    """Trains a model: steps, evaluation, logging, and a run folder if one is named.
+    """Trains a model: steps, evaluation, logging, checkpoints, and a run folder if one is named.
 
     Args:
         run: the contract and the topology.
         model: trained in place.
         optimizer: one or several, over the model's parameters.
         loss_fn: see `Run.train_step`.
-        run_dir: where rank 0 writes contract, ledger, metrics, TensorBoard events, picture and weights; None writes
-            nothing.
+        run_dir: where rank 0 writes contract, ledger, metrics, TensorBoard events, checkpoints, picture and weights;
+            None writes nothing.
         loggers: more places to log to; anything with `log(step, scalars)` and `close()`.
         name: of the run, shown in the picture.
         contract: more to record in the contract.
         epoch_line: which metric the line of an epoch shows, and its label, for example ("accuracy", "test acc").
+        checkpoint_steps: write a checkpoint after every so many steps; None for by time alone.
+        checkpoint_minutes: write one when the last is that old, by rank 0's clock; None for by steps alone. One is
+            written at the end in any case.
+        keep: how many checkpoints are kept.
+        digest_every: the ledger has a checksum of the whole state every so many steps.
+        resume_command: the command that goes on with this run, shown when it is stopped.
         step_options: further arguments of `Run.train_step`: max_grad_norm, precision, scheduler, …
 
     Raises:
-        UsageError: an argument that cannot be, or a run folder that is taken.
-        RunFolderError: the run folder cannot be written.
+        UsageError: an argument that cannot be.
     """
 
     def __init__(
@@ -81,8 +116,14 @@ class Trainer:
         name: str = "run",
         contract: Mapping[str, Any] | None = None,
         epoch_line: tuple[str, str] | None = None,
+        checkpoint_steps: int | None = None,
+        checkpoint_minutes: float | None = CHECKPOINT_MINUTES,
+        keep: int = 3,
+        digest_every: int = DIGEST_EVERY,
+        resume_command: str | None = None,
         **step_options: Any,
     ) -> None:
+        _check_counts(checkpoint_steps, checkpoint_minutes, keep, digest_every)
         self.run = run
         self.model = model
         self.step = run.train_step(model, optimizer, loss_fn, **step_options)
@@ -90,16 +131,33 @@ class Trainer:
         self._precision = step_options.get("precision", "32-true")
         self._epoch_line = epoch_line
         self._name = name
-        self._folder = files.create_folder(Path(run_dir)) if run_dir is not None and run.is_main else None
+        self._folder = Path(run_dir) if run_dir is not None else None
+        self._loggers = list(loggers)
+        self._checkpoint_steps = checkpoint_steps
+        self._checkpoint_seconds = None if checkpoint_minutes is None else 60 * checkpoint_minutes
+        self._keep = keep
+        self._digest_every = digest_every
+        self._resume_command = resume_command
+        self._contract = {
+            **run.contract.as_json(),
+            "precision": self._precision,
+            "max_grad_norm": step_options.get("max_grad_norm"),
+            "model": model_form(model),
+            "loss_code": code_hash(loss_fn),
+            **(contract or {}),
+        }
+        self._checksum = StateChecksum(model, self.step.optimizers)
         self._display = make_display(run.rank)
-        self._loggers = list(loggers) if run.is_main else []
-        self._ledger: LedgerWriter | None = None
-        self._losses: list[tuple[int, float]] = []
-        self._unread: deque[tuple[StepResult, Batch | None, list[float]]] = deque()
+        self._recorder: Recorder | None = None
+        self._is_open = False
+        self._planned = 0
+        self._epoch = EpochSoFar()
+        self._recent: deque[StepNote] = deque(maxlen=REMEMBERED_STEPS)
+        self._unread: deque[StepNote] = deque()
+        self._num_healed = 0
+        self._known_losses: set[int] = set()
         self._last_loss: float | None = None
-        self._total = self._count = 0.0
-        if self._folder is not None:
-            self._open_files(self._folder, {**run.contract.as_json(), "precision": self._precision, **(contract or {})})
+        self._last_checkpoint = (0, time.monotonic())
 
     @property
     def digest(self) -> str:
@@ -115,17 +173,27 @@ class Trainer:
         metrics: Mapping[str, Any] | None = None,
         num_workers: int = 0,
         shuffle: bool = True,
+        resume: str | Path | None = None,
+        allow_contract_change: bool = False,
     ) -> list[EpochRecord]:
         """Trains for some epochs, and evaluates after each. Tier `bitwise`.
+
+        Ctrl-C and SIGTERM let the step under way end; then a checkpoint is written and the program ends with the exit
+        code 128 + signal. A second one ends it at once.
 
         Args:
             dataset: anything `Run.loader` takes, a loader of the run, or a `torch.utils.data.DataLoader` of your own
                 whose batches are the global batches.
-            epochs: how many more.
+            epochs: how many more. A program that is resumed is given what it was given at first: epochs that the
+                checkpoint has are not run again.
             eval_data: evaluated after each epoch, if given.
             metrics: name to metric; needed with `eval_data`.
             num_workers: processes that fetch samples.
             shuffle: a new order each epoch.
+            resume: goes on from the newest good checkpoint of this run folder, or from this checkpoint, in the middle
+                of an epoch too and on any number of devices; "auto" for the trainer's own `run_dir` if it has one, and
+                from the beginning if not. In a later call of `fit` it has no effect.
+            allow_contract_change: go on although something changed that the bits depend on.
 
         Returns:
             A record an epoch, of this call and those before it.
@@ -133,6 +201,9 @@ class Trainer:
         Raises:
             NonFiniteError: a loss or gradient was not finite.
             RunFolderError: the run folder cannot be written.
+            UsageError: an argument that cannot be, a run folder that is taken, or nothing to resume from.
+            ContractError: the run to resume was made under another contract; the message lists the fields.
+            SystemExit: the run was asked to stop; its code is 128 + signal.
         """
         if epochs < 1:
             raise UsageError(f"got epochs={epochs}; it must be 1 or more (--epochs)")
@@ -148,22 +219,23 @@ class Trainer:
             eval_loader = (
                 eval_data if isinstance(eval_data, Loader) else self.run.loader(eval_data, num_workers=num_workers)
             )
-        last = len(self.history) + epochs
-        try:
-            for number in range(len(self.history) + 1, last + 1):
-                record = self._train_epoch(loader, number, last)
-                if eval_loader is not None and metrics:
-                    scores = self.run.evaluate(self.model, eval_loader, metrics, precision=self._precision)
-                    record = EpochRecord(**{**asdict(record), "eval": scores})
-                self.history.append(record)
-                self._report(record)
-            self._draw()
-            self._write_weights()
-        except KeyboardInterrupt:
-            self._draw()
-            raise
-        finally:
-            self._display.close()
+        if not self._is_open:
+            self._open(loader, resume, allow_contract_change)
+        self._planned += epochs
+        with stopping_on_request(self.run.team):
+            try:
+                for number in range(len(self.history) + 1, self._planned + 1):
+                    record = self._train_epoch(loader, number)
+                    if eval_loader is not None and metrics:
+                        scores = self.run.evaluate(self.model, eval_loader, metrics, precision=self._precision)
+                        record = EpochRecord(**{**asdict(record), "eval": scores})
+                    self._end_epoch(record)
+                self._end_fit(loader)
+            except KeyboardInterrupt:
+                self._draw()
+                raise
+            finally:
+                self._display.close()
         return self.history
 
     def evaluate(self, data: Any, metrics: Mapping[str, Any], **options: Any) -> dict[str, float]:
@@ -179,12 +251,13 @@ class Trainer:
         self._display.line(text)
 
     def close(self) -> None:
-        """Closes the ledger and the loggers."""
-        if self._ledger is not None:
-            self._ledger.close()
-        for logger in self._loggers:
-            logger.close()
-        self._ledger, self._loggers = None, []
+        """Waits for the last checkpoint; closes the ledger and the loggers."""
+        if self._recorder is not None:
+            self._recorder.close()
+        elif not self._is_open and self.run.is_main:
+            for logger in self._loggers:
+                logger.close()
+        self._recorder = None
 
     def __enter__(self) -> "Trainer":
         return self
@@ -192,74 +265,200 @@ class Trainer:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _open_files(self, folder: Path, contract: Mapping[str, Any]) -> None:
-        """Opens what is written to all along; the contract, which says that a run is here, comes last."""
+    def _open(self, loader: Loader | DataLoader[Any], resume: str | Path | None, allow_change: bool) -> None:
+        """Takes up a state, if there is one to take up, and opens what is written to all along."""
+        run = self.run
+        found = find_state(resume, self._folder, self.say) if resume is not None and run.is_main else None
+        resumed = None if resume is None else run.team.perform(lambda: hand_out(run.communicator, found))
+        changes = [] if resumed is None else check_contract_kept(resumed.contract, self._contract, allow_change)
+        for change in changes if run.is_main else ():
+            self.say(f"changed since the checkpoint: {change.field}: {change.before} -> {change.after}")
+        goes_on = resume is not None and self._folder is not None and files.holds_run(self._folder)
+        if self._folder is not None and run.is_main and not goes_on:
+            files.create_folder(self._folder)
+        if resumed is not None:
+            self._take_up(resumed, loader)
+        self._is_open = True
+        if not run.is_main:
+            return
+        first = self.step.num_steps if goes_on else None
+        self._recorder = Recorder(run.team, self._folder, self._loggers, self._keep, first)
         try:
-            self._ledger = LedgerWriter(folder / files.LEDGER_FILE)
-            self._loggers.append(JsonlLogger(folder / files.METRICS_FILE))
-            self._loggers.append(TensorBoardLogger(folder / files.TENSORBOARD_FOLDER))
-            files.write_json(folder / CONTRACT_FILE, contract)
+            if self._folder is not None and goes_on:
+                (self._folder / RESULT_FILE).unlink(missing_ok=True)  # it has not ended after all
+            if self._folder is not None and (not goes_on or changes):
+                files.write_json(self._folder / CONTRACT_FILE, self._contract)  # last: it says that a run is here
+            where = {"world_size": run.world_size, "device_kind": run.device.type}
+            if resumed is not None:
+                self._recorder.event("resume", self.step.num_steps, **{"from": resumed.name}, **where)
+                fields = [[change.field, change.before, change.after] for change in changes]
+                if fields:
+                    self._recorder.event("contract_change", self.step.num_steps, fields=fields)
+            else:
+                self._recorder.event("start", 0, **where)
         except BaseException:
             self.close()
             raise
 
-    def _train_epoch(self, loader: Loader | DataLoader[Any], number: int, last: int) -> EpochRecord:
-        """Runs through the loader once."""
+    def _take_up(self, resumed: Resumed, loader: Loader | DataLoader[Any]) -> None:
+        """Puts this trainer in the place of the one that wrote a checkpoint."""
+        rest = restore(self.step, resumed.files, resumed.state)
+        self.history = [EpochRecord(**record) for record in rest["history"]]
+        self._epoch = EpochSoFar(**rest["epoch"])
+        if isinstance(loader, Loader):
+            loader.load_state_dict(rest["cursor"])
+        self._last_checkpoint = (self.step.num_steps, time.monotonic())
+        if self.run.is_main:
+            self.say(f"resumed from {resumed.name}, epoch {len(self.history) + 1}, step {self.step.num_steps}")
+
+    def _train_epoch(self, loader: Loader | DataLoader[Any], number: int) -> EpochRecord:
+        """Runs through the loader once, or through the rest of an epoch that was begun."""
         self.model.train()
-        self._total = self._count = 0.0
         self._unread.clear()  # what followed a step that was not finite never happened
-        num_samples, num_done = 0, 0
-        steps = _length(loader)
-        start = time.perf_counter()
-        for batch in loader:
+        if self._epoch.num_batches == 0:
+            self._epoch = EpochSoFar(generators=generator_states(self.run.device))
+        epoch, steps = self._epoch, _length(loader)
+        first, before, start = epoch.num_samples, epoch.seconds, time.perf_counter()
+        for batch in self._batches(loader):
             rates = learning_rates(self.step.optimizers)
             result = self.step(batch)
-            num_samples += result.num_samples
-            num_done += 1
-            self._unread.append((result, batch if isinstance(batch, Batch) else None, rates))
+            self._note(result, batch, rates)
+            epoch.num_samples += result.num_samples
+            epoch.num_batches += 1
+            epoch.seconds = before + time.perf_counter() - start
             self._settle(wait=False)
+            self._attend(loader)
             if self._display.is_due():
-                speed = num_samples / (time.perf_counter() - start)
-                self._display.progress(number, last, num_done, steps, self._last_loss, speed)
-        if num_done == 0:
+                speed = (epoch.num_samples - first) / (time.perf_counter() - start)
+                self._display.progress(number, self._planned, epoch.num_batches, steps, self._last_loss, speed)
+        if epoch.num_batches == 0:
             raise UsageError("the loader gave no batch: a dataset smaller than a batch with drop_last=True?")
         self._settle(wait=True)
         self.step.check()
-        seconds = time.perf_counter() - start
-        loss = self._total / self._count if self._count else float("nan")
-        return EpochRecord(number, seconds, num_samples / seconds, loss, {})
+        seconds = before + time.perf_counter() - start
+        loss = epoch.total / epoch.count if epoch.count else float("nan")
+        return EpochRecord(number, seconds, epoch.num_samples / seconds, loss, {})
+
+    def _batches(self, loader: Loader | DataLoader[Any]) -> Iterator[Any]:
+        """The batches of the epoch; of one that was begun those that are left."""
+        if isinstance(loader, Loader) or self._epoch.num_batches == 0:
+            yield from loader
+            return
+        # A loader of the user's own shuffles by the script's generators: draw what was drawn, and leave out the rest.
+        now = generator_states(self.run.device)
+        restore_generators(self._epoch.generators, self.run.device)
+        batches = iter(loader)
+        for _ in range(self._epoch.num_batches):
+            next(batches)
+        restore_generators(now, self.run.device)
+        yield from batches
+
+    def _note(self, result: StepResult, batch: Any, rates: list[float]) -> None:
+        """Remembers a step until its scalars have arrived."""
+        is_due = (result.step + 1) % self._digest_every == 0
+        digest = self._checksum.compute() if is_due and self._folder is not None else None
+        self._unread.append(
+            StepNote(result, batch if isinstance(batch, Batch) else None, rates, self.run.world_size, digest)
+        )
 
     def _settle(self, wait: bool) -> None:
         """Records the steps whose scalars have arrived; all of them if told to wait."""
-        while self._unread and (wait or self._unread[0][0].is_there):
-            result, batch, rates = self._unread.popleft()
+        while self._unread and (wait or self._unread[0].result.is_there):
+            note = self._unread.popleft()
             try:
-                result.check()
+                note.result.check()
             except NonFiniteError:
                 self.step.check()  # raises the same, and takes the step back to the state before
                 raise
-            if not result.skipped:
-                self._total += result.total
-                self._count += result.count
-            self._last_loss = result.loss
-            if self._ledger is not None:
-                self._ledger.write(ledger_entry(result, batch, rates, self.run.world_size))
-                self._losses.append((result.step + 1, result.loss))
-            scalars = {"loss/train": result.loss, "grad_norm": result.grad_norm}
-            if rates:
-                scalars["lr"] = rates[0]
-            for logger in self._loggers:
-                logger.log(result.step + 1, scalars)
+            if not note.result.skipped:
+                self._epoch.total += note.result.total
+                self._epoch.count += note.result.count
+            self._last_loss = note.result.loss
+            light = None if note.batch is None else note.result.batch
+            note = StepNote(note.result, light, note.rates, note.world_size, note.digest)
+            if self.run.team.can_heal:
+                self._recent.append(note)
+            if self._recorder is not None:
+                self._recorder.step(note)
 
-    def _report(self, record: EpochRecord) -> None:
-        """Shows and logs an epoch."""
+    def _attend(self, loader: Loader | DataLoader[Any]) -> None:
+        """What is to be seen to between two steps: losses that were healed, checkpoints, requests to stop."""
+        team = self.run.team
+        if len(team.healed) > self._num_healed:
+            self._settle(wait=True)
+            if self.run.is_main and self._recorder is None:
+                self._take_over()
+            for view, seconds in team.healed[self._num_healed :]:
+                if self._recorder is not None:
+                    self._recorder.healed(self.step.num_steps - 1, view, seconds, self._known_losses)
+            self._num_healed = len(team.healed)
+        if self._recorder is not None:
+            self._recorder.poll()
+        if self.run.stopping:
+            self._stop(loader)
+        if self._is_checkpoint_due():
+            self._checkpoint(loader)
+
+    def _take_over(self) -> None:
+        """Becomes the rank that writes, after the one before was lost."""
+        self._display = make_display(self.run.rank)
+        self._recorder = Recorder(self.run.team, self._folder, self._loggers, self._keep, self._first_remembered())
+        self._recorder.catch_up(self._recent)
+
+    def _first_remembered(self) -> int:
+        return self._recent[0].result.step + 1 if self._recent else self.step.num_steps
+
+    def _is_checkpoint_due(self) -> bool:
+        if self._folder is None or not self.run.is_main:
+            return False
+        step, when = self._last_checkpoint
+        if self._checkpoint_steps is not None and self.step.num_steps % self._checkpoint_steps == 0:
+            return step != self.step.num_steps
+        return self._checkpoint_seconds is not None and time.monotonic() - when >= self._checkpoint_seconds
+
+    def _checkpoint(self, loader: Loader | DataLoader[Any]) -> None:
+        """Has the state written, on the rank that writes."""
+        if self._recorder is None or self._folder is None:
+            return
+        self._settle(wait=True)
+        pulse = self.run.team.pulse
+        before = pulse.enter("checkpoint")
+        cursor = loader.state_dict() if isinstance(loader, Loader) else None
+        rest = {
+            "history": [record.as_json() for record in self.history],
+            "epoch": asdict(self._epoch),
+            "cursor": cursor,
+            "contract": self._contract,
+        }
+        self._recorder.flush()
+        self._recorder.checkpoint(self.step.num_steps, capture(self.step, rest))
+        self._last_checkpoint = (self.step.num_steps, time.monotonic())
+        pulse.enter(before)
+
+    def _stop(self, loader: Loader | DataLoader[Any]) -> NoReturn:
+        """Leaves in good order."""
+        signum = self.run.team.stop
+        self._checkpoint(loader)
+        if self._recorder is not None:
+            self._recorder.finish_checkpoints()
+            self._recorder.event("stop", self.step.num_steps, signal=signum)
+        how = self._resume_command or f"fit(…, resume={str(self._folder)!r})"
+        kept = f"; to go on: {how}" if self._folder is not None else ", and nothing was kept: it has no run_dir"
+        self.say(f"stopped after step {self.step.num_steps}{kept}")
+        self._draw()
+        self.close()
+        raise SystemExit(128 + signum)
+
+    def _end_epoch(self, record: EpochRecord) -> None:
+        """Files, shows and logs an epoch."""
+        self.history.append(record)
+        self._epoch = EpochSoFar()
         scalars = {"epoch": float(record.epoch), "loss/train_epoch": record.train_loss}
         scalars["samples_per_second"] = record.samples_per_second
         scalars.update({f"{name}/eval": value for name, value in record.eval.items()})
-        for logger in self._loggers:
-            logger.log(self.step.num_steps, scalars)
-        if self._ledger is not None:
-            self._ledger.flush()
+        if self._recorder is not None:
+            self._recorder.log(self.step.num_steps, scalars)
+            self._recorder.flush()
         text = f"epoch {record.epoch}, time {record.seconds:.1f} s, train loss {record.train_loss:#.4g}"
         shown = [self._epoch_line] if self._epoch_line else [(name, f"test {name}") for name in record.eval]
         for name, label in shown:
@@ -267,19 +466,34 @@ class Trainer:
                 text += f", {label} {record.eval[name]:#.4g}"
         self._display.line(f"{text}, {record.samples_per_second:,.0f} samples/s")
 
+    def _end_fit(self, loader: Loader | DataLoader[Any]) -> None:
+        """Leaves a checkpoint, the weights and the picture."""
+        if self._folder is None:
+            return
+        if self.run.is_main and self._recorder is None:
+            self._take_over()
+        if self._recorder is None:
+            return
+        if self._last_checkpoint[0] != self.step.num_steps or not self.history:
+            self._checkpoint(loader)
+        self._recorder.finish_checkpoints()
+        self._recorder.event("end", self.step.num_steps, digest=self.digest)
+        self._draw()
+        files.write_weights(self._folder / files.WEIGHTS_FILE, self.model)
+
     def _draw(self) -> None:
         """Draws the losses so far."""
-        if self._folder is None or not self._losses:
+        if self._folder is None or self._recorder is None:
             return
         from samestep.train.picture import draw_losses
 
+        self._recorder.flush()
+        losses = files.read_losses(self._folder)
+        if not losses:
+            return
         per_epoch = max(1, self.step.num_steps // max(1, len(self.history)))
         evals = [(r.epoch * per_epoch, r.eval["loss"]) for r in self.history if "loss" in r.eval]
-        draw_losses(self._folder / files.PICTURE_FILE, self._losses, evals, self._name)
-
-    def _write_weights(self) -> None:
-        if self._folder is not None:
-            files.write_weights(self._folder / files.WEIGHTS_FILE, self.model)
+        draw_losses(self._folder / files.PICTURE_FILE, losses, evals, self._name)
 
 
 def _length(loader: Loader | DataLoader[Any]) -> int | None:
@@ -288,3 +502,13 @@ def _length(loader: Loader | DataLoader[Any]) -> int | None:
         return len(loader)
     except TypeError:
         return None
+
+
+def _check_counts(steps: int | None, minutes: float | None, keep: int, digest_every: int) -> None:
+    """Raises a `UsageError` for a number that cannot be."""
+    for name, value in (("checkpoint_steps", steps), ("keep", keep), ("digest_every", digest_every)):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            option = "--" + name.replace("_", "-")
+            raise UsageError(f"got {name}={value!r}; it must be 1 or more ({option})")
+    if minutes is not None and not 0 < minutes < float("inf"):
+        raise UsageError(f"got checkpoint_minutes={minutes!r}; it must be above 0 (--checkpoint-minutes)")

@@ -1,0 +1,193 @@
+"""The recorder: all that rank 0 writes of a run, and what another rank needs to go on writing when rank 0 is lost."""
+
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor
+
+from samestep.comm.board import View
+from samestep.comm.team import Team
+from samestep.data.batch import Batch
+from samestep.engine.result import StepResult
+from samestep.train import folder as files
+from samestep.train.checkpoint import Snapshot
+from samestep.train.checksum import as_hex
+from samestep.train.ledger import LedgerWriter, ledger_entry
+from samestep.train.loggers import JsonlLogger, Logger, TensorBoardLogger
+from samestep.train.naming import CHECKPOINT_FOLDER
+from samestep.train.saving import CheckpointSaver
+from samestep.train.state import State
+
+REMEMBERED_STEPS = 1024
+TIMING_SECONDS = 1.0
+
+
+@dataclass(frozen=True)
+class StepNote:
+    """What every rank remembers of a step, so that any of them can write it down.
+
+    Attributes:
+        result: its scalars have arrived.
+        batch: the loader's batch, without its samples; None for a batch of the user's own.
+        rates: the learning rate of each parameter group, as used.
+        world_size: devices that took part.
+        digest: the checksum of the state after the step, where it was computed.
+    """
+
+    result: StepResult
+    batch: Batch | None
+    rates: list[float]
+    world_size: int
+    digest: Tensor | None
+
+    def entry(self) -> dict[str, Any]:
+        """The ledger's line."""
+        digest = None if self.digest is None else as_hex(int(self.digest))
+        return ledger_entry(self.result, self.batch, self.rates, self.world_size, digest)
+
+    def scalars(self) -> dict[str, float]:
+        """What loggers are told."""
+        scalars = {"loss/train": self.result.loss, "grad_norm": self.result.grad_norm}
+        return {**scalars, "lr": self.rates[0]} if self.rates else scalars
+
+
+class Recorder:
+    """Writes ledger, metrics, TensorBoard events and checkpoints; only the rank that is rank 0 has one.
+
+    Args:
+        team: whose pulse tells how long things took.
+        folder: of the run; None writes nothing but to the loggers.
+        loggers: of the user's.
+        keep: how many checkpoints are kept.
+        purge_step: where a run goes on: the first step that is run again.
+
+    Raises:
+        RunFolderError: the folder cannot be written to.
+    """
+
+    def __init__(
+        self, team: Team, folder: Path | None, loggers: Sequence[Logger], keep: int, purge_step: int | None = None
+    ) -> None:
+        self._team = team
+        self._loggers = list(loggers)
+        self._ledger: LedgerWriter | None = None
+        self._saver: CheckpointSaver | None = None
+        self._blocked: dict[int, float] = {}
+        self._timed_steps = 0
+        self._timed_at = time.monotonic()
+        if folder is None:
+            return
+        try:
+            self._ledger = LedgerWriter(folder / files.LEDGER_FILE)
+            self._saver = CheckpointSaver(folder / CHECKPOINT_FOLDER, keep)
+            self._loggers.append(JsonlLogger(folder / files.METRICS_FILE))
+            self._loggers.append(TensorBoardLogger(folder / files.TENSORBOARD_FOLDER, purge_step))
+        except BaseException:
+            self.close()
+            raise
+
+    def step(self, note: StepNote) -> None:
+        """Writes down a step."""
+        if self._ledger is not None:
+            self._ledger.write(note.entry())
+        self.log(note.result.step + 1, note.scalars())
+        self._timed_steps += 1
+        if time.monotonic() - self._timed_at >= TIMING_SECONDS:
+            self._log_times(note.result.step + 1)
+
+    def catch_up(self, notes: deque[StepNote]) -> None:
+        """Writes down the steps that the rank before us did not get to write."""
+        last = -1 if self._ledger is None else self._ledger.last_step()
+        for note in notes:
+            if last is None or note.result.step > last:
+                self.step(note)
+
+    def event(self, name: str, step: int, /, **fields: Any) -> None:
+        """Writes an event to the ledger, at once."""
+        if self._ledger is not None:
+            self._ledger.write_event(name, step, **fields)
+
+    def healed(self, step: int, view: View, seconds: float, known: set[int]) -> None:
+        """Writes down what a healing was about.
+
+        Args:
+            step: that was carried out once more.
+            view: who went on.
+            seconds: how long it took this rank.
+            known: slots whose loss is written down already; grows.
+        """
+        lost = [loss for loss in getattr(view, "lost", ()) if loss.get("slot") not in known]
+        for loss in lost:
+            known.add(loss["slot"])
+            self.event(
+                "death", step, **{("rank" if key == "slot" else key): v for key, v in loss.items() if key != "step"}
+            )
+        ranks = [loss["slot"] for loss in lost]
+        self.event("heal", step, world_size=len(view.slots), seconds=round(seconds, 3), lost=ranks)
+
+    def log(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Tells all loggers."""
+        for logger in self._loggers:
+            logger.log(step, scalars)
+
+    def checkpoint(self, step: int, state: State) -> None:
+        """Copies a state and has it written; training goes on as soon as it is copied."""
+        if self._saver is None:
+            return
+        start = time.perf_counter()
+        copies = self._saver.to_host_copy(state.files)
+        self._saver.save(Snapshot(step, copies, state.facts))
+        self._blocked[step] = time.perf_counter() - start
+        self.log(step, {"checkpoint/blocked_milliseconds": 1000 * self._blocked[step]})
+
+    def poll(self) -> None:
+        """Writes down which checkpoints have been completed; raises if one could not be.
+
+        Raises:
+            RunFolderError: a checkpoint could not be written.
+        """
+        for saved in [] if self._saver is None else self._saver.poll():
+            blocked = round(self._blocked.pop(saved.step, 0.0), 6)
+            self.event(
+                "checkpoint", saved.step, name=saved.name, blocked_seconds=blocked, seconds=round(saved.seconds, 6)
+            )
+
+    def finish_checkpoints(self) -> None:
+        """Waits until the last checkpoint is complete."""
+        if self._saver is not None:
+            self._saver.close()
+            self.poll()
+
+    def flush(self) -> None:
+        """Hands what was written to the system."""
+        if self._ledger is not None:
+            self._ledger.flush()
+
+    def close(self) -> None:
+        """Waits for the last checkpoint and closes everything."""
+        try:
+            self.finish_checkpoints()
+        finally:
+            if self._ledger is not None:
+                self._ledger.close()
+            for logger in self._loggers:
+                logger.close()
+            self._ledger, self._loggers = None, []
+
+    def _log_times(self, step: int) -> None:
+        """Host seconds a step since the last time, and memory."""
+        seconds = self._team.pulse.take_seconds()
+        kinds = ("data", "compute", "exchange", "update", "checkpoint")
+        scalars = {f"seconds/{kind}": seconds.get(kind, 0.0) / self._timed_steps for kind in kinds}
+        scalars["memory/host_bytes"] = float(psutil.Process().memory_info().rss)
+        device = self._team.communicator.device
+        if device.type == "cuda":
+            scalars["memory/device_bytes"] = float(torch.cuda.max_memory_allocated(device))
+        self.log(step, scalars)
+        self._timed_steps, self._timed_at = 0, time.monotonic()
