@@ -32,6 +32,7 @@ class Environment:
         num_threads: CPU threads a worker that our launcher chose; None if it is not said.
         store_is_kept: whether the launcher hosts the store; rank 0 does, where it does not.
         attempt: how often the launcher has restarted the ranks; a store may outlive them.
+        joins: whether this process was started late, in the place of one that was lost.
     """
 
     rank: int = 0
@@ -45,6 +46,7 @@ class Environment:
     num_threads: int | None = None
     store_is_kept: bool = False
     attempt: int = 0
+    joins: bool = False
 
 
 def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
@@ -119,6 +121,7 @@ def _checked(env: Mapping[str, str], names: tuple[str, str, str, str], launcher:
         num_threads=_number(env, "SAMESTEP_THREADS", 0) or None,
         store_is_kept=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         attempt=_number(env, "TORCHELASTIC_RESTART_COUNT", 0),
+        joins=env.get("SAMESTEP_JOINS") == "1",
     )
 
 

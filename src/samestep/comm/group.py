@@ -290,6 +290,20 @@ def _join(
     return transport, transport if control is None else GroupTransport(control, calls, timeout, store_host)
 
 
+def meeting_of(environment: Environment, timeout: timedelta) -> dist.Store:
+    """Where the ranks of a run that is under way meet when one joins.
+
+    Raises:
+        PeerLostError: the store cannot be reached any more.
+    """
+    host, port = environment.master_addr, environment.master_port
+    try:
+        store = dist.TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False)
+    except RuntimeError as error:
+        raise PeerLostError(f"the run to join is over: nobody answers at {host}:{port}") from error
+    return dist.PrefixStore(f"samestep/{environment.attempt}.1", store)
+
+
 def _meet(environment: Environment, timeout: timedelta, store_host: int | None) -> dist.Store:
     """Connects to the store and waits until every rank has."""
     rank, host, port = environment.rank, environment.master_addr, environment.master_port

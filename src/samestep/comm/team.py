@@ -12,6 +12,9 @@ the same operation, or some (the advanced) are in the one after it. They then
 
 An operation changes nothing before its last exchange has arrived, and its results are the same bits on any number of
 ranks: so nothing needs to be sent to those who are behind, no state is torn, and nothing is lost.
+
+A worker that is started late joins in the same way: it waits until a view counts it in, meets the others before an
+operation for which somebody can hand out the state (`give`), receives it, and takes part from then on.
 """
 
 import gc
@@ -23,7 +26,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from samestep.comm.board import HEALS, View
+from samestep.comm.board import HEALS, READY_TO_JOIN, View
 from samestep.comm.communicator import Communicator
 from samestep.comm.group import GroupTransport, reconnect, roll_call
 from samestep.comm.pulse import Pulse
@@ -50,6 +53,7 @@ class Team:
         spares: how many ranks, the last ones, execute no shard until another is lost; they hold the state all the same.
         pulse: says what this rank is doing.
         timeout_seconds: how long to wait for other ranks.
+        meeting: where a worker that was started late will find the others; None for one that was there from the start.
 
     Attributes:
         communicator: this rank's voice now; another one after a loss.
@@ -58,6 +62,8 @@ class Team:
         num_operations: how many have been carried out.
         healed: what the healings so far were about, oldest first: (view, seconds that it took).
         pulse: says what this rank is doing.
+        give: hands out the state to ranks that join, `give(communicator, source rank)`; None while nobody can join.
+        is_late: whether this worker still waits to join.
         stop: the signal by which the run was asked to stop, once all ranks know it, after the same step; 0 before.
     """
 
@@ -70,6 +76,7 @@ class Team:
         spares: int = 0,
         pulse: Pulse | None = None,
         timeout_seconds: float = 600.0,
+        meeting: dist.Store | None = None,
     ) -> None:
         self.communicator = communicator
         self.version = 0
@@ -78,13 +85,17 @@ class Team:
         self.stop = 0
         self._own_stop = 0
         self.healed: list[tuple[View, float]] = []
+        self.give: Callable[[Communicator, int], None] | None = None
+        self.is_late = meeting is not None
+        self._somebody_waits = False
+        self._round = 0
         self._slots = tuple(range(communicator.world_size))
         self._num_shards = num_shards
         self._num_active = communicator.world_size - spares
         self._shares = None if shares is None else list(shares)
         self._timeout = timedelta(seconds=timeout_seconds)
         self._transport = communicator.transport if isinstance(communicator.transport, GroupTransport) else None
-        self._meeting = self._transport.meeting if self._transport is not None else None
+        self._meeting = self._transport.meeting if self._transport is not None else meeting
         self.ranges = self._divide()
         if self.can_heal and self._transport is not None:
             self._transport.names_missing = False
@@ -150,19 +161,59 @@ class Team:
             if self.num_operations > before:
                 return values[0]
 
+    def will_share(self, num_active: int, shares: Sequence[float] | None) -> None:
+        """Tells a late worker, which is alone so far, how the team that it joins divides its shards."""
+        self._num_active = num_active
+        self._shares = None if shares is None else list(shares)
+
+    def join(self, receive: Callable[[Communicator, int], T]) -> T:
+        """Waits until the others count this late worker in, and receives their state.
+
+        Args:
+            receive: the other side of `give`.
+        """
+        self.pulse.enter("regroup")
+        self.pulse.set_flags(self.pulse.flags | READY_TO_JOIN)
+        board, mine = self.pulse.board, self.pulse.slot
+        assert board is not None, "only a supervised run takes in late workers"
+        number, self._round = -1, 0
+        while True:
+            while board.number == number or mine not in board.view().slots:
+                self.pulse.enter("regroup")
+                time.sleep(VIEW_POLL_SECONDS)
+            view = board.view()
+            try:
+                words = self._exchange_words(view, "join")
+                if not _all_admit(words):
+                    self._round += 1
+                    continue
+                self._form("all", view, view.slots)
+                self.pulse.view = view.number
+                value = receive(self.communicator, _source(view, words))
+            except (PeerLostError, dist.DistError):
+                number, self._round = view.number, 0
+                self._drop_connections()
+                continue
+            self.num_operations = max(_counts(words).values())
+            self.is_late = False
+            self.pulse.set_flags((self.pulse.flags | HEALS) & ~READY_TO_JOIN)
+            return value
+
     def close(self) -> None:
         """Gives back connections, and says that this rank is done."""
         self.pulse.enter("end")
         self.communicator.close()
 
     def _check_view(self) -> None:
-        """Raises if the board shows another team than this one."""
+        """Raises if the board shows another team than this one, or somebody waits who can join now."""
         board = self.pulse.board
-        if board is not None and board.number != self.pulse.view and self.can_heal:
+        if board is None or not self.can_heal or self.is_late:
+            return
+        if board.number != self.pulse.view or (self._somebody_waits and self.give is not None):
             raise NewViewError("the supervisor has announced another team")
 
     def _heal(self, attempt: Callable[[], T]) -> list[T]:
-        """Goes on with those who are left.
+        """Goes on with those who are left, and those who join.
 
         Returns:
             The value of the operation, where this rank was behind and has carried it out with others who were.
@@ -174,21 +225,27 @@ class Team:
         while True:
             self._drop_connections()
             view = self._next_view(number)
-            number = view.number
+            self._round = self._round + 1 if view.number == self.pulse.view else 0
+            number, self.pulse.view = view.number, view.number
+            self._somebody_waits = False
             try:
-                counts = self._compare_counts(view)
-                behind = tuple(slot for slot in view.slots if counts[slot] < max(counts.values()))
+                words = self._exchange_words(view, f"{self.num_operations} {int(self.give is not None)}")
+                counts = _counts(words)
+                behind = tuple(slot for slot in counts if counts[slot] < max(counts.values()))
                 if self.pulse.slot in behind:
                     self._form("behind", view, behind)
                     values.append(attempt())
                     self.num_operations += 1
                     self.pulse.enter("regroup")
                     self._drop_connections()
-                self._form("all", view, view.slots)
+                members = view.slots if _all_admit(words) else tuple(counts)
+                self._form("all", view, members)
+                if len(members) > len(counts) and self.give is not None:
+                    self.give(self.communicator, _source(view, words))
+                self._somebody_waits = len(members) < len(view.slots)
                 break
             except (PeerLostError, dist.DistError):
                 continue  # another one was lost meanwhile: wait for the next view
-        self.pulse.view = number
         self.pulse.enter(phase)
         self.healed.append((view, time.monotonic() - start))
         return values
@@ -214,7 +271,7 @@ class Team:
         board = self.pulse.board
         assert board is not None, "only a supervised run heals"
         deadline = time.monotonic() + max(60.0, self._timeout.total_seconds())
-        while board.number == number:
+        while board.number == number and not self._somebody_waits:
             if time.monotonic() > deadline:
                 raise PeerLostError(
                     "the exchange with the other ranks failed, but none of them is known to be lost; if a rank needs "
@@ -226,13 +283,14 @@ class Team:
             raise PeerLostError("this rank was taken for lost, and the others have gone on without it")
         return view
 
-    def _compare_counts(self, view: View) -> dict[int, int]:
-        """How many operations each of those who are left has carried out."""
-        store = self._call(view, "counts", view.slots, str(self.num_operations))
-        return {slot: int(store.get(str(rank))) for rank, slot in enumerate(view.slots)}
+    def _exchange_words(self, view: View, word: str) -> dict[int, str]:
+        """What each of those who are left has to say: how many operations it has carried out, or that it joins."""
+        store = self._call(view, f"words {self._round}", view.slots, word)
+        return {slot: store.get(str(rank)).decode() for rank, slot in enumerate(view.slots)}
 
     def _form(self, name: str, view: View, slots: tuple[int, ...]) -> None:
         """Connects some of the slots, in their order, and divides the shards among them."""
+        name = f"{name} {self._round}"
         self._slots = slots
         transport: Any = LocalTransport()
         control = transport
@@ -276,3 +334,18 @@ class Team:
         shares = self._shares or [1.0]
         return shares[slot] if slot < len(shares) else sum(shares) / len(shares)
 
+
+def _counts(words: dict[int, str]) -> dict[int, int]:
+    """How many operations each slot has carried out, but for those that join."""
+    return {slot: int(word.split()[0]) for slot, word in words.items() if word != "join"}
+
+
+def _all_admit(words: dict[int, str]) -> bool:
+    """Whether all are before the same operation, and can take in somebody there."""
+    there = [word.split() for word in words.values() if word != "join"]
+    return len({count for count, _ in there}) == 1 and all(admits == "1" for _, admits in there)
+
+
+def _source(view: View, words: dict[int, str]) -> int:
+    """The rank that hands out the state: the first that has it."""
+    return next(rank for rank, slot in enumerate(view.slots) if words[slot] != "join")

@@ -3,6 +3,7 @@
 import atexit
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from samestep.comm.board import Board
 from samestep.comm.communicator import Communicator, make_communicator
 from samestep.comm.environment import Environment, read_environment
+from samestep.comm.group import meeting_of
 from samestep.comm.pulse import Pulse
 from samestep.comm.team import Team
 from samestep.data.loader import Loader
@@ -21,9 +23,13 @@ from samestep.engine.losses import LossFn, describe
 from samestep.engine.step import BUCKET_BYTES, OnNonFinite, TrainStep
 from samestep.errors import UsageError
 from samestep.plan.shards import shard_ranges
+from samestep.train.agreement import differences
 from samestep.train.contract import Contract, check_contract
 from samestep.train.evaluation import evaluate, predict
+from samestep.train.loops import load, save
 from samestep.train.process import make_deterministic, own_device
+from samestep.train.resume import check_contract_kept
+from samestep.train.state import generator_states, restore_generators
 
 DEFAULT_TIMEOUT_SECONDS = 600.0
 MAX_TIMEOUT_SECONDS = 366 * 86_400.0
@@ -86,13 +92,26 @@ class Run:
         if communicator is None:
             watched = Board.from_environment()
             pulse = Pulse() if watched is None else Pulse(*watched)
-            communicator = make_communicator(environment, self.device, timedelta(seconds=timeout_seconds), reduction)
+        timeout = timedelta(seconds=timeout_seconds)
+        meeting = meeting_of(environment, timeout) if environment.joins else None
+        if communicator is None:
+            own = Environment() if environment.joins else environment
+            communicator = make_communicator(own, self.device, timeout, reduction)
         self.team = Team(
-            communicator, count, shares=shares, spares=spares, pulse=pulse, timeout_seconds=timeout_seconds
+            communicator,
+            count,
+            shares=None if environment.joins else shares,
+            spares=0 if environment.joins else spares,
+            pulse=pulse,
+            timeout_seconds=timeout_seconds,
+            meeting=meeting,
         )
+        if environment.joins:
+            self.team.will_share(world_size - spares, shares)
         if world_size > 1 or pulse.board is not None:
             atexit.register(self.team.close)
         self._num_streams = 0
+        self._folders: set[Path] = set()  # of checkpoints that are this run's
         seed_process(seed)
 
     @property
@@ -261,6 +280,86 @@ class Run:
         """The model's outputs on a dataset, in its order, in host memory; see `samestep.train.evaluation.predict`."""
         loader = data if isinstance(data, Loader) else self.loader(data, num_workers=num_workers)
         return predict(self.team, model, loader, forward=forward, precision=precision)
+
+    def save_checkpoint(
+        self,
+        folder: str | Path,
+        step: TrainStep | Sequence[TrainStep],
+        loader: Loader | None = None,
+        rest: Any = None,
+        keep: int = 3,
+    ) -> Path:
+        """Writes what it takes to go on exactly, on any number of devices; all ranks call it, after the same step.
+
+        That is model, optimizers, scheduler, loss scale, random generators, the place in the data, and the contract.
+        No pickle is involved. Tier `bitwise`.
+
+        Args:
+            folder: of this run's checkpoints; each is one in it, `step-00000120`, by the number of steps taken.
+            step: one, or several that belong together, such as a GAN's two.
+            loader: of this run, in the middle of an epoch too: the batches yielded so far count as done.
+            rest: what else is to be kept: numbers, strings, tensors and arrays in dicts, lists, tuples and sets.
+            keep: how many checkpoints are kept.
+
+        Returns:
+            The checkpoint.
+
+        Raises:
+            UsageError: the folder holds another run's checkpoints, or `rest` holds what needs pickle.
+            RunFolderError: it cannot be written; nothing that was good is lost.
+        """
+        contract = self.contract.as_json()
+        path = save(
+            self.team, contract, folder, step, loader, rest, keep, lambda place: place.resolve() in self._folders
+        )
+        self._folders.add(path.parent.resolve())
+        return path
+
+    def load_checkpoint(
+        self,
+        place: str | Path,
+        step: TrainStep | Sequence[TrainStep],
+        loader: Loader | None = None,
+        *,
+        allow_contract_change: bool = False,
+    ) -> Any:
+        """Goes on from a checkpoint that `save_checkpoint` wrote; all ranks call it, and rank 0 reads. Tier `bitwise`.
+
+        Call it last, when everything is built as it was, since the random generators are put back too.
+
+        Args:
+            place: a folder, of which the newest good checkpoint is taken, or one checkpoint.
+            step: one or several, in the order in which they were saved.
+            loader: goes on from where it was.
+            allow_contract_change: go on although something changed that the bits depend on.
+
+        Returns:
+            The `rest` that was saved, an empty dict if there was none; None if the folder has no checkpoint.
+
+        Raises:
+            CheckpointError: it is damaged, or of another model, optimizer or scheduler; nothing is changed then.
+            ContractError: the run was made under another contract; the message lists the fields.
+            UsageError: a folder in which no checkpoint is good.
+        """
+        contract = self.contract.as_json()
+        found = load(self.team, contract, place, step, loader, allow_contract_change, self.print)
+        if found is None:
+            return None
+        self._folders.add(found[0].resolve())
+        return {} if found[1] is None else found[1]
+
+    def state_dict(self) -> dict[str, Any]:
+        """The contract, and the states of the global random generators; model, optimizer, step and loader have theirs."""
+        return {"contract": self.contract.as_json(), "generators": generator_states(self.device)}
+
+    def load_state_dict(self, state: Mapping[str, Any], *, allow_contract_change: bool = False) -> None:
+        """Puts the random generators back, so that what the script draws goes on as it was.
+
+        Raises:
+            ContractError: the state is of a run with another contract; the message lists the fields.
+        """
+        check_contract_kept(differences(state["contract"], self.contract.as_json()), allow_contract_change)
+        restore_generators(state["generators"], self.device)
 
     def close(self) -> None:
         """Gives back connections; a run that is not closed does so when the process ends."""
