@@ -1,0 +1,1 @@
+"""Proof: reading what runs recorded, comparing them, and running them again."""
