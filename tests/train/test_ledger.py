@@ -5,6 +5,7 @@ import math
 import signal
 import subprocess
 import sys
+from datetime import UTC, datetime
 
 import numpy as np
 import pytest
@@ -85,7 +86,8 @@ def test_a_run_writes_a_line_a_step_that_does_not_depend_on_the_devices(tmp_path
     lines = {}
     for world_size in (1, 3):
         in_turns(world_size, program, tmp_path / str(world_size))
-        lines[world_size] = read(tmp_path / str(world_size) / "ledger.jsonl")
+        written = read(tmp_path / str(world_size) / "ledger.jsonl")
+        lines[world_size] = [line for line in written if "event" not in line]
         assert {line.pop("world_size") for line in lines[world_size]} == {world_size}
     assert lines[1] == lines[3]
     assert [(line["step"], line["epoch"], line["position"], line["num_samples"]) for line in lines[1]] == [
@@ -117,6 +119,85 @@ def test_a_flush_hands_all_lines_over(tmp_path):
 def test_a_folder_that_is_not_there_is_named(tmp_path):
     with pytest.raises(RunFolderError, match=r"cannot write .*nowhere/ledger.jsonl: No such file or directory"):
         LedgerWriter(tmp_path / "nowhere" / "ledger.jsonl")
+
+
+LINES = [{"step": 0, "loss": "0x1.8p+0"}, {"event": "stop", "step": 1, "signal": "SIGTERM … gé"}, {"step": 1}]
+WHOLE = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in LINES).encode()
+
+
+def test_a_file_cut_anywhere_is_mended_when_it_is_opened(tmp_path):
+    path = tmp_path / "ledger.jsonl"
+    for cut in range(len(WHOLE) + 1):
+        path.write_bytes(WHOLE[:cut])
+        with LedgerWriter(path) as ledger:
+            ledger.write({"step": 7})
+        whole = [line for line in LINES if json.dumps(line, ensure_ascii=False).encode() in WHOLE[:cut]]
+        assert [json.loads(line) for line in path.read_text("utf-8").splitlines()] == [*whole, {"step": 7}], cut
+
+
+@pytest.mark.parametrize("rest", [b"\x00" * 5000, b"\xe2\x80", b'{"step": 9', b"[1]", b"9", b'"text"', b"[" * 5000])
+def test_what_is_no_object_at_the_end_is_removed(tmp_path, rest):
+    path = tmp_path / "ledger.jsonl"
+    path.write_bytes(WHOLE + rest)
+    LedgerWriter(path).close()
+    assert path.read_bytes() == WHOLE
+
+
+@pytest.mark.parametrize("length", [10, 65_536 - len(WHOLE), 65_535, 65_536, 65_537, 200_000])
+def test_a_torn_line_of_any_length_is_removed_and_a_whole_one_kept(tmp_path, length):
+    path = tmp_path / "ledger.jsonl"
+    path.write_bytes(WHOLE + b'{"step": 5, "note": "' + b"x" * length)
+    LedgerWriter(path).close()
+    assert path.read_bytes() == WHOLE
+    line = b'{"step": 5, "note": "' + b"x" * length + b'"}'
+    path.write_bytes(WHOLE + line)
+    with LedgerWriter(path) as ledger:
+        assert ledger.last_step() == 5
+    assert path.read_bytes() == WHOLE + line + b"\n"
+
+
+def test_an_event_is_in_the_file_at_once_and_behind_what_gathered(tmp_path):
+    path = tmp_path / "ledger.jsonl"
+    before = datetime.now(UTC)
+    with LedgerWriter(path) as ledger:
+        ledger.write({"step": 0})
+        assert read(path) == []
+        ledger.write_event("death", 1, rank=2, cause="SIGKILL")
+        step, event = read(path)
+    assert step == {"step": 0}
+    when = datetime.fromisoformat(event.pop("time"))
+    assert before.replace(microsecond=0) <= when <= datetime.now(UTC)
+    assert event == {"event": "death", "step": 1, "rank": 2, "cause": "SIGKILL"}
+
+
+def test_the_last_step_is_that_of_the_file_and_events_are_none(tmp_path):
+    with LedgerWriter(tmp_path / "ledger.jsonl") as ledger:
+        assert ledger.last_step() is None
+        ledger.write_event("start", 0)
+        assert ledger.last_step() is None
+        ledger.write({"step": 41})
+        assert ledger.last_step() is None
+        ledger.flush()
+        for _ in range(3000):
+            ledger.write_event("checkpoint", 42)
+        assert ledger.last_step() == 41
+        ledger.write({"step": 7})
+        ledger.flush()
+        assert ledger.last_step() == 7
+
+
+def test_garbage_in_the_middle_hides_no_step(tmp_path):
+    path = tmp_path / "ledger.jsonl"
+    path.write_bytes(b'{"step": 3}\n{"step\n\xff\xff\n')
+    with LedgerWriter(path) as ledger:
+        assert ledger.last_step() == 3
+
+
+def test_a_digest_is_in_the_entry_where_there_is_one():
+    batch = Batch(2, {})
+    entry = ledger_entry(result_of(0.5, 2.0, batch), None, [], 1, digest="00ff00ff00ff00ff")
+    assert entry["digest"] == "00ff00ff00ff00ff"
+    assert "digest" not in ledger_entry(result_of(0.5, 2.0, batch), None, [], 1)
 
 
 FULL = """

@@ -154,6 +154,12 @@ def test_loggers_get_every_step_and_every_epoch_on_the_first_rank_only():
         assert scalars["epoch"] == record.epoch
 
 
+def steps_of(folder):
+    """The ledger's lines of steps, without those of events."""
+    lines = [json.loads(line) for line in (folder / "ledger.jsonl").read_text().splitlines()]
+    return [line for line in lines if "event" not in line]
+
+
 def test_the_run_folder_holds_the_whole_run(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -166,14 +172,14 @@ def test_the_run_folder_holds_the_whole_run(tmp_path):
     (weights, history), _ = in_turns(2, program)
     folder = tmp_path / "run"
     names = ["ledger.jsonl", "loss.png", "metrics.jsonl", "run.json", "tensorboard", "weights.safetensors"]
-    assert sorted(os.listdir(folder)) == names
+    assert sorted(os.listdir(folder)) == ["checkpoints", *names]
     contract = json.loads((folder / "run.json").read_text())
     assert (contract["recipe"], contract["precision"], contract["num_shards"]) == ("points", "bf16-mixed", 4)
     assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
     saved = load_file(folder / "weights.safetensors")
     assert saved.keys() == weights.keys()
     assert all(torch.equal(saved[name], value) for name, value in weights.items())
-    ledger = [json.loads(line) for line in (folder / "ledger.jsonl").read_text().splitlines()]
+    ledger = steps_of(folder)
     metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     losses = [line["loss/train"] for line in metrics if "loss/train" in line]
     assert losses == [float.fromhex(line["loss"]) for line in ledger]
@@ -186,11 +192,17 @@ def test_the_run_folder_holds_the_whole_run(tmp_path):
     assert [event.value for event in shown] == pytest.approx([r.eval["accuracy"] for r in history], rel=1e-6)
 
 
+def fit_in(communicator, folder):
+    """Fits for an epoch, with a run folder."""
+    with make_trainer(communicator, run_dir=folder) as trainer:
+        trainer.fit(points(), 1)
+
+
 def test_a_folder_that_holds_a_run_is_refused_before_anything_starts(tmp_path):
-    alone(lambda c: make_trainer(c, run_dir=tmp_path).close())
+    alone(fit_in, tmp_path)
     before = {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
     with pytest.raises(UsageError, match="already holds a run; choose another folder with --run-dir, or remove it"):
-        alone(lambda c: make_trainer(c, run_dir=tmp_path))
+        alone(fit_in, tmp_path)
     assert {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()} == before
 
 
@@ -272,7 +284,7 @@ def test_a_run_that_explodes_says_so_keeps_what_it_has_and_can_go_on(tmp_path, m
         return trainer.digest
 
     alone(program)
-    steps = [json.loads(line)["step"] for line in (tmp_path / "run" / "ledger.jsonl").read_text().splitlines()]
+    steps = [line["step"] for line in steps_of(tmp_path / "run")]
     assert steps == [0, 1, 2, 3, 4, 5, 6, 7, 8]
 
 
@@ -290,7 +302,7 @@ def test_skipped_steps_are_in_the_ledger_but_not_in_the_loss_of_the_epoch(tmp_pa
             return trainer.fit(points(), 1)[0].train_loss
 
     assert math.isfinite(alone(program))
-    ledger = [json.loads(line) for line in (tmp_path / "run" / "ledger.jsonl").read_text().splitlines()]
+    ledger = steps_of(tmp_path / "run")
     assert [line["skipped"] for line in ledger].count(True) == 1
     assert [line["loss"] for line in ledger].count("nan") == 1
 

@@ -5,8 +5,11 @@ from typing import Annotated
 
 import typer
 
+from samestep.cli import ledger
 from samestep.cli.devices import devices
+from samestep.cli.report import report
 from samestep.cli.run import CONTEXT_SETTINGS, run
+from samestep.cli.runs import runs
 from samestep.cli.train import train
 from samestep.errors import SamestepError
 from samestep.version import __version__
@@ -39,6 +42,9 @@ def _options(
 app.command("devices")(devices)
 app.command("train")(train)
 app.command("run", context_settings=CONTEXT_SETTINGS)(run)
+app.command("report")(report)
+app.command("runs")(runs)
+app.add_typer(ledger.app, name="ledger")
 
 
 def main() -> None:

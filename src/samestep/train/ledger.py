@@ -1,8 +1,11 @@
-"""The ledger's writer: a line a step, by which runs are compared and replayed."""
+"""The ledger's writer: a line a step and a line an event, by which runs are compared and replayed."""
 
 import hashlib
 import json
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime
+from io import FileIO
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -12,27 +15,34 @@ from torch.optim import Optimizer
 
 from samestep.data.batch import Batch
 from samestep.engine.result import StepResult
-from samestep.train.writing import append_whole, open_unbuffered
+from samestep.train.writing import append_whole, open_unbuffered, writing
 
 GATHERED_BYTES = 8192
+READ_BYTES = 65_536
 
 
 class LedgerWriter:
     """Appends to a ledger, a JSON object a line; floats as hexadecimal digits, so that no bit is lost.
 
-    Lines are gathered and written whole: a full disk leaves no half of one.
+    Lines are gathered and written whole: a full disk leaves no half of one. What a crash may have left of a last line
+    is mended when the file is opened: a whole line without its end gets one, the torn part of a line is removed.
 
     Args:
         path: the file, appended to.
 
     Raises:
-        RunFolderError: it cannot be written.
+        RunFolderError: it cannot be read or written.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._waiting = bytearray()
-        self._file = open_unbuffered(path, "ab")
+        self._file = open_unbuffered(path, "a+b")
+        try:
+            _mend_last_line(self._file, path)
+        except BaseException:
+            self._file.close()
+            raise
 
     def write(self, entry: dict[str, Any]) -> None:
         """Appends one entry, sooner or later.
@@ -43,6 +53,53 @@ class LedgerWriter:
         self._waiting += (json.dumps(entry) + "\n").encode()
         if len(self._waiting) >= GATHERED_BYTES:
             self.flush()
+
+    def write_event(self, name: str, step: int, /, **fields: Any) -> None:
+        """Appends an event, with what gathered before it, at once.
+
+        Args:
+            name: such as "start", "resume", "death", "heal", "checkpoint", "stop" or "end".
+            step: the number of the next step.
+            fields: what else is to be said of it, as JSON; not "event" nor "time".
+
+        Raises:
+            RunFolderError: it could not be written; the file then ends with the line before.
+        """
+        assert not fields.keys() & {"event", "time"}, fields
+        now = datetime.now(UTC).isoformat(timespec="milliseconds")
+        self._waiting += (json.dumps({"event": name, "step": step, "time": now, **fields}) + "\n").encode()
+        self.flush()
+
+    def last_step(self) -> int | None:
+        """The number in the last line of a step that is in the file; None if there is none.
+
+        What has gathered and is not yet written does not count.
+
+        Raises:
+            RunFolderError: the file cannot be read.
+        """
+        with writing(self._path):
+            for line in _lines_backwards(self._file):
+                entry = _parsed(line)
+                if entry is not None and "event" not in entry and isinstance(entry.get("step"), int):
+                    return int(entry["step"])
+        return None
+
+    def losses(self) -> set[int]:
+        """The slots of the workers whose death is in the file since the run was started or resumed last.
+
+        Raises:
+            RunFolderError: the file cannot be read.
+        """
+        slots: set[int] = set()
+        with writing(self._path):
+            for line in _lines_backwards(self._file):
+                entry = _parsed(line) if b'"event"' in line else None
+                if entry is not None and entry.get("event") in ("start", "resume"):
+                    break
+                if entry is not None and entry.get("event") == "death":
+                    slots.add(int(entry["slot"]))
+        return slots
 
     def flush(self) -> None:
         """Hands what was written to the system; raises as `write` does."""
@@ -64,7 +121,11 @@ class LedgerWriter:
 
 
 def ledger_entry(
-    result: StepResult, batch: Batch | None, learning_rates: Sequence[float], world_size: int
+    result: StepResult,
+    batch: Batch | None,
+    learning_rates: Sequence[float],
+    world_size: int,
+    digest: str | None = None,
 ) -> dict[str, Any]:
     """What the ledger says of a step.
 
@@ -73,10 +134,11 @@ def ledger_entry(
         batch: the loader's batch, or None for a batch of the user's own.
         learning_rates: one a parameter group, as used in the step.
         world_size: devices that took part.
+        digest: the checksum of the state after the step, as 16 hexadecimal digits, where it was computed.
     """
     known = batch is not None and batch.epoch >= 0
     ids = batch.ids() if batch is not None and batch.ids is not None else None
-    return {
+    entry = {
         "step": result.step,
         "epoch": batch.epoch if known and batch is not None else None,
         "position": batch.position if known and batch is not None else None,
@@ -88,6 +150,7 @@ def ledger_entry(
         "skipped": result.skipped,
         "world_size": world_size,
     }
+    return entry if digest is None else {**entry, "digest": digest}
 
 
 def ids_hash(ids: np.ndarray) -> str:
@@ -98,3 +161,43 @@ def ids_hash(ids: np.ndarray) -> str:
 def learning_rates(optimizers: Sequence[Optimizer]) -> list[float]:
     """The learning rate of every parameter group."""
     return [float(group["lr"]) for optimizer in optimizers for group in optimizer.param_groups if "lr" in group]
+
+
+def _mend_last_line(file: FileIO, path: Path) -> None:
+    """Ends a last line that lacks its end, if it is whole; else cuts it off. What is no regular file is left alone."""
+    with writing(path):
+        if not path.is_file() or file.seek(0, os.SEEK_END) == 0:
+            return
+        last = next(_lines_backwards(file))
+        if not last:  # the file ends with the end of a line
+            return
+        if _parsed(last) is None:
+            file.truncate(file.seek(0, os.SEEK_END) - len(last))
+            return
+    append_whole(file, path, b"\n")
+
+
+def _lines_backwards(file: FileIO) -> Iterator[bytes]:
+    """The lines of a file without their ends, from the last on; the first one is what follows the last newline."""
+    start, pieces = file.seek(0, os.SEEK_END), list[bytes]()
+    while start > 0:
+        size = min(READ_BYTES, start)
+        start -= size
+        file.seek(start)
+        first, *lines = file.read(size).split(b"\n")
+        if lines:
+            pieces.append(lines.pop())
+            yield b"".join(reversed(pieces))
+            yield from reversed(lines)
+            pieces = []
+        pieces.append(first)
+    yield b"".join(reversed(pieces))
+
+
+def _parsed(line: bytes) -> dict[str, Any] | None:
+    """The JSON object that a line holds, or None."""
+    try:
+        value = json.loads(line.decode())
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None

@@ -81,6 +81,7 @@ class Recorder:
         self._blocked: dict[int, float] = {}
         self._timed_steps = 0
         self._timed_at = time.monotonic()
+        self._known_losses: set[int] = set()
         if folder is None:
             return
         try:
@@ -102,7 +103,8 @@ class Recorder:
             self._log_times(note.result.step + 1)
 
     def catch_up(self, notes: deque[StepNote]) -> None:
-        """Writes down the steps that the rank before us did not get to write."""
+        """Writes down the steps that the rank before us did not get to write, and reads which losses it has."""
+        self._known_losses = set() if self._ledger is None else self._ledger.losses()
         last = -1 if self._ledger is None else self._ledger.last_step()
         for note in notes:
             if last is None or note.result.step > last:
@@ -113,23 +115,23 @@ class Recorder:
         if self._ledger is not None:
             self._ledger.write_event(name, step, **fields)
 
-    def healed(self, step: int, view: View, seconds: float, known: set[int]) -> None:
-        """Writes down what a healing was about.
+    def healed(self, step: int, view: View, seconds: float) -> None:
+        """Writes down what a healing was about: who was lost, or who joined.
 
         Args:
             step: that was carried out once more.
             view: who went on.
             seconds: how long it took this rank.
-            known: slots whose loss is written down already; grows.
         """
-        lost = [loss for loss in getattr(view, "lost", ()) if loss.get("slot") not in known]
+        lost = [loss for loss in view.lost if loss["slot"] not in self._known_losses]
         for loss in lost:
-            known.add(loss["slot"])
-            self.event(
-                "death", step, **{("rank" if key == "slot" else key): v for key, v in loss.items() if key != "step"}
-            )
-        ranks = [loss["slot"] for loss in lost]
-        self.event("heal", step, world_size=len(view.slots), seconds=round(seconds, 3), lost=ranks)
+            self._known_losses.add(loss["slot"])
+            self.event("death", step, **{key: value for key, value in loss.items() if key != "step"})
+        if lost:
+            ranks = [loss["rank"] for loss in lost]
+            self.event("heal", step, world_size=len(view.slots), seconds=round(seconds, 3), lost=ranks)
+        else:
+            self.event("join", step, world_size=len(view.slots), seconds=round(seconds, 3))
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
         """Tells all loggers."""

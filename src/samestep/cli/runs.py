@@ -1,0 +1,93 @@
+"""`samestep runs`: the runs below a folder, newest first."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from samestep.proof.runs import RunSummary
+
+
+def runs(
+    folder: Annotated[Path, typer.Argument(help="A folder with runs in it, or a run.")] = Path("runs"),
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON list instead of a table.")] = False,
+) -> None:
+    """Lists runs, newest first: how far each came, and whether it can be resumed.
+
+    `crashed` and `running?` differ in when something was last written: two minutes ago or less may be a run under way.
+    """
+    from samestep.errors import DataError, UsageError
+    from samestep.proof.runs import find_runs
+
+    try:
+        found = find_runs(folder)
+    except DataError as error:
+        raise UsageError(str(error)) from error
+    if as_json:
+        print(json.dumps([_as_dict(run) for run in found]))
+    elif not found:
+        print(f"no runs in {folder}")
+    else:
+        _print(found)
+
+
+def _as_dict(run: "RunSummary") -> dict[str, Any]:
+    from dataclasses import asdict
+
+    facts = asdict(run)
+    if run.metric is not None:
+        facts["metric"] = {"name": run.metric[0], "best": run.metric[1]}
+    if run.loss is not None and run.loss - run.loss != 0:
+        facts["loss"] = str(run.loss)  # JSON has no NaN and no infinity
+    return {**facts, "path": str(run.path)}
+
+
+def _print(found: "list[RunSummary]") -> None:
+    from datetime import datetime
+
+    from rich import box
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = 200  # nothing is folded or cut in a file or a pipe
+    table = Table(
+        "run", "recipe", "state", "steps", "epochs", "loss", "best", "devices", "changed", "size", box=box.SIMPLE
+    )
+    for run in found:
+        table.add_row(
+            escape(run.path.resolve().name),
+            escape(run.recipe or "-"),
+            escape(_state(run)),
+            f"{run.steps:,}",
+            str(run.epochs) if run.epochs_planned is None else f"{run.epochs} of {run.epochs_planned}",
+            "-" if run.loss is None else f"{run.loss:.4g}",
+            "-" if run.metric is None else escape(f"{run.metric[0]} {run.metric[1]:.4g}"),
+            ", ".join(map(str, run.world_sizes)) or "-",
+            f"{datetime.fromtimestamp(run.changed):%Y-%m-%d %H:%M}",
+            _size(run.size_bytes),
+        )
+    console.print(table)
+    for run in found:
+        for problem in run.problems:
+            console.print(f"note: {run.path}: {problem}", markup=False)
+
+
+def _state(run: "RunSummary") -> str:
+    """The state, and where a resume would begin."""
+    if run.state in ("stopped", "crashed") and run.checkpoint is not None:
+        return f"{run.state}, resumes from {run.checkpoint}"
+    return run.state
+
+
+def _size(count: int) -> str:
+    value, unit = float(count), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if value < 1024:
+            break
+        value, unit = value / 1024, larger
+    return f"{value:.0f} {unit}" if unit == "B" or value >= 100 else f"{value:.1f} {unit}"

@@ -1,0 +1,310 @@
+"""The ledger as proof: reading what a run recorded of its steps, and finding the first step in which two runs differ.
+
+Nothing of torch or NumPy is needed: a ledger is JSON, a line a step or event, floats in hexadecimal digits.
+"""
+
+import json
+import math
+import re
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from samestep.errors import DataError
+
+LEDGER_FILE: Final = "ledger.jsonl"
+FIELDS: Final = ("num_samples", "ids", "lr", "loss", "grad_norm", "skipped", "digest")
+FINAL_DIGEST: Final = "final digest"
+_NOT_FINITE = ("nan", "inf", "-inf")
+_HEX_FLOAT = re.compile(r"-?0x[01](\.[0-9a-f]+)?p[+-]\d+")
+_MAX_PROBLEMS = 100
+
+
+@dataclass(frozen=True)
+class Repeat:
+    """A step that was taken twice, after a resume or a restart, and came out otherwise the second time."""
+
+    step: int
+    field: str
+    before: Any
+    after: Any
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """What a ledger says.
+
+    Attributes:
+        steps: number to entry, in the order of the numbers; of a step that was taken twice the later entry.
+        events: in the order of the file.
+        torn: whether the last line is unfinished: the run was killed as it wrote, or is writing now.
+        repeats_that_differ: where a step that was taken twice came out otherwise.
+        problems: lines that say nothing that can be understood, each as a sentence with its number; the first hundred.
+    """
+
+    steps: Mapping[int, Mapping[str, Any]]
+    events: Sequence[Mapping[str, Any]]
+    torn: bool = False
+    repeats_that_differ: Sequence[Repeat] = ()
+    problems: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class FieldDifference:
+    """A field of a step that two ledgers do not agree on.
+
+    Attributes:
+        field: one of `FIELDS`, or `FINAL_DIGEST`.
+        a: its value in the first ledger, as it is there.
+        b: in the second.
+        ulps: for finite numbers, how many floats lie between them and one more; of float32, if both are such.
+        relative: for finite numbers, |a - b| / max(|a|, |b|).
+    """
+
+    field: str
+    a: Any
+    b: Any
+    ulps: int | None = None
+    relative: float | None = None
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first step in which two ledgers differ.
+
+    Attributes:
+        step: its number.
+        fields: what differs, in the order in which a step comes to it.
+        agreed: how many steps before it both have, and agree on.
+        proven: the last step before it after which both recorded a checksum of the state, which agreed; None if none.
+        known_samples: whether both recorded which samples it took.
+    """
+
+    step: int
+    fields: Sequence[FieldDifference]
+    agreed: int
+    proven: int | None = None
+    known_samples: bool = True
+
+
+@dataclass(frozen=True)
+class Extent:
+    """How far two ledgers can be compared at all.
+
+    Attributes:
+        common: how many steps both have.
+        digests: after how many of them both recorded a checksum of the state.
+        only_a: how many steps the first alone has.
+        only_b: how many the second alone has.
+    """
+
+    common: int
+    digests: int
+    only_a: int
+    only_b: int
+
+
+def read_ledger(path: Path) -> Ledger:
+    """Reads a ledger, whatever has become of it.
+
+    Args:
+        path: the file, or the folder of a run.
+
+    Raises:
+        DataError: there is no file, it cannot be read, or none of its lines is one of a ledger.
+    """
+    file = path / LEDGER_FILE if path.is_dir() else path
+    try:
+        data = file.read_bytes()
+    except OSError as error:
+        raise DataError(f"no ledger at {file}: {error.strerror or error}; name a run's folder or a ledger") from error
+    steps: dict[int, Mapping[str, Any]] = {}
+    events: list[Mapping[str, Any]] = []
+    repeats: list[Repeat] = []
+    problems: list[str] = []
+    lines = data.split(b"\n")
+    torn = bool(lines.pop())
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        entry, problem = _parse(line)
+        if problem:
+            problems.append(f"line {number} {problem}")
+        elif "event" in entry:
+            events.append(entry)
+            if entry["event"] == "contract_change":  # what the run took up anew under other terms is no repetition
+                steps = {step: kept for step, kept in steps.items() if step < entry["step"]}
+        else:
+            if entry["step"] in steps:
+                found = differing_fields(steps[entry["step"]], entry)
+                repeats += [Repeat(entry["step"], change.field, change.a, change.b) for change in found]
+            steps[entry["step"]] = entry
+    if problems and not steps and not events:
+        raise DataError(f"{file} is no ledger: {problems[0]}")
+    return Ledger(dict(sorted(steps.items())), events, torn, repeats, problems[:_MAX_PROBLEMS])
+
+
+def compare(a: Ledger, b: Ledger) -> Difference | None:
+    """The first step that both have and in which they differ; None if there is none.
+
+    Compared are the samples and their number, learning rates, loss, gradient norm, whether the update was left out and
+    the checksum of the state, each where both recorded it, to the bit; and the digests of the final states, where both
+    ended after the same step. Devices and events are no difference.
+    """
+    agreed, proven = 0, None
+    for step, one in a.steps.items():
+        other = b.steps.get(step)
+        if other is None:
+            continue
+        found = differing_fields(one, other)
+        if found:
+            return Difference(step, found, agreed, proven, _both(one, other, "ids"))
+        agreed += 1
+        if _both(one, other, "digest"):
+            proven = step
+    ends = [_end(a), _end(b)]
+    if ends[0] is not None and ends[1] is not None and ends[0][0] == ends[1][0] and ends[0][1] != ends[1][1]:
+        field = FieldDifference(FINAL_DIGEST, ends[0][1], ends[1][1])
+        return Difference(max(ends[0][0] - 1, 0), (field,), agreed, proven)
+    return None
+
+
+def extent(a: Ledger, b: Ledger) -> Extent:
+    """How many steps can be compared, and how many only one of two ledgers has."""
+    common = a.steps.keys() & b.steps.keys()
+    digests = sum(_both(a.steps[step], b.steps[step], "digest") for step in common)
+    return Extent(len(common), digests, len(a.steps) - len(common), len(b.steps) - len(common))
+
+
+def differing_fields(a: Mapping[str, Any], b: Mapping[str, Any]) -> tuple[FieldDifference, ...]:
+    """What two entries of one step do not agree on, of what both recorded."""
+    return tuple(
+        _field_difference(field, a[field], b[field])
+        for field in FIELDS
+        if _both(a, b, field) and _bits(a[field]) != _bits(b[field])
+    )
+
+
+def cause(difference: Difference) -> str:
+    """In a sentence or two, where to look: the first thing in the order of a step that differs tells."""
+    fields, step = {change.field for change in difference.fields}, difference.step
+    if fields & {"num_samples", "ids"}:
+        return "The data differ: other samples, or another order. Look at seed, shuffle, the batch size and the dataset"
+    if "lr" in fields:
+        return "The learning rates differ: look at the schedule, and at what was resumed"
+    earlier = _earlier(difference)
+    if "loss" in fields:
+        samples = "on the same samples" if difference.known_samples else "or the data: which samples is not recorded"
+        return f"The forward differs, {samples}: model, precision, kernels or random numbers{earlier}"
+    if "grad_norm" in fields:
+        return f"The backward or the sum over devices differs: the loss is the same{earlier}"
+    if "skipped" in fields:
+        return f"One run left the update out: the gradients differ in what is not finite{earlier}"
+    if difference.proven == step - 1 or FINAL_DIGEST in fields:
+        return "Only the state differs: the optimizer's update, or a buffer such as BatchNorm's statistics"
+    return (
+        "Only the state differs: an update, a buffer, or gradients of equal norm, since the last checksum that agreed"
+    )
+
+
+def _earlier(difference: Difference) -> str:
+    """What to add where the state before the step may have differed already."""
+    if difference.agreed == 0:
+        return " (or the state before: no earlier step was compared)"
+    if difference.proven == difference.step - 1:
+        return ""
+    since = "" if difference.proven is None else f" since step {difference.proven}"
+    return f" (or the state before: no checksum of it was compared{since}; recorded each step, it would tell)"
+
+
+def number(value: Any) -> float | None:
+    """A number as the ledger writes it, `0x1.8p+0`; None for anything else."""
+    if isinstance(value, str) and (value in _NOT_FINITE or _HEX_FLOAT.fullmatch(value)):
+        try:
+            return float.fromhex(value)
+        except (ValueError, OverflowError):
+            return None
+    return None
+
+
+def _parse(line: bytes) -> tuple[dict[str, Any], str]:
+    """A line's entry, and what is wrong with it, or ""."""
+    try:
+        entry = json.loads(line.decode())
+    except (ValueError, RecursionError):
+        return {}, "is no JSON"
+    if not isinstance(entry, dict):
+        return {}, "is no JSON object"
+    step = entry.get("step")
+    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+        return {}, f"has no number of a step, but {step!r}"
+    if "event" in entry:
+        return (entry, "") if isinstance(entry["event"], str) else ({}, f"has the event {entry['event']!r}")
+    for field, value in _numbers(entry):
+        if number(value) is None:
+            return {}, f"has {value!r} as {field}; needed: a hexadecimal float such as 0x1.8p+0"
+    digest = entry.get("digest")
+    if digest is not None and not isinstance(digest, str):
+        return {}, f"has {digest!r} as digest; needed: hexadecimal digits"
+    return entry, ""
+
+
+def _numbers(entry: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The numbers of a step's entry, each with the name of its field."""
+    for field in ("loss", "grad_norm"):
+        yield field, entry.get(field)
+    rates = entry.get("lr", [])
+    yield from (("lr", rate) for rate in (rates if isinstance(rates, list) else [rates]))
+
+
+def _both(a: Mapping[str, Any], b: Mapping[str, Any], field: str) -> bool:
+    return a.get(field) is not None and b.get(field) is not None
+
+
+def _bits(value: Any) -> Any:
+    """What is equal for equal bits, whatever way a number is written."""
+    if isinstance(value, list):
+        return [_bits(item) for item in value]
+    known = number(value)
+    return value if known is None else struct.pack("<d", known)
+
+
+def _field_difference(field: str, a: Any, b: Any) -> FieldDifference:
+    """A field that differs, and how far apart its numbers are: of several the two that are farthest apart."""
+    pairs = list(zip(a, b, strict=False)) if isinstance(a, list) and isinstance(b, list) else [(a, b)]
+    if field not in ("lr", "loss", "grad_norm"):
+        return FieldDifference(field, a, b)
+    distances = [distance for one, other in pairs if (distance := _distance(number(one), number(other))) is not None]
+    ulps, relative = max(distances, key=lambda d: d[1], default=(None, None))
+    return FieldDifference(field, a, b, ulps, relative)
+
+
+def _distance(a: float | None, b: float | None) -> tuple[int, float] | None:
+    """How many floats two finite numbers are apart, and how far relative to the larger; None for others."""
+    if a is None or b is None or not math.isfinite(a) or not math.isfinite(b):
+        return None
+    larger = max(abs(a), abs(b))
+    relative = abs(a / larger - b / larger) if larger else 0.0
+    kinds = ("f", "i") if _is_float32(a) and _is_float32(b) else ("d", "q")
+    return abs(_place(a, *kinds) - _place(b, *kinds)), relative
+
+
+def _is_float32(value: float) -> bool:
+    try:
+        return bool(struct.unpack("<f", struct.pack("<f", value))[0] == value)
+    except OverflowError:
+        return False
+
+
+def _place(value: float, kind: str, integer: str) -> int:
+    """A float's number in the order of all floats; both zeros have 0."""
+    (word,) = struct.unpack(f"<{integer}", struct.pack(f"<{kind}", value))
+    return int(word) if word >= 0 else -(int(word) & (2 ** (31 if integer == "i" else 63) - 1))
+
+
+def _end(ledger: Ledger) -> tuple[int, Any] | None:
+    """The step after which a run ended, and the digest of its final state; None if it did not end."""
+    ends = [event for event in ledger.events if event["event"] == "end" and event.get("digest") is not None]
+    return (ends[-1]["step"], ends[-1]["digest"]) if ends else None

@@ -1,0 +1,152 @@
+"""The agreement of two contracts: which fields changed, which of them decide the bits, and what they decide.
+
+Fields are named by their keys joined by dots, `versions.torch`; a name in one of the two lists stands for all below it.
+A field that is in neither is told where both sides have it and differ, and never breaks: versions of samestep, Python
+and NumPy, the processor, and whatever a program records of its own.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+BREAKING: Final[Mapping[str, str]] = {
+    "recipe": "what is trained",
+    "model": "what is trained",
+    "loss_code": "what is minimised",
+    "data": "what is trained on",
+    "options": "the recipe's model and data",
+    "global_batch_size": "which samples make a step",
+    "num_shards": "how sums are split, and what BatchNorm and dropout see",
+    "seed": "the order of the samples, first weights, dropout and augmentation",
+    "shuffle": "the order of the samples",
+    "drop_last": "whether a last, shorter batch is a step",
+    "num_samples": "what is trained on",
+    "data_loader": "which samples make a step",
+    "steps": "the models, the losses and the updates",
+    "optimizer": "the update",
+    "lr": "the update",
+    "momentum": "the update",
+    "weight_decay": "the update",
+    "scheduler": "the learning rate",
+    "max_grad_norm": "the update",
+    "precision": "the rounding",
+    "reduction": "the order of sums between devices",
+    "device_kind": "the kernels",
+    "num_threads": "how kernels split their sums",
+    "flags": "which kernels run, and how they round",
+    "versions.torch": "the kernels",
+    "versions.cpu_capability": "the kernels",
+    "versions.platform": "the kernels",
+    "versions.cuda": "the kernels",
+    "versions.cudnn": "the kernels",
+}
+UNMENTIONED: Final = frozenset(
+    (
+        *("devices", "shares", "world_size", "spares", "num_workers", "command", "epochs", "run_dir", "run", "name"),
+        *("job", "min_devices", "max_restarts", "hang_timeout", "keep", "digest_every", "checkpoint_every"),
+    )
+)
+ABSENT: Final = "(not recorded)"
+
+
+@dataclass(frozen=True)
+class Change:
+    """A field that two contracts do not agree on.
+
+    Attributes:
+        field: its keys, joined by dots.
+        before: its value in the first contract; `ABSENT` where it has no such field.
+        after: its value in the second.
+        breaks: whether the bits depend on it.
+    """
+
+    field: str
+    before: Any
+    after: Any
+    breaks: bool
+
+
+def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Change]:
+    """The fields that two contracts do not agree on: those that break the bits first, each kind in the table's order.
+
+    A field that only one side has breaks if it is in the table and both were written by one version of samestep;
+    versions that record more than older ones change nothing by that. It is left out where the table does not have it.
+
+    Args:
+        before: as read from `run.json`.
+        after: another, or what a new run would write.
+    """
+    old, new = dict(_flat(before)), dict(_flat(after))
+    same_writer = old.get("versions.samestep") == new.get("versions.samestep")
+    changes = []
+    for name in dict.fromkeys((*old, *new)):
+        known, one, other = _entry(name), old.get(name, ABSENT), new.get(name, ABSENT)
+        alone = (name in old) != (name in new)
+        if _unmentioned(name) or _same(one, other) or (alone and (known is None or one is None or other is None)):
+            continue
+        changes.append(Change(name, one, other, known is not None and (same_writer or not alone)))
+    order = {entry: number for number, entry in enumerate(BREAKING)}
+    return sorted(changes, key=lambda c: (not c.breaks, order.get(_entry(c.field) or "", len(order)), c.field))
+
+
+def explain(changes: Sequence[Change]) -> str:
+    """What changed, a line a field: "  seed: 0 before, 1 now (decides the order of the samples, …)"; "" for nothing."""
+    parts = (
+        ("these decide the bits:", [change for change in changes if change.breaks]),
+        ("these should not:", [change for change in changes if not change.breaks]),
+    )
+    return "\n".join(line for title, some in parts if some for line in (title, *map(_line, some)))
+
+
+def decides(field: str) -> str | None:
+    """What a field that breaks the bits decides; None for any other."""
+    entry = _entry(field)
+    return None if entry is None else BREAKING[entry]
+
+
+def _line(change: Change) -> str:
+    """A change in words."""
+    reason = f" (decides {decides(change.field)})" if change.breaks else ""
+    return f"  {change.field}: {shown(change.before)} before, {shown(change.after)} now{reason}"
+
+
+def shown(value: Any) -> str:
+    """A value of a contract for people: no quotation marks around words, "none" for None."""
+    if value is None:
+        return "none"
+    return value if isinstance(value, str) else repr(value)
+
+
+def _flat(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The leaves of nested mappings with their names; lists are leaves."""
+    for key, item in value.items():
+        name = f"{prefix}{key}"
+        if isinstance(item, Mapping):
+            yield from _flat(item, f"{name}.")
+        else:
+            yield name, item
+
+
+def _parents(name: str) -> Iterator[str]:
+    """`a.b.c`, `a.b`, `a`."""
+    while name:
+        yield name
+        name = name.rpartition(".")[0]
+
+
+def _entry(name: str) -> str | None:
+    """The entry of the table that a field falls under."""
+    return next((parent for parent in _parents(name) if parent in BREAKING), None)
+
+
+def _unmentioned(name: str) -> bool:
+    return any(parent in UNMENTIONED for parent in _parents(name))
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two values of JSON are the same; true is not 1, NaN is NaN, and a tuple is a list."""
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        return len(one) == len(other) and all(map(_same, one, other))
+    if isinstance(one, bool) or isinstance(other, bool):
+        return one is other
+    return bool(one == other) or (one != one and other != other)
