@@ -2,7 +2,9 @@
 
 import os
 import signal
+import socket
 import time
+from multiprocessing.shared_memory import SharedMemory
 
 import psutil
 import pytest
@@ -91,14 +93,28 @@ def test_a_second_signal_kills_workers_that_will_not_end(starter, start_method):
     assert starter.processes() == []
 
 
+SHARING = """
+import os
+from multiprocessing import shared_memory
+memory = shared_memory.SharedMemory(create=True, size=4096)
+open("shared-" + os.environ["RANK"], "w").write(memory.name + " " + os.environ["MASTER_PORT"])
+"""
+
+
 @pytest.mark.parametrize("start_method", ["fork", "spawn"])
-def test_workers_end_within_five_seconds_of_their_supervisors_sudden_death(starter, start_method):
-    starter.script("stubborn.py", STUBBORN)
+def test_within_five_seconds_of_the_supervisors_sudden_death_nothing_of_the_run_is_left(starter, start_method):
+    starter.script("stubborn.py", SHARING + STUBBORN)
     process = starter.start("--devices", "cpu:2", "--start-method", start_method, "stubborn.py")
     wait_until_up(starter, 2)
     process.kill()
     process.communicate(timeout=30)
     assert starter.wait_until_gone(5.0) == []
+    for rank in range(2):
+        name, port = (starter.folder / f"shared-{rank}").read_text().split()
+        with pytest.raises(FileNotFoundError):
+            SharedMemory(name)
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", int(port)), timeout=1)
 
 
 def test_the_starters_sudden_death_ends_the_run_and_is_told(starter):

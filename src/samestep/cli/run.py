@@ -63,6 +63,30 @@ def run(
     log_dir: Annotated[
         str | None, typer.Option(metavar="DIR", help="Keep what the ranks above 0 print, in DIR/rank-N.log.")
     ] = None,
+    heal: Annotated[
+        bool, typer.Option("--heal/--no-heal", help="Go on without a worker that is lost, where the script can.")
+    ] = True,
+    min_devices: Annotated[
+        int, typer.Option("--min-devices", "--min_devices", metavar="N", help="With fewer left, the run ends.")
+    ] = 1,
+    max_restarts: Annotated[
+        int,
+        typer.Option(
+            "--max-restarts", "--max_restarts", metavar="N", help="How often workers may be started again, in all."
+        ),
+    ] = 0,
+    replace: Annotated[
+        bool, typer.Option("--replace", help="Start a new worker on the device of a lost one, where the script can.")
+    ] = False,
+    hang_timeout: Annotated[
+        float,
+        typer.Option(
+            "--hang-timeout",
+            "--hang_timeout",
+            metavar="SECONDS",
+            help="A worker that heals, and shows no sign of life for so long, counts as lost; 0 for never.",
+        ),
+    ] = 600.0,
 ) -> None:
     """Runs SCRIPT in one process a device, as `python SCRIPT ARGS` would. Options go before SCRIPT.
 
@@ -76,8 +100,10 @@ def run(
     from samestep.devices.selection import select
     from samestep.errors import UsageError
     from samestep.launcher.job import Job
+    from samestep.launcher.policy import Policy
     from samestep.launcher.supervisor import supervise
 
+    policy = Policy(heal, min_devices, max_restarts, hang_timeout, replace)
     launcher = read_environment().launcher
     if launcher != "none":
         raise UsageError(
@@ -103,7 +129,7 @@ def run(
         )
     if adopt is None and reading.is_both:
         typer.echo(f"samestep: {program[0]}: {reading.reason}", err=True)
-    outcome = supervise(job, selection, threads=threads, start_method=start_method)
+    outcome = supervise(job, selection, threads=threads, start_method=start_method, policy=policy)
     if outcome.failure is not None:
         typer.echo(f"samestep: error: {outcome.failure}", err=True)
     raise typer.Exit(outcome.exit_code)

@@ -7,10 +7,13 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from samestep.comm.board import BOARD_VARIABLE, SLOT_VARIABLE
 from samestep.comm.channel import EVENTS_VARIABLE
 from samestep.comm.environment import LOOPBACK
 from samestep.devices.selection import Selection
 from samestep.launcher.job import Job
+
+JOINS_VARIABLE = "SAMESTEP_JOINS"
 
 
 @dataclass(frozen=True)
@@ -25,6 +28,10 @@ class Assignment:
         threads: CPU threads of the worker.
         run_id: names the run among those on the machine.
         variables: the selection's environment variables.
+        slot: the worker's number on the board; its own for as long as the board lives.
+        attempt: how often all workers have been started again.
+        max_restarts: how often they may be.
+        joins: whether it is started late, and waits until the others count it in.
     """
 
     rank: int
@@ -34,6 +41,10 @@ class Assignment:
     threads: int
     run_id: str
     variables: Mapping[str, str]
+    slot: int = 0
+    attempt: int = 0
+    max_restarts: int = 0
+    joins: bool = False
 
 
 @dataclass(frozen=True)
@@ -44,8 +55,8 @@ class Instruction:
         assignment: its place.
         job: what to do.
         port: where the store listens on the loopback address.
-        fds: its descriptors by name: "events" and "words" always; "stdout" and "stderr" unless they are inherited;
-            "payload" and "answer" when arguments and result travel pickled.
+        fds: its descriptors by name: "events", "words" and "board" always; "stdout" and "stderr" unless they are
+            inherited; "payload" and "answer" when arguments and result travel pickled.
     """
 
     assignment: Assignment
@@ -68,7 +79,9 @@ class Instruction:
         return cls(Assignment(**value["assignment"]), Job.from_json(value["job"]), value["port"], value["fds"])
 
 
-def assign(selection: Selection, threads: int, run_id: str) -> tuple[Assignment, ...]:
+def assign(
+    selection: Selection, threads: int, run_id: str, *, attempt: int = 0, max_restarts: int = 0
+) -> tuple[Assignment, ...]:
     """The places of all workers of a run, in rank order."""
     return tuple(
         Assignment(
@@ -79,6 +92,9 @@ def assign(selection: Selection, threads: int, run_id: str) -> tuple[Assignment,
             threads=threads,
             run_id=run_id,
             variables=dict(selection.environment),
+            slot=rank,
+            attempt=attempt,
+            max_restarts=max_restarts,
         )
         for rank in range(selection.count)
     )
@@ -123,12 +139,16 @@ def worker_variables(instruction: Instruction) -> dict[str, str]:
         "MASTER_PORT": str(instruction.port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RUN_ID": place.run_id,
-        "TORCHELASTIC_RESTART_COUNT": "0",
-        "TORCHELASTIC_MAX_RESTARTS": "0",
+        "TORCHELASTIC_RESTART_COUNT": str(place.attempt),
+        "TORCHELASTIC_MAX_RESTARTS": str(place.max_restarts),
         "SAMESTEP_DEVICE_KIND": place.device_kind,
         "SAMESTEP_THREADS": str(place.threads),
         EVENTS_VARIABLE: str(instruction.fds["events"]),
+        BOARD_VARIABLE: str(instruction.fds["board"]),
+        SLOT_VARIABLE: str(place.slot),
     }
+    if place.joins:
+        variables[JOINS_VARIABLE] = "1"
     loopback = "lo0" if sys.platform == "darwin" else "lo"
     if "GLOO_SOCKET_IFNAME" not in os.environ and any(name == loopback for _, name in socket.if_nameindex()):
         # All ranks are here; otherwise gloo asks what address the host's name has, and warns where it has none.

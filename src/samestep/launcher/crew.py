@@ -31,12 +31,12 @@ class News:
     """What happened to a process of the run.
 
     Attributes:
-        rank: the worker that ended; None when the run cannot go on for another reason.
+        slot: the worker that ended; None when the run cannot go on for another reason.
         code: its exit code, -N for signal N; None if nobody knows.
         text: the other reason.
     """
 
-    rank: int | None
+    slot: int | None
     code: int | None = None
     text: str = ""
 
@@ -56,8 +56,16 @@ class Crew(Protocol):
         """What happened since the last call; never waits."""
         ...
 
-    def signal(self, rank: int, signum: int) -> None:
+    def signal(self, slot: int, signum: int) -> None:
         """Signals a worker."""
+        ...
+
+    def abort(self, slot: int) -> None:
+        """Has a worker write its stacks and end, even one that is stopped; it leaves no core file."""
+        ...
+
+    def is_stopped(self, slot: int) -> bool:
+        """Whether a signal has stopped a worker, which may go on some day."""
         ...
 
     def kill(self) -> None:
@@ -156,7 +164,7 @@ class ForkCrew:
 
     def start(self, instruction: Instruction) -> None:
         """Sends the instruction and its descriptors to the zygote."""
-        self._running.add(instruction.assignment.rank)
+        self._running.add(instruction.assignment.slot)
         names, fds = list(instruction.fds), list(instruction.fds.values())
         self._send({"command": "start", "instruction": instruction.to_json(), "names": names}, fds)
 
@@ -183,16 +191,24 @@ class ForkCrew:
             self._child.wait(CLOSE_SECONDS)
             if self._running and not self._broken:
                 found.append(News(None, text=f"the starter of the workers {describe_ending(self._child.code)}"))
-            found += [News(rank) for rank in sorted(self._running)]
+            found += [News(slot) for slot in sorted(self._running)]
             self._running.clear()
         return [item for item in found if item is not None]
 
-    def signal(self, rank: int, signum: int) -> None:
+    def signal(self, slot: int, signum: int) -> None:
         """Has the zygote signal a worker: only it knows whether the process id is still that worker's."""
-        if not self._pids:
+        if self._pids:
+            self._send({"command": "signal", "slot": slot, "signal": signum}, [])
+        elif self._running:
             self.kill()  # it still imports torch; no worker is there that could have something to tidy up
-            return
-        self._send({"command": "signal", "rank": rank, "signal": signum}, [])
+
+    def abort(self, slot: int) -> None:
+        """Has the zygote do it."""
+        self._send({"command": "abort", "slot": slot}, [])
+
+    def is_stopped(self, slot: int) -> bool:
+        """Asks the system."""
+        return lifeline.is_stopped(self._pids.get(slot))
 
     def close(self) -> None:
         """Closes the socket, upon which the zygote ends all; kills all if it does not."""
@@ -215,12 +231,12 @@ class ForkCrew:
     def _read(self, message: dict[str, Any]) -> News | None:
         """One message of the zygote."""
         if message.get("event") == "started":
-            self._pids[message["rank"]] = message["pid"]
+            self._pids[message["slot"]] = message["pid"]
             return None
         if message.get("event") == "exited":
-            self._pids.pop(message["rank"], None)
-            self._running.discard(message["rank"])
-            return News(message["rank"], message["code"])
+            self._pids.pop(message["slot"], None)
+            self._running.discard(message["slot"])
+            return News(message["slot"], message["code"])
         self._broken = True
         return News(None, text=str(message.get("text", "")))
 
@@ -244,11 +260,17 @@ class SpawnCrew:
 
     variables: Mapping[str, str]
     _port: int = 0
+    _attempt: int = 0
     _keeper: Child | None = None
     _workers: dict[int, Child] = field(default_factory=dict)
 
     def start(self, instruction: Instruction) -> None:
-        """Starts the worker's program; the store keeper's before the first."""
+        """Starts the worker's program; the store keeper's before the first of an attempt."""
+        if self._keeper is not None and instruction.assignment.attempt != self._attempt:
+            os.kill(self._keeper.pid, signal.SIGKILL)
+            self._keeper.wait(CLOSE_SECONDS)
+            self._keeper = None
+        self._attempt = instruction.assignment.attempt
         if self._keeper is None:
             with open_listener() as listener:
                 self._port = listener.getsockname()[1]
@@ -259,7 +281,7 @@ class SpawnCrew:
             file.write(json.dumps(place.to_json()).encode())
             file.flush()
             passed = (file.fileno(), *fds.values())
-            self._workers[instruction.assignment.rank] = self._run("worker", file.fileno(), passed, fds)
+            self._workers[instruction.assignment.slot] = self._run("worker", file.fileno(), passed, fds)
 
     def fileno(self) -> int | None:
         """Nothing: child processes are polled."""
@@ -268,21 +290,32 @@ class SpawnCrew:
     def news(self) -> list[News]:
         """Polls the processes."""
         found = []
-        for rank, child in list(self._workers.items()):
+        for slot, child in list(self._workers.items()):
             code = child.poll()
             if code is not None:
-                del self._workers[rank]
+                del self._workers[slot]
                 lifeline.sweep_group(child.pid)
-                found.append(News(rank, code))
+                found.append(News(slot, code))
         if self._keeper is not None and self._keeper.code is None and self._keeper.poll() is not None:
             found.append(News(None, text=f"the process that hosts the store ended ({self._keeper.code})"))
         return found
 
-    def signal(self, rank: int, signum: int) -> None:
+    def signal(self, slot: int, signum: int) -> None:
         """Signals a worker that is not reaped."""
-        child = self._workers.get(rank)
+        child = self._workers.get(slot)
         if child is not None and child.poll() is None:
             os.kill(child.pid, signum)
+
+    def abort(self, slot: int) -> None:
+        """Signals a worker that is not reaped."""
+        child = self._workers.get(slot)
+        if child is not None and child.poll() is None:
+            lifeline.abort_process(child.pid)
+
+    def is_stopped(self, slot: int) -> bool:
+        """Asks the system."""
+        child = self._workers.get(slot)
+        return child is not None and lifeline.is_stopped(child.pid)
 
     def kill(self) -> None:
         """Kills the workers; the news tell of it."""

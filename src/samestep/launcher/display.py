@@ -77,6 +77,14 @@ class Display:
         with contextlib.suppress(BrokenPipeError):
             print(text, file=self._lines, flush=True)
 
+    def say(self, text: str) -> None:
+        """Says on stderr what happened to the run, above the bar if there is one; even where all else is quiet."""
+        if self._bar is not None:
+            self._bar.console.print(f"samestep: {text}", markup=False, highlight=False, soft_wrap=True)
+            return
+        with contextlib.suppress(BrokenPipeError):
+            print(f"samestep: {text}", file=sys.stderr, flush=True)
+
     def close(self) -> None:
         """Removes the bar."""
         if self._bar is not None:

@@ -45,6 +45,7 @@ class Casualty:
         report: its `failed` event; None if it ended without one.
         tail: the end of what it printed, where that was not shown yet.
         log: the file with all of it, if there is one.
+        silent_seconds: for how long it showed no sign of life, if it was ended for that.
     """
 
     rank: int
@@ -53,6 +54,7 @@ class Casualty:
     report: Event | None
     tail: str
     log: str | None
+    silent_seconds: float | None = None
 
     @property
     def is_peer_lost(self) -> bool:
@@ -96,10 +98,15 @@ def explain(casualty: Casualty) -> str:
     """The message about the worker that failed first: what, which rank, which device, and its last words."""
     who = f"rank {casualty.rank} on {casualty.device}"
     report = casualty.report
-    if report is None:
-        parts = [f"{who} {describe_ending(casualty.code)}", _last_words(casualty)]
+    if casualty.silent_seconds is not None:
+        parts = [f"{who} {describe_silence(casualty.silent_seconds)} (--hang-timeout)", last_words(casualty.tail)]
+    elif report is None:
+        parts = [f"{who} {describe_ending(casualty.code)}", last_words(casualty.tail)]
     elif report.get("type") == "SystemExit":
-        parts = [f"{who} exited with code {casualty.exit_code}", str(report.get("message") or _last_words(casualty))]
+        parts = [
+            f"{who} exited with code {casualty.exit_code}",
+            str(report.get("message") or last_words(casualty.tail)),
+        ]
     elif report.get("user_error"):
         where = f", at {report['where']}" if report.get("where") else ""
         parts = [str(report.get("message", "")), f"  {who}{where}; exit code {casualty.exit_code}"]
@@ -111,26 +118,58 @@ def explain(casualty: Casualty) -> str:
 
 
 def describe_ending(code: int | None) -> str:
+    """How a process ended, in words, with a hint at what a signal often means."""
+    hint = None if code is None else _SIGNAL_HINTS.get(-code)
+    return name_ending(code) + (f" ({hint})" if hint else "")
+
+
+def name_ending(code: int | None) -> str:
     """How a process ended, in words."""
     if code is None:
         return "did not end"
-    if code >= 0:
-        return f"exited with code {code}"
+    return f"exited with code {code}" if code >= 0 else f"was ended by {name_signal(-code)}"
+
+
+def name_signal(signum: int) -> str:
+    """A signal's name: "SIGKILL"."""
     try:
-        name = signal.Signals(-code).name
+        return signal.Signals(signum).name
     except ValueError:
-        name = f"signal {-code}"
-    hint = _SIGNAL_HINTS.get(-code)
-    return f"was ended by {name}" + (f" ({hint})" if hint else "")
+        return f"signal {signum}"
 
 
-def _last_words(casualty: Casualty) -> str:
-    """The last lines it printed, without the launcher's frames in the dump of a crash."""
+def describe_silence(seconds: float) -> str:
+    """That a process hung, in words."""
+    return f"showed no sign of life for {seconds:.0f} s and was ended"
+
+
+def last_words(tail: str) -> str:
+    """The last lines that a worker printed, and after a crash its stack, without the launcher's frames."""
     noise = (f'File "{LAUNCHER}', 'File "<frozen runpy>"', "Extension modules:")
-    lines = [line for line in casualty.tail.splitlines() if not line.strip().startswith(noise)]
+    lines = [line for line in tail.splitlines() if not line.strip().startswith(noise)]
+    dumps = [index for index, line in enumerate(lines) if line.startswith("Fatal Python error: ")]
+    words, dump = (lines[: dumps[-1]], lines[dumps[-1] :]) if dumps else (lines, [])
+    shown = [*_trimmed(words)[-NUM_TAIL_LINES // (2 if dump else 1) :], *_stack_of(dump)[:NUM_TAIL_LINES]]
+    return "\n".join(shown)
+
+
+def _stack_of(dump: list[str]) -> list[str]:
+    """The stacks of a dump by `faulthandler`, innermost frames first: that of the thread that was running leads."""
+    threads: list[list[str]] = [[]]
+    for line in dump:
+        if not line.strip():
+            threads.append([])
+        elif not line.startswith("Fatal Python error: "):
+            threads[-1].append(line)
+    threads.sort(key=lambda lines: not lines or not lines[0].startswith("Current thread"))
+    return [line for lines in threads for line in lines]
+
+
+def _trimmed(lines: list[str]) -> list[str]:
+    """Lines without empty ones at the end."""
     while lines and not lines[-1].strip():
-        lines.pop()
-    return "\n".join(lines[-NUM_TAIL_LINES:])
+        lines = lines[:-1]
+    return lines
 
 
 def _own_frames(story: traceback.TracebackException) -> traceback.TracebackException:

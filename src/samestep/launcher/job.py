@@ -1,7 +1,7 @@
 """The job: what the workers of a run are to do, and what came of it."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,6 +24,8 @@ class Job:
         quiet: show neither the progress bar nor lines.
         lines_to: where rank 0's `line` events are printed.
         preload: modules that all workers will need, imported once before they are forked.
+        restart_kwargs: keyword arguments that take the place of others when all workers are started again; JSON.
+        resume_hint: says how to go on with a run that could not be healed, as the end of a sentence.
     """
 
     kind: Kind
@@ -34,6 +36,8 @@ class Job:
     quiet: bool = False
     lines_to: Literal["stdout", "stderr"] = "stdout"
     preload: tuple[str, ...] = ()
+    restart_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    resume_hint: str = "start the script again from what it last saved"
 
     def __post_init__(self) -> None:
         """Checks what can be checked before a process is started.
@@ -52,7 +56,11 @@ class Job:
 
     def to_json(self) -> dict[str, Any]:
         """The job as a JSON object."""
-        return asdict(self) | {"kwargs": dict(self.kwargs)}
+        return asdict(self) | {"kwargs": dict(self.kwargs), "restart_kwargs": dict(self.restart_kwargs)}
+
+    def restarted(self) -> "Job":
+        """The job of workers that are started again."""
+        return replace(self, kwargs={**self.kwargs, **self.restart_kwargs})
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> "Job":
@@ -68,8 +76,12 @@ class Outcome:
         exit_code: 0; what the script gave `sys.exit`; 1; a samestep error's own code; 128 + signal.
         result: what rank 0 returned or sent as its result; None without one.
         failure: the message about the worker that failed first; None if none did.
+        events: what happened to the workers, in order; each a JSON object with "event", "time" and more: "death" (rank,
+            device, phase, step, cause), "heal" (world_size, seconds, lost), "join" (world_size, seconds), "restart"
+            (attempt), "stop" (signal).
     """
 
     exit_code: int
     result: Any = None
     failure: str | None = None
+    events: tuple[Mapping[str, Any], ...] = ()

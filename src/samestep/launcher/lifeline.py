@@ -12,6 +12,9 @@ import threading
 import time
 from collections.abc import Iterator
 
+if sys.platform != "win32":
+    import resource
+
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 POLL_SECONDS = 0.5
@@ -87,6 +90,30 @@ def sweep_group(group: int) -> None:
                 os.killpg(group, signal.SIGKILL)
             return
         time.sleep(0.01)
+
+
+def abort_process(pid: int) -> None:
+    """Has a process write its stacks, as `faulthandler` does, and end; also one that is stopped.
+
+    Where the system can say so (Linux), it writes no core file.
+    """
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError):
+            hard = resource.prlimit(pid, resource.RLIMIT_CORE)[1]
+            resource.prlimit(pid, resource.RLIMIT_CORE, (0, hard))
+    os.kill(pid, signal.SIGABRT)
+    os.kill(pid, signal.SIGCONT)
+
+
+def is_stopped(pid: int | None) -> bool:
+    """Whether a signal has stopped a process; False for one that nobody knows."""
+    if pid is None:
+        return False
+    import psutil  # the workers, who import this module too, start faster without
+
+    with contextlib.suppress(psutil.Error):
+        return bool(psutil.Process(pid).status() == psutil.STATUS_STOPPED)
+    return False
 
 
 def _prctl(option: int, value: int) -> None:

@@ -5,24 +5,28 @@ store keeper holds, workers that end with their parent.
 """
 
 import contextlib
+import itertools
 import os
 import signal
 import sys
 import threading
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
+from dataclasses import replace
 from types import FrameType
-from typing import Literal
+from typing import Any, Literal
 
+from samestep.comm.board import Board
 from samestep.devices.selection import Selection
-from samestep.errors import RunFolderError, UsageError
-from samestep.launcher.assignment import Assignment, Instruction, assign, process_variables
+from samestep.errors import UsageError
+from samestep.launcher.assignment import assign, process_variables
 from samestep.launcher.crew import Crew, ForkCrew, SpawnCrew
 from samestep.launcher.display import Display
 from samestep.launcher.job import Job, Outcome
-from samestep.launcher.pipes import relay_to
-from samestep.launcher.watch import Watch
+from samestep.launcher.policy import Policy
+from samestep.launcher.restarts import Restarts
+from samestep.launcher.starting import Starter, make_log_dir
+from samestep.launcher.watch import Watch, make_event
 
 StartMethod = Literal["fork", "spawn"]
 
@@ -33,18 +37,21 @@ def supervise(
     *,
     threads: int = 1,
     start_method: str | None = None,
+    policy: Policy | None = None,
     grace_seconds: float = 10.0,
 ) -> Outcome:
     """Runs a job on the selected devices, one worker process each, and waits for its end.
 
-    The first SIGINT or SIGTERM is forwarded to the workers, a second one kills them; both only where this is the main
-    thread. Whatever happens, no process, port or file of the run is left.
+    The first SIGINT or SIGTERM lets the workers finish their step, where they do so when asked to, else it is forwarded
+    to them; a second one kills them; both only where this is the main thread. Where the workers can go on without one
+    that is lost, they do. Whatever happens, no process, port or file of the run is left.
 
     Args:
         job: what to run.
         selection: the devices.
         threads: CPU threads a worker; part of what decides the bits.
         start_method: "fork" (from a process that imported torch once) or "spawn"; None takes fork where it is safe.
+        policy: what is done about workers that are lost; `Policy()` if None.
         grace_seconds: how long workers may take to end when they are asked to.
 
     Raises:
@@ -58,6 +65,7 @@ def supervise(
         job,
         selection,
         threads=threads,
+        policy=policy,
         grace_seconds=grace_seconds,
     )
 
@@ -85,6 +93,7 @@ def supervise_crew(
     selection: Selection,
     *,
     threads: int,
+    policy: Policy | None = None,
     grace_seconds: float = 10.0,
     relay: bool = False,
     fds: Mapping[str, int] | None = None,
@@ -96,79 +105,52 @@ def supervise_crew(
         job: what to run.
         selection: the devices.
         threads: CPU threads a worker.
+        policy: what is done about workers that are lost.
         grace_seconds: how long workers may take to end when they are asked to.
         relay: print what rank 0 prints by `sys.stdout` of this process, which may be a notebook's, instead of letting
             it write to this process's descriptors.
         fds: further descriptors for all workers, by name.
     """
-    log_dir = _make_log_dir(job.log_dir)
-    with _stop_requests() as requests:
+    policy = policy or Policy()
+    policy.check_devices(selection.count)
+    log_dir = make_log_dir(job.log_dir)
+    restarts = Restarts(policy.max_restarts)
+    events: list[Mapping[str, Any]] = []
+    run_id = uuid.uuid4().hex
+    with _stop_requests() as requests, contextlib.closing(Display(job.quiet, job.lines_to)) as display:
         crew = open_crew()
-        watch = Watch(crew, Display(job.quiet, job.lines_to), grace_seconds)
-        try:
-            if requests is not None:
-                watch.listen_for_stop(requests)
-            for place in assign(selection, threads, uuid.uuid4().hex):
-                _start(watch, place, job, log_dir, relay, fds or {})
-            return watch.run()
-        finally:
-            crew.close()
-            watch.close()
-
-
-def _start(
-    watch: Watch, place: Assignment, job: Job, log_dir: Path | None, relay: bool, fds: Mapping[str, int]
-) -> None:
-    """Starts one worker, with pipes for what it has to say."""
-    log = None if log_dir is None or place.rank == 0 else str(log_dir / f"rank-{place.rank}.log")
-    worker = watch.add_worker(place, log)
-    with contextlib.ExitStack() as theirs:
-
-        def pipe(handle: Callable[[int], bool]) -> int:
-            reader, writer = os.pipe()
-            theirs.callback(os.close, writer)
-            watch.listen(reader, handle)
-            return writer
-
-        given = {**fds, "events": pipe(lambda fd: watch.read_events(worker, fd))}
-        if log is None:
-            given["words"] = pipe(lambda fd: watch.read_tail(worker, fd))
-        else:
-            given["words"] = _open_log(log)
-            theirs.callback(os.close, given["words"])
-        if place.rank > 0:
-            given["stdout"] = given["stderr"] = given["words"]
-        elif relay:
-            given["stdout"], given["stderr"] = pipe(relay_to("stdout")), pipe(relay_to("stderr"))
-        watch.crew.start(Instruction(place, job, 0, given))
-
-
-def _make_log_dir(log_dir: str | None) -> Path | None:
-    """The log folder, made if it is not there."""
-    if log_dir is None:
-        return None
-    try:
-        Path(log_dir).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        reason = f"cannot make the log folder {log_dir}: {error.strerror}; choose another folder (--log-dir, --run-dir)"
-        raise RunFolderError(reason) from error
-    return Path(log_dir)
-
-
-def _open_log(path: str) -> int:
-    """A worker's log, empty."""
-    try:
-        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o666)
-    except OSError as error:
-        reason = f"cannot write the log {path}: {error.strerror}; choose another folder (--log-dir)"
-        raise RunFolderError(reason) from error
+        for attempt in itertools.count():
+            again = False
+            board = Board.create(selection.count)
+            watch = Watch(crew, board, display, job, policy, restarts, grace_seconds)
+            try:
+                if requests is not None:
+                    watch.listen_for_stop(requests)
+                starter = Starter(watch, job.restarted() if attempt else job, log_dir, relay, fds or {})
+                for place in assign(selection, threads, run_id, attempt=attempt, max_restarts=policy.max_restarts):
+                    starter.start(place)
+                outcome = watch.run(starter.start)
+                events += watch.events
+                again = watch.may_restart and restarts.take()
+            finally:
+                if watch.is_broken or not again:
+                    crew.close()
+                watch.close()
+                board.close()
+            if not again:
+                break
+            display.say(f"{outcome.failure}\nsamestep: all workers start again ({restarts.used} of {restarts.limit})")
+            events.append(make_event("restart", attempt=attempt + 1))
+            if watch.is_broken:
+                crew = open_crew()
+    return replace(outcome, events=tuple(events))
 
 
 @contextlib.contextmanager
 def _stop_requests() -> Iterator[int | None]:
     """Turns SIGINT, SIGTERM and SIGHUP into bytes on a pipe; those that this process ignores stay ignored.
 
-    Yields the pipe's read end, which the caller closes; None outside the main thread, where Python has no signals.
+    Yields the pipe's read end; None outside the main thread, where Python has no signals.
     """
     if threading.current_thread() is not threading.main_thread():
         yield None
@@ -190,3 +172,4 @@ def _stop_requests() -> Iterator[int | None]:
         for signum, handler in before.items():
             signal.signal(signum, handler)
         os.close(writer)
+        os.close(reader)

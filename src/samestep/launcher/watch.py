@@ -2,114 +2,147 @@
 
 It goes through these phases:
 
-    running -> settling   a worker failed: the others get half a second to end or to tell what they saw
-    settling -> ending    the others got SIGTERM
-    running -> ending     a signal asked us to stop, and was forwarded to all
-    ending -> killing     the grace is over: those that are left got SIGKILL
-    … -> killed           a second signal came, or even SIGKILL did not help: all processes of the run were killed
+    running                 a worker is lost: the others go on without it, where they can (`healing`)
+    running -> finishing    a signal asked us to stop: the workers finish their step and leave by themselves
+    running -> settling     a worker failed and the others cannot go on: they get half a second to end or to tell why
+    settling -> ending      the others got SIGTERM
+    running -> ending       a signal asked us to stop, and was forwarded to all, as some would not leave by themselves
+    ending -> killing       the grace is over: those that are left got SIGKILL
+    … -> killed             a second signal came, or even SIGKILL did not help: all processes of the run were killed
+
+What holds of running holds of finishing too. A watch sees one attempt; a restart has a watch of its own.
 """
 
-import contextlib
 import os
 import selectors
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import replace
+from datetime import UTC, datetime
 from typing import Any, Literal
 
 from samestep.comm import channel
-from samestep.comm.channel import Event, EventParser
+from samestep.comm.board import MAX_SLOTS, STOPS_ON_REQUEST, Board
 from samestep.launcher.assignment import Assignment
 from samestep.launcher.crew import Crew
 from samestep.launcher.display import Display
-from samestep.launcher.failure import Casualty, explain
-from samestep.launcher.job import Outcome
+from samestep.launcher.failure import explain
+from samestep.launcher.hangs import Silences
+from samestep.launcher.healing import Healing
+from samestep.launcher.job import Job, Outcome
+from samestep.launcher.losses import describe_waiting
 from samestep.launcher.pipes import read_available
+from samestep.launcher.policy import Policy
+from samestep.launcher.restarts import Restarts
+from samestep.launcher.speaker import Speaker
+from samestep.launcher.workers import TAIL_SIZE, Worker, Workers
 
 POLL_SECONDS = 0.05
+LOOK_SECONDS = 0.5
 SETTLE_SECONDS = 0.5
 KILL_SECONDS = 5.0
-TAIL_SIZE = 65_536
-
-
-@dataclass
-class Worker:
-    """One worker as the supervisor sees it."""
-
-    place: Assignment
-    log: str | None
-    parser: EventParser = field(default_factory=EventParser)
-    tail: bytearray = field(default_factory=bytearray)
-    report: Event | None = None
-    ended: bool = False
-    code: int | None = None
+ABORT_SECONDS = 2.0
 
 
 class Watch:
-    """A run under way.
+    """An attempt under way.
 
     Args:
         crew: starts and ends the workers; the caller closes it.
-        display: shows progress.
+        board: where they post; the caller closes it.
+        display: shows progress; the caller closes it.
+        job: what they do.
+        policy: what to do about losses.
+        restarts: how many workers or crews may be started again.
         grace_seconds: how long workers may take to end when they are asked to.
     """
 
-    def __init__(self, crew: Crew, display: Display, grace_seconds: float) -> None:
+    def __init__(
+        self,
+        crew: Crew,
+        board: Board,
+        display: Display,
+        job: Job,
+        policy: Policy,
+        restarts: Restarts,
+        grace_seconds: float,
+    ) -> None:
         self.crew = crew
+        self.board = board
+        self.workers = Workers(board)
+        self.events: list[dict[str, Any]] = []
+        self.is_broken = False
         self._display = display
+        self._job = job
+        self._policy = policy
+        self._restarts = restarts
         self._grace_seconds = grace_seconds
+        self._silences = Silences(policy.hang_timeout_seconds)
+        self._healing = Healing(self.workers, policy, display.say, self._note)
+        self._speaker = Speaker()
         self._selector = selectors.DefaultSelector()
-        self._workers: list[Worker] = []
+        self._owned: set[int] = set()
         self._failed: list[Worker] = []  # in the order in which it was seen
-        self._phase: Literal["running", "settling", "ending", "killing", "killed"] = "running"
+        self._hint = ""
+        self._phase: Literal["running", "finishing", "settling", "ending", "killing", "killed"] = "running"
         self._deadline = float("inf")
+        self._looked = float("-inf")
         self._stopped_by: int | None = None
-        self._broken: str | None = None
-        self._result: Any = None
+        self._broken = ""
+        self._is_fault = False
 
-    def add_worker(self, place: Assignment, log: str | None) -> Worker:
-        """Adds the worker of the next rank."""
-        self._workers.append(Worker(place, log))
-        return self._workers[-1]
+    @property
+    def may_restart(self) -> bool:
+        """Whether the attempt failed by something that another one could escape."""
+        if self._stopped_by is not None or self._is_fault or any(worker.is_users_fault for worker in self._failed):
+            return False
+        return bool(self._failed) or (self.is_broken and any(self.workers.beat(w).seconds for w in self.workers.all))
 
-    def listen(self, fd: int, handle: Callable[[int], bool]) -> None:
-        """Calls `handle(fd)` whenever there is something to read, until it returns False; closes `fd` at the end."""
+    def listen(self, fd: int, handle: Callable[[int], bool], *, own: bool = True) -> None:
+        """Calls `handle(fd)` when there is something to read, until it returns False; closes it then if it is `own`."""
         os.set_blocking(fd, False)
         self._selector.register(fd, selectors.EVENT_READ, handle)
+        if own:
+            self._owned.add(fd)
 
     def listen_for_stop(self, fd: int) -> None:
-        """Takes the bytes that come from `fd` as numbers of signals that ask us to stop."""
+        """Takes the bytes that come from `fd`, which stays the caller's, as numbers of signals that ask us to stop."""
 
         def stop(fd: int) -> bool:
             for signum in read_available(fd) or b"":
                 if self._stopped_by is None:
-                    self._stopped_by = signum
-                    self._end(signum)
+                    self._stop(signum)
                 else:
                     self._kill()
             return True
 
-        self.listen(fd, stop)
+        self.listen(fd, stop, own=False)
 
-    def run(self) -> Outcome:
-        """Waits until every worker ended; says what came of it."""
+    def run(self, start: Callable[[Assignment], None]) -> Outcome:
+        """Waits until every worker ended; says what came of it.
+
+        Args:
+            start: starts one more worker.
+        """
         control = self.crew.fileno()
         if control is not None:
             self._selector.register(control, selectors.EVENT_READ)
-        while not all(worker.ended for worker in self._workers):
-            self._poll(POLL_SECONDS)
+        while not all(worker.ended for worker in self.workers.all):
+            self._poll(self._pause())
             for news in self.crew.news():
                 # What a worker sent before it ended is in its pipes by now, and explains its end.
                 self._poll(0)
-                if news.rank is not None:
-                    self._worker_ended(self._workers[news.rank], news.code)
-                elif self._phase in ("running", "settling"):
-                    self._broken = news.text.rstrip()
+                if news.slot is not None:
+                    self._worker_ended(self.workers.all[news.slot], news.code)
+                elif self._phase in ("running", "finishing", "settling"):
+                    self._broken, self.is_broken = news.text.rstrip(), True
                     self._end(signal.SIGTERM)
+            self._look(start)
             if time.monotonic() > self._deadline:
                 self._next_phase()
         self._poll(0)
+        self._speaker.drain()
         return self._outcome()
 
     def read_events(self, worker: Worker, fd: int) -> bool:
@@ -122,8 +155,8 @@ class Watch:
             elif name == "line":
                 self._display.line(str(event.get("text", "")))
             elif name == "result":
-                self._result = event.get("value")
-            elif name == "failed" and worker.report is None:
+                worker.results.append(event.get("value"))
+            elif name == "failed" and worker.report is None and not worker.is_lost:
                 worker.report = event
                 self._add_failure(worker)
         return events is not None
@@ -131,38 +164,120 @@ class Watch:
     def read_tail(self, worker: Worker, fd: int) -> bool:
         """Keeps the end of what a worker prints."""
         data = read_available(fd)
+        self._speaker.hear(worker, data or b"")
         worker.tail += data or b""
         del worker.tail[:-TAIL_SIZE]
         return data is not None
 
     def close(self) -> None:
-        """Closes the display and our ends of the pipes; prints what is still in them."""
+        """Closes our ends of the pipes; prints what is still in them."""
         self._poll(0)
-        self._display.close()
-        for key in list(self._selector.get_map().values()):
-            if key.data is not None:
-                os.close(key.fd)
+        for fd in self._owned:
+            os.close(fd)
+        self._owned.clear()
         self._selector.close()
+
+    def _note(self, event: str, **fields: Any) -> None:
+        """Takes down an event."""
+        self.events.append(make_event(event, **fields))
+
+    def _pause(self) -> float:
+        """How long to wait for something to read: long, unless something is under way, or nobody would wake us."""
+        is_calm = self._phase in ("running", "finishing") and not self._healing.is_pending
+        if not is_calm or self.crew.fileno() is None or any(w.kill_at < float("inf") for w in self.workers.all):
+            return POLL_SECONDS
+        return self._look_seconds
+
+    @property
+    def _look_seconds(self) -> float:
+        """How often to look for hangs: often enough for the timeout."""
+        timeout = self._policy.hang_timeout_seconds
+        return min(LOOK_SECONDS, timeout / 4) if timeout else LOOK_SECONDS
 
     def _poll(self, seconds: float) -> None:
         """Handles what can be read within that time."""
         for key, _ in self._selector.select(seconds):
             if key.data is not None and not key.data(key.fd):
                 self._selector.unregister(key.fd)
+                self._owned.discard(key.fd)
                 os.close(key.fd)
+
+    def _look(self, start: Callable[[Assignment], None]) -> None:
+        """Looks after the workers, without waking them."""
+        now = time.monotonic()
+        for worker in self.workers.all:
+            if not worker.ended and now > worker.kill_at:
+                worker.kill_at = float("inf")
+                self.crew.signal(worker.slot, signal.SIGKILL)
+        is_due = now - self._looked >= self._look_seconds
+        if self._phase not in ("running", "finishing") or not (is_due or self._healing.is_pending):
+            return
+        if is_due:
+            self._looked = now
+            self._look_for_hangs(now)
+        self._healing.look(self._silences, may_join=self._phase == "running")
+        self._speaker.follow(self.workers.members[0])
+        self._replace_lost(start)
+        if all(worker.ended for worker in self.workers.members):
+            self._dismiss_waiting()
+
+    def _look_for_hangs(self, now: float) -> None:
+        """Has workers that hang write their stacks and end."""
+        living = {worker.slot: worker for worker in self.workers.living}
+        self._silences.look({slot: self.workers.beat(worker) for slot, worker in living.items()}, now)
+        for slot in self._silences.hanging(self.crew.is_stopped):
+            living[slot].silent_seconds = self._silences.by_slot[slot].silent_seconds
+            living[slot].kill_at = now + ABORT_SECONDS
+            self.crew.abort(slot)
+
+    def _replace_lost(self, start: Callable[[Assignment], None]) -> None:
+        """Starts a new worker on the device of each lost one, as far as that is wanted."""
+        if not self._policy.replace or self._phase != "running":
+            return
+        for worker in [w for w in self.workers.all if w.is_lost and w.ended and not w.is_replaced]:
+            worker.is_replaced = True
+            slot = len(self.workers.all)
+            if slot < MAX_SLOTS and self.workers.living and self._restarts.take():
+                start(replace(worker.place, slot=slot, joins=True))
+
+    def _dismiss_waiting(self) -> None:
+        """Ends those that wait to join a run which is over."""
+        for worker in self.workers.waiting:
+            worker.is_lost = worker.is_replaced = True
+            self.crew.signal(worker.slot, signal.SIGKILL)
 
     def _worker_ended(self, worker: Worker, code: int | None) -> None:
         """Notes that a worker ended."""
         worker.ended, worker.code = True, code
-        if code != 0 and worker.report is None:
+        if code != 0 and worker.report is None and not worker.is_lost:
             self._add_failure(worker)
 
     def _add_failure(self, worker: Worker) -> None:
-        """Notes a failure, unless we caused it ourselves."""
-        if self._phase in ("running", "settling"):
+        """Notes a failure, unless we caused it ourselves; the others go on without the worker if they can."""
+        if self._phase == "settling":
             self._failed.append(worker)
-        if self._phase == "running":
-            self._phase, self._deadline = "settling", time.monotonic() + SETTLE_SECONDS
+        if self._phase not in ("running", "finishing"):
+            return
+        if worker.place.joins and not worker.has_joined:
+            worker.is_lost = worker.is_replaced = True
+            self._display.say(describe_waiting(worker))
+            return
+        verdict = self._healing.verdict(worker)
+        if verdict == "heal":
+            self._healing.lose(worker)
+            return
+        self._failed = self._healing.culprits(worker)
+        self._is_fault = verdict == "fault"
+        if verdict == "few":
+            self._hint = self._say_few()
+        self._phase, self._deadline = "settling", time.monotonic() + SETTLE_SECONDS
+
+    def _say_few(self) -> str:
+        """Why the others do not go on although they could, and how the run can."""
+        left, needed = len(self.workers.living), self._policy.min_devices
+        devices = f"{left or 'no'} {'device is' if left < 2 else 'devices are'} left"
+        asked = f", and --min-devices asks for {needed}" if needed > 1 else ""
+        return f"{devices}{asked}; {self._job.resume_hint}"
 
     def _next_phase(self) -> None:
         """The time is up."""
@@ -174,12 +289,25 @@ class Watch:
         elif self._phase == "killing":
             self._kill()
         else:
-            for worker in self._workers:
+            for worker in self.workers.all:
                 worker.ended = True  # not even the kernel can end it now
+
+    def _stop(self, signum: int) -> None:
+        """Somebody asked us to stop: after the step under way, where all workers do so by themselves."""
+        self._stopped_by = signum
+        self._note("stop", signal=signal.Signals(signum).name)
+        living = self.workers.living
+        if self._phase == "running" and living and all(self.workers.beat(w).flags & STOPS_ON_REQUEST for w in living):
+            self._phase = "finishing"
+            self.board.ask_to_stop(signum)
+            self._dismiss_waiting()
+            self._display.say("stopping after this step; once more to end at once")
+        else:
+            self._end(signum)
 
     def _end(self, signum: int) -> None:
         """Asks all workers to end."""
-        if self._phase in ("running", "settling"):
+        if self._phase in ("running", "finishing", "settling"):
             self._phase, self._deadline = "ending", time.monotonic() + self._grace_seconds
             self._signal(signum)
 
@@ -190,29 +318,26 @@ class Watch:
 
     def _signal(self, signum: int) -> None:
         """Signals all workers that are left."""
-        for worker in self._workers:
+        for worker in self.workers.all:
             if not worker.ended:
-                self.crew.signal(worker.place.rank, signum)
+                self.crew.signal(worker.slot, signum)
 
     def _outcome(self) -> Outcome:
         """What came of it."""
+        found = [self.workers.casualty(worker) for worker in self._failed]
+        first = next((casualty for casualty in found if not casualty.is_peer_lost), found[0] if found else None)
+        failure = None if first is None else "\n".join(part for part in (explain(first), self._hint) if part)
+        if first is None or self._stopped_by is not None:
+            self._healing.finish()
         if self._stopped_by is not None:
-            return Outcome(128 + self._stopped_by)
-        if self._broken is not None:
+            return Outcome(128 + self._stopped_by, failure=failure)
+        if self.is_broken:
             return Outcome(1, failure=self._broken)
-        if not self._failed:
-            return Outcome(0, result=self._result)
-        found = [_casualty(worker) for worker in self._failed]
-        first = next((casualty for casualty in found if not casualty.is_peer_lost), found[0])
-        return Outcome(first.exit_code, failure=explain(first))
+        if first is not None:
+            return Outcome(first.exit_code, failure=failure)
+        return Outcome(0, result=self.workers.result())
 
 
-def _casualty(worker: Worker) -> Casualty:
-    """A worker that failed, with the end of what it printed."""
-    tail = bytes(worker.tail)
-    if worker.log is not None:
-        with contextlib.suppress(OSError), open(worker.log, "rb") as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_SIZE))
-            tail = file.read()
-    place = worker.place
-    return Casualty(place.rank, place.device, worker.code, worker.report, tail.decode("utf-8", "replace"), worker.log)
+def make_event(event: str, **fields: Any) -> dict[str, Any]:
+    """An event of a run, with the time."""
+    return {"event": event, "time": datetime.now(UTC).isoformat(timespec="milliseconds"), **fields}

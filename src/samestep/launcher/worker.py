@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+from samestep.comm.board import HEALS, Board
 from samestep.comm.channel import Channel
 from samestep.launcher import lifeline
 from samestep.launcher.assignment import Instruction, worker_variables
@@ -38,6 +39,7 @@ def work(instruction: Instruction, call: Call | None = None) -> int:
         _set_threads(instruction.assignment.threads)
         value = call() if call is not None else run_program(instruction.job, instruction.fds)
         _deliver(value, instruction, channel)
+        _post_end(instruction)
         return 0
     except SystemExit as stop:
         return _report_exit(stop, instruction, channel)
@@ -116,15 +118,40 @@ def _set_threads(threads: int) -> None:
 
 
 def _deliver(value: Any, instruction: Instruction, channel: Channel) -> None:
-    """Hands rank 0's result to the supervisor, pickled where the caller asked for that, else as JSON."""
-    if instruction.assignment.rank > 0 or instruction.job.kind != "function":
+    """Hands rank 0's result to the supervisor, pickled where the caller asked for that, else as JSON.
+
+    Rank 0 is whoever leads the view in force. Where others would go on without it, they send theirs too, in case that
+    it is lost at the last moment.
+    """
+    if instruction.job.kind != "function":
         return
+    board, slot = _board(instruction), instruction.assignment.slot
+    leads = board.view().slots[:1] == (slot,)
     if "answer" not in instruction.fds:
-        channel.send("result", value=value)
+        if leads:
+            channel.send("result", value=value)
+        elif board.beat(slot).flags & HEALS:
+            with contextlib.suppress(TypeError, ValueError):
+                channel.send("result", value=value)
         return
-    content = pickle.dumps(value)
-    with open(instruction.fds["answer"], "wb", closefd=False) as file:
-        file.write(content)
+    if leads:
+        content = pickle.dumps(value)
+        os.ftruncate(instruction.fds["answer"], 0)
+        with open(os.dup(instruction.fds["answer"]), "wb") as file:
+            file.seek(0)
+            file.write(content)
+
+
+def _post_end(instruction: Instruction) -> None:
+    """Says that this worker has done all it had to do."""
+    board, slot = _board(instruction), instruction.assignment.slot
+    beat = board.beat(slot)
+    board.post(slot, "end", beat.step, beat.flags, beat.view)
+
+
+def _board(instruction: Instruction) -> Board:
+    """The supervisor's board; its memory goes with this process."""
+    return Board(instruction.fds["board"])
 
 
 def _report_exit(stop: SystemExit, instruction: Instruction, channel: Channel) -> int:

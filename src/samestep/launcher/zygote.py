@@ -2,8 +2,9 @@
 
 It talks with the supervisor in JSON lines over a Unix socket. It is told `{"command": "start", "instruction": …,
 "names": […]}`, with the worker's descriptors attached to the message in the order of `names`, and `{"command":
-"signal", "rank": r, "signal": n}`. It tells `started` (rank, pid), `exited` (rank, code; -N for signal N) and `broken`
-(text). When the socket closes, or the supervisor dies, it ends the workers and itself.
+"signal", "slot": s, "signal": n}` or `{"command": "abort", "slot": s}`. It tells `started` (slot, pid), `exited` (slot,
+code; -N for signal N) and `broken` (text). When the socket closes, or the supervisor dies, it ends the workers and
+itself.
 """
 
 import contextlib
@@ -49,7 +50,8 @@ class Zygote:
     listener: socket.socket
     port: int
     keeper: int = 0
-    workers: dict[int, int] = field(default_factory=dict)  # rank by process id
+    attempt: int = 0
+    workers: dict[int, int] = field(default_factory=dict)  # slot by process id
     parser: EventParser = field(default_factory=EventParser)
     received: deque[int] = field(default_factory=deque)
 
@@ -141,8 +143,8 @@ def _loop(zygote: Zygote) -> Instruction | None:
                 os.set_inheritable(fd, False)
             zygote.received.extend(fds)
             for message in zygote.parser.feed(data):
-                if message.get("command") == "signal":
-                    _signal(zygote, message["rank"], message["signal"])
+                if message.get("command") in ("signal", "abort"):
+                    _signal(zygote, message["slot"], message.get("signal"))
                     continue
                 instruction = _start(zygote, message)
                 if instruction is not None:
@@ -153,6 +155,10 @@ def _loop(zygote: Zygote) -> Instruction | None:
 
 def _start(zygote: Zygote, message: dict[str, Any]) -> Instruction | None:
     """Forks one worker; returns its instruction in the worker, None in the zygote."""
+    attempt = message["instruction"]["assignment"]["attempt"]
+    if attempt != zygote.attempt:
+        zygote.attempt = attempt
+        _renew_store(zygote)
     fds = {name: zygote.received.popleft() for name in message["names"]}
     instruction = Instruction.from_json({**message["instruction"], "port": zygote.port, "fds": fds})
     parent = os.getpid()
@@ -166,9 +172,9 @@ def _start(zygote: Zygote, message: dict[str, Any]) -> Instruction | None:
         os.setpgid(pid, pid)
     for fd in set(fds.values()):
         os.close(fd)
-    rank = instruction.assignment.rank
-    zygote.workers[pid] = rank
-    zygote.tell("started", rank=rank, pid=pid)
+    slot = instruction.assignment.slot
+    zygote.workers[pid] = slot
+    zygote.tell("started", slot=slot, pid=pid)
     return None
 
 
@@ -196,11 +202,24 @@ def _fork_keeper(zygote: Zygote) -> None:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             zygote.control.close()
+            for fd in zygote.received:
+                os.close(fd)
             keep_store(zygote.listener)
         finally:
             traceback.print_exc()
             os._exit(1)
     zygote.listener.close()
+
+
+def _renew_store(zygote: Zygote) -> None:
+    """Gives workers that start again an empty store: torch's own rendezvous would find the addresses of the dead."""
+    keeper, zygote.keeper = zygote.keeper, 0
+    if keeper:
+        os.kill(keeper, signal.SIGKILL)
+        os.waitpid(keeper, 0)
+    zygote.listener = open_listener()
+    zygote.port = zygote.listener.getsockname()[1]
+    _fork_keeper(zygote)
 
 
 def _fork() -> int:
@@ -223,12 +242,15 @@ def num_threads() -> int:
     return threading.active_count()
 
 
-def _signal(zygote: Zygote, rank: int, signum: int) -> None:
-    """Signals a worker; one that was reaped already is left alone."""
+def _signal(zygote: Zygote, slot: int, signum: int | None) -> None:
+    """Signals a worker, or aborts it if the signal is None; one that was reaped already is left alone."""
     for pid, owner in zygote.workers.items():
-        if owner == rank:
+        if owner == slot:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signum)
+                if signum is None:
+                    lifeline.abort_process(pid)
+                else:
+                    os.kill(pid, signum)
 
 
 def _reap(zygote: Zygote) -> None:
@@ -244,9 +266,9 @@ def _reap(zygote: Zygote) -> None:
             zygote.keeper = 0
             zygote.tell("broken", text=f"the process that hosts the store ended ({os.waitstatus_to_exitcode(status)})")
         if pid in zygote.workers:
-            rank = zygote.workers.pop(pid)
+            slot = zygote.workers.pop(pid)
             lifeline.sweep_group(pid)
-            zygote.tell("exited", rank=rank, code=os.waitstatus_to_exitcode(status))
+            zygote.tell("exited", slot=slot, code=os.waitstatus_to_exitcode(status))
 
 
 def _end_all(zygote: Zygote) -> None:
@@ -260,14 +282,15 @@ def _end_all(zygote: Zygote) -> None:
         with contextlib.suppress(BlockingIOError):
             os.read(zygote.wake, 512)
         _reap(zygote)
-    for pid in zygote.workers:
+    left = (*zygote.workers, *([zygote.keeper] if zygote.keeper else []))
+    for pid in left:
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(pid, signal.SIGKILL)
-    if zygote.keeper:
-        os.kill(zygote.keeper, signal.SIGKILL)
-    for pid in (*zygote.workers, *([zygote.keeper] if zygote.keeper else [])):
+            os.kill(pid, signal.SIGKILL)
+    for pid in left:
         with contextlib.suppress(ChildProcessError):
             os.waitpid(pid, 0)
+    for pid in zygote.workers:
+        lifeline.sweep_group(pid)
 
 
 def _install_signals() -> int:

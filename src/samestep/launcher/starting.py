@@ -1,0 +1,87 @@
+"""The starting of a worker: the pipes for what it has to say, its log, and its instruction."""
+
+import contextlib
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from samestep.errors import RunFolderError
+from samestep.launcher.assignment import Assignment, Instruction
+from samestep.launcher.job import Job
+from samestep.launcher.pipes import relay_to
+from samestep.launcher.watch import Watch
+
+
+@dataclass(frozen=True)
+class Starter:
+    """How the workers of an attempt are started.
+
+    Attributes:
+        watch: listens to them.
+        job: what they do.
+        log_dir: the folder for their logs.
+        relay: print what rank 0 prints by `sys.stdout` of this process.
+        fds: further descriptors for all of them, by name.
+    """
+
+    watch: Watch
+    job: Job
+    log_dir: Path | None
+    relay: bool
+    fds: Mapping[str, int]
+
+    def start(self, place: Assignment) -> None:
+        """Starts one worker.
+
+        Raises:
+            RunFolderError: its log cannot be written.
+        """
+        path = None if self.log_dir is None else str(self.log_dir / f"rank-{place.rank}.log")
+        log = path if place.rank > 0 else None
+        worker = self.watch.workers.add(place, log, path)
+        with contextlib.ExitStack() as theirs:
+
+            def pipe(handle: Callable[[int], bool]) -> int:
+                reader, writer = os.pipe()
+                theirs.callback(os.close, writer)
+                self.watch.listen(reader, handle)
+                return writer
+
+            given = {**self.fds, "board": self.watch.board.fd}
+            given["events"] = pipe(lambda fd: self.watch.read_events(worker, fd))
+            if log is None:
+                given["words"] = pipe(lambda fd: self.watch.read_tail(worker, fd))
+            else:
+                given["words"] = _open_log(log, anew=place.attempt == 0 and not place.joins)
+                theirs.callback(os.close, given["words"])
+            if place.rank > 0:
+                given["stdout"] = given["stderr"] = given["words"]
+            elif self.relay:
+                given["stdout"], given["stderr"] = pipe(relay_to("stdout")), pipe(relay_to("stderr"))
+            self.watch.crew.start(Instruction(place, self.job, 0, given))
+
+
+def make_log_dir(log_dir: str | None) -> Path | None:
+    """The log folder, made if it is not there.
+
+    Raises:
+        RunFolderError: it cannot be made.
+    """
+    if log_dir is None:
+        return None
+    try:
+        Path(log_dir).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        reason = f"cannot make the log folder {log_dir}: {error.strerror}; choose another folder (--log-dir, --run-dir)"
+        raise RunFolderError(reason) from error
+    return Path(log_dir)
+
+
+def _open_log(path: str, *, anew: bool) -> int:
+    """A worker's log; empty, or with what an earlier worker wrote."""
+    try:
+        return os.open(path, os.O_WRONLY | os.O_CREAT | (os.O_TRUNC if anew else 0) | os.O_APPEND, 0o666)
+    except OSError as error:
+        reason = f"cannot write the log {path}: {error.strerror}; choose another folder (--log-dir)"
+        raise RunFolderError(reason) from error

@@ -1,0 +1,318 @@
+"""Checkpoints: the state of a run in a folder of its own, written whole or not at all, and trusted only once verified.
+
+    checkpoints/step-00001200/model.safetensors  optimizer.safetensors  …  state.json  manifest.json
+    checkpoints/latest                           the name of the one written last, for people
+
+A checkpoint is made under a temporary name: each file is written and synced to the disk, then the manifest with their
+checksums, then the folder is renamed. Whatever kills the writer, a folder called `step-…` is complete; whatever happens
+to the disk later, the manifest tells. The manifest lists files whoever wrote them: a strategy that shards state can
+have `torch.distributed.checkpoint` write its files into the same folder.
+"""
+
+import errno
+import json
+import os
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from samestep.errors import CheckpointError, UsageError
+from samestep.train.manifest import MANIFEST_FILE, Manifest, manifest_bytes, read_manifest
+from samestep.train.temporary import remove_entry, remove_leftovers, temporary_name
+from samestep.train.tensorfile import check_bytes, read_bytes, read_tensors, tensor_pieces, write_pieces
+from samestep.train.writing import writing
+
+FACTS_FILE = "state.json"
+LATEST_FILE = "latest"
+_TENSORS_SUFFIX = ".safetensors"
+_NAME = re.compile(r"step-(\d{8,})")
+_OCCUPIED = {errno.ENOTEMPTY, errno.EEXIST, errno.EACCES}  # EACCES: Windows, where a rename replaces no folder
+_RENAMES = 3
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The state of a run at a step boundary, in host memory.
+
+    Attributes:
+        step: how many updates the state has seen.
+        files: tensors by name, for each file: {"model": …} is model.safetensors.
+        facts: JSON, for state.json.
+    """
+
+    step: int
+    files: Mapping[str, Mapping[str, Tensor]]
+    facts: Any
+
+
+@dataclass(frozen=True)
+class Found:
+    """The newest checkpoint that is good.
+
+    Attributes:
+        path: its folder.
+        snapshot: what is in it, verified.
+        skipped: a sentence on each newer one that was not good, the newest first.
+    """
+
+    path: Path
+    snapshot: Snapshot
+    skipped: tuple[str, ...]
+
+
+def checkpoint_name(step: int) -> str:
+    """The name of a checkpoint's folder: step-00001200."""
+    return f"step-{step:08d}"
+
+
+def is_checkpoint_name(name: str) -> bool:
+    """Whether a folder of this name is a checkpoint."""
+    return _NAME.fullmatch(name) is not None
+
+
+def write_checkpoint(folder: Path, snapshot: Snapshot, keep: int = 3, replace: bool = False) -> Path:
+    """Writes a checkpoint, whole or not at all, and removes older ones.
+
+    One of the same step that is good already is kept, since equal steps have equal states. What else was good is
+    removed only when the new one is complete, and only what is older than it.
+
+    Args:
+        folder: `checkpoints` in the run's folder; it is made if it is not there.
+        snapshot: what to write.
+        keep: how many to keep: this one and the `keep - 1` before it.
+        replace: let this one take the place of one of the same step that is good and says something else: where more
+            than the state belongs to it.
+
+    Returns:
+        The folder of the checkpoint.
+
+    Raises:
+        UsageError: `keep` is less than 1.
+        RunFolderError: it cannot be written; nothing that was good is lost.
+    """
+    check_keep(keep)
+    target = folder / checkpoint_name(snapshot.step)
+    with writing(target):
+        if not folder.is_dir():
+            folder.mkdir(parents=True, exist_ok=True)
+            _sync_folder(folder.parent)
+        remove_leftovers(folder)
+        if replace or verify_checkpoint(target) is not None:
+            temporary = temporary_name(folder, target.name, os.getpid())
+            try:
+                temporary.mkdir()
+                _fill(temporary, snapshot)
+                if replace and not _says_the_same(temporary, target):
+                    _discard(target)
+                _move_into_place(temporary, target)
+            finally:
+                remove_entry(temporary)
+            _sync_folder(folder)
+        _point_latest(folder, target.name)
+        _remove_older(folder, snapshot.step, keep)
+    return target
+
+
+def check_keep(keep: int) -> None:
+    """Raises a `UsageError` unless at least one checkpoint is to be kept."""
+    if keep < 1:
+        raise UsageError(f"got keep={keep}; needed: at least 1, the newest checkpoint")
+
+
+def verify_checkpoint(path: Path) -> str | None:
+    """Reads a whole checkpoint against its checksums.
+
+    Returns:
+        None if every byte is the one that was written, else a sentence that tells what is wrong.
+    """
+    try:
+        for name, written in _checked_manifest(path).files.items():
+            check_bytes(path / name, written)
+    except (CheckpointError, OSError) as error:
+        return _sentence(path, error)
+    return None
+
+
+def read_checkpoint(path: Path) -> Snapshot:
+    """Reads a checkpoint; the very bytes that it gives are those whose checksums were verified.
+
+    Returns:
+        The state; its tensors are contiguous, each in memory of its own.
+
+    Raises:
+        CheckpointError: it is not there, damaged, incomplete, or of a newer format.
+    """
+    try:
+        return _read(path)
+    except (CheckpointError, OSError) as error:
+        message = f"{_sentence(path, error)}; take another checkpoint, or a copy of this one"
+        raise CheckpointError(message) from error
+
+
+def newest_checkpoint(
+    folder: Path, before: int | None = None, tell: Callable[[str], None] | None = None
+) -> Found | None:
+    """The newest checkpoint that is good, read and verified.
+
+    Args:
+        folder: `checkpoints` in the run's folder.
+        before: only those whose step is at most this.
+        tell: called with a sentence on each one that is passed over; they are in the result too, if there is one.
+
+    Returns:
+        None where there is none, or none that is good.
+    """
+    skipped: list[str] = []
+    for step, path in reversed(list_checkpoints(folder)):
+        if before is not None and step > before:
+            continue
+        try:
+            return Found(path, _read(path), tuple(skipped))
+        except (CheckpointError, OSError) as error:
+            skipped.append(_sentence(path, error))
+            if tell is not None:
+                tell(skipped[-1])
+    return None
+
+
+def list_checkpoints(folder: Path) -> list[tuple[int, Path]]:
+    """Steps and folders of all checkpoints, good or not, the oldest first.
+
+    Raises:
+        CheckpointError: the folder is there and cannot be read.
+    """
+    try:
+        return _listed(folder)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be read: {error.strerror or error}; make it readable") from error
+
+
+def _listed(folder: Path) -> list[tuple[int, Path]]:
+    matches = [(_NAME.fullmatch(path.name), path) for path in folder.iterdir()]
+    return sorted((int(match[1]), path) for match, path in matches if match and path.is_dir())
+
+
+def _read(path: Path) -> Snapshot:
+    manifest = _checked_manifest(path)
+    files, facts = {}, None
+    for name, written in manifest.files.items():
+        if name.endswith(_TENSORS_SUFFIX):
+            files[name.removesuffix(_TENSORS_SUFFIX)] = read_tensors(path / name, written)
+        elif name == FACTS_FILE:
+            facts = json.loads(read_bytes(path / name, written))
+        else:
+            check_bytes(path / name, written)
+    return Snapshot(manifest.step, files, facts)
+
+
+def _checked_manifest(path: Path) -> Manifest:
+    """The manifest, which is that of the step in the folder's name, if there is one."""
+    if not path.is_dir():
+        raise CheckpointError("there is no such folder")
+    manifest = read_manifest(path)
+    match = _NAME.fullmatch(path.name)
+    if match and int(match[1]) != manifest.step:
+        raise CheckpointError(f"it holds step {manifest.step}, which is not what its name says")
+    return manifest
+
+
+def _sentence(path: Path, error: Exception) -> str:
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{path} is no good checkpoint: {Path(error.filename).name}: {error.strerror or error}"
+    return f"{path} is no good checkpoint: {(error.strerror if isinstance(error, OSError) else None) or error}"
+
+
+def _fill(folder: Path, snapshot: Snapshot) -> None:
+    """Writes all files, the manifest last."""
+    files = {
+        f"{name}{_TENSORS_SUFFIX}": write_pieces(folder / f"{name}{_TENSORS_SUFFIX}", tensor_pieces(tensors))
+        for name, tensors in snapshot.files.items()
+    }
+    facts = json.dumps(snapshot.facts, allow_nan=False, separators=(",", ":")).encode()
+    files[FACTS_FILE] = write_pieces(folder / FACTS_FILE, [facts])
+    write_pieces(folder / MANIFEST_FILE, [manifest_bytes(Manifest(snapshot.step, files))])
+    _sync_folder(folder)
+
+
+def _says_the_same(path: Path, other: Path) -> bool:
+    """Whether two checkpoints hold the same, and the other one is good."""
+    try:
+        return _checked_manifest(path).files == _checked_manifest(other).files and verify_checkpoint(other) is None
+    except (CheckpointError, OSError):
+        return False
+
+
+def _move_into_place(temporary: Path, target: Path) -> None:
+    """Renames a complete checkpoint; one that is there already gives way if it is not good, else this one does."""
+    for _ in range(_RENAMES):
+        try:
+            temporary.rename(target)
+            return
+        except OSError as error:
+            if error.errno not in _OCCUPIED or not target.is_dir():
+                raise
+            last = error
+        if verify_checkpoint(target) is None:  # another process was faster
+            return
+        _discard(target)
+    raise last
+
+
+def _point_latest(folder: Path, name: str) -> None:
+    """Has `latest` name a checkpoint."""
+    temporary = temporary_name(folder, LATEST_FILE, os.getpid())
+    try:
+        write_pieces(temporary, [f"{name}\n".encode()])
+        temporary.replace(folder / LATEST_FILE)
+    finally:
+        remove_entry(temporary)
+
+
+def _remove_older(folder: Path, step: int, keep: int) -> None:
+    """Removes checkpoints before `step` beyond `keep`; those that are not complete do not count."""
+    kept = 1
+    for other, path in reversed(_listed(folder)):
+        if other >= step:
+            continue
+        if kept >= keep:
+            _discard(path)
+        elif _is_complete(path):
+            kept += 1
+
+
+def _is_complete(path: Path) -> bool:
+    """Whether all files are there with the right sizes: what can be told without reading them."""
+    try:
+        return all((path / name).stat().st_size == file.size for name, file in _checked_manifest(path).files.items())
+    except (CheckpointError, OSError):
+        return False
+
+
+def _discard(path: Path) -> None:
+    """Removes a checkpoint: first its name, so that it never looks like one that is half there."""
+    trash = temporary_name(path.parent, path.name, os.getpid())
+    try:
+        path.rename(trash)
+    except OSError:  # another process removes it, or the next write tries again
+        return
+    remove_entry(trash)
+
+
+def _sync_folder(folder: Path) -> None:
+    """Waits until the disk has a folder's entries, where the system can be asked to."""
+    if os.name == "nt":
+        return
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # a file system that cannot
+            raise
+    finally:
+        os.close(handle)

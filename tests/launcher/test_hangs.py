@@ -1,0 +1,185 @@
+"""Workers that hang: who is blamed, and what is left of them."""
+
+import os
+import resource
+import signal
+import sys
+import time
+
+import pytest
+
+from samestep.comm.board import HEALS, Beat
+from samestep.launcher.hangs import Silences
+from samestep.launcher.policy import Policy
+
+sys.path.insert(0, os.path.dirname(__file__))
+from members import is_down_to, run_members, wait_until
+
+TIMEOUT = 10.0
+
+
+def hanging(*looks, stopped=()):
+    """Who hangs after looks half a second apart; each is a mapping of slots to (phase, age of the beat, view)."""
+    silences = Silences(TIMEOUT)
+    for index, look in enumerate(looks):
+        beats = {slot: Beat(100.0 - age, 7, phase, HEALS, view) for slot, (phase, age, view) in look.items()}
+        silences.look(beats, index * 0.5)
+    return silences.hanging(lambda slot: slot in stopped)
+
+
+def still(**phases):
+    """Workers that stand still for longer than the timeout: s0="forward" is slot 0 in that phase."""
+    return [{int(name[1:]): (phase, 0.0, 0) for name, phase in phases.items()}] * 22
+
+
+@pytest.mark.parametrize("phase", ["data", "forward", "backward", "update", "checkpoint", "evaluate"])
+def test_a_worker_that_stands_still_in_its_own_work_hangs(phase):
+    assert hanging(*still(s0="exchange", s1=phase)) == [1]
+
+
+def test_a_worker_hangs_after_the_timeout_and_not_before():
+    looks = still(s0="forward", s1="exchange")
+    assert hanging(*looks[:20]) == []
+    assert hanging(*looks[:22]) == [0]
+
+
+def test_a_sign_of_life_starts_the_time_anew():
+    looks = [{0: ("forward", 0.0, 0)}] * 15 + [{0: ("forward", -1.0, 0)}] * 15
+    assert hanging(*looks) == []
+
+
+def test_workers_that_wait_for_each_other_are_not_blamed():
+    assert hanging(*still(s0="exchange", s1="exchange")) == []
+    assert hanging(*still(s0="regroup", s1="regroup")) == []
+
+
+def test_a_worker_outside_a_step_hangs_only_while_another_waits_for_it():
+    assert hanging(*still(s0="script", s1="script")) == []
+    assert hanging(*still(s0="script", s1="end")) == []
+    assert hanging(*still(s0="script", s1="exchange")) == [0]
+    assert hanging(*still(s0="start", s1="exchange")) == [0]
+
+
+def test_a_worker_in_an_exchange_that_the_others_have_left_hangs():
+    assert hanging(*still(s0="exchange", s1="regroup", s2="regroup")) == [0]
+
+
+def test_a_silent_worker_in_a_regrouping_hangs_while_others_there_show_signs_of_life():
+    looks = [{0: ("regroup", 0.0, 0), 1: ("regroup", -float(index), 0)} for index in range(24)]
+    assert hanging(*looks) == [0]
+
+
+def test_a_stopped_worker_hangs_wherever_it_is_unless_all_are():
+    looks = still(s0="exchange", s1="exchange")
+    assert hanging(*looks, stopped=(1,)) == [1]
+    assert hanging(*looks, stopped=(0, 1)) == []
+    assert hanging(*still(s0="forward", s1="forward"), stopped=(0, 1)) == []
+
+
+def test_time_in_which_nobody_looked_is_not_counted():
+    silences = Silences(TIMEOUT)
+    for now in (0.0, 3600.0, 7200.0):
+        silences.look({0: Beat(1.0, 7, "forward", HEALS, 0)}, now)
+    assert silences.by_slot[0].silent_seconds == 2.0
+    assert silences.hanging(lambda slot: False) == []
+
+
+def test_without_a_timeout_and_without_healing_nobody_hangs():
+    for silences, flags in ((Silences(0.0), HEALS), (Silences(TIMEOUT), 0)):
+        for now in range(100):
+            silences.look({0: Beat(1.0, 7, "forward", flags, 0)}, now)
+        assert silences.hanging(lambda slot: True) == []
+
+
+def hang_of(slot, phase, freeze):
+    """One worker stands still; the others show signs of life, as those do that wait for it."""
+
+    def play(member):
+        if member.slot == slot:
+            allow_core_files()
+            member.do(17, phase)
+            freeze()
+        return member.work_until(is_down_to(1))
+
+    return play
+
+
+def allow_core_files():
+    resource.setrlimit(resource.RLIMIT_CORE, (resource.getrlimit(resource.RLIMIT_CORE)[1],) * 2)
+
+
+def stop_myself():
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def sleep_in_python():
+    time.sleep(600)
+
+
+@pytest.mark.usefixtures("same_descriptors")
+@pytest.mark.parametrize(("phase", "freeze"), [("exchange", stop_myself), ("forward", sleep_in_python)])
+def test_a_worker_that_hangs_is_ended_and_its_stack_is_shown(tmp_path, capfd, monkeypatch, phase, freeze):
+    monkeypatch.chdir(tmp_path)
+    outcome = run_members(
+        tmp_path, hang_of(1, phase, freeze), "cpu:2", Policy(hang_timeout_seconds=0.5), log_dir=tmp_path / "logs"
+    )
+    assert (outcome.exit_code, outcome.failure) == (0, None)
+    assert outcome.result["lost"][0]["cause"] == "hang"
+    assert outcome.events[0]["cause"] == "hang"
+    stderr = capfd.readouterr().err
+    assert "rank 1 on CPU worker 1 showed no sign of life for 1 s and was ended in step 17" in stderr
+    log = tmp_path / "logs" / "rank-1.log"
+    assert f"its log: {log}" in stderr
+    assert f"in {freeze.__name__}" in log.read_text()
+    assert {path.name for path in tmp_path.iterdir()} == {"logs"}, "no core file"
+
+
+@pytest.mark.usefixtures("same_descriptors")
+@pytest.mark.parametrize("logged", [True, False], ids=["log folder", "no log folder"])
+def test_the_stack_of_rank_0_is_kept_too(tmp_path, capfd, logged):
+    log_dir = tmp_path / "logs" if logged else None
+    policy = Policy(hang_timeout_seconds=0.5)
+    outcome = run_members(tmp_path, hang_of(0, "forward", sleep_in_python), "cpu:2", policy, log_dir=log_dir)
+    assert outcome.exit_code == 0
+    stderr = capfd.readouterr().err
+    kept = (log_dir / "rank-0.log").read_text() if log_dir is not None else stderr
+    assert "in sleep_in_python" in kept
+    assert ("in sleep_in_python" in stderr) != logged
+
+
+def without_abort(freeze):
+    """A worker that SIGABRT does not end."""
+
+    def ignore_and_freeze():
+        import faulthandler
+
+        faulthandler.disable()
+        signal.signal(signal.SIGABRT, signal.SIG_IGN)
+        freeze()
+
+    return ignore_and_freeze
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("same_descriptors")
+def test_a_worker_that_does_not_even_abort_is_killed(tmp_path):
+    play = hang_of(1, "forward", without_abort(sleep_in_python))
+    outcome = run_members(tmp_path, play, "cpu:2", Policy(hang_timeout_seconds=0.5))
+    assert (outcome.exit_code, outcome.result["lost"][0]["cause"]) == (0, "hang")
+
+
+@pytest.mark.usefixtures("same_descriptors")
+def test_a_hang_where_nobody_heals_after_it_is_told_as_the_failure(tmp_path):
+    def play(member):
+        if member.slot == 1:
+            member.do(17)
+            sleep_in_python()
+        member.pulse.set_flags(0)
+        wait_until(lambda: False)
+
+    outcome = run_members(tmp_path, play, "cpu:2", Policy(hang_timeout_seconds=0.5))
+    assert outcome.exit_code == 128 + signal.SIGABRT
+    assert outcome.failure.startswith(
+        "rank 1 on CPU worker 1 showed no sign of life for 1 s and was ended (--hang-timeout)"
+    )
+    assert "in sleep_in_python" in outcome.failure

@@ -1,0 +1,319 @@
+"""Workers that are lost while the others can go on: real processes, real signals."""
+
+import io
+import os
+import signal
+import sys
+import time
+
+import pytest
+
+from samestep.comm.board import HEALS, STOPS_ON_REQUEST
+from samestep.errors import DataError, PeerLostError
+from samestep.launcher.policy import Policy
+
+sys.path.insert(0, os.path.dirname(__file__))
+from members import is_down_to, run_members, wait_until
+
+pytestmark = pytest.mark.usefixtures("same_descriptors")
+
+
+def names(outcome):
+    return [event["event"] for event in outcome.events]
+
+
+def die_of(ending, phase="backward"):
+    """Slot 1 dies in step 17; the others go on without it."""
+
+    def play(member):
+        if member.slot == 1:
+            member.do(17, phase)
+            ending()
+        return member.work_until(is_down_to(2))
+
+    return play
+
+
+class Stuck(io.StringIO):
+    """A stream that holds up whoever ends."""
+
+    def flush(self):
+        time.sleep(600)
+
+
+def raise_error():
+    raise ValueError("no such thing")
+
+
+@pytest.mark.parametrize(
+    ("ending", "cause", "said"),
+    [
+        (lambda: os.kill(os.getpid(), signal.SIGKILL), "SIGKILL", "was ended by SIGKILL"),
+        (lambda: os._exit(3), "exit code 3", "exited with code 3"),
+        (lambda: sys.exit(4), "exit code 4", "exited with code 4"),
+        (raise_error, "ValueError", "failed by ValueError (no such thing)"),
+    ],
+    ids=["signal", "exit", "SystemExit", "exception"],
+)
+def test_the_others_go_on_without_a_worker_that_died_and_are_told_what_became_of_it(
+    tmp_path, capfd, ending, cause, said
+):
+    outcome = run_members(tmp_path, die_of(ending))
+    assert (outcome.exit_code, outcome.failure) == (0, None)
+    loss = {"slot": 1, "rank": 1, "device": "CPU worker 1", "cause": cause, "phase": "backward", "step": 17}
+    assert outcome.result == {"slot": 0, "views": [[0, 1, 2], [0, 2]], "lost": [loss]}
+    stderr = capfd.readouterr().err
+    first, *details, last = stderr.splitlines()
+    assert first == f"samestep: rank 1 on CPU worker 1 {said} in step 17 (backward); 2 devices go on"
+    assert last.startswith("samestep: went on after 0.")
+    assert ("raise ValueError" in stderr) == (cause == "ValueError")
+    assert bool(details) == (cause == "ValueError")
+    death, heal = outcome.events
+    assert {**death, "time": None} == {
+        "event": "death",
+        "time": None,
+        "rank": 1,
+        "device": "CPU worker 1",
+        "cause": cause,
+        "phase": "backward",
+        "step": 17,
+    }
+    assert (heal["event"], heal["world_size"], heal["lost"]) == ("heal", 2, [1])
+    assert death["time"] <= heal["time"]
+    assert death["time"].endswith("+00:00")
+
+
+def test_rank_0_dies_and_the_result_is_that_of_the_new_rank_0(tmp_path):
+    def play(member):
+        if member.slot == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return member.work_until(is_down_to(2))
+
+    outcome = run_members(tmp_path, play)
+    assert (outcome.exit_code, outcome.failure) == (0, None)
+    assert outcome.result["slot"] == 1
+    assert outcome.events[0]["rank"] == 0
+
+
+@pytest.mark.parametrize("logged", [True, False], ids=["log folder", "no log folder"])
+def test_what_the_new_rank_0_prints_reaches_the_terminal(tmp_path, capfd, logged):
+    def play(member):
+        print("before", member.slot)
+        if member.slot == 0:
+            wait_until(lambda: all(member.board.beat(slot).step for slot in (1, 2)))
+            os.kill(os.getpid(), signal.SIGKILL)
+        member.do(1)
+        member.work_until(is_down_to(2))
+        time.sleep(0.3)
+        print("after", member.slot)
+        time.sleep(0.1)
+        print("ünd", member.slot)
+
+    run_members(tmp_path, play, log_dir=tmp_path / "logs" if logged else None)
+    assert capfd.readouterr().out == "before 0\nafter 1\nünd 1\n"
+
+
+def test_a_death_while_a_hanging_worker_is_being_ended_is_healed_too(tmp_path, capfd):
+    def play(member):
+        if member.slot == 1:
+            signal.signal(signal.SIGABRT, signal.SIG_IGN)  # it lasts until it is killed
+            member.do(17)
+            member.touch("hung")
+            time.sleep(600)
+        if member.slot == 2:
+            member.wait_for("hung")
+            member.do(1)
+            for _ in range(150):
+                member.do(1)
+                time.sleep(0.01)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return member.work_until(is_down_to(1))
+
+    outcome = run_members(tmp_path, play, policy=Policy(hang_timeout_seconds=0.5))
+    assert (outcome.exit_code, outcome.failure) == (0, None)
+    assert sorted(event["cause"] for event in outcome.events if event["event"] == "death") == ["SIGKILL", "hang"]
+    assert "replacement" not in capfd.readouterr().err
+
+
+def test_two_die_at_once_and_another_while_the_rest_regroups(tmp_path):
+    def play(member):
+        if member.slot in (1, 2):
+            os.kill(os.getpid(), signal.SIGKILL)
+        if member.slot == 3:
+            member.pulse.enter("regroup")
+            wait_until(lambda: member.board.number >= 1)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return member.work_until(is_down_to(1))
+
+    outcome = run_members(tmp_path, play, "cpu:4")
+    assert (outcome.exit_code, outcome.failure) == (0, None)
+    assert outcome.result["views"][-1] == [0]
+    assert {loss["slot"] for loss in outcome.result["lost"]} == {1, 2, 3}
+    assert names(outcome).count("death") == 3
+    assert outcome.events[-1]["world_size"] == 1
+
+
+def test_ranks_move_up_and_a_later_death_is_told_by_the_rank_at_that_time(tmp_path, capfd):
+    def play(member):
+        if member.slot == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        member.work_until(is_down_to(2))
+        if member.slot == 1:
+            member.touch("one")
+            member.work_until(is_down_to(1))
+        else:
+            member.wait_for("one")
+            time.sleep(0.1)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return "well"
+
+    outcome = run_members(tmp_path, play)
+    assert (outcome.exit_code, outcome.result) == (0, "well")
+    assert "rank 1 on CPU worker 2 was ended by SIGKILL" in capfd.readouterr().err
+
+
+def test_with_fewer_than_the_least_number_of_devices_the_run_ends_and_says_how_to_go_on(tmp_path, capfd):
+    policy = Policy(min_devices=3)
+    outcome = run_members(tmp_path, die_of(lambda: os.kill(os.getpid(), signal.SIGKILL)), policy=policy)
+    assert outcome.exit_code == 128 + signal.SIGKILL
+    first, last = outcome.failure.splitlines()
+    assert first.startswith("rank 1 on CPU worker 1 was ended by SIGKILL")
+    assert last == "2 devices are left, and --min-devices asks for 3; resume it"
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize("policy", [Policy(heal=False), Policy()], ids=["not allowed", "cannot"])
+def test_where_the_others_do_not_heal_the_run_ends_as_without_healing(tmp_path, policy):
+    flags = HEALS if not policy.heal else STOPS_ON_REQUEST
+    outcome = run_members(tmp_path, die_of(lambda: os._exit(3)), policy=policy, flags=flags)
+    assert (outcome.exit_code, outcome.failure) == (3, "rank 1 on CPU worker 1 exited with code 3")
+    assert outcome.events == ()
+
+
+def test_an_exception_that_befalls_a_second_worker_in_the_same_step_is_the_programs_fault(tmp_path, capfd):
+    def play(member):
+        member.do(5)
+        if member.slot == 0:
+            member.work_until(is_down_to(2))
+            member.do(5)
+        if member.slot < 2:
+            raise ValueError("a bad shard")
+        return member.work_until(is_down_to(1))
+
+    outcome = run_members(tmp_path, play, policy=Policy(max_restarts=1))
+    assert outcome.exit_code == 1
+    assert outcome.failure.startswith("rank 1 on CPU worker 1 failed with exit code 1\nTraceback")
+    assert outcome.failure.endswith("ValueError: a bad shard")
+    assert "start again" not in capfd.readouterr().err
+
+
+def test_the_same_exception_in_another_step_is_another_loss(tmp_path):
+    def play(member):
+        if member.slot == 1:
+            member.do(5)
+            raise ValueError("a bad connection")
+        member.work_until(is_down_to(2))
+        if member.slot == 2:
+            member.do(5_000)
+            raise ValueError("a bad connection")
+        return member.work_until(is_down_to(1))
+
+    outcome = run_members(tmp_path, play)
+    assert (outcome.exit_code, outcome.result["lost"][-1]["step"]) == (0, 5_000)
+
+
+def test_a_mistake_of_the_users_ends_the_run_at_once(tmp_path):
+    def play(member):
+        if member.slot == 1:
+            raise DataError("no such column")
+        return member.work_until(is_down_to(1))
+
+    outcome = run_members(tmp_path, play, policy=Policy(max_restarts=1))
+    assert outcome.exit_code == 1
+    assert outcome.failure.startswith("no such column\n  rank 1 on CPU worker 1")
+
+
+def test_a_worker_that_could_not_heal_is_lost_to_those_that_do(tmp_path):
+    def play(member):
+        if member.slot == 1:
+            raise PeerLostError("no connection")
+        return member.work_until(is_down_to(2))
+
+    outcome = run_members(tmp_path, play)
+    assert outcome.exit_code == 0
+    assert outcome.result["lost"][0]["cause"] == "PeerLostError"
+
+
+def test_a_worker_that_leaves_early_is_lost_once_the_others_miss_it_and_one_at_its_end_is_not(tmp_path, capfd):
+    def play(member):
+        if member.slot == 1:
+            member.do(3)
+            os._exit(0)
+        if member.slot == 2:
+            return None
+        wait_until(lambda: member.board.beat(2).phase == "end")
+        time.sleep(0.2)
+        member.regroup()
+        return member.work_until(is_down_to(1))
+
+    outcome = run_members(tmp_path, play)
+    assert (outcome.exit_code, outcome.failure) == (0, None)
+    assert [loss["slot"] for loss in outcome.result["lost"]] == [1]
+    assert outcome.result["lost"][0]["cause"] == "exit code 0"
+    assert capfd.readouterr().err.count("rank ") == 1
+
+
+def test_workers_that_end_one_after_the_other_are_no_losses(tmp_path, capfd):
+    def play(member):
+        time.sleep(0.2 * member.slot)
+        return member.slot
+
+    outcome = run_members(tmp_path, play)
+    assert (outcome.exit_code, outcome.result, outcome.events) == (0, 0, ())
+    assert capfd.readouterr().err == ""
+
+
+def test_members_that_lost_only_their_connections_are_called_together_again(tmp_path, capfd):
+    def play(member):
+        member.regroup()
+        return [list(view.slots) for view in member.views]
+
+    outcome = run_members(tmp_path, play)
+    assert (outcome.exit_code, outcome.result, outcome.events) == (0, [[0, 1, 2], [0, 1, 2]], ())
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.slow
+def test_a_lost_worker_that_does_not_end_is_killed(tmp_path):
+    def play(member):
+        if member.slot == 1:
+            sys.stdout = Stuck()
+            raise ValueError("stuck")
+        return member.work_until(is_down_to(2))
+
+    outcome = run_members(tmp_path, play)
+    assert outcome.exit_code == 0
+
+
+def test_rank_0_that_dies_when_the_others_have_ended_fails_the_run(tmp_path):
+    def play(member):
+        if member.slot == 0:
+            wait_until(lambda: all(member.board.beat(slot).phase == "end" for slot in (1, 2)))
+            member.do(9, "checkpoint")
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    outcome = run_members(tmp_path, play)
+    assert outcome.exit_code == 128 + signal.SIGKILL
+    assert outcome.failure.endswith("resume it")
+
+
+def test_when_nobody_is_left_the_first_of_the_last_deaths_is_shown(tmp_path):
+    def play(member):
+        if member.slot == 1:
+            wait_until(lambda: member.board.number == 1)
+        os._exit(10 + member.slot)
+
+    outcome = run_members(tmp_path, play, "cpu:2")
+    assert outcome.exit_code == 10
+    assert outcome.failure.startswith("rank 0 on CPU worker 0 exited with code 10")
+    assert outcome.failure.endswith("no device is left; resume it")

@@ -1,0 +1,112 @@
+"""What may be asked of the supervisor, in Python and on the command line."""
+
+import pytest
+
+from samestep.errors import UsageError
+from samestep.launcher.policy import Policy
+
+# A script that heals: it posts on the board by itself, and ends when one of three is lost.
+MEMBER = """
+import os, sys, time
+from samestep.comm.board import HEALS, Board
+from samestep.comm.pulse import Pulse
+
+board, slot = Board.from_environment()
+pulse = Pulse(board, slot)
+pulse.set_flags(HEALS)
+while not all(board.beat(other).flags for other in range(3)):
+    time.sleep(0.01)
+pulse.step = 17
+pulse.enter("forward")
+if slot == 1:
+    {fault}
+while board.number == 0:
+    pulse.enter("exchange")
+    time.sleep(0.01)
+pulse.enter("regroup")
+pulse.view = board.number
+pulse.enter("exchange")
+if board.view().slots[0] == slot:
+    print(*board.view().slots, flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"min_devices": 0}, "--min-devices"),
+        ({"max_restarts": -1}, "--max-restarts"),
+        ({"hang_timeout_seconds": -1.0}, "--hang-timeout"),
+        ({"hang_timeout_seconds": float("nan")}, "--hang-timeout"),
+        ({"replace": True}, "--max-restarts"),
+    ],
+)
+def test_a_policy_that_cannot_be_is_refused(values, said):
+    with pytest.raises(UsageError, match=said):
+        Policy(**values)
+
+
+def test_more_devices_than_there_are_cannot_be_the_least_number():
+    Policy(min_devices=2).check_devices(2)
+    with pytest.raises(UsageError, match="--min-devices 3"):
+        Policy(min_devices=3).check_devices(2)
+
+
+def test_the_command_refuses_it_too_and_starts_nothing(starter):
+    starter.script("ok.py", "open('ran', 'w')")
+    done = starter.run("--devices", "cpu:2", "--min_devices", "3", "ok.py")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "samestep: error: got 2 devices and --min-devices 3; needed: no more than there are\n"
+    assert not (starter.folder / "ran").exists()
+
+
+@pytest.mark.parametrize("start_method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
+def test_a_script_that_heals_goes_on_under_the_command(starter, start_method):
+    starter.script("member.py", MEMBER.format(fault="os._exit(3)"))
+    done = starter.run("--no-adopt", "--devices", "cpu:3", "--start-method", start_method, "member.py")
+    assert (done.returncode, done.stdout) == (0, "0 2\n")
+    first, second = done.stderr.splitlines()
+    assert first == "samestep: rank 1 on CPU worker 1 exited with code 3 in step 17 (forward); 2 devices go on"
+    assert second.startswith("samestep: went on after ")
+
+
+@pytest.mark.slow
+def test_the_command_can_be_told_not_to_heal(starter):
+    starter.script("member.py", MEMBER.format(fault="os._exit(3)"))
+    done = starter.run("--no-adopt", "--no-heal", "--devices", "cpu:3", "member.py")
+    assert (done.returncode, done.stdout) == (3, "")
+    assert done.stderr == "samestep: error: rank 1 on CPU worker 1 exited with code 3\n"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("start_method", ["fork", "spawn"])
+def test_a_stopped_worker_is_ended_with_its_stack_in_the_log(starter, start_method):
+    starter.script("member.py", MEMBER.format(fault="os.kill(os.getpid(), 19)"))
+    options = ["--hang-timeout", "1", "--log-dir", "logs", "--start-method", start_method]
+    done = starter.run("--no-adopt", "--devices", "cpu:3", *options, "member.py")
+    assert (done.returncode, done.stdout) == (0, "0 2\n")
+    assert "rank 1 on CPU worker 1 showed no sign of life" in done.stderr
+    log = (starter.folder / "logs" / "rank-1.log").read_text()
+    assert 'member.py", line 14' in log
+    assert not list(starter.folder.glob("core*"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("start_method", ["fork", "spawn"])
+def test_a_script_of_torch_distributed_is_restarted_as_torchrun_does(starter, start_method):
+    starter.script(
+        "ddp.py",
+        "import os, torch, torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\n"
+        "total = torch.ones(1)\n"
+        "dist.all_reduce(total)\n"
+        "if os.environ['TORCHELASTIC_RESTART_COUNT'] == '0' and dist.get_rank() == 1:\n"
+        "    os._exit(3)\n"
+        "dist.barrier()\n"
+        "if dist.get_rank() == 0:\n"
+        "    print(total.item(), os.environ['TORCHELASTIC_MAX_RESTARTS'])\n"
+        "dist.destroy_process_group()\n",
+    )
+    done = starter.run("--devices", "cpu:2", "--max_restarts", "2", "--start-method", start_method, "ddp.py")
+    assert (done.returncode, done.stdout) == (0, "2.0 2\n")
+    assert "samestep: all workers start again (1 of 2)" in done.stderr

@@ -1,0 +1,164 @@
+"""Crews and workers that are started again."""
+
+import os
+import signal
+import sys
+import time
+
+import pytest
+
+from samestep.devices.selection import select
+from samestep.errors import DataError
+from samestep.launcher.job import Job
+from samestep.launcher.policy import Policy
+from samestep.launcher.supervisor import supervise
+
+sys.path.insert(0, os.path.dirname(__file__))
+from members import is_down_to, run_members, wait_until
+
+pytestmark = pytest.mark.usefixtures("same_descriptors")
+
+
+def names(outcome):
+    return [event["event"] for event in outcome.events]
+
+
+def test_when_nobody_survives_all_start_again_with_a_fresh_board(tmp_path, capfd):
+    def play(member):
+        if member.attempt < 2:
+            member.do(17)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return [member.slot, member.attempt, list(member.slots), member.pulse.view, os.environ["WORLD_SIZE"]]
+
+    outcome = run_members(tmp_path, play, "cpu:2", Policy(max_restarts=2))
+    assert (outcome.exit_code, outcome.result, outcome.failure) == (0, [0, 2, [0, 1], 0, "2"], None)
+    assert names(outcome).count("restart") == 2
+    stderr = capfd.readouterr().err
+    assert "samestep: all workers start again (1 of 2)" in stderr
+    assert "samestep: all workers start again (2 of 2)" in stderr
+
+
+def test_when_the_restarts_are_used_up_the_run_fails(tmp_path):
+    outcome = run_members(tmp_path, lambda member: os._exit(5), "cpu:2", Policy(max_restarts=1))
+    assert (outcome.exit_code, names(outcome).count("restart")) == (5, 1)
+
+
+@pytest.mark.slow
+def test_those_that_are_too_few_start_again_too(tmp_path):
+    def play(member):
+        if member.attempt == 0 and member.slot == 1:
+            os._exit(3)
+        return member.attempt if member.attempt else member.work_until(is_down_to(1))
+
+    outcome = run_members(tmp_path, play, "cpu:3", Policy(min_devices=3, max_restarts=1))
+    assert (outcome.exit_code, outcome.result) == (0, 1)
+
+
+@pytest.mark.parametrize("heal", [True, False])
+def test_a_mistake_of_the_users_is_not_tried_again(tmp_path, heal):
+    def play(member):
+        raise DataError("no such column")
+
+    outcome = run_members(tmp_path, play, "cpu:2", Policy(heal=heal, max_restarts=3))
+    assert (outcome.exit_code, outcome.failure.splitlines()[0]) == (1, "no such column")
+    assert "restart" not in names(outcome)
+
+
+def test_logs_go_on_where_the_earlier_attempt_ended(tmp_path):
+    def play(member):
+        print("attempt", member.attempt)
+        if member.attempt == 0:
+            os._exit(5)
+
+    run_members(tmp_path, play, "cpu:2", Policy(max_restarts=1), log_dir=tmp_path / "logs")
+    assert (tmp_path / "logs" / "rank-1.log").read_text() == "attempt 0\nattempt 1\n"
+
+
+@pytest.mark.slow
+def test_a_clean_crew_restarts_its_function_with_other_arguments(monkeypatch, capfd):
+    monkeypatch.setenv("PYTHONPATH", os.path.dirname(__file__))
+    job = Job("function", "steps:fail_unless", kwargs={"resume": None, "factor": 2}, restart_kwargs={"resume": "auto"})
+    outcome = supervise(job, select("cpu:2"), policy=Policy(max_restarts=1))
+    assert (outcome.exit_code, outcome.result) == (0, {"resume": "auto", "factor": 2, "attempt": 1, "sum": 3.0})
+    assert "ValueError: nothing to resume" in capfd.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_starter_that_was_killed_is_started_again_with_its_workers(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", os.path.dirname(__file__))
+    outcome = supervise(Job("function", "steps:kill_the_starter"), select("cpu:2"), policy=Policy(max_restarts=1))
+    assert (outcome.exit_code, outcome.result) == (0, 1)
+
+
+def replace_one(member):
+    """Slot 1 dies; its replacement, slot 3, joins."""
+    if member.slot == 1:
+        member.do(17)
+        os.kill(os.getpid(), signal.SIGKILL)
+    if member.slot == 3:
+        assert (os.environ["RANK"], os.environ["SAMESTEP_JOINS"]) == ("1", "1")
+        member.regroup()
+        member.touch("joined")
+        return member.slot
+    member.work_until(lambda member: 3 in member.slots)
+    member.wait_for("joined")
+    return [list(view.slots) for view in member.views]
+
+
+def test_a_replacement_is_counted_in_when_it_is_ready(tmp_path, capfd):
+    outcome = run_members(tmp_path, replace_one, policy=Policy(replace=True, max_restarts=1))
+    assert (outcome.exit_code, outcome.failure) == (0, None)
+    assert outcome.result == [[0, 1, 2], [0, 2], [0, 2, 3]]
+    assert names(outcome) == ["death", "heal", "join"]
+    assert "samestep: a replacement joined on CPU worker 1; 3 devices go on" in capfd.readouterr().err
+
+
+@pytest.mark.slow
+def test_without_restarts_left_nothing_is_replaced(tmp_path):
+    def play(member):
+        if member.slot == 3 or (member.slot == 1 and member.board.number == 0):
+            os._exit(3)
+        member.work_until(is_down_to(2))
+        time.sleep(1.5)
+        return member.board.number
+
+    outcome = run_members(tmp_path, play, policy=Policy(replace=True, max_restarts=1))
+    assert (outcome.exit_code, outcome.result) == (0, 1)
+
+
+def test_a_replacement_that_dies_before_it_joined_is_no_loss(tmp_path, capfd):
+    def play(member):
+        if member.slot == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if member.slot == 3:
+            member.pulse.set_flags(0)
+            member.touch("here")
+            os._exit(7)
+        member.work_until(is_down_to(2))
+        member.wait_for("here")
+        time.sleep(0.3)
+        return [list(view.slots) for view in member.views]
+
+    outcome = run_members(tmp_path, play, policy=Policy(replace=True, max_restarts=1))
+    assert (outcome.exit_code, outcome.result[-1]) == (0, [0, 2])
+    assert names(outcome) == ["death", "heal"]
+    assert "the replacement on CPU worker 1 exited with code 7 before it joined; nothing is lost" in (
+        capfd.readouterr().err
+    )
+
+
+def test_a_replacement_that_never_gets_ready_does_not_hold_up_the_end(tmp_path):
+    def play(member):
+        if member.slot == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if member.slot == 3:
+            member.pulse.set_flags(0)
+            member.touch("here")
+            time.sleep(600)
+        member.work_until(is_down_to(2))
+        member.wait_for("here")
+        wait_until(lambda: True)
+        return "done"
+
+    outcome = run_members(tmp_path, play, policy=Policy(replace=True, max_restarts=1))
+    assert (outcome.exit_code, outcome.result) == (0, "done")

@@ -1,0 +1,119 @@
+"""Writers of checkpoints in processes of their own, to be killed or to meet errors; run as a program, forks them.
+
+Each line of input is a JSON list of jobs, [name of a function, arguments]. The answers are a line with the process ids,
+and one with the exit codes, a signal as a negative number.
+"""
+
+import json
+import os
+import resource
+import signal
+import sys
+import traceback
+from pathlib import Path
+
+import torch
+
+from samestep.errors import RunFolderError
+from samestep.train.checkpoint import Snapshot, write_checkpoint
+from samestep.train.saving import CheckpointSaver
+
+REFUSED = 3
+EVENTS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.listdir", "os.scandir")
+
+
+def snapshot_of(step, size=5000):
+    """The state that a step leads to: a function of the step alone."""
+    generator = torch.Generator().manual_seed(step)
+    files = {
+        "model": {"weight": torch.randn(size, generator=generator), "bias": torch.randn(7, generator=generator).half()},
+        "optimizer": {"step": torch.tensor(float(step)), "momentum": torch.randn(size // 7, generator=generator)},
+    }
+    return Snapshot(step, files, {"epoch": step // 10, "text": f"state after {step} steps", "lr": [0.1 / (step + 1)]})
+
+
+def is_state_of(snapshot, step, size=5000):
+    """Whether a snapshot is what was written for this step."""
+    expected = snapshot_of(step, size)
+    tensors = {file: list(entries) for file, entries in expected.files.items()}
+    return (
+        (snapshot.step, snapshot.facts) == (step, expected.facts)
+        and {file: sorted(entries) for file, entries in snapshot.files.items()}
+        == {file: sorted(entries) for file, entries in tensors.items()}
+        and all(
+            torch.equal(snapshot.files[file][name], expected.files[file][name])
+            for file, names in tensors.items()
+            for name in names
+        )
+    )
+
+
+def write_steps(folder, first, last, keep, size=5000):
+    for step in range(first, last):
+        write_checkpoint(Path(folder), snapshot_of(step, size), keep)
+
+
+def save_steps(folder, first, last, keep, size=5000):
+    saver = CheckpointSaver(Path(folder), keep)
+    for step in range(first, last):
+        snapshot = snapshot_of(step, size)
+        saver.save(Snapshot(step, saver.to_host_copy(snapshot.files), snapshot.facts))
+    saver.close()
+
+
+def write_until(folder, step, keep, number, error):
+    """Writes; at the `number`th operation on a file it is killed, or, if there is an error's number, meets that."""
+    count = 0
+
+    def audit(event, arguments):
+        nonlocal count
+        if event in EVENTS and isinstance(arguments[0], str) and arguments[0].startswith(folder):
+            count += 1
+            if count == number:
+                if not error:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                raise OSError(error, os.strerror(error))
+
+    sys.addaudithook(audit)
+    write_checkpoint(Path(folder), snapshot_of(step), keep)
+
+
+def write_within(folder, step, keep, limit):
+    """Writes where no file may be longer than the limit."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+    try:
+        write_checkpoint(Path(folder), snapshot_of(step), keep)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)  # stderr is a file too
+
+
+def forked(name, arguments):
+    """The id of a new process that runs one job."""
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        globals()[name](*arguments)
+        code = 0
+    except RunFolderError as error:
+        print(error, file=sys.stderr)
+        code = REFUSED
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def serve():
+    torch.set_num_threads(1)
+    for line in sys.stdin:
+        pids = [forked(name, arguments) for name, arguments in json.loads(line)]
+        print(json.dumps(pids), flush=True)
+        print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]), flush=True)
+
+
+if __name__ == "__main__":
+    serve()

@@ -1,0 +1,593 @@
+"""Checkpoints: what is loaded is what was written, whatever happens to the writer, the disk and the files."""
+
+import errno
+import hashlib
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoint_writers import REFUSED, is_state_of, snapshot_of
+from safetensors.torch import load_file, save_file
+
+from samestep.adopt.table import Patch, applied
+from samestep.errors import CheckpointError, RunFolderError, UsageError
+from samestep.train import manifest, temporary, tensorfile
+from samestep.train.checkpoint import (
+    Snapshot,
+    list_checkpoints,
+    newest_checkpoint,
+    read_checkpoint,
+    verify_checkpoint,
+    write_checkpoint,
+)
+from samestep.train.tensorfile import DTYPE_NAMES
+
+FILES = ["manifest.json", "model.safetensors", "optimizer.safetensors", "state.json"]
+
+
+class Writers:
+    """A process that forks writers; see checkpoint_writers.py."""
+
+    def __init__(self, errors):
+        self._errors = errors
+        with errors.open("ab") as file:
+            self._process = subprocess.Popen(
+                [sys.executable, str(Path(__file__).with_name("checkpoint_writers.py"))],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=file,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                text=True,
+            )
+
+    def start(self, *jobs):
+        """Starts jobs, each a tuple of a function's name and its arguments, and gives their process ids."""
+        self._process.stdin.write(json.dumps([(name, [*map(plain, arguments)]) for name, *arguments in jobs]) + "\n")
+        self._process.stdin.flush()
+        return json.loads(self._process.stdout.readline())
+
+    def wait(self):
+        """The exit codes of the jobs."""
+        return json.loads(self._process.stdout.readline())
+
+    def run(self, *jobs):
+        self.start(*jobs)
+        return self.wait()
+
+    def said(self):
+        """What the jobs have written to stderr since the last call."""
+        text = self._errors.read_text()
+        os.truncate(self._errors, 0)
+        return text
+
+    def close(self):
+        self._process.stdin.close()
+        self._process.wait()
+        self._process.stdout.close()
+
+
+def plain(argument):
+    return str(argument) if isinstance(argument, Path) else argument
+
+
+@pytest.fixture(scope="module")
+def writers(tmp_path_factory):
+    process = Writers(tmp_path_factory.mktemp("writers") / "errors")
+    yield process
+    process.close()
+
+
+def names_in(folder):
+    return sorted(os.listdir(folder))
+
+
+def steps_in(folder):
+    return [step for step, _ in list_checkpoints(folder)]
+
+
+def flip(path, position, mask=1):
+    data = bytearray(path.read_bytes())
+    data[position] ^= mask
+    path.write_bytes(data)
+
+
+def test_a_checkpoint_comes_back_as_it_was_written(tmp_path):
+    folder = tmp_path / "runs" / "a" / "checkpoints"
+    path = write_checkpoint(folder, snapshot_of(1200))
+    assert path == folder / "step-00001200"
+    assert names_in(path) == FILES
+    assert names_in(folder) == ["latest", "step-00001200"]
+    assert (folder / "latest").read_text() == "step-00001200\n"
+    assert verify_checkpoint(path) is None
+    assert is_state_of(read_checkpoint(path), 1200)
+    found = newest_checkpoint(folder)
+    assert (found.path, found.skipped) == (path, ())
+    assert is_state_of(found.snapshot, 1200)
+
+
+def every_dtype():
+    data = torch.arange(96, dtype=torch.uint8)
+    tensors = {str(dtype): data.clone().view(dtype).reshape(2, -1) for dtype in DTYPE_NAMES if dtype != torch.bool}
+    tensors["bool"] = torch.tensor([True, False, True])
+    tensors["scalar"] = torch.tensor(3.5)
+    tensors["empty"] = torch.empty(0, 3, dtype=torch.int64)
+    tensors["größe 😀"] = torch.ones(5, dtype=torch.int8)
+    return tensors
+
+
+def same_bytes(one, other):
+    facts = [(t.dtype, t.shape, t.contiguous().reshape(-1).view(torch.uint8).tolist()) for t in (one, other)]
+    return facts[0] == facts[1]
+
+
+def test_files_of_tensors_are_safetensors_for_every_dtype(tmp_path):
+    tensors = every_dtype()
+    path = write_checkpoint(tmp_path, Snapshot(1, {"model": tensors, "none": {}}, None))
+    by_library = load_file(path / "model.safetensors")
+    by_us = read_checkpoint(path).files
+    assert by_library.keys() == by_us["model"].keys() == tensors.keys()
+    assert by_us["none"] == load_file(path / "none.safetensors") == {}
+    assert all(same_bytes(by_library[name], value) for name, value in tensors.items())
+    assert all(same_bytes(by_us["model"][name], value) for name, value in tensors.items())
+
+
+def test_files_that_the_library_wrote_are_read(tmp_path):
+    tensors = every_dtype()
+    save_file(tensors, tmp_path / "a.safetensors", metadata={"format": "pt"})
+    data = (tmp_path / "a.safetensors").read_bytes()
+    written = tensorfile.Written(len(data), hashlib.sha256(data).hexdigest())
+    back = tensorfile.read_tensors(tmp_path / "a.safetensors", written)
+    assert all(same_bytes(back[name], value) for name, value in tensors.items())
+
+
+def test_tensors_of_any_strides_are_stored_row_by_row(tmp_path):
+    value = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    views = {
+        "channels last": value,
+        "transposed": value[0, 0].t(),
+        "gaps": value[..., ::2],
+        "expanded": torch.ones(1).expand(9),
+    }
+    path = write_checkpoint(tmp_path, Snapshot(1, {"a": views}, {}))
+    back = read_checkpoint(path).files["a"]
+    assert all(torch.equal(back[name], view) and back[name].is_contiguous() for name, view in views.items())
+
+
+def test_what_is_read_is_in_memory_of_its_own(tmp_path):
+    path = write_checkpoint(tmp_path, snapshot_of(1))
+    tensors = [tensor for file in read_checkpoint(path).files.values() for tensor in file.values()]
+    assert len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == len(tensors)
+    assert all(tensor.data_ptr() % 16 == 0 and tensor.storage_offset() == 0 for tensor in tensors)
+    shutil.rmtree(path)
+    assert all(torch.isfinite(tensor).all() for tensor in tensors)
+
+
+def test_large_tensors_are_written_and_read_in_pieces(tmp_path):
+    tensors = {"large": torch.arange(3_000_001, dtype=torch.int32), "small": torch.ones(3)}
+    path = write_checkpoint(tmp_path, Snapshot(1, {"model": tensors}, {}))
+    assert verify_checkpoint(path) is None
+    assert torch.equal(read_checkpoint(path).files["model"]["large"], tensors["large"])
+
+
+def damages(seed, count, path):
+    """(file, position, what to do with the bytes) at seeded places over all files."""
+    choose = random.Random(seed)
+    for number in range(count):
+        file = path / FILES[number % len(FILES)]
+        position = choose.randrange(file.stat().st_size)
+        mask = 1 << choose.randrange(8)
+        kind = choose.choice(["flip", "flip", "truncate"])
+        yield file, kind, position, mask
+
+
+@pytest.mark.parametrize("count", [40, pytest.param(200, marks=pytest.mark.slow)])
+def test_a_damaged_checkpoint_is_never_taken_for_good_and_the_one_before_is_used(tmp_path, count):
+    folder = tmp_path / "checkpoints"
+    for step in (1, 2):
+        path = write_checkpoint(folder, snapshot_of(step, size=300))
+    whole = {name: (path / name).read_bytes() for name in FILES}
+    for file, kind, position, mask in damages(count, count, path):
+        data = bytearray(whole[file.name])
+        if kind == "flip":
+            data[position] ^= mask
+        file.write_bytes(data if kind == "flip" else data[:position])
+        found = newest_checkpoint(folder)
+        place = f"{kind} at {position} of {file.name}"
+        assert is_state_of(found.snapshot, 1, size=300), place
+        assert len(found.skipped) == 1, place
+        assert found.skipped[0].startswith(f"{path} is no good checkpoint: "), place
+        assert file.name in found.skipped[0], place
+        assert verify_checkpoint(path) == found.skipped[0], place
+        with pytest.raises(CheckpointError, match="is no good checkpoint"):
+            read_checkpoint(path)
+        file.write_bytes(whole[file.name])
+    assert newest_checkpoint(folder).skipped == ()
+
+
+def test_a_flip_of_any_byte_of_the_manifest_is_noticed(tmp_path):
+    path = write_checkpoint(tmp_path, Snapshot(1, {}, {}))
+    data = (path / "manifest.json").read_bytes()
+    for position, byte in enumerate(data):
+        other_space = {0x0A: 0x0A ^ 0x20, 0x20: 0x20 ^ 0x0A}  # JSON would not mind
+        flip(path / "manifest.json", position, mask=other_space.get(byte, 0x20))
+        assert verify_checkpoint(path) is not None, position
+        (path / "manifest.json").write_bytes(data)
+    for other in (data + b"\n", b"", data[:-1], b" " + data, data.replace(b"\n", b"\r\n")):
+        (path / "manifest.json").write_bytes(other)
+        assert verify_checkpoint(path) is not None
+
+
+def test_without_the_checksums_a_flipped_byte_would_pass(tmp_path):
+    path = write_checkpoint(tmp_path, snapshot_of(1))
+    flip(path / "model.safetensors", -1)
+    assert "model.safetensors is damaged" in verify_checkpoint(path)
+    with applied([Patch(tensorfile, "matches", lambda found, written: True)]):
+        assert verify_checkpoint(path) is None
+        assert not is_state_of(read_checkpoint(path), 1)
+    flip(path / "model.safetensors", -1)
+    flip(path / "manifest.json", -6)
+    assert verify_checkpoint(path) is not None
+    with applied([Patch(manifest, "matches", lambda found, written: True)]):
+        assert verify_checkpoint(path) is None
+
+
+def test_a_header_that_lies_is_damage_and_no_crash(tmp_path):
+    path = tmp_path / "a.safetensors"
+
+    def read(header, data=b"\0" * 8):
+        text = header if isinstance(header, bytes) else json.dumps(header).encode()
+        path.write_bytes(len(text).to_bytes(8, "little") + text + data)
+        whole = path.read_bytes()
+        return tensorfile.read_tensors(path, tensorfile.Written(len(whole), hashlib.sha256(whole).hexdigest()))
+
+    good = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+    assert read({"a": good})["a"].tolist() == [0, 0]
+    lies = [
+        b"{",
+        b"[]",
+        b"\xff\xfe",
+        b"[" * 100_000,
+        {"a": good, "b": good},
+        {"a": {**good, "dtype": "F33"}},
+        {"a": {**good, "shape": [3]}},
+        {"a": {**good, "shape": [-1, -2]}},
+        {"a": {**good, "shape": None}},
+        {"a": {**good, "data_offsets": [0]}},
+        {"a": {**good, "data_offsets": [8, 16]}},
+        {"a": good, "b": {"dtype": "U8", "shape": [0, 2**62, 2**62], "data_offsets": [8, 8]}},
+        {"a": 3},
+        {},
+    ]
+    for header in lies:
+        with pytest.raises(CheckpointError, match=r"a\.safetensors is damaged"):
+            read(header)
+    for data in (b"", b"\xff" * 8, b"\0" * 7):
+        path.write_bytes(data)
+        with pytest.raises(CheckpointError):
+            tensorfile.read_tensors(path, tensorfile.Written(len(data), hashlib.sha256(data).hexdigest()))
+
+
+def test_what_is_missing_is_named(tmp_path):
+    folder = tmp_path / "checkpoints"
+    for step in (1, 2, 3, 4):
+        write_checkpoint(folder, snapshot_of(step), keep=9)
+    (folder / "step-00000004" / "manifest.json").unlink()
+    (folder / "step-00000003" / "optimizer.safetensors").unlink()
+    shutil.rmtree(folder / "step-00000002")
+    (folder / "step-00000002").mkdir()
+    told = []
+    found = newest_checkpoint(folder, tell=told.append)
+    assert found.path.name == "step-00000001"
+    assert found.skipped == tuple(told)
+    assert told == [
+        f"{folder}/step-00000004 is no good checkpoint: it has no manifest.json, which is written last",
+        f"{folder}/step-00000003 is no good checkpoint: optimizer.safetensors: No such file or directory",
+        f"{folder}/step-00000002 is no good checkpoint: it has no manifest.json, which is written last",
+    ]
+    assert "there is no such folder" in verify_checkpoint(folder / "step-00000009")
+    with pytest.raises(CheckpointError, match="take another checkpoint, or a copy of this one"):
+        read_checkpoint(folder / "step-00000003")
+
+
+def test_where_nothing_is_good_nothing_is_found_and_that_is_told(tmp_path):
+    folder = tmp_path / "checkpoints"
+    assert newest_checkpoint(folder) is None
+    assert list_checkpoints(folder) == []
+    flip(write_checkpoint(folder, snapshot_of(1)) / "state.json", 0)
+    told = []
+    assert newest_checkpoint(folder, tell=told.append) is None
+    assert len(told) == 1
+
+
+def test_the_newest_up_to_a_step_is_found(tmp_path):
+    for step in (5, 10, 20, 123456789):
+        write_checkpoint(tmp_path, snapshot_of(step), keep=9)
+    assert [newest_checkpoint(tmp_path, before).path.name for before in (None, 20, 19, 10, 5)] == [
+        "step-123456789",
+        "step-00000020",
+        "step-00000010",
+        "step-00000010",
+        "step-00000005",
+    ]
+    assert newest_checkpoint(tmp_path, 4) is None
+    assert steps_in(tmp_path) == [5, 10, 20, 123456789]
+
+
+def test_a_checkpoint_can_be_copied_and_moved(tmp_path):
+    path = write_checkpoint(tmp_path / "a", snapshot_of(3))
+    copy = shutil.copytree(path, tmp_path / "kept for the paper")
+    moved = path.rename(tmp_path / "step-00000003")
+    assert verify_checkpoint(copy) is None
+    assert is_state_of(read_checkpoint(moved), 3)
+    renamed = moved.rename(tmp_path / "step-00000004")
+    assert "it holds step 3, which is not what its name says" in verify_checkpoint(renamed)
+
+
+def with_manifest(path, **changes):
+    """Writes a manifest with other content and a checksum that is right."""
+    content = {**json.loads((path / "manifest.json").read_bytes()), **changes}
+    del content["checksum"]
+    head = (json.dumps(content, indent=2).removesuffix("\n}") + ',\n  "checksum": "').encode()
+    (path / "manifest.json").write_bytes(head + hashlib.sha256(head).hexdigest().encode() + b'"\n}\n')
+
+
+def test_a_newer_format_is_refused_with_a_sentence(tmp_path):
+    for step in (1, 2):
+        path = write_checkpoint(tmp_path, snapshot_of(step))
+    with_manifest(path)
+    assert verify_checkpoint(path) is None
+    with_manifest(path, version=2)
+    assert newest_checkpoint(tmp_path).skipped == (
+        f"{path} is no good checkpoint: it is of version 2 of the format, and this samestep reads 1: upgrade samestep",
+    )
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"format": "another"},
+        {"files": {"../step-00000001/state.json": {"size": 1, "sha256": ""}}},
+        {"files": {"a": {"size": -1, "sha256": ""}}},
+        {"files": {"a": 1}},
+        {"files": []},
+        {"step": None},
+        {"version": "x"},
+    ],
+    ids=str,
+)
+def test_a_manifest_of_something_else_is_refused(tmp_path, changes):
+    path = write_checkpoint(tmp_path, snapshot_of(1))
+    with_manifest(path, **changes)
+    assert "manifest.json is not the manifest of a checkpoint" in verify_checkpoint(path)
+
+
+def test_files_of_other_writers_are_verified_too(tmp_path):
+    path = write_checkpoint(tmp_path, snapshot_of(1))
+    files = json.loads((path / "manifest.json").read_bytes())["files"]
+    (path / "part-0.bin").write_bytes(b"sharded")
+    files["part-0.bin"] = {"size": 7, "sha256": hashlib.sha256(b"sharded").hexdigest()}
+    with_manifest(path, files=files)
+    assert is_state_of(read_checkpoint(path), 1)
+    flip(path / "part-0.bin", 0)
+    with pytest.raises(CheckpointError, match=r"part-0\.bin is damaged"):
+        read_checkpoint(path)
+    assert "part-0.bin is damaged" in verify_checkpoint(path)
+
+
+def test_older_ones_are_removed_beyond_those_to_keep(tmp_path):
+    for step in range(6):
+        write_checkpoint(tmp_path, snapshot_of(step), keep=3)
+    assert names_in(tmp_path) == ["latest", "step-00000003", "step-00000004", "step-00000005"]
+    write_checkpoint(tmp_path, snapshot_of(6), keep=1)
+    assert names_in(tmp_path) == ["latest", "step-00000006"]
+    with pytest.raises(UsageError, match=r"got keep=0; needed: at least 1"):
+        write_checkpoint(tmp_path, snapshot_of(7), keep=0)
+
+
+def test_incomplete_ones_do_not_count_among_those_to_keep_and_newer_ones_stay(tmp_path):
+    for step in (1, 2, 3, 4, 9):
+        write_checkpoint(tmp_path, snapshot_of(step), keep=9)
+    (tmp_path / "step-00000004" / "state.json").write_text("{")
+    write_checkpoint(tmp_path, snapshot_of(5), keep=2)
+    assert steps_in(tmp_path) == [3, 4, 5, 9]
+
+
+def test_a_good_checkpoint_of_the_same_step_is_kept_and_a_damaged_one_replaced(tmp_path):
+    path = write_checkpoint(tmp_path, snapshot_of(2))
+    before = path.stat().st_ino
+    write_checkpoint(tmp_path, snapshot_of(2))
+    assert path.stat().st_ino == before
+    flip(path / "model.safetensors", 100)
+    write_checkpoint(tmp_path, snapshot_of(2))
+    assert path.stat().st_ino != before
+    assert is_state_of(read_checkpoint(path), 2)
+    assert names_in(tmp_path) == ["latest", "step-00000002"]
+
+
+def ended_process():
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    return process.pid
+
+
+def test_what_ended_processes_left_is_removed_and_what_living_ones_write_is_not(tmp_path):
+    write_checkpoint(tmp_path, snapshot_of(1))
+    dead = temporary.temporary_name(tmp_path, "step-00000002", ended_process())
+    shutil.copytree(tmp_path / "step-00000001", dead)
+    dead_file = temporary.temporary_name(tmp_path, "latest", ended_process())
+    dead_file.write_text("step")
+    zombie = subprocess.Popen([sys.executable, "-c", ""])
+    os.waitid(os.P_PID, zombie.pid, os.WEXITED | os.WNOWAIT)
+    temporary.temporary_name(tmp_path, "step-00000005", zombie.pid).mkdir()
+    inherited = temporary.temporary_name(tmp_path, "step-00000003", os.getpid())
+    inherited.mkdir()
+    os.utime(inherited, (0, 0))
+    alive = temporary.temporary_name(tmp_path, "step-00000004", os.getppid())
+    alive.mkdir()
+    host = alive.name.split("-")[-2]
+    elsewhere, long_ago = [alive.with_name(alive.name.replace(host, other)) for other in ("00000000", "11111111")]
+    elsewhere.mkdir()
+    long_ago.mkdir()
+    os.utime(long_ago, (time.time() - 2 * 86400,) * 2)
+    (tmp_path / ".tmp-something").write_text("not ours")
+    write_checkpoint(tmp_path, snapshot_of(2))
+    zombie.wait()
+    expected = {alive.name, elsewhere.name, ".tmp-something", "latest", "step-00000001", "step-00000002"}
+    assert set(names_in(tmp_path)) == expected
+
+
+def assert_all_is_good(folder, allowed, size=5000):
+    """The newest checkpoint is one of the states that were written, and every other one is good too."""
+    found = newest_checkpoint(folder)
+    assert found.skipped == ()
+    assert found.snapshot.step in allowed
+    assert is_state_of(found.snapshot, found.snapshot.step, size)
+    assert [verify_checkpoint(path) for _, path in list_checkpoints(folder)] == [None] * len(list_checkpoints(folder))
+
+
+def test_a_writer_killed_at_any_operation_on_files_loses_nothing(tmp_path, writers):
+    number, ends = 0, []
+    for step in (1, 2, 3):
+        write_checkpoint(tmp_path / "before", snapshot_of(step))
+    while not ends or ends[-1] != 0:
+        number += 1
+        folder = shutil.copytree(tmp_path / "before", tmp_path / str(number))
+        ends += writers.run(("write_until", folder, 4, 2, number, 0))
+        assert_all_is_good(folder, {3, 4})
+        write_checkpoint(folder, snapshot_of(4), keep=2)
+        assert names_in(folder) == ["latest", "step-00000003", "step-00000004"], number
+        assert (folder / "latest").read_text() == "step-00000004\n"
+    assert set(ends[:-1]) == {-signal.SIGKILL}
+    assert len(ends) > 12
+
+
+@pytest.mark.parametrize("number_of_error", [errno.ENOSPC, pytest.param(errno.EIO, marks=pytest.mark.slow)])
+def test_an_error_at_any_operation_on_files_loses_nothing(tmp_path, writers, number_of_error):
+    number, ends = 0, []
+    for step in (1, 2):
+        write_checkpoint(tmp_path / "before", snapshot_of(step))
+    while not ends or number < max(n for n, end in enumerate(ends, 1) if end) + 3:
+        number += 1
+        folder = shutil.copytree(tmp_path / "before", tmp_path / str(number))
+        ends += writers.run(("write_until", folder, 3, 2, number, number_of_error))
+        assert_all_is_good(folder, {2, 3})
+        if ends[-1]:
+            assert not [name for name in names_in(folder) if name.startswith(".tmp")], number
+    assert set(ends) == {0, REFUSED}, writers.said()
+    assert len(ends) > 12
+
+
+@pytest.mark.parametrize(
+    ("function", "count"),
+    [
+        ("write_steps", 2),
+        ("save_steps", 1),
+        pytest.param("write_steps", 15, marks=pytest.mark.slow),
+        pytest.param("save_steps", 15, marks=pytest.mark.slow),
+    ],
+)
+def test_a_writer_killed_at_any_moment_leaves_a_newest_good_checkpoint(tmp_path, writers, function, count):
+    folder, size = tmp_path / "checkpoints", 300_000
+    write_checkpoint(folder, snapshot_of(1, size))
+    choose = random.Random(f"{function} {count}")
+    for _ in range(count):
+        first = steps_in(folder)[-1] + 1
+        (pid,) = writers.start((function, folder, first, first + 10_000, 2, size))
+        time.sleep(0.02 + 0.2 * choose.random())
+        os.kill(pid, signal.SIGKILL)
+        assert writers.wait() == [-signal.SIGKILL]
+        assert_all_is_good(folder, range(first - 1, first + 10_000), size)
+
+
+def test_two_writers_in_one_folder_do_not_harm_each_other(tmp_path, writers):
+    same, apart = tmp_path / "same", tmp_path / "apart"
+    assert writers.run(*[("write_steps", same, 1, 15, 3)] * 2) == [0, 0], writers.said()
+    assert_all_is_good(same, {14})
+    assert set(steps_in(same)) <= {11, 12, 13, 14}
+    assert writers.run(("write_steps", apart, 1, 15, 2), ("write_steps", apart, 101, 115, 2)) == [0, 0], writers.said()
+    assert_all_is_good(apart, {114})
+    write_checkpoint(apart, snapshot_of(115))
+    assert not [name for name in names_in(apart) if name.startswith(".tmp")]
+
+
+@pytest.mark.parametrize("limit", [0, 100, 10_000, -4, 30_000])
+def test_a_file_that_may_not_grow_is_an_error_that_says_what_to_do(tmp_path, writers, limit):
+    folder = tmp_path / "checkpoints"
+    write_checkpoint(folder, snapshot_of(1))
+    before = names_in(folder)
+    if limit < 0:  # so many bytes too few for the largest file
+        limit += (folder / "step-00000001" / "model.safetensors").stat().st_size
+    fits = limit == 30_000
+    writers.said()
+    assert writers.run(("write_within", folder, 2, 1, limit)) == [0 if fits else REFUSED]
+    assert_all_is_good(folder, {2 if fits else 1})
+    if not fits:
+        assert names_in(folder) == before
+        assert writers.said() == (
+            f"cannot write {folder}/step-00000002: File too large; free some space, or choose another folder with"
+            " --run-dir\n"
+        )
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 64 KiB; skipped where none can be mounted."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(place)]
+    if shutil.which("mount") is None or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("only root can mount the small file system that this needs")
+    yield place
+    subprocess.run(["umount", str(place)], check=True, capture_output=True)
+
+
+def test_a_full_disk_loses_nothing(small_disk):
+    folder = small_disk / "checkpoints"
+    write_checkpoint(folder, snapshot_of(1))
+
+    def write_more():
+        for step in (2, 3, 4, 5):
+            write_checkpoint(folder, snapshot_of(step))
+
+    with pytest.raises(RunFolderError, match="No space left on device; free some space, or choose another folder"):
+        write_more()
+    last = steps_in(folder)[-1]
+    assert names_in(folder) == ["latest", *(f"step-{step:08d}" for step in range(1, last + 1))]
+    assert_all_is_good(folder, {last})
+
+
+def test_a_folder_that_became_read_only_is_an_error_that_says_what_to_do(small_disk):
+    folder = small_disk / "checkpoints"
+    write_checkpoint(folder, snapshot_of(1))
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True, capture_output=True)
+    with pytest.raises(RunFolderError, match="Read-only file system; choose another folder with --run-dir"):
+        write_checkpoint(folder, snapshot_of(2))
+    assert_all_is_good(folder, {1})
+
+
+def test_a_removed_folder_is_made_again_and_a_file_in_its_place_is_named(tmp_path):
+    folder = tmp_path / "checkpoints"
+    write_checkpoint(folder, snapshot_of(1))
+    shutil.rmtree(folder)
+    write_checkpoint(folder, snapshot_of(2))
+    assert steps_in(folder) == [2]
+    shutil.rmtree(folder)
+    folder.write_text("")
+    with pytest.raises(RunFolderError, match=r"cannot write .*: (File exists|Not a directory); choose another folder"):
+        write_checkpoint(folder, snapshot_of(3))
+    assert list_checkpoints(folder) == []
+
+
+def test_facts_that_are_no_json_are_a_mistake_that_leaves_nothing(tmp_path):
+    for facts in ({"a": float("nan")}, {"a": object()}):
+        with pytest.raises((ValueError, TypeError)):
+            write_checkpoint(tmp_path, Snapshot(1, {}, facts))
+    assert names_in(tmp_path) == []

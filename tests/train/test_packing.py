@@ -1,0 +1,460 @@
+"""Packing: every value comes back with its exact type and bits, or is refused by name."""
+
+import copy
+import json
+import math
+import random
+import struct
+from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.optim import lr_scheduler
+
+from samestep.errors import CheckpointError, UsageError
+from samestep.train.packing import pack, unpack
+
+Point = namedtuple("Point", "x y")
+
+
+def there_and_back(value, prefix="state"):
+    """Packs, sends the facts through JSON text, and unpacks."""
+    packed = pack(value, prefix)
+    return unpack(json.loads(json.dumps(packed.facts, allow_nan=False)), packed.tensors)
+
+
+def tensor_bits(tensor):
+    flat = tensor.detach().resolve_conj().contiguous().reshape(-1)
+    return (torch.view_as_real(flat) if flat.is_complex() else flat).contiguous().view(torch.uint8).numpy().tobytes()
+
+
+def is_same(one, other):
+    """Whether two values are of the same types and bits, all the way down."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, torch.Tensor):
+        facts = [(t.dtype, t.shape, t.stride(), t.requires_grad, tensor_bits(t)) for t in (one, other)]
+        return facts[0] == facts[1]
+    if isinstance(one, np.ndarray | np.generic):
+        facts = [(v.dtype, v.shape, v.strides, v.tobytes()) for v in (one, other)]
+        return facts[0] == facts[1]
+    if isinstance(one, float):
+        return struct.pack(">d", one) == struct.pack(">d", other)
+    if isinstance(one, complex):
+        return is_same(one.real, other.real) and is_same(one.imag, other.imag)
+    if isinstance(one, dict):
+        extras = [
+            (getattr(v, "default_factory", None), vars(v) if hasattr(v, "__dict__") else None) for v in (one, other)
+        ]
+        return extras[0] == extras[1] and is_same(list(one.items()), list(other.items()))
+    if isinstance(one, set | frozenset):
+        return is_same(sorted(one, key=repr), sorted(other, key=repr))
+    if isinstance(one, list | tuple | deque):
+        lengths = [(len(v), getattr(v, "maxlen", None)) for v in (one, other)]
+        return lengths[0] == lengths[1] and all(is_same(a, b) for a, b in zip(one, other, strict=True))
+    return one == other
+
+
+ORDERED = OrderedDict(b=1, a=2)
+ORDERED_WITH_METADATA = nn.BatchNorm1d(2).state_dict()
+
+VALUES = [
+    None,
+    True,
+    0,
+    -(2**63),
+    2**63,
+    -(10**5000),
+    0.1,
+    -0.0,
+    5e-324,
+    math.inf,
+    -math.inf,
+    math.nan,
+    struct.unpack(">d", bytes.fromhex("fff8000000000123"))[0],
+    complex(-0.0, math.nan),
+    "",
+    "$tensor",
+    "größe ∂ 😀",
+    "\ud83d\ude00 two surrogates that are not one character",
+    b"\x00\xff",
+    torch.Size([2, 3]),
+    torch.float8_e5m2,
+    torch.device("cuda:3"),
+    torch.device("cpu"),
+    (),
+    (1, (2.0, [None])),
+    [[], {}],
+    {"$tensor": "model.weight", "": 1},
+    {"$dict": [], "$tuple": 3},
+    {1: "int", "1": "str", 1.5: "float", None: "none", (1, "a"): "tuple", b"x": "bytes"},
+    {True: "bool", "a.b": {"c": 1}, "a": {"b.c": 2}},
+    {"\ud800": 1},
+    ORDERED,
+    ORDERED_WITH_METADATA,
+    Counter({30: 2, 80: 1}),
+    defaultdict(list, {"a": [1]}),
+    defaultdict(None, {}),
+    {3, 1, "two", None, (1, 2)},
+    frozenset({1.5, math.inf}),
+    deque([1, 2, 3], maxlen=5),
+    deque(),
+    np.arange(6, dtype=">i4").reshape(2, 3),
+    np.asfortranarray(np.random.default_rng(0).standard_normal((3, 4))),
+    np.array(3.5, dtype=np.longdouble),
+    np.array(["a", "größe"]),
+    np.array([b"a", b"bc"]),
+    np.array(["2026-01-31", "NaT"], dtype="datetime64[ns]"),
+    np.array([], dtype=np.complex64),
+    np.zeros((0, 3)),
+    np.array([True, False]),
+    np.float32("nan"),
+    np.float64(0.1),
+    np.str_("größe"),
+    np.str_(""),
+    np.bytes_(b"x"),
+    np.bool_(True),
+    np.int64(-1),
+    np.timedelta64(3, "s"),
+]
+
+
+@pytest.mark.parametrize("value", VALUES, ids=[f"{type(value).__name__}-{i}" for i, value in enumerate(VALUES)])
+def test_a_value_comes_back_with_its_type_and_bits(value):
+    assert is_same(there_and_back(value), value)
+    assert is_same(there_and_back({"deep": [(value,)]}), {"deep": [(value,)]})
+
+
+plain = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.complex_numbers()
+    | st.text(st.characters(blacklist_categories=()), max_size=8)
+    | st.binary(max_size=8)
+)
+keys = plain | st.tuples(plain, plain)
+nested = st.recursive(
+    plain,
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.dictionaries(keys, inner, max_size=4)
+        | st.dictionaries(st.text("$ab", max_size=3), inner, max_size=4)
+        | st.lists(inner, max_size=3).map(tuple)
+        | st.dictionaries(keys, inner, max_size=3).map(OrderedDict)
+        | st.sets(keys, max_size=3)
+    ),
+    max_leaves=20,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(nested)
+def test_any_nesting_comes_back(value):
+    back = there_and_back(value)
+    assert is_same(back, value) or repr(sorted_sets(back)) == repr(sorted_sets(value))
+
+
+def sorted_sets(value):
+    """With sets as sorted lists, since two NaNs in a set have no order of their own."""
+    if isinstance(value, set):
+        return ["set", *sorted(map(repr, value))]
+    if isinstance(value, dict):
+        return [type(value), *((key, sorted_sets(entry)) for key, entry in value.items())]
+    if isinstance(value, list | tuple):
+        return [type(value), *map(sorted_sets, value)]
+    return value
+
+
+DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
+DENSE = [
+    dtype
+    for dtype in DTYPES
+    if not str(dtype).startswith(("torch.q", "torch.bits", "torch.int", "torch.uint"))
+    or dtype
+    in (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16, torch.uint32, torch.uint64)
+]
+
+
+def some_tensor(dtype, *shape):
+    data = torch.from_numpy(
+        np.random.default_rng(1).integers(0, 256, max(math.prod(shape), 1) * dtype.itemsize, np.uint8)
+    )
+    return (data % 2 if dtype is torch.bool else data).view(dtype)[: math.prod(shape)].reshape(shape).clone()
+
+
+@pytest.mark.parametrize("dtype", DENSE, ids=str)
+def test_a_tensor_of_every_dtype_comes_back_with_all_its_bits(dtype):
+    for value in (some_tensor(dtype, 3, 4), some_tensor(dtype, 1).reshape(()), some_tensor(dtype, 0, 2)):
+        assert is_same(there_and_back(value), value)
+    transposed = some_tensor(dtype, 2, 3).t()
+    assert is_same(there_and_back(transposed), transposed)
+
+
+@pytest.mark.parametrize("dtype", DENSE, ids=str)
+def test_packed_tensors_are_of_dtypes_that_files_of_tensors_know(dtype, tmp_path):
+    from safetensors.torch import load, save
+
+    tensors = pack(some_tensor(dtype, 3, 4), "a").tensors
+    assert load(save(tensors)).keys() == {"a"}
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        torch.randn(2, 3, 1, 1).to(memory_format=torch.channels_last),
+        torch.randn(4, 1, 3, 3).to(memory_format=torch.channels_last),
+        torch.randn(2, 3, 2, 2, 2).to(memory_format=torch.channels_last_3d),
+        torch.randn(3, 4, 5).permute(2, 0, 1),
+        torch.randn(4, 6, dtype=torch.complex128).t(),
+        torch.empty_strided((0, 3), (1, 0)),
+    ],
+    ids=lambda tensor: f"{tuple(tensor.shape)}-{tensor.stride()}",
+)
+def test_strides_of_dense_memory_come_back(tensor):
+    back = there_and_back(tensor)
+    assert is_same(back, tensor)
+    assert back.is_contiguous(memory_format=torch.contiguous_format) == tensor.is_contiguous()
+
+
+def test_memory_with_gaps_becomes_contiguous():
+    for value in (torch.arange(10.0)[::2], torch.ones(1).expand(3, 4), torch.arange(12).reshape(3, 4)[:, 1:3]):
+        back = there_and_back(value)
+        assert back.is_contiguous()
+        assert torch.equal(back, value)
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+def test_conjugates_and_negatives_that_are_only_marked_are_resolved(dtype):
+    value = torch.randn(3, dtype=dtype)
+    assert torch.equal(there_and_back(value.conj()), value.conj())
+    assert torch.equal(there_and_back(value.conj().imag), value.conj().imag)
+
+
+def test_unpacked_tensors_are_in_memory_of_their_own():
+    value = torch.randn(5)
+    packed = pack({"a": value}, "")
+    assert packed.tensors["a"].data_ptr() == value.data_ptr(), "packing copies nothing"
+    back = unpack(packed.facts, packed.tensors)
+    value.zero_()
+    assert not torch.equal(back["a"], value)
+    assert unpack(packed.facts, packed.tensors)["a"].data_ptr() != back["a"].data_ptr()
+    assert back["a"].data_ptr() % 16 == 0
+
+
+def test_parameters_and_gradients_wishes_come_back():
+    value = {
+        "parameter": nn.Parameter(torch.ones(2)),
+        "frozen": nn.Parameter(torch.ones(2, dtype=torch.int64), requires_grad=False),
+        "leaf": torch.ones(2, requires_grad=True),
+        "plain": torch.ones(2),
+    }
+    assert is_same(there_and_back(value), value)
+    with_graph = there_and_back((value["leaf"] * 2).sum())
+    assert with_graph.is_leaf
+    assert with_graph.item() == 4
+
+
+def test_memory_seen_twice_is_stored_once_and_shared_again():
+    embedding = nn.Embedding(6, 4)
+    head = nn.Linear(4, 6, bias=False)
+    head.weight = embedding.weight
+    state = nn.ModuleDict({"embedding": embedding, "head": head}).state_dict()
+    packed = pack(state, "model")
+    assert list(packed.tensors) == ["model.embedding.weight"]
+    back = unpack(packed.facts, packed.tensors)
+    back["head.weight"].fill_(7)
+    assert (back["embedding.weight"] == 7).all()
+
+
+def test_different_views_of_the_same_memory_stay_apart():
+    base, square = torch.arange(6.0), torch.arange(4.0).reshape(2, 2)
+    value = [base, base[:3], base[3:], base.reshape(2, 3), base.view(torch.int32), torch.empty(0), torch.empty(0)]
+    value += [square, square.t()]
+    packed = pack(value, "v")
+    assert len(packed.tensors) == 9
+    assert is_same(unpack(packed.facts, packed.tensors), value)
+
+
+def test_names_tell_the_place_and_never_collide():
+    value = {
+        "a": {"b": torch.zeros(1)},
+        "a.b": torch.ones(1),
+        0: torch.ones(2),
+        "0": torch.ones(3),
+        "\ud800": torch.ones(4),
+    }
+    packed = pack(value, "p")
+    assert list(packed.tensors) == ["p.a.b", "p.a.b#2", "p.0", "p.0#2", "p.\\ud800"]
+    assert is_same(unpack(packed.facts, packed.tensors), value)
+    assert list(pack(torch.ones(1), "").tensors) == ["value"]
+    assert list(pack({"__metadata__": torch.ones(1)}, "").tensors) == ["__metadata__#2"]
+
+
+def test_the_same_state_packs_to_the_same_text():
+    states = [{"seen": set(order), "a": torch.ones(1)} for order in ([0, 8], [8, 0])]
+    assert len({str(state["seen"]) for state in states}) == 2, "sets remember the order of what collides"
+    assert len({json.dumps(pack(state, "s").facts) for state in states}) == 1
+
+
+def test_the_states_of_all_generators_come_back():
+    random.seed(3), np.random.seed(3), torch.manual_seed(3)
+    random.gauss(0, 1), np.random.standard_normal()
+    state = {
+        "random": random.getstate(),
+        "numpy": np.random.get_state(),
+        "torch": torch.get_rng_state(),
+        "pcg": np.random.default_rng(1).bit_generator.state,
+        "philox": np.random.Generator(np.random.Philox(1)).bit_generator.state,
+    }
+    drawn = random.gauss(0, 1), np.random.standard_normal(), torch.rand(1)
+    back = there_and_back(state)
+    assert is_same(back, state)
+    random.setstate(back["random"]), np.random.set_state(back["numpy"]), torch.set_rng_state(back["torch"])
+    assert (random.gauss(0, 1), np.random.standard_normal(), torch.rand(1)) == drawn
+
+
+OPTIMIZERS = [
+    ("ASGD", {}),
+    ("Adadelta", {}),
+    ("Adafactor", {}),
+    ("Adagrad", {}),
+    ("Adam", {"amsgrad": True, "lr": torch.tensor(0.01)}),
+    ("AdamW", {}),
+    ("Adamax", {}),
+    ("LBFGS", {}),
+    ("NAdam", {}),
+    ("RAdam", {}),
+    ("RMSprop", {"centered": True, "momentum": 0.9}),
+    ("Rprop", {}),
+    ("SGD", {"momentum": 0.9, "lr": 0.1}),
+    ("SparseAdam", {}),
+]
+
+
+@pytest.mark.parametrize(("name", "options"), OPTIMIZERS)
+def test_the_state_of_an_optimizer_comes_back(name, options):
+    model = nn.Conv2d(2, 3, 2)
+    if name != "LBFGS":
+        model = model.to(memory_format=torch.channels_last)
+    if name == "SparseAdam":
+        model = nn.Embedding(4, 3, sparse=True)
+    inputs = torch.tensor([1, 2]) if name == "SparseAdam" else torch.ones(2, 2, 4, 4)
+    optimizer = getattr(torch.optim, name)(model.parameters(), **options)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = model(inputs).square().sum()
+        loss.backward()
+        return loss
+
+    for _ in range(2):
+        optimizer.step(closure)
+    assert is_same(there_and_back(optimizer.state_dict()), optimizer.state_dict())
+
+
+SCHEDULERS = {
+    "StepLR": {"step_size": 2},
+    "MultiStepLR": {"milestones": [2, 2, 4]},
+    "ConstantLR": {},
+    "LinearLR": {},
+    "ExponentialLR": {"gamma": 0.9},
+    "CosineAnnealingLR": {"T_max": 4},
+    "CosineAnnealingWarmRestarts": {"T_0": 2},
+    "PolynomialLR": {},
+    "CyclicLR": {"base_lr": 0.1, "max_lr": 1.0},
+    "OneCycleLR": {"max_lr": 1.0, "total_steps": 9},
+    "LambdaLR": {"lr_lambda": lambda step: 0.9**step},
+    "MultiplicativeLR": {"lr_lambda": lambda step: 0.9},
+    "ReduceLROnPlateau": {},
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_the_state_of_a_scheduler_comes_back(name):
+    optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.5, momentum=0.9)
+    scheduler = getattr(lr_scheduler, name)(optimizer, **copy.deepcopy(SCHEDULERS[name]))
+    for _ in range(3):
+        optimizer.step()
+        scheduler.step(*([0.5] if name == "ReduceLROnPlateau" else []))
+    assert is_same(there_and_back(scheduler.state_dict()), scheduler.state_dict())
+
+
+def test_a_chain_of_schedulers_comes_back():
+    optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.5)
+    parts = [lr_scheduler.LinearLR(optimizer), lr_scheduler.MultiStepLR(optimizer, [3, 5])]
+    chain = lr_scheduler.SequentialLR(optimizer, parts, milestones=[4])
+    state = there_and_back(chain.state_dict())
+    assert is_same(state, chain.state_dict())
+    assert type(state["_schedulers"][1]["milestones"]) is Counter
+
+
+class OwnDict(dict):
+    pass
+
+
+REFUSED = [
+    (object(), r"the state holds a object at s\.a\.0, which a checkpoint cannot hold; needed: tensors, NumPy arrays,"),
+    (lambda: 0, "holds a function at"),
+    (Point(1, 2), r"holds a \w*test_packing.Point at"),
+    (OwnDict(), r"test_packing.OwnDict at s\.a\.0"),
+    (torch.Generator(), "holds a torch._C.Generator at"),
+    (torch.eye(2).to_sparse(), r"holds a Tensor \(torch.sparse_coo\) at s\.a\.0.*\.to_dense\(\)"),
+    (torch.empty(2, device="meta"), r"Tensor \(meta\)"),
+    (nn.UninitializedParameter(), "UninitializedParameter"),
+    (np.array([object()]), r"NumPy data of dtype object at s\.a\.0"),
+    (np.zeros(2, dtype=[("a", "i4")]), "NumPy data of dtype"),
+    (np.ma.masked_array([1]), "MaskedArray"),
+    (defaultdict(lambda: 0), r"defaultdict of <function .*> at s\.a\.0, and code cannot be kept"),
+    ({torch.ones(1): 1}, r"holds a Tensor .* at s\.a\.0 \(as a key\)"),
+]
+
+
+@pytest.mark.parametrize(("value", "message"), REFUSED, ids=[message[:20] for _, message in REFUSED])
+def test_what_cannot_be_kept_is_refused_by_its_place_and_type(value, message):
+    with pytest.raises(UsageError, match=message):
+        pack({"a": [value]}, "s")
+
+
+def test_a_state_that_contains_itself_is_refused():
+    state = {"a": []}
+    state["a"].append(state)
+    with pytest.raises(UsageError, match=r"s\.a\.0 contains itself"):
+        pack(state, "s")
+    twice = []
+    assert there_and_back([twice, twice]) == [[], []]
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        {"$tensor": "missing"},
+        {"$tensor": "a", "stride": [1, 1, 1]},
+        {"$tensor": "a", "dtype": "nn"},
+        {"$tensor": "a", "dtype": "complex128"},
+        {"$array": "a", "dtype": "<f8", "shape": [7]},
+        {"$scalar": ["<f8", ""]},
+        {"$tuple": 3},
+        {"$dict": [[1]]},
+        {"$dict": [[[], 1]]},
+        {"$default_dict": [], "factory": "system"},
+        {"$bytes": "?"},
+        {"$int": "x"},
+        {"$device": "nowhere:0"},
+    ],
+    ids=str,
+)
+def test_facts_that_do_not_fit_are_an_error_of_the_checkpoint(facts):
+    with pytest.raises(CheckpointError, match="the packed state cannot be read"):
+        unpack(facts, {"a": torch.ones(2)})
+
+
+def test_a_word_of_a_newer_version_is_named():
+    with pytest.raises(CheckpointError, match=r"holds '\$fraction', which this version does not know.*upgrade"):
+        unpack([{"$fraction": [1, 2]}], {})

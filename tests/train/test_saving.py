@@ -1,0 +1,274 @@
+"""Saving beside training: what is written is the state at the call, errors are raised where they can be dealt with."""
+
+import os
+import shutil
+import threading
+
+import pytest
+import torch
+from checkpoint_writers import is_state_of, snapshot_of
+from torch import nn
+
+from samestep.errors import RunFolderError, UsageError
+from samestep.train.checkpoint import Snapshot, list_checkpoints, newest_checkpoint, write_checkpoint
+from samestep.train.packing import pack, unpack
+from samestep.train.saving import CheckpointSaver, to_host_copy
+
+
+def save(saver, step, size=5000):
+    snapshot = snapshot_of(step, size)
+    saver.save(Snapshot(step, saver.to_host_copy(snapshot.files), snapshot.facts))
+
+
+class Gate:
+    """Facts that hold the writer up while they are turned into JSON, until they are let through."""
+
+    def __init__(self):
+        self.entered, self.opened = threading.Event(), threading.Event()
+
+    def facts(self):
+        gate = self
+
+        class Waiting(dict):
+            def items(self):
+                gate.entered.set()
+                assert gate.opened.wait(60)
+                return super().items()
+
+        return Waiting(a=1)
+
+
+def test_what_was_saved_is_told_and_loads(tmp_path):
+    saver = CheckpointSaver(tmp_path, keep=2)
+    assert saver.poll() == []
+    for step in (10, 20, 30):
+        save(saver, step)
+    saver.close()
+    done = saver.poll()
+    assert [(saved.name, saved.step) for saved in done] == [(f"step-{step:08d}", step) for step in (10, 20, 30)]
+    assert all(saved.seconds > 0 for saved in done)
+    assert saver.poll() == []
+    assert [step for step, _ in list_checkpoints(tmp_path)] == [20, 30]
+    assert is_state_of(newest_checkpoint(tmp_path).snapshot, 30)
+    saver.close()
+
+
+def test_training_goes_on_while_the_writer_writes_and_does_not_change_what_it_writes(tmp_path):
+    gate, saver = Gate(), CheckpointSaver(tmp_path)
+    model = nn.Linear(3, 3)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    saver.save(Snapshot(1, saver.to_host_copy({"model": model.state_dict()}), gate.facts()))
+    assert gate.entered.wait(60)
+    assert saver.poll() == []
+    with torch.no_grad():
+        model.weight.fill_(7)
+    second = saver.to_host_copy({"model": model.state_dict()})
+    assert (second["model"]["weight"] == 7).all()
+    gate.opened.set()
+    saver.save(Snapshot(2, second, {}))
+    saver.close()
+    assert [saved.step for saved in saver.poll()] == [1, 2]
+    found = newest_checkpoint(tmp_path, before=1)
+    assert all(torch.equal(found.snapshot.files["model"][name], value) for name, value in before.items())
+    assert (newest_checkpoint(tmp_path).snapshot.files["model"]["weight"] == 7).all()
+
+
+def test_a_second_save_waits_for_the_first(tmp_path):
+    gate, saver = Gate(), CheckpointSaver(tmp_path)
+    saver.save(Snapshot(1, {}, gate.facts()))
+    assert gate.entered.wait(60)
+    second = threading.Thread(target=saver.save, args=(Snapshot(2, {}, {}),))
+    second.start()
+    second.join(0.2)
+    assert second.is_alive()
+    assert list_checkpoints(tmp_path) == []
+    gate.opened.set()
+    second.join(60)
+    assert [step for step, _ in list_checkpoints(tmp_path)][:1] == [1]
+    saver.close()
+
+
+def test_a_writer_that_comes_second_leaves_the_checkpoint_of_the_first(tmp_path):
+    gate, saver = Gate(), CheckpointSaver(tmp_path)
+    saver.save(Snapshot(1, {}, gate.facts()))
+    assert gate.entered.wait(60)
+    first = write_checkpoint(tmp_path, Snapshot(1, {}, {})).stat().st_ino
+    gate.opened.set()
+    saver.close()
+    assert os.listdir(tmp_path / "step-00000001")
+    assert (tmp_path / "step-00000001").stat().st_ino == first
+    assert sorted(os.listdir(tmp_path)) == ["latest", "step-00000001"]
+
+
+def addresses(files):
+    return {tensor.data_ptr() for tensors in files.values() for tensor in tensors.values()}
+
+
+def test_repeated_copies_use_the_memory_of_earlier_ones_that_are_written(tmp_path):
+    gate, saver = Gate(), CheckpointSaver(tmp_path)
+    state = snapshot_of(1).files
+    first = saver.to_host_copy(state)
+    saver.save(Snapshot(1, first, gate.facts()))
+    assert gate.entered.wait(60)
+    busy, second = addresses(first), saver.to_host_copy(state)
+    assert not addresses(second) & busy, "the writer still reads the first copy"
+    gate.opened.set()
+    saver.save(Snapshot(2, second, {}))
+    seen = busy | addresses(second)
+    for step in range(3, 8):
+        copied = saver.to_host_copy(snapshot_of(step).files)
+        assert addresses(copied) <= seen
+        saver.save(Snapshot(step, copied, snapshot_of(step).facts))
+    saver.close()
+    assert is_state_of(newest_checkpoint(tmp_path).snapshot, 7)
+
+
+def test_memory_is_used_again_only_where_it_fits():
+    first = to_host_copy({"a": {"x": torch.ones(2, 3), "y": torch.ones(4), "z": torch.ones(2, 2)}})
+    kept = {name: tensor.data_ptr() for name, tensor in first["a"].items()}
+    other = {"x": torch.zeros(2, 3), "y": torch.zeros(4).double(), "z": torch.zeros(2, 2).t(), "new": torch.zeros(1)}
+    second = to_host_copy({"a": other}, reuse=first)
+    assert second["a"].keys() == other.keys()
+    assert all(second["a"][name].dtype == value.dtype for name, value in other.items())
+    assert all(second["a"][name].stride() == value.stride() for name, value in other.items())
+    assert all((tensor == 0).all() for tensor in second["a"].values())
+    assert second["a"]["x"].data_ptr() == kept["x"]
+    assert second["a"]["y"].data_ptr() != kept["y"]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        torch.randn(4, 5).t(),
+        torch.tensor(3),
+        torch.empty(0, 2),
+        torch.randn(3, dtype=torch.complex64).conj(),
+        torch.randn(6)[::2],
+        torch.ones(1).expand(5),
+        nn.Parameter(torch.ones(2)),
+        torch.ones(3, dtype=torch.float8_e4m3fn),
+    ],
+    ids=lambda value: f"{tuple(value.shape)}-{value.stride()}-{value.dtype}",
+)
+def test_a_host_copy_has_the_values_and_strides_and_no_graph(value):
+    copy = to_host_copy({"a": {"v": value}})
+    again = to_host_copy({"a": {"v": value}}, reuse=copy)["a"]["v"]
+    copy = copy["a"]["v"]
+    assert again.data_ptr() == copy.data_ptr()
+    assert torch.equal(copy.to(torch.complex64), value.detach().to(torch.complex64))
+    assert not copy.requires_grad
+    if value.untyped_storage().nbytes() == value.numel() * value.itemsize:
+        assert copy.stride() == value.stride()
+    else:
+        assert copy.is_contiguous()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_copy_from_a_cuda_device_is_pinned_complete_and_used_again():
+    device = torch.device("cuda")
+    value = torch.randn(64, 3, 32, 32, device=device).to(memory_format=torch.channels_last)
+    expected = value.cpu()
+    copies = to_host_copy({"a": {"v": value, "w": torch.ones(3)}})
+    value.zero_()
+    assert copies["a"]["v"].is_pinned()
+    assert torch.equal(copies["a"]["v"], expected)
+    assert to_host_copy({"a": {"v": value}}, reuse=copies)["a"]["v"].data_ptr() == copies["a"]["v"].data_ptr()
+
+
+def test_an_error_of_the_writer_is_raised_once_by_the_next_call_and_the_saver_goes_on(tmp_path):
+    folder = tmp_path / "checkpoints"
+    saver = CheckpointSaver(folder)
+    folder.write_text("in the way")
+    save(saver, 1)
+    with pytest.raises(RunFolderError, match="choose another folder with --run-dir"):
+        saver.close()
+    save(saver, 2)
+    with pytest.raises(RunFolderError):
+        save(saver, 3)
+    folder.unlink()
+    assert saver.poll() == []
+    save(saver, 4)
+    saver.close()
+    assert [saved.step for saved in saver.poll()] == [4]
+    shutil.rmtree(folder)
+    save(saver, 5)
+    saver.close()
+    assert is_state_of(newest_checkpoint(folder).snapshot, 5)
+
+
+def test_poll_raises_the_error_of_the_writer(tmp_path):
+    (tmp_path / "file").write_text("")
+    saver = CheckpointSaver(tmp_path / "file")
+    save(saver, 1)
+
+    def poll_on():
+        while True:
+            assert saver.poll() == []
+
+    with pytest.raises(RunFolderError):
+        poll_on()
+    assert saver.poll() == []
+
+
+def test_facts_that_are_no_json_are_told_too(tmp_path):
+    saver = CheckpointSaver(tmp_path)
+    saver.save(Snapshot(1, {}, {"a": object()}))
+    with pytest.raises(TypeError, match="not JSON serializable"):
+        saver.close()
+    assert os.listdir(tmp_path) == []
+
+
+def test_keeping_none_is_refused_before_anything_is_written(tmp_path):
+    with pytest.raises(UsageError, match="got keep=0"):
+        CheckpointSaver(tmp_path, keep=0)
+
+
+def test_no_thread_stays_behind(tmp_path):
+    before = set(threading.enumerate())
+    saver = CheckpointSaver(tmp_path)
+    save(saver, 1)
+    saver.close()
+    assert set(threading.enumerate()) == before
+
+
+def training(optimizer_class):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4 * 36, 2))
+    model = model.to(memory_format=torch.channels_last)
+    optimizer = optimizer_class(model.parameters(), lr=0.05)
+    schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 4])
+
+    def advance(steps):
+        for step in steps:
+            generator = torch.Generator().manual_seed(step)
+            inputs = torch.randn(8, 1, 8, 8, generator=generator)
+            optimizer.zero_grad()
+            model(inputs).square().mean().backward()
+            optimizer.step()
+            schedule.step()
+
+    return {"model": model, "optimizer": optimizer, "schedule": schedule}, advance
+
+
+@pytest.mark.parametrize("optimizer_class", [torch.optim.Adam, torch.optim.NAdam])
+def test_training_goes_on_from_a_checkpoint_as_if_it_had_never_stopped(tmp_path, optimizer_class):
+    parts, advance = training(optimizer_class)
+    advance(range(3))
+    packed = {name: pack(part.state_dict(), name) for name, part in parts.items()}
+    saver = CheckpointSaver(tmp_path)
+    files = saver.to_host_copy({name: each.tensors for name, each in packed.items()})
+    saver.save(Snapshot(3, files, {name: each.facts for name, each in packed.items()}))
+    advance(range(3, 6))
+    saver.close()
+
+    others, advance_others = training(optimizer_class)
+    snapshot = newest_checkpoint(tmp_path).snapshot
+    for name, part in others.items():
+        part.load_state_dict(unpack(snapshot.facts[name], snapshot.files[name]))
+    advance_others(range(3, 6))
+    states = [{name: pack(part.state_dict(), name) for name, part in each.items()} for each in (parts, others)]
+    for name in parts:
+        one, other = (state[name] for state in states)
+        assert one.facts == other.facts
+        assert all(torch.equal(tensor, other.tensors[key]) for key, tensor in one.tensors.items())
