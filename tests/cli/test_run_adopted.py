@@ -155,3 +155,28 @@ def test_options_of_adopted_scripts_are_refused_for_scripts_that_deal_with_ranks
     assert len(said.err.splitlines()) == 1
     if source is NATIVE:
         assert f"train.py, line {line_of(NATIVE, 'init_process_group')}" in said.err
+
+
+LOST = """
+    import os, signal
+
+    import torch
+    from torch import nn
+
+    model = nn.DataParallel(nn.Linear(4, 2).cuda())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(6):
+        model(torch.randn(8, 4).cuda()).sum().backward()
+        optimizer.step()
+        torch.save(model.module.state_dict(), f"step-{step}.pt")
+        if step == 3 and os.environ["SAMESTEP_SLOT"] == "1":
+            os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_lost_rank_of_an_adopted_script_ends_it_with_the_name_of_what_it_saved_last(tmp_path):
+    script(tmp_path, LOST)
+    done = samestep_run("--devices", "cpu:2", "train.py", cwd=tmp_path)
+    assert done.returncode == 128 + 9
+    assert "was ended by SIGKILL" in done.stderr
+    assert f"the script last saved {tmp_path / 'step-3.pt'}: start it again from there" in done.stderr

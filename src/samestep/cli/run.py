@@ -5,6 +5,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from samestep.cli.healing import HangTimeout, Heal, MaxRestarts, MinDevices, Replace
+from samestep.launcher.policy import HANG_TIMEOUT_SECONDS
+
 if TYPE_CHECKING:
     from samestep.launcher.job import Job
 
@@ -63,30 +66,11 @@ def run(
     log_dir: Annotated[
         str | None, typer.Option(metavar="DIR", help="Keep what the ranks above 0 print, in DIR/rank-N.log.")
     ] = None,
-    heal: Annotated[
-        bool, typer.Option("--heal/--no-heal", help="Go on without a worker that is lost, where the script can.")
-    ] = True,
-    min_devices: Annotated[
-        int, typer.Option("--min-devices", "--min_devices", metavar="N", help="With fewer left, the run ends.")
-    ] = 1,
-    max_restarts: Annotated[
-        int,
-        typer.Option(
-            "--max-restarts", "--max_restarts", metavar="N", help="How often workers may be started again, in all."
-        ),
-    ] = 0,
-    replace: Annotated[
-        bool, typer.Option("--replace", help="Start a new worker on the device of a lost one, where the script can.")
-    ] = False,
-    hang_timeout: Annotated[
-        float,
-        typer.Option(
-            "--hang-timeout",
-            "--hang_timeout",
-            metavar="SECONDS",
-            help="A worker that heals, and shows no sign of life for so long, counts as lost; 0 for never.",
-        ),
-    ] = 600.0,
+    heal: Heal = True,
+    min_devices: MinDevices = 1,
+    max_restarts: MaxRestarts = 0,
+    hang_timeout: HangTimeout = HANG_TIMEOUT_SECONDS,
+    replace: Replace = False,
 ) -> None:
     """Runs SCRIPT in one process a device, as `python SCRIPT ARGS` would. Options go before SCRIPT.
 

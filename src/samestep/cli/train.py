@@ -121,13 +121,13 @@ def train(
         raise UsageError(f"there is no recipe to train; give one of {', '.join(NAMES)}, or a run with --resume")
     check_name(job["recipe"])
     folder = run_dir or source or new_folder_name(job["recipe"])
-    if folder != source:
+    if source is None or folder.resolve() != source.resolve():
         check_untaken(folder)
     check_options(job)
     recorded_job = dict(job)
     job |= {
         "run_dir": str(folder),
-        "resume": None if source is None else str(source) if folder != source or resume != "auto" else "auto",
+        "resume": None if source is None else resume,
         "allow_contract_change": allow_contract_change,
         "command": ["samestep", *sys.argv[1:]],
         "job": recorded_job,
@@ -149,22 +149,24 @@ def _resumed(asked: dict[str, Any], resume: str | None, run_dir: Path | None) ->
     Raises:
         UsageError: there is no such run.
     """
-    from samestep.train.naming import CHECKPOINT_FOLDER, CONTRACT_FILE, recorded, unfinished_run
+    from samestep.train.naming import CONTRACT_FILE, recorded, run_of, unfinished_run
 
     if resume is None:
         return asked, None
     if resume != "auto":
-        source: Path | None = Path(resume)
-        if Path(resume).parent.name == CHECKPOINT_FOLDER:
-            recipe = recorded(Path(resume).parent.parent)
-            return {**recipe.get("job", {}), **asked}, Path(resume)
+        source: Path | None = run_of(Path(resume))
     elif run_dir is not None:
         source = run_dir if (run_dir / CONTRACT_FILE).exists() else None
     else:
         source = unfinished_run(asked["recipe"]) if "recipe" in asked else None
     if source is None:
         return asked, None
-    return {**recorded(source).get("job", {}), **asked}, source
+    own = recorded(source).get("job")
+    if not isinstance(own, dict) or "recipe" not in own:
+        raise UsageError(f"{source} is not a run of `samestep train`; the program that made it can resume it")
+    if asked.get("recipe", own["recipe"]) != own["recipe"]:
+        raise UsageError(f"got the recipe {asked['recipe']}, and {source} is a run of {own['recipe']}; leave it out")
+    return {**own, **asked}, source
 
 
 def _train_by_workers(

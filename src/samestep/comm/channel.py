@@ -4,7 +4,7 @@ Every write is at most PIPE_BUF bytes, which POSIX makes atomic (`write`, "Pipe 
 the worker holds the pipe, may send without a lock. A longer event travels in parts and is put together by the reader.
 
 Events: `progress` (epoch, epochs, step, steps, loss, samples_per_second), `line` (text), `beat` (step), `result`
-(value), `failed` (type, message, traceback, user_error, exit_code, peer_lost).
+(value), `saved` (path), `failed` (type, message, traceback, user_error, exit_code, peer_lost).
 """
 
 import json

@@ -85,6 +85,7 @@ class Watch:
         self._owned: set[int] = set()
         self._failed: list[Worker] = []  # in the order in which it was seen
         self._hint = ""
+        self._saved = ""
         self._phase: Literal["running", "finishing", "settling", "ending", "killing", "killed"] = "running"
         self._deadline = float("inf")
         self._looked = float("-inf")
@@ -154,6 +155,8 @@ class Watch:
                 self._display.progress(event)
             elif name == "line":
                 self._display.line(str(event.get("text", "")))
+            elif name == "saved":
+                self._saved = str(event.get("path", ""))
             elif name == "result":
                 worker.results.append(event.get("value"))
             elif name == "failed" and worker.report is None and not worker.is_lost:
@@ -326,7 +329,10 @@ class Watch:
         """What came of it."""
         found = [self.workers.casualty(worker) for worker in self._failed]
         first = next((casualty for casualty in found if not casualty.is_peer_lost), found[0] if found else None)
-        failure = None if first is None else "\n".join(part for part in (explain(first), self._hint) if part)
+        hint = self._hint
+        if first is not None and first.report is None and self._saved:
+            hint = f"the script last saved {self._saved}: start it again from there"
+        failure = None if first is None else "\n".join(part for part in (explain(first), hint) if part)
         if first is None or self._stopped_by is not None:
             self._healing.finish()
         if self._stopped_by is not None:

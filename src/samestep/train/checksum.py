@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from samestep.data.batch import flattened
-from samestep.train.digest import _named_state as named_state
+from samestep.train.digest import named_state
 
 ROW_WORDS = 4096
 ROW_BYTES = 4 * ROW_WORDS

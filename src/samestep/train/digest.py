@@ -21,7 +21,7 @@ def state_digest(model: nn.Module, optimizers: Optimizer | Sequence[Optimizer]) 
         optimizers: one or several; state is named after the parameter it belongs to, numbers count as JSON.
     """
     hasher = hashlib.sha256()
-    for name, value in _named_state(model, optimizers):
+    for name, value in named_state(model, optimizers):
         if isinstance(value, Tensor):
             host = value.detach().cpu().contiguous()
             hasher.update(f"{name} {host.dtype} {list(host.shape)}\n".encode())
@@ -31,7 +31,7 @@ def state_digest(model: nn.Module, optimizers: Optimizer | Sequence[Optimizer]) 
     return hasher.hexdigest()
 
 
-def _named_state(model: nn.Module, optimizers: Optimizer | Sequence[Optimizer]) -> Iterator[tuple[str, Any]]:
+def named_state(model: nn.Module, optimizers: Optimizer | Sequence[Optimizer]) -> Iterator[tuple[str, Any]]:
     """All that makes up the state, by name, in a fixed order."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     yield from chain(model.named_parameters(), model.named_buffers())

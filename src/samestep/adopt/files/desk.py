@@ -20,6 +20,7 @@ from typing import Any
 
 from samestep.adopt.adoption import EXTRA_WORDS, Adoption
 from samestep.adopt.files.callers import Caller, origin
+from samestep.comm.channel import Channel
 
 BURST = 256
 """Questions of one line between two wrapped forwards that are answered by rank 0; further ones each rank answers."""
@@ -73,6 +74,12 @@ class Desk:
         if caller is Caller.MACHINERY or (caller is Caller.LIBRARY and path is not None and _is_cache(path)):
             return Way.AS_IS
         return Way.TOGETHER if caller is Caller.SCRIPT and self.adoption.may_meet() else Way.APART
+
+    def note_saved(self, path: str) -> None:
+        """Tells the supervisor that the script has saved a model or state: from there it can go on after a loss."""
+        channel = Channel.from_environment()
+        if channel is not None:
+            channel.send("saved", path=path)
 
     def passes(self) -> bool:
         """Whether everything is as is here."""

@@ -120,7 +120,10 @@ def writing(desk: Desk, write: Write) -> Patch:
                 return original(*args, **kwargs)
         if way is Way.TOGETHER:
             call = functools.partial(original, *args, **kwargs)
-            return desk.together(f"a call of {write.name}", call, paths, write.suffixes)
+            result = desk.together(f"a call of {write.name}", call, paths, write.suffixes)
+            if write.owner.__name__.startswith(("torch", "safetensors")) and paths[-1] is not None:
+                desk.note_saved(paths[-1])
+            return result
         if write.leaves:
             for suffix in ("", *write.suffixes):
                 desk.record(paths[-1] and paths[-1] + suffix)

@@ -1,0 +1,66 @@
+"""`samestep replay`: one step of a recorded run, taken again on one device and shown from within."""
+
+import json
+import sys
+from contextlib import nullcontext, redirect_stdout
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def replay(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.")],
+    step: Annotated[int, typer.Option(metavar="N", help="The step to show, counted from 0, as in the ledger.")],
+    shard: Annotated[int | None, typer.Option(metavar="S", help="Show this shard alone.")] = None,
+    module: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Show this module and those within it alone, in more detail."),
+    ] = None,
+    device: Annotated[
+        str | None,
+        typer.Option(metavar="DEVICE", help="cpu, cuda:0, …; by default one of the kind that the run was made on."),
+    ] = None,
+    debug: Annotated[
+        bool, typer.Option("--pdb", help="Open pdb in the forward, of --module and in --shard if they are given.")
+    ] = False,
+    save: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Write inputs, outputs, gradients and the batch to this new folder."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
+) -> None:
+    """Takes step N of a recorded run again on one device, and shows what happened in it.
+
+    The run's own program is run from the newest checkpoint at or before the step, and each step on the way is held to
+    the ledger; exit code 1 if one is not what was recorded. Nothing is written to RUN.
+    """
+    from bdb import BdbQuit
+
+    from samestep.errors import UsageError
+    from samestep.proof.replay.replaying import replay as replay_run
+
+    if debug and as_json:
+        raise UsageError("got --pdb and --json; the debugger needs the terminal for itself")
+    try:
+        with nullcontext() if debug else redirect_stdout(sys.stderr):
+            found = replay_run(run, step, device=device, shard=shard, module=module, debug=debug, save=save, tell=_say)
+    except BdbQuit:
+        raise typer.Exit from None
+    if as_json:
+        print(json.dumps(found.as_json()))
+    else:
+        from rich.console import Console
+
+        from samestep.proof.replay.tables import print_replay
+
+        console = Console(highlight=False)
+        if not console.is_terminal:
+            console.width = 200  # nothing is folded or cut in a file or a pipe
+        print_replay(console, found, by_shard=shard is not None or module is not None)
+    if not found.holds:
+        raise typer.Exit(1)
+
+
+def _say(text: str) -> None:
+    typer.echo(f"samestep: {text}", err=True)

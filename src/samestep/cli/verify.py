@@ -1,0 +1,269 @@
+"""`samestep verify`: does a program give the same on any devices, and if not, where and why not?"""
+
+import json
+import textwrap
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from samestep.devices.selection import Selection
+    from samestep.proof.stage import Program
+    from samestep.proof.verdict import Named, Verdict
+
+TIERS = {
+    "bitwise": "every bit is equal",
+    "allclose": "equal up to rounding",
+    "count-exact": "the same samples, divided by the true counts",
+    "sample-exact": "the same samples in every step",
+}
+FAMILIES = {
+    "api": "uses samestep.Run",
+    "adopted": "written for one process; its wrapped forwards were shared out",
+    "ddp": "deals with its ranks itself",
+}
+LABEL_WIDTH = 11
+
+
+def verify(
+    program: Annotated[list[str] | None, typer.Argument(metavar="SCRIPT|RECIPE ARGS", show_default=False)] = None,
+    module: Annotated[bool, typer.Option("-m", "--module", help="SCRIPT is a module, as in `python -m`.")] = False,
+    devices: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SPECS",
+            help="What to compare, the reference first: cpu:1,cpu:2,cpu:3 or 1,2,4 (counts). By default 1 to 3 of "
+            "what is here.",
+        ),
+    ] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps to compare; then the program is ended.")] = 20,
+    tier: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TIER",
+            help=f"What is required: {', '.join(TIERS)}. By default bitwise; allclose for scripts that deal with "
+            "ranks themselves without samestep.",
+        ),
+    ] = None,
+    threads: Annotated[int, typer.Option(help="CPU threads a worker; part of what decides the bits.")] = 1,
+    start_method: Annotated[
+        str | None, typer.Option(metavar="fork|spawn", help="How workers are started; fork where it is safe.")
+    ] = None,
+    num_shards: Annotated[
+        int | None,
+        typer.Option(
+            "--num-shards",
+            "--num_shards",
+            metavar="V",
+            min=1,
+            help="Of a script of one process: into how many chunks a wrapped forward is cut; by default as many as the "
+            "most devices that are compared.",
+        ),
+    ] = None,
+    wrap: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Of a script of one process that wraps nothing: what to share out."),
+    ] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="Of a script of one process: seeds every generator at the start; 0 by default.")
+    ] = None,
+    adopt: Annotated[
+        bool | None,
+        typer.Option("--adopt/--no-adopt", help="As for samestep run; by default SCRIPT is read.", show_default=False),
+    ] = None,
+    hang_timeout: Annotated[
+        float, typer.Option("--hang-timeout", metavar="SECONDS", help="How long a step may take.")
+    ] = 300.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Runs SCRIPT or RECIPE on several device counts, compares the runs, and names what differs first, and why.
+
+    Compared are the samples, the loss, the gradient of every parameter and the state after each step. Options go
+    before SCRIPT. Exit code 0: they agree as required; 1: they do not, or agreeing proves nothing.
+    """
+    from samestep.comm.environment import read_environment
+    from samestep.errors import UsageError
+    from samestep.proof.stage import Stage, Stopped
+
+    if not program:
+        raise UsageError("there is nothing to verify; give a script or a recipe: samestep verify train.py")
+    if tier is not None and tier not in TIERS:
+        raise UsageError(f"got --tier {tier!r}; it is one of {', '.join(TIERS)}")
+    if read_environment().launcher != "none":
+        raise UsageError("verify starts processes itself; call it without torchrun, srun or mpirun")
+    selections = _selections(devices)
+    options = {"num_shards": num_shards, "seed": seed, "wrap": wrap}
+    chosen = _program(program, module, adopt, options, selections)
+    with (
+        Stage(chosen, selections, threads=threads, start_method=start_method, hang_seconds=hang_timeout) as stage,
+        _telling(as_json) as tell,
+    ):
+        stage.warm_up()  # the workers' process imports torch while this one does
+        from samestep.proof.verdict import reach_verdict
+
+        try:
+            verdict = reach_verdict(stage, tuple(selections), steps, tier, tell)  # type: ignore[arg-type]  # checked
+        except Stopped as stopped:
+            raise typer.Exit(stopped.exit_code) from None
+    if as_json:
+        print(json.dumps({"agrees": verdict.agrees, **asdict(verdict)}))
+    else:
+        show(verdict)
+    raise typer.Exit(0 if verdict.agrees else 1)
+
+
+def _selections(devices: str | None) -> "dict[str, Selection]":
+    """What is compared, by what the user calls it.
+
+    Raises:
+        UsageError: fewer than two, or two alike.
+    """
+    from samestep.devices.selection import select
+    from samestep.errors import UsageError
+
+    if devices is None:
+        here = select("auto")
+        names = [f"cpu:{count}" for count in (1, 2, 3)]
+        if here.kind != "cpu":
+            names = [str(count) for count in range(1, min(3, here.count) + 1)]
+    else:
+        names = [name.strip() for name in devices.split(",")]
+    if len(set(names)) != len(names) or "" in names:
+        raise UsageError(f"got --devices {devices}; needed: different ones, such as cpu:1,cpu:2 or 1,2,4")
+    return {name: select(name) for name in names}
+
+
+def _program(
+    program: list[str],
+    module: bool,
+    adopt: bool | None,
+    options: dict[str, Any],
+    selections: "dict[str, Selection]",
+) -> "Program":
+    """What is run: a recipe by `samestep train`, a script as `samestep run` does it.
+
+    Raises:
+        UsageError: options that do not go with it, or there is no such script.
+    """
+    from samestep.adopt.reading import reads_as
+    from samestep.errors import UsageError
+    from samestep.launcher.job import Job
+    from samestep.proof.stage import Program
+    from samestep.recipes.catalog import NAMES
+
+    name, *arguments = program
+    given = [f"--{option.replace('_', '-')}" for option, value in options.items() if value is not None]
+    if name in NAMES and not module and not Path(name).is_file():
+        if given or adopt:
+            raise UsageError(f"got {', '.join(given) or '--adopt'} before a recipe; a recipe's own options go after it")
+        return Program("module", "samestep", ("train", name, *arguments, "--run-dir", "{folder}"), None, name)
+    kind: Literal["module", "script"] = "module" if module else "script"
+    Job(kind, name)  # checks that it is there
+    if not (adopt if adopt is not None else reads_as(name, is_module=module).kind == "adopted"):
+        if given:
+            raise UsageError(f"got {', '.join(given)}, for scripts of one process; this one deals with ranks itself")
+        return Program(kind, name, tuple(arguments), None, name)
+    adoption = {
+        "num_shards": options["num_shards"] or max(selection.count for selection in selections.values()),
+        "seed": 0 if options["seed"] is None else options["seed"],
+        "wrap": options["wrap"],
+        "virtual": all(selection.kind == "cpu" for selection in selections.values()),
+    }
+    return Program(kind, name, tuple(arguments), adoption, name)
+
+
+@contextmanager
+def _telling(quiet: bool) -> Iterator[Callable[[str], None]]:
+    """Tells on the terminal what happens, in one line that vanishes at the end."""
+    from rich.console import Console
+
+    console = Console(stderr=True, highlight=False)
+    if quiet or not console.is_terminal:
+        yield lambda text: None
+        return
+    with console.status("starting") as status:
+        yield lambda text: status.update(text)
+
+
+def show(verdict: "Verdict") -> None:
+    """Prints a verdict."""
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    first, *others = verdict.devices
+    _say(console, "program", f"{verdict.program}, {FAMILIES[verdict.family]}")
+    _say(console, "runs", f"{', '.join([f'{first} twice', *others])}; {verdict.num_runs} runs in all")
+    _say(console, "compared", _compared(verdict))
+    for note in verdict.notes:
+        _say(console, "note", note)
+    if verdict.difference is not None:
+        _say(console, "first", f"step {verdict.difference.step}: {verdict.difference.text}")
+        if verdict.place is not None:
+            _say(console, "where", verdict.place.text)
+        for cause in verdict.causes:
+            _show_cause(console, "cause", cause)
+        _show_rest(console, verdict)
+    for refusal in verdict.refusals:
+        _say(console, "refused", refusal)
+    tier = "no tier" if verdict.reached is None else f"{verdict.reached} ({TIERS[verdict.reached]})"
+    if verdict.agrees:
+        _say(console, "agrees", tier, "bold green")
+    elif verdict.difference is None:
+        _say(console, "refused", "this proves nothing", "bold red")
+    else:
+        _say(console, "differs", f"reached: {tier}; required: {verdict.required}", "bold red")
+
+
+def _compared(verdict: "Verdict") -> str:
+    """What was compared, in numbers."""
+    found = verdict.compared
+    parts = [
+        f"{found.steps} steps",
+        f"{found.parameters} parameters",
+        f"{found.nonzero_gradients} of {found.gradients} gradients not zero",
+    ]
+    parts += [f"{found.samples} samples"] if found.samples is not None else []
+    parts += [f"{found.shards} shards"] if found.shards is not None else []
+    parts += [f"{found.metrics} reduced numbers"] if found.metrics else []
+    return ", ".join(parts)
+
+
+def _show_cause(console: "Console", word: str, cause: "Named") -> None:
+    """Prints a cause with what was seen and what mends it."""
+    _say(console, word, cause.title, "bold")
+    _say(console, "", f"seen: {cause.evidence}")
+    _say(console, "", f"mend: {cause.advice}")
+
+
+def _show_rest(console: "Console", verdict: "Verdict") -> None:
+    """Prints what was confirmed, or what could not be explained."""
+    if verdict.unexplained is None:
+        if verdict.causes:
+            names = ", ".join(cause.key for cause in verdict.causes)
+            _say(console, "confirmed", f"without the effect of {names} the runs agree; with any of it left they differ")
+        return
+    left = "with that taken away, " if verdict.causes else ""
+    _say(console, "unexplained", f"{left}step {verdict.unexplained.step}: {verdict.unexplained.text}")
+    if verdict.suspects:
+        for cause in verdict.suspects:
+            _show_cause(console, "suspect", cause)
+        _say(console, "", "taking the effect of all suspects away does not make the runs agree")
+    else:
+        _say(console, "", "nothing in the table of causes points to it")
+
+
+def _say(console: "Console", word: str, text: str, style: str = "") -> None:
+    """Prints a line with a label before it; where it is folded, further lines are indented alike."""
+    from rich.text import Text
+
+    width = max(20, console.width - LABEL_WIDTH - 1) if console.is_terminal else 10_000
+    lines = textwrap.wrap(text, width, break_long_words=False) or [""]
+    for index, line in enumerate(lines):
+        label = (word if index == 0 else "").ljust(LABEL_WIDTH + 1)
+        console.print(Text.assemble((label, style or "dim"), (line, style)), soft_wrap=True)
