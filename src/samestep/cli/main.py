@@ -7,11 +7,11 @@ import typer
 
 from samestep.cli import ledger
 from samestep.cli.devices import devices
+from samestep.cli.replay import replay
 from samestep.cli.report import report
 from samestep.cli.run import CONTEXT_SETTINGS, run
 from samestep.cli.runs import runs
 from samestep.cli.train import train
-from samestep.cli.verify import CONTEXT_SETTINGS as VERIFY_SETTINGS
 from samestep.cli.verify import verify
 from samestep.errors import SamestepError
 from samestep.version import __version__
@@ -44,7 +44,8 @@ def _options(
 app.command("devices")(devices)
 app.command("train")(train)
 app.command("run", context_settings=CONTEXT_SETTINGS)(run)
-app.command("verify", context_settings=VERIFY_SETTINGS)(verify)
+app.command("verify", context_settings=CONTEXT_SETTINGS)(verify)
+app.command("replay")(replay)
 app.command("report")(report)
 app.command("runs")(runs)
 app.add_typer(ledger.app, name="ledger")

@@ -7,6 +7,7 @@ import io
 import json
 import os
 import pickle
+import random
 import signal
 import sys
 import threading
@@ -36,6 +37,7 @@ def work(instruction: Instruction, call: Call | None = None) -> int:
     channel = Channel(instruction.fds["events"])
     try:
         lifeline.release_signals()
+        _draw_seeds()
         _set_threads(instruction.assignment.threads)
         value = call() if call is not None else run_program(instruction.job, instruction.fds)
         _deliver(value, instruction, channel)
@@ -108,6 +110,14 @@ def _text_stream(fd: int) -> io.TextIOWrapper:
     """A standard stream that hands over every line at once, so that a killed worker's last line is known."""
     raw = io.FileIO(fd, "w", closefd=False)
     return io.TextIOWrapper(io.BufferedWriter(raw), encoding="utf-8", errors="replace", line_buffering=True)
+
+
+def _draw_seeds() -> None:
+    """Seeds Python's and NumPy's generators from the system, as a new process does; forked ones share a state."""
+    random.seed()
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed()
 
 
 def _set_threads(threads: int) -> None:

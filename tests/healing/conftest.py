@@ -1,0 +1,54 @@
+"""What the tests of healing share: runs of the faulty script under a real supervisor, and what is left of them."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from samestep.devices.selection import select
+from samestep.launcher.job import Job
+from samestep.launcher.policy import Policy
+from samestep.launcher.supervisor import supervise
+
+SCRIPT = str(Path(__file__).with_name("faulty_training.py"))
+COMPARED = ("step", "epoch", "position", "num_samples", "ids", "loss", "grad_norm", "lr", "skipped", "digest")
+
+
+class Told:
+    """A run that has ended: what it left behind."""
+
+    def __init__(self, folder, outcome):
+        self.folder, self.outcome = folder, outcome
+        self.ended = [json.loads(path.read_text()) for path in sorted(folder.glob("ended-*.json"))]
+        self.struck = [json.loads(path.read_text()) for path in sorted(folder.glob("struck-*.json"))]
+        self.has_read_a_checkpoint = any(folder.glob("read-a-checkpoint-*"))
+        ledger = folder / "run" / "ledger.jsonl"
+        lines = [json.loads(line) for line in ledger.read_text().splitlines()] if ledger.exists() else []
+        self.steps = [{name: line[name] for name in COMPARED} for line in lines if "event" not in line]
+        self.events = [line for line in lines if "event" in line]
+
+    @property
+    def digests(self):
+        return {ended["digest"] for ended in self.ended}
+
+
+@pytest.fixture
+def train(tmp_path):
+    """`train(devices, faults=…)`: runs the faulty script on CPU workers, whatever happens to them."""
+    count = [0]
+
+    def run(devices, faults=(), policy=None, folder=None, start_method=None, **told):
+        if folder is None:
+            folder = tmp_path / f"training-{count[0]}"
+            folder.mkdir()
+        count[0] += 1
+        told = {"folder": str(folder / "run"), "faults": list(faults), **told}
+        job = Job("script", SCRIPT, (json.dumps(told),), quiet=True)
+        policy = Policy(hang_timeout_seconds=5.0) if policy is None else policy
+        shared_memory = set(os.listdir("/dev/shm"))
+        outcome = supervise(job, select(f"cpu:{devices}"), policy=policy, start_method=start_method)
+        assert set(os.listdir("/dev/shm")) <= shared_memory
+        return Told(folder, outcome)
+
+    return run

@@ -1,0 +1,146 @@
+"""A training script in which things go wrong as told: `faulty_training.py JSON`.
+
+JSON holds "folder" (of the run), "faults", a list of {"rank", "step", "phase", "kind"}, and perhaps "spares", "resume",
+"checkpoint_steps", "epochs", "pause" (seconds a step). A fault leaves a file behind that says where it struck, on the
+clock that all processes share.
+"""
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+from programs import classify, small_images, small_model
+from torch.utils.data import Dataset
+
+from samestep.comm.group import GroupTransport
+from samestep.train import checkpoint as checkpoint_module
+from samestep.train import resume as resume_module
+from samestep.train.metrics import accuracy
+from samestep.train.run import Run
+from samestep.train.trainer import Trainer
+
+
+class Samples(Dataset):
+    """Small images one by one; fetching one may be where it goes wrong."""
+
+    def __init__(self, count, strike):
+        self._images, self._labels = small_images(count)
+        self._strike = strike
+
+    def __len__(self):
+        return len(self._labels)
+
+    def __getitem__(self, index):
+        self._strike("data")
+        return self._images[index], self._labels[index]
+
+
+class Faults:
+    """Strikes this rank where and when it was told to."""
+
+    def __init__(self, faults, slot, folder):
+        self._mine = [fault for fault in faults if fault["rank"] == slot]
+        self._slot, self._folder = slot, folder
+        self.step = lambda: -1
+
+    def strike(self, phase):
+        for fault in self._mine:
+            if fault["phase"] == phase and self.step() >= fault["step"]:
+                self._mine.remove(fault)
+                self._do(fault)
+                return
+
+    def _do(self, fault):
+        told = {**fault, "time": time.monotonic(), "at": self.step()}
+        (self._folder / f"struck-{self._slot}.json").write_text(json.dumps(told))
+        if fault["kind"] == "SIGKILL":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif fault["kind"] == "SIGSTOP":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        elif fault["kind"] == "exit":
+            os._exit(3)
+        elif fault["kind"] == "hang":
+            time.sleep(1000)
+        else:
+            raise RuntimeError(f"something went wrong on rank {self._slot}")
+
+
+def put_in_place(faults, model, optimizer):
+    """Puts the faults where the training passes by."""
+    model[0].register_forward_pre_hook(lambda *_: faults.strike("forward" if model.training else "evaluate"))
+    model[-1].register_full_backward_pre_hook(lambda *_: faults.strike("backward"))
+    optimizer.register_step_pre_hook(lambda *_: faults.strike("update"))
+    real_exchange, real_fill = GroupTransport.exchange, checkpoint_module._fill
+
+    def exchange(self, *args):
+        faults.strike("exchange")
+        pending = real_exchange(self, *args)
+        faults.strike("sent")
+        return pending
+
+    def fill(*args):
+        result = real_fill(*args)
+        faults.strike("checkpoint")
+        return result
+
+    GroupTransport.exchange, checkpoint_module._fill = exchange, fill
+
+
+def main():
+    told = json.loads(sys.argv[1])
+    folder = Path(told["folder"])
+    slot = int(os.environ.get("SAMESTEP_SLOT", "0"))
+    faults = Faults(told.get("faults", ()), slot, folder.parent)
+    read = resume_module.newest_checkpoint
+
+    def newest(*args, **options):
+        (folder.parent / f"read-a-checkpoint-{slot}").touch()
+        return read(*args, **options)
+
+    resume_module.newest_checkpoint = newest
+    run = Run(32, 8, 3, spares=told.get("spares", 0))
+    model = small_model()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    put_in_place(faults, model, optimizer)
+    times = []
+
+    def loss(model, batch):
+        if told.get("pause"):
+            time.sleep(told["pause"])
+        return classify(model, batch)
+
+    with Trainer(
+        run,
+        model,
+        optimizer,
+        loss,
+        run_dir=folder,
+        digest_every=1,
+        checkpoint_steps=told.get("checkpoint_steps", 3),
+        max_grad_norm=1.0,
+    ) as trainer:
+        faults.step = lambda: trainer.step.num_steps
+        trainer.step.model.register_forward_pre_hook(lambda *_: times.append((len(run.team.healed), time.monotonic())))
+        trainer.fit(
+            Samples(103, faults.strike),
+            told.get("epochs", 3),
+            eval_data=small_images(23),
+            metrics={"accuracy": accuracy},
+            resume=told.get("resume"),
+        )
+        ended = {"digest": trainer.digest, "history": [[r.train_loss.hex(), r.eval["accuracy"]] for r in trainer.history]}
+    firsts = {}
+    for count, when in times:
+        firsts.setdefault(count, when)
+    healed = {number: firsts.get(number) for number in range(1, len(run.team.healed) + 1)}
+    (folder.parent / f"ended-{slot}.json").write_text(json.dumps({**ended, "healed": healed}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,26 @@
+"""An iterable dataset that shares itself out by the rank, beside samestep, which does so already."""
+
+import tiny
+from torch import nn
+from torch.utils.data import IterableDataset
+
+import samestep
+
+
+class Stream(IterableDataset):
+    def __init__(self, rank, world_size):
+        self.x, self.y = tiny.samples()
+        self.rank, self.world_size = rank, world_size
+
+    def __iter__(self):
+        for index in range(len(self.x)):
+            yield self.x[(index * self.world_size + self.rank) % 48], self.y[(index * self.world_size + self.rank) % 48]
+
+
+run = samestep.Run(global_batch_size=12, num_shards=6)
+model = tiny.classifier()
+step = run.train_step(
+    model, tiny.sgd(model), lambda model, batch: nn.functional.cross_entropy(model(batch[0]), batch[1])
+)
+for batch in run.loader(Stream(run.rank, run.world_size)):
+    step(batch)
