@@ -4,7 +4,7 @@ A page holds a marker, `<!-- generated: commands -->` or `<!-- generated: recipe
 documentation is built. Nothing generated is kept.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 MARKER = "<!-- generated: {} -->"
@@ -27,7 +27,7 @@ def command_reference() -> str:
 
     group: Any = typer.main.get_command(app)
     parts = [_parameters("Options of every call", group.params)]
-    for name, command in group.commands.items():
+    for name, command in _commands(group):
         parts.append(f"## samestep {name}\n\n{command.help}\n")
         parts.append(f"```text\n{_usage(name, command.params)}\n```\n")
         arguments = [p for p in command.params if p.param_type_name == "argument"]
@@ -35,6 +35,15 @@ def command_reference() -> str:
         parts.append(_parameters("Argument", [p for p in arguments if p.help]))
         parts.append(_parameters("Option", options))
     return "\n".join(part for part in parts if part)
+
+
+def _commands(group: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The commands by name; those of a group, `ledger diff`, in the place of the group."""
+    for name, command in group.commands.items():
+        if hasattr(command, "commands"):
+            yield from _commands(command, f"{prefix}{name} ")
+        else:
+            yield f"{prefix}{name}", command
 
 
 def recipe_table() -> str:
