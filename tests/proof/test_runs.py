@@ -78,24 +78,24 @@ RESUME, END = event("resume", 1, world_size=1), event("end", 2, digest="00")
 
 
 @pytest.mark.parametrize(
-    ("events", "result", "when", "state"),
+    ("events", "result", "age", "state"),
     [
-        ([], True, OLD, "finished"),
-        ([START, END], False, OLD, "finished"),
-        ([START, STOP], False, OLD, "stopped"),
-        ([START, STOP], False, time.time(), "stopped"),
-        ([START], False, OLD, "crashed"),
-        ([START], False, None, "running?"),
-        ([START, STOP, RESUME], False, OLD, "crashed"),
-        ([START, STOP, RESUME], False, None, "running?"),
-        ([START, END, RESUME, STOP], True, OLD, "stopped"),
-        ([START, event("death", 1, rank=1), event("heal", 1, world_size=1), END], False, OLD, "finished"),
-        ([START, STOP, event("checkpoint", 1)], False, OLD, "stopped"),
-        ([], False, OLD, "crashed"),
+        ([], True, 3600, "finished"),
+        ([START, END], False, 3600, "finished"),
+        ([START, STOP], False, 3600, "stopped"),
+        ([START, STOP], False, 0, "stopped"),
+        ([START], False, 3600, "crashed"),
+        ([START], False, 0, "running?"),
+        ([START, STOP, RESUME], False, 3600, "crashed"),
+        ([START, STOP, RESUME], False, 0, "running?"),
+        ([START, END, RESUME, STOP], True, 3600, "stopped"),
+        ([START, event("death", 1, rank=1), event("heal", 1, world_size=1), END], False, 3600, "finished"),
+        ([START, STOP, event("checkpoint", 1)], False, 3600, "stopped"),
+        ([], False, 3600, "crashed"),
     ],
 )
-def test_the_state_is_told_by_how_the_ledger_ends(tmp_path, events, result, when, state):
-    folder = make_run(tmp_path / "a", [step(0), *events], result=result, when=when or time.time())
+def test_the_state_is_told_by_how_the_ledger_ends(tmp_path, events, result, age, state):
+    folder = make_run(tmp_path / "a", [step(0), *events], result=result, when=time.time() - age)
     assert summarize(folder).state == state
 
 
