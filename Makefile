@@ -3,6 +3,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 export NO_MKDOCS_2_WARNING := 1
+# Two processes test, each file in one of them; a fixed hash seed gives both the same names of tests.
+PYTEST := PYTHONHASHSEED=0 $(BIN)/python -m pytest -n 2 --dist loadfile
 READY := .venv/.ready
 
 .PHONY: train test test-all check format docs clean
@@ -11,10 +13,10 @@ train: $(READY)
 	$(BIN)/samestep train lenet
 
 test: $(READY)
-	$(BIN)/python -m pytest -m "not slow"
+	$(PYTEST) -m "not slow"
 
 test-all: $(READY)
-	$(BIN)/python -m pytest
+	$(PYTEST)
 
 check: $(READY)
 	$(BIN)/ruff format --check .
