@@ -97,7 +97,9 @@ def test_a_run_leaves_its_folder_and_says_where(tables, tmp_path):
     contract = json.loads((folder / "run.json").read_text())
     assert contract["num_shards"] == 8
     assert contract["recipe"] == "mlp"
-    ledger = [json.loads(line) for line in (folder / "ledger.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (folder / "ledger.jsonl").read_text().splitlines()]
+    assert [line["event"] for line in lines if "event" in line] == ["start", "checkpoint", "end"]
+    ledger = [line for line in lines if "event" not in line]
     assert [entry["step"] for entry in ledger] == list(range(len(ledger)))
     assert sum(entry["num_samples"] for entry in ledger) == 3 * 160
     assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")

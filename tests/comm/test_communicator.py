@@ -97,6 +97,6 @@ def test_twin_without_the_checksum_ranks_train_on_different_batches_unnoticed(mo
     monkeypatch.setattr(
         step_module,
         "split_batch",
-        lambda value, shards, mine, device, compare: real(value, shards, mine, device, False),
+        lambda value, shards, mine, device, compare, version: real(value, shards, mine, device, False, version),
     )
     assert all(len(losses) == 3 for losses, _ in in_turns(2, train_on_own_loader, [4, 5]))

@@ -402,8 +402,8 @@ class OwnDict(dict):
 REFUSED = [
     (object(), r"the state holds a object at s\.a\.0, which a checkpoint cannot hold; needed: tensors, NumPy arrays,"),
     (lambda: 0, "holds a function at"),
-    (Point(1, 2), r"holds a \w*test_packing.Point at"),
-    (OwnDict(), r"test_packing.OwnDict at s\.a\.0"),
+    (Point(1, 2), r"holds a \w*test_state_packing.Point at"),
+    (OwnDict(), r"test_state_packing.OwnDict at s\.a\.0"),
     (torch.Generator(), "holds a torch._C.Generator at"),
     (torch.eye(2).to_sparse(), r"holds a Tensor \(torch.sparse_coo\) at s\.a\.0.*\.to_dense\(\)"),
     (torch.empty(2, device="meta"), r"Tensor \(meta\)"),

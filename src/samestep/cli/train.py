@@ -176,7 +176,7 @@ def _train_by_workers(
     from samestep.devices.selection import select
     from samestep.launcher.job import Job
     from samestep.launcher.supervisor import supervise
-    from samestep.plan.shards import check_num_shards, shard_ranges
+    from samestep.plan.shards import active_shares, check_num_shards, shard_ranges
     from samestep.train.naming import LOG_FOLDER, remove_if_unused
 
     num_shards = check_num_shards(job.get("num_shards"), job.get("global_batch_size"))
@@ -184,7 +184,7 @@ def _train_by_workers(
     num_active = selection.count - job.get("spares", 0)
     if num_active < 1:
         raise UsageError(f"got --spares {job['spares']} of {selection.count} devices; one at least must work")
-    shard_ranges(num_shards, num_active, job["shares"][:num_active] if job.get("shares") else None)
+    shard_ranges(num_shards, num_active, active_shares(job.get("shares"), selection.count, job.get("spares", 0)))
     threads = job.pop("num_threads", None)
     folder = Path(job["run_dir"])
     work = Job(

@@ -259,7 +259,7 @@ class Watch:
         """Notes a failure, unless we caused it ourselves; the others go on without the worker if they can."""
         if self._phase == "settling":
             self._failed.append(worker)
-        if self._phase not in ("running", "finishing"):
+        if self._phase not in ("running", "finishing") or self._left_as_asked(worker):
             return
         if worker.place.joins and not worker.has_joined:
             worker.is_lost = worker.is_replaced = True
@@ -274,6 +274,11 @@ class Watch:
         if verdict == "few":
             self._hint = self._say_few()
         self._phase, self._deadline = "settling", time.monotonic() + SETTLE_SECONDS
+
+    def _left_as_asked(self, worker: Worker) -> bool:
+        """Whether a worker ended as one does that was asked to stop after its step."""
+        code = worker.code if worker.report is None else worker.report.get("exit_code")
+        return self._phase == "finishing" and self._stopped_by is not None and code == 128 + self._stopped_by
 
     def _say_few(self) -> str:
         """Why the others do not go on although they could, and how the run can."""

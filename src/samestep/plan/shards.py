@@ -78,6 +78,19 @@ def shard_ranges(num_shards: int, world_size: int, shares: Sequence[float] | Non
     return _weighted_ranges(num_shards, shares)
 
 
+def active_shares(shares: Sequence[float] | None, world_size: int, spares: int) -> list[float] | None:
+    """The shares of the ranks that work from the start, of those of all ranks.
+
+    Raises:
+        UsageError: they are not one a rank.
+    """
+    if shares is None:
+        return None
+    if len(shares) != world_size:
+        raise UsageError(f"got {len(shares)} shares for {world_size} devices; --shares needs one number a device")
+    return list(shares[: world_size - spares])
+
+
 def _weighted_ranges(num_shards: int, shares: Sequence[float]) -> tuple[range, ...]:
     """One shard for everyone, the rest by largest remainder (ties to the lower rank)."""
     spare = num_shards - len(shares)
