@@ -1,6 +1,7 @@
 """Workers that hang: who is blamed, and what is left of them."""
 
 import os
+import re
 import resource
 import signal
 import sys
@@ -127,7 +128,8 @@ def test_a_worker_that_hangs_is_ended_and_its_stack_is_shown(tmp_path, capfd, mo
     assert outcome.result["lost"][0]["cause"] == "hang"
     assert outcome.events[0]["cause"] == "hang"
     stderr = capfd.readouterr().err
-    assert "rank 1 on CPU worker 1 showed no sign of life for 1 s and was ended in step 17" in stderr
+    # it may have said that it begins the next step before it froze
+    assert re.search(r"rank 1 on CPU worker 1 showed no sign of life for 1 s and was ended in step 1[78]", stderr)
     log = tmp_path / "logs" / "rank-1.log"
     assert f"its log: {log}" in stderr
     assert f"in {freeze.__name__}" in log.read_text()
