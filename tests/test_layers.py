@@ -9,7 +9,20 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1] / "src" / "samestep"
-LAYERS = ("errors", "devices", "plan", "comm", "data", "engine", "train", "launcher", "adopt", "proof", "recipes", "cli")
+LAYERS = (
+    "errors",
+    "devices",
+    "plan",
+    "comm",
+    "data",
+    "engine",
+    "train",
+    "launcher",
+    "adopt",
+    "proof",
+    "recipes",
+    "cli",
+)
 BOTTOM = {"errors", "version"}
 HEAVY = ("torch", "numpy", "matplotlib", "tensorboard", "sklearn")
 MODULES = sorted(path for path in ROOT.rglob("*.py") if path.parent != ROOT)

@@ -33,6 +33,16 @@ class Told:
         return {ended["digest"] for ended in self.ended}
 
 
+def run_script(script, devices, told, policy=None, start_method=None):
+    """Runs a script that is told something on CPU workers; nothing stays in shared memory."""
+    policy = Policy(hang_timeout_seconds=5.0) if policy is None else policy
+    shared_memory = set(os.listdir("/dev/shm"))
+    job = Job("script", script, (json.dumps(told),), quiet=True)
+    outcome = supervise(job, select(f"cpu:{devices}"), policy=policy, start_method=start_method)
+    assert set(os.listdir("/dev/shm")) <= shared_memory
+    return outcome
+
+
 @pytest.fixture
 def train(tmp_path):
     """`train(devices, faults=…)`: runs the faulty script on CPU workers, whatever happens to them."""
@@ -44,11 +54,14 @@ def train(tmp_path):
             folder.mkdir()
         count[0] += 1
         told = {"folder": str(folder / "run"), "faults": list(faults), **told}
-        job = Job("script", SCRIPT, (json.dumps(told),), quiet=True)
-        policy = Policy(hang_timeout_seconds=5.0) if policy is None else policy
-        shared_memory = set(os.listdir("/dev/shm"))
-        outcome = supervise(job, select(f"cpu:{devices}"), policy=policy, start_method=start_method)
-        assert set(os.listdir("/dev/shm")) <= shared_memory
+        outcome = run_script(SCRIPT, devices, told, policy, start_method)
         return Told(folder, outcome)
 
     return run
+
+
+@pytest.fixture(scope="session")
+def undisturbed(tmp_path_factory):
+    """What a run on one device, to which nothing happens, leaves behind."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    return Told(folder, run_script(SCRIPT, 1, {"folder": str(folder / "run"), "faults": []}))

@@ -1,10 +1,11 @@
 """A training script in which things go wrong as told: `faulty_training.py JSON`.
 
 JSON holds "folder" (of the run), "faults", a list of {"rank", "step", "phase", "kind"}, and perhaps "spares", "resume",
-"checkpoint_steps", "epochs", "pause" (seconds a step). A fault leaves a file behind that says where it struck, on the
-clock that all processes share.
+"checkpoint_steps", "epochs", "pause" (seconds a shard), and "wait_for": a slot that has to be there before step 5 ends.
+A fault leaves a file behind that says where it struck, on the clock that all processes share.
 """
 
+import ctypes
 import json
 import os
 import signal
@@ -18,12 +19,19 @@ import torch
 from programs import classify, small_images, small_model
 from torch.utils.data import Dataset
 
+from samestep.comm.board import HEALS, READY_TO_JOIN, Board
+from samestep.comm.communicator import Communicator
 from samestep.comm.group import GroupTransport
+from samestep.engine.buffers import BufferMerge
+from samestep.errors import PeerLostError
 from samestep.train import checkpoint as checkpoint_module
 from samestep.train import resume as resume_module
+from samestep.train import trainer as trainer_module
 from samestep.train.metrics import accuracy
 from samestep.train.run import Run
 from samestep.train.trainer import Trainer
+
+WAITS_IN_STEP = 5
 
 
 class Samples(Dataset):
@@ -63,10 +71,23 @@ class Faults:
             os.kill(os.getpid(), signal.SIGKILL)
         elif fault["kind"] == "SIGSTOP":
             os.kill(os.getpid(), signal.SIGSTOP)
+        elif fault["kind"] == "SIGSEGV":
+            os.kill(os.getpid(), signal.SIGSEGV)
         elif fault["kind"] == "exit":
             os._exit(3)
+        elif fault["kind"] == "exit 0":
+            os._exit(0)
+        elif fault["kind"] == "stop and break":  # the others have what they need for this step, and we have not
+            time.sleep(0.5)
+            Board.from_environment()[0].ask_to_stop(signal.SIGTERM)
+            raise PeerLostError("the connection broke")
         elif fault["kind"] == "hang":
             time.sleep(1000)
+        elif fault["kind"] == "spin":
+            while True:
+                pass
+        elif fault["kind"] == "hang in C":
+            ctypes.PyDLL(None).sleep(1000)  # without letting go of the interpreter's lock
         else:
             raise RuntimeError(f"something went wrong on rank {self._slot}")
 
@@ -76,7 +97,12 @@ def put_in_place(faults, model, optimizer):
     model[0].register_forward_pre_hook(lambda *_: faults.strike("forward" if model.training else "evaluate"))
     model[-1].register_full_backward_pre_hook(lambda *_: faults.strike("backward"))
     optimizer.register_step_pre_hook(lambda *_: faults.strike("update"))
-    real_exchange, real_fill = GroupTransport.exchange, checkpoint_module._fill
+    real_exchange, real_fill, real_merge = GroupTransport.exchange, checkpoint_module._fill, BufferMerge.exchange
+    real_hand_out, real_barrier, real_write = (
+        trainer_module.hand_out,
+        Communicator.barrier,
+        trainer_module.files.write_json,
+    )
 
     def exchange(self, *args):
         faults.strike("exchange")
@@ -89,7 +115,33 @@ def put_in_place(faults, model, optimizer):
         faults.strike("checkpoint")
         return result
 
-    GroupTransport.exchange, checkpoint_module._fill = exchange, fill
+    def hand_out(*args):
+        faults.strike("give")
+        handed = real_hand_out(*args)
+        faults.strike("given")
+        return handed
+
+    def barrier(self):
+        faults.strike("barrier")
+        real_barrier(self)
+
+    def write_json(*args):
+        faults.strike("contract")
+        real_write(*args)
+
+    def merge(self, *args):
+        real_merge(self, *args)
+        faults.strike("exchanged")
+
+    GroupTransport.exchange, checkpoint_module._fill, BufferMerge.exchange = exchange, fill, merge
+    trainer_module.hand_out, Communicator.barrier, trainer_module.files.write_json = hand_out, barrier, write_json
+
+
+def wait_for(slot):
+    """Waits until a worker is ready to join, or has joined."""
+    board = Board.from_environment()[0]
+    while not board.beat(slot).flags & (READY_TO_JOIN | HEALS):
+        time.sleep(0.01)
 
 
 def main():
@@ -111,6 +163,8 @@ def main():
     times = []
 
     def loss(model, batch):
+        if told.get("wait_for") is not None and run.team.pulse.step == WAITS_IN_STEP and not run.team.is_late:
+            wait_for(told["wait_for"])
         if told.get("pause"):
             time.sleep(told["pause"])
         return classify(model, batch)
@@ -134,7 +188,10 @@ def main():
             metrics={"accuracy": accuracy},
             resume=told.get("resume"),
         )
-        ended = {"digest": trainer.digest, "history": [[r.train_loss.hex(), r.eval["accuracy"]] for r in trainer.history]}
+        ended = {
+            "digest": trainer.digest,
+            "history": [[r.train_loss.hex(), r.eval["accuracy"]] for r in trainer.history],
+        }
     firsts = {}
     for count, when in times:
         firsts.setdefault(count, when)

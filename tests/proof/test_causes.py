@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 from torch.optim import optimizer as hooks
 from torch.utils.data import DataLoader, TensorDataset
 
 from samestep.adopt.table import applied
+from samestep.proof.causes.divisors import divisor
 from samestep.proof.causes.evidence import Recorder
 from samestep.proof.causes.notes import Wrap, composed
 from samestep.proof.causes.table import CAUSES
@@ -33,9 +35,11 @@ ROWS = {
     "loss_scale": "loss_scale",
     "mean_of_means": "mean_of_means",
     "metrics": "metrics",
+    "mixup": "draws",
     "module_state": "module_state",
     "order": "order",
     "own_generator": "own_generator",
+    "own_mean": "mean_of_means",
     "sampler": "sampler",
     "unseeded": "unseeded",
     "unshared": "unshared",
@@ -118,6 +122,22 @@ def test_two_breakers_are_both_named_and_nothing_else(verdict_on, pair):
 @pytest.mark.slow
 def test_without_a_breaker_the_script_of_all_breakers_raises_no_alarm(verdict_on):
     assert verdict_on(BREAKERS / "several.py", steps=4).agrees
+
+
+def test_what_a_program_divides_its_loss_by_is_read_from_its_graph():
+    x, weights = torch.randn(6, requires_grad=True), torch.tensor([1.0, 0.0, 1.0, 1.0, 0.0, 0.5])
+    total = (x * weights).sum()
+    for loss, count in (
+        (x.mean(), 6),
+        (total / weights.sum(), 3.5),
+        (-x[:4].mean() / 2, 8),
+        (total * 0.25, 4),
+        (1024 * (total / 5), 5),
+        (x.view(2, 3).mean(0).sum() / 3, 3),
+    ):
+        assert divisor(loss)[1] == count
+    for loss in (total, F.mse_loss(x, weights), x.mean() + total, total / x.sum(), x, weights.mean(), [total / 2]):
+        assert divisor(loss) is None
 
 
 def test_every_breaker_of_the_table_has_a_script():

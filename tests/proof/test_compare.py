@@ -7,7 +7,7 @@ import pytest
 
 from samestep.proof.compare import first_difference, ranks_apart, reached
 from samestep.proof.recording import Recording
-from samestep.proof.soundness import refusals, what_was_compared
+from samestep.proof.soundness import idle_parameters, refusals, what_was_compared
 from samestep.proof.tolerance import Tolerance
 
 NUM_STEPS = 3
@@ -226,6 +226,19 @@ def test_a_model_without_gradients_proves_nothing():
     assert "all gradients are zero" in next(refusals(runs))
     assert what_was_compared(runs).nonzero_gradients == 0
     assert list(refusals([recording(1), recording(2)])) == []
+
+
+def test_parameters_whose_gradients_are_always_zero_are_named_and_absent_gradients_are_not():
+    def zero(line):
+        line["gradients"][0]["norm"] = [0.0]
+
+    def absent(line):
+        line["gradients"][0]["norm"] = [None]
+
+    names = [name for line in recording(1).lines("parameters") for name in line["names"]]
+    assert idle_parameters(recording(1)) == []
+    assert idle_parameters(changed(recording(1), zero)) == names
+    assert idle_parameters(changed(recording(1), absent)) == []
 
 
 def test_a_loss_that_never_changes_proves_nothing():

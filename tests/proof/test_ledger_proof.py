@@ -187,11 +187,25 @@ def test_learning_rates_are_compared_group_by_group():
     assert compare(a, ledger_of(line(0, lr=["0x1.0p+0"]))).fields[0].relative == 0.0
 
 
+def test_where_all_later_steps_agree_the_record_is_suspected_and_not_the_training():
+    a, b = ledger_of(line(0), line(1), line(2)), ledger_of(line(0), line(1, loss="0x1.9p+0"), line(2))
+    assert compare(a, b).alone
+    assert "one of the ledgers is wrong about this step" in cause(compare(a, b))
+    ends = [event("end", 3, digest=digest) for digest in ("aa", "bb")]
+    apart = [ledger_of(*ledger.steps.values(), end) for ledger, end in zip((a, b), ends, strict=True)]
+    assert not compare(*apart).alone
+    assert not compare(ledger_of(line(0), line(1)), ledger_of(line(0), line(1, loss="0x1.9p+0"))).alone
+
+
 def test_final_states_are_compared_where_both_ended_after_the_same_step():
     a, b = (ledger_of(line(0), event("end", 1, digest=digest)) for digest in ("aa", "bb"))
     assert compare(a, a) is None
     assert compare(a, b).fields == (FieldDifference("final digest", "aa", "bb"),)
-    assert compare(a, ledger_of(line(0), line(1), event("end", 2, digest="bb"))) is None
+    assert extent(a, a).final
+    longer = ledger_of(line(0), line(1), event("end", 2, digest="bb"))
+    assert compare(a, longer) is None
+    assert not extent(a, longer).final
+    assert not extent(a, ledger_of(line(0))).final
 
 
 def cause_of(a, b):
@@ -289,8 +303,12 @@ def run(*arguments):
 def test_diff_of_equal_runs_says_how_much_is_equal(whole, tmp_path):
     code, shown = run("diff", whole, whole)
     assert code == 0
-    assert "the same bits in 6 steps, and 6 checksums of the state" in shown
+    assert "the same bits in 6 steps, and in 6 checksums of the state\n" in shown
     assert "contract: not compared" in shown
+    ended = put(tmp_path / "x", line(0), event("end", 1, digest="aa"))
+    assert "the same bits in 1 step, and in the digest of the final state" in run("diff", ended, ended)[1]
+    unproven = put(tmp_path / "y", line(0))
+    assert "the same bits in 1 step; no checksum of the state was compared" in run("diff", ended, unproven)[1]
 
 
 def test_diff_names_step_fields_and_cause_and_exits_with_1(whole, tmp_path):

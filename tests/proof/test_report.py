@@ -143,6 +143,7 @@ def test_runs_of_one_contract_are_found_to_be_the_same_to_the_bit(tmp_path):
     assert comparison.changes == ()
     assert comparison.finding.verdict == "holds"
     assert "Same bits for all 60 steps" in comparison.finding.text
+    assert comparison.finding.text.endswith("Both ended in the same state, by its digest.")
     assert "Same bits for all 60 steps" in page_of(*folders).text
     assert "Same bits for all 60 steps" in printed(*folders, width=300)
 
@@ -316,6 +317,15 @@ def test_every_chart_and_table_of_an_eventful_run_is_there(tmp_path):
         assert heading in page.text
     styles = [series["style"] for series in page.data["charts"][0]["series"]]
     assert styles == ["faint", "line", "dots"]
+
+
+def test_what_a_checkpoint_held_a_step_up_is_a_chart_in_seconds(tmp_path):
+    folder = make_run(tmp_path / "run", MadeRun(steps=24))
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 24, "checkpoint/blocked_milliseconds": 2.5}) + "\n")
+    chart = page_of(folder).data["charts"][-1]
+    assert (chart["title"], chart["unit"]) == ("Step held up by a checkpoint", "seconds")
+    assert chart["series"][0]["y"] == [0.0025]
 
 
 def test_runs_whose_lines_lie_on_each_other_are_dashed_so_that_both_are_seen(tmp_path):

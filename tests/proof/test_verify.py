@@ -107,6 +107,15 @@ def test_what_happens_after_the_backward_is_placed_there(verdict_on, script):
     assert (verdict.difference.quantity, verdict.place.direction) == ("gradient", "exchange")
 
 
+def test_inputs_that_differ_are_told_before_any_module_and_what_is_not_explained_proves_no_count(verdict_on, script):
+    shifted = parallel(share="x[rank::size] + size")
+    verdict = verdict_on(script(shifted))
+    assert verdict.unexplained is not None
+    assert verdict.reached in (None, "sample-exact")
+    assert verdict.place.direction == "input"
+    assert "other contents" in verdict.place.text
+
+
 def test_runs_in_which_nothing_is_learned_prove_nothing(verdict_on, script):
     verdict = verdict_on(script(parallel(lr="0.0")))
     assert verdict.difference is None
@@ -162,6 +171,27 @@ def test_a_program_that_fails_is_an_error_with_its_own_words(verdict_on, script)
         verdict_on(script("import os\nif os.environ['WORLD_SIZE'] != '1': raise ValueError('only one')"))
 
 
+def test_a_program_that_starts_its_ranks_itself_is_told_so_at_once(verdict_on, script):
+    with pytest.raises(WorkerError, match="starts its ranks itself"):
+        verdict_on(script("import torch.multiprocessing as mp\nmp.spawn(print, nprocs=2)"), adopt=None)
+
+
+def test_a_learning_rate_scaled_by_the_devices_is_named_in_programs_of_samesteps_own_too(verdict_on, script):
+    text = """
+        import torch, samestep
+        from torch import nn
+
+        run = samestep.Run(global_batch_size=12, num_shards=4, seed=0)
+        model, x = nn.Linear(3, 1), torch.randn(24, 3)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1 * run.world_size)
+        step = run.train_step(model, optimizer, lambda model, batch: model(batch).square().mean())
+        for batch in run.loader(x):
+            step(batch)
+    """
+    verdict = verdict_on(script(text))
+    assert [cause.key for cause in verdict.causes] == ["learning_rate"]
+
+
 def test_the_command_prints_the_verdict_as_json_and_fails_on_a_difference(command, script):
     path = script(parallel(factor="(1 + 0.1 * size)"))
     code, output = command("--devices", "cpu:1,cpu:2", "--steps", 2, "--json", path)
@@ -186,9 +216,11 @@ def test_the_command_says_what_was_compared_and_which_tier_a_recipe_reached(comm
         ([], "nothing to verify"),
         (["--tier", "close", "mlp"], "--tier"),
         (["--devices", "cpu:1,cpu:1", "mlp"], "different ones"),
+        (["--devices", "cpu:2", "mlp"], "two or more"),
         (["--num-shards", "4", "mlp"], "--num-shards before a recipe"),
         (["--seed", "4", str(BREAKERS / "clean.py")], "deals with ranks itself"),
         (["no_such_script.py"], "there is no script"),
+        (["lenett"], "recipes are lenet"),
     ],
 )
 def test_options_that_cannot_be_are_told_before_anything_runs(command, arguments, message):

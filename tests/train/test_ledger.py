@@ -227,3 +227,14 @@ def test_a_full_disk_is_a_sentence_and_leaves_whole_lines(tmp_path):
     assert path.stat().st_size > 8_000
     assert path.read_bytes().endswith(b"}\n")
     assert [line["step"] for line in read(path)] == list(range(len(read(path))))
+
+
+def test_a_ledger_that_was_removed_meanwhile_is_an_error_and_not_written_to_in_vain(tmp_path):
+    path = tmp_path / "ledger.jsonl"
+    ledger = LedgerWriter(path)
+    ledger.write_event("start", 0)
+    path.unlink()
+    with pytest.raises(RunFolderError, match=r"ledger\.jsonl: it was removed while the run was writing to it"):
+        ledger.write_event("checkpoint", 3)
+    ledger.close()
+    assert not path.exists()

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 SHOWN_STEPS = 20
 SHOWN_NOTES = 5
+MAX_ULPS = 2**24  # beyond, the number of floats between two says nothing to a reader
 
 app = typer.Typer(no_args_is_help=True, help="Shows what a run recorded of its steps, and compares two runs.")
 _Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
@@ -111,11 +112,11 @@ def _notes(ledger: "Ledger") -> list[str]:
 
 def _headline(difference: "Difference | None", reach: "Extent") -> str:
     """The result of a comparison in one sentence."""
-    states = f", and {_counted(reach.digests, 'checksum')} of the state" if reach.digests else ""
     if difference is None:
-        if not states:
-            states = "; no checksum of the state was compared"
-        return f"the same bits in {_counted(reach.common, 'step')}{states}"
+        states = [f"{_counted(reach.digests, 'checksum')} of the state"] if reach.digests else []
+        states += ["the digest of the final state"] if reach.final else []
+        tail = f", and in {' and '.join(states)}" if states else "; no checksum of the state was compared"
+        return f"the same bits in {_counted(reach.common, 'step')}{tail}"
     names = [_name(change.field) for change in difference.fields]
     what = " and ".join((", ".join(names[:-1]), names[-1]) if len(names) > 1 else names)
     before = f"the {_counted(difference.agreed, 'step')} before it agree" if difference.agreed else "none is before it"
@@ -198,7 +199,8 @@ def _print_fields(console: "Console", fields: "tuple[FieldDifference, ...] | Any
 
     table = Table("", "A", "B", "apart", box=box.SIMPLE)
     for change in fields:
-        apart = "" if change.ulps is None else f"{change.ulps:,} ulp, {change.relative:.2g} of it"
+        near = "" if change.ulps is None or change.ulps > MAX_ULPS else f"{change.ulps:,} ulp, "
+        apart = "" if change.relative is None else f"{near}{change.relative:.2g} of it"
         table.add_row(_name(change.field), escape(_value(change.a)), escape(_value(change.b)), apart)
     console.print(table)
 

@@ -39,7 +39,7 @@ def verify(
         typer.Option(
             metavar="SPECS",
             help="What to compare, the reference first: cpu:1,cpu:2,cpu:3 or 1,2,4 (counts). By default 1 to 3 of "
-            "what is here.",
+            "the accelerators; CPU workers where there are fewer than two.",
         ),
     ] = None,
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps to compare; then the program is ended.")] = 20,
@@ -130,12 +130,12 @@ def _selections(devices: str | None) -> "dict[str, Selection]":
     if devices is None:
         here = select("auto")
         names = [f"cpu:{count}" for count in (1, 2, 3)]
-        if here.kind != "cpu":
+        if here.kind != "cpu" and here.count > 1:
             names = [str(count) for count in range(1, min(3, here.count) + 1)]
     else:
         names = [name.strip() for name in devices.split(",")]
-    if len(set(names)) != len(names) or "" in names:
-        raise UsageError(f"got --devices {devices}; needed: different ones, such as cpu:1,cpu:2 or 1,2,4")
+    if len(set(names)) != len(names) or "" in names or len(names) < 2:
+        raise UsageError(f"got --devices {devices}; needed: two or more different ones, such as cpu:1,cpu:2 or 1,2,4")
     return {name: select(name) for name in names}
 
 
@@ -164,6 +164,8 @@ def _program(
             raise UsageError(f"got {', '.join(given) or '--adopt'} before a recipe; a recipe's own options go after it")
         return Program("module", "samestep", ("train", name, *arguments, "--run-dir", "{folder}"), None, name)
     kind: Literal["module", "script"] = "module" if module else "script"
+    if not module and not Path(name).suffix and not Path(name).exists():
+        raise UsageError(f"there is no script and no recipe {name}; recipes are {', '.join(NAMES)}")
     Job(kind, name)  # checks that it is there
     if not (adopt if adopt is not None else reads_as(name, is_module=module).kind == "adopted"):
         if given:
@@ -198,7 +200,8 @@ def show(verdict: "Verdict") -> None:
     console = Console(highlight=False)
     first, *others = verdict.devices
     _say(console, "program", f"{verdict.program}, {FAMILIES[verdict.family]}")
-    _say(console, "runs", f"{', '.join([f'{first} twice', *others])}; {verdict.num_runs} runs in all")
+    runs = f"{', '.join([f'{first} twice', *others])}; {verdict.num_runs} runs in all"
+    _say(console, "runs", runs if others else f"{first}, once")
     _say(console, "compared", _compared(verdict))
     for note in verdict.notes:
         _say(console, "note", note)

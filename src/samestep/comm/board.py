@@ -54,11 +54,13 @@ class View:
         lost: what became of those that were lost so far, the newest last, `MAX_LOST` at most: each with "slot", "rank"
             (in its last view), "device", "cause" ("SIGKILL", "exit code 3", "hang", an exception's type), "phase" and
             "step".
+        joined: those that were counted in when it was taken up; a worker notes them, the board does not tell.
     """
 
     number: int
     slots: tuple[int, ...]
     lost: tuple[Mapping[str, Any], ...] = ()
+    joined: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

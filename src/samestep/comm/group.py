@@ -271,6 +271,10 @@ def _join(
     store_host: int | None,
 ) -> tuple[GroupTransport, GroupTransport]:
     """Makes the process group of ranks that have met."""
+    # Its functions take the default group of the moment of their import as the default of an argument. Building an
+    # optimizer imports it, and the group's connections would stay open for good, however they are dropped.
+    import torch.distributed.nn.functional  # noqa: F401 - for when it is imported
+
     try:
         dist.init_process_group(
             backend,

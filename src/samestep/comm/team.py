@@ -31,7 +31,7 @@ from samestep.comm.communicator import Communicator
 from samestep.comm.group import GroupTransport, reconnect, roll_call
 from samestep.comm.pulse import Pulse
 from samestep.comm.transport import LocalTransport
-from samestep.errors import PeerLostError
+from samestep.errors import PeerLostError, UsageError
 from samestep.plan.shards import shard_ranges
 
 T = TypeVar("T")
@@ -161,6 +161,18 @@ class Team:
             if self.num_operations > before:
                 return values[0]
 
+    def check_here(self) -> None:
+        """Checks that this worker takes part in the run.
+
+        Raises:
+            UsageError: it was started late, and its program does not let it join.
+        """
+        if self.is_late:
+            raise UsageError(
+                "this worker replaces a lost one, but in a loop of your own nobody hands it the state: leave --replace "
+                "out (those that are left go on by themselves), or use Trainer"
+            )
+
     def will_share(self, num_active: int, shares: Sequence[float] | None) -> None:
         """Tells a late worker, which is alone so far, how the team that it joins divides its shards."""
         self._num_active = num_active
@@ -229,13 +241,14 @@ class Team:
             number, self.pulse.view = view.number, view.number
             self._somebody_waits = False
             try:
-                words = self._exchange_words(view, f"{self.num_operations} {int(self.give is not None)}")
+                words = self._exchange_words(view, f"{self.num_operations} {int(self.give is not None)} {self.stop}")
                 counts = _counts(words)
                 behind = tuple(slot for slot in counts if counts[slot] < max(counts.values()))
                 if self.pulse.slot in behind:
                     self._form("behind", view, behind)
                     values.append(attempt())
                     self.num_operations += 1
+                    self.stop = _agreed_stop(words)  # a request that came later is for the next operation
                     self.pulse.enter("regroup")
                     self._drop_connections()
                 members = view.slots if _all_admit(words) else tuple(counts)
@@ -247,7 +260,8 @@ class Team:
             except (PeerLostError, dist.DistError):
                 continue  # another one was lost meanwhile: wait for the next view
         self.pulse.enter(phase)
-        self.healed.append((view, time.monotonic() - start))
+        joined = tuple(slot for slot in members if slot not in counts)
+        self.healed.append((replace(view, slots=members, joined=joined), time.monotonic() - start))
         return values
 
     def _drop_connections(self) -> None:
@@ -261,6 +275,8 @@ class Team:
         self._transport = None
         del transport
         gc.collect()  # operations under way hold the connections, too
+        if not self.is_late:
+            self.pulse.enter(self.pulse.phase)  # all this may take a second
 
     def _next_view(self, number: int) -> View:
         """Waits for the supervisor to say who is left.
@@ -336,14 +352,24 @@ class Team:
 
 
 def _counts(words: dict[int, str]) -> dict[int, int]:
-    """How many operations each slot has carried out, but for those that join."""
+    """How many operations each slot has carried out, but for those that join.
+
+    A word is "join", or three numbers: of operations, 1 if somebody may join now, and the signal to stop by.
+    """
     return {slot: int(word.split()[0]) for slot, word in words.items() if word != "join"}
 
 
 def _all_admit(words: dict[int, str]) -> bool:
     """Whether all are before the same operation, and can take in somebody there."""
     there = [word.split() for word in words.values() if word != "join"]
-    return len({count for count, _ in there}) == 1 and all(admits == "1" for _, admits in there)
+    return len({count for count, *_ in there}) == 1 and all(admits == "1" for _, admits, _ in there)
+
+
+def _agreed_stop(words: dict[int, str]) -> int:
+    """The signal by which the most advanced know that the run is to stop; 0 if they do not."""
+    counts = _counts(words)
+    slot = max(counts, key=lambda slot: counts[slot])
+    return int(words[slot].split()[2])
 
 
 def _source(view: View, words: dict[int, str]) -> int:

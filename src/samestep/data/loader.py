@@ -69,8 +69,8 @@ class Loader:
         self._num_shards = team.num_shards
         self._device = device
         self.seed = seed
-        self._shuffle = shuffle
-        self._drop_last = drop_last
+        self.shuffle = shuffle
+        self.drop_last = drop_last
         self._num_workers = num_workers
         self._collate = collate if collate_fn is None else collate_fn
         self._context = multiprocessing_context
@@ -85,7 +85,7 @@ class Loader:
         """
         if self.is_stream:
             raise TypeError("an iterable dataset has no length")
-        return num_batches(self._num_samples, self.global_batch_size, self._drop_last)
+        return num_batches(self._num_samples, self.global_batch_size, self.drop_last)
 
     @property
     def num_samples(self) -> int | None:
@@ -116,7 +116,7 @@ class Loader:
     def ids(self, epoch: int, start: int, stop: int) -> np.ndarray:
         """The sample ids at positions start … stop - 1 of an epoch."""
         positions = np.arange(start, stop, dtype=np.int64)
-        return permute(positions, self._num_samples, self.seed, epoch) if self._shuffle else positions
+        return permute(positions, self._num_samples, self.seed, epoch) if self.shuffle else positions
 
     def bookmark(self) -> tuple[Cursor, bool]:
         """Where this loader is, for `go_back`."""
@@ -186,7 +186,7 @@ class Loader:
         while True:
             bounds = []
             for _ in range(chunk):
-                length = batch_length(position, self._num_samples, self.global_batch_size, self._drop_last)
+                length = batch_length(position, self._num_samples, self.global_batch_size, self.drop_last)
                 if length == 0:
                     break
                 bounds.append((position, length, shard_bounds(length, self._num_shards)))
@@ -195,7 +195,7 @@ class Loader:
                 return
             spans = [(p + cut[ours.start], p + cut[ours.stop]) for p, _, cut in bounds]
             positions = np.concatenate([np.arange(start, stop, dtype=np.int64) for start, stop in spans])
-            ids = permute(positions, self._num_samples, self.seed, epoch) if self._shuffle else positions
+            ids = permute(positions, self._num_samples, self.seed, epoch) if self.shuffle else positions
             offset = 0
             for (start, length, cut), span in zip(bounds, spans, strict=True):
                 mine = ids[offset : offset + span[1] - span[0]]
@@ -222,7 +222,7 @@ class Loader:
         reader = StreamReader(self.dataset, epoch, self.seed, self._generators)
         reader.skip(position)
         while samples := reader.take(self.global_batch_size):
-            if self._drop_last and len(samples) < self.global_batch_size:
+            if self.drop_last and len(samples) < self.global_batch_size:
                 return
             yield self._stream_batch(samples, epoch, position)
             position += len(samples)
@@ -304,4 +304,3 @@ def _quiet(batches: Iterator[Batch], generators: Generators) -> Iterator[Batch]:
         if batch is None:
             return
         yield batch
-

@@ -43,7 +43,6 @@ class BucketSum:
 
     def fill_up(self, blocks: Sequence[Block]) -> None:
         """Takes zeros in place of what the shards should have given: their sums are awaited, and come to nothing."""
-        self._counter = TreeSum(self._add)
         for block in blocks:
             leaf = self.leaf()
             self._views[id(leaf[0])] = leaf[1]
@@ -114,6 +113,12 @@ class GradientSum:
                 for index, parameter in enumerate(self.parameters)
             ]
         weakref.finalize(self, _remove, self._hooks)
+
+    @property
+    def num_bytes(self) -> int:
+        """What the gradient of one shard takes."""
+        buckets = (bucket_sum.bucket for bucket_sum in self._sums)
+        return sum(bucket.numel * bucket.dtype.itemsize for bucket in buckets)
 
     def begin(self, blocks_by_rank: Sequence[Sequence[Block]]) -> None:
         """Starts a step.
@@ -191,7 +196,7 @@ class GradientSum:
         self._armed_shard = None
         self._leaf_totals = []
         for bucket_sum in self._sums[len(self._started) :]:
-            bucket_sum.drop_memory()
+            bucket_sum.recycle(keep_results=False)
             bucket_sum.fill_up(self._blocks_by_rank[rank])
 
     def drain(self) -> None:

@@ -6,10 +6,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from samestep.comm.communicator import Communicator
-from samestep.data.nested import take_rows
+from samestep.data.nested import leaves, take_rows
+from samestep.plan.tree import Block, TreeSum
 
+NOTHING_FITS, FAILS = 0, -1
 CPU_MESSAGES = ("can't allocate memory", "not enough memory", "Cannot allocate memory", "std::bad_alloc")
 
 
@@ -32,37 +35,85 @@ class Shortage:
     counts: Any
 
     def measure(
-        self, run: Callable[[Any, int, Any], None], length: int, num_shards: int, communicator: Communicator
+        self,
+        run: Callable[[Any, int, Any], None],
+        needed_beside: Callable[[int], int],
+        length: int,
+        num_shards: int,
+        device: torch.device,
     ) -> int:
         """Tries smaller and smaller shards.
 
         Args:
             run: `run(value, num_samples, counts)` does forward and backward as a step does.
+            needed_beside: bytes that a step with so many shards needs beside; they are held meanwhile.
             length: samples of the global batch.
             num_shards: V.
-            communicator: whose device it is.
+            device: where memory ran out.
 
         Returns:
-            The smallest number of shards, V times a power of two, whose largest shard fits; 0 if not even one sample
-            does.
+            The smallest number of shards, V times a power of two and no more than the samples, of which the largest
+            shard fits; `NOTHING_FITS` if not even one sample does, `FAILS` if the model fails for another cause first.
         """
         count, size = num_shards, self.num_samples
         while size > 1:
             count *= 2
             size = -(-length // count)
-            if self._fits(run, size, communicator.device):
-                return count
-        return 0
+            try:
+                if self._fits(run, size, needed_beside(count), device):
+                    return min(count, length)
+            except Exception:  # the other ranks wait for what we find
+                return FAILS
+        return NOTHING_FITS
 
-    def _fits(self, run: Callable[[Any, int, Any], None], size: int, device: torch.device) -> bool:
+    def _fits(self, run: Callable[[Any, int, Any], None], size: int, beside: int, device: torch.device) -> bool:
         free_memory(device)
         try:
+            held = torch.empty(beside, dtype=torch.uint8, device=device)
             run(take_rows(self.value, 0, size, self.num_samples), size, self.counts)
+            del held
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
             return False
         return True
+
+
+def num_sums_alive(shards: range) -> int:
+    """How many gradients a rank holds at once while it sums those of its shards along the tree."""
+    counter: TreeSum[None] = TreeSum(lambda left, right: None)
+    most = 1
+    for shard in shards:
+        most = max(most, 1 + len(counter.blocks))
+        counter.push(Block(shard, 1), None)
+    return most
+
+
+def missing_state_bytes(optimizer: Optimizer) -> int:
+    """Bytes of the state that an optimizer will make in its first step, found by a step on parameters without memory.
+
+    0 after its first step, and for one that cannot be asked like that.
+    """
+    if optimizer.state:
+        return 0
+    groups = [{**group, "params": [_without_memory(p) for p in group["params"]]} for group in optimizer.param_groups]
+    plain = {"fused": None, "foreach": False, "capturable": False}
+    groups = [{key: plain.get(key, value) for key, value in group.items()} for group in groups]
+    try:
+        make: Callable[[Any], Optimizer] = type(optimizer)
+        twin = make(groups)
+        twin.step()
+    except Exception:  # one of the user's own, which may do anything
+        return 0
+    tensors = [leaf for leaf in leaves(list(twin.state.values())) if isinstance(leaf, Tensor)]
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def _without_memory(parameter: nn.Parameter) -> nn.Parameter:
+    twin = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
+    if twin.requires_grad:
+        twin.grad = torch.empty_like(twin)
+    return twin
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -95,13 +146,25 @@ def describe_shortage(rows: Sequence[Sequence[int]], length: int, num_shards: in
         where += f" (nor do others on ranks {', '.join(str(other) for other, _ in short[1:])})"
     if device.type == "cuda":
         where += f", {torch.cuda.get_device_properties(device).total_memory / 2**30:.0f} GiB"
-    if any(row[2] == 0 for _, row in short):
+    worst = min(row[2] for _, row in short)
+    if worst in (NOTHING_FITS, FAILS):
+        why = "not even one sample does" if worst == NOTHING_FITS else "with smaller shards the model fails otherwise"
         return (
-            f"out of memory: {where}, and not even one sample does, as measured: use a smaller model, "
-            "--precision bf16-mixed, or activation checkpointing (torch.utils.checkpoint)"
+            f"out of memory: {where}, and {why}, as measured: use a smaller model, --precision bf16-mixed, or "
+            "activation checkpointing (torch.utils.checkpoint)"
         )
     fitting = max(row[2] for _, row in short)
     return (
-        f"out of memory: {where}; shards of {-(-length // fitting)} do, as measured: use --num-shards {fitting} "
-        "(it is part of the contract: the bits of another number of shards are others)"
+        f"out of memory: {where}; shards of {-(-length // fitting)} do, as measured: use num_shards={fitting} "
+        f"(--num-shards {fitting}; it is part of the contract: the bits of another number of shards are others)"
+    )
+
+
+def describe_update_shortage(optimizer: str, step: int, rank: int) -> str:
+    """The message when the update itself does not fit; `step` is its number."""
+    state = "the state that it makes in its first step" if step == 0 else "what it computes on the way"
+    return (
+        f"out of memory: the update of step {step} by {optimizer}, {state}, does not fit in the memory of rank {rank}, "
+        "and the model may be half updated: go on from a checkpoint. More shards do not help here; use an optimizer "
+        "with less state (SGD, Adafactor), foreach=False, a smaller model, or a device with more memory"
     )

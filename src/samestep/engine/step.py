@@ -34,10 +34,19 @@ from samestep.engine.counts import GlobalCounts
 from samestep.engine.diagnosis import explain_nondeterminism
 from samestep.engine.gradients import GradientSum
 from samestep.engine.losses import LossFn, describe, total_and_count, wide_dtype
-from samestep.engine.memory import Shortage, describe_shortage, free_memory, is_out_of_memory
+from samestep.engine.memory import (
+    Shortage,
+    describe_shortage,
+    describe_update_shortage,
+    free_memory,
+    is_out_of_memory,
+    missing_state_bytes,
+    num_sums_alive,
+)
 from samestep.engine.parameters import check_same_model, named_parameters, settle_model
 from samestep.engine.precision import LossScale, autocast, check_precision
 from samestep.engine.result import StepResult
+from samestep.engine.settings import settings_of
 from samestep.errors import (
     DataError,
     DeterminismError,
@@ -93,9 +102,11 @@ class TrainStep:
         self._num_threads = torch.get_num_threads()
         self._seed = seed
         self._stream = stream
-        self._loss_fn = loss_fn
+        self.loss_fn = loss_fn
         self.scheduler = scheduler
-        self._max_grad_norm = max_grad_norm
+        self.settings = settings_of(self.optimizers, scheduler)
+        self.precision = precision
+        self.max_grad_norm = max_grad_norm
         self._dtype = check_precision(precision)
         self._on_nonfinite = on_nonfinite
         self._overlap = overlap
@@ -236,22 +247,21 @@ class TrainStep:
                 num_samples = bounds[shard + 1] - bounds[shard]
                 if shard == last:
                     self._gradients.arm(shard)
+                shortage = None
                 try:
                     total, count = self._run_shard(batch.shards[shard], num_samples, counts)
+                    self._check_untouched(before)
+                    row = rows[shard - mine.start]
+                    row[0], row[1], row[2] = total.detach(), count, self._gradients.collect(shard)
+                    self._buffers.collect(shard, num_samples)
                 except (RuntimeError, MemoryError) as error:
                     if not is_out_of_memory(error):
                         raise
                     shortage = Shortage(shard, num_samples, batch.shards[shard], self.team.pulse.phase, counts)
-                else:
-                    self._check_untouched(before)
-                    for module, mode in modes:
-                        module.training = mode
-                    row = rows[shard - mine.start]
-                    row[0], row[1], row[2] = total.detach(), count, self._gradients.collect(shard)
-                    self._buffers.collect(shard, num_samples)
-                    continue
                 for module, mode in modes:
                     module.training = mode
+                if shortage is None:
+                    continue
                 self._gradients.forget()
                 free_memory(device)
                 self._gradients.fill_up(self.team.rank)
@@ -264,7 +274,7 @@ class TrainStep:
 
         def forward() -> tuple[Tensor, Tensor]:
             with autocast(self.communicator.device, self._dtype):
-                loss = self._loss_fn(self.model, value) if counts is None else self._loss_fn(self.model, value, counts)
+                loss = self.loss_fn(self.model, value) if counts is None else self.loss_fn(self.model, value, counts)
                 if counts is not None and not (isinstance(loss, Tensor) and loss.ndim == 0):
                     raise LossError("with counts_fn the loss function must return a 0-d tensor: its share of the loss")
                 return total_and_count(loss, num_samples if counts is None else 1)
@@ -314,7 +324,8 @@ class TrainStep:
                 )
 
     def _check_process(self) -> None:
-        """Raises if something has changed on which equal bits rest, or if this rank alone would repeat a step."""
+        """Raises if something has changed on which equal bits rest, or if this rank alone would take a step."""
+        self.team.check_here()
         if self._failed:
             raise DeterminismError(
                 f"step {self.num_steps} failed on rank {self.communicator.rank}, and a step cannot be repeated by one "
@@ -368,13 +379,24 @@ class TrainStep:
         fitting, num_samples = 0, 0
         if shortage is not None:
             with self._generators.preserved():
-                fitting = shortage.measure(self._run_slice, batch.length, self.team.num_shards, self.communicator)
+                fitting = shortage.measure(
+                    self._run_slice, self._needed_beside, batch.length, self.team.num_shards, self.communicator.device
+                )
             self._gradients.forget()
             num_samples = shortage.num_samples
         rows = self.communicator.gather_words(
             [-1 if shortage is None else shortage.shard, num_samples, fitting, int(shortage is not None)]
         )
         raise OutOfMemoryError(describe_shortage(rows, batch.length, self.team.num_shards, self.communicator.device))
+
+    def _needed_beside(self, num_shards: int) -> int:
+        """Bytes that a step with so many shards needs beside what forward and backward of a shard need."""
+        gradient = self._gradients.num_bytes
+        exchanged = 2 * gradient if self.team.world_size > 1 else 0
+        factor = num_shards // self.team.num_shards
+        ours = range(factor * self.team.mine.start, factor * self.team.mine.stop)
+        state = sum(missing_state_bytes(optimizer) for optimizer in self.optimizers)
+        return num_sums_alive(ours) * gradient + exchanged + state
 
     def _run_slice(self, value: Any, num_samples: int, counts: Any) -> None:
         """Forward and backward of some samples, as a step would run them; leaves nothing behind."""
@@ -397,9 +419,9 @@ class TrainStep:
         norm = torch.nn.utils.get_total_norm(gradients) if gradients else torch.zeros((), device=total.device)
         finite_loss = torch.isfinite(total / count)
         ok, poisoned = self._judge(finite_loss, torch.isfinite(norm))
-        if self._max_grad_norm is not None and gradients:
+        if self.max_grad_norm is not None and gradients:
             parameters = [p for p in self._gradients.parameters if p.grad is not None]
-            torch.nn.utils.clip_grads_with_norm_(parameters, self._max_grad_norm, norm)
+            torch.nn.utils.clip_grads_with_norm_(parameters, self.max_grad_norm, norm)
         values = torch.stack([total, count, norm.to(total.dtype), (~ok).to(total.dtype), poisoned.to(total.dtype)])
         result = self._make_result(batch, torch.cat([values, rows.reshape(-1)]))
         self._apply(ok, result)
@@ -424,19 +446,35 @@ class TrainStep:
             found_inf = (~ok).to(torch.float32)
             for optimizer in self.optimizers:
                 optimizer.found_inf = found_inf  # type: ignore[attr-defined]
-                optimizer.step()
+            self._step_optimizers()
+            for optimizer in self.optimizers:
                 del optimizer.found_inf  # type: ignore[attr-defined]
             self._buffers.write(ok)
             self._unread.append((result, self._schedule()))
         else:
             self._read(result, None)
             if bool(ok):
-                for optimizer in self.optimizers:
-                    optimizer.step()
+                self._step_optimizers()
                 self._buffers.write(None)
         if self.scheduler is not None:
             self.scheduler.step()
         self.num_steps += 1
+
+    def _step_optimizers(self) -> None:
+        """The update.
+
+        Raises:
+            OutOfMemoryError: it did not fit, and the model may be half updated.
+        """
+        for optimizer in self.optimizers:
+            try:
+                optimizer.step()
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                self._failed = True
+                name = type(optimizer).__name__
+                raise OutOfMemoryError(describe_update_shortage(name, self.num_steps, self.team.rank)) from error
 
     def _make_result(self, batch: Batch, scalars: Tensor) -> StepResult:
         """Starts the copy of the scalars to the host, without waiting for it."""
@@ -498,7 +536,9 @@ class TrainStep:
         return {"num_steps": self.num_steps, "loss_scale": self._scale.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes up a saved state."""
+        """Takes up a saved state; what was still unread of earlier steps is forgotten."""
+        self._unread.clear()
+        self._poisoned = torch.zeros_like(self._poisoned)
         self.num_steps = int(state["num_steps"])
         self._scale.load_state_dict(state["loss_scale"])
 

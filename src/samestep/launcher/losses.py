@@ -60,7 +60,10 @@ def describe(worker: Worker, loss: Loss) -> str:
 
 
 def describe_waiting(worker: Worker) -> str:
-    """The sentence about a replacement that ended before it was counted in."""
+    """The sentence about a replacement that ended before it was counted in; what the user can mend is told in full."""
+    if worker.is_users_fault:
+        reason = (worker.report or {}).get("message", "")
+        return f"the replacement on {worker.place.device} did not join; nothing is lost: {reason}"
     return f"the replacement on {worker.place.device} {_ending(worker)} before it joined; nothing is lost"
 
 

@@ -80,6 +80,7 @@ class Difference:
         agreed: how many steps before it both have, and agree on.
         proven: the last step before it after which both recorded a checksum of the state, which agreed; None if none.
         known_samples: whether both recorded which samples it took.
+        alone: whether there are steps after it, and all that both have agree, as do the final states.
     """
 
     step: int
@@ -87,6 +88,7 @@ class Difference:
     agreed: int
     proven: int | None = None
     known_samples: bool = True
+    alone: bool = False
 
 
 @dataclass(frozen=True)
@@ -98,12 +100,14 @@ class Extent:
         digests: after how many of them both recorded a checksum of the state.
         only_a: how many steps the first alone has.
         only_b: how many the second alone has.
+        final: whether both ended after the same step, each with a digest of its final state.
     """
 
     common: int
     digests: int
     only_a: int
     only_b: int
+    final: bool = False
 
 
 def read_ledger(path: Path) -> Ledger:
@@ -160,22 +164,31 @@ def compare(a: Ledger, b: Ledger) -> Difference | None:
             continue
         found = differing_fields(one, other)
         if found:
-            return Difference(step, found, agreed, proven, _both(one, other, "ids"))
+            return Difference(step, found, agreed, proven, _both(one, other, "ids"), _agree_after(step, a, b))
         agreed += 1
         if _both(one, other, "digest"):
             proven = step
-    ends = [_end(a), _end(b)]
-    if ends[0] is not None and ends[1] is not None and ends[0][0] == ends[1][0] and ends[0][1] != ends[1][1]:
-        field = FieldDifference(FINAL_DIGEST, ends[0][1], ends[1][1])
-        return Difference(max(ends[0][0] - 1, 0), (field,), agreed, proven)
+    ends = _same_end(a, b)
+    if ends is not None and ends[1] != ends[2]:
+        return Difference(max(ends[0] - 1, 0), (FieldDifference(FINAL_DIGEST, *ends[1:]),), agreed, proven)
     return None
+
+
+def _agree_after(step: int, a: Ledger, b: Ledger) -> bool:
+    """Whether both have steps after this one, and they and the final states agree."""
+    later = [number for number in a.steps if number > step and number in b.steps]
+    ends = _same_end(a, b)
+    if not later or (ends is not None and ends[1] != ends[2]):
+        return False
+    return not any(differing_fields(a.steps[number], b.steps[number]) for number in later)
 
 
 def extent(a: Ledger, b: Ledger) -> Extent:
     """How many steps can be compared, and how many only one of two ledgers has."""
     common = a.steps.keys() & b.steps.keys()
     digests = sum(_both(a.steps[step], b.steps[step], "digest") for step in common)
-    return Extent(len(common), digests, len(a.steps) - len(common), len(b.steps) - len(common))
+    only = (len(a.steps) - len(common), len(b.steps) - len(common))
+    return Extent(len(common), digests, *only, final=_same_end(a, b) is not None)
 
 
 def differing_fields(a: Mapping[str, Any], b: Mapping[str, Any]) -> tuple[FieldDifference, ...]:
@@ -190,6 +203,8 @@ def differing_fields(a: Mapping[str, Any], b: Mapping[str, Any]) -> tuple[FieldD
 def cause(difference: Difference) -> str:
     """In a sentence or two, where to look: the first thing in the order of a step that differs tells."""
     fields, step = {change.field for change in difference.fields}, difference.step
+    if difference.alone:
+        return "All steps after it agree, so the runs did not part: one of the ledgers is wrong about this step"
     if fields & {"num_samples", "ids"}:
         return "The data differ: other samples, or another order. Look at seed, shuffle, the batch size and the dataset"
     if "lr" in fields:
@@ -302,6 +317,12 @@ def _place(value: float, kind: str, integer: str) -> int:
     """A float's number in the order of all floats; both zeros have 0."""
     (word,) = struct.unpack(f"<{integer}", struct.pack(f"<{kind}", value))
     return int(word) if word >= 0 else -(int(word) & (2 ** (31 if integer == "i" else 63) - 1))
+
+
+def _same_end(a: Ledger, b: Ledger) -> tuple[int, Any, Any] | None:
+    """The step after which both ended, and the digest of each; None if they did not end after the same one."""
+    one, other = _end(a), _end(b)
+    return None if one is None or other is None or one[0] != other[0] else (*one, other[1])
 
 
 def _end(ledger: Ledger) -> tuple[int, Any] | None:

@@ -9,6 +9,7 @@ from samestep.proof.watching.sketch import distance
 
 Key = tuple[object, ...]
 ROW_FACTOR = 256.0
+MAX_UNKNOWN = 0.25
 
 
 @dataclass(frozen=True)
@@ -18,7 +19,8 @@ class Place:
     Attributes:
         module: its dotted name in the model; empty for the model itself, or where no module differs.
         type: its class.
-        direction: "forward" or "backward"; "exchange" where all modules agree, so that it happens after them.
+        direction: "forward" or "backward"; "input" where the model is given other contents; "exchange" where all
+            modules agree, so that it happens after them.
         text: what was seen, in a sentence.
     """
 
@@ -39,6 +41,7 @@ def first_place(ours: Recording, theirs: Recording, *, exact: bool) -> Place | N
     in_shards = ours.family != "ddp"
     unit = None if exact else ROW_FACTOR * _epsilon(ours)
     compared = 0
+    strange = ""
     for direction in ("forward", "backward"):
         first = _by_shard(ours, direction) if in_shards else _by_row(ours, direction)
         second = _by_shard(theirs, direction) if in_shards else _by_row(theirs, direction)
@@ -47,6 +50,8 @@ def first_place(ours: Recording, theirs: Recording, *, exact: bool) -> Place | N
         scale = 1.0
         if direction == "backward" and not in_shards and common:
             scale = _scale(first[common[0]], second[common[0]], theirs.world_size / ours.world_size, unit)
+        if common and not in_shards and not strange:
+            strange = _unrecognised(first[common[0]], second[common[0]])
         for key in common:
             line, other = first[key], second[key]
             found = _shard_differs(line, other) if in_shards else _rows_differ(line, other, scale, unit)
@@ -58,6 +63,9 @@ def first_place(ours: Recording, theirs: Recording, *, exact: bool) -> Place | N
                 return Place(str(line["name"]), str(line["type"]), direction, text)
     if not compared:
         return None
+    if strange:
+        text = f"before the model: it is given other contents on {label(ours)} than on {label(theirs)}, {strange}"
+        return Place("", "", "input", text)
     return Place("", "", "exchange", "every module gives the same, forward and backward: it happens after the backward")
 
 
@@ -116,6 +124,16 @@ def _rows_differ(ours: Line, theirs: Line, scale: float, unit: float | None) -> 
     if not wrong:
         return ""
     return f"for {len(wrong)} of {count} samples, by {max(wrong):.1%} or less of its size"
+
+
+def _unrecognised(ours: Line, theirs: Line) -> str:
+    """For how many samples a model is given what the other run's is not; empty if for few.
+
+    Of large batches a part is looked at, chosen by content; where shares are unequal, a few of it are in one run alone.
+    """
+    most = min(len(ours["by_row"]), len(theirs["by_row"]))
+    missing = most - len(ours["by_row"].keys() & theirs["by_row"].keys())
+    return f"for {missing} of {most} samples" if missing > MAX_UNKNOWN * most else ""
 
 
 def _gaps(ours: Line, theirs: Line, scale: float, unit: float | None) -> tuple[list[float], int]:

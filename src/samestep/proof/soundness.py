@@ -51,11 +51,24 @@ def what_was_compared(recordings: Sequence[Recording]) -> Compared:
     )
 
 
+def idle_parameters(recording: Recording) -> list[str]:
+    """The parameters whose gradients are zero in all steps, of which agreement says nothing; not those without one."""
+    names = {line["optimizer"]: line["names"] for line in recording.lines("parameters")}
+    seen: dict[tuple[int, int], bool] = {}
+    for line in recording.steps[0] if recording.steps else ():
+        for group in line["gradients"]:
+            for index, size in enumerate(group["norm"]):
+                if size is not None:
+                    place = (group["optimizer"], index)
+                    seen[place] = seen.get(place, True) and size == 0
+    return [names[number][index] for (number, index), idle in sorted(seen.items()) if idle]
+
+
 def refusals(recordings: Sequence[Recording]) -> Iterator[str]:
     """Why agreement would prove nothing, in sentences."""
     reference = recordings[0]
     if any(recording.num_steps == 0 for recording in recordings):
-        yield "no optimizer took a step: there is nothing to compare"
+        yield "no optimizer took a step; seen are those of torch.optim optimizers and of samestep.Run"
         return
     yield from _dead(reference)
     for recording in recordings:

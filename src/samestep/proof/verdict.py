@@ -20,12 +20,13 @@ from samestep.proof.causes.table import CAUSES
 from samestep.proof.compare import TIERS, Difference, Tier, first_difference, label, reached
 from samestep.proof.place import Place, first_place
 from samestep.proof.recording import Recording
-from samestep.proof.soundness import Compared, refusals, what_was_compared
+from samestep.proof.soundness import Compared, idle_parameters, refusals, what_was_compared
 from samestep.proof.stage import Question, Stage
 from samestep.proof.tolerance import Tolerance
 
 COUNTS = ("mean_of_means", "metrics")
 MAX_ROUNDS = 8
+MAX_IDLE = 6
 
 
 @dataclass(frozen=True)
@@ -247,6 +248,8 @@ def reach_verdict(
     reference = inquiry.run(first)
     if required is None and reference.family == "ddp":
         inquiry.required = "allclose"
+    if reference.num_steps == 0:  # other runs would find as little
+        return _nothing_seen(inquiry, first.devices, reference)
     others = [replace(first, attempt=1), *(Question(spec, steps) for spec in devices[1:])]
     pairs = [(first, other) for other in others]
     recordings = [reference, *(inquiry.run(other) for other in others)]
@@ -274,7 +277,23 @@ def reach_verdict(
             suspects=tuple(inquiry.suspects),
             unexplained=inquiry.unexplained,
         )
+        if inquiry.unexplained is not None and verdict.reached == "count-exact":
+            verdict = replace(verdict, reached="sample-exact")  # what is not explained may be a wrong denominator
     return replace(verdict, num_runs=stage.num_runs)
+
+
+def _nothing_seen(inquiry: Inquiry, devices: str, reference: Recording) -> Verdict:
+    """The verdict on a program that takes no step."""
+    return Verdict(
+        program=inquiry.stage.program.label,
+        family=reference.family,
+        devices=(devices,),
+        required=inquiry.required,
+        reached=None,
+        compared=what_was_compared([reference]),
+        refusals=tuple(refusals([reference])),
+        num_runs=inquiry.stage.num_runs,
+    )
 
 
 def _reached(inquiry: Inquiry, pairs: Sequence[tuple[Question, Question]], evidence: Evidence) -> Tier | None:
@@ -310,6 +329,9 @@ def _notes(inquiry: Inquiry, recordings: Sequence[Recording]) -> list[str]:
         notes.append(
             f"two runs on {first.devices} are equal only up to rounding: an operation adds in an order of chance"
         )
+    still = idle_parameters(first)
+    if still and len(still) < sum(len(line["names"]) for line in first.lines("parameters")):
+        notes.append(f"of {len(still)} parameters the gradient is zero in all steps: {_listed(still[:MAX_IDLE])}")
     if any(line["reason"] == "program" for line in first.lines("end")):
         notes.append(f"the program ended by itself after {first.num_steps} steps")
     return notes

@@ -37,6 +37,7 @@ from samestep.data.batch import Batch, checksum
 from samestep.data.nested import leaves
 from samestep.engine import step as engine_step
 from samestep.engine.step import TrainStep
+from samestep.errors import UsageError
 from samestep.launcher.program import run_module, run_script
 from samestep.proof.causes.evidence import Recorder
 from samestep.proof.causes.table import CAUSES
@@ -93,7 +94,7 @@ def run_witnessed(
     diary.write("start", rank=rank, world_size=world_size, family=family[0], threads=torch.get_num_threads())
     reason = "program"
     with ExitStack() as stack:
-        stack.enter_context(applied(_own_store(question)))
+        stack.enter_context(applied([*_own_store(question), _no_spawning()]))
         stack.enter_context(_watched(watch, family, hang_seconds))
         stack.enter_context(applied(recorder.patches()))
         for cause in CAUSES:
@@ -122,6 +123,19 @@ def _own_store(question: int) -> list[Patch]:
         return dist.PrefixStore(f"run-{question}", connect(*args, **kwargs))
 
     return [Patch(rendezvous, "_create_c10d_store", own)]
+
+
+def _no_spawning() -> Patch:
+    """Stops programs that start their ranks themselves: those would wait for each other, unwatched."""
+    spawning = importlib.import_module("torch.multiprocessing.spawn")  # the package has a function of that name
+
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise UsageError(
+            "the program starts its ranks itself, by torch.multiprocessing.spawn; verify does that: let it call its "
+            'function once, with int(os.environ["RANK"]), if RANK is set, as under torchrun'
+        )
+
+    return Patch(spawning, "start_processes", refuse)
 
 
 def _run(kind: str, target: str, argv: Sequence[str], adopt: Mapping[str, Any] | None) -> None:

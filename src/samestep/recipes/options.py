@@ -11,8 +11,15 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "reduction": ("ordered", "native"),
 }
 LEAST: Mapping[str, int] = {
-    **{"epochs": 1, "num_workers": 0, "seed": 0, "momentum": 0, "weight_decay": 0, "spares": 0},
-    **{"checkpoint_steps": 1, "keep": 1, "digest_every": 1},
+    "epochs": 1,
+    "num_workers": 0,
+    "seed": 0,
+    "momentum": 0,
+    "weight_decay": 0,
+    "spares": 0,
+    "checkpoint_steps": 1,
+    "keep": 1,
+    "digest_every": 1,
 }
 ABOVE_ZERO = ("lr", "max_grad_norm", "checkpoint_minutes")
 

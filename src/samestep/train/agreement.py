@@ -43,7 +43,16 @@ BREAKING: Final[Mapping[str, str]] = {
 UNMENTIONED: Final = frozenset(
     (
         *("devices", "shares", "world_size", "spares", "num_workers", "command", "epochs", "run_dir", "run", "name"),
-        *("job", "working_folder", "min_devices", "max_restarts", "hang_timeout", "keep", "digest_every", "checkpoint_every"),
+        *(
+            "job",
+            "working_folder",
+            "min_devices",
+            "max_restarts",
+            "hang_timeout",
+            "keep",
+            "digest_every",
+            "checkpoint_every",
+        ),
     )
 )
 ABSENT: Final = "(not recorded)"

@@ -7,15 +7,20 @@ import platform
 import sys
 import textwrap
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import chain
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, RandomSampler
 
 from samestep.comm.reduction import REDUCTIONS
+from samestep.data.loader import Loader
+from samestep.engine.step import TrainStep
 from samestep.errors import UsageError
 from samestep.plan.shards import check_num_shards
 from samestep.version import __version__
@@ -87,20 +92,59 @@ def precision_flags() -> dict[str, Any]:
     }
 
 
+def step_contract(step: TrainStep) -> dict[str, Any]:
+    """What a step adds to the contract: the model, the loss, the update."""
+    return {
+        "precision": step.precision,
+        "max_grad_norm": step.max_grad_norm,
+        "model": model_form(step.model),
+        "loss_code": code_hash(step.loss_fn),
+        **step.settings.as_json(),
+    }
+
+
+def loader_contract(loader: Loader | DataLoader[Any]) -> dict[str, Any]:
+    """What a loader adds to the contract: which samples make a step; of one of the user's own what it tells."""
+    fields: dict[str, Any] = {"drop_last": loader.drop_last}
+    if isinstance(loader, Loader):
+        fields["shuffle"] = loader.shuffle
+    else:
+        fields["shuffle"] = isinstance(loader.sampler, RandomSampler)
+        fields["data_loader"] = {"batch_size": loader.batch_size, "sampler": type(loader.sampler).__name__}
+    with suppress(TypeError):
+        fields["num_samples"] = loader.num_samples if isinstance(loader, Loader) else len(loader.dataset)  # type: ignore[arg-type]
+    return fields
+
+
 def model_form(model: nn.Module) -> dict[str, Any]:
-    """What a model is, but for its values: class, number of elements, and a hash of names, dtypes and shapes."""
+    """What a model is, but for its values: class, number of elements, and hashes of its tensors' form and of its code.
+
+    Code is that of the classes of its modules, those of torch aside.
+    """
     named = list(chain(model.named_parameters(), model.named_buffers()))
     text = "\n".join(f"{name} {tensor.dtype} {list(tensor.shape)}" for name, tensor in named)
     elements = sum(parameter.numel() for parameter in model.parameters())
-    return {"class": type(model).__qualname__, "elements": elements, "form": _short_hash(text)}
+    classes = {kind for module in model.modules() if not (kind := type(module)).__module__.startswith("torch.")}
+    codes = sorted(f"{kind.__qualname__} {code_hash(kind)}" for kind in classes)
+    form = {"class": type(model).__qualname__, "elements": elements, "form": _short_hash(text)}
+    return {**form, "code": _short_hash("\n".join(codes))} if codes else form
 
 
 def code_hash(function: Callable[..., Any]) -> str | None:
-    """A hash of a function's code, comments and layout aside; None where its source is not to be had."""
+    """A hash of the code of a function or class, comments, docstrings and layout aside; None where it is not to be had.
+
+    What it calls is not looked at.
+    """
+    while isinstance(function, partial):
+        function = function.func
+    source = function if inspect.isroutine(function) or inspect.isclass(function) else type(function)
     try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+        tree = ast.parse(textwrap.dedent(inspect.getsource(source)))
     except (OSError, TypeError, SyntaxError):
         return None
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef) and ast.get_docstring(node, clean=False) is not None:
+            node.body = node.body[1:]
     return _short_hash(ast.dump(tree))
 
 

@@ -37,6 +37,17 @@ def unfinished_run(recipe: str) -> Path | None:
     return max(found)[1] if found else None
 
 
+def run_of(path: Path) -> Path:
+    """The folder of the run that a path names: it itself, or a checkpoint in it.
+
+    Raises:
+        UsageError: there is no such folder.
+    """
+    if not path.exists():
+        raise UsageError(f"{path} is not there; --resume takes the folder of a run, a checkpoint in one, or auto")
+    return path.parent.parent if path.parent.name == CHECKPOINT_FOLDER else path
+
+
 def recorded(folder: Path) -> Mapping[str, Any]:
     """What a run wrote down of itself when it began.
 

@@ -123,15 +123,15 @@ class Recorder:
             view: who went on.
             seconds: how long it took this rank.
         """
+        about = {"world_size": len(view.slots), "seconds": round(seconds, 3)}
         lost = [loss for loss in view.lost if loss["slot"] not in self._known_losses]
         for loss in lost:
             self._known_losses.add(loss["slot"])
             self.event("death", step, **{key: value for key, value in loss.items() if key != "step"})
-        if lost:
-            ranks = [loss["rank"] for loss in lost]
-            self.event("heal", step, world_size=len(view.slots), seconds=round(seconds, 3), lost=ranks)
-        else:
-            self.event("join", step, world_size=len(view.slots), seconds=round(seconds, 3))
+        if lost or not view.joined:  # connections may break although nobody is lost
+            self.event("heal", step, **about, lost=[loss["rank"] for loss in lost])
+        if view.joined:
+            self.event("join", step, **about)
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
         """Tells all loggers."""

@@ -1,7 +1,7 @@
 """Resuming: finding the state to go on from, giving it to all ranks, and holding it to its contract."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,13 +10,21 @@ import torch
 from torch import Tensor
 
 from samestep.comm.communicator import Communicator
-from samestep.errors import ContractError, UsageError
-from samestep.train.agreement import Change, differences, explain
-from samestep.train.checkpoint import Found, newest_checkpoint, read_checkpoint
-from samestep.train.folder import holds_run
-from samestep.train.manifest import MANIFEST_FILE
+from samestep.comm.team import Team
+from samestep.errors import CheckpointError, ContractError, UsageError
+from samestep.train.agreement import Change, differences, explain, shown
+from samestep.train.checkpoint import (
+    LATEST_FILE,
+    Found,
+    is_checkpoint_name,
+    list_checkpoints,
+    newest_checkpoint,
+    read_checkpoint,
+)
+from samestep.train.folder import create_folder, holds_run
 from samestep.train.naming import CHECKPOINT_FOLDER
-from samestep.train.packing import unpack
+from samestep.train.state import Steps, check_fits, rest_of
+from samestep.train.together import on_main, share_text
 
 AUTO = "auto"
 
@@ -26,26 +34,92 @@ class Resumed:
     """A state to go on from.
 
     Attributes:
-        name: of its checkpoint.
+        name: of its checkpoint, or where else it is from.
         step: updates that it has seen.
         files: tensors by name, for each file; in host memory.
         state: what `state.capture` gave as facts.
+        folder: its checkpoint is in; None for none.
+        newer: the newest checkpoint in that folder, if it is another; else None.
     """
 
     name: str
     step: int
     files: Mapping[str, Mapping[str, Tensor]]
     state: Mapping[str, Any]
+    folder: Path | None = None
+    newer: str | None = None
 
     @property
-    def contract(self) -> dict[str, Any]:
-        """The contract of the run that wrote it."""
-        contract: dict[str, Any] = unpack(self.state["run"], self.files["rest"])["rest"]["contract"]
-        return contract
+    def rest(self) -> dict[str, Any]:
+        """What was kept with it, the contract among it.
+
+        Raises:
+            CheckpointError: it was written by something else.
+        """
+        rest = rest_of(self.files, self.state)
+        if not isinstance(rest.get("contract"), dict):
+            raise CheckpointError(f"{self.name} was not written by a run: it has no contract")
+        return rest
+
+
+def find_run(
+    team: Team,
+    step: Steps,
+    resume: str | Path,
+    folder: Path | None,
+    contract: Mapping[str, Any],
+    allow_change: bool,
+    tell: Callable[[str], None],
+) -> tuple[Resumed | None, list[Change]]:
+    """The state that a program is to go on from, on every rank, and how the contract has changed since.
+
+    Args:
+        team: the ranks.
+        step: of the program, still as it was made.
+        resume: see `find_state`.
+        folder: of the program's own run.
+        contract: of the program.
+        allow_change: whether it may go on with other bits.
+        tell: takes a sentence on each checkpoint that was not good, and on each change.
+
+    Raises:
+        UsageError: there is nothing to resume from.
+        CheckpointError: the checkpoint is not good, or of another model.
+        ContractError: something changed that decides the bits, and that is not allowed.
+    """
+
+    def attempt() -> Resumed | None:
+        return hand_out(team.communicator, on_main(team.communicator, lambda: find_state(resume, folder, tell)))
+
+    state = team.perform(attempt)
+    if state is None:
+        return None, []
+    beside = None if folder is None else folder / CHECKPOINT_FOLDER
+    changes = check_state(step, state, contract, allow_change, beside)
+    for change in changes:
+        tell(f"changed since the checkpoint: {change.field}: {shown(change.before)} -> {shown(change.after)}")
+    return state, changes
+
+
+def is_same_run(resume: str | Path, state: Resumed | None, folder: Path | None) -> bool:
+    """Whether a program goes on in the folder of the run that it resumes; one that "auto" begins anew does, too."""
+    if state is None:
+        return str(resume) == AUTO and folder is not None and holds_run(folder)
+    return folder is not None and is_in(state, folder / CHECKPOINT_FOLDER)
+
+
+def make_run_folder(team: Team, folder: Path) -> None:
+    """Makes the folder of a new run.
+
+    Raises:
+        UsageError: a run is there already; on all ranks.
+        RunFolderError: it cannot be made; on all ranks.
+    """
+    team.perform(lambda: on_main(team.communicator, lambda: create_folder(folder)))
 
 
 def find_state(resume: str | Path, folder: Path | None, tell: Callable[[str], None]) -> Resumed | None:
-    """Reads the newest good checkpoint.
+    """Reads the newest good checkpoint of a run.
 
     Args:
         resume: a run folder, a checkpoint in one, or "auto".
@@ -65,37 +139,98 @@ def find_state(resume: str | Path, folder: Path | None, tell: Callable[[str], No
         found = newest_checkpoint(folder / CHECKPOINT_FOLDER, tell=tell)
         return None if found is None else _resumed(found)
     path = Path(resume)
-    if (path / MANIFEST_FILE).exists():
-        return _resumed(Found(path, read_checkpoint(path), ()))
+    if names_checkpoint(path):
+        return read_state(path)
     if not holds_run(path):
         raise UsageError(f"{path} holds neither a run nor a checkpoint; --resume takes the folder of a run, or auto")
-    skipped: list[str] = []
-    found = newest_checkpoint(path / CHECKPOINT_FOLDER, tell=skipped.append)
-    for sentence in skipped:
-        tell(sentence)
-    if found is None:
-        why = "; ".join(skipped) or "none was written before the run ended"
-        raise UsageError(f"{path} has no good checkpoint: {why}; start the run again without --resume")
-    return _resumed(found)
+    return _newest(path / CHECKPOINT_FOLDER, f"the run in {path}", tell)
 
 
-def check_contract_kept(before: Mapping[str, Any], now: Mapping[str, Any], allow_change: bool) -> list[Change]:
-    """Compares the contract of a checkpoint with that of the run that is to go on from it.
+def find_checkpoint(place: str | Path, tell: Callable[[str], None]) -> Resumed | None:
+    """Reads a checkpoint, or the newest good one of a folder.
+
+    Args:
+        place: a checkpoint, or the folder of some, which need not be there yet.
+        tell: takes a sentence on each checkpoint that was not good.
 
     Returns:
-        The changes.
+        None if the folder has none.
 
     Raises:
-        ContractError: one of them decides the bits, and that is not allowed.
+        UsageError: it has some, and none is good.
+        CheckpointError: the very checkpoint that was named is not good.
     """
-    changes = differences(before, now)
+    path = Path(place)
+    if names_checkpoint(path):
+        return read_state(path)
+    return _newest(path, str(path), tell) if list_checkpoints(path) else None
+
+
+def names_checkpoint(path: Path) -> bool:
+    """Whether a path is meant to be one checkpoint: `…/step-00000010`, or `…/latest`."""
+    return is_checkpoint_name(path.name) or (path.name == LATEST_FILE and path.is_file())
+
+
+def read_state(path: Path) -> Resumed:
+    """Reads one checkpoint.
+
+    Raises:
+        CheckpointError: it is not good.
+    """
+    if path.name == LATEST_FILE:
+        try:
+            path = path.parent / path.read_text(encoding="utf-8").strip()
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{path} cannot be read: {error}; name a checkpoint") from error
+    return _resumed(Found(path, read_checkpoint(path), ()))
+
+
+def check_state(
+    step: Steps, state: Resumed, now: Mapping[str, Any], allow_change: bool, folder: Path | None
+) -> list[Change]:
+    """Compares a state with the program that is to go on from it, and its contract with the program's.
+
+    Args:
+        step: one or several, still as they were made.
+        state: from a checkpoint.
+        now: the contract of the program.
+        allow_change: whether it may go on with other bits.
+        folder: where it writes its checkpoints; None if it writes none.
+
+    Returns:
+        The changes of the contract.
+
+    Raises:
+        CheckpointError: the state is that of another model.
+        ContractError: something changed that decides the bits, and that is not allowed; or checkpoints of the old
+            contract would be mistaken for its own.
+    """
+    changes = differences(state.rest["contract"], now)
+    breaking = [change for change in changes if change.breaks]
+    if allow_change or all("model" in change.field.split(".") for change in breaking):
+        check_fits(step, state.files, state.state)  # says more than that the model's form is another
+    check_contract_kept(changes, allow_change)
+    if breaking and state.newer is not None and is_in(state, folder):
+        raise ContractError(
+            f"{folder} has checkpoints after {state.name}, up to {state.newer}, of the contract before:\n"
+            f"{explain(changes)}\ngo on from the newest, or in a folder of its own (--run-dir)"
+        )
+    return changes
+
+
+def check_contract_kept(changes: Sequence[Change], allow_change: bool) -> None:
+    """Raises a `ContractError` that lists all changes, if one decides the bits and that is not allowed."""
     if any(change.breaks for change in changes) and not allow_change:
         raise ContractError(
             f"the run to resume was made under another contract:\n{explain(changes)}\n"
             "go back to its values, or accept other bits from here on with --allow-contract-change "
             "(allow_contract_change=True)"
         )
-    return changes
+
+
+def is_in(state: Resumed, folder: Path | None) -> bool:
+    """Whether a state is from a checkpoint in this folder."""
+    return folder is not None and state.folder is not None and folder.resolve() == state.folder.resolve()
 
 
 def hand_out(communicator: Communicator, state: Resumed | None, source: int = 0) -> Resumed | None:
@@ -109,26 +244,49 @@ def hand_out(communicator: Communicator, state: Resumed | None, source: int = 0)
     if communicator.world_size == 1:
         return state
     ours = communicator.rank == source
-    forms = None if state is None else {name: _forms(tensors) for name, tensors in state.files.items()}
-    head = {} if state is None else {"name": state.name, "step": state.step, "state": state.state, "forms": forms}
-    text = communicator.share(_as_bytes(json.dumps(head)) if ours else None, source)
-    value = json.loads(bytes(text.cpu().tolist()))
+    value = json.loads(share_text(communicator, json.dumps(_head(state)) if ours else "", source))
     if not value:
         return None
     files: dict[str, dict[str, Tensor]] = {}
-    for name, tensors_forms in value["forms"].items():
+    for name, forms in value.pop("forms").items():
         files[name] = {}
-        for key, (dtype, shape, stride) in tensors_forms.items():
+        for key, (dtype, shape, stride) in forms.items():
             tensor = state.files[name][key] if ours and state is not None else None
             files[name][key] = home = torch.empty_strided(shape, stride, dtype=getattr(torch, dtype))
             if home.numel() > 0:
-                flat = communicator.share(None if tensor is None else _raw(tensor), source).cpu()
-                home.untyped_storage().copy_(flat.untyped_storage())
-    return Resumed(value["name"], value["step"], files, value["state"])
+                sent = None if tensor is None else _raw(tensor).to(communicator.device)
+                home.untyped_storage().copy_(communicator.share(sent, source).cpu().untyped_storage())
+    folder = value.pop("folder")
+    return Resumed(**value, files=files, folder=None if folder is None else Path(folder))
+
+
+def _head(state: Resumed | None) -> dict[str, Any]:
+    """All of a state but its tensors, as JSON."""
+    if state is None:
+        return {}
+    forms = {name: _forms(tensors) for name, tensors in state.files.items()}
+    folder = None if state.folder is None else str(state.folder)
+    head = {"name": state.name, "step": state.step, "state": state.state, "folder": folder, "newer": state.newer}
+    return {**head, "forms": forms}
+
+
+def _newest(folder: Path, what: str, tell: Callable[[str], None]) -> Resumed:
+    """The newest good checkpoint of a folder that should have one."""
+    skipped: list[str] = []
+    found = newest_checkpoint(folder, tell=skipped.append)
+    for sentence in skipped:
+        tell(sentence)
+    if found is None:
+        why = "; ".join(skipped) or "none was written before the run ended"
+        raise UsageError(f"{what} has no good checkpoint: {why}; start again without resuming (--resume)")
+    return _resumed(found)
 
 
 def _resumed(found: Found) -> Resumed:
-    return Resumed(found.path.name, found.snapshot.step, found.snapshot.files, found.snapshot.facts)
+    last = list_checkpoints(found.path.parent)[-1][1].name
+    newer = last if last != found.path.name and last not in " ".join(found.skipped) else None
+    snapshot = found.snapshot
+    return Resumed(found.path.name, snapshot.step, snapshot.files, snapshot.facts, found.path.parent, newer)
 
 
 def _forms(tensors: Mapping[str, Tensor]) -> dict[str, tuple[str, list[int], list[int]]]:
@@ -136,10 +294,6 @@ def _forms(tensors: Mapping[str, Tensor]) -> dict[str, tuple[str, list[int], lis
         name: (str(tensor.dtype).removeprefix("torch."), list(tensor.shape), list(tensor.stride()))
         for name, tensor in tensors.items()
     }
-
-
-def _as_bytes(text: str) -> Tensor:
-    return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
 
 
 def _raw(tensor: Tensor) -> Tensor:

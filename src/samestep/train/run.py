@@ -22,7 +22,7 @@ from samestep.data.randomness import seed_process
 from samestep.engine.losses import LossFn, describe
 from samestep.engine.step import BUCKET_BYTES, OnNonFinite, TrainStep
 from samestep.errors import UsageError
-from samestep.plan.shards import shard_ranges
+from samestep.plan.shards import active_shares, shard_ranges
 from samestep.train.agreement import differences
 from samestep.train.contract import Contract, check_contract
 from samestep.train.evaluation import evaluate, predict
@@ -83,7 +83,7 @@ class Run:
         environment = read_environment() if communicator is None else Environment()
         world_size = environment.world_size if communicator is None else communicator.world_size
         _check_spares(spares, world_size)
-        shard_ranges(count, world_size - spares, None if shares is None else list(shares)[: world_size - spares])
+        shard_ranges(count, world_size - spares, active_shares(shares, world_size, spares))
         self.device = own_device(device, environment) if communicator is None else communicator.device
         threads = (num_threads or environment.num_threads or 1) if self.device.type == "cpu" else 0
         self.contract = Contract(global_batch_size, count, seed, reduction, self.device.type, threads)
@@ -92,6 +92,8 @@ class Run:
         if communicator is None:
             watched = Board.from_environment()
             pulse = Pulse() if watched is None else Pulse(*watched)
+            if environment.joins and pulse.board is not None:
+                pulse.view = pulse.board.number
         timeout = timedelta(seconds=timeout_seconds)
         meeting = meeting_of(environment, timeout) if environment.joins else None
         if communicator is None:
@@ -309,9 +311,8 @@ class Run:
             RunFolderError: it cannot be written; nothing that was good is lost.
         """
         contract = self.contract.as_json()
-        path = save(
-            self.team, contract, folder, step, loader, rest, keep, lambda place: place.resolve() in self._folders
-        )
+        is_ours = Path(folder).resolve() in self._folders
+        path = save(self.team, contract, folder, step, loader, rest, keep, is_ours)
         self._folders.add(path.parent.resolve())
         return path
 
@@ -349,7 +350,7 @@ class Run:
         return {} if found[1] is None else found[1]
 
     def state_dict(self) -> dict[str, Any]:
-        """The contract, and the states of the global random generators; model, optimizer, step and loader have theirs."""
+        """The contract, and the states of the random generators; model, optimizer, step and loader have their own."""
         return {"contract": self.contract.as_json(), "generators": generator_states(self.device)}
 
     def load_state_dict(self, state: Mapping[str, Any], *, allow_contract_change: bool = False) -> None:

@@ -4,7 +4,7 @@ Nothing in it depends on the number of devices.
 """
 
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -15,12 +15,17 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.optim import Optimizer
 
+from samestep.data.nested import leaves
 from samestep.data.randomness import Generators
+from samestep.engine.settings import Settings, take_new_settings
 from samestep.engine.step import TrainStep
 from samestep.errors import CheckpointError
 from samestep.train.packing import pack, unpack
 
 FORMAT = 1
+
+Steps = TrainStep | Sequence[TrainStep]
+Files = Mapping[str, Mapping[str, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -36,45 +41,98 @@ class State:
     facts: dict[str, Any]
 
 
-def capture(step: TrainStep, rest: Mapping[str, Any]) -> State:
-    """Takes a training step apart: its model, optimizers, scheduler, counters, and the random generators.
+@dataclass(frozen=True)
+class _Parts:
+    """What several steps are made of, each once: steps may share a model or an optimizer."""
+
+    steps: tuple[TrainStep, ...]
+    models: dict[str, nn.Module]
+    optimizers: tuple[Optimizer, ...]
+
+    @property
+    def settings(self) -> list[dict[str, Any]]:
+        """How each step was built."""
+        return [{"optimizers": step.settings.optimizers, "scheduler": step.settings.scheduler} for step in self.steps]
+
+
+def capture(step: Steps, rest: Mapping[str, Any]) -> State:
+    """Takes training steps apart: models, optimizers, schedulers, counters, and the random generators.
 
     Args:
-        step: between two steps.
+        step: between two steps; one, or several in an order that `restore` is given again.
         rest: what else belongs to the state, in any nesting that `packing` takes.
 
     Raises:
         UsageError: an optimizer or scheduler holds something that cannot be stored without pickle.
         NonFiniteError: an earlier step, of which the host had not heard yet, was not finite.
     """
-    progress = step.state_dict()
-    optimizers = [pack(optimizer.state_dict(), f"optimizer.{i}") for i, optimizer in enumerate(step.optimizers)]
-    scheduler = pack(None if step.scheduler is None else step.scheduler.state_dict(), "scheduler")
+    parts = _parts(step)
+    progress = [each.state_dict() for each in parts.steps]
+    packed = [pack(optimizer.state_dict(), f"optimizer.{i}") for i, optimizer in enumerate(parts.optimizers)]
+    schedules = [None if each.scheduler is None else each.scheduler.state_dict() for each in parts.steps]
     others = {
-        "step": progress,
-        "generators": generator_states(step.communicator.device),
+        "steps": progress,
+        "schedulers": schedules,
+        "settings": parts.settings,
+        "generators": generator_states(parts.steps[0].communicator.device),
         "rest": dict(rest),
     }
     remaining = pack(others, "run")
-    files = {
-        "model": dict(model_tensors(step.model)),
-        "optimizer": {name: tensor for packed in optimizers for name, tensor in packed.tensors.items()},
-        "rest": {**scheduler.tensors, **remaining.tensors},
-    }
-    facts = {
-        "format": FORMAT,
-        "optimizers": [packed.facts for packed in optimizers],
-        "scheduler": scheduler.facts,
-        "run": remaining.facts,
-    }
+    files = {name: dict(model_tensors(model)) for name, model in parts.models.items()}
+    files["optimizer"] = {name: tensor for each in packed for name, tensor in each.tensors.items()}
+    files["rest"] = remaining.tensors
+    facts = {"format": FORMAT, "optimizers": [each.facts for each in packed], "run": remaining.facts}
     return State(files, facts)
 
 
-def restore(step: TrainStep, files: Mapping[str, Mapping[str, Tensor]], facts: Mapping[str, Any]) -> dict[str, Any]:
+def rest_of(files: Files, facts: Mapping[str, Any]) -> dict[str, Any]:
+    """The `rest` that was given to `capture`.
+
+    Raises:
+        CheckpointError: the state is of a newer format, or not whole.
+    """
+    rest: dict[str, Any] = _others(files, facts)["rest"]
+    return rest
+
+
+def check_fits(step: Steps, files: Files, facts: Mapping[str, Any]) -> None:
+    """Checks that a captured state is that of these models, optimizers and schedulers; nothing is changed.
+
+    Raises:
+        CheckpointError: names the first thing that is another.
+    """
+    parts, others = _parts(step), _others(files, facts)
+    counts = (
+        ("steps", len(others["steps"]), len(parts.steps)),
+        ("models", sum(name not in ("optimizer", "rest") for name in files), len(parts.models)),
+        ("optimizers", len(facts["optimizers"]), len(parts.optimizers)),
+    )
+    for what, there, here in counts:
+        if there != here:
+            raise CheckpointError(f"the checkpoint has the state of {there} {what}, this program has {here}")
+    for name, model in parts.models.items():
+        check_model(model, files[name])
+    for was, now in zip(others["settings"], parts.settings, strict=True):
+        kinds = [name for name, _ in was["optimizers"]], [name for name, _ in now["optimizers"]]
+        if kinds[0] != kinds[1]:
+            raise CheckpointError(
+                f"the checkpoint has the state of {' and '.join(kinds[0])}, which {' and '.join(kinds[1])} cannot take "
+                "up; use the same optimizer"
+            )
+        schedulers = _schedulers(was["scheduler"]), _schedulers(now["scheduler"])
+        if schedulers[0] != schedulers[1]:
+            raise CheckpointError(
+                f"the checkpoint has the state of {schedulers[0]}, and this program has {schedulers[1]}; use the same "
+                "scheduler"
+            )
+
+
+def restore(step: Steps, files: Files, facts: Mapping[str, Any]) -> dict[str, Any]:
     """Puts a captured state back, to the bit.
 
     Args:
-        step: made from the same model and optimizers.
+        step: one or several, made from the same models and optimizers. Settings of optimizers and schedulers that they
+            were built with, and the captured ones were not, stay.
         files: of the captured state.
         facts: of the captured state.
 
@@ -84,24 +142,23 @@ def restore(step: TrainStep, files: Mapping[str, Mapping[str, Tensor]], facts: M
     Raises:
         CheckpointError: the state is that of another model, of other optimizers, or of a newer format.
     """
-    if facts.get("format") != FORMAT:
-        raise CheckpointError(f"the state has format {facts.get('format')}; this version reads format {FORMAT}")
-    if len(facts["optimizers"]) != len(step.optimizers):
-        raise CheckpointError(
-            f"got the state of {len(facts['optimizers'])} optimizers for a step of {len(step.optimizers)}"
-        )
-    saved_scheduler = unpack(facts["scheduler"], files["rest"])
-    if (saved_scheduler is None) != (step.scheduler is None):
-        there, here = ("a", "no") if saved_scheduler is not None else ("no", "a")
-        raise CheckpointError(f"the state has {there} scheduler, the step has {here} one; needed: the same")
-    load_model(step.model, files["model"])
-    for optimizer, packed in zip(step.optimizers, facts["optimizers"], strict=True):
+    check_fits(step, files, facts)
+    parts, others = _parts(step), _others(files, facts)
+    for name, model in parts.models.items():
+        load_model(model, files[name])
+    for optimizer, packed in zip(parts.optimizers, facts["optimizers"], strict=True):
         load_optimizer(optimizer, unpack(packed, files["optimizer"]))
-    if step.scheduler is not None:
-        step.scheduler.load_state_dict(saved_scheduler)
-    others = unpack(facts["run"], files["rest"])
-    step.load_state_dict(others["step"])
-    restore_generators(others["generators"], step.communicator.device)
+    seen: set[int] = set()  # an optimizer may belong to several steps
+    for each, progress, schedule, old in zip(
+        parts.steps, others["steps"], others["schedulers"], others["settings"], strict=True
+    ):
+        if each.scheduler is not None:
+            each.scheduler.load_state_dict(schedule)
+        each.load_state_dict(progress)
+        if seen.isdisjoint(map(id, each.optimizers)):
+            take_new_settings(each.optimizers, each.scheduler, Settings(**old), each.settings)
+        seen.update(map(id, each.optimizers))
+    restore_generators(others["generators"], parts.steps[0].communicator.device)
     rest: dict[str, Any] = others["rest"]
     return rest
 
@@ -112,6 +169,25 @@ def model_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
     return [(name, t.detach()) for name, t in named if not isinstance(t, UninitializedParameter | UninitializedBuffer)]
 
 
+def check_model(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Checks that names, shapes and dtypes are those of a model; only buffers may come and go, and change their form.
+
+    Raises:
+        CheckpointError: names what is another.
+    """
+    own, buffers = dict(model_tensors(model)), _buffer_names(model)
+    missing = [name for name in own if name not in tensors and name not in buffers]
+    strange = [name for name in tensors if name not in own and name not in buffers]
+    if missing or strange:
+        parts = [f"{what} {', '.join(names[:4])}" for what, names in (("no", missing), ("also", strange)) if names]
+        raise CheckpointError(f"the checkpoint is of another model: it has {' and '.join(parts)}")
+    for name, tensor in tensors.items():
+        if name not in buffers and _form(own[name]) != _form(tensor):
+            raise CheckpointError(
+                f"the checkpoint is of another model: its {name} is {_form(tensor)}, the model's {_form(own[name])}"
+            )
+
+
 @torch.no_grad()
 def load_model(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """Writes parameters and buffers, in place.
@@ -119,24 +195,16 @@ def load_model(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     Raises:
         CheckpointError: names, shapes or dtypes are those of another model; nothing is written then.
     """
+    check_model(model, tensors)
     own = dict(model_tensors(model))
-    missing, strange = sorted(own.keys() - tensors.keys()), sorted(tensors.keys() - own.keys())
-    if missing or strange:
-        parts = [f"{what} {', '.join(names[:4])}" for what, names in (("no", missing), ("also", strange)) if names]
-        raise CheckpointError(f"the checkpoint is of another model: it has {' and '.join(parts)}")
-    buffers = {name for name, _ in model.named_buffers()}
-    for name, tensor in tensors.items():
-        same = own[name].shape == tensor.shape and own[name].dtype == tensor.dtype
-        if not same and name not in buffers:
-            raise CheckpointError(
-                f"the checkpoint is of another model: its {name} is {_form(tensor)}, the model's {_form(own[name])}"
-            )
-    for name, tensor in tensors.items():
-        if own[name].shape == tensor.shape and own[name].dtype == tensor.dtype:
-            own[name].copy_(tensor)
+    device = next((tensor.device for tensor in own.values()), torch.device("cpu"))
+    for name in own.keys() | tensors.keys():
+        if name in own and name in tensors and _form(own[name]) == _form(tensors[name]):
+            own[name].copy_(tensors[name])
         else:
             path, _, key = name.rpartition(".")
-            model.get_submodule(path)._buffers[key] = tensor.to(own[name].device)
+            there = tensors.get(name)
+            model.get_submodule(path)._buffers[key] = None if there is None else there.to(device, copy=True)
 
 
 @torch.no_grad()
@@ -153,17 +221,17 @@ def load_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     indices = [index for group in state["param_groups"] for index in group["params"]]
     for index, parameter in zip(indices, parameters, strict=True):
-        for key, value in state["state"].get(index, {}).items():
-            loaded = optimizer.state[parameter].get(key)
-            if isinstance(value, Tensor) and isinstance(loaded, Tensor) and loaded.dtype != value.dtype:
-                optimizer.state[parameter][key] = value.to(loaded.device)
+        saved, loaded = leaves(state["state"].get(index, {})), leaves(optimizer.state.get(parameter, {}))
+        for there, here in zip(saved, loaded, strict=True):
+            if isinstance(there, Tensor) and isinstance(here, Tensor) and there.dtype != here.dtype:
+                here.data = there.to(here.device, copy=True)
 
 
 def generator_states(device: torch.device) -> dict[str, Any]:
     """The states of all global generators: what the script itself draws goes on from them."""
     return {
         "torch": [generator.get_state() for generator in Generators(device).of_torch],
-        "numpy": np.random.get_state(legacy=False),  # noqa: NPY002 - the generator that scripts draw from
+        "numpy": _arrays_as_tensors(np.random.get_state(legacy=False)),  # noqa: NPY002 - what scripts draw from
         "python": random.getstate(),
     }
 
@@ -172,8 +240,54 @@ def restore_generators(states: Mapping[str, Any], device: torch.device) -> None:
     """Puts the global generators back; those of another kind of device are left as they are."""
     for generator, state in zip(Generators(device).of_torch, states["torch"], strict=False):
         generator.set_state(state)
-    np.random.set_state(states["numpy"])  # noqa: NPY002 - as above
+    np.random.set_state(_tensors_as_arrays(states["numpy"]))  # noqa: NPY002 - as above
     random.setstate(states["python"])
+
+
+def _parts(step: Steps) -> _Parts:
+    steps = (step,) if isinstance(step, TrainStep) else tuple(step)
+    models = list({id(each.model): each.model for each in steps}.values())
+    names = ("model" if number == 0 else f"model.{number}" for number in range(len(models)))
+    optimizers = {id(optimizer): optimizer for each in steps for optimizer in each.optimizers}
+    return _Parts(steps, dict(zip(names, models, strict=True)), tuple(optimizers.values()))
+
+
+def _others(files: Files, facts: Mapping[str, Any]) -> dict[str, Any]:
+    """What is neither of a model nor of an optimizer."""
+    if facts.get("format") != FORMAT:
+        raise CheckpointError(f"the state has format {facts.get('format')}; this version reads format {FORMAT}")
+    others: dict[str, Any] = unpack(facts["run"], files["rest"])
+    return others
+
+
+def _schedulers(settings: Mapping[str, Any] | None) -> str:
+    """Which schedulers, for messages: SequentialLR of LinearLR and StepLR."""
+    if settings is None:
+        return "no scheduler"
+    inner = [_schedulers(part) for part in settings.get("schedulers", {}).values()]
+    return f"{settings['class']} of {' and '.join(inner)}" if inner else str(settings["class"])
+
+
+def _buffer_names(model: nn.Module) -> set[str]:
+    """The names of all buffers, also of those that are None now."""
+    return {
+        f"{path}.{key}" if path else key
+        for path, module in model.named_modules(remove_duplicate=False)
+        for key in module._buffers
+    }
+
+
+def _arrays_as_tensors(value: Any) -> Any:
+    """A generator's state without NumPy arrays, which `torch.load` distrusts."""
+    if isinstance(value, dict):
+        return {key: _arrays_as_tensors(entry) for key, entry in value.items()}
+    return torch.from_numpy(value.view(f"i{value.itemsize}").copy()) if isinstance(value, np.ndarray) else value
+
+
+def _tensors_as_arrays(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _tensors_as_arrays(entry) for key, entry in value.items()}
+    return value.numpy().view(f"u{value.element_size()}") if isinstance(value, Tensor) else value
 
 
 def _form(tensor: Tensor) -> str:

@@ -1,7 +1,7 @@
 """Stopping: the first Ctrl-C or SIGTERM lets the step under way end, the second ends the program at once."""
 
+import os
 import signal
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -37,7 +37,7 @@ def stopping_on_request(team: Team) -> Iterator[None]:
         signal.signal(signum, ours[signal.Signals(signum)])
         team.ask_to_stop(signum)
         if team.rank == 0:
-            print("samestep: stopping after this step; once more to end at once", file=sys.stderr, flush=True)
+            os.write(2, b"samestep: stopping after this step; once more to end at once\n")  # print may be under way
 
     for signum in ours:
         signal.signal(signum, request)

@@ -2,8 +2,8 @@
 
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -11,24 +11,38 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from samestep.comm.communicator import Communicator
 from samestep.data.batch import Batch
 from samestep.data.loader import Loader
 from samestep.engine.losses import LossFn
 from samestep.engine.result import StepResult
 from samestep.errors import NonFiniteError, UsageError
 from samestep.train import folder as files
+from samestep.train.agreement import Change
 from samestep.train.checksum import StateChecksum
-from samestep.train.contract import code_hash, model_form
+from samestep.train.contract import loader_contract, step_contract
 from samestep.train.digest import state_digest
 from samestep.train.display import make_display
+from samestep.train.epoch import (
+    EpochSoFar,
+    batches_left,
+    begin_epoch,
+    loader_generator_states,
+    make_eval_loader,
+    make_loader,
+    put_in_place,
+)
 from samestep.train.ledger import learning_rates
 from samestep.train.loggers import Logger
 from samestep.train.naming import CONTRACT_FILE, RESULT_FILE
+from samestep.train.origin import origin
 from samestep.train.recorder import REMEMBERED_STEPS, Recorder, StepNote
-from samestep.train.resume import Resumed, check_contract_kept, find_state, hand_out
+from samestep.train.resume import Resumed, find_run, hand_out, is_same_run, make_run_folder
 from samestep.train.run import Run
+from samestep.train.saving import to_host_copy
 from samestep.train.state import capture, generator_states, restore, restore_generators
 from samestep.train.stopping import stopping_on_request
+from samestep.train.together import on_main
 
 DIGEST_EVERY = 100
 CHECKPOINT_MINUTES = 5.0
@@ -55,27 +69,6 @@ class EpochRecord:
     def as_json(self) -> dict[str, Any]:
         """The record as a JSON object."""
         return asdict(self)
-
-
-@dataclass
-class EpochSoFar:
-    """An epoch under way; part of a checkpoint, so that a resumed epoch ends as it would have.
-
-    Attributes:
-        num_batches: done.
-        num_samples: done.
-        total: the sum of the loss.
-        count: what it is divided by.
-        seconds: of training.
-        generators: the states of the script's random generators when it began.
-    """
-
-    num_batches: int = 0
-    num_samples: int = 0
-    total: float = 0.0
-    count: float = 0.0
-    seconds: float = 0.0
-    generators: dict[str, Any] = field(default_factory=dict)
 
 
 class Trainer:
@@ -140,10 +133,7 @@ class Trainer:
         self._resume_command = resume_command
         self._contract = {
             **run.contract.as_json(),
-            "precision": self._precision,
-            "max_grad_norm": step_options.get("max_grad_norm"),
-            "model": model_form(model),
-            "loss_code": code_hash(loss_fn),
+            **step_contract(self.step),
             **(contract or {}),
         }
         self._checksum = StateChecksum(model, self.step.optimizers)
@@ -152,10 +142,11 @@ class Trainer:
         self._is_open = False
         self._planned = 0
         self._epoch = EpochSoFar()
+        self._waiting: dict[str, Any] | None = None
+        self._eval_loader: Loader | None = None
         self._recent: deque[StepNote] = deque(maxlen=REMEMBERED_STEPS)
         self._unread: deque[StepNote] = deque()
         self._num_healed = 0
-        self._known_losses: set[int] = set()
         self._last_loss: float | None = None
         self._last_checkpoint = (0, time.monotonic())
 
@@ -209,25 +200,21 @@ class Trainer:
             raise UsageError(f"got epochs={epochs}; it must be 1 or more (--epochs)")
         if eval_data is not None and not metrics:
             raise UsageError("eval_data needs metrics, for example metrics={'accuracy': samestep.metrics.accuracy}")
-        loader = dataset
-        if not isinstance(dataset, Loader | DataLoader):
-            is_stream = not hasattr(dataset, "__len__")
-            loader = self.run.loader(dataset, shuffle=shuffle and not is_stream, num_workers=num_workers)
-            loader.load_state_dict({"epoch": len(self.history), "position": 0})
-        eval_loader = None
-        if eval_data is not None:
-            eval_loader = (
-                eval_data if isinstance(eval_data, Loader) else self.run.loader(eval_data, num_workers=num_workers)
-            )
+        done = len(self.history)
+        loader = make_loader(self.run, dataset, done, num_workers, shuffle)
+        self._eval_loader = None if eval_data is None else make_eval_loader(self.run, eval_data, done, num_workers)
         if not self._is_open:
             self._open(loader, resume, allow_contract_change)
         self._planned += epochs
+        if self._planned < len(self.history) or (self._planned == len(self.history) and self._epoch.num_batches > 0):
+            return self.history  # a program that was resumed comes by here again: the state is past this
+        self._go_on(loader)
         with stopping_on_request(self.run.team):
             try:
                 for number in range(len(self.history) + 1, self._planned + 1):
                     record = self._train_epoch(loader, number)
-                    if eval_loader is not None and metrics:
-                        scores = self.run.evaluate(self.model, eval_loader, metrics, precision=self._precision)
+                    if self._eval_loader is not None and metrics:
+                        scores = self.run.evaluate(self.model, self._eval_loader, metrics, precision=self._precision)
                         record = EpochRecord(**{**asdict(record), "eval": scores})
                     self._end_epoch(record)
                 self._end_fit(loader)
@@ -235,6 +222,7 @@ class Trainer:
                 self._draw()
                 raise
             finally:
+                self._planned = len(self.history)
                 self._display.close()
         return self.history
 
@@ -268,16 +256,16 @@ class Trainer:
     def _open(self, loader: Loader | DataLoader[Any], resume: str | Path | None, allow_change: bool) -> None:
         """Takes up a state, if there is one to take up, and opens what is written to all along."""
         run = self.run
-        found = find_state(resume, self._folder, self.say) if resume is not None and run.is_main else None
-        resumed = None if resume is None else run.team.perform(lambda: hand_out(run.communicator, found))
-        changes = [] if resumed is None else check_contract_kept(resumed.contract, self._contract, allow_change)
-        for change in changes if run.is_main else ():
-            self.say(f"changed since the checkpoint: {change.field}: {change.before} -> {change.after}")
-        goes_on = resume is not None and self._folder is not None and files.holds_run(self._folder)
-        if self._folder is not None and run.is_main and not goes_on:
-            files.create_folder(self._folder)
+        self._contract = {**loader_contract(loader), **self._contract}
+        if run.team.is_late:
+            self._join(loader)
+            return
+        resumed, changes = (None, []) if resume is None else self._find(resume, allow_change)
+        goes_on = resume is not None and is_same_run(resume, resumed, self._folder)
+        if self._folder is not None and not goes_on:
+            make_run_folder(run.team, self._folder)
         if resumed is not None:
-            self._take_up(resumed, loader)
+            self._take_up(resumed)
         self._is_open = True
         if not run.is_main:
             return
@@ -286,8 +274,9 @@ class Trainer:
         try:
             if self._folder is not None and goes_on:
                 (self._folder / RESULT_FILE).unlink(missing_ok=True)  # it has not ended after all
-            if self._folder is not None and (not goes_on or changes):
-                files.write_json(self._folder / CONTRACT_FILE, self._contract)  # last: it says that a run is here
+            if self._folder is not None:
+                record = {**origin(), **self._contract}
+                files.write_json(self._folder / CONTRACT_FILE, record)  # last: it says that a run is here
             where = {"world_size": run.world_size, "device_kind": run.device.type}
             if resumed is not None:
                 self._recorder.event("resume", self.step.num_steps, **{"from": resumed.name}, **where)
@@ -300,28 +289,81 @@ class Trainer:
             self.close()
             raise
 
-    def _take_up(self, resumed: Resumed, loader: Loader | DataLoader[Any]) -> None:
+    def _find(self, resume: str | Path, allow_change: bool) -> tuple[Resumed | None, list[Change]]:
+        return find_run(self.run.team, self.step, resume, self._folder, self._contract, allow_change, self.say)
+
+    def _join(self, loader: Loader | DataLoader[Any]) -> None:
+        """Receives the state of a run that is under way."""
+        resumed = self.run.team.join(lambda communicator, source: hand_out(communicator, None, source))
+        assert resumed is not None, "whoever takes in a late worker has a state"
+        self._take_up(resumed)
+        self._num_healed = len(self.run.team.healed)
+        self._display = make_display(self.run.rank)
+        self._is_open = True
+
+    def _give(self, batch: Any, loader: Loader | DataLoader[Any]) -> Callable[[Communicator, int], None]:
+        """What hands out the state before the step on this batch."""
+
+        def give(communicator: Communicator, source: int) -> None:
+            state = None
+            if communicator.rank == source:
+                self._settle(wait=True)
+                cursor = None
+                if isinstance(loader, Loader):
+                    cursor = {"epoch": batch.epoch, "position": batch.position}
+                captured = capture(self.step, self._rest(loader, cursor))
+                files = to_host_copy(captured.files)
+                state = Resumed(f"rank {source}", self.step.num_steps, files, captured.facts)
+            hand_out(communicator, state, source)
+
+        return give
+
+    def _rest(self, loader: Loader | DataLoader[Any], cursor: Mapping[str, int] | None) -> dict[str, Any]:
+        """What belongs to the state besides the step's."""
+        return {
+            "history": [record.as_json() for record in self.history],
+            "epoch": asdict(self._epoch),
+            "cursor": cursor,
+            "eval_cursor": None if self._eval_loader is None else self._eval_loader.state_dict(),
+            "loader_generators": loader_generator_states(loader),
+            "contract": self._contract,
+        }
+
+    def _take_up(self, resumed: Resumed) -> None:
         """Puts this trainer in the place of the one that wrote a checkpoint."""
-        rest = restore(self.step, resumed.files, resumed.state)
-        self.history = [EpochRecord(**record) for record in rest["history"]]
-        self._epoch = EpochSoFar(**rest["epoch"])
-        if isinstance(loader, Loader):
-            loader.load_state_dict(rest["cursor"])
+        generators = generator_states(self.run.device)
+        self._waiting = restore(self.step, resumed.files, resumed.state)
+        self._waiting["generators"] = generator_states(self.run.device)
+        restore_generators(generators, self.run.device)
+        self.history = [EpochRecord(**record) for record in self._waiting["history"]]
+        self._epoch = EpochSoFar(**self._waiting["epoch"])
         self._last_checkpoint = (self.step.num_steps, time.monotonic())
-        if self.run.is_main:
-            self.say(f"resumed from {resumed.name}, epoch {len(self.history) + 1}, step {self.step.num_steps}")
+        self.say(f"resumed from {resumed.name}, epoch {len(self.history) + 1}, step {self.step.num_steps}")
+
+    def _go_on(self, loader: Loader | DataLoader[Any]) -> None:
+        """Begins where the state ends: its cursor, its generators, its epoch; those of a resumed run only now.
+
+        A program that was resumed may have called `fit` before, and drawn, for what the state is past already.
+        """
+        waiting, self._waiting = self._waiting, None
+        if waiting is None:
+            self._epoch = EpochSoFar()
+            return
+        put_in_place(waiting, loader, self._eval_loader, self.run.device)
 
     def _train_epoch(self, loader: Loader | DataLoader[Any], number: int) -> EpochRecord:
         """Runs through the loader once, or through the rest of an epoch that was begun."""
         self.model.train()
         self._unread.clear()  # what followed a step that was not finite never happened
         if self._epoch.num_batches == 0:
-            self._epoch = EpochSoFar(generators=generator_states(self.run.device))
+            self._epoch = begin_epoch(loader, self.run.device)
         epoch, steps = self._epoch, _length(loader)
         first, before, start = epoch.num_samples, epoch.seconds, time.perf_counter()
-        for batch in self._batches(loader):
+        for batch in batches_left(loader, epoch, self.run.device):
             rates = learning_rates(self.step.optimizers)
+            self.run.team.give = self._give(batch, loader)
             result = self.step(batch)
+            self.run.team.give = None
             self._note(result, batch, rates)
             epoch.num_samples += result.num_samples
             epoch.num_batches += 1
@@ -338,20 +380,6 @@ class Trainer:
         seconds = before + time.perf_counter() - start
         loss = epoch.total / epoch.count if epoch.count else float("nan")
         return EpochRecord(number, seconds, epoch.num_samples / seconds, loss, {})
-
-    def _batches(self, loader: Loader | DataLoader[Any]) -> Iterator[Any]:
-        """The batches of the epoch; of one that was begun those that are left."""
-        if isinstance(loader, Loader) or self._epoch.num_batches == 0:
-            yield from loader
-            return
-        # A loader of the user's own shuffles by the script's generators: draw what was drawn, and leave out the rest.
-        now = generator_states(self.run.device)
-        restore_generators(self._epoch.generators, self.run.device)
-        batches = iter(loader)
-        for _ in range(self._epoch.num_batches):
-            next(batches)
-        restore_generators(now, self.run.device)
-        yield from batches
 
     def _note(self, result: StepResult, batch: Any, rates: list[float]) -> None:
         """Remembers a step until its scalars have arrived."""
@@ -383,21 +411,26 @@ class Trainer:
 
     def _attend(self, loader: Loader | DataLoader[Any]) -> None:
         """What is to be seen to between two steps: losses that were healed, checkpoints, requests to stop."""
-        team = self.run.team
-        if len(team.healed) > self._num_healed:
-            self._settle(wait=True)
-            if self.run.is_main and self._recorder is None:
-                self._take_over()
-            for view, seconds in team.healed[self._num_healed :]:
-                if self._recorder is not None:
-                    self._recorder.healed(self.step.num_steps - 1, view, seconds, self._known_losses)
-            self._num_healed = len(team.healed)
+        self._note_losses()
         if self._recorder is not None:
             self._recorder.poll()
         if self.run.stopping:
             self._stop(loader)
         if self._is_checkpoint_due():
             self._checkpoint(loader)
+
+    def _note_losses(self) -> None:
+        """Writes down what was healed since the last call; takes over where rank 0 was lost."""
+        healed = self.run.team.healed
+        if len(healed) == self._num_healed:
+            return
+        self._settle(wait=True)
+        if self.run.is_main and self._recorder is None:
+            self._take_over()
+        for view, seconds in healed[self._num_healed :]:
+            if self._recorder is not None:
+                self._recorder.healed(max(0, self.step.num_steps - 1), view, seconds)
+        self._num_healed = len(healed)
 
     def _take_over(self) -> None:
         """Becomes the rank that writes, after the one before was lost."""
@@ -424,23 +457,24 @@ class Trainer:
         pulse = self.run.team.pulse
         before = pulse.enter("checkpoint")
         cursor = loader.state_dict() if isinstance(loader, Loader) else None
-        rest = {
-            "history": [record.as_json() for record in self.history],
-            "epoch": asdict(self._epoch),
-            "cursor": cursor,
-            "contract": self._contract,
-        }
         self._recorder.flush()
-        self._recorder.checkpoint(self.step.num_steps, capture(self.step, rest))
+        self._recorder.checkpoint(self.step.num_steps, capture(self.step, self._rest(loader, cursor)))
         self._last_checkpoint = (self.step.num_steps, time.monotonic())
         pulse.enter(before)
 
     def _stop(self, loader: Loader | DataLoader[Any]) -> NoReturn:
-        """Leaves in good order."""
+        """Leaves in good order: no rank goes before the checkpoint is complete, lest a launcher ends the others."""
         signum = self.run.team.stop
-        self._checkpoint(loader)
+
+        def write() -> None:
+            if self._recorder is None:
+                self._take_over()
+            self._checkpoint(loader)
+            if self._recorder is not None:
+                self._recorder.finish_checkpoints()
+
+        self.run.team.perform(lambda: on_main(self.run.communicator, write))
         if self._recorder is not None:
-            self._recorder.finish_checkpoints()
             self._recorder.event("stop", self.step.num_steps, signal=signum)
         how = self._resume_command or f"fit(…, resume={str(self._folder)!r})"
         kept = f"; to go on: {how}" if self._folder is not None else ", and nothing was kept: it has no run_dir"
@@ -451,6 +485,7 @@ class Trainer:
 
     def _end_epoch(self, record: EpochRecord) -> None:
         """Files, shows and logs an epoch."""
+        self._note_losses()
         self.history.append(record)
         self._epoch = EpochSoFar()
         scalars = {"epoch": float(record.epoch), "loss/train_epoch": record.train_loss}
@@ -467,19 +502,25 @@ class Trainer:
         self._display.line(f"{text}, {record.samples_per_second:,.0f} samples/s")
 
     def _end_fit(self, loader: Loader | DataLoader[Any]) -> None:
-        """Leaves a checkpoint, the weights and the picture."""
+        """Leaves a checkpoint, the weights and the picture; all ranks stay until they are there."""
         if self._folder is None:
             return
-        if self.run.is_main and self._recorder is None:
-            self._take_over()
-        if self._recorder is None:
-            return
-        if self._last_checkpoint[0] != self.step.num_steps or not self.history:
-            self._checkpoint(loader)
-        self._recorder.finish_checkpoints()
-        self._recorder.event("end", self.step.num_steps, digest=self.digest)
-        self._draw()
-        files.write_weights(self._folder / files.WEIGHTS_FILE, self.model)
+        folder = self._folder
+
+        def leave() -> None:
+            self._note_losses()
+            if self._recorder is not None:
+                if self._last_checkpoint[0] != self.step.num_steps or not self.history:
+                    self._checkpoint(loader)
+                self._recorder.finish_checkpoints()
+                self._recorder.event("end", self.step.num_steps, digest=self.digest)
+                self._draw()
+                files.write_weights(folder / files.WEIGHTS_FILE, self.model)
+            self.run.team.pulse.enter("exchange")
+            self.run.communicator.barrier()
+
+        self.run.team.perform(leave)
+        self.run.team.pulse.enter("script")
 
     def _draw(self) -> None:
         """Draws the losses so far."""

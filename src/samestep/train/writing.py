@@ -77,9 +77,14 @@ def open_unbuffered(path: Path, mode: str) -> FileIO:
 
 
 def append_whole(file: FileIO, path: Path, data: bytes) -> None:
-    """Appends all of the data to an unbuffered file, or none of it and raises as `writing` does."""
+    """Appends all of the data to an unbuffered file, or none of it and raises as `writing` does.
+
+    A file that was removed meanwhile would take it, and nobody would ever read it: that is an error, too.
+    """
     written = 0
     with writing(path):
+        if data and os.fstat(file.fileno()).st_nlink == 0:
+            raise OSError(errno.ENOENT, "it was removed while the run was writing to it")
         try:
             while written < len(data):
                 written += file.write(data[written:])

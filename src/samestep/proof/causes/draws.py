@@ -17,10 +17,10 @@ from samestep.proof.causes.evidence import Evidence, listed
 from samestep.proof.causes.notes import Notes, Wrap, by_script, wrapped
 
 DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
-TORCH_DRAWS = ("rand", "randn", "randint", "rand_like", "randn_like", "randint_like", "normal", "bernoulli")
+TORCH_DRAWS = ("rand", "randn", "randint", "rand_like", "randn_like", "randint_like", "normal", "bernoulli", "randperm")
 TENSOR_DRAWS = ("normal_", "uniform_", "bernoulli_", "exponential_", "random_")
-NUMPY_DRAWS = ("rand", "randn", "random", "uniform", "normal", "randint", "standard_normal", "permutation")
-PYTHON_DRAWS = ("random", "uniform", "gauss", "randint", "randrange")
+NUMPY_DRAWS = ("rand", "randn", "random", "uniform", "normal", "randint", "standard_normal", "permutation", "beta")
+PYTHON_DRAWS = ("random", "uniform", "gauss", "randint", "randrange", "betavariate")
 
 
 def listen(notes: Notes) -> list[Wrap]:
@@ -146,26 +146,29 @@ def _without_draws() -> Iterator[None]:
 
         return init
 
-    def constant(level: float) -> Callable[[Any], Any]:
+    def constant(name: str) -> Callable[[Any], Any]:
+        level = levels.get(name, 0.0)
+
         def make(inner: Callable[..., Any]) -> Callable[..., Any]:
             def draw(*args: Any, **kwargs: Any) -> Any:
                 value = inner(*args, **kwargs)
                 if kwargs.get("generator") is not None or not made or not by_script():
                     return value
-                return _levelled(value, level)
+                return value.sort().values if name == "randperm" else _levelled(value, level)
 
             return draw
 
         return make
 
-    levels = {"rand": 0.5, "rand_like": 0.5, "uniform": 0.5, "uniform_": 0.5, "random": 0.5, "exponential_": 1.0}
+    halves = ("rand", "rand_like", "uniform", "uniform_", "random", "beta", "betavariate")
+    levels = {**dict.fromkeys(halves, 0.5), "exponential_": 1.0}
     places: Sequence[tuple[Any, tuple[str, ...]]] = (
         (torch, TORCH_DRAWS),
         (Tensor, TENSOR_DRAWS),
         (np.random, NUMPY_DRAWS),
         (random, PYTHON_DRAWS),
     )
-    draws = [Wrap(owner, name, constant(levels.get(name, 0.0))) for owner, names in places for name in names]
+    draws = [Wrap(owner, name, constant(name)) for owner, names in places for name in names]
     with wrapped(Wrap(Optimizer, "__init__", note), *draws):
         yield
 

@@ -13,6 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from samestep.comm.environment import read_environment
 from samestep.proof.causes.cause import Cause
+from samestep.proof.causes.divisors import divisor
 from samestep.proof.causes.evidence import Evidence, by_step, listed, on_devices
 from samestep.proof.causes.notes import Notes, Wrap, num_rows, wrapped
 
@@ -27,12 +28,14 @@ DENSE = (
     *("binary_cross_entropy_with_logits", "multilabel_soft_margin_loss", "gaussian_nll_loss", "poisson_nll_loss"),
 )
 
+OWN = "the program's own mean"
+
 _reduce = dist.all_reduce if dist.is_available() else _nothing
 """The reduction as it is before anybody listens at it: what counterfactuals exchange is not the program's."""
 
 
 def listen(notes: Notes) -> list[Wrap]:
-    """Over how many elements the means of torch's losses run."""
+    """Over how many elements the means of torch's losses run, and by what the program divides its loss itself."""
 
     def watching(name: str) -> Callable[[Any], Any]:
         def make(inner: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -49,7 +52,17 @@ def listen(notes: Notes) -> list[Wrap]:
 
         return make
 
-    return [Wrap(F, name, watching(name)) for name in (*LABELLED, *DENSE)]
+    def dividing(inner: Callable[..., Any]) -> Callable[..., Any]:
+        def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+            found = divisor(tensors)
+            if found is not None:
+                notes.tell("mean", function=OWN, count=found[1])
+            return inner(tensors, *args, **kwargs)
+
+        return backward
+
+    means = [Wrap(F, name, watching(name)) for name in (*LABELLED, *DENSE)]
+    return [*means, Wrap(torch.autograd, "backward", dividing)]
 
 
 def _bound(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -81,6 +94,11 @@ def _suspect_mean(evidence: Evidence) -> str | None:
         for step, ranks in by_step(run, "mean", lambda fact: (str(fact["function"]), float(fact["count"]))).items():
             for calls in zip(*ranks, strict=False):
                 counts = [count for _, count in calls]
+                if len(set(counts)) > 1 and calls[0][0] == OWN:
+                    return (
+                        f"the program divided its loss by {listed(counts, 8)} on ranks 0 to {run.world_size - 1} in "
+                        f"step {step}; the mean of the ranks' means takes these for equal"
+                    )
                 if len(set(counts)) > 1:
                     return (
                         f"{calls[0][0]} took the mean over {listed(counts, 8)} elements on ranks 0 to "
@@ -91,9 +109,27 @@ def _suspect_mean(evidence: Evidence) -> str | None:
 
 @contextmanager
 def _with_one_denominator() -> Iterator[None]:
-    """Means of torch's losses become sums over one number, the same on every rank: the elements of the first call."""
+    """Means become sums over one number, the same on every rank: what the ranks divided by in the first call."""
     world_size = read_environment().world_size
     denominators: dict[str, float] = {}
+
+    def whole(key: str, count: float, device: torch.device) -> float:
+        if key not in denominators:
+            total = torch.tensor([count], device=device)
+            if world_size > 1 and dist.is_initialized():
+                _reduce(total)
+            denominators[key] = float(total)
+        return denominators[key]
+
+    def rescaling(inner: Callable[..., Any]) -> Callable[..., Any]:
+        def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+            found = divisor(tensors)
+            if found is not None:
+                path, count = found
+                tensors = tensors * (count * world_size / whole(f"{OWN}: {path}", count, tensors.device))
+            return inner(tensors, *args, **kwargs)
+
+        return backward
 
     def summing(name: str) -> Callable[[Any], Any]:
         def make(inner: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -103,20 +139,17 @@ def _with_one_denominator() -> Iterator[None]:
                 given = _bound(signature, args, kwargs)
                 if not torch.is_grad_enabled() or given.get("reduction") not in ("mean", "batchmean"):
                     return inner(*args, **kwargs)
-                if name not in denominators:
-                    total = torch.tensor([_elements(name, given)], device=given["input"].device)
-                    if world_size > 1 and dist.is_initialized():
-                        _reduce(total)
-                    denominators[name] = float(total)
+                denominator = whole(name, _elements(name, given), given["input"].device)
                 given.update(reduction="sum", size_average=None, reduce=None)
                 allowed = {key: value for key, value in given.items() if key in signature.parameters}
-                return inner(**allowed) * (world_size / denominators[name])
+                return inner(**allowed) * (world_size / denominator)
 
             return loss
 
         return make
 
-    with wrapped(*(Wrap(F, name, summing(name)) for name in (*LABELLED, *DENSE))):
+    means = [Wrap(F, name, summing(name)) for name in (*LABELLED, *DENSE)]
+    with wrapped(*means, Wrap(torch.autograd, "backward", rescaling)):
         yield
 
 

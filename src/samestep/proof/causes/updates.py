@@ -71,7 +71,7 @@ def _rates(run: Recording, step: int) -> list[float]:
 
 
 def _suspect_rate(evidence: Evidence) -> str | None:
-    if not evidence.is_ddp or len(evidence.firsts) < 2:
+    if len(evidence.firsts) < 2:
         return None
     first, *others = evidence.firsts
     for other in others:

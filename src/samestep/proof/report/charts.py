@@ -1,7 +1,7 @@
 """The charts of a report: which there are, and what each draws; the page and the picture show the same ones."""
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -18,7 +18,8 @@ MIN_BINS = 100
 NUM_COLORS = 6
 ON_ANOTHER = ((10, 10), (4, 12), (16, 6))
 BEYOND: tuple[tuple[int, ...], ...] = ((), (7, 4), (2, 4))
-KNOWN = ("loss/train", "loss/train_epoch", "loss/eval", "grad_norm", "lr", "samples_per_second", "world_size")
+BLOCKED = "checkpoint/blocked_milliseconds"
+KNOWN = ("loss/train", "loss/train_epoch", "loss/eval", "grad_norm", "lr", "samples_per_second", "world_size", BLOCKED)
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,7 @@ def make_charts(story: Story) -> tuple[Chart, ...]:
         _plain(runs, "memory/host_bytes", "Host memory", "bytes", "line", bins),
         _plain(runs, "memory/device_bytes", "Device memory", "bytes", "line", bins),
         _plain(runs, "world_size", "Devices", "", "steps", bins),
+        _blocked(runs, bins),
     ]
     charts += [_noisy(runs, tag, tag, bins) for tag in _ordered(_own_tags(run) for run in runs)]
     return tuple(chart for chart in charts if chart.series or chart.stack)
@@ -176,6 +178,13 @@ def _stack(number: int, run: RunStory, num_runs: int) -> Chart:
     stack = (number, phases.thinned(MAX_BINS // 3 if num_runs < 4 else MIN_BINS)) if len(phases.steps) else None
     note = run.name if num_runs > 1 else "mean host seconds in each phase"
     return Chart(f"phases-{number}", "Time of a step", note, "seconds", (), stack=stack)
+
+
+def _blocked(runs: Sequence[RunStory], bins: int) -> Chart:
+    """How long each checkpoint kept a step waiting."""
+    chart = _plain(runs, BLOCKED, "Step held up by a checkpoint", "seconds", "dots", bins)
+    series = tuple(replace(s, curve=Curve(s.curve.steps, s.curve.values / 1000)) for s in chart.series)
+    return replace(chart, series=series)
 
 
 def _changes(curve: Curve) -> Curve:

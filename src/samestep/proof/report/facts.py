@@ -102,7 +102,10 @@ class Agreement:
             what += f" that both have ({self.lengths[0]:,} and {self.lengths[1]:,} steps)"
         digests = self.extent.digests
         state = f", the state {'once' if digests == 1 else f'{digests:,} times'}" if digests else ""
-        return f"Same bits for {what}. Compared each step: sample ids, loss, gradient norm, learning rate{state}."
+        final = " Both ended in the same state, by its digest." if self.extent.final else ""
+        return (
+            f"Same bits for {what}. Compared each step: sample ids, loss, gradient norm, learning rate{state}.{final}"
+        )
 
     def _different(self) -> str:
         assert self.difference is not None

@@ -1,0 +1,120 @@
+"""An epoch under way: what is known of it so far, and its batches that are left."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from samestep.data.loader import Loader
+from samestep.errors import CheckpointError
+from samestep.train.run import Run
+from samestep.train.state import generator_states, restore_generators
+
+
+@dataclass
+class EpochSoFar:
+    """Part of a checkpoint, so that a resumed epoch ends as it would have.
+
+    Attributes:
+        num_batches: done.
+        num_samples: done.
+        total: the sum of the loss.
+        count: what it is divided by.
+        seconds: of training.
+        generators: the states of the script's random generators when it began.
+        of_loader: the states of the generators of a loader of the user's own when it began.
+    """
+
+    num_batches: int = 0
+    num_samples: int = 0
+    total: float = 0.0
+    count: float = 0.0
+    seconds: float = 0.0
+    generators: dict[str, Any] = field(default_factory=dict)
+    of_loader: list[torch.Tensor] = field(default_factory=list)
+
+
+def begin_epoch(loader: Loader | DataLoader[Any], device: torch.device) -> EpochSoFar:
+    """An epoch of which nothing is done."""
+    return EpochSoFar(generators=generator_states(device), of_loader=loader_generator_states(loader))
+
+
+def batches_left(loader: Loader | DataLoader[Any], epoch: EpochSoFar, device: torch.device) -> Iterator[Any]:
+    """The batches of an epoch; of one that was begun those that are left.
+
+    A loader of the run knows its place. One of the user's own shuffles and augments by the generators of the script or
+    by its own: it draws again what it drew, and the batches that are done are left out.
+    """
+    if isinstance(loader, Loader) or epoch.num_batches == 0:
+        yield from loader
+        return
+    now = generator_states(device)
+    restore_generators(epoch.generators, device)
+    restore_loader_generators(loader, epoch.of_loader)
+    batches = iter(loader)
+    for _ in range(epoch.num_batches):
+        next(batches, None)
+    restore_generators(now, device)
+    yield from batches
+
+
+def make_loader(run: Run, dataset: Any, epoch: int, num_workers: int, shuffle: bool) -> Loader | DataLoader[Any]:
+    """A loader to train with: the one given, or a new one over a dataset, from the beginning of this epoch on."""
+    if isinstance(dataset, Loader | DataLoader):
+        return dataset
+    is_stream = not hasattr(dataset, "__len__")
+    loader = run.loader(dataset, shuffle=shuffle and not is_stream, num_workers=num_workers)
+    loader.load_state_dict({"epoch": epoch, "position": 0})
+    return loader
+
+
+def make_eval_loader(run: Run, data: Any, epoch: int, num_workers: int) -> Loader:
+    """A loader to evaluate with: the one given, or a new one over a dataset, as it is after so many epochs."""
+    if isinstance(data, Loader):
+        return data
+    loader = run.loader(data, num_workers=num_workers)
+    loader.load_state_dict({"epoch": epoch, "position": 0})
+    return loader
+
+
+def put_in_place(
+    state: Mapping[str, Any], loader: Loader | DataLoader[Any], eval_loader: Loader | None, device: torch.device
+) -> None:
+    """Puts loaders and generators where a state says that they were.
+
+    Raises:
+        CheckpointError: it is the state of a program that had another sort of loader.
+    """
+    if not isinstance(loader, Loader):
+        restore_loader_generators(loader, state["loader_generators"])
+    elif state["cursor"] is not None:
+        loader.load_state_dict(state["cursor"])
+    else:
+        raise CheckpointError(
+            "the checkpoint is of a run with a DataLoader of its own, whose place in the data a dataset has not; "
+            "give fit the DataLoader again"
+        )
+    if eval_loader is not None and state["eval_cursor"] is not None:
+        eval_loader.load_state_dict(state["eval_cursor"])
+    restore_generators(state["generators"], device)
+
+
+def loader_generator_states(loader: Loader | DataLoader[Any]) -> list[torch.Tensor]:
+    """The states of the generators that a loader of the user's own was given."""
+    return [generator.get_state() for generator in _generators(loader)]
+
+
+def restore_loader_generators(loader: Loader | DataLoader[Any], states: list[torch.Tensor]) -> None:
+    """Puts them back."""
+    for generator, state in zip(_generators(loader), states, strict=False):
+        generator.set_state(state)
+
+
+def _generators(loader: Loader | DataLoader[Any]) -> list[torch.Generator]:
+    if isinstance(loader, Loader):
+        return []
+    owners = (loader, loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None))
+    found = {id(g): g for owner in owners if isinstance(g := getattr(owner, "generator", None), torch.Generator)}
+    return list(found.values())

@@ -1,0 +1,158 @@
+"""`samestep train --resume`, as a user types it: the run goes on with its own options, or a sentence says why not."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from samestep.cli.main import main
+
+SAMESTEP = [sys.executable, "-m", "samestep"]
+
+
+def samestep(*args, cwd):
+    """Runs the command; a failure to end is a failure."""
+    return subprocess.run([*SAMESTEP, *map(str, args)], cwd=cwd, capture_output=True, text=True, timeout=240)
+
+
+def digest(done):
+    assert done.returncode == 0, done.stderr
+    (line,) = (line for line in done.stdout.splitlines() if line.startswith("digest"))
+    return line.split()[-1]
+
+
+def entries(folder):
+    return [json.loads(line) for line in (folder / "ledger.jsonl").read_text().splitlines()]
+
+
+def content(folder):
+    return {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory):
+    """A folder with a run that has ended, `a`, of 8 steps with options of its own, and its digest."""
+    folder = tmp_path_factory.mktemp("recorded")
+    rows = [f"{i % 7},{(i * i) % 11},{(3 * i) % 5},{(i % 7) * 2 - (3 * i) % 5}" for i in range(200)]
+    (folder / "table.csv").write_text("a,b,c,target\n" + "\n".join(rows) + "\n")
+    done = samestep(
+        *("train", "mlp", "--data", folder / "table.csv", "--epochs", 4, "--seed", 3, "--lr", 0.02),
+        *("--devices", "cpu:2", "--run-dir", "a", "--checkpoint-steps", 3, "--keep", 9, "--digest-every", 1),
+        cwd=folder,
+    )
+    return folder, digest(done)
+
+
+@pytest.fixture
+def folder(recorded, tmp_path):
+    """A copy of it, to change."""
+    shutil.copytree(recorded[0], tmp_path, dirs_exist_ok=True)
+    return tmp_path
+
+
+def test_a_checkpoint_is_gone_on_from_in_another_folder_on_other_devices_with_the_run_s_options(recorded, folder):
+    before = content(folder / "a")
+    resume = ("--resume", "a/checkpoints/step-00000003", "--run-dir", "b", "--devices", "cpu:1")
+    assert digest(samestep("train", *resume, cwd=folder)) == recorded[1]
+    assert content(folder / "a") == before
+    steps = {entry["step"]: entry for entry in entries(folder / "a") if "event" not in entry}
+    again = [entry for entry in entries(folder / "b") if "event" not in entry]
+    assert [entry["step"] for entry in again] == [3, 4, 5, 6, 7]
+    for entry in again:
+        assert {**entry, "world_size": 2} == steps[entry["step"]]
+    first, second = (json.loads((folder / name / "run.json").read_text())["job"] for name in "ab")
+    assert {**first, "keep": 9} == second
+
+
+@pytest.mark.slow
+def test_auto_takes_up_the_newest_run_that_did_not_end_and_begins_a_new_one_after_that(recorded, folder):
+    (folder / "runs").mkdir()
+    (folder / "a").rename(folder / "runs" / "mine")
+    (folder / "runs" / "mine" / "result.json").unlink()
+    shutil.rmtree(folder / "runs" / "mine" / "checkpoints" / "step-00000008")
+    (folder / "runs" / "other").mkdir()
+    (folder / "runs" / "other" / "run.json").write_text('{"recipe": "lenet"}')
+    done = samestep("train", "mlp", "--resume", "auto", "--devices", "cpu:3", cwd=folder)
+    assert digest(done) == recorded[1]
+    assert "resumed from step-00000006" in done.stdout
+    assert (folder / "runs" / "mine" / "result.json").exists()
+    done = samestep(
+        *("train", "mlp", "--resume", "auto", "--devices", "cpu:1"),
+        *("--data", "table.csv", "--epochs", 1),
+        cwd=folder,
+    )
+    assert "resumed" not in done.stdout
+    assert digest(done) != recorded[1]
+    assert len(list((folder / "runs").glob("mlp-*"))) == 1
+
+
+def test_a_changed_contract_is_listed_once_and_changes_nothing(folder):
+    before = content(folder / "a")
+    done = samestep("train", "--resume", "a", "--seed", 4, "--threads", 2, "--devices", "cpu:2", cwd=folder)
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    for line in ("seed: 3 before, 4 now", "num_threads: 1 before, 2 now", "--allow-contract-change"):
+        assert done.stderr.count(line) == 1, done.stderr
+    assert {p: c for p, c in content(folder / "a").items() if p.parent.name != "logs"} == {
+        p: c for p, c in before.items() if p.parent.name != "logs"
+    }
+
+
+@pytest.mark.slow
+def test_a_changed_contract_that_is_allowed_is_written_down_and_more_epochs_are_kept(recorded, folder):
+    changed = ("--lr", 0.01, "--allow-contract-change", "--epochs", 5)
+    done = samestep("train", "--resume", "a", *changed, "--devices", "cpu:1", cwd=folder)
+    assert "changed since the checkpoint: lr: 0.02 -> 0.01" in done.stdout
+    assert digest(done) != recorded[1]
+    (event,) = (entry for entry in entries(folder / "a") if entry.get("event") == "contract_change")
+    assert (event["step"], event["fields"]) == (8, [["lr", 0.02, 0.01]])
+    assert [entry["lr"] for entry in entries(folder / "a") if "event" not in entry][8:] == [[(0.01).hex()]] * 2
+    job = json.loads((folder / "a" / "run.json").read_text())["job"]
+    assert (job["epochs"], job["lr"], job["seed"]) == (5, 0.01, 3)
+
+
+@pytest.mark.slow
+def test_more_epochs_after_the_end_are_those_of_a_run_that_had_them_from_the_start(folder):
+    more = samestep("train", "--resume", "a", "--epochs", 6, "--devices", "cpu:3", cwd=folder)
+    whole = samestep(
+        *("train", "mlp", "--data", "table.csv", "--epochs", 6, "--seed", 3, "--lr", 0.02, "--devices", "cpu:1"),
+        *("--run-dir", "whole"),
+        cwd=folder,
+    )
+    assert digest(more) == digest(whole)
+
+
+@pytest.mark.parametrize(
+    ("args", "sentence"),
+    [
+        (["--resume", "nope"], "nope is not there; --resume takes the folder of a run, a checkpoint in one, or auto"),
+        (["--resume", "table.csv"], "table.csv"),
+        (["--resume", "a/checkpoints"], "holds no run"),
+        (["--resume", "a/checkpoints/step-00000099"], "step-00000099 is not there"),
+        (["--resume", "auto"], "there is no recipe to train; give one of"),
+        (["lenet", "--resume", "a"], "got the recipe lenet, and a is a run of mlp; leave it out"),
+        (["--resume", "a", "--run-dir", "b"], "b is not empty"),
+        (["--resume", "other"], "other is not a run of `samestep train`; the program that made it can resume it"),
+        (["--resume", "broken"], "broken/run.json cannot be read"),
+        (["--resume", "a", "--epochs", "0"], "--epochs must be 1 or more"),
+    ],
+)
+def test_a_mistake_gets_one_sentence_before_anything_starts(recorded, tmp_path, monkeypatch, capsys, args, sentence):
+    monkeypatch.chdir(tmp_path)
+    for name in ("a", "table.csv"):
+        os.symlink(recorded[0] / name, name)
+    for name, text in (("b/mine", ""), ("other/run.json", "{}"), ("broken/run.json", "{")):
+        os.makedirs(os.path.dirname(name))
+        with open(name, "w") as file:
+            file.write(text)
+    monkeypatch.setattr(sys, "argv", ["samestep", "train", *args])
+    with pytest.raises(SystemExit) as caught:
+        main()
+    assert caught.value.code == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("samestep: error: ")
+    assert sentence in err

@@ -1,0 +1,151 @@
+"""Programs whose memory is limited while they take a step; they run on every rank of a world of processes."""
+
+import resource
+import time
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from samestep.errors import OutOfMemoryError
+from samestep.train.digest import state_digest
+from samestep.train.run import Run
+
+MIB = 2**20
+BATCH = 64
+ROOM = 200 * MIB  # above what the process has; buffers of threads and connections are in it
+
+
+@contextmanager
+def limited(room):
+    """Lets this process have so many bytes of address space more, and no others."""
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    with open("/proc/self/statm") as file:
+        used = int(file.read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + room, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+class Asking(torch.autograd.Function):
+    """Asks for memory that nobody writes to, in forward or in backward: no page of it is ever there."""
+
+    @staticmethod
+    def forward(ctx, x, phase, size):
+        ctx.phase, ctx.size = phase, size
+        if phase == "forward":
+            torch.empty(size, dtype=torch.uint8)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        if ctx.phase == "backward":
+            torch.empty(ctx.size, dtype=torch.uint8)
+        return gradient, None, None
+
+
+class Hungry(nn.Module):
+    """Needs so many bytes a sample, before its last layer in backward: buckets of that one are on their way."""
+
+    def __init__(self, phase, sample_bytes, norm=True):
+        super().__init__()
+        self.phase, self.sample_bytes = phase, sample_bytes
+        self.first, self.last = nn.Linear(8, 64), nn.Linear(64, 32)
+        self.norm = nn.BatchNorm1d(64) if norm else nn.Identity()
+
+    def forward(self, x):
+        hidden = Asking.apply(self.norm(self.first(x)), self.phase, len(x) * self.sample_bytes)
+        return self.last(torch.relu(hidden))
+
+
+def square(model, batch):
+    """A loss."""
+    return model(batch).square().mean()
+
+
+def run_short(communicator, phases, num_shards=4, sample_mib=32, norm=True):
+    """A step for which the memory of some ranks does not suffice, and another after it.
+
+    Args:
+        communicator: this rank's voice.
+        phases: by rank, in which phase it asks for memory; None for a rank that does not.
+        num_shards: V.
+        sample_mib: how much a sample needs, in MiB.
+        norm: whether the model has BatchNorm.
+
+    Returns:
+        The message, whether the state was as before, the digest after a smaller batch, the seconds.
+    """
+    run = Run(BATCH, num_shards, communicator=communicator)
+    phase = phases[communicator.rank]
+    model = Hungry(phase, sample_mib * MIB if phase else 0, norm)
+    optimizer = torch.optim.Adam(model.parameters())
+    step = run.train_step(model, optimizer, square, bucket_bytes=1024)
+    samples = torch.randn(BATCH, 8)
+    small = samples[: 2 * num_shards]
+    model.sample_bytes, asked = 0, model.sample_bytes
+    step(small)  # what is made once is there
+    before, message = state_digest(model, optimizer), None
+    with limited(ROOM):
+        model.sample_bytes = asked
+        start = time.monotonic()
+        try:
+            step(samples)
+        except OutOfMemoryError as error:
+            message = str(error)
+        seconds = time.monotonic() - start
+    same = state_digest(model, optimizer) == before and step.num_steps == 1
+    model.sample_bytes = 0
+    step(small)
+    return message, same, state_digest(model, optimizer), seconds
+
+
+def run_fitting(communicator, phases, num_shards, sample_mib=32):
+    """Whether a step fits with so many shards."""
+    message, *_ = run_short(communicator, phases, num_shards, sample_mib)
+    return message is None
+
+
+def run_large(communicator, num_shards, hidden=2048, room=ROOM):
+    """A model whose gradients and optimizer state matter, limited from its first step on."""
+    run = Run(BATCH, num_shards, communicator=communicator)
+    model = nn.Sequential(nn.Linear(hidden, hidden, bias=False), Part(6 * MIB))
+    optimizer = torch.optim.Adam(model.parameters(), foreach=False)
+    step = run.train_step(model, optimizer, square)
+    samples = torch.randn(BATCH, hidden)
+    with limited(room):
+        try:
+            for _ in range(3):
+                step(samples)
+        except OutOfMemoryError as error:
+            return str(error)
+    return None
+
+
+class Part(nn.Module):
+    """Needs so many bytes a sample in forward."""
+
+    def __init__(self, sample_bytes):
+        super().__init__()
+        self.sample_bytes = sample_bytes
+
+    def forward(self, x):
+        return Asking.apply(x, "forward", len(x) * self.sample_bytes)
+
+
+def run_update(communicator):
+    """An optimizer whose state does not fit in its first step; what it says, and what a second attempt says."""
+    run = Run(BATCH, 1, communicator=communicator)
+    model = nn.Linear(2048, 2048, bias=False)  # 16 MiB of float32
+    step = run.train_step(model, torch.optim.Adam(model.parameters(), foreach=False), square)
+    samples = torch.randn(BATCH, 2048)
+    said = []
+    with limited(40 * MIB):
+        for _ in range(2):
+            try:
+                step(samples)
+            except Exception as error:
+                said.append((type(error).__name__, str(error)))
+    return said

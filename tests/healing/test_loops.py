@@ -1,0 +1,71 @@
+"""Loops of one's own heal as the Trainer does: two train steps, loaders of the user's own, streams, checkpoints."""
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+from conftest import run_script
+from faulty_loops import KINDS, train
+from worlds import in_turns
+
+from samestep.launcher.policy import Policy
+from samestep.train.run import Run
+
+SCRIPT = str(Path(__file__).with_name("faulty_loops.py"))
+PHASES = ("data", "forward", "backward", "exchange", "sent", "update", "evaluate")
+CAUSES = ("SIGKILL", "SIGSTOP", "SIGSEGV", "exit", "exit 0", "exception", "spin", "hang in C")
+HANGS = ("spin", "hang in C")
+
+
+def alone(kind, folder):
+    """What the loop comes to on one device, in this process."""
+    return in_turns(1, lambda communicator: train(Run(32, 8, 3, communicator=communicator), kind, None, folder))[0]
+
+
+def check(kind, devices, faults, tmp_path, policy=None):
+    told = {"folder": str(tmp_path / "run"), "kind": kind, "faults": faults}
+    outcome = run_script(SCRIPT, devices, told, policy)
+    assert outcome.exit_code == 0, outcome.failure
+    assert len(list(tmp_path.glob("struck-*.json"))) == len(faults)
+    ended = [json.loads(path.read_text()) for path in tmp_path.glob("ended-*.json")]
+    digest, history = alone(kind, tmp_path / "alone")
+    assert ended
+    assert all((end["digest"], end["history"]) == (digest, history) for end in ended)
+    return outcome
+
+
+@pytest.mark.parametrize(
+    ("kind", "fault"),
+    [
+        ("gan", {"rank": 0, "step": 2, "phase": "sent", "kind": "SIGKILL"}),
+        ("user's loader", {"rank": 1, "step": 3, "phase": "evaluate", "kind": "exit 0"}),
+    ],
+    ids=["gan", "user's loader"],
+)
+def test_a_loop_of_ones_own_goes_on_with_the_same_bits(kind, fault, tmp_path):
+    check(kind, 2, [fault], tmp_path)
+
+
+@pytest.mark.slow
+def test_a_replacement_does_not_train_alone_where_nobody_hands_it_the_state(tmp_path, capfd):
+    """It is told so, and the others end as if it had never been."""
+    fault = {"rank": 1, "step": 0, "phase": "backward", "kind": "SIGKILL"}
+    check("slow", 2, [fault], tmp_path, Policy(replace=True, max_restarts=1))
+    assert "in a loop of your own nobody hands it the state" in capfd.readouterr().err
+    assert len(list(tmp_path.glob("ended-*.json"))) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("kind", KINDS)
+def test_any_loop_goes_on_whatever_happens(kind, seed, tmp_path):
+    random_ = random.Random(f"{kind} {seed}")
+    devices = random_.choice((2, 3, 4))
+    faults = []
+    for rank in random_.sample(range(devices), random_.randint(1, devices - 1)):
+        cause, phase = random_.choice(CAUSES), random_.choice(PHASES)
+        if cause in HANGS and phase in ("exchange", "sent"):
+            phase = "backward"  # who hangs in an exchange cannot be told from those that wait for him
+        faults.append({"rank": rank, "step": random_.randrange(8), "phase": phase, "kind": cause})
+    check(kind, devices, faults, tmp_path)

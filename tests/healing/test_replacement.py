@@ -1,0 +1,37 @@
+"""Workers that stand by, and workers that are started late: they take part with the same bits, or change nothing."""
+
+import pytest
+
+from samestep.launcher.policy import Policy
+
+REPLACE = Policy(replace=True, max_restarts=2)
+KILL = {"rank": 1, "step": 2, "phase": "backward", "kind": "SIGKILL"}
+
+
+def names(told):
+    return [event["event"] for event in told.events if event["event"] != "checkpoint"]
+
+
+def test_a_spare_takes_over_the_shards_of_a_lost_rank(train, undisturbed):
+    told = train(3, [KILL], spares=1)
+    assert told.outcome.exit_code == 0, told.outcome.failure
+    assert (told.steps, told.digests) == (undisturbed.steps, undisturbed.digests)
+
+
+def test_a_replacement_receives_the_state_and_takes_part(train, undisturbed):
+    told = train(2, [KILL], REPLACE, wait_for=2, pause=0.05)
+    assert told.outcome.exit_code == 0, told.outcome.failure
+    assert (told.steps, told.digests) == (undisturbed.steps, undisturbed.digests)
+    assert names(told) == ["start", "death", "heal", "join", "end"]
+    assert len(told.ended) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("phase", ["give", "given"])
+@pytest.mark.parametrize("slot", [0, 3], ids=["the one that hands out", "the one that receives"])
+def test_whoever_dies_while_the_state_is_handed_out_the_others_go_on(train, undisturbed, slot, phase):
+    fault = {"rank": slot, "step": 0, "phase": phase, "kind": "SIGKILL"}
+    told = train(3, [KILL, fault], Policy(replace=True, max_restarts=1), wait_for=3, pause=0.05)
+    assert told.outcome.exit_code == 0, told.outcome.failure
+    assert len(told.struck) == 2
+    assert (told.steps, told.digests) == (undisturbed.steps, undisturbed.digests)

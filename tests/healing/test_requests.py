@@ -1,0 +1,92 @@
+"""Requests to stop, and supervisors that are killed: what is kept and said, and that the run goes on from there."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+SECONDS = 120
+TRAIN = (sys.executable, "-m", "samestep", "train")
+FEW = ("mlp", "--global-batch-size", "64", "--digest-every", "1", "--checkpoint-steps", "10")
+
+
+def start(folder, *options):
+    variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    return subprocess.Popen(
+        [*TRAIN, *FEW, "--run-dir", str(folder), *options],
+        env=variables,
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+
+
+def wait_until(condition, seconds=SECONDS):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.01)
+
+
+def ledger(folder):
+    lines = [json.loads(line) for line in (folder / "ledger.jsonl").read_text().splitlines()]
+    return [line for line in lines if "event" not in line], [line for line in lines if "event" in line]
+
+
+def by_number(steps):
+    """The steps by number; of one that was run twice both lines must say the same."""
+    found = {}
+    for step in steps:
+        kept = {name: value for name, value in step.items() if name != "world_size"}
+        assert found.setdefault(step["step"], kept) == kept
+    return found
+
+
+def test_a_request_that_reaches_ranks_in_different_steps_stops_them_after_the_same(train, undisturbed):
+    """Rank 1 loses its connection after rank 0 has ended the step, and hears of the request before it redoes it."""
+    told = train(2, [{"rank": 1, "step": 4, "phase": "exchanged", "kind": "stop and break"}])
+    assert told.outcome.exit_code == 128 + signal.SIGTERM
+    assert told.steps == undisturbed.steps[:6]
+    assert [event["event"] for event in told.events if event["event"] != "checkpoint"] == ["start", "heal", "stop"]
+    assert told.events[-1]["step"] == 6
+
+
+def test_ctrl_c_leaves_a_checkpoint_of_the_step_and_says_how_to_go_on(tmp_path):
+    folder = tmp_path / "run"
+    process = start(folder, "--devices", "cpu:2", "--epochs", "500")
+    wait_until(lambda: (folder / "checkpoints" / "latest").exists())
+    process.send_signal(signal.SIGINT)
+    out, err = (text.decode() for text in process.communicate(timeout=SECONDS))
+    assert process.returncode == 128 + signal.SIGINT
+    steps, events = ledger(folder)
+    assert events[-1]["event"] == "stop"
+    assert events[-1]["step"] == len(steps)
+    assert (folder / "checkpoints" / "latest").read_text().strip() == f"step-{len(steps):08d}"
+    assert not (folder / "result.json").exists()
+    assert f"samestep train mlp --resume {folder}" in out + err
+    assert "Traceback" not in out + err
+    assert "exited with code" not in err  # nobody failed: they left as they were asked to
+
+
+@pytest.mark.slow
+def test_a_run_whose_supervisor_was_killed_goes_on_to_the_same_end(tmp_path):
+    folder, whole = tmp_path / "run", tmp_path / "whole"
+    process = start(folder, "--devices", "cpu:2", "--epochs", "20")
+    wait_until(lambda: (folder / "checkpoints" / "latest").exists())
+    workers = psutil.Process(process.pid).children(recursive=True)
+    process.kill()
+    process.communicate()
+    _, alive = psutil.wait_procs(workers, timeout=10)
+    assert not alive
+    assert not (folder / "result.json").exists()
+    for place, options in ((folder, ["--resume", "auto", "--devices", "cpu:3"]), (whole, ["--devices", "cpu:1"])):
+        other = start(place, "--epochs", "20", *options)
+        _, err = other.communicate(timeout=SECONDS)
+        assert other.returncode == 0, err.decode()
+    results = [json.loads((place / "result.json").read_text()) for place in (folder, whole)]
+    assert results[0]["digest"] == results[1]["digest"]
+    assert by_number(ledger(folder)[0]) == by_number(ledger(whole)[0])

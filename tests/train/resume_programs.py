@@ -1,0 +1,329 @@
+"""Programs that are stopped and resumed; each case is something whose state could be lost on the way."""
+
+import math
+import random
+from functools import partial
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.optim import lr_scheduler as schedules
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, TensorDataset
+
+from samestep.engine.losses import Mean
+from samestep.train.metrics import accuracy, cross_entropy
+from samestep.train.run import Run
+from samestep.train.trainer import Trainer
+
+METRICS = {"accuracy": accuracy, "loss": cross_entropy}
+NUM_SAMPLES, BATCH, NUM_SHARDS, EPOCHS, SEED = 28, 10, 4, 4, 5  # 4 epochs of 3 steps, the last one of 8 samples
+
+
+def points(num_samples=NUM_SAMPLES, seed=4):
+    """Points on a plane and which of three classes they are of, drawn once and for all."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(num_samples, 2, generator=generator)
+    return x, (x[:, 0] > 0).long() + (x[:, 1] > 0).long()
+
+
+def plain(width=8):
+    """BatchNorm and dropout, whose statistics and randomness matter."""
+    return nn.Sequential(nn.Linear(2, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Dropout(0.2), nn.Linear(width, 3))
+
+
+class Images(nn.Module):
+    """Convolutions in channels_last, over points that are made images."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Conv2d(2, 4, 2), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 3, 2))
+        self.to(memory_format=torch.channels_last)
+
+    def forward(self, x):
+        images = x[:, :, None, None].repeat(1, 1, 3, 3).contiguous(memory_format=torch.channels_last)
+        return self.layers(images).flatten(1)
+
+
+class Odd(nn.Module):
+    """Tied weights, a frozen layer, a buffer that is not persistent, and one that comes later."""
+
+    def __init__(self):
+        super().__init__()
+        self.frozen = nn.Linear(2, 4).requires_grad_(False)
+        self.first = nn.Linear(4, 4, bias=False)
+        self.second = nn.Linear(4, 4, bias=False)
+        self.second.weight = self.first.weight
+        self.last = nn.Linear(4, 3)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64), persistent=False)
+        self.register_buffer("late", None)
+
+    def forward(self, x):
+        if self.training:
+            self.calls += 1
+            self.late = torch.full((2,), 0.5) if self.calls > 2 else None
+        scale = 1.0 if self.late is None else self.late.sum() * (1 + 0.01 * float(self.calls))
+        hidden = torch.tanh(self.second(torch.tanh(self.first(self.frozen(x)))))
+        return self.last(hidden) * scale
+
+
+def classification(model, batch):
+    """Cross-entropy, a mean over the shard."""
+    return functional.cross_entropy(model(batch[0]), batch[1])
+
+
+def many_overflows(model, batch):
+    """Too large for the first scales of float16."""
+    return 40 * classification(model, batch)
+
+
+def sometimes_nan(model, batch):
+    """Not finite where one of the samples is among them."""
+    bad = (batch[0][:, 0] == points()[0][3, 0]).any()
+    return classification(model, batch) * torch.where(bad, float("nan"), 1.0)
+
+
+def few_counted(model, batch):
+    """A loss over some of the samples: shards may have none."""
+    counted = batch[1] == 1
+    return Mean(functional.cross_entropy(model(batch[0])[counted], batch[1][counted], reduction="sum"), counted.sum())
+
+
+class Momentum64(torch.optim.Optimizer):
+    """Momentum in float64, in a list, whatever the parameters are."""
+
+    def __init__(self, params, lr=0.05):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    state = self.state[parameter]
+                    moments = state.setdefault("moments", [torch.zeros_like(parameter, dtype=torch.float64)])
+                    moments[0].mul_(0.9).add_(parameter.grad.double() / 3)
+                    parameter.sub_((group["lr"] * moments[0]).to(parameter.dtype))
+
+
+def halves(first, second, model):
+    """Two optimizers, each over every other parameter."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    return [first(parameters[::2]), second(parameters[1::2])]
+
+
+def groups(model):
+    """One optimizer with two parameter groups."""
+    parameters = list(model.parameters())
+    return torch.optim.SGD(
+        [{"params": parameters[:2], "lr": 0.02}, {"params": parameters[2:], "momentum": 0.5}], lr=0.1, momentum=0.9
+    )
+
+
+OPTIMIZERS = {
+    "sgd momentum": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+    "sgd nesterov": partial(torch.optim.SGD, lr=0.05, momentum=0.9, nesterov=True, weight_decay=1e-3),
+    "adam": partial(torch.optim.Adam, lr=0.02),
+    "adamw amsgrad": partial(torch.optim.AdamW, lr=0.02, amsgrad=True),
+    "adamw fused": partial(torch.optim.AdamW, lr=0.02, fused=True),
+    "rmsprop": partial(torch.optim.RMSprop, lr=0.01, momentum=0.5, centered=True),
+    "adagrad": partial(torch.optim.Adagrad, lr=0.05, lr_decay=0.01),
+    "nadam": partial(torch.optim.NAdam, lr=0.01),
+    "radam": partial(torch.optim.RAdam, lr=0.02),
+    "adafactor": partial(torch.optim.Adafactor, lr=0.05),
+    "float64 momentum": Momentum64,
+}
+SCHEDULERS = {
+    "step": lambda o: schedules.StepLR(o, 2, gamma=0.7),
+    "multi step": lambda o: schedules.MultiStepLR(o, [2, 5, 7], gamma=0.5),
+    "one cycle": lambda o: schedules.OneCycleLR(o, 0.1, total_steps=20, cycle_momentum=False),
+    "lambda": lambda o: schedules.LambdaLR(o, lambda step: 0.9**step),
+    "warm restarts": lambda o: schedules.CosineAnnealingWarmRestarts(o, 3, T_mult=2),
+    "sequential": lambda o: schedules.SequentialLR(
+        o, [schedules.LinearLR(o, 0.1, total_iters=4), schedules.StepLR(o, 2)], [4]
+    ),
+    "chained": lambda o: schedules.ChainedScheduler([schedules.ConstantLR(o, 0.5, 3), schedules.ExponentialLR(o, 0.9)]),
+}
+SCHEDULED = {
+    "step": "sgd momentum",
+    "multi step": "adam",
+    "one cycle": "adamw amsgrad",
+    "lambda": "rmsprop",
+    "warm restarts": "sgd nesterov",
+    "sequential": "nadam",
+    "chained": "radam",
+}
+
+
+class Noisy(Dataset):
+    """Samples with noise from all global generators."""
+
+    def __len__(self):
+        return NUM_SAMPLES
+
+    def __getitem__(self, index):
+        x, y = points()[0][index], points()[1][index]
+        return x + 0.1 * (torch.rand(()) + float(np.random.rand()) + random.random()), y
+
+
+class Stream(IterableDataset):
+    """The samples one after another, in an order of the epoch."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __iter__(self):
+        x, y = points()
+        for index in range(NUM_SAMPLES):
+            place = (index * 5 + self.epoch) % NUM_SAMPLES
+            yield x[place] + 0.1 * torch.rand(()), y[place]
+
+
+def own_generator():
+    return torch.Generator().manual_seed(99)
+
+
+DATA = {
+    "tensors": points,
+    "noisy": Noisy,
+    "stream": Stream,
+    "user's, shuffled": lambda: DataLoader(Noisy(), batch_size=BATCH, shuffle=True),
+    "user's, own generator": lambda: DataLoader(Noisy(), batch_size=BATCH, shuffle=True, generator=own_generator()),
+    "user's, own sampler": lambda: DataLoader(
+        Noisy(), batch_size=BATCH, sampler=RandomSampler(Noisy(), replacement=True, generator=own_generator())
+    ),
+    "user's, a stream": lambda: DataLoader(Stream(), batch_size=BATCH),
+    "user's, drop_last": lambda: DataLoader(TensorDataset(*points()), batch_size=BATCH, drop_last=True, shuffle=True),
+    "user's, workers": lambda: DataLoader(Noisy(), batch_size=BATCH, shuffle=True, num_workers=2),
+}
+
+CASES = {
+    "plain": {},
+    **{name: {"optimizer": name} for name in OPTIMIZERS},
+    **{name: {"scheduler": name, "optimizer": SCHEDULED[name]} for name in SCHEDULERS},
+    **{name: {"data": name} for name in DATA if name != "tensors"},
+    "two optimizers": {"optimizer": partial(halves, OPTIMIZERS["adam"], OPTIMIZERS["sgd momentum"])},
+    "two groups": {"optimizer": groups, "scheduler": "multi step"},
+    "channels_last": {"model": Images, "optimizer": "adam"},
+    "odd model": {
+        "model": Odd,
+        "optimizer": lambda model: torch.optim.Adam([p for p in model.parameters() if p.requires_grad]),
+    },
+    "bf16-mixed": {"options": {"precision": "bf16-mixed", "max_grad_norm": 0.5}},
+    "16-mixed": {"options": {"precision": "16-mixed"}, "loss": many_overflows},
+    "skipped": {"options": {"on_nonfinite": "skip"}, "loss": sometimes_nan},
+    "ragged counts": {"loss": few_counted},
+    "not shuffled": {"shuffle": False},
+    "late check": {"optimizer": "adamw fused", "options": {"late_check": True}},
+    "noisy evaluation": {"eval": "noisy"},
+    "evaluation by a loader": {"eval": "loader"},
+    "own loader": {"data": "loader"},
+    "own loader, drop_last": {"data": "loader, drop_last"},
+}
+
+
+def make_data(run, kind):
+    """The data of a case, made anew."""
+    if kind.startswith("loader"):
+        return run.loader(Noisy(), shuffle=True, drop_last=kind.endswith("drop_last"))
+    return DATA[kind]()
+
+
+def make_optimizers(model, kind):
+    if callable(kind):
+        return kind(model)
+    return OPTIMIZERS[kind](model.parameters())
+
+
+def train(
+    communicator, name="plain", run_dir=None, resume=None, *, calls=(EPOCHS,), draws=False, num_workers=0, **more
+):
+    """Trains a case, by one or several calls of `fit` with draws of the script between them.
+
+    Returns:
+        The digest, the history without its times, scheduler and loss scale, and what the script drew.
+    """
+    case = {**CASES[name], **more}
+    run = Run(BATCH, NUM_SHARDS, SEED, communicator=communicator)
+    model = case.get("model", plain)()
+    optimizer = make_optimizers(model, case.get("optimizer", "sgd momentum"))
+    scheduler = SCHEDULERS[case["scheduler"]](optimizer) if "scheduler" in case else None
+    data = make_data(run, case.get("data", "tensors"))
+    options = {"checkpoint_steps": 1, "checkpoint_minutes": None, "keep": 1000, "digest_every": 1}
+    options |= {**case.get("options", {}), **case.get("trainer", {})}
+    evaluated = {"noisy": Noisy, "loader": lambda: run.loader(Noisy(), shuffle=True)}.get(case.get("eval"), points)()
+    drawn = []
+    with Trainer(
+        run, model, optimizer, case.get("loss", classification), run_dir=run_dir, scheduler=scheduler, **options
+    ) as trainer:
+        for number in calls:
+            trainer.fit(
+                data,
+                number,
+                eval_data=evaluated,
+                metrics=METRICS,
+                shuffle=case.get("shuffle", True),
+                num_workers=num_workers,
+                resume=resume,
+                **case.get("fit", {}),
+            )
+            if draws:
+                drawn.append((torch.rand(1).item(), float(np.random.randn()), random.random()))
+        end = (torch.rand(1).item(), float(np.random.randn()), random.random())
+        progress = None if scheduler is None else repr(scheduler.state_dict()["_last_lr"])
+        return trainer.digest, shown(trainer.history), progress, trainer.step.state_dict(), drawn, end
+
+
+def shown(history):
+    """Records without times; NaN equal to itself."""
+    return [(r.epoch, _hex(r.train_loss), {k: _hex(v) for k, v in r.eval.items()}) for r in history]
+
+
+def _hex(value):
+    return "nan" if math.isnan(value) else value.hex()
+
+
+def gan_loop(communicator, folder, first=0, last=None, place=None, saves=True):
+    """A loop of one's own with two steps over one model, a loader, draws, and what the user keeps.
+
+    Returns:
+        Digest, sample ids of the last epoch, rest, draws.
+    """
+    from samestep.train.digest import state_digest
+
+    run = Run(BATCH, NUM_SHARDS, SEED, communicator=communicator)
+    gan = nn.ModuleDict({"generator": nn.Linear(2, 2), "critic": nn.Sequential(nn.Linear(2, 4), nn.Linear(4, 1))})
+    critic, generator = (
+        torch.optim.Adam(gan["critic"].parameters(), 0.01),
+        torch.optim.Adam(gan["generator"].parameters(), 0.01),
+    )
+    schedule = schedules.StepLR(critic, 3)
+
+    def critic_loss(gan, batch):
+        fake = gan["generator"](torch.randn(len(batch[0]), 2)).detach()
+        return (gan["critic"](fake) - gan["critic"](batch[0])).mean()
+
+    def generator_loss(gan, batch):
+        return -gan["critic"](gan["generator"](torch.randn(len(batch[0]), 2))).mean()
+
+    steps = [
+        run.train_step(gan, critic, critic_loss, scheduler=schedule),
+        run.train_step(gan, generator, generator_loss),
+    ]
+    loader = run.loader(Noisy(), shuffle=True)
+    rest = {"best": 0.0, "average": torch.zeros(2), "seen": []}
+    if place is not None:
+        rest = run.load_checkpoint(place, steps, loader)
+    paths = []
+    while loader.cursor.epoch < 3:
+        for batch in loader:
+            results = [step(batch) for step in steps]
+            rest["best"] = max(rest["best"], results[0].loss)
+            rest["average"] = 0.9 * rest["average"] + 0.1 * (torch.rand(2) + float(np.random.rand()))
+            rest["seen"] += batch.ids().tolist()
+            if saves:
+                paths.append(run.save_checkpoint(folder, steps, loader, rest, keep=100))
+    rest["average"] = rest["average"].tolist()
+    return state_digest(gan, [critic, generator]), schedule.last_epoch, rest, [str(path) for path in paths]

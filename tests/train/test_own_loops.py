@@ -1,0 +1,306 @@
+"""Loops of one's own: what `Run.save_checkpoint` and `load_checkpoint` keep, and the state dicts of all parts."""
+
+import random
+from itertools import chain, islice, repeat
+
+import numpy as np
+import pytest
+import torch
+from resume_programs import BATCH, NUM_SHARDS, SEED, Noisy, classification, gan_loop, plain, points
+from torch import nn
+from torch.optim import lr_scheduler as schedules
+from torch.utils.data import DataLoader
+from worlds import in_turns
+
+from samestep.errors import CheckpointError, ContractError, UsageError
+from samestep.train import state
+from samestep.train.checkpoint import list_checkpoints
+from samestep.train.digest import state_digest
+from samestep.train.run import Run
+
+OUTCOMES = slice(0, 3)
+
+
+def alone(program, *args, **options):
+    return in_turns(1, lambda communicator: program(communicator, *args, **options))[0]
+
+
+class Parts:
+    """A run with all that belongs to it."""
+
+    def __init__(self, communicator, seed=SEED, model=plain, precision="32-true", shuffle=True):
+        self.run = Run(BATCH, NUM_SHARDS, seed, communicator=communicator)
+        self.model = model()
+        self.optimizer = torch.optim.Adam(self.model.parameters(), 0.02)
+        self.scheduler = schedules.StepLR(self.optimizer, 2, gamma=0.8)
+        self.step = self.run.train_step(
+            self.model, self.optimizer, classification, scheduler=self.scheduler, precision=precision
+        )
+        self.loader = self.run.loader(Noisy(), shuffle=shuffle)
+        self.batches = chain.from_iterable(repeat(self.loader))
+
+    def train(self, num_steps):
+        """Some steps more, over the ends of epochs."""
+        for batch in islice(self.batches, num_steps):
+            self.step(batch)
+        return self
+
+    def outcome(self):
+        return state_digest(self.model, self.optimizer), self.optimizer.param_groups[0]["lr"], draws()
+
+
+def draws():
+    return torch.rand(1).item(), float(np.random.randn()), random.random()
+
+
+@pytest.mark.parametrize("after", [1, 5, *(pytest.param(after, marks=pytest.mark.slow) for after in (2, 3, 4, 6, 8))])
+def test_two_steps_over_one_model_go_on_with_their_draws_and_what_the_user_keeps(tmp_path, after):
+    reference = alone(gan_loop, tmp_path / "whole")
+    resumed = alone(gan_loop, tmp_path / "whole", place=reference[3][after - 1], saves=False)
+    assert resumed[OUTCOMES] == reference[OUTCOMES]
+    assert reference[3] == [str(tmp_path / "whole" / f"step-{2 * n:08d}") for n in range(1, 10)]
+
+
+def test_real_processes_go_on_with_a_loop_of_their_own(worlds, tmp_path):
+    reference = worlds(3).run(gan_loop, tmp_path / "whole")
+    assert reference == [reference[0]] * 3
+    for after, world_size in ((2, 2), (7, 1)):
+        resumed = worlds(world_size).run(gan_loop, None, 0, None, reference[0][3][after - 1], False)
+        assert [each[OUTCOMES] for each in resumed] == [reference[0][OUTCOMES]] * world_size
+
+
+def test_the_newest_is_taken_and_some_are_kept(tmp_path):
+    def program(communicator):
+        parts = Parts(communicator)
+        for _ in range(5):
+            path = parts.train(1).run.save_checkpoint(tmp_path / "kept", parts.step, parts.loader, keep=2)
+            assert path.is_dir()
+        reference = parts.train(4).outcome()
+        again = Parts(communicator)
+        assert again.run.load_checkpoint(tmp_path / "kept", again.step, again.loader) == {}
+        assert again.step.num_steps == 5
+        assert again.train(4).outcome() == reference
+
+    alone(program)
+    assert [step for step, _ in list_checkpoints(tmp_path / "kept")] == [4, 5]
+
+
+def test_without_a_checkpoint_there_is_nothing_to_load(tmp_path):
+    def program(communicator):
+        parts = Parts(communicator)
+        (tmp_path / "empty").mkdir(exist_ok=True)
+        for folder in ("empty", "not there"):
+            assert parts.run.load_checkpoint(tmp_path / folder, parts.step, parts.loader) is None
+        assert not (tmp_path / "not there").exists()
+
+    in_turns(2, program)
+
+
+def test_what_is_kept_comes_back_as_it_was(tmp_path):
+    rest = {"average": {"a": torch.arange(3.0)}, "names": ("x", None), "table": np.arange(4), 3: float("inf")}
+
+    def program(communicator):
+        parts = Parts(communicator).train(1)
+        parts.run.save_checkpoint(tmp_path / "run", parts.step, rest=rest)
+        again = Parts(communicator)
+        found = again.run.load_checkpoint(tmp_path / "run", again.step)
+        assert torch.equal(found["average"]["a"], rest["average"]["a"])
+        assert (found["names"], found[3]) == (rest["names"], rest[3])
+        assert found["table"].tolist() == [0, 1, 2, 3]
+
+    in_turns(2, program)
+
+
+def test_a_second_one_of_the_same_step_takes_the_place_of_the_first(tmp_path):
+    def program(communicator):
+        parts = Parts(communicator).train(2)
+        for best in (0.5, 0.75, 0.75):
+            parts.run.save_checkpoint(tmp_path / "run", parts.step, parts.loader, {"best": best})
+        again = Parts(communicator)
+        assert again.run.load_checkpoint(tmp_path / "run", again.step, again.loader) == {"best": 0.75}
+
+    in_turns(2, program)
+    assert [step for step, _ in list_checkpoints(tmp_path / "run")] == [2]
+
+
+def test_checkpoints_of_another_run_are_not_added_to(tmp_path):
+    def program(communicator):
+        first = Parts(communicator).train(1)
+        first.run.save_checkpoint(tmp_path / "run", first.step, first.loader)
+        second = Parts(communicator).train(1)
+        with pytest.raises(
+            UsageError, match=r"holds checkpoints of another run; go on from them by run.load_checkpoint"
+        ):
+            second.run.save_checkpoint(tmp_path / "run", second.step, second.loader)
+        second.run.load_checkpoint(tmp_path / "run", second.step, second.loader)
+        second.run.save_checkpoint(tmp_path / "run", second.train(1).step, second.loader)
+
+    in_turns(2, program)
+    assert [step for step, _ in list_checkpoints(tmp_path / "run")] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind", "sentence"),
+    [
+        ({"seed": 9}, ContractError, r"seed: 5 before, 9 now"),
+        ({"shuffle": False}, ContractError, r"shuffle: True before, False now"),
+        ({"precision": "bf16-mixed"}, ContractError, r"precision: 32-true before, bf16-mixed now"),
+        ({"model": lambda: plain(9)}, CheckpointError, r"its 0.weight is float32\[8, 2\]"),
+    ],
+    ids=["seed", "shuffle", "precision", "model"],
+)
+def test_another_contract_is_refused_on_all_ranks(tmp_path, changes, kind, sentence):
+    def save(communicator):
+        parts = Parts(communicator).train(2)
+        parts.run.save_checkpoint(tmp_path / "run", parts.step, parts.loader)
+
+    def load(communicator):
+        parts = Parts(communicator, **changes)
+        with pytest.raises(kind, match=sentence):
+            parts.run.load_checkpoint(tmp_path / "run", parts.step, parts.loader)
+        if kind is ContractError:
+            found = parts.run.load_checkpoint(tmp_path / "run", parts.step, parts.loader, allow_contract_change=True)
+            assert found == {}
+            assert parts.step.num_steps == 2
+        return True
+
+    alone(save)
+    assert in_turns(2, load) == [True, True]
+
+
+def test_of_several_steps_the_contract_is_listed_by_step(tmp_path):
+    def program(communicator, lr):
+        run = Run(BATCH, NUM_SHARDS, SEED, communicator=communicator)
+        models = [plain(), plain(4)]
+        steps = [
+            run.train_step(m, torch.optim.SGD(m.parameters(), lr=rate), classification)
+            for m, rate in zip(models, lr, strict=True)
+        ]
+        for step in steps:
+            step(points(10))
+        return run, steps, models
+
+    def save(communicator):
+        run, steps, models = program(communicator, (0.1, 0.2))
+        assert run.save_checkpoint(tmp_path / "run", steps).name == "step-00000002"
+        return [state_digest(model, []) for model in models]
+
+    def load(communicator):
+        run, steps, models = program(communicator, (0.1, 0.3))
+        with pytest.raises(ContractError, match=r"steps.1.optimizer.lr: 0.2 before, 0.3 now"):
+            run.load_checkpoint(tmp_path / "run", steps)
+        with pytest.raises(CheckpointError, match="the state of 2 steps, this program has 1"):
+            run.load_checkpoint(tmp_path / "run", steps[0], allow_contract_change=True)
+        run.load_checkpoint(tmp_path / "run", steps, allow_contract_change=True)
+        assert [step.optimizers[0].param_groups[0]["lr"] for step in steps] == [0.1, 0.3]
+        return [state_digest(model, []) for model in models]
+
+    assert alone(save) == alone(load)
+
+
+@pytest.mark.parametrize(
+    ("call", "kind", "sentence"),
+    [
+        (lambda p, f: p.run.save_checkpoint(f, p.step, DataLoader([1])), UsageError, "got DataLoader as loader"),
+        (lambda p, f: p.run.save_checkpoint(f, p.step, rest=object()), UsageError, "the state holds a object"),
+        (lambda p, f: p.run.save_checkpoint(f, p.step, keep=0), UsageError, "got keep=0"),
+        (lambda p, f: p.run.save_checkpoint(f / "step-00000003", p.step), UsageError, "names one checkpoint"),
+        (lambda p, f: p.run.load_checkpoint(f / "step-00000003", p.step), CheckpointError, "there is no such folder"),
+        (lambda p, f: p.run.save_checkpoint("/proc/nowhere", p.step), OSError, "cannot write /proc/nowhere"),
+    ],
+)
+def test_a_mistake_is_an_error_on_all_ranks(tmp_path, call, kind, sentence):
+    def program(communicator):
+        with pytest.raises(kind, match=sentence):
+            call(Parts(communicator), tmp_path)
+        return True
+
+    assert in_turns(2, program) == [True, True]
+
+
+def test_one_saved_without_a_loader_does_not_tell_a_loader_its_place(tmp_path):
+    def program(communicator):
+        parts = Parts(communicator).train(1)
+        parts.run.save_checkpoint(tmp_path / "run", parts.step)
+        again = Parts(communicator)
+        with pytest.raises(UsageError, match="was saved without a loader"):
+            again.run.load_checkpoint(tmp_path / "run", again.step, again.loader, allow_contract_change=True)
+
+    alone(program)
+
+
+def test_state_dicts_of_all_parts_go_through_torch_s_own_files(tmp_path):
+    """Nothing in them needs trust in pickle."""
+
+    def states(parts):
+        return [
+            each.state_dict()
+            for each in (parts.model, parts.optimizer, parts.scheduler, parts.step, parts.loader, parts.run)
+        ]
+
+    def whole(communicator):
+        parts = Parts(communicator).train(4)
+        draws()
+        torch.save(states(parts), tmp_path / "state.pt")
+        return parts.train(4).outcome()
+
+    def resumed(communicator):
+        parts = Parts(communicator)
+        saved = torch.load(tmp_path / "state.pt", weights_only=True)
+        own = (parts.model, parts.optimizer, parts.scheduler, parts.step, parts.loader, parts.run)
+        for each, found in zip(own, saved, strict=True):
+            each.load_state_dict(found)
+        return parts.train(4).outcome()
+
+    reference = alone(whole)
+    assert alone(resumed) == reference
+
+
+def test_the_state_of_a_run_holds_it_to_its_contract():
+    def program(communicator):
+        kept = Run(BATCH, NUM_SHARDS, SEED, communicator=communicator).state_dict()
+        expected = draws()
+        run = Run(BATCH, NUM_SHARDS, SEED, communicator=communicator)
+        draws()
+        run.load_state_dict(kept)
+        assert draws() == expected
+        other = Run(BATCH, 2, SEED, communicator=communicator)
+        with pytest.raises(ContractError, match="num_shards: 4 before, 2 now"):
+            other.load_state_dict(kept)
+        other.load_state_dict(kept, allow_contract_change=True)
+        assert draws() == expected
+
+    alone(program)
+
+
+def test_numpy_s_other_generators_are_kept_too():
+    def program(communicator):
+        before = np.random.get_bit_generator()
+        try:
+            np.random.set_bit_generator(np.random.PCG64(7))
+            kept = state.generator_states(communicator.device)
+            expected = np.random.rand()
+            state.restore_generators(kept, communicator.device)
+            assert np.random.rand() == expected
+        finally:
+            np.random.set_bit_generator(before)
+
+    alone(program)
+
+
+def test_a_step_that_takes_up_a_state_forgets_what_was_bad_before(tmp_path):
+    def program(communicator):
+        def explode(model, batch):
+            return model(batch[0]).mean() * (float("nan") if step.num_steps == 1 else 1.0)
+
+        run = Run(BATCH, NUM_SHARDS, SEED, communicator=communicator)
+        model = nn.Linear(2, 3)
+        step = run.train_step(model, torch.optim.Adam(model.parameters(), fused=True), explode, late_check=True)
+        step(points(10))
+        path = run.save_checkpoint(tmp_path / "run", step)
+        step(points(10))
+        run.load_checkpoint(path, step)
+        assert step.num_steps == 1
+        step.check()
+
+    alone(program)

@@ -1,0 +1,362 @@
+"""Resuming: a run that was stopped anywhere ends as the one that never was, on any number of devices."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from resume_programs import CASES, EPOCHS, Noisy, classification, plain, points, train
+from torch.utils.data import DataLoader
+from worlds import in_turns
+
+from samestep.data.loader import Loader
+from samestep.train import epoch, state, trainer
+from samestep.train.digest import state_digest
+from samestep.train.run import Run
+
+STEPS = 12
+QUICK = {
+    *("noisy", "stream", "user's, shuffled", "user's, own generator", "float64 momentum", "sequential"),
+    *("two groups", "odd model", "16-mixed", "evaluation by a loader"),
+    *("16 items from 1 to 2", "10 samples on 2 with batch 2", "13 samples on 2", "batch 18 on 7"),
+    *("generators", "cursor", "momentum", "precision of the optimizer's state"),
+}
+
+
+def quick(cases):
+    """Cases as parameters, of which most are for the long tests."""
+    return [
+        pytest.param(*(case if isinstance(case, tuple) else (case,)), id=name, marks=marks)
+        for name, case in cases.items()
+        for marks in [() if name in QUICK else pytest.mark.slow]
+    ]
+
+
+def checkpoint(folder: Path, step: int) -> Path:
+    return folder / "checkpoints" / f"step-{step:08d}"
+
+
+def alone(program, *args, **options):
+    """Runs a program on one device, in this process."""
+    return in_turns(1, lambda communicator: program(communicator, *args, **options))[0]
+
+
+def on(world_size, folder, step):
+    """What came of the plain case, resumed from a step on some devices."""
+    results = in_turns(world_size, train, "plain", None, checkpoint(folder, step))
+    assert all(result[:4] == results[0][:4] for result in results)
+    return results[0][:4]
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory):
+    """`recorded(D)`: the folder of a run on D devices with a checkpoint of every step, and what came of it."""
+    runs = {}
+
+    def get(world_size):
+        if world_size not in runs:
+            folder = tmp_path_factory.mktemp(f"on-{world_size}") / "run"
+            runs[world_size] = folder, in_turns(world_size, train, "plain", folder)[0][:4]
+        return runs[world_size]
+
+    return get
+
+
+@pytest.mark.parametrize("step", range(1, STEPS + 1))
+def test_resumed_after_any_step_it_ends_as_if_it_had_never_stopped(recorded, step):
+    (first, reference), (second, other) = recorded(1), recorded(3)
+    assert other == reference
+    assert on(1 + step % 4, first if step % 2 else second, step) == reference
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("after", [1, 2, 3, 4])
+@pytest.mark.parametrize("before", [1, 2, 3, 4])
+def test_resumed_after_any_step_from_any_devices_on_any_devices(recorded, before, after):
+    folder, reference = recorded(before)
+    assert reference == recorded(1)[1]
+    for step in range(1, STEPS + 1):
+        assert on(after, folder, step) == reference, step
+
+
+def test_a_run_resumed_again_and_again_after_each_step_ends_the_same(tmp_path):
+    """Each part writes into the same folder, with the next one on another number of devices."""
+
+    class Stop(Exception):
+        pass
+
+    def part(communicator, place):
+        def interrupted(model, batch):
+            if model.training and run_steps[0] >= 4:
+                raise Stop
+            return classification(model, batch)
+
+        run_steps = [0]
+
+        def count(*_):
+            run_steps[0] += 1 / 2  # two shards a rank
+
+        hook = torch.nn.modules.module.register_module_forward_hook(
+            lambda module, *_: count() if isinstance(module, torch.nn.Sequential) and module.training else None
+        )
+        try:
+            train(communicator, "plain", tmp_path / "run", place, loss=interrupted, fit={"allow_contract_change": True})
+        except Stop:
+            return False
+        finally:
+            hook.remove()
+        return True
+
+    reference = alone(train, "plain", tmp_path / "whole")
+    place, ended = None, False
+    for _ in range(8):
+        ended = alone(part, place)
+        place = tmp_path / "run"
+        if ended:
+            break
+    assert ended
+    ledgers = [_steps(tmp_path / name) for name in ("run", "whole")]
+    assert ledgers[0] == ledgers[1]
+    assert alone(train, "plain", None, tmp_path / "run", fit={"allow_contract_change": True})[:2] == reference[:2]
+
+
+def _steps(folder):
+    """The ledger's steps by number; of one that was run twice both must say the same."""
+    steps = {}
+    for line in (folder / "ledger.jsonl").read_text().splitlines():
+        entry = json.loads(line)
+        if "event" not in entry:
+            assert steps.setdefault(entry["step"], entry) == entry
+    return steps
+
+
+@pytest.mark.parametrize("name", quick({name: name for name in CASES}))
+def test_nothing_of_its_state_is_lost(worlds, tmp_path, name):
+    reference = worlds(2).run(train, name, tmp_path / "run")
+    assert reference[0] == reference[1]
+    for step, world_size in ((1, 1), (3, 3), (7, 1)):
+        resumed = worlds(world_size).run(train, name, None, checkpoint(tmp_path / "run", step))
+        assert resumed == [reference[0]] * world_size
+
+
+@pytest.mark.parametrize(("before", "after", "step"), [(3, 2, 5), pytest.param(2, 3, 9, marks=pytest.mark.slow)])
+def test_real_processes_resume_in_the_run_s_own_folder(worlds, tmp_path, before, after, step):
+    """The ledger then holds some steps twice, and says the same of them."""
+    reference = worlds(before).run(train, "plain", tmp_path / "run")[0]
+    whole = _steps(tmp_path / "run")
+    resumed = worlds(after).run(train, "plain", tmp_path / "run", checkpoint(tmp_path / "run", step))
+    assert resumed == [reference] * after
+    lines = [json.loads(line) for line in (tmp_path / "run" / "ledger.jsonl").read_text().splitlines()]
+    twice = [line["step"] for line in lines if "event" not in line]
+    assert twice == [*range(STEPS), *range(step, STEPS)]
+    world_sizes = {line.pop("world_size") for line in lines if "event" not in line}
+    assert world_sizes == {before, after}
+    for line in lines:
+        if "event" not in line:
+            assert line == {k: v for k, v in whole[line["step"]].items() if k != "world_size"}
+    (event,) = (line for line in lines if line.get("event") == "resume")
+    assert (event["from"], event["step"], event["world_size"]) == (f"step-{step:08d}", step, after)
+
+
+@pytest.mark.slow
+def test_the_number_of_workers_may_be_another(worlds, tmp_path):
+    reference = worlds(2).run(train, "noisy", tmp_path / "run")[0]
+    for step in (2, 3, 8):
+        resumed = worlds(1).run(_with_workers, checkpoint(tmp_path / "run", step))
+        assert resumed == [reference]
+
+
+def _with_workers(communicator, place):
+    return train(communicator, "noisy", None, place, num_workers=2)
+
+
+@pytest.mark.parametrize("step", [3, 5, *(pytest.param(step, marks=pytest.mark.slow) for step in (2, 6, 10))])
+def test_what_the_script_draws_between_calls_of_fit_goes_on(tmp_path, step):
+    calls = {"calls": (1,) * EPOCHS, "draws": True}
+    reference = alone(train, "user's, shuffled", tmp_path / "run", **calls)
+    resumed = alone(train, "user's, shuffled", None, checkpoint(tmp_path / "run", step), **calls)
+    past = -(-step // 3) - 1  # calls that the checkpoint has behind it, which do nothing now
+    assert resumed[:4] == reference[:4]
+    assert resumed[4][past:] == reference[4][past:]
+    assert resumed[5] == reference[5]
+
+
+BY_CALL = {"calls": (1,) * EPOCHS, "draws": True, "trainer": {"checkpoint_steps": None}}
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["user's, own generator", *(pytest.param(n, marks=pytest.mark.slow) for n in ("user's, shuffled", "own loader"))],
+)
+def test_a_checkpoint_between_two_calls_of_fit_is_gone_on_from(tmp_path, name):
+    reference = alone(train, name, tmp_path / "run", **BY_CALL)
+    for step in (3, 6, 9):
+        resumed = alone(train, name, None, checkpoint(tmp_path / "run", step), **BY_CALL)
+        assert resumed[:4] == reference[:4]
+        assert resumed[4][step // 3 - 1 :] == reference[4][step // 3 - 1 :]
+
+
+def test_twin_generators_of_a_loader_that_are_lost_between_two_calls_are_noticed(tmp_path, monkeypatch):
+    reference = alone(train, "user's, own generator", tmp_path / "run", **BY_CALL)
+    monkeypatch.setattr(epoch, "restore_loader_generators", nothing)
+    resumed = alone(train, "user's, own generator", None, checkpoint(tmp_path / "run", 6), **BY_CALL)
+    assert resumed[0] != reference[0]
+
+
+def test_a_run_that_has_ended_goes_on_with_more_epochs(tmp_path):
+    whole = alone(train, "plain", None, calls=(EPOCHS + 2,))
+    alone(train, "plain", tmp_path / "run")
+    assert alone(train, "plain", tmp_path / "run", "auto", calls=(EPOCHS + 2,))[:4] == whole[:4]
+    events = [json.loads(line) for line in (tmp_path / "run" / "ledger.jsonl").read_text().splitlines()]
+    names = [line["event"] for line in events if line.get("event") not in (None, "checkpoint")]
+    assert names == ["start", "end", "resume", "end"]
+
+
+def test_one_that_has_ended_and_is_resumed_with_the_same_epochs_changes_nothing(tmp_path):
+    first = alone(train, "plain", tmp_path / "run")
+    assert alone(train, "plain", tmp_path / "run", tmp_path / "run")[:4] == first[:4]
+    assert len(_steps(tmp_path / "run")) == STEPS
+
+
+def test_auto_begins_anew_where_no_checkpoint_was_written(tmp_path):
+    def dies(communicator):
+        def explode(model, batch):
+            raise FloatingPointError
+
+        with pytest.raises(FloatingPointError):
+            train(communicator, "plain", tmp_path / "run", loss=explode)
+
+    alone(dies)
+    before = json.loads((tmp_path / "run" / "run.json").read_text())
+    reference = alone(train, "plain")
+    assert alone(train, "plain", tmp_path / "run", "auto")[:4] == reference[:4]
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["loss_code"] != before["loss_code"]
+
+
+def test_the_newest_good_checkpoint_is_taken_and_what_was_skipped_is_said(tmp_path, capsys):
+    reference = alone(train, "plain", tmp_path / "run")
+    for step, name in ((12, "model.safetensors"), (11, "state.json")):
+        path = checkpoint(tmp_path / "run", step) / name
+        content = bytearray(path.read_bytes())
+        content[len(content) // 2] ^= 1
+        path.write_bytes(content)
+    capsys.readouterr()
+    assert alone(train, "plain", None, tmp_path / "run")[:4] == reference[:4]
+    said = capsys.readouterr().out
+    assert "resumed from step-00000010" in said
+    assert said.count("is no good checkpoint") == 2
+
+
+# Public cases that broke others: of each the samples are counted, too.
+PUBLIC = {
+    "16 items from 1 to 2": (16, 4, 4, [1, 2]),
+    "16 items from 2 to 1": (16, 4, 4, [2, 1]),
+    "10 samples on 2 with batch 2": (10, 2, 2, [2, 2]),
+    "13 samples on 2": (13, 4, 4, [2, 1]),
+    "13 samples from 1 to 3": (13, 5, 5, [1, 3]),
+    "10 samples, micro 2, on 3": (10, 6, 3, [3, 2]),
+    "batch 18 on 7": (40, 18, 7, [7, 4]),
+    "batch 18 from 2 to 7": (40, 18, 7, [2, 7]),
+    "a shard a sample": (11, 4, 4, [4, 3]),
+}
+
+
+def consume(communicator, size, batch, num_shards, place=None, stop=None, saves=None):
+    """Trains for two epochs, by a loop of its own; sample ids by epoch as this rank ran them, and the digest."""
+    run = Run(batch, num_shards, 3, communicator=communicator)
+    model = torch.nn.Linear(2, 3)
+    optimizer = torch.optim.Adam(model.parameters(), 0.05)
+    step = run.train_step(model, optimizer, classification)
+    loader = run.loader((*points(size), torch.arange(size)), shuffle=True)
+    if place is not None:
+        run.load_checkpoint(place, step, loader)
+    ran = {0: [], 1: []}
+    while loader.cursor.epoch < 2:
+        for each in loader:
+            step(each)
+            ran[each.epoch] += [int(i) for value in each.shards.values() for i in value[2]]
+            if stop is not None and step.num_steps == stop:
+                run.save_checkpoint(saves, step, loader)
+                return ran, None
+    return ran, state_digest(model, optimizer)
+
+
+@pytest.mark.parametrize(("size", "batch", "num_shards", "devices"), quick(PUBLIC))
+def test_every_sample_is_run_once_an_epoch_over_a_stop_at_any_step(tmp_path, size, batch, num_shards, devices):
+    reference = in_turns(1, consume, size, batch, num_shards)[0][1]
+    for stop in range(1, 2 * -(-size // batch)):
+        folder = tmp_path / str(stop)
+        first = in_turns(devices[0], consume, size, batch, num_shards, None, stop, folder)
+        second = in_turns(devices[1], consume, size, batch, num_shards, folder)
+        for epoch_number in (0, 1):
+            ran = [i for ids, _ in (*first, *second) for i in ids[epoch_number]]
+            assert sorted(ran) == list(range(size)), (stop, epoch_number)
+        assert {digest for _, digest in second} == {reference}
+
+
+# Twins: each of these loses a part of the state, and that must be seen.
+def _reference_and_resumed(tmp_path, name, step, lose):
+    reference = alone(train, name, tmp_path / "run")
+    assert alone(train, name, None, checkpoint(tmp_path / "run", step)) == reference
+    lose()
+    return reference, alone(train, name, None, checkpoint(tmp_path / "run", step))
+
+
+def nothing(*args):
+    return None
+
+
+TWINS = {
+    "generators": ("user's, shuffled", 3, state, "restore_generators", nothing),
+    "generators of the epoch": ("user's, shuffled", 4, epoch, "restore_generators", nothing),
+    "generators of the loader": ("user's, own generator", 4, epoch, "restore_loader_generators", nothing),
+    "cursor": ("plain", 4, Loader, "load_state_dict", nothing),
+    "momentum": ("plain", 4, state, "load_optimizer", nothing),
+    "precision of the optimizer's state": (
+        *("float64 momentum", 4, state, "load_optimizer"),
+        lambda optimizer, saved: optimizer.load_state_dict(saved),
+    ),
+    "parameters and buffers": ("plain", 4, state, "load_model", nothing),
+    "buffers that are not persistent": (
+        *("odd model", 4, state, "load_model"),
+        lambda model, tensors: model.load_state_dict({n: t for n, t in tensors.items() if n != "calls"}, strict=False),
+    ),
+    "step and loss scale": ("16-mixed", 4, state.TrainStep, "load_state_dict", nothing),
+    "history": ("plain", 4, trainer, "EpochSoFar", lambda **fields: epoch.EpochSoFar()),
+}
+
+
+@pytest.mark.parametrize(("name", "step", "owner", "attribute", "instead"), quick(TWINS))
+def test_twin_a_part_of_the_state_that_is_lost_is_noticed(tmp_path, monkeypatch, name, step, owner, attribute, instead):
+    reference, resumed = _reference_and_resumed(
+        tmp_path, name, step, lambda: monkeypatch.setattr(owner, attribute, instead)
+    )
+    assert resumed != reference
+
+
+def test_twin_the_scheduler_s_state_that_is_lost_is_noticed(tmp_path, monkeypatch):
+    reference, resumed = _reference_and_resumed(
+        tmp_path, "step", 5, lambda: monkeypatch.setattr(torch.optim.lr_scheduler.StepLR, "load_state_dict", nothing)
+    )
+    assert resumed != reference
+
+
+def test_a_checkpoint_of_a_data_loader_is_not_taken_up_by_a_dataset(tmp_path):
+    from samestep.errors import CheckpointError, ContractError
+
+    alone(train, "user's, shuffled", tmp_path / "run")
+    place = checkpoint(tmp_path / "run", 4)
+    with pytest.raises(ContractError, match="data_loader"):
+        alone(train, "plain", None, place)
+    with pytest.raises(CheckpointError, match="give fit the DataLoader again"):
+        alone(train, "plain", None, place, fit={"allow_contract_change": True})
+
+
+def test_a_loader_that_is_not_ours_may_be_another_object():
+    """Two loaders over the same data are the same to the contract."""
+    from samestep.train.contract import loader_contract
+
+    first, second = (DataLoader(Noisy(), batch_size=10, shuffle=True) for _ in range(2))
+    assert loader_contract(first) == loader_contract(second)
+    assert loader_contract(first) != loader_contract(DataLoader(Noisy(), batch_size=5, shuffle=True))
+    assert plain()[0].weight.shape == (8, 2)

@@ -1,0 +1,240 @@
+"""Programs that are asked to stop, without a supervisor: the step ends, a checkpoint is left, and it can be gone on."""
+
+import json
+import os
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from samestep.comm.communicator import Communicator
+from samestep.comm.team import Team
+from samestep.comm.transport import LocalTransport
+from samestep.train.stopping import stopping_on_request
+
+PROGRAM = """
+import sys, time
+from pathlib import Path
+import torch
+from torch import nn
+from torch.nn import functional
+import samestep
+
+seconds, resume = float(sys.argv[1]), sys.argv[2] if len(sys.argv) > 2 else None
+run = samestep.Run(global_batch_size=10, num_shards=4, seed=1)
+x = torch.randn(60, 4)
+model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.2), nn.Linear(8, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def loss(model, batch):
+    if model.training and seconds:
+        Path(f"at-work-{run.rank}").touch()
+        time.sleep(seconds)
+    return functional.mse_loss(model(batch[0]), batch[1])
+
+
+with samestep.Trainer(run, model, optimizer, loss, run_dir="run", checkpoint_minutes=None) as trainer:
+    trainer.fit((x, x.sum(1, keepdim=True)), epochs=5, resume=resume)
+    run.print("digest", trainer.digest)
+"""
+SECONDS = 120
+SLOW = "0.02"
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Starts the program, once or as a rank of several; what is still there at the end is killed."""
+    (tmp_path / "train.py").write_text(PROGRAM)
+    processes = []
+
+    def go(*arguments, **variables):
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
+        process = subprocess.Popen(
+            [sys.executable, "-c", _UNBLOCKED, "train.py", *arguments],
+            cwd=tmp_path,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        processes.append(process)
+        return process
+
+    yield go
+    for process in processes:
+        if process.poll() is None:
+            process.kill()
+        process.communicate()
+
+
+_UNBLOCKED = (
+    "import runpy, signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); sys.argv = sys.argv[1:]; "
+    "runpy.run_path(sys.argv[0], run_name='__main__')"
+)
+
+
+def wait_for_steps(folder, *processes):
+    """Until every rank is in a step."""
+    deadline = time.monotonic() + SECONDS
+    while len(list(folder.glob("at-work-*"))) < len(processes):
+        for process in processes:
+            assert process.poll() is None, process.communicate()[1]
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def digest(folder, *arguments):
+    """The digest of the program when it is run in this process, to its end."""
+    before = os.getcwd(), sys.argv
+    os.chdir(folder)
+    sys.argv = ["train.py", "0", *arguments]
+    try:
+        names = runpy.run_path("train.py")
+    finally:
+        os.chdir(before[0])
+        sys.argv = before[1]
+    names["run"].close()
+    return names["trainer"].digest
+
+
+def entries(folder):
+    return [json.loads(line) for line in (folder / "run" / "ledger.jsonl").read_text().splitlines()]
+
+
+def left(folder):
+    return sorted(path.name for path in (folder / "run" / "checkpoints").glob("step-*"))
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory):
+    """The digest of the program that is left alone."""
+    folder = tmp_path_factory.mktemp("reference")
+    (folder / "train.py").write_text(PROGRAM)
+    return digest(folder)
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+def test_a_program_that_is_asked_to_stop_ends_its_step_leaves_a_checkpoint_and_can_go_on(
+    start, tmp_path, reference, signum
+):
+    process = start(SLOW)
+    wait_for_steps(tmp_path, process)
+    process.send_signal(signum)
+    stdout, stderr = process.communicate(timeout=SECONDS)
+    assert process.returncode == 128 + signum
+    assert "Traceback" not in stderr
+    assert stderr.count("stopping after this step; once more to end at once") == 1
+    *_, last = (entry for entry in entries(tmp_path) if "event" in entry)
+    assert (last["event"], last["signal"]) == ("stop", signum)
+    assert left(tmp_path) == [f"step-{last['step']:08d}"]
+    assert f"stopped after step {last['step']}; to go on: fit(…, resume='run')" in stdout
+    assert digest(tmp_path, "run") == reference
+    steps = [entry["step"] for entry in entries(tmp_path) if "event" not in entry]
+    assert steps == list(range(30))
+
+
+def torchrun_variables(world_size):
+    """What torchrun tells its workers."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    common = {"WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    return [{k: str(v) for k, v in {**common, "RANK": r, "LOCAL_RANK": r}.items()} for r in range(world_size)]
+
+
+@pytest.mark.parametrize("asked", [[1], pytest.param([0, 1], marks=pytest.mark.slow)])
+def test_of_several_ranks_one_that_is_asked_is_enough_and_all_stop_after_the_same_step(
+    start, tmp_path, reference, asked
+):
+    ranks = [start(SLOW, **variables) for variables in torchrun_variables(2)]
+    wait_for_steps(tmp_path, *ranks)
+    for rank in asked:
+        ranks[rank].send_signal(signal.SIGTERM)
+    for process in ranks:
+        _, stderr = process.communicate(timeout=SECONDS)
+        assert process.returncode == 128 + signal.SIGTERM, stderr
+        assert "Traceback" not in stderr
+    assert len(left(tmp_path)) == 1
+    assert digest(tmp_path, "run") == reference
+
+
+@pytest.mark.slow
+def test_under_torchrun_a_signal_to_one_worker_leaves_a_whole_checkpoint(tmp_path, reference):
+    """The agent ends the other workers as soon as one has ended: the checkpoint is complete before."""
+    import psutil
+
+    (tmp_path / "train.py").write_text(PROGRAM)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py", SLOW]
+    agent = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        wait_for_steps(tmp_path, agent, agent)
+        workers = [p for p in psutil.Process(agent.pid).children() if "train.py" in " ".join(p.cmdline())]
+        ranks = {worker.environ()["RANK"]: worker for worker in workers}
+        ranks["1"].send_signal(signal.SIGTERM)
+        agent.communicate(timeout=SECONDS)
+    finally:
+        if agent.poll() is None:
+            agent.kill()
+            agent.communicate()
+    assert len(left(tmp_path)) == 1
+    assert digest(tmp_path, "run") == reference
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_request_ends_it_at_once(start, tmp_path, signum):
+    process = start("60")
+    wait_for_steps(tmp_path, process)
+    process.send_signal(signum)
+    assert process.stderr.readline().startswith("samestep: stopping after this step")
+    process.send_signal(signum)
+    process.communicate(timeout=30)  # a step takes minutes
+    assert process.returncode == -signum
+    assert left(tmp_path) == []
+
+
+def team():
+    alone = LocalTransport()
+    return Team(Communicator(torch.device("cpu"), alone, alone), 1)
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_the_first_request_is_noted_and_the_second_is_the_system_s(signum, capfd):
+    ours, before = team(), signal.getsignal(signum)
+    with stopping_on_request(ours):
+        assert ours.stop_asked == 0
+        os.kill(os.getpid(), signum)
+        assert ours.stop_asked == signum
+        assert signal.getsignal(signum) == before
+    assert signal.getsignal(signum) == before
+    assert capfd.readouterr().err == "samestep: stopping after this step; once more to end at once\n"
+
+
+def test_a_program_that_handles_a_signal_itself_is_left_alone():
+    heard, ours = [], team()
+    before = signal.signal(signal.SIGTERM, lambda *_: heard.append(True))
+    try:
+        with stopping_on_request(ours):
+            os.kill(os.getpid(), signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert (heard, ours.stop_asked) == ([True], 0)
+
+
+def test_elsewhere_than_in_the_main_thread_signals_are_left_alone():
+    before = signal.getsignal(signal.SIGINT)
+
+    def program():
+        with stopping_on_request(team()):
+            assert signal.getsignal(signal.SIGINT) == before
+        return True
+
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(program).result()
