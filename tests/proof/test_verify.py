@@ -1,6 +1,7 @@
 """`samestep verify`: programs that agree pass at their tier, others are told where they part and why."""
 
 import json
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -167,8 +168,9 @@ def test_the_bits_of_distributed_data_parallel_are_not_those_of_one_device(verdi
 
 
 def test_a_program_that_fails_is_an_error_with_its_own_words(verdict_on, script):
+    trained = textwrap.dedent(parallel())
     with pytest.raises(WorkerError, match=r"failed on cpu:2.*\n(.*\n)*.*only one"):
-        verdict_on(script("import os\nif os.environ['WORLD_SIZE'] != '1': raise ValueError('only one')"))
+        verdict_on(script(f"import os\nif os.environ['WORLD_SIZE'] != '1': raise ValueError('only one')\n{trained}"))
 
 
 def test_a_program_that_starts_its_ranks_itself_is_told_so_at_once(verdict_on, script):
