@@ -6,7 +6,6 @@ import pytest
 
 
 @pytest.mark.slow
-@pytest.mark.xfail(strict=True, reason="whoever takes over writes no run.json and no start event")
 def test_rank_0_dies_before_it_has_written_the_contract_and_the_next_one_writes_it(train, undisturbed):
     told = train(2, [{"rank": 0, "step": -1, "phase": "contract", "kind": "SIGKILL"}])
     assert told.outcome.exit_code == 0, told.outcome.failure
@@ -17,7 +16,6 @@ def test_rank_0_dies_before_it_has_written_the_contract_and_the_next_one_writes_
 
 
 @pytest.mark.slow
-@pytest.mark.xfail(strict=True, reason="the end is written once more when the last meeting is held once more")
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_dies_when_all_is_written_and_the_run_ends_once(train, undisturbed, rank):
     told = train(2, [{"rank": rank, "step": 0, "phase": "barrier", "kind": "SIGKILL"}])

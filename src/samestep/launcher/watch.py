@@ -280,11 +280,6 @@ class Watch:
         code = worker.code if worker.report is None else worker.report.get("exit_code")
         return self._phase == "finishing" and self._stopped_by is not None and code == 128 + self._stopped_by
 
-    def _leaves_as_asked(self, worker: Worker) -> bool:
-        """Whether a worker ends with the exit code of the signal that asked all to stop."""
-        code = worker.code if worker.report is None else worker.report.get("exit_code")
-        return self._stopped_by is not None and code == 128 + self._stopped_by
-
     def _say_few(self) -> str:
         """Why the others do not go on although they could, and how the run can."""
         left, needed = len(self.workers.living), self._policy.min_devices

@@ -15,6 +15,7 @@ from samestep.recipes.recipe import DataOptions, Recipe
 from samestep.train.folder import write_json
 from samestep.train.naming import RESULT_FILE
 from samestep.train.run import Run
+from samestep.train.together import on_main
 from samestep.train.trainer import CHECKPOINT_MINUTES, DIGEST_EVERY, Trainer
 
 DEFAULT_LR = {"sgd": 0.01, "adam": 1e-3, "adamw": 1e-3}
@@ -121,8 +122,9 @@ def train(
             "data": content.description,
             "epochs": [record.as_json() for record in history],
         }
-    if run_dir is not None and run.is_main:
-        write_json(Path(run_dir) / RESULT_FILE, result)
+    if run_dir is not None:
+        path = Path(run_dir) / RESULT_FILE
+        run.team.perform(lambda: on_main(run.communicator, lambda: write_json(path, result)))
     return result
 
 

@@ -146,8 +146,8 @@ class Run:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is rank 0: the one that prints and writes."""
-        return self.rank == 0
+        """Whether this is rank 0: the one that prints and writes. A worker that waits to join is not."""
+        return self.rank == 0 and not self.team.is_late
 
     def print(self, *values: Any) -> None:
         """Prints on rank 0 only."""

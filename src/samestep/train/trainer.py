@@ -149,6 +149,7 @@ class Trainer:
         self._num_healed = 0
         self._last_loss: float | None = None
         self._last_checkpoint = (0, time.monotonic())
+        self._left_at = -1
 
     @property
     def digest(self) -> str:
@@ -267,10 +268,17 @@ class Trainer:
         if resumed is not None:
             self._take_up(resumed)
         self._is_open = True
-        if not run.is_main:
-            return
-        first = self.step.num_steps if goes_on else None
-        self._recorder = Recorder(run.team, self._folder, self._loggers, self._keep, first)
+
+        def begin() -> None:
+            """Done by another rank, if rank 0 is lost meanwhile."""
+            self._begin_record(goes_on, None if resumed is None else resumed.name, changes)
+
+        run.team.perform(lambda: on_main(run.communicator, begin))
+
+    def _begin_record(self, goes_on: bool, resumed_from: str | None, changes: Sequence[Change]) -> None:
+        """Opens what is written to all along, and says how the run begins."""
+        run, step = self.run, self.step.num_steps
+        self._recorder = Recorder(run.team, self._folder, self._loggers, self._keep, step if goes_on else None)
         try:
             if self._folder is not None and goes_on:
                 (self._folder / RESULT_FILE).unlink(missing_ok=True)  # it has not ended after all
@@ -278,13 +286,13 @@ class Trainer:
                 record = {**origin(), **self._contract}
                 files.write_json(self._folder / CONTRACT_FILE, record)  # last: it says that a run is here
             where = {"world_size": run.world_size, "device_kind": run.device.type}
-            if resumed is not None:
-                self._recorder.event("resume", self.step.num_steps, **{"from": resumed.name}, **where)
-                fields = [[change.field, change.before, change.after] for change in changes]
-                if fields:
-                    self._recorder.event("contract_change", self.step.num_steps, fields=fields)
-            else:
+            if resumed_from is None:
                 self._recorder.event("start", 0, **where)
+                return
+            self._recorder.event("resume", step, **{"from": resumed_from}, **where)
+            fields = [[change.field, change.before, change.after] for change in changes]
+            if fields:
+                self._recorder.event("contract_change", step, fields=fields)
         except BaseException:
             self.close()
             raise
@@ -505,22 +513,26 @@ class Trainer:
         """Leaves a checkpoint, the weights and the picture; all ranks stay until they are there."""
         if self._folder is None:
             return
-        folder = self._folder
+        team, folder = self.run.team, self._folder
 
         def leave() -> None:
-            self._note_losses()
-            if self._recorder is not None:
-                if self._last_checkpoint[0] != self.step.num_steps or not self.history:
-                    self._checkpoint(loader)
-                self._recorder.finish_checkpoints()
-                self._recorder.event("end", self.step.num_steps, digest=self.digest)
-                self._draw()
-                files.write_weights(folder / files.WEIGHTS_FILE, self.model)
-            self.run.team.pulse.enter("exchange")
-            self.run.communicator.barrier()
+            if self._recorder is None or self._left_at == self.step.num_steps:
+                return  # it was written, and another rank was lost before it heard of that
+            if self._last_checkpoint[0] != self.step.num_steps or not self.history:
+                self._checkpoint(loader)
+            self._recorder.finish_checkpoints()
+            self._recorder.event("end", self.step.num_steps, digest=self.digest)
+            self._draw()
+            files.write_weights(folder / files.WEIGHTS_FILE, self.model)
+            self._left_at = self.step.num_steps
 
-        self.run.team.perform(leave)
-        self.run.team.pulse.enter("script")
+        def attempt() -> None:
+            self._note_losses()
+            on_main(self.run.communicator, leave)
+
+        team.perform(attempt)
+        team.perform(lambda: self.run.communicator.barrier())
+        team.pulse.enter("script")
 
     def _draw(self) -> None:
         """Draws the losses so far."""
