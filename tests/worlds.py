@@ -12,7 +12,7 @@ import torch
 from samestep.comm.communicator import Communicator
 from samestep.comm.sequential import SequentialWorld
 
-PATIENCE_SECONDS = 120
+PATIENCE_SECONDS = 400
 PRELOADED = [
     *("torch", "torch._dynamo", "samestep.train.trainer", "samestep.recipes.job", "samestep.adopt.script"),
     *("sklearn.datasets", "matplotlib.pyplot", "torch.utils.tensorboard"),
@@ -82,7 +82,7 @@ def _serve(rank, world_size, store_path, pipe):
     transport = LocalTransport()
     if world_size > 1:
         store = dist.FileStore(store_path, world_size)
-        timeout = timedelta(seconds=60)
+        timeout = timedelta(seconds=180)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
         transport = GroupTransport(None, dist.PrefixStore("calls", store), timeout)
     while True:

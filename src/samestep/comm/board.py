@@ -133,7 +133,7 @@ class Board:
 
     def ask_to_stop(self, signum: int) -> None:
         """Posts that the run is to stop after the step under way."""
-        _STOP.pack_into(self._memory, 8, signum)
+        self._write(8, _STOP.pack(signum))
 
     def announce(
         self, slots: tuple[int, ...], number: int | None = None, lost: Sequence[Mapping[str, Any]] = ()
@@ -149,8 +149,8 @@ class Board:
         text = json.dumps({"number": view.number, "slots": slots, "lost": view.lost}).encode()
         assert len(text) <= _VIEWS_SIZE - _HEADER_SIZE, "MAX_SLOTS fits on the page"
         self._memory[_HEADER_SIZE : _HEADER_SIZE + len(text)] = text
-        _LENGTH.pack_into(self._memory, 16, len(text), zlib.crc32(text))
-        _NUMBER.pack_into(self._memory, 0, view.number)
+        self._write(16, _LENGTH.pack(len(text), zlib.crc32(text)))
+        self._write(0, _NUMBER.pack(view.number))
         return view
 
     def view(self) -> View:
@@ -158,7 +158,7 @@ class Board:
         while True:
             length, checksum = _LENGTH.unpack_from(self._memory, 16)
             text = self._memory[_HEADER_SIZE : _HEADER_SIZE + length]
-            if zlib.crc32(text) == checksum:
+            if length > 0 and zlib.crc32(text) == checksum:
                 value = json.loads(text)
                 if value["number"] == self.number:
                     return View(value["number"], tuple(value["slots"]), tuple(value["lost"]))
@@ -167,12 +167,16 @@ class Board:
     def post(self, slot: int, phase: str, step: int, flags: int, view: int) -> None:
         """Posts what a worker is doing."""
         beat = (time.monotonic_ns(), step, _CODES[phase], flags, view)
-        _SLOT.pack_into(self._memory, _VIEWS_SIZE + slot * _SLOT_SIZE, *beat)
+        self._write(_VIEWS_SIZE + slot * _SLOT_SIZE, _SLOT.pack(*beat))
 
     def beat(self, slot: int) -> Beat:
         """What a worker posted last."""
         when, step, phase, flags, view = _SLOT.unpack_from(self._memory, _VIEWS_SIZE + slot * _SLOT_SIZE)
         return Beat(when / 1e9, step, PHASES[min(phase, len(PHASES) - 1)], flags, view)
+
+    def _write(self, start: int, data: bytes) -> None:
+        """Copies bytes to the page; `struct.pack_into` would show zeros to others in between."""
+        self._memory[start : start + len(data)] = data
 
     def close(self) -> None:
         """Gives back the memory and the descriptor."""
