@@ -1,5 +1,6 @@
 """Programs whose memory is limited while they take a step; they run on every rank of a world of processes."""
 
+import ctypes
 import resource
 import time
 from contextlib import contextmanager
@@ -18,7 +19,12 @@ ROOM = 200 * MIB  # above what the process has; buffers of threads and connectio
 
 @contextmanager
 def limited(room):
-    """Lets this process have so many bytes of address space more, and no others."""
+    """Lets this process have so many bytes of address space more, and no others.
+
+    What is freed is given back at once (a threshold of mallopt that does not move), else limits would depend on holes.
+    """
+    threshold = -3  # M_MMAP_THRESHOLD
+    ctypes.CDLL(None).mallopt(threshold, 128 * 1024)
     before = resource.getrlimit(resource.RLIMIT_AS)
     with open("/proc/self/statm") as file:
         used = int(file.read().split()[0]) * resource.getpagesize()
@@ -108,10 +114,10 @@ def run_fitting(communicator, phases, num_shards, sample_mib=32):
     return message is None
 
 
-def run_large(communicator, num_shards, hidden=2048, room=ROOM):
+def run_large(communicator, num_shards, hidden=2048, room=180 * MIB):
     """A model whose gradients and optimizer state matter, limited from its first step on."""
     run = Run(BATCH, num_shards, communicator=communicator)
-    model = nn.Sequential(nn.Linear(hidden, hidden, bias=False), Part(6 * MIB))
+    model = nn.Sequential(nn.Linear(hidden, hidden, bias=False), Part(12 * MIB))
     optimizer = torch.optim.Adam(model.parameters(), foreach=False)
     step = run.train_step(model, optimizer, square)
     samples = torch.randn(BATCH, hidden)
@@ -135,14 +141,24 @@ class Part(nn.Module):
         return Asking.apply(x, "forward", len(x) * self.sample_bytes)
 
 
+class Stateful(torch.optim.SGD):
+    """An optimizer that needs much memory for its state."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter].setdefault("much", torch.empty(2 * ROOM, dtype=torch.uint8))
+        return super().step(closure)
+
+
 def run_update(communicator):
     """An optimizer whose state does not fit in its first step; what it says, and what a second attempt says."""
     run = Run(BATCH, 1, communicator=communicator)
-    model = nn.Linear(2048, 2048, bias=False)  # 16 MiB of float32
-    step = run.train_step(model, torch.optim.Adam(model.parameters(), foreach=False), square)
-    samples = torch.randn(BATCH, 2048)
+    model = nn.Linear(8, 8, bias=False)
+    step = run.train_step(model, Stateful(model.parameters(), lr=0.1), square)
+    samples = torch.randn(BATCH, 8)
     said = []
-    with limited(40 * MIB):
+    with limited(ROOM):
         for _ in range(2):
             try:
                 step(samples)

@@ -80,10 +80,10 @@ def test_the_number_that_is_named_counts_gradients_and_the_optimizer_s_state(fre
     assert fresh.run(run_large, number) == [None]
 
 
-def test_an_update_that_does_not_fit_is_a_sentence_and_cannot_be_repeated(fresh):
-    ((first, message), (second, again)) = fresh.run(run_update)[0]
+def test_an_update_that_does_not_fit_is_a_sentence_and_cannot_be_repeated(worlds):
+    ((first, message), (second, again)) = worlds(1).run(run_update)[0]
     assert first == "OutOfMemoryError"
-    assert "the update of step 0 by Adam, the state that it makes in its first step, does not fit" in message
+    assert "the update of step 0 by Stateful, the state that it makes in its first step, does not fit" in message
     assert "go on from a checkpoint" in message
     assert second == "DeterminismError"
     assert "cannot be repeated" in again
@@ -101,11 +101,11 @@ def test_an_update_that_does_not_fit_is_a_sentence_and_cannot_be_repeated(fresh)
 def test_the_state_that_an_optimizer_will_make_is_known_before(make, factor):
     parameters = [nn.Parameter(torch.zeros(100, 50))]
     optimizer = make(parameters)
-    assert missing_state_bytes(optimizer) // 20_000 == factor
+    assert [size for size in missing_state_bytes(optimizer) if size > 4] == [20_000] * factor
     parameters[0].grad = torch.ones(100, 50)
     optimizer.step()
     if factor:
-        assert missing_state_bytes(optimizer) == 0
+        assert missing_state_bytes(optimizer) == []
 
 
 def test_an_optimizer_that_cannot_be_asked_counts_nothing():
@@ -116,7 +116,7 @@ def test_an_optimizer_that_cannot_be_asked_counts_nothing():
         def step(self, closure=None):
             raise RuntimeError
 
-    assert missing_state_bytes(Own([nn.Parameter(torch.zeros(3))], 1)) == 0
+    assert missing_state_bytes(Own([nn.Parameter(torch.zeros(3))], 1)) == []
 
 
 def test_gradients_alive_at_once_are_those_of_a_binary_counter():

@@ -115,10 +115,10 @@ class GradientSum:
         weakref.finalize(self, _remove, self._hooks)
 
     @property
-    def num_bytes(self) -> int:
-        """What the gradient of one shard takes."""
-        buckets = (bucket_sum.bucket for bucket_sum in self._sums)
-        return sum(bucket.numel * bucket.dtype.itemsize for bucket in buckets)
+    def bucket_bytes(self) -> list[int]:
+        """What the gradient of one shard takes, by bucket."""
+        buckets = [bucket_sum.bucket for bucket_sum in self._sums]
+        return [bucket.numel * bucket.dtype.itemsize for bucket in buckets]
 
     def begin(self, blocks_by_rank: Sequence[Sequence[Block]]) -> None:
         """Starts a step.

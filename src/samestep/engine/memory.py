@@ -37,7 +37,7 @@ class Shortage:
     def measure(
         self,
         run: Callable[[Any, int, Any], None],
-        needed_beside: Callable[[int], int],
+        needed_beside: Callable[[int], tuple[Sequence[int], Sequence[int]]],
         length: int,
         num_shards: int,
         device: torch.device,
@@ -46,7 +46,8 @@ class Shortage:
 
         Args:
             run: `run(value, num_samples, counts)` does forward and backward as a step does.
-            needed_beside: bytes that a step with so many shards needs beside; they are held meanwhile.
+            needed_beside: bytes of the tensors that a step with so many shards needs beside a shard's own, and of those
+                that it needs after the last one.
             length: samples of the global batch.
             num_shards: V.
             device: where memory ran out.
@@ -60,18 +61,26 @@ class Shortage:
             count *= 2
             size = -(-length // count)
             try:
-                if self._fits(run, size, needed_beside(count), device):
+                if self._fits(run, size, *needed_beside(count), device):
                     return min(count, length)
             except Exception:  # the other ranks wait for what we find
                 return FAILS
         return NOTHING_FITS
 
-    def _fits(self, run: Callable[[Any, int, Any], None], size: int, beside: int, device: torch.device) -> bool:
+    def _fits(
+        self,
+        run: Callable[[Any, int, Any], None],
+        size: int,
+        beside: Sequence[int],
+        after: Sequence[int],
+        device: torch.device,
+    ) -> bool:
         free_memory(device)
+        held = []
         try:
-            held = torch.empty(beside, dtype=torch.uint8, device=device)
+            held += [torch.empty(number, dtype=torch.uint8, device=device) for number in beside]
             run(take_rows(self.value, 0, size, self.num_samples), size, self.counts)
-            del held
+            held += [torch.empty(number, dtype=torch.uint8, device=device) for number in after]
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -89,13 +98,13 @@ def num_sums_alive(shards: range) -> int:
     return most
 
 
-def missing_state_bytes(optimizer: Optimizer) -> int:
-    """Bytes of the state that an optimizer will make in its first step, found by a step on parameters without memory.
+def missing_state_bytes(optimizer: Optimizer) -> list[int]:
+    """Bytes of each tensor that an optimizer will make in its first step, found by one on parameters without memory.
 
-    0 after its first step, and for one that cannot be asked like that.
+    None after its first step, and for one that cannot be asked like that.
     """
     if optimizer.state:
-        return 0
+        return []
     groups = [{**group, "params": [_without_memory(p) for p in group["params"]]} for group in optimizer.param_groups]
     plain = {"fused": None, "foreach": False, "capturable": False}
     groups = [{key: plain.get(key, value) for key, value in group.items()} for group in groups]
@@ -104,9 +113,9 @@ def missing_state_bytes(optimizer: Optimizer) -> int:
         twin = make(groups)
         twin.step()
     except Exception:  # one of the user's own, which may do anything
-        return 0
+        return []
     tensors = [leaf for leaf in leaves(list(twin.state.values())) if isinstance(leaf, Tensor)]
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    return [tensor.numel() * tensor.element_size() for tensor in tensors]
 
 
 def _without_memory(parameter: nn.Parameter) -> nn.Parameter:

@@ -389,14 +389,14 @@ class TrainStep:
         )
         raise OutOfMemoryError(describe_shortage(rows, batch.length, self.team.num_shards, self.communicator.device))
 
-    def _needed_beside(self, num_shards: int) -> int:
-        """Bytes that a step with so many shards needs beside what forward and backward of a shard need."""
-        gradient = self._gradients.num_bytes
-        exchanged = 2 * gradient if self.team.world_size > 1 else 0
+    def _needed_beside(self, num_shards: int) -> tuple[list[int], list[int]]:
+        """Bytes of the tensors that a step with so many shards needs beside a shard's, and after it for the update."""
         factor = num_shards // self.team.num_shards
         ours = range(factor * self.team.mine.start, factor * self.team.mine.stop)
-        state = sum(missing_state_bytes(optimizer) for optimizer in self.optimizers)
-        return num_sums_alive(ours) * gradient + exchanged + state
+        gradient = self._gradients.bucket_bytes
+        on_their_way = 0 if self.team.world_size == 1 else 3
+        state = [size for optimizer in self.optimizers for size in missing_state_bytes(optimizer)]
+        return gradient * (num_sums_alive(ours) + on_their_way) + state, gradient * 2
 
     def _run_slice(self, value: Any, num_samples: int, counts: Any) -> None:
         """Forward and backward of some samples, as a step would run them; leaves nothing behind."""
