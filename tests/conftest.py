@@ -47,7 +47,9 @@ def _nothing_left_behind(request):
     pooled = "worlds" in request.fixturenames
     before = {child.pid for child in psutil.Process().children(recursive=True)}
     threads = torch.get_num_threads()
+    tf32 = torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32
     yield
+    torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32 = tf32
     torch.set_num_threads(threads)
     torch.set_deterministic_debug_mode("default")
     torch.utils.deterministic.fill_uninitialized_memory = True

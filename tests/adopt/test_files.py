@@ -14,6 +14,7 @@ import io_programs as programs
 import numpy as np
 import pytest
 import torch
+from worlds import World
 
 from samestep.adopt.adoption import Adoption
 from samestep.adopt.files import changes
@@ -181,12 +182,17 @@ class Digits:
 """
 
 
-def test_libraries_that_are_imported_late_are_patched_and_put_back(worlds, tmp_path):
+@pytest.mark.usefixtures("worlds")
+def test_libraries_that_are_imported_late_are_patched_and_put_back(tmp_path):
     package = tmp_path / "torchvision" / "datasets"
     package.mkdir(parents=True)
     (tmp_path / "torchvision" / "__init__.py").write_text("")
     (package / "__init__.py").write_text(FAKE_TORCHVISION)
-    results = worlds(3).run(programs.saves_and_loads, str(tmp_path))
+    world = World(3)  # of its own: which libraries are imported already must not depend on other tests
+    try:
+        results = world.run(programs.saves_and_loads, str(tmp_path))
+    finally:
+        world.close()
     loaded, by_script, by_library, is_undone, is_left, is_restored = equal(results)
     assert loaded == [0, 0]
     assert by_script == by_library == "fetched by one\n" * 200
