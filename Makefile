@@ -7,7 +7,7 @@ export NO_MKDOCS_2_WARNING := 1
 PYTEST := PYTHONHASHSEED=0 $(BIN)/python -m pytest -n 2 --dist loadfile
 READY := .venv/.ready
 
-.PHONY: train test test-all check format docs clean
+.PHONY: train test test-all check format docs bench bench-quick clean
 
 train: $(READY)
 	$(BIN)/samestep train lenet
@@ -30,6 +30,21 @@ format: $(READY)
 
 docs: $(READY)
 	$(BIN)/mkdocs build --strict
+
+# samestep against its peers, start-up and growth; writes benchmarks/results and docs/benchmarks.md. Half an hour or more.
+bench: $(READY)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[bench]'
+	$(BIN)/python benchmarks/bench.py
+	$(BIN)/python benchmarks/startup.py
+	$(BIN)/python benchmarks/growth.py
+	$(BIN)/python benchmarks/page.py
+
+# Does all of it run? One round of a few steps with what is installed; its figures mean nothing and are thrown away.
+bench-quick: $(READY)
+	folder=$$(mktemp -d) && $(BIN)/python benchmarks/bench.py --quick --output $$folder && \
+	$(BIN)/python benchmarks/startup.py --rounds 1 --output $$folder && \
+	$(BIN)/python benchmarks/growth.py --quick --output $$folder && \
+	$(BIN)/python benchmarks/page.py --results $$folder --docs $$folder; code=$$?; rm -rf $$folder; exit $$code
 
 clean:
 	rm -rf .venv site .mypy_cache .ruff_cache .hypothesis

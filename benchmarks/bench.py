@@ -1,0 +1,172 @@
+"""How long does a step take? samestep and its peers on four workloads, in interleaved rounds, against the limit.
+
+    python benchmarks/bench.py [--workloads W1,W2] [--processes 1,2,4] [--entrants limit,plain,samestep] [--quick]
+
+Every entrant is started once for a workload and then takes turns with all others, so that a slow minute of the machine
+is everybody's. One process has two threads, two processes have one thread each: everyone has two cores. With four
+processes, samestep's ordered reduction is compared with its native one. Prints tables, and writes steps.json and
+steps.png into the output folder. An entrant whose package is not installed is left out, and said to be.
+"""
+
+import argparse
+import json
+import signal
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import facts
+import torch
+from contest import Contestant, EntrantError, busy_while_paused, contest, rotated, scratch
+from rich.console import Console
+from roster import BY_NAME, LIMIT, PACKAGES, ROSTER, Entrant
+from scores import judge
+from tables import draw, steps_table, targets_table, wide_console
+from workloads import WORKLOADS
+
+BUSY_PERCENT = 5.0
+CALIBRATION_STEPS = 3
+MIN_STEPS = 3
+QUICK = {"rounds": 1, "turn_seconds": 0.05, "steps_an_epoch": 40}
+FULL = {"rounds": 9, "turn_seconds": 0.4, "steps_an_epoch": 200}
+
+Selected = list[tuple[Entrant, int]]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the contest; returns 1 where the limit or samestep failed, else 0."""
+    options = read_options(arguments)
+    console = wide_console()
+    names = [name for name in options.entrants if not BY_NAME[name].is_installed]
+    left_out = [{"entrant": name, "reason": f"{BY_NAME[name].package} is not installed"} for name in names]
+    for entry in left_out:
+        console.print(f"left out: {entry['entrant']}: {entry['reason']}")
+    taking_part = [BY_NAME[name] for name in options.entrants if name not in names]
+    selected = [(e, count) for count in options.processes for e in taking_part if count in e.counts]
+    results: dict[str, Any] = {
+        "facts": {**facts.machine(), "versions": facts.versions(PACKAGES)},
+        "settings": {"rounds": options.rounds, "turn_seconds": options.turn_seconds, "quick": options.quick},
+        "workloads": {},
+        "measurements": [],
+        "left_out": left_out,
+        "failed": [],
+        "paused_cpu_percent": {},
+    }
+    for name in options.workloads:
+        parameters = sum(p.numel() for p in WORKLOADS[name].make_model().parameters())
+        results["workloads"][name] = {
+            "title": WORKLOADS[name].title,
+            "global_batch_size": WORKLOADS[name].global_batch_size,
+            "parameters": parameters,
+        }
+        measure(name, selected, options, results, console)
+        console.print(steps_table(results, name))
+    results["targets"] = judge(results["measurements"])
+    console.print(targets_table(results["targets"]))
+    options.output.mkdir(parents=True, exist_ok=True)
+    (options.output / "steps.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    draw(results, options.output / "steps.png")
+    console.print(f"written: {options.output / 'steps.json'} and steps.png")
+    return int(any(BY_NAME[entry["entrant"]].role != "peer" for entry in results["failed"]))
+
+
+def measure(
+    workload: str, selected: Selected, options: argparse.Namespace, results: dict[str, Any], console: Console
+) -> None:
+    """All rounds of one workload; adds what was measured, and who failed, to the results."""
+    with scratch() as folder:
+        data = folder / "data.pt"
+        torch.save(WORKLOADS[workload].data(options.steps_an_epoch), data)
+        console.print(f"{workload}: starting {len(selected)} entrants", style="dim")
+        with contest(selected, [workload, "--data", str(data)], folder) as (ready, failed):
+            busy = busy_while_paused(ready, min(1.0, 5 * options.turn_seconds)) if ready else {}
+            results["paused_cpu_percent"][workload] = busy
+            for contestant in ready:
+                if busy[contestant.name] > BUSY_PERCENT:
+                    console.print(f"{contestant.name} uses {busy[contestant.name]} % of a core while it waits: stopped")
+                    contestant.freeze()
+            rounds = take_rounds(list(ready), failed, options, console)
+            for contestant, (num_steps, values) in rounds.items():
+                results["measurements"].append(
+                    {
+                        "workload": workload,
+                        "entrant": contestant.entrant.name,
+                        "processes": contestant.num_processes,
+                        "steps_a_turn": num_steps,
+                        "microseconds": [round(value, 2) for value in values],
+                    }
+                )
+            for entrant, num_processes, reason in failed:
+                console.print(f"failed: {reason}", style="red", markup=False)
+                entry = {"workload": workload, "entrant": entrant.name, "processes": num_processes, "reason": reason}
+                results["failed"].append(entry)
+
+
+def take_rounds(
+    ready: list[Contestant], failed: list[tuple[Entrant, int, str]], options: argparse.Namespace, console: Console
+) -> dict[Contestant, tuple[int, list[float]]]:
+    """A turn for everyone to find out how many steps fill a turn, then the rounds, each begun by another entrant."""
+    measured: dict[Contestant, tuple[int, list[float]]] = {}
+    for number in range(-1, options.rounds):
+        for contestant in rotated(ready, max(number, 0)):
+            try:
+                if number < 0:
+                    found = contestant.take_turn(CALIBRATION_STEPS)
+                    num_steps = max(MIN_STEPS, round(options.turn_seconds * 1e6 / found))
+                    measured[contestant] = (num_steps, [])
+                else:
+                    num_steps, values = measured[contestant]
+                    values.append(contestant.take_turn(num_steps))
+            except EntrantError as error:
+                failed.append((contestant.entrant, contestant.num_processes, str(error)))
+                measured.pop(contestant, None)
+        ready = [contestant for contestant in ready if contestant in measured]
+        if number >= 0:
+            medians = [statistics.median(values) for c, (_, values) in measured.items() if c.entrant.name == LIMIT]
+            shown = ", ".join(f"{value:,.0f}" for value in medians)
+            console.print(f"round {number + 1} of {options.rounds}; limits so far {shown} µs", style="dim")
+    return measured
+
+
+def read_options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The command line; what cannot be is refused before anything starts."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workloads", type=_list_of(WORKLOADS), default=list(WORKLOADS), metavar="NAMES")
+    parser.add_argument("--processes", type=_list_of({"1": 1, "2": 2, "4": 4}), default=[1, 2, 4], metavar="COUNTS")
+    parser.add_argument("--entrants", type=_list_of(BY_NAME), default=[e.name for e in ROSTER], metavar="NAMES")
+    parser.add_argument("--rounds", type=int, help=f"{FULL['rounds']} by default")
+    parser.add_argument("--quick", action="store_true", help="one round of a few steps: does it all run?")
+    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results", metavar="FOLDER")
+    options = parser.parse_args(arguments)
+    options.processes = [int(count) for count in options.processes]
+    settings = QUICK if options.quick else FULL
+    for name, value in settings.items():
+        if getattr(options, name, None) is None:
+            setattr(options, name, value)
+    if options.rounds < 1:
+        parser.error(f"got --rounds {options.rounds}; it must be 1 or more")
+    return options
+
+
+def _list_of(known: Any) -> Any:
+    """A reader of `a,b,c`, all of which must be known."""
+
+    def read(text: str) -> list[str]:
+        names = [name.strip() for name in text.split(",") if name.strip()]
+        if unknown := [name for name in names if name not in known]:
+            raise argparse.ArgumentTypeError(f"got {', '.join(unknown)}; there are {', '.join(known)}")
+        return list(dict.fromkeys(names))
+
+    return read
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # everything is cleaned up, as after Ctrl-C
+    try:
+        code = main()
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+        code = 128 + signal.SIGINT
+    sys.exit(code)

@@ -1,0 +1,35 @@
+"""samestep: the loop of its README. The ledger, checkpoints and logs are the trainer's; this loop has none."""
+
+import argparse
+
+import torch
+from gate import Gate
+from workloads import task
+
+import samestep
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    """What a run may be told."""
+    parser.add_argument("--num-shards", type=int)
+    parser.add_argument("--reduction", default="ordered")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+
+
+told = task(options)
+run = samestep.Run(
+    told.workload.global_batch_size,
+    told.options.num_shards,
+    reduction=told.options.reduction,
+    num_threads=told.options.threads,
+)
+assert run.world_size == told.num_processes
+model = told.workload.make_model()
+optimizer = told.workload.make_optimizer(model.parameters())
+step = run.train_step(model, optimizer, told.workload.loss_of)
+loader = run.loader((told.inputs, told.targets), shuffle=True)
+gate = Gate(told.gate, told.warm_up)
+while True:
+    for batch in loader:
+        result = step(batch)
+        gate.step()

@@ -1,0 +1,116 @@
+"""The roster: who takes part, what each needs, and by which command it is started with 1, 2 or 4 processes."""
+
+import socket
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+ENTRANTS = Path(__file__).parent / "entrants"
+LIMIT = "limit"
+DEFAULT = "samestep"
+
+Start = Callable[[int], list[str]]
+
+
+@dataclass(frozen=True)
+class Entrant:
+    """One that takes part.
+
+    Attributes:
+        name: in options and in JSON.
+        title: in tables.
+        script: the file in `entrants/`.
+        start: by how many processes to the command before the script.
+        package: what must be installed, as its index names it.
+        options: for the script.
+        counts: the numbers of processes that it is run with.
+        role: "limit", "peer" or "ours".
+    """
+
+    name: str
+    title: str
+    script: str
+    start: Start
+    package: str = "torch"
+    options: Sequence[str] = ()
+    counts: Sequence[int] = (1, 2)
+    role: str = "peer"
+
+    @property
+    def is_installed(self) -> bool:
+        """Whether its package is here."""
+        try:
+            metadata.version(self.package)
+        except metadata.PackageNotFoundError:
+            return False
+        return True
+
+    def command(self, num_processes: int, *arguments: str) -> list[str]:
+        """The whole command."""
+        script = [str(ENTRANTS / f"{self.script}.py"), *arguments, "--processes", str(num_processes)]
+        return [*self.start(num_processes), *script, *self.options]
+
+
+def threads_of(num_processes: int) -> int:
+    """Threads of each process: everybody has two cores. The oversubscribed ones get one thread each."""
+    return 2 if num_processes == 1 else 1
+
+
+def _python(_: int) -> list[str]:
+    return [sys.executable]
+
+
+def _torchrun(num_processes: int) -> list[str]:
+    if num_processes == 1:
+        return [sys.executable]
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_processes)]
+
+
+def _accelerate(num_processes: int) -> list[str]:
+    if num_processes == 1:
+        return [sys.executable]
+    # "--cpu" would start one process: on CPUs it leaves the rest to MPI. The script itself asks for the CPU.
+    options = ["--multi_gpu", "--num_processes", str(num_processes), "--num_machines", "1", "--machine_rank", "0"]
+    options += ["--main_process_ip", "127.0.0.1", "--main_process_port", str(_free_port())]
+    options += ["--num_cpu_threads_per_process", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
+    return [sys.executable, "-m", "accelerate.commands.launch", *options]
+
+
+def _samestep(num_processes: int) -> list[str]:
+    if num_processes == 1:
+        return [sys.executable]
+    # A worker that waits for its turn shows no sign of life.
+    options = ["--devices", f"cpu:{num_processes}", "--hang-timeout", "0"]
+    return [sys.executable, "-m", "samestep", "run", *options]
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _ours(name: str, title: str, counts: Sequence[int], *options: str) -> Entrant:
+    return Entrant(name, title, "samestep_loop", _samestep, "samestep", options, counts, "ours")
+
+
+ROSTER = (
+    Entrant(LIMIT, "limit", "limit", _torchrun, role="limit"),
+    Entrant("tensor", "raw loop, data in one tensor", "tensor_loop", _torchrun),
+    Entrant("plain", "PyTorch tutorial (DataLoader, DDP)", "plain", _torchrun),
+    Entrant("accelerate", "Accelerate", "accelerate_loop", _accelerate, "accelerate"),
+    Entrant("lightning", "Lightning Trainer", "lightning_trainer", _python, "lightning"),
+    Entrant("fabric", "Lightning Fabric", "fabric_loop", _python, "lightning"),
+    Entrant("ignite", "Ignite", "ignite_loop", _torchrun, "pytorch-ignite"),
+    Entrant("hf", "Transformers Trainer", "hf_trainer", _torchrun, "transformers"),
+    _ours("samestep-v1", "samestep, 1 shard", (1,), "--num-shards", "1"),
+    _ours("samestep-v2", "samestep, 2 shards", (1, 2), "--num-shards", "2"),
+    _ours(DEFAULT, "samestep, 8 shards (default)", (1, 2, 4)),
+    _ours("samestep-v2-native", "samestep, 2 shards, native", (2,), "--num-shards", "2", "--reduction", "native"),
+    _ours("samestep-native", "samestep, 8 shards, native", (2, 4), "--reduction", "native"),
+)
+BY_NAME = {entrant.name: entrant for entrant in ROSTER}
+PACKAGES = sorted({entrant.package for entrant in ROSTER} | {"numpy"})

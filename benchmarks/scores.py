@@ -1,0 +1,118 @@
+"""The scores: medians, ratios round by round, the best peer, and which targets were reached. Plain arithmetic.
+
+The rounds of all entrants of a workload were interleaved, so a ratio is taken within each round and the median of the
+rounds is what counts; the spread is the least and the greatest, and the median absolute deviation.
+"""
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from roster import BY_NAME, DEFAULT, LIMIT
+
+Who = tuple[str, int]
+BEST_PEER = "best peer"
+LARGE = ("W1", "W3", "W4")
+ALL = ("W1", "W2", "W3", "W4")
+
+
+@dataclass(frozen=True)
+class Spread:
+    """The median of the rounds, with how far they lie apart."""
+
+    median: float
+    least: float
+    greatest: float
+    deviation: float
+
+
+@dataclass(frozen=True)
+class Target:
+    """What shall hold in each of some workloads: ours / theirs ≤ most; `most` is None where it is only printed."""
+
+    text: str
+    ours: Who
+    theirs: Who
+    workloads: Sequence[str]
+    most: float | None
+
+
+TARGETS = (
+    Target("1 device, 1 shard / compute limit", ("samestep-v1", 1), (LIMIT, 1), ("W2",), 1.25),
+    Target("1 device, 1 shard / tutorial loop", ("samestep-v1", 1), ("plain", 1), ("W2",), 0.6),
+    Target("1 device, 1 shard / Accelerate", ("samestep-v1", 1), ("accelerate", 1), ("W2",), 0.5),
+    Target("2 devices, 2 shards / limit without communication", ("samestep-v2", 2), (LIMIT, 2), ("W2",), 1.7),
+    Target("2 devices, 2 shards / DDP", ("samestep-v2", 2), ("plain", 2), ("W2",), 0.4),
+    Target("1 device, 1 shard / compute limit", ("samestep-v1", 1), (LIMIT, 1), LARGE, 1.03),
+    Target("1 device, 1 shard / best peer", ("samestep-v1", 1), (BEST_PEER, 1), LARGE, 1.0),
+    Target("2 devices, 2 shards / limit without communication", ("samestep-v2", 2), (LIMIT, 2), LARGE, 1.05),
+    Target("2 devices, 2 shards / DDP", ("samestep-v2", 2), ("plain", 2), LARGE, 1.0),
+    Target("1 device, default / best peer's one process", (DEFAULT, 1), (BEST_PEER, 1), LARGE, 1.0),
+    Target("2 devices, default / best peer's two processes", (DEFAULT, 2), (BEST_PEER, 2), LARGE, 1.0),
+    Target("2 devices, default / best peer's one process", (DEFAULT, 2), (BEST_PEER, 1), LARGE, 1.0),
+    Target("price of the default, 1 device: 8 shards / 1 shard", (DEFAULT, 1), ("samestep-v1", 1), LARGE, 1.15),
+    Target("price of the default, 2 devices: 8 shards / 2 shards", (DEFAULT, 2), ("samestep-v2", 2), LARGE, 1.15),
+    Target("1 device, default / best peer's one process", (DEFAULT, 1), (BEST_PEER, 1), ("W2",), None),
+    Target("2 devices, default / best peer's two processes", (DEFAULT, 2), (BEST_PEER, 2), ("W2",), None),
+    Target("price of the default, 1 device: 8 shards / 1 shard", (DEFAULT, 1), ("samestep-v1", 1), ("W2",), None),
+    Target("ordered / native, 2 shards, 2 devices", ("samestep-v2", 2), ("samestep-v2-native", 2), ALL, 1.05),
+    Target("ordered / native, 8 shards, 2 devices", (DEFAULT, 2), ("samestep-native", 2), ALL, 1.05),
+    Target("ordered / native, 8 shards, 4 devices", (DEFAULT, 4), ("samestep-native", 4), ALL, 1.05),
+)
+
+
+def spread(values: Sequence[float]) -> Spread:
+    """The median and the spread of some rounds."""
+    median = statistics.median(values)
+    return Spread(median, min(values), max(values), statistics.median([abs(value - median) for value in values]))
+
+
+def ratio(ours: Sequence[float], theirs: Sequence[float]) -> Spread:
+    """The ratios round by round."""
+    return spread([a / b for a, b in zip(ours, theirs, strict=True)])
+
+
+def of_workload(measurements: Sequence[Mapping[str, Any]], workload: str) -> dict[Who, list[float]]:
+    """The rounds of each entrant and number of processes, in the order measured."""
+    chosen = [entry for entry in measurements if entry["workload"] == workload]
+    return {(entry["entrant"], entry["processes"]): entry["microseconds"] for entry in chosen}
+
+
+def best_peer(rounds: Mapping[Who, Sequence[float]], num_processes: int) -> Who | None:
+    """The peer with the least median; None where there is none."""
+    peers = [who for who in rounds if who[1] == num_processes and BY_NAME[who[0]].role == "peer"]
+    return min(peers, key=lambda who: statistics.median(rounds[who]), default=None)
+
+
+def to_limit(rounds: Mapping[Who, Sequence[float]], who: Who) -> Spread | None:
+    """The ratio to the limit with as many processes; None where that was not measured."""
+    limit = rounds.get((LIMIT, who[1]))
+    return None if limit is None else ratio(rounds[who], limit)
+
+
+def judge(measurements: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Every target whose two sides were measured, workload by workload: the ratio, and whether it was reached."""
+    verdicts = []
+    for workload in ALL:
+        rounds = of_workload(measurements, workload)
+        for target in TARGETS:
+            if workload not in target.workloads:
+                continue
+            theirs: Who | None = target.theirs
+            if target.theirs[0] == BEST_PEER:
+                theirs = best_peer(rounds, target.theirs[1])
+            if theirs not in rounds or target.ours not in rounds:
+                continue
+            found = ratio(rounds[target.ours], rounds[theirs])
+            verdicts.append(
+                {
+                    "workload": workload,
+                    "text": target.text,
+                    "against": theirs[0],
+                    "ratio": asdict(found),
+                    "most": target.most,
+                    "reached": None if target.most is None else found.median <= target.most,
+                }
+            )
+    return verdicts

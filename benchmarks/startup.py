@@ -1,0 +1,147 @@
+"""From the command to the first finished step, and the memory of all processes then.
+
+    python benchmarks/startup.py [--rounds 5] [--variants samestep-8,torchrun-8] [--output benchmarks/results]
+
+Every variant trains W2 and is started anew in each round, the variants taking turns. The clock runs from the command to
+the moment at which every worker has finished a step. Memory is then the sum of the proportional set sizes (PSS: shared
+pages are divided among those that share them) of all its processes, its launcher too, while all of them wait.
+"""
+
+import argparse
+import contextlib
+import json
+import signal
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import facts
+import psutil
+import torch
+from contest import Contestant, EntrantError, end_all, rotated, scratch
+from rich.console import Console
+from rich.table import Table
+from roster import BY_NAME, PACKAGES
+from scores import ratio, spread
+from tables import targets_table, wide_console
+from workloads import WORKLOADS
+
+WORKLOAD = "W2"
+VARIANTS = {
+    "python": ("python train.py", "plain", 1),
+    "samestep-2": ("samestep run, 2 workers", "samestep", 2),
+    "torchrun-2": ("torchrun (DDP), 2 workers", "plain", 2),
+    "accelerate-2": ("accelerate launch, 2 workers", "accelerate", 2),
+    "samestep-4": ("samestep run, 4 workers", "samestep", 4),
+    "torchrun-4": ("torchrun (DDP), 4 workers", "plain", 4),
+    "samestep-8": ("samestep run, 8 workers", "samestep", 8),
+    "torchrun-8": ("torchrun (DDP), 8 workers", "plain", 8),
+}
+TARGETS = (
+    ("start to first step, 8 workers", "samestep-8", "torchrun-8", "seconds", 0.25),
+    ("start to first step, 2 workers", "samestep-2", "torchrun-2", "seconds", 0.6),
+    ("memory, 8 workers", "samestep-8", "torchrun-8", "megabytes", 0.3),
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Starts all variants in turns, prints the tables and writes startup.json; returns 1 if ours failed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--variants", default=",".join(VARIANTS), metavar="NAMES", help=f"of {', '.join(VARIANTS)}")
+    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results", metavar="FOLDER")
+    options = parser.parse_args(arguments)
+    names = options.variants.split(",")
+    if unknown := [name for name in names if name not in VARIANTS]:
+        parser.error(f"got {', '.join(unknown)}; there are {', '.join(VARIANTS)}")
+    console = wide_console()
+    left_out = [name for name in names if not BY_NAME[VARIANTS[name][1]].is_installed]
+    for name in left_out:
+        console.print(f"left out: {name} is not installed")
+    measured: dict[str, dict[str, list[float]]] = {
+        name: {"seconds": [], "megabytes": []} for name in names if name not in left_out
+    }
+    results: dict[str, Any] = {"facts": {**facts.machine(), "versions": facts.versions(PACKAGES)}}
+    failed = take_rounds(measured, options.rounds, console)
+    results |= {"rounds": options.rounds, "failed": failed, "left_out": left_out}
+    results["variants"] = {
+        name: {"title": VARIANTS[name][0], "workers": VARIANTS[name][2], **found} for name, found in measured.items()
+    }
+    results["targets"] = judge(measured)
+    console.print(startup_table(results["variants"]))
+    console.print(targets_table(results["targets"]))
+    options.output.mkdir(parents=True, exist_ok=True)
+    (options.output / "startup.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    return int(any(name.startswith("samestep") for name in failed))
+
+
+def take_rounds(measured: dict[str, dict[str, list[float]]], rounds: int, console: Console) -> dict[str, str]:
+    """Starts everyone once a round; who fails is left out from then on. Returns their last words."""
+    failed: dict[str, str] = {}
+    with scratch() as folder:
+        data = folder / "data.pt"
+        torch.save(WORKLOADS[WORKLOAD].data(), data)
+        for number in range(rounds):
+            for name in rotated(list(measured), number):
+                try:
+                    seconds, megabytes = start_once(name, folder, data)
+                except EntrantError as error:
+                    console.print(f"failed: {error}", style="red", markup=False)
+                    failed[name] = str(error)
+                    del measured[name]
+                    continue
+                measured[name]["seconds"].append(round(seconds, 3))
+                measured[name]["megabytes"].append(round(megabytes, 1))
+            console.print(f"round {number + 1} of {rounds}", style="dim")
+    return failed
+
+
+def start_once(name: str, folder: Path, data: Path) -> tuple[float, float]:
+    """Starts a variant; returns the seconds to the first step of all workers, and the megabytes then."""
+    _, entrant, workers = VARIANTS[name]
+    with tempfile.TemporaryDirectory(dir=folder) as own:
+        arguments = [WORKLOAD, "--data", str(data), "--warm-up", "1"]
+        contestant = Contestant(BY_NAME[entrant], workers, Path(own), arguments)
+        try:
+            return contestant.wait_until_ready(), memory(contestant.processes()) / 1e6
+        finally:
+            end_all([contestant])
+
+
+def memory(processes: Sequence[psutil.Process]) -> int:
+    """The proportional set sizes of some processes, in bytes; resident sizes where the system has none."""
+    total = 0
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found = process.memory_full_info()
+            total += getattr(found, "pss", found.rss)
+    return total
+
+
+def judge(measured: dict[str, dict[str, list[float]]]) -> list[dict[str, Any]]:
+    """The targets whose two sides were measured."""
+    verdicts = []
+    for text, ours, theirs, quantity, most in TARGETS:
+        if ours in measured and theirs in measured:
+            found = ratio(measured[ours][quantity], measured[theirs][quantity])
+            verdict = {"workload": WORKLOAD, "text": text, "against": theirs, "ratio": asdict(found), "most": most}
+            verdicts.append(verdict | {"reached": found.median <= most})
+    return verdicts
+
+
+def startup_table(variants: dict[str, Any]) -> Table:
+    """Seconds and megabytes of every variant."""
+    table = Table("started", "seconds", "least to greatest", "MB (PSS)", title="From the command to the first step")
+    for found in variants.values():
+        seconds, megabytes = spread(found["seconds"]), spread(found["megabytes"])
+        span = f"{seconds.least:.1f} to {seconds.greatest:.1f}"
+        table.add_row(found["title"], f"{seconds.median:.1f}", span, f"{megabytes.median:,.0f}")
+    return table
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # everything is cleaned up, as after Ctrl-C
+    sys.exit(main())

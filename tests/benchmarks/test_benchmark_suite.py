@@ -1,0 +1,228 @@
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+
+import bench
+import growth
+import page
+import roster
+import scores
+from contest import EntrantError, busy_while_paused, contest
+from roster import Entrant
+
+BENCHMARKS = Path(bench.__file__).parent
+# Two processes that count their steps in files; told "die", they do after the third step.
+STEADY = """
+import os, sys
+from pathlib import Path
+from gate import Gate
+counts = Path(sys.argv[1])
+child = os.fork()
+gate = Gate(sys.argv[sys.argv.index("--gate") + 1], warm_up=3)
+number = 0
+while True:
+    number += 1
+    (counts / ("child" if child == 0 else "parent")).write_text(f"{os.getpid()} {number}")
+    gate.step()
+    if "die" in sys.argv and number == 4:
+        raise SystemExit("out of patience")
+"""
+CONTEST = """
+import sys, time
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+from contest import contest, scratch
+from roster import Entrant
+steady = Entrant("steady", "steady", sys.argv[2], lambda _: [sys.executable])
+with scratch() as folder, contest([(steady, 2)], [sys.argv[3]], folder) as (ready, failed):
+    ready[0].take_turn(2)
+    print("ready", flush=True)
+    time.sleep(100)
+"""
+
+
+@pytest.fixture
+def steady(tmp_path):
+    """An entrant that needs no torch."""
+    (tmp_path / "steady.py").write_text(STEADY)
+    return Entrant("steady", "steady", str(tmp_path / "steady"), lambda _: [sys.executable])
+
+
+@pytest.fixture
+def home(tmp_path):
+    """A short folder for sockets, whose paths are limited."""
+    folder = tmp_path / "c"
+    folder.mkdir()
+    return folder
+
+
+def counts(folder):
+    return {path.name: int(path.read_text().split()[1]) for path in folder.iterdir()}
+
+
+def pids(folder):
+    return [int(path.read_text().split()[0]) for path in folder.iterdir()]
+
+
+def wait_until_gone(numbers):
+    deadline = time.monotonic() + 20
+    while any(psutil.pid_exists(n) and psutil.Process(n).status() != psutil.STATUS_ZOMBIE for n in numbers):
+        assert time.monotonic() < deadline, "an entrant lives on"
+        time.sleep(0.05)
+
+
+def wait_until_stopped(numbers):
+    deadline = time.monotonic() + 20
+    while {psutil.Process(number).status() for number in numbers} != {psutil.STATUS_STOPPED}:
+        assert time.monotonic() < deadline, "it was not stopped"
+        time.sleep(0.01)
+
+
+def test_a_turn_lets_every_process_of_an_entrant_run_the_steps_it_was_given_and_no_more(tmp_path, home, steady):
+    steps = tmp_path / "steps"
+    steps.mkdir()
+    with contest([(steady, 2)], [str(steps)], home) as (ready, failed):
+        assert not failed
+        assert counts(steps) == {"parent": 3, "child": 3}
+        assert ready[0].take_turn(5) > 0
+        assert counts(steps) == {"parent": 10, "child": 10}, "two steps are not timed, five are"
+        assert busy_while_paused(ready, 0.2)[ready[0].name] < 50
+        assert counts(steps) == {"parent": 10, "child": 10}
+        running = pids(steps)
+        assert {p.pid for p in ready[0].processes()} >= set(running)
+    wait_until_gone(running)
+
+
+def test_an_entrant_that_must_be_stopped_between_turns_goes_on_in_its_next_turn(tmp_path, home, steady):
+    steps = tmp_path / "steps"
+    steps.mkdir()
+    with contest([(steady, 2)], [str(steps)], home) as (ready, _):
+        ready[0].freeze()
+        wait_until_stopped(pids(steps))
+        ready[0].take_turn(1)
+        assert counts(steps) == {"parent": 6, "child": 6}
+        wait_until_stopped(pids(steps))
+
+
+def test_an_entrant_that_dies_is_reported_with_its_last_words_and_the_others_go_on(tmp_path, home, steady):
+    dying = dataclasses.replace(steady, name="dying", options=("die",))
+    unknown = dataclasses.replace(steady, name="unknown", script=str(tmp_path / "no-such-script"))
+    steps = tmp_path / "steps"
+    steps.mkdir()
+    with contest([(dying, 2), (unknown, 1), (steady, 2)], [str(steps)], home) as (ready, failed):
+        assert [(entrant.name, count) for entrant, count, _ in failed] == [("unknown", 1)]
+        assert "No such file" in failed[0][2]
+        with pytest.raises(EntrantError, match=r"dying with 2 processes[\s\S]*out of patience"):
+            ready[0].take_turn(5)
+        assert ready[1].take_turn(5) > 0
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGKILL])
+def test_no_entrant_outlives_a_benchmark_that_is_stopped(tmp_path, steady, signum):
+    steps, temporary = tmp_path / "steps", tmp_path / "t"
+    steps.mkdir()
+    temporary.mkdir()
+    command = [sys.executable, "-c", CONTEST, str(BENCHMARKS), steady.script, str(steps)]
+    environment = {**os.environ, "TMPDIR": str(temporary)}
+    process = subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True, text=True
+    )
+    with process:
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(signum)
+        process.wait(timeout=30)
+    wait_until_gone(pids(steps))
+    if signum == signal.SIGINT:
+        assert not list(temporary.iterdir())
+
+
+def test_the_benchmark_runs_and_its_page_shows_the_numbers_of_its_json(tmp_path):
+    results, temporary = tmp_path / "results", tmp_path / "t"
+    temporary.mkdir()
+    command = [sys.executable, str(BENCHMARKS / "bench.py"), "--quick", "--workloads", "W2", "--rounds", "1"]
+    command += ["--entrants", "limit,plain,samestep", "--processes", "1", "--output", str(results)]
+    environment = {**os.environ, "TMPDIR": str(temporary)}
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert not list(temporary.iterdir()), "sockets, data or folders were left"
+    found = json.loads((results / "steps.json").read_text())
+    assert set(found) == {
+        *("facts", "settings", "workloads", "measurements", "left_out", "failed", "paused_cpu_percent", "targets")
+    }
+    assert {"torch", "samestep"} <= set(found["facts"]["versions"])
+    assert {entry["entrant"]: len(entry["microseconds"]) for entry in found["measurements"]} == {
+        "limit": 1,
+        "plain": 1,
+        "samestep": 1,
+    }
+    assert not found["failed"]
+    assert found["workloads"]["W2"]["parameters"] == 801
+    assert (results / "steps.png").read_bytes().startswith(b"\x89PNG")
+    assert "best peer" in run.stdout
+
+    assert page.main(["--results", str(results), "--docs", str(tmp_path)]) == 0
+    written = (tmp_path / "benchmarks.md").read_text()
+    limit = next(e["microseconds"][0] for e in found["measurements"] if e["entrant"] == "limit")
+    for entry in found["measurements"]:
+        (value,) = entry["microseconds"]
+        assert f"| 1 | {value:,.0f} | {value / limit:.2f} |" in written
+    assert found["facts"]["cpu"] in written
+    found["measurements"][0]["microseconds"] = [987654.0]
+    (results / "steps.json").write_text(json.dumps(found))
+    page.main(["--results", str(results), "--docs", str(tmp_path)])
+    assert "987,654" in (tmp_path / "benchmarks.md").read_text()
+
+
+def test_an_entrant_whose_package_is_not_installed_is_left_out_and_said_to_be(tmp_path, monkeypatch, capsys):
+    absent = dataclasses.replace(roster.BY_NAME["accelerate"], package="no-such-package")
+    monkeypatch.setitem(roster.BY_NAME, "accelerate", absent)
+    assert bench.main(["--quick", "--workloads", "W2", "--entrants", "accelerate", "--output", str(tmp_path)]) == 0
+    assert "left out: accelerate: no-such-package is not installed" in capsys.readouterr().out
+    found = json.loads((tmp_path / "steps.json").read_text())
+    assert found["left_out"] == [{"entrant": "accelerate", "reason": "no-such-package is not installed"}]
+    assert "Accelerate (no-such-package is not installed)" in page.page({"steps": found})
+
+
+def test_unknown_names_are_refused_with_those_there_are(capsys):
+    with pytest.raises(SystemExit):
+        bench.main(["--workloads", "W9"])
+    assert "got W9; there are W1, W2, W3, W4" in capsys.readouterr().err
+
+
+def test_ratios_are_taken_round_by_round():
+    # The rounds' ratios are 0.5, 1 and 1; the ratio of the medians would be 0.5, that of the sums 6 / 7.
+    assert scores.ratio([1.0, 4.0, 1.0], [2.0, 4.0, 1.0]) == scores.Spread(1.0, 0.5, 1.0, 0.0)
+
+
+def test_a_target_against_the_best_peer_is_judged_by_the_fastest_one():
+    def entry(entrant, processes, value):
+        return {"workload": "W1", "entrant": entrant, "processes": processes, "microseconds": [value]}
+
+    measurements = [
+        entry("limit", 1, 9.0),
+        entry("plain", 1, 20.0),
+        entry("tensor", 1, 10.0),
+        entry("samestep", 1, 12.0),
+    ]
+    (verdict,) = scores.judge(measurements)
+    assert (verdict["against"], verdict["ratio"]["median"], verdict["reached"]) == ("tensor", 1.2, False)
+
+
+def test_the_memory_of_a_loader_does_not_depend_on_how_many_samples_there_are():
+    assert growth.peak_bytes(1 << 40) <= growth.MAX_MEMORY_RATIO * growth.peak_bytes(1 << 16)
+    assert growth.VirtualSamples(1 << 40)[1 << 39].shape == (13,)
+
+
+def test_a_page_without_measurements_says_so(tmp_path):
+    assert page.main(["--results", str(tmp_path), "--docs", str(tmp_path)]) == 0
+    assert "Nothing has been measured yet." in (tmp_path / "benchmarks.md").read_text()
