@@ -19,13 +19,16 @@ SHARED_DATA = Path(__file__).resolve().parents[1] / ".." / "shared" / "data"
 
 @pytest.fixture(scope="session")
 def worlds():
-    """`worlds(n)`: a pool of n real processes that talk through gloo, started when first asked for."""
+    """`worlds(n, transport)`: a pool of n real processes that talk to each other, started when first asked for.
+
+    They share memory where that can be; "gloo" says otherwise.
+    """
     pool = {}
 
-    def get(world_size):
-        if world_size not in pool:
-            pool[world_size] = World(world_size)
-        return pool[world_size]
+    def get(world_size, transport="auto"):
+        if (world_size, transport) not in pool:
+            pool[world_size, transport] = World(world_size, transport)
+        return pool[world_size, transport]
 
     yield get
     for world in pool.values():

@@ -1,4 +1,4 @@
-"""Worlds for tests: ranks that take turns in this process, and pools of real processes that talk through gloo."""
+"""Worlds for tests: ranks that take turns in this process, and pools of real processes that talk to each other."""
 
 import importlib
 import multiprocessing
@@ -29,9 +29,12 @@ def in_turns(world_size, program, *args, reduction="ordered"):
 
 
 class World:
-    """Real processes, one a rank, connected by gloo; programs are named `module:function`, and are sent arguments."""
+    """Real processes, one a rank, connected by a transport: "shared" memory, "gloo", or as "auto" chooses.
 
-    def __init__(self, world_size):
+    Programs are named `module:function`, and are sent arguments.
+    """
+
+    def __init__(self, world_size, transport="auto"):
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOADED)
         self.world_size = world_size
@@ -40,7 +43,7 @@ class World:
         store = str(Path(self._folder.name) / "store")
         for rank in range(world_size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, world_size, store, theirs))
+            process = context.Process(target=_serve, args=(rank, world_size, transport, store, theirs))
             process.start()
             theirs.close()
             self._pipes.append(ours)
@@ -70,11 +73,12 @@ class World:
         self._folder.cleanup()
 
 
-def _serve(rank, world_size, store_path, pipe):
+def _serve(rank, world_size, chosen, store_path, pipe):
     """What a rank of a `World` does: programs, one after another, until the pipe closes."""
     import torch.distributed as dist
 
-    from samestep.comm.group import GroupTransport
+    from samestep.comm.connecting import connect_at
+    from samestep.comm.environment import Environment
     from samestep.comm.transport import LocalTransport
 
     torch.set_num_threads(1)
@@ -83,8 +87,8 @@ def _serve(rank, world_size, store_path, pipe):
     if world_size > 1:
         store = dist.FileStore(store_path, world_size)
         timeout = timedelta(seconds=180)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
-        transport = GroupTransport(None, dist.PrefixStore("calls", store), timeout)
+        place = Environment(rank, world_size, rank, world_size, transport=chosen)
+        transport, _ = connect_at(store, place, torch.device("cpu"), timeout, timeout)
     while True:
         try:
             name, args, reduction = pipe.recv()
@@ -97,5 +101,4 @@ def _serve(rank, world_size, store_path, pipe):
             pipe.send(("result", result))
         except Exception:
             pipe.send(("error", traceback.format_exc()))
-    if world_size > 1:
-        dist.destroy_process_group()
+    transport.close()

@@ -151,7 +151,7 @@ def left_sum(communicator, ranges, likes, pieces):
             if piece is not None:
                 total += piece.reshape(-1)
         if communicator.world_size > 1:
-            communicator.transport.add(total).wait()
+            total = communicator.transport.add(total).wait()
         totals.append(total.view(like.shape))
     return totals
 

@@ -85,7 +85,7 @@ def left_fold(gradients, adoption):
         total = column[0].clone()
         for other in column[1:]:
             total += other
-        adoption.communicator.transport.add(total.view(-1)).wait()
+        total = adoption.communicator.transport.add(total.view(-1)).wait().view(total.shape)
         for gradient in column:
             gradient.copy_(total)
 

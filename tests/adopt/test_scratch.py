@@ -61,7 +61,9 @@ def test_hand_written_sgd_is_that_of_a_plain_loop(worlds):
 @pytest.mark.parametrize("breaker", ["left fold", "local mean"])
 def test_twin_a_reduction_that_depends_on_the_processes_is_noticed(worlds, breaker):
     reference = worlds(1).run(train, 4, SIZES[:2])[0]["bits"]
-    assert any(result["bits"] != reference for result in worlds(3).run(train, 4, SIZES[:2], True, False, breaker))
+    assert any(
+        result["bits"] != reference for result in worlds(3, "gloo").run(train, 4, SIZES[:2], True, False, breaker)
+    )
 
 
 def test_processes_beyond_the_devices_hold_a_ghost_that_does_not_count(worlds):

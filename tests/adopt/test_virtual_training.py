@@ -155,7 +155,7 @@ def test_traced_models_run_and_their_results_are_on_the_device():
 
 
 def test_a_script_with_its_own_distributed_data_parallel_runs(worlds):
-    answers = worlds(2).run(distributed)
+    answers = worlds(2, "gloo").run(distributed)
     assert [place for place, _ in answers] == ["cuda:0", "cuda:1"]
     for ours, theirs in zip(answers[0][1], answers[1][1], strict=True):
         assert (ours == theirs).all()

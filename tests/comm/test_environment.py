@@ -199,3 +199,12 @@ def test_missing_variables_are_named():
 def test_a_world_size_that_a_batch_script_exports_does_not_hide_srun():
     assert read_environment({**SLURM, "WORLD_SIZE": "8"}).launcher == "slurm"
     assert read_environment({"WORLD_SIZE": "1"}) == Environment()
+
+
+def test_how_ranks_talk_to_each_other_can_be_said():
+    assert read_environment(TORCHRUN).transport == "auto"
+    for said in ("auto", "gloo", "shared"):
+        assert read_environment({**TORCHRUN, "SAMESTEP_TRANSPORT": said}).transport == said
+    assert read_environment({**TORCHRUN, "SAMESTEP_TRANSPORT": ""}).transport == "auto"
+    with pytest.raises(UsageError, match="got SAMESTEP_TRANSPORT='nccl'; needed: one of auto, gloo, shared"):
+        read_environment({**TORCHRUN, "SAMESTEP_TRANSPORT": "nccl"})

@@ -11,11 +11,13 @@ import torch.distributed as dist
 from comm_programs import join, odd_broadcasts
 from worlds import PATIENCE_SECONDS, PRELOADED
 
+from samestep.comm.connecting import connect
 from samestep.comm.environment import Environment
-from samestep.comm.group import connect, roll_call
+from samestep.comm.group import roll_call
 from samestep.errors import UsageError
 
 KILLED = -9
+BOTH = pytest.mark.parametrize("transport", ["auto", "gloo"])
 
 
 @pytest.fixture(autouse=True)
@@ -78,9 +80,11 @@ def test_two_groups_at_once_do_not_hear_each_other():
                 assert report == {"words": [[0, mark], [1, mark]]}
 
 
-def test_a_process_can_leave_a_group_and_join_again_and_again():
+@BOTH
+def test_a_process_can_leave_a_group_and_join_again_and_again(transport):
     """Also at a store that still holds the addresses of the first time."""
-    with kept_store() as port, started([0, 1], 2, "again", 60, port=port, TORCHELASTIC_USE_AGENT_STORE=True) as outcome:
+    options = {"TORCHELASTIC_USE_AGENT_STORE": True, "SAMESTEP_TRANSPORT": transport}
+    with kept_store() as port, started([0, 1], 2, "again", 60, port=port, **options) as outcome:
         for code, report in outcome().values():
             assert code == 0
             assert report["words again"] == [[0, 1], [1, 1]]
@@ -94,16 +98,16 @@ def test_a_rank_that_never_comes_is_named_by_all_others():
             assert f"rank {rank} met 2 of 3 ranks within 3 s; missing: 1" in report["message"]
 
 
-def test_a_rank_that_dies_is_named_by_all_others():
-    with (
-        kept_store() as port,
-        started([0, 1, 2], 3, "lose", 60, 0, port=port, TORCHELASTIC_USE_AGENT_STORE=True) as kept,
-    ):
+@BOTH
+def test_a_rank_that_dies_is_named_by_all_others(transport):
+    options = {"TORCHELASTIC_USE_AGENT_STORE": True, "SAMESTEP_TRANSPORT": transport}
+    with kept_store() as port, started([0, 1, 2], 3, "lose", 60, 0, port=port, **options) as kept:
         check_lost(kept(), lost=0)
 
 
-def test_a_rank_that_dies_with_the_store_that_it_hosts_is_named_by_all_others():
-    with started([0, 1, 2], 3, "lose", 60, 0) as outcome:
+@BOTH
+def test_a_rank_that_dies_with_the_store_that_it_hosts_is_named_by_all_others(transport):
+    with started([0, 1, 2], 3, "lose", 60, 0, SAMESTEP_TRANSPORT=transport) as outcome:
         check_lost(outcome(), lost=0)
 
 
@@ -117,8 +121,9 @@ def check_lost(outcome, lost):
         assert "timeout_seconds" in report["message"]
 
 
-def test_a_rank_that_is_too_slow_is_named_as_well():
-    with started([0, 1], 2, "late", 3, 1) as outcome:
+@BOTH
+def test_a_rank_that_is_too_slow_is_named_as_well(transport):
+    with started([0, 1], 2, "late", 3, 1, SAMESTEP_TRANSPORT=transport) as outcome:
         code, report = outcome([0])[0]
         assert code == 1
         assert (report["error"], report["ranks"]) == ("PeerLostError", (1,))
@@ -161,9 +166,10 @@ def test_a_roll_call_names_those_who_do_not_answer_and_the_host_of_a_store_that_
         roll_call(client, 1, 3, 1.0, store_host=None)
 
 
+@BOTH
 @pytest.mark.parametrize("source", [0, 1])
-def test_broadcasts_reach_strided_empty_and_trainable_tensors(worlds, source):
-    for strided, scalar, shape, parameter, requires_grad in worlds(2).run(odd_broadcasts, source):
+def test_broadcasts_reach_strided_empty_and_trainable_tensors(worlds, source, transport):
+    for strided, scalar, shape, parameter, requires_grad in worlds(2, transport).run(odd_broadcasts, source):
         assert torch.equal(strided, torch.full((4, 3), float(source)))
         assert scalar == source
         assert shape == (0, 3)

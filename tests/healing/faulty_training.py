@@ -22,11 +22,13 @@ from torch.utils.data import Dataset
 from samestep.comm.board import HEALS, READY_TO_JOIN, Board
 from samestep.comm.communicator import Communicator
 from samestep.comm.group import GroupTransport
+from samestep.comm.shared import SharedTransport
 from samestep.engine.buffers import BufferMerge
 from samestep.errors import PeerLostError
 from samestep.train import checkpoint as checkpoint_module
+from samestep.train import opening as opening_module
+from samestep.train import recorder as recorder_module
 from samestep.train import resume as resume_module
-from samestep.train import trainer as trainer_module
 from samestep.train.metrics import accuracy
 from samestep.train.run import Run
 from samestep.train.trainer import Trainer
@@ -92,23 +94,28 @@ class Faults:
             raise RuntimeError(f"something went wrong on rank {self._slot}")
 
 
+def striking(faults, real):
+    """The exchange of a transport, before and after which things go wrong."""
+
+    def exchange(self, *args):
+        faults.strike("exchange")
+        pending = real(self, *args)
+        faults.strike("sent")
+        return pending
+
+    return exchange
+
+
 def put_in_place(faults, model, optimizer):
     """Puts the faults where the training passes by."""
     model[0].register_forward_pre_hook(lambda *_: faults.strike("forward" if model.training else "evaluate"))
     model[-1].register_full_backward_pre_hook(lambda *_: faults.strike("backward"))
     optimizer.register_step_pre_hook(lambda *_: faults.strike("update"))
-    real_exchange, real_fill, real_merge = GroupTransport.exchange, checkpoint_module._fill, BufferMerge.exchange
-    real_hand_out, real_barrier, real_write = (
-        trainer_module.hand_out,
-        Communicator.barrier,
-        trainer_module.files.write_json,
-    )
-
-    def exchange(self, *args):
-        faults.strike("exchange")
-        pending = real_exchange(self, *args)
-        faults.strike("sent")
-        return pending
+    for kind in (GroupTransport, SharedTransport):
+        kind.exchange = striking(faults, kind.exchange)
+    real_fill, real_merge = checkpoint_module._fill, BufferMerge.exchange
+    real_hand_out, real_barrier = opening_module.hand_out, Communicator.barrier
+    real_write = recorder_module.write_json
 
     def fill(*args):
         result = real_fill(*args)
@@ -133,8 +140,8 @@ def put_in_place(faults, model, optimizer):
         real_merge(self, *args)
         faults.strike("exchanged")
 
-    GroupTransport.exchange, checkpoint_module._fill, BufferMerge.exchange = exchange, fill, merge
-    trainer_module.hand_out, Communicator.barrier, trainer_module.files.write_json = hand_out, barrier, write_json
+    checkpoint_module._fill, BufferMerge.exchange = fill, merge
+    opening_module.hand_out, Communicator.barrier, recorder_module.write_json = hand_out, barrier, write_json
 
 
 def wait_for(slot):

@@ -4,6 +4,8 @@ import random
 
 import pytest
 
+from samestep.train.naming import LOCK_FILE
+
 PHASES = ("data", "forward", "backward", "exchange", "sent", "update", "evaluate", "checkpoint")
 KINDS = ("SIGKILL", "SIGSTOP", "exit", "exception")
 NUM_STEPS = 12
@@ -53,6 +55,8 @@ def check(told, reference, faults):
     deaths = [event for event in told.events if event["event"] == "death"]
     assert len(deaths) == len(faults)
     assert told.events[-1]["event"] == "end"
+    # A killed rank 0 leaves it behind: whoever went on writing locked the folder, and gave the lock back.
+    assert not (told.folder / "run" / LOCK_FILE).exists()
 
 
 @pytest.mark.parametrize("run", runs_of(10, 0), ids=name_of)

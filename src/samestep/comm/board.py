@@ -28,7 +28,7 @@ BOARD_VARIABLE = "SAMESTEP_BOARD_FD"
 SLOT_VARIABLE = "SAMESTEP_SLOT"
 PHASES = (
     *("start", "script", "data", "forward", "backward", "exchange", "update", "checkpoint", "evaluate"),
-    *("regroup", "end"),
+    *("regroup", "end", "ledger"),
 )
 STOPS_ON_REQUEST = 1  # flags: finishes its step and leaves when the board asks for it
 HEALS = 2  # goes on with the others when one is lost

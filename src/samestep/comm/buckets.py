@@ -17,6 +17,7 @@ class Bucket:
     Attributes:
         members: indices of the tensors in it.
         offsets: where each begins, in elements; multiples of `ALIGNMENT_ELEMENTS`.
+        length: elements up to the end of the last member, rounded up; whatever the ranks.
         numel: length of the flat tensor, padded so that it divides evenly among the ranks.
         dtype: dtype of all members.
         device: device of all members.
@@ -24,6 +25,7 @@ class Bucket:
 
     members: tuple[int, ...]
     offsets: tuple[int, ...]
+    length: int
     numel: int
     dtype: torch.dtype
     device: torch.device
@@ -55,7 +57,7 @@ def make_buckets(tensors: Sequence[Tensor], bucket_bytes: int, world_size: int) 
             sizes = [_round_up(tensors[i].numel(), ALIGNMENT_ELEMENTS) for i in members]
             offsets = [sum(sizes[:k]) for k in range(len(sizes))]
             numel = _round_up(max(sum(sizes), 1), ALIGNMENT_ELEMENTS * world_size)
-            buckets.append(Bucket(tuple(members), tuple(offsets), numel, dtype, device))
+            buckets.append(Bucket(tuple(members), tuple(offsets), sum(sizes), numel, dtype, device))
     return tuple(buckets)
 
 

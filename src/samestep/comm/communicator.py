@@ -1,5 +1,6 @@
 """The communicator: what ranks say to each other, over any transport."""
 
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -7,8 +8,8 @@ from datetime import timedelta
 import torch
 from torch import Tensor
 
+from samestep.comm.connecting import connect
 from samestep.comm.environment import Environment
-from samestep.comm.group import connect
 from samestep.comm.reduction import REDUCTIONS, Reduction, tree_sum_rows
 from samestep.comm.transport import LocalTransport, Transport
 from samestep.plan.tree import Block
@@ -97,6 +98,36 @@ class Communicator:
         all_rows = torch.cat([part[len(as_rows) :] for part in by_rank])
         heads = [part[: len(as_rows)].reshape(-1).view(torch.int64).tolist() for part in by_rank]
         return all_rows, [head[: len(words)] for head in heads]
+
+    def gather_numbers(
+        self, numbers: Sequence[float], counts: Sequence[int], words: Sequence[int]
+    ) -> tuple[list[float], list[list[int]]]:
+        """Gives every rank the 64-bit floats and integers of all ranks in one message, through host memory.
+
+        Args:
+            numbers: this rank's floats, counts[rank] of them.
+            counts: how many floats each rank has.
+            words: equally many 64-bit integers on every rank.
+
+        Returns:
+            The floats of all ranks in their order, and the words of each.
+        """
+        if self.world_size == 1:
+            return list(numbers), [list(words)]
+        width = len(words)
+        packed = struct.pack(f"={width}q{len(numbers)}d", *words, *numbers) * self.world_size
+        sizes = [8 * (width + count) for count in counts]
+        sent = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
+        received = self.control.exchange(sent, [sizes[self.rank]] * self.world_size, sizes).wait().numpy().tobytes()
+        all_numbers: list[float] = []
+        all_words: list[list[int]] = []
+        offset = 0
+        for count in counts:
+            values = struct.unpack_from(f"={width}q{count}d", received, offset)
+            all_words.append(list(values[:width]))
+            all_numbers += values[width:]
+            offset += 8 * (width + count)
+        return all_numbers, all_words
 
     def sum_rows(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
         """Sums the rows of all ranks along the tree over their global indices."""

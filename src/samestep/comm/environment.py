@@ -14,6 +14,9 @@ from samestep.errors import UsageError
 
 LOOPBACK = "127.0.0.1"
 MAX_PORT = 65_535
+TRANSPORT_VARIABLE = "SAMESTEP_TRANSPORT"
+TRANSPORTS = ("auto", "gloo", "shared")
+PROFILE_VARIABLE = "SAMESTEP_PROFILE"
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,7 @@ class Environment:
         store_is_kept: whether the launcher hosts the store; rank 0 does, where it does not.
         attempt: how often the launcher has restarted the ranks; a store may outlive them.
         joins: whether this process was started late, in the place of one that was lost.
+        transport: how ranks talk to each other, one of `TRANSPORTS`.
     """
 
     rank: int = 0
@@ -47,6 +51,7 @@ class Environment:
     store_is_kept: bool = False
     attempt: int = 0
     joins: bool = False
+    transport: str = "auto"
 
 
 def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
@@ -122,7 +127,35 @@ def _checked(env: Mapping[str, str], names: tuple[str, str, str, str], launcher:
         store_is_kept=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         attempt=_number(env, "TORCHELASTIC_RESTART_COUNT", 0),
         joins=env.get("SAMESTEP_JOINS") == "1",
+        transport=chosen_transport(env),
     )
+
+
+def chosen_transport(variables: Mapping[str, str] | None = None) -> str:
+    """How ranks are to talk to each other, one of `TRANSPORTS`, as SAMESTEP_TRANSPORT says.
+
+    "auto" is memory between ranks of one host, NCCL between GPUs, else gloo; "gloo" and "shared" (memory) are that, and
+    nothing else.
+
+    Args:
+        variables: the environment variables; `os.environ` if None.
+
+    Raises:
+        UsageError: it says something else.
+    """
+    choice = (os.environ if variables is None else variables).get(TRANSPORT_VARIABLE) or "auto"
+    if choice not in TRANSPORTS:
+        raise UsageError(f"got {TRANSPORT_VARIABLE}={choice!r}; needed: one of {', '.join(TRANSPORTS)}")
+    return choice
+
+
+def chosen_profile(variables: Mapping[str, str] | None = None) -> str | None:
+    """The folder for the profile of the run, as SAMESTEP_PROFILE says; None if there is to be none.
+
+    Args:
+        variables: the environment variables; `os.environ` if None.
+    """
+    return (os.environ if variables is None else variables).get(PROFILE_VARIABLE) or None
 
 
 def _number(env: Mapping[str, str], name: str, default: int | None = None) -> int:

@@ -1,6 +1,5 @@
 """The transport over torch.distributed: gloo between CPU workers, NCCL between GPUs."""
 
-import contextlib
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -10,12 +9,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from samestep.comm.environment import Environment
-from samestep.comm.transport import Pending
+from samestep.comm.transport import Pending, peers_lost
 from samestep.errors import PeerLostError, UsageError
 
 ROLL_CALL_SECONDS = 5.0
-POLL_SECONDS = 0.02
-CONNECT_SECONDS = 10.0
+FIRST_POLL_SECONDS, POLL_SECONDS = 0.0005, 0.02
 
 
 class GroupTransport:
@@ -135,13 +133,7 @@ class GroupTransport:
             return PeerLostError(f"the exchange failed and the store of the ranks is gone: {error}")
         if not missing:
             return PeerLostError(f"the exchange failed although all ranks are alive: {error}")
-        names = ", ".join(str(rank) for rank in missing)
-        return PeerLostError(
-            f"rank {self.rank} of {self.world_size} waits for rank {names}, which has died, has ended, or is late: "
-            "do all ranks take the same number of steps? A rank that needs more time than "
-            f"{self._timeout.total_seconds():g} s for its shards needs a larger timeout_seconds",
-            missing,
-        )
+        return peers_lost(self.rank, self.world_size, missing, self._timeout.total_seconds())
 
 
 def roll_call(
@@ -172,7 +164,7 @@ def roll_call(
         RuntimeError: the store is gone, and no rank hosted it.
     """
     missing: tuple[int, ...] = ()
-    deadline = time.monotonic() + seconds
+    deadline, pause = time.monotonic() + seconds, FIRST_POLL_SECONDS
     try:
         store.set(str(rank), word)
         # It polls, since a `wait` that times out makes torch print warnings.
@@ -180,7 +172,8 @@ def roll_call(
             if time.monotonic() >= deadline:
                 break
             check()
-            time.sleep(POLL_SECONDS)
+            time.sleep(pause)
+            pause = min(2 * pause, POLL_SECONDS)
     except RuntimeError:
         if store_host is None:
             raise
@@ -210,90 +203,6 @@ class GroupPending:
         return self._received.to(self._device)
 
 
-def connect(
-    environment: Environment, device: torch.device, timeout: timedelta
-) -> tuple[GroupTransport, GroupTransport]:
-    """Joins the process group that the environment describes.
-
-    Args:
-        environment: our place; its world size is above 1.
-        device: this rank's device; NCCL if it is a GPU of its own, else gloo.
-        timeout: for the meeting and for every transfer.
-
-    Returns:
-        The transport for tensors on the device, and the one for small host values (the same one on a CPU).
-
-    Raises:
-        UsageError: nobody answers at the store's address, or the user's own process group has another size.
-        PeerLostError: not all ranks came.
-    """
-    if dist.is_initialized():
-        return _adopt_group(environment, device, timeout)
-    store_host = None if environment.store_is_kept else 0
-    store = _meet(environment, timeout, store_host)
-    backend = _backend(device, environment.local_world_size)
-    return _join(store, environment.rank, environment.world_size, device, backend, timeout, timeout, store_host)
-
-
-def reconnect(
-    meeting: dist.Store, rank: int, world_size: int, device: torch.device, timeout: timedelta
-) -> tuple[GroupTransport, GroupTransport]:
-    """Joins a process group of the ranks that are left, which have met in a store already.
-
-    Args:
-        meeting: the store, by a prefix of its own for each new group.
-        rank: our new rank.
-        world_size: the number of ranks that are left; above 1.
-        device: this rank's device.
-        timeout: for every transfer; the connection itself takes `CONNECT_SECONDS` at most.
-
-    Raises:
-        PeerLostError: one of them went meanwhile.
-    """
-    connect_timeout = timedelta(seconds=min(CONNECT_SECONDS, timeout.total_seconds()))
-    return _join(meeting, rank, world_size, device, _backend(device, world_size), connect_timeout, timeout, None)
-
-
-def _backend(device: torch.device, local_world_size: int) -> str:
-    """NCCL where each rank has a GPU of its own, else gloo."""
-    shared = device.type == "cuda" and local_world_size > torch.cuda.device_count()
-    return "nccl" if device.type == "cuda" and not shared else "gloo"
-
-
-def _join(
-    store: dist.Store,
-    rank: int,
-    world_size: int,
-    device: torch.device,
-    backend: str,
-    connect_timeout: timedelta,
-    timeout: timedelta,
-    store_host: int | None,
-) -> tuple[GroupTransport, GroupTransport]:
-    """Makes the process group of ranks that have met."""
-    # Its functions take the default group of the moment of their import as the default of an argument. Building an
-    # optimizer imports it, and the group's connections would stay open for good, however they are dropped.
-    import torch.distributed.nn.functional  # noqa: F401 - for when it is imported
-
-    try:
-        dist.init_process_group(
-            backend,
-            store=dist.PrefixStore("group", store),
-            rank=rank,
-            world_size=world_size,
-            timeout=connect_timeout,
-            device_id=device if backend == "nccl" else None,
-        )
-        if connect_timeout != timeout:
-            dist.distributed_c10d._set_pg_timeout(timeout)
-        control = None if backend == "gloo" else dist.new_group(backend="gloo", timeout=timeout)
-    except RuntimeError as error:
-        raise PeerLostError(f"rank {rank} met all others, but could not connect to them: {error}") from error
-    calls = dist.PrefixStore("calls", store)
-    transport = GroupTransport(None, calls, timeout, store_host, store if store_host is None else None)
-    return transport, transport if control is None else GroupTransport(control, calls, timeout, store_host)
-
-
 def meeting_of(environment: Environment, timeout: timedelta) -> dist.Store:
     """Where the ranks of a run that is under way meet when one joins.
 
@@ -308,25 +217,43 @@ def meeting_of(environment: Environment, timeout: timedelta) -> dist.Store:
     return dist.PrefixStore(f"samestep/{environment.attempt}.1", store)
 
 
-def _meet(environment: Environment, timeout: timedelta, store_host: int | None) -> dist.Store:
-    """Connects to the store and waits until every rank has."""
+def store_host(environment: Environment) -> int | None:
+    """The rank that hosts the store; None if no rank does."""
+    return None if environment.store_is_kept else 0
+
+
+def meet(environment: Environment, timeout: timedelta) -> dist.Store:
+    """Connects to the store and waits until every rank has.
+
+    Args:
+        environment: our place.
+        timeout: for the meeting.
+
+    Returns:
+        The store, by a prefix of its own for this time.
+
+    Raises:
+        UsageError: nobody answers at the store's address.
+        PeerLostError: not all ranks came.
+    """
     rank, host, port = environment.rank, environment.master_addr, environment.master_port
+    hosting = store_host(environment)
     try:
         # Not dist.rendezvous: its store waits for all ranks by itself, and cannot say who is missing.
         store = dist.TCPStore(
-            host, port, is_master=rank == store_host, timeout=timeout, wait_for_workers=False, multi_tenant=True
+            host, port, is_master=rank == hosting, timeout=timeout, wait_for_workers=False, multi_tenant=True
         )
         # A store may outlive the processes, and a process may connect again: each time with keys of their own.
         number = store.add(f"samestep/{environment.attempt}/{rank}", 1)
         ours = dist.PrefixStore(f"samestep/{environment.attempt}.{number}", store)
     except (RuntimeError, ValueError, OSError) as error:
-        verb = "open" if rank == store_host else "reach"
+        verb = "open" if rank == hosting else "reach"
         raise UsageError(
             f"rank {rank} cannot {verb} the store at {host}:{port}, as MASTER_ADDR and MASTER_PORT say: {error}"
         ) from error
     try:
         missing = roll_call(
-            dist.PrefixStore("meeting", ours), rank, environment.world_size, timeout.total_seconds(), store_host
+            dist.PrefixStore("meeting", ours), rank, environment.world_size, timeout.total_seconds(), hosting
         )
     except RuntimeError as error:
         raise PeerLostError(f"the store at {host}:{port} went while rank {rank} waited for the others") from error
@@ -338,20 +265,3 @@ def _meet(environment: Environment, timeout: timedelta, store_host: int | None) 
             missing,
         )
     return ours
-
-
-def _adopt_group(
-    environment: Environment, device: torch.device, timeout: timedelta
-) -> tuple[GroupTransport, GroupTransport]:
-    """Uses the ranks of a process group that the user's script has set up, through a group of our own."""
-    if dist.get_world_size() != environment.world_size:
-        raise UsageError(
-            f"the process group has {dist.get_world_size()} ranks, the environment says {environment.world_size}"
-        )
-    calls: dist.Store = dist.HashStore()
-    with contextlib.suppress(AttributeError):
-        calls = dist.PrefixStore("samestep-calls", dist.distributed_c10d._get_default_store())
-    host = GroupTransport(dist.new_group(backend="gloo", timeout=timeout), calls, timeout)
-    if device.type != "cuda" or dist.get_backend() != "nccl":
-        return host, host
-    return GroupTransport(dist.new_group(backend="nccl", timeout=timeout), calls, timeout), host

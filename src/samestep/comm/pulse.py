@@ -3,6 +3,7 @@
 import time
 
 from samestep.comm.board import Board
+from samestep.comm.recording import Recording
 
 WORK = {"data": "data", "forward": "compute", "backward": "compute", "exchange": "exchange", "update": "update"}
 
@@ -13,6 +14,9 @@ class Pulse:
     Args:
         board: of the supervisor; None if nobody watches.
         slot: this worker's place on it.
+
+    Attributes:
+        recording: of every phase, for a profile; None without one.
     """
 
     def __init__(self, board: Board | None = None, slot: int = 0) -> None:
@@ -22,6 +26,7 @@ class Pulse:
         self.view = 0
         self.step = 0
         self.phase = "start"
+        self.recording: Recording | None = None
         self._since = time.perf_counter()
         self._seconds: dict[str, float] = {}
         self.enter("start")
@@ -32,14 +37,22 @@ class Pulse:
         Returns:
             The phase that ends.
         """
+        if self.recording is not None:
+            self.recording.settle()
         now = time.perf_counter()
         before = self.phase
         kind = WORK.get(before, before)
         self._seconds[kind] = self._seconds.get(kind, 0.0) + now - self._since
+        if self.recording is not None:
+            self.recording.add(before, self._since, now, self.step, phase != before)
         self.phase, self._since = phase, now
         if self.board is not None:
             self.board.post(self.slot, phase, self.step, self.flags, self.view)
         return before
+
+    def enter_detail(self, phase: str) -> str:
+        """As `enter`, for a phase that nobody but a profile tells apart: without one it costs nothing."""
+        return self.phase if self.recording is None else self.enter(phase)
 
     def set_flags(self, flags: int) -> None:
         """Posts what this worker can do; see `board`."""

@@ -7,6 +7,7 @@ take one message instead of two: everyone gets all blocks and folds all of them.
 """
 
 from collections.abc import Sequence
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -47,7 +48,10 @@ class OrderedReduction:
         self._small = few or like.numel() * like.element_size() <= SMALL_BYTES
         self._folded: Tensor | None = None
         self._gathering: Pending | None = None
-        self._scattering = self._gather_blocks(sums, like) if self._small else self._scatter(sums, like)
+        if transport.world_size == 1:
+            self._folded = _fold(blocks_by_rank, sums)
+        else:
+            self._scattering = self._gather_blocks(sums, like) if self._small else self._scatter(sums, like)
 
     def _scatter(self, sums: Sequence[Tensor], like: Tensor) -> Pending:
         """Sends rank r the r-th part of each of our blocks."""
@@ -71,14 +75,10 @@ class OrderedReduction:
 
     def fold(self) -> None:
         """Adds up what has arrived along the tree, and starts the gather."""
+        if self._folded is not None:
+            return
         length = self._numel if self._small else self._numel // self._transport.world_size
-        arrived = self._scattering.wait().split(length)
-        counter: TreeSum[Tensor] = TreeSum(Tensor.add_)
-        blocks = [block for blocks in self._blocks_by_rank for block in blocks]
-        for block, value in zip(blocks, arrived, strict=True):
-            counter.push(block, value)
-        total = counter.root()
-        assert total is not None, "a reduction without a leaf is not started"
+        total = _fold(self._blocks_by_rank, self._scattering.wait().split(length))
         if self._small:
             self._folded = total
         else:
@@ -90,6 +90,16 @@ class OrderedReduction:
             return self._folded
         assert self._gathering is not None, "fold() comes before finish()"
         return self._gathering.wait()
+
+
+def _fold(blocks_by_rank: Sequence[Sequence[Block]], sums: Sequence[Tensor]) -> Tensor:
+    """Adds up the sums over all blocks along the tree; their memory is reused."""
+    counter: TreeSum[Tensor] = TreeSum(Tensor.add_)
+    for block, value in zip(chain.from_iterable(blocks_by_rank), sums, strict=True):
+        counter.push(block, value)
+    total = counter.root()
+    assert total is not None, "a reduction without a leaf is not started"
+    return total
 
 
 class NativeReduction:

@@ -28,7 +28,8 @@ import torch.distributed as dist
 
 from samestep.comm.board import HEALS, READY_TO_JOIN, View
 from samestep.comm.communicator import Communicator
-from samestep.comm.group import GroupTransport, reconnect, roll_call
+from samestep.comm.connecting import Connection, reconnect
+from samestep.comm.group import GroupTransport, roll_call
 from samestep.comm.pulse import Pulse
 from samestep.comm.transport import LocalTransport
 from samestep.errors import PeerLostError, UsageError
@@ -94,11 +95,11 @@ class Team:
         self._num_active = communicator.world_size - spares
         self._shares = None if shares is None else list(shares)
         self._timeout = timedelta(seconds=timeout_seconds)
-        self._transport = communicator.transport if isinstance(communicator.transport, GroupTransport) else None
-        self._meeting = self._transport.meeting if self._transport is not None else meeting
+        connection = communicator.transport if isinstance(communicator.transport, Connection) else None
+        self._meeting = meeting if connection is None else connection.meeting
         self.ranges = self._divide()
-        if self.can_heal and self._transport is not None:
-            self._transport.names_missing = False
+        if self.can_heal and connection is not None:
+            _leave_naming(communicator)
             self.pulse.set_flags(self.pulse.flags | HEALS)
 
     @property
@@ -266,15 +267,20 @@ class Team:
 
     def _drop_connections(self) -> None:
         """Closes our ends: whoever still waits for us is told by that."""
-        transport = self.communicator.transport
-        alone = LocalTransport()
-        self.communicator = replace(self.communicator, transport=alone, control=alone)
+        before, alone = self.communicator, LocalTransport()
+        self.communicator = replace(before, transport=alone, control=alone)
         self.version += 1
-        if isinstance(transport, GroupTransport):
-            transport.abandon()
-        self._transport = None
-        del transport
-        gc.collect()  # operations under way hold the connections, too
+        transports = [before.transport, before.control]
+        del before
+        is_group = False
+        while transports:
+            transport = transports.pop()
+            if isinstance(transport, Connection):
+                transport.abandon()
+            is_group = is_group or isinstance(transport, GroupTransport)
+            del transport
+        if is_group:
+            gc.collect()  # operations under way hold the connections, too
         if not self.is_late:
             self.pulse.enter(self.pulse.phase)  # all this may take a second
 
@@ -314,9 +320,8 @@ class Team:
             store = self._call(view, name, slots, "here")
             rank = slots.index(self.pulse.slot)
             transport, control = reconnect(store, rank, len(slots), self.communicator.device, self._timeout)
-            transport.names_missing = control.names_missing = False
-            self._transport = transport
         self.communicator = replace(self.communicator, transport=transport, control=control)
+        _leave_naming(self.communicator)
         self.ranges = self._divide()
         self.version += 1
 
@@ -349,6 +354,13 @@ class Team:
         """What was asked for a slot; a late one does as much as the average."""
         shares = self._shares or [1.0]
         return shares[slot] if slot < len(shares) else sum(shares) / len(shares)
+
+
+def _leave_naming(communicator: Communicator) -> None:
+    """Spares process groups the search for who is missing, since the supervisor says who is."""
+    for transport in (communicator.transport, communicator.control):
+        if isinstance(transport, GroupTransport):
+            transport.names_missing = False
 
 
 def _counts(words: dict[int, str]) -> dict[int, int]:

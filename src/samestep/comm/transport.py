@@ -1,14 +1,16 @@
 """The transport: the small seam between the ordered reduction and whatever moves bytes.
 
-A transport exchanges; it adds only for the `native` reduction. Three implementations: `LocalTransport` here (one rank,
-plain arithmetic on the same code path), `GroupTransport` (torch.distributed: gloo, NCCL) and `SequentialTransport`
-(ranks that take turns in one process).
+A transport exchanges; it adds only for the `native` reduction. Four implementations: `LocalTransport` here (one rank,
+plain arithmetic on the same code path), `SharedTransport` (memory that the ranks of a host share), `GroupTransport`
+(torch.distributed: gloo, NCCL) and `SequentialTransport` (ranks that take turns in one process).
 """
 
 from collections.abc import Sequence
 from typing import Protocol
 
 from torch import Tensor
+
+from samestep.errors import PeerLostError
 
 
 class Pending(Protocol):
@@ -93,3 +95,14 @@ class LocalTransport:
 
     def close(self) -> None:
         """Does nothing."""
+
+
+def peers_lost(rank: int, world_size: int, missing: tuple[int, ...], timeout_seconds: float) -> PeerLostError:
+    """The error of a rank that waits in vain for others."""
+    names = ", ".join(str(other) for other in missing)
+    return PeerLostError(
+        f"rank {rank} of {world_size} waits for rank {names}, which has died, has ended, or is late: "
+        f"do all ranks take the same number of steps? A rank that needs more time than {timeout_seconds:g} s for its "
+        "shards needs a larger timeout_seconds",
+        missing,
+    )

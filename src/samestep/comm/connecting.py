@@ -1,0 +1,225 @@
+"""Connecting: which transports the ranks of a run talk through, chosen by all of them together.
+
+Ranks of one host share memory where they can; else they form a process group: NCCL where each has a GPU of its own,
+gloo for everything else. `SAMESTEP_TRANSPORT` overrides the choice.
+"""
+
+import contextlib
+import os
+import time
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from samestep.comm import segment as segments
+from samestep.comm.environment import Environment, chosen_transport
+from samestep.comm.group import FIRST_POLL_SECONDS, POLL_SECONDS, GroupTransport, meet, roll_call, store_host
+from samestep.comm.segment import NoSegmentError, Segment
+from samestep.comm.shared import SharedTransport
+from samestep.errors import PeerLostError, UsageError
+
+CONNECT_SECONDS = 10.0
+SEGMENT, NO_SEGMENT = "segment", "none"
+
+Connection = GroupTransport | SharedTransport
+
+
+def connect(environment: Environment, device: torch.device, timeout: timedelta) -> tuple[Connection, Connection]:
+    """Joins the ranks that the environment describes.
+
+    Args:
+        environment: our place; its world size is above 1.
+        device: this rank's device.
+        timeout: for the meeting and for every transfer.
+
+    Returns:
+        The transport for tensors on the device, and the one for small host values (the same one on a CPU).
+
+    Raises:
+        UsageError: nobody answers at the store's address, the user's own process group has another size, or the
+            transport that was asked for cannot be had.
+        PeerLostError: not all ranks came.
+    """
+    if dist.is_initialized():
+        return _adopt_group(environment, device, timeout)
+    return connect_at(meet(environment, timeout), environment, device, timeout, timeout)
+
+
+def reconnect(
+    meeting: dist.Store, rank: int, world_size: int, device: torch.device, timeout: timedelta
+) -> tuple[Connection, Connection]:
+    """Joins the ranks that are left, which have met in a store already.
+
+    Args:
+        meeting: the store, by a prefix of its own for each new team.
+        rank: our new rank.
+        world_size: the number of ranks that are left; above 1.
+        device: this rank's device.
+        timeout: for every transfer; the connection itself takes `CONNECT_SECONDS` at most.
+
+    Raises:
+        PeerLostError: one of them went meanwhile.
+    """
+    connect_timeout = timedelta(seconds=min(CONNECT_SECONDS, timeout.total_seconds()))
+    transport = chosen_transport()
+    place = Environment(rank, world_size, rank, world_size, store_is_kept=True, transport=transport)
+    return connect_at(meeting, place, device, connect_timeout, timeout)
+
+
+def connect_at(
+    store: dist.Store, place: Environment, device: torch.device, connect_timeout: timedelta, timeout: timedelta
+) -> tuple[Connection, Connection]:
+    """Connects ranks that have met in a store.
+
+    Args:
+        store: by a prefix of its own.
+        place: ours among them.
+        device: this rank's device.
+        connect_timeout: for the connection.
+        timeout: for every transfer.
+
+    Raises:
+        UsageError: the transport that was asked for cannot be had.
+        PeerLostError: not all ranks came that far.
+    """
+    has_own_gpu = device.type == "cuda" and place.local_world_size <= torch.cuda.device_count()
+    backend = "nccl" if has_own_gpu and place.transport == "auto" else "gloo"
+    host = store_host(place)
+    meeting = store if host is None else None
+    shared = None
+    try:
+        segment = _share(dist.PrefixStore("shared", store), place, connect_timeout)
+        shared = SharedTransport(segment, place.rank, timeout, store, meeting)
+    except NoSegmentError as error:
+        if place.transport == "shared":
+            raise UsageError(
+                f"SAMESTEP_TRANSPORT=shared cannot be had: {error}; leave the variable out, or set it to gloo"
+            ) from error
+    if shared is not None and backend == "gloo":
+        return shared, shared
+    try:
+        _join_group(store, place, backend, device, connect_timeout, timeout)
+        control = dist.new_group(backend="gloo", timeout=timeout) if backend == "nccl" and shared is None else None
+    except RuntimeError as error:
+        if shared is not None:
+            shared.close()
+        raise PeerLostError(f"rank {place.rank} met all others, but could not connect to them: {error}") from error
+    calls = dist.PrefixStore("calls", store)
+    transport = GroupTransport(None, calls, timeout, host, meeting)
+    if shared is not None:
+        return transport, shared
+    return transport, transport if control is None else GroupTransport(control, calls, timeout, host)
+
+
+def _share(store: dist.Store, place: Environment, timeout: timedelta) -> Segment:
+    """Maps memory that all ranks share.
+
+    Raises:
+        NoSegmentError: one of the ranks cannot, or will not; it is raised on all of them.
+        PeerLostError: one of them did not come that far.
+    """
+    rank, world_size = place.rank, place.world_size
+    segment, fd, answer = None, -1, _refusal(place) or "yes"
+    try:
+        try:
+            if rank == 0:
+                told = ""
+                if answer == "yes":
+                    segment, fd, told = segments.create(world_size)
+            else:
+                told = _told(store, timeout)
+                if answer == "yes" and told:
+                    segment = segments.join(told, world_size)
+        except NoSegmentError as error:
+            answer = str(error)
+        if rank == 0:
+            store.set(SEGMENT, told or NO_SEGMENT)
+        if segment is not None:
+            segment.words[segment.lanes[rank].pid] = os.getpid()
+        answers = _answers(store, place, timeout, answer)
+    except (RuntimeError, PeerLostError) as error:
+        if segment is not None:  # those who go on must not wait for us
+            segment.words[segment.lanes[rank].gone] = 1
+        if isinstance(error, PeerLostError):
+            raise
+        raise PeerLostError(f"rank {rank} met all others, but could not connect to them: {error}") from error
+    finally:
+        if fd >= 0:
+            os.close(fd)
+    for other, word in enumerate(answers):
+        if word != "yes":
+            raise NoSegmentError(f"rank {other} says: {word}")
+    assert segment is not None, "nobody refused"
+    return segment
+
+
+def _refusal(place: Environment) -> str:
+    """Why this rank will not share memory; empty if it will."""
+    if place.transport == "gloo":
+        return "SAMESTEP_TRANSPORT is gloo"
+    if place.local_world_size < place.world_size:
+        return f"only {place.local_world_size} of {place.world_size} ranks are on its host"
+    return ""
+
+
+def _told(store: dist.Store, timeout: timedelta) -> str:
+    """What rank 0 says about its segment; empty if it has none."""
+    deadline, pause = time.monotonic() + timeout.total_seconds(), FIRST_POLL_SECONDS
+    while not store.check([SEGMENT]):
+        if time.monotonic() > deadline:
+            raise PeerLostError("rank 0 met all others, but did not connect to them", (0,))
+        time.sleep(pause)
+        pause = min(2 * pause, POLL_SECONDS)
+    told = store.get(SEGMENT).decode()
+    return "" if told == NO_SEGMENT else told
+
+
+def _answers(store: dist.Store, place: Environment, timeout: timedelta, answer: str) -> list[str]:
+    """Whether each rank shares memory: "yes", or why not."""
+    seconds = timeout.total_seconds()
+    missing = roll_call(store, place.rank, place.world_size, seconds, store_host(place), answer)
+    if missing:
+        names = ", ".join(str(rank) for rank in missing)
+        raise PeerLostError(f"rank {place.rank} met all others, but rank {names} did not connect to them", missing)
+    return [store.get(str(rank)).decode() for rank in range(place.world_size)]
+
+
+def _join_group(
+    store: dist.Store,
+    place: Environment,
+    backend: str,
+    device: torch.device,
+    connect_timeout: timedelta,
+    timeout: timedelta,
+) -> None:
+    """Makes the process group of ranks that have met."""
+    # Its functions take the default group of the moment of their import as the default of an argument. Building an
+    # optimizer imports it, and the group's connections would stay open for good, however they are dropped.
+    import torch.distributed.nn.functional  # noqa: F401 - for when it is imported
+
+    dist.init_process_group(
+        backend,
+        store=dist.PrefixStore("group", store),
+        rank=place.rank,
+        world_size=place.world_size,
+        timeout=connect_timeout,
+        device_id=device if backend == "nccl" else None,
+    )
+    if connect_timeout != timeout:
+        dist.distributed_c10d._set_pg_timeout(timeout)
+
+
+def _adopt_group(environment: Environment, device: torch.device, timeout: timedelta) -> tuple[Connection, Connection]:
+    """Uses the ranks of a process group that the user's script has set up, through a group of our own."""
+    if dist.get_world_size() != environment.world_size:
+        raise UsageError(
+            f"the process group has {dist.get_world_size()} ranks, the environment says {environment.world_size}"
+        )
+    calls: dist.Store = dist.HashStore()
+    with contextlib.suppress(AttributeError):
+        calls = dist.PrefixStore("samestep-calls", dist.distributed_c10d._get_default_store())
+    host = GroupTransport(dist.new_group(backend="gloo", timeout=timeout), calls, timeout)
+    if device.type != "cuda" or dist.get_backend() != "nccl":
+        return host, host
+    return GroupTransport(dist.new_group(backend="nccl", timeout=timeout), calls, timeout), host

@@ -1,0 +1,189 @@
+"""The segment: memory that the ranks of one host share, without a name that could be left behind.
+
+Rank 0 makes a file without a name (memfd_create) and says its process id, descriptor and a nonce; the others open it
+through /proc and map it. It is gone with the last process that maps it, whatever ends them. It is sparse: memory is
+used only where something was written.
+
+Plain loads and stores of words are seen by the others in the order of the program on x86-64 (Intel 64 and IA-32
+Architectures Software Developer's Manual, volume 3A, "Memory Ordering"; copies by string instructions and non-temporal
+stores are ordered before the word that follows, as the C library fences the latter). Other processors promise less, so
+there is no segment on them.
+
+Layout, in words of 8 bytes, native:
+
+    0      the nonce; number of ranks; bytes of an outbox
+    then, a multiple of 4,096 bytes a rank: process id, number of operations posted, whether it has gone; at 512 words,
+           the ring of `RING` places: where in its outbox operation n lies is at n % `RING`
+    then, an outbox a rank
+"""
+
+import ctypes
+import mmap
+import os
+import platform
+import secrets
+import sys
+from dataclasses import dataclass
+from typing import NamedTuple
+
+RING = 16_384
+"""Operations that may be under way between two ranks."""
+OUTBOX_SIZES = tuple(gigabytes << 30 for gigabytes in (64, 16, 4, 1))
+"""Bytes of address space a rank: the first of them that can be had."""
+
+PAGE = 4096
+WORD = 8
+_RANK_SIZE = PAGE + RING * WORD
+
+
+class NoSegmentError(Exception):
+    """This process cannot share memory with the others; the message says why."""
+
+
+class Lane(NamedTuple):
+    """What belongs to one rank.
+
+    Attributes:
+        pid: the word that holds its process id; 0 before it has come.
+        posted: the word that holds how many operations it has posted.
+        gone: the word that holds 1 when it has left.
+        ring: the first word of its ring.
+        outbox: the byte at which its outbox begins.
+    """
+
+    pid: int
+    posted: int
+    gone: int
+    ring: int
+    outbox: int
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A segment, mapped.
+
+    Attributes:
+        world_size: the number of ranks.
+        outbox_size: bytes of each rank's outbox.
+        lanes: what belongs to each rank.
+        memory: all of it.
+        words: the same, by words of 8 bytes.
+        address: where it begins.
+    """
+
+    world_size: int
+    outbox_size: int
+    lanes: tuple[Lane, ...]
+    memory: mmap.mmap
+    words: memoryview
+    address: int
+
+    def address_of(self, word: int) -> int:
+        """The address of a word."""
+        return self.address + word * WORD
+
+
+def create(world_size: int) -> tuple[Segment, int, str]:
+    """Makes a segment.
+
+    Args:
+        world_size: the number of ranks.
+
+    Returns:
+        The segment, its descriptor (to be closed when all have opened it), and what `join` needs to know.
+
+    Raises:
+        NoSegmentError: this process cannot.
+    """
+    check_machine()
+    nonce = secrets.randbits(63) | 1
+    try:
+        fd = os.memfd_create("samestep-transport", os.MFD_CLOEXEC)
+    except OSError as error:
+        raise NoSegmentError(f"memory without a name cannot be had: {error}") from error
+    reason = ""
+    for outbox_size in OUTBOX_SIZES:
+        try:
+            os.ftruncate(fd, _total_size(world_size, outbox_size))
+            segment = _mapped(fd, world_size, outbox_size)
+        except (OSError, ValueError, OverflowError) as error:
+            reason = str(error)
+            continue
+        segment.words[:3] = memoryview(_words(nonce, world_size, outbox_size)).cast("Q")
+        return segment, fd, f"{os.getpid()} {fd} {nonce}"
+    os.close(fd)
+    raise NoSegmentError(f"{OUTBOX_SIZES[-1] >> 30} GiB of address space a rank cannot be had: {reason}")
+
+
+def join(told: str, world_size: int) -> Segment:
+    """Opens the segment that rank 0 has made.
+
+    Args:
+        told: what `create` returned there.
+        world_size: the number of ranks.
+
+    Raises:
+        NoSegmentError: it cannot be opened, or what is found is not it.
+    """
+    check_machine()
+    pid, number, nonce = (int(word) for word in told.split())
+    path = f"/proc/{pid}/fd/{number}"
+    try:
+        # Elsewhere the number may be anything: nothing but such memory is opened.
+        if not os.readlink(path).startswith("/memfd:samestep-transport"):
+            raise NoSegmentError("rank 0's memory is not found: it runs on another host or in another container")
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except OSError as error:
+        raise NoSegmentError(f"rank 0's memory cannot be opened: {error}") from error
+    try:
+        head = os.pread(fd, 3 * WORD, 0)
+        outbox_size = int.from_bytes(head[2 * WORD :], sys.byteorder)
+        size = _total_size(world_size, outbox_size)
+        if head != _words(nonce, world_size, outbox_size) or os.fstat(fd).st_size != size:
+            raise NoSegmentError("rank 0's memory is not found: what is in its place is another run's")
+        return _mapped(fd, world_size, outbox_size)
+    except (OSError, ValueError, OverflowError) as error:
+        raise NoSegmentError(f"rank 0's memory cannot be mapped: {error}") from error
+    finally:
+        os.close(fd)
+
+
+def check_machine() -> None:
+    """Checks that this is Linux on x86-64, and that the kernel tells when a process ends.
+
+    Raises:
+        NoSegmentError: it is not.
+    """
+    machine = platform.machine()
+    if sys.platform != "linux" or machine not in ("x86_64", "AMD64"):
+        raise NoSegmentError(f"it needs Linux on x86-64, this is {platform.system()} on {machine}")
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except OSError as error:
+        raise NoSegmentError(f"the kernel does not tell when another rank ends (pidfd_open): {error}") from error
+
+
+def _words(*values: int) -> bytes:
+    """Integers as words."""
+    return b"".join(value.to_bytes(WORD, sys.byteorder) for value in values)
+
+
+def _total_size(world_size: int, outbox_size: int) -> int:
+    """Bytes of a whole segment."""
+    return PAGE + world_size * (_RANK_SIZE + outbox_size)
+
+
+def _mapped(fd: int, world_size: int, outbox_size: int) -> Segment:
+    """Maps a segment; it is unmapped when nobody refers to it any more."""
+    memory = mmap.mmap(fd, _total_size(world_size, outbox_size))
+    memory.madvise(mmap.MADV_DONTDUMP)  # a core file would be as long as the address space
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    lanes = tuple(_lane(rank, world_size, outbox_size) for rank in range(world_size))
+    return Segment(world_size, outbox_size, lanes, memory, memoryview(memory).cast("Q"), address)
+
+
+def _lane(rank: int, world_size: int, outbox_size: int) -> Lane:
+    """Where a rank's things are."""
+    word = (PAGE + rank * _RANK_SIZE) // WORD
+    outbox = PAGE + world_size * _RANK_SIZE + rank * outbox_size
+    return Lane(word, word + 1, word + 2, word + PAGE // WORD, outbox)

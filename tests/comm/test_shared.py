@@ -1,0 +1,166 @@
+"""Shared memory between ranks: what arrives is what was sent, whoever waits when, in the memory that it takes."""
+
+import os
+
+import pytest
+import torch
+from comm_programs import DTYPES, talk
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from programs import reduce_leaves, train_small
+from shared_programs import (
+    exchange_many,
+    keep_apart,
+    kind_of,
+    large_broadcast,
+    numbers,
+    patterns,
+    sums,
+)
+
+from samestep.comm import segment
+from samestep.comm.outbox import Outbox
+from samestep.comm.segment import NoSegmentError
+from samestep.comm.shared import MAX_BROADCAST_BYTES
+from samestep.plan.tree import tree_sum
+
+MEGABYTE = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def _where_memory_can_be_shared():
+    try:
+        segment.check_machine()
+    except NoSegmentError as error:
+        pytest.skip(f"no shared memory between ranks: {error}")
+
+
+def test_ranks_of_one_host_share_memory_and_form_no_process_group(worlds):
+    assert worlds(2).run(kind_of) == [("SharedTransport", False)] * 2
+    assert worlds(2, "gloo").run(kind_of) == [("GroupTransport", True)] * 2
+
+
+@st.composite
+def plans(draw):
+    """A number of ranks, and exchanges of any sizes and dtypes, with an order to wait in."""
+    ranks = draw(st.integers(2, 4))
+    size = st.integers(0, 300) | st.sampled_from([0, 1, 64, 4096, 40_000])
+    sizes = st.lists(st.lists(size, min_size=ranks, max_size=ranks), min_size=ranks, max_size=ranks)
+    operations = draw(st.lists(st.tuples(st.sampled_from(DTYPES), sizes), min_size=1, max_size=6))
+    return ranks, operations, draw(st.permutations(range(len(operations))))
+
+
+@given(plan=plans())
+@settings(max_examples=40, deadline=None)
+def test_what_arrives_is_what_was_sent_in_whatever_order_it_is_awaited(worlds, plan):
+    ranks, operations, order = plan
+    for rank, received in enumerate(worlds(ranks).run(exchange_many, operations, order)):
+        for number, (dtype, sizes) in enumerate(operations):
+            sent = [numbers(source, rank, sizes[source][rank], dtype, number) for source in range(ranks)]
+            assert torch.equal(received[number], torch.cat(sent).view(torch.uint8))
+
+
+@given(
+    world_size=st.integers(1, 4),
+    num_shards=st.integers(4, 11),
+    numel=st.sampled_from([64 * 12, 64 * 12 * 40]),
+    dtype=st.sampled_from([torch.float32, torch.float64, torch.bfloat16]),
+    seed=st.integers(0, 99),
+)
+@settings(max_examples=20, deadline=None)
+def test_sums_are_those_of_gloo_and_of_the_plain_tree_to_the_bit(worlds, world_size, num_shards, numel, dtype, seed):
+    generator = torch.Generator().manual_seed(seed)
+    scale = 10.0 ** torch.randint(-4, 5, (num_shards, 1), generator=generator)
+    leaves = list((torch.randn(num_shards, numel, generator=generator) * scale).to(dtype).unbind())
+    expected = tree_sum([leaf.clone() for leaf in leaves], torch.add)
+    for transport in ("auto", "gloo"):
+        for total in worlds(world_size, transport).run(reduce_leaves, leaves, numel):
+            assert torch.equal(total, expected)
+
+
+def test_all_that_ranks_say_to_each_other_is_the_same_over_gloo(worlds):
+    counts = (2, 0, 3)
+    for ours, theirs in zip(worlds(3).run(talk, counts, 2), worlds(3, "gloo").run(talk, counts, 2), strict=True):
+        assert str(ours) == str(theirs)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_training_run_over_gloo_ends_in_the_same_bits(worlds, world_size):
+    options = {"samples": 96, "max_grad_norm": 0.5}
+    (reference,) = worlds(1).run(train_small, options)
+    for result in worlds(world_size, "gloo").run(train_small, options):
+        assert result[:2] == reference[:2]
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_the_native_sum_adds_by_rank_and_leaves_what_it_was_given(worlds, world_size):
+    plain = torch.arange(1001) % 7
+    for found in worlds(world_size).run(sums, 1001):
+        for total in found:
+            assert torch.equal(total, sum((plain + rank).to(total.dtype) for rank in range(world_size)))
+
+
+def test_what_was_received_is_memory_of_its_own(worlds):
+    assert worlds(3).run(keep_apart) == [True] * 3
+
+
+def test_memory_does_not_grow_with_a_thousand_operations_under_way_or_given_up(worlds):
+    for first, *later in worlds(2).run(patterns, 3):
+        assert first < 64 * MEGABYTE
+        assert max(later) - first <= MEGABYTE
+
+
+def test_a_large_broadcast_takes_little_shared_memory(worlds):
+    before = [used for _, used in worlds(3).run(large_broadcast, 1)]
+    for earlier, (arrived, used) in zip(before, worlds(3).run(large_broadcast, 12 * MEGABYTE), strict=True):
+        assert arrived
+        assert used - earlier <= 2 * MAX_BROADCAST_BYTES
+
+
+@given(operations=st.lists(st.tuples(st.integers(1, 400), st.integers(0, 5)), max_size=60), ring=st.integers(1, 8))
+def test_places_never_overlap_and_the_lowest_is_taken(operations, ring):
+    read, live = set(), []
+    outbox = Outbox(2000, ring, lambda block: block.number in read)
+    for number, (length, age) in enumerate(operations):
+        block = outbox.place(length, number)
+        live = [other for other in live if other.number not in read]
+        borders = sorted([0, *(other.end for other in live)])
+        fits = [
+            at for at in borders if all(at + length <= o.start or at >= o.end for o in live) and at + length <= 1984
+        ]
+        if block is None:
+            assert not fits or number - min(other.number for other in live) >= ring
+            read.add(outbox.oldest().number)
+            continue
+        assert block.start % 64 == 0
+        assert block.end - block.start >= length
+        assert all(block.end <= other.start or block.start >= other.end for other in live)
+        assert block.start == min(fits, default=block.start)
+        live.append(block)
+        read.add(number - age)
+
+
+def test_a_segment_that_is_not_rank_zeros_is_refused(tmp_path):
+    made, fd, told = segment.create(2)
+    try:
+        pid, number, nonce = told.split()
+        assert segment.join(told, 2).outbox_size == made.outbox_size
+        with pytest.raises(NoSegmentError, match="another run's"):
+            segment.join(f"{pid} {number} {int(nonce) ^ 2}", 2)
+        with pytest.raises(NoSegmentError, match="another run's"):
+            segment.join(told, 3)
+        with (
+            open(tmp_path / "file", "wb") as other,
+            pytest.raises(NoSegmentError, match="another host or in another container"),
+        ):
+            segment.join(f"{pid} {other.fileno()} {nonce}", 2)
+        with pytest.raises(NoSegmentError, match="cannot be opened"):
+            segment.join(f"{pid} 100000 {nonce}", 2)
+    finally:
+        os.close(fd)
+
+
+def test_other_machines_are_told_why_they_share_no_memory(monkeypatch):
+    monkeypatch.setattr(segment.platform, "machine", lambda: "aarch64")
+    with pytest.raises(NoSegmentError, match="it needs Linux on x86-64, this is Linux on aarch64"):
+        segment.create(2)
