@@ -239,6 +239,22 @@ def test_a_buffer_that_is_first_filled_in_the_forward_is_refused_if_shards_diffe
         in_turns(2, run_steps, Late, 1)
 
 
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_buffer_that_is_dropped_in_the_forward_is_refused_by_name(world_size):
+    def drop(module, x):
+        module.calls = None
+
+    def program(communicator):
+        run = Run(24, NUM_SHARDS, communicator=communicator)
+        model = nn.Sequential(Counting(drop), nn.BatchNorm1d(1))
+        step = run.train_step(model, torch.optim.SGD(model.parameters(), lr=0.05), mean_squared)
+        with pytest.raises(BufferMergeError, match=r"buffer 0\.calls was set to None while a shard ran"):
+            step(batch_of())
+        return int(model[0].calls)
+
+    assert in_turns(world_size, program) == [0] * world_size
+
+
 def test_an_error_in_the_loss_leaves_the_buffers_as_they_were():
     def program(communicator):
         run = Run(24, NUM_SHARDS, communicator=communicator)

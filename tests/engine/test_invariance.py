@@ -10,7 +10,7 @@ from worlds import in_turns
 
 from samestep.comm import reduction as reduction_module
 from samestep.engine import losses as losses_module
-from samestep.engine import step as step_module
+from samestep.engine import shards as shards_module
 from samestep.train.run import Run
 
 WORLD_SIZES = [1, 2, 3, 4]
@@ -214,13 +214,13 @@ def test_twin_the_tree_replaced_by_rank_order_is_noticed(monkeypatch):
 
 
 def test_twin_randomness_by_rank_is_noticed(monkeypatch):
-    real = step_module.TrainStep._run_shards
+    real = shards_module.ShardRunner.run
 
-    def by_rank(self, batch):
-        monkeypatch.setattr(step_module, "derive_seed", lambda *parts: 1000 + self.communicator.rank)
-        return real(self, batch)
+    def by_rank(self, batch, step):
+        monkeypatch.setattr(shards_module, "derive_seed", lambda *parts: 1000 + self._team.rank)
+        return real(self, batch, step)
 
-    monkeypatch.setattr(step_module.TrainStep, "_run_shards", by_rank)
+    monkeypatch.setattr(shards_module.ShardRunner, "run", by_rank)
     assert differs({})
 
 
@@ -234,7 +234,7 @@ def test_twin_randomness_that_is_not_restored_after_the_step_is_noticed(worlds):
 
 
 def test_twin_a_mean_of_means_is_noticed(monkeypatch):
-    monkeypatch.setattr(step_module, "total_and_count", lambda value, n: losses_module.total_and_count(value, 1))
+    monkeypatch.setattr(shards_module, "read_loss", lambda value, n: losses_module.read_loss(value, 1))
     options = {"samples": 100, "batch": 100, "num_shards": 8, "epochs": 1}
     (broken,) = in_turns(1, train_small, options)
     monkeypatch.undo()

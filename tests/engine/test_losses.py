@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional
 from worlds import in_turns
 
-from samestep.engine.losses import Mean, total_and_count
+from samestep.engine.losses import Mean, read_loss
 from samestep.errors import LossError, NonFiniteError
 from samestep.train.run import Run
 
@@ -42,8 +42,8 @@ def test_losses_a_sample_and_a_sum_with_a_count_are_the_same_bits():
 
 @pytest.mark.parametrize("count", [3, 3.0, np.int64(3), torch.tensor(3), torch.tensor([3.0]), torch.tensor(3.0)])
 def test_a_count_is_any_one_number(count):
-    total, read = total_and_count(Mean(torch.tensor(6.0), count), 10)
-    assert (float(total), float(read), read.dtype) == (6.0, 3.0, torch.float64)
+    loss = read_loss(Mean(torch.tensor(6.0), count), 10)
+    assert (float(loss.value), loss.weight, float(loss.count)) == (6.0, 1.0, 3.0)
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_a_count_is_any_one_number(count):
 )
 def test_anything_else_is_refused_with_what_was_got_and_what_is_needed(value, message):
     with pytest.raises(LossError) as caught:
-        total_and_count(value, 3)
+        read_loss(value, 3)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -88,9 +88,9 @@ def test_a_loss_that_depends_on_no_parameter_is_refused(loss):
 @pytest.mark.parametrize("form", [lambda v: v.mean(), lambda v: v, lambda v: Mean(v.mean(), 1)])
 def test_a_loss_of_sixteen_bits_is_widened_before_it_is_summed(dtype, form):
     losses = torch.full((4096,), 100.0, dtype=dtype)
-    total, count = total_and_count(form(losses), 4096)
-    assert total.dtype == torch.float32
-    assert float(total / count) == 100.0
+    loss = read_loss(form(losses), 4096)
+    assert loss.value.dtype == torch.float32
+    assert float(loss.value) * loss.weight / loss.count == 100.0
 
 
 def test_a_batch_in_which_nothing_counts_is_named():

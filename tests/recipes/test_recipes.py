@@ -7,7 +7,7 @@ import torch
 
 from samestep.data.tables import read_csv
 from samestep.data.text import IGNORE_INDEX
-from samestep.engine.losses import total_and_count
+from samestep.engine.losses import read_loss
 from samestep.errors import DataError, UsageError
 from samestep.recipes import gpt, mlp
 from samestep.recipes.catalog import NAMES, load
@@ -81,7 +81,8 @@ def test_losses_and_metrics_of_two_shards_add_up_to_those_of_the_batch(name):
 
     def measure(ids):
         batch = batch_of(content.train, ids)
-        numbers = list(total_and_count(recipe.loss(model, batch), len(ids)))
+        loss = read_loss(recipe.loss(model, batch), len(ids))
+        numbers = [loss.value * loss.weight, torch.as_tensor(loss.count)]
         for metric in recipe.metrics.values():
             numbers += sums(metric, model(batch[0]), batch, num_samples=len(ids))
         return torch.stack([number.detach().double() for number in numbers])
@@ -95,8 +96,7 @@ def test_losses_and_metrics_of_two_shards_add_up_to_those_of_the_batch(name):
 def test_every_parameter_gets_a_gradient_under_deterministic_algorithms(name):
     recipe, content, model = build(name)
     torch.set_deterministic_debug_mode("error")
-    total, count = total_and_count(recipe.loss(model, batch_of(content.train, list(range(8)))), 8)
-    (total / count).backward()
+    read_loss(recipe.loss(model, batch_of(content.train, list(range(8)))), 8).value.backward()
     assert all(parameter.grad is not None and parameter.grad.abs().sum() > 0 for parameter in model.parameters())
 
 
@@ -109,11 +109,12 @@ def test_models_learn_their_own_batch(name, below):
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     losses = []
     for _ in range(30):
-        total, count = total_and_count(recipe.loss(model, batch), 64)
+        loss = read_loss(recipe.loss(model, batch), 64)
+        mean = loss.value * loss.weight / loss.count
         optimizer.zero_grad()
-        (total / count).backward()
+        mean.backward()
         optimizer.step()
-        losses.append(float(total.detach() / count))
+        losses.append(float(mean.detach()))
     assert losses[-1] < below * losses[0]
 
 

@@ -1,7 +1,7 @@
 """The batch: this rank's shards of one global batch, on its device."""
 
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +14,7 @@ from samestep.devices.transfer import to_device
 from samestep.plan.shards import shard_bounds
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Batch:
     """What the loader yields and the step takes.
 
@@ -38,6 +38,10 @@ class Batch:
     checksum: int = 0
     version: int = 0
     renew: "Callable[[], Batch] | None" = field(default=None, repr=False)
+
+    def without_samples(self) -> "Batch":
+        """What the batch was, without holding on to the samples."""
+        return Batch(self.length, {}, self.epoch, self.position, self.ids, self.checksum, self.version)
 
     def describe_shard(self, shard: int, num_shards: int) -> str:
         """Says which samples a shard holds, for messages."""
@@ -85,7 +89,12 @@ def settle(value: Any, device: torch.device) -> Any:
 
     Vectorised kernels look at the alignment of their input, so a slice that begins anywhere is copied.
     """
-    return map_tensors(lambda tensor: _aligned(to_device(tensor, device, non_blocking=True)), value)
+
+    def place(tensor: Tensor) -> Tensor:
+        """The tensor where it belongs; most are there already."""
+        return _aligned(tensor if tensor.device == device else to_device(tensor, device, non_blocking=True))
+
+    return map_tensors(place, value)
 
 
 def _aligned(tensor: Tensor) -> Tensor:
@@ -93,10 +102,20 @@ def _aligned(tensor: Tensor) -> Tensor:
 
     One with gaps between its rows is copied as well, which closes them: else its strides would depend on the border.
     """
-    border = 64 if tensor.device.type == "cpu" else 256
-    dense = tensor.is_contiguous() and 1 not in tensor.shape
-    dense = dense or tensor.stride() == torch.empty_like(tensor, device="meta").stride()
+    border = 64 if tensor.is_cpu else 256
+    strides = tensor.stride()
+    dense = strides == _packed_strides(tensor.shape)
+    dense = dense or strides == torch.empty_like(tensor, device="meta").stride()
     return tensor if dense and tensor.data_ptr() % border == 0 else tensor.clone()
+
+
+def _packed_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a new tensor of this shape."""
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
 
 
 def checksum(value: Any) -> int:

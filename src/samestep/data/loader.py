@@ -5,7 +5,6 @@ per-sample randomness, `bitwise`. Nothing is padded; the last batch is shorter a
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -26,6 +25,7 @@ from samestep.plan.order import permute
 from samestep.plan.seeds import derive_seed
 from samestep.plan.shards import shard_bounds
 
+_Place = tuple[int, int, int, int]  # epoch, first position, length, version of the team
 ORDER_CHUNK = 8192  # positions whose ids are computed at a time, which spares NumPy's cost a call
 
 
@@ -165,9 +165,9 @@ class Loader:
             self.cursor, self._num_workers = cursor, num_workers
 
     def _in_memory(self, dataset: InMemory) -> Iterator[Batch]:
-        for batch, ids in self._plan(self.cursor.epoch, self.cursor.position):
-            shards = {shard: self._gather(dataset, batch.epoch, some) for shard, some in ids.items()}
-            yield replace(batch, shards=shards)
+        epoch = self.cursor.epoch
+        for place, ids in self._plan(epoch, self.cursor.position):
+            yield self._batch(place, {shard: self._gather(dataset, epoch, some) for shard, some in ids.items()})
 
     def _one_by_one(self) -> Iterator[Batch]:
         epoch, first = self.cursor.epoch, self.cursor.position
@@ -176,11 +176,17 @@ class Loader:
         fetched = fetch_shards(
             self.dataset, requests, self._collate, self.seed, self._num_workers, self._context, self._device
         )
-        for batch, batch_ids in plan:
-            yield replace(batch, shards={shard: settle(next(fetched), self._device) for shard in batch_ids})
+        for place, batch_ids in plan:
+            yield self._batch(place, {shard: settle(next(fetched), self._device) for shard in batch_ids})
 
-    def _plan(self, epoch: int, position: int) -> Iterator[tuple[Batch, dict[int, np.ndarray]]]:
-        """The batches of the rest of an epoch, still empty, with the ids of each of this rank's shards."""
+    def _batch(self, place: _Place, shards: dict[int, Any]) -> Batch:
+        """A batch of samples that have ids."""
+        epoch, start, length, version = place
+        ids, renew = _IdsLater(self, epoch, start, length), partial(self._renew, epoch, start)
+        return Batch(length, shards, epoch, start, ids, version=version, renew=renew)
+
+    def _plan(self, epoch: int, position: int) -> Iterator[tuple[_Place, dict[int, np.ndarray]]]:
+        """Where the batches of the rest of an epoch lie, with the ids of each of this rank's shards."""
         chunk = max(1, ORDER_CHUNK // self.global_batch_size)
         ours, version = self.team.mine, self.team.version
         while True:
@@ -205,8 +211,7 @@ class Loader:
                     for shard in ours
                     if cut[shard] < cut[shard + 1]
                 }
-                ids_later, renew = _IdsLater(self, epoch, start, length), partial(self._renew, epoch, start)
-                yield Batch(length, {}, epoch, start, ids_later, version=version, renew=renew), shards
+                yield (epoch, start, length, version), shards
 
     def _gather(self, dataset: InMemory, epoch: int, ids: np.ndarray) -> Any:
         """One shard, transformed; what the transform draws is seeded by (seed, epoch, the shard's first id)."""

@@ -29,7 +29,7 @@ def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(map_tensors(function, entry) for entry in value))
     if isinstance(value, list | tuple):
-        return type(value)(map_tensors(function, entry) for entry in value)
+        return type(value)([map_tensors(function, entry) for entry in value])
     return value
 
 

@@ -191,11 +191,19 @@ class BufferMerge:
         return torch.cat([part.to(wide_dtype(part.device)) for part in parts]) * num_samples
 
     def _note_end(self, index: int) -> None:
-        """Remembers how a shard left a buffer that has no rule for merging."""
+        """Remembers how a shard left a buffer that has no rule for merging.
+
+        Raises:
+            BufferMergeError: it left none.
+        """
         end = self._places[index].get()
+        if end is None:
+            raise BufferMergeError(
+                f"buffer {self._places[index].name} was set to None while a shard ran; do so outside the forward"
+            )
         self.touched_others = True
-        self._checksums[-1][index - len(self._means)] = -1 if end is None else int(tensor_checksum(end)) | 1
-        if end is not None and index not in self._ends:
+        self._checksums[-1][index - len(self._means)] = int(tensor_checksum(end)) | 1
+        if index not in self._ends:
             self._ends[index] = end.detach().clone()
 
     def _restore(self, index: int) -> None:

@@ -4,8 +4,11 @@ While a rank runs its last shard, a bucket whose gradients are all there goes on
 of the last layers runs beside the backward of the first.
 """
 
+import sys
+import time
 import weakref
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,9 +16,27 @@ from torch.utils.hooks import RemovableHandle
 
 from samestep.comm.buckets import Bucket, make_buckets
 from samestep.comm.communicator import Communicator
+from samestep.comm.recording import Recording
 from samestep.comm.reduction import Reduction
+from samestep.engine.losses import wide_dtype
 from samestep.errors import DeterminismError
 from samestep.plan.tree import Block, TreeSum
+
+NORM_ELEMENTS = 2**21  # 8 MiB of float32
+
+
+class Leaf(NamedTuple):
+    """Memory for the gradient of one shard, of one bucket.
+
+    Attributes:
+        flat: the whole of it.
+        views: the members, in it.
+        num_holders: how many tensors share the memory as long as nobody else does.
+    """
+
+    flat: Tensor
+    views: list[Tensor]
+    num_holders: int
 
 
 class BucketSum:
@@ -24,53 +45,57 @@ class BucketSum:
     def __init__(self, bucket: Bucket, parameters: Sequence[nn.Parameter]) -> None:
         self.bucket = bucket
         self._parameters = parameters
-        self._free: list[tuple[Tensor, list[Tensor]]] = []
-        self._views: dict[int, list[Tensor]] = {}
+        self._free: list[Leaf] = []
+        self._lent: dict[int, Leaf] = {}
         self._counter: TreeSum[Tensor] = TreeSum(self._add)
         self._like = bucket.empty()
 
-    def leaf(self) -> tuple[Tensor, list[Tensor]]:
-        """Memory for one shard's gradient: the flat tensor and its members' views."""
+    def leaf(self) -> Leaf:
+        """Memory for one shard's gradient."""
         if self._free:
             return self._free.pop()
         flat = self.bucket.empty()
-        return flat, self.bucket.views(flat, self._parameters)
+        views = self.bucket.views(flat, self._parameters)
+        return Leaf(flat, views, num_holders(flat))
 
-    def push(self, shard: int, leaf: tuple[Tensor, list[Tensor]]) -> None:
+    def push(self, block: Block, leaf: Leaf) -> None:
         """Adds a shard's gradient."""
-        self._views[id(leaf[0])] = leaf[1]
-        self._counter.push(Block(shard, 1), leaf[0])
+        self._lent[id(leaf.flat)] = leaf
+        self._counter.push(block, leaf.flat)
 
     def fill_up(self, blocks: Sequence[Block]) -> None:
         """Takes zeros in place of what the shards should have given: their sums are awaited, and come to nothing."""
         for block in blocks:
             leaf = self.leaf()
-            self._views[id(leaf[0])] = leaf[1]
-            self._counter.push(block, leaf[0].zero_())
+            leaf.flat.zero_()
+            self.push(block, leaf)
 
     def start(self, communicator: Communicator, blocks_by_rank: Sequence[Sequence[Block]]) -> Reduction:
         """Sends this rank's partial sums on their way."""
         return communicator.reduce(blocks_by_rank, self._counter.sums, self._like)
 
-    def recycle(self, keep_results: bool) -> None:
-        """Takes back the memory of the last step, whose exchange has ended.
+    def views(self, flat: Tensor) -> list[Tensor]:
+        """The members of a sum."""
+        leaf = self._lent.get(id(flat))
+        return self.bucket.views(flat, self._parameters) if leaf is None else leaf.views
 
-        Args:
-            keep_results: the sums were handed out as results, which may live on: they are let go instead.
-        """
-        if not keep_results:
-            self._free += [(flat, self._views[id(flat)]) for flat in self._counter.sums]
-        self._views.clear()
+    def recycle(self) -> None:
+        """Takes back the memory of the last step, whose exchange has ended, unless somebody still holds a gradient."""
+        for flat in self._counter.sums:
+            leaf = self._lent[id(flat)]
+            if _is_ours_alone(leaf):
+                self._free.append(leaf)
+        self._lent.clear()
         self._counter = TreeSum(self._add)
 
     def drop_memory(self) -> None:
         """Forgets all reused memory."""
         self._free.clear()
-        self._views.clear()
+        self._lent.clear()
         self._counter = TreeSum(self._add)
 
     def _add(self, left: Tensor, right: Tensor) -> Tensor:
-        self._free.append((right, self._views.pop(id(right))))
+        self._free.append(self._lent.pop(id(right)))
         return left.add_(right)
 
 
@@ -83,6 +108,12 @@ class GradientSum:
         communicator: this rank's voice.
         bucket_bytes: how much travels in one message; the bits do not depend on it.
         overlap: whether buckets leave during the backward of the last shard.
+        recording: is told when they leave.
+
+    Attributes:
+        parameters: the trainable ones.
+        used: for each whether a shard of this rank used it.
+        flats: after `finish` the sums over all shards, a flat tensor a bucket.
     """
 
     def __init__(
@@ -92,15 +123,18 @@ class GradientSum:
         communicator: Communicator,
         bucket_bytes: int,
         overlap: bool = True,
+        recording: Recording | None = None,
     ) -> None:
+        self._recording = recording
         self.parameters = list(parameters)
         self._names = list(names)
         self._communicator = communicator
         buckets = make_buckets(self.parameters, bucket_bytes, communicator.world_size)
         self._sums = [BucketSum(bucket, self.parameters) for bucket in buckets]
+        self._groups = _by_dtype(buckets)
         self._place = {i: (b, k) for b, bucket in enumerate(buckets) for k, i in enumerate(bucket.members)}
         self._started: list[Reduction] = []
-        self._results: list[Tensor] = []
+        self.flats: list[Tensor] = []
         self._armed_shard: int | None = None
         self._leaf_totals: list[Tensor] = []
         self._awaited: list[set[int]] = []
@@ -128,14 +162,15 @@ class GradientSum:
         """
         self._blocks_by_rank = blocks_by_rank
         self._started = []
-        self._results = []
+        self.flats = []
         self._armed_shard = None
         self._leaf_totals = []
         self.used = [False] * len(self.parameters)
-        for bucket_sum in self._sums:
-            bucket_sum.recycle(keep_results=self._communicator.world_size == 1)
         self.forget()
-        self._put_hooks_last()
+        for bucket_sum in self._sums:
+            bucket_sum.recycle()
+        if self._hooks:
+            self._put_hooks_last()
 
     def forget(self) -> None:
         """Drops the parameters' gradients."""
@@ -166,25 +201,48 @@ class GradientSum:
         for number in range(len(self._started), len(self._sums)):
             self._start(number)
 
-    def finish(self) -> list[Tensor]:
+    def finish(self) -> None:
         """Waits for the sums over all shards: one flat tensor a bucket."""
         for reduction in self._started:
             reduction.fold()
-        self._results = [reduction.finish() for reduction in self._started]
-        return self._results
+        self.flats = [reduction.finish() for reduction in self._started]
 
-    def assign(self, used: Sequence[bool]) -> list[Tensor]:
-        """Gives each parameter that any shard used its gradient, as a view of the flat results; the others get None.
+    def divide(self, divisor: float | Tensor) -> None:
+        """Divides the sums in place, in float32 at least: a count may be too large, or too long, for 16 bits."""
+        for flat in self.flats:
+            if flat.element_size() < 4:
+                flat.copy_(flat.float().div_(divisor))
+            else:
+                flat.div_(divisor if isinstance(divisor, float) else divisor.to(flat.dtype))
 
-        Returns:
-            The gradients that are there, in the order of the parameters.
+    def scale(self, factor: float | Tensor) -> None:
+        """Multiplies the sums in place."""
+        for flat in self.flats:
+            flat.mul_(factor if isinstance(factor, float) else factor.to(flat.dtype))
+
+    def norm(self) -> Tensor:
+        """The 2-norm of all sums: 0-d, of at least 32 bits.
+
+        It is made of fixed blocks: a small model is one for each dtype, of a large one every parameter is. So the bits
+        depend neither on the ranks nor on the size of the buckets.
         """
-        views: dict[int, Tensor] = {}
-        for bucket_sum, flat in zip(self._sums, self._results, strict=True):
-            views.update(zip(bucket_sum.bucket.members, bucket_sum.bucket.views(flat, self.parameters), strict=True))
-        for index, parameter in enumerate(self.parameters):
-            parameter.grad = views[index] if used[index] else None
-        return [views[index] for index in range(len(self.parameters)) if used[index]]
+        parts: list[Tensor] = []
+        for group in self._groups:
+            if sum(self._sums[number].bucket.length for number in group) <= NORM_ELEMENTS:
+                flats = [self.flats[number][: self._sums[number].bucket.length] for number in group]
+                parts.append(_norm(flats[0] if len(flats) == 1 else torch.cat(flats)))
+            else:
+                members = [view for number in group for view in self._sums[number].views(self.flats[number])]
+                parts.append(_norm(torch.stack(_norms(members))))
+        if len(parts) == 1:
+            return parts[0]
+        return _norm(torch.stack([part.to(parts[0].device, wide_dtype(part.device)) for part in parts]))
+
+    def assign(self, used: Sequence[bool]) -> None:
+        """Gives each parameter that any shard used its gradient, as a view of the flat results; the others get None."""
+        for bucket_sum, flat in zip(self._sums, self.flats, strict=True):
+            for index, view in zip(bucket_sum.bucket.members, bucket_sum.views(flat), strict=True):
+                self.parameters[index].grad = view if used[index] else None
 
     def drop_memory(self) -> None:
         """Forgets the reused memory: after a step that left NaN in it."""
@@ -196,7 +254,7 @@ class GradientSum:
         self._armed_shard = None
         self._leaf_totals = []
         for bucket_sum in self._sums[len(self._started) :]:
-            bucket_sum.recycle(keep_results=False)
+            bucket_sum.recycle()
             bucket_sum.fill_up(self._blocks_by_rank[rank])
 
     def drain(self) -> None:
@@ -212,7 +270,7 @@ class GradientSum:
         self._armed_shard = None
         self._leaf_totals = []
         self._started = []
-        self._results = []
+        self.flats = []
         self.drop_memory()
         self.forget()
 
@@ -228,10 +286,10 @@ class GradientSum:
                 hook.remove()
                 self._hooks[index] = parameter.register_post_accumulate_grad_hook(self._make_hook(index))
 
-    def _fill(self, bucket: Bucket, leaf: tuple[Tensor, list[Tensor]]) -> None:
+    def _fill(self, bucket: Bucket, leaf: Leaf) -> None:
         """Copies the gradients of a bucket's members to the leaf; absent ones count as zero."""
         present, gradients = [], []
-        for view, index in zip(leaf[1], bucket.members, strict=True):
+        for view, index in zip(leaf.views, bucket.members, strict=True):
             gradient = self.parameters[index].grad
             if gradient is None:
                 view.zero_()
@@ -246,12 +304,14 @@ class GradientSum:
         """Pushes a shard's gradients of one bucket on the tree; of the last shard, sends it on its way too."""
         leaf = self._sums[number].leaf()
         self._fill(self._sums[number].bucket, leaf)
-        self._leaf_totals.append(leaf[0].sum())
-        self._sums[number].push(shard, leaf)
+        self._leaf_totals.append(leaf.flat.sum())
+        self._sums[number].push(Block(shard, 1), leaf)
         if self._armed_shard is not None:
             self._start(number)
 
     def _start(self, number: int) -> None:
+        if self._recording is not None:
+            self._recording.note_bucket(time.perf_counter())
         self._started.append(self._sums[number].start(self._communicator, self._blocks_by_rank))
 
     def _make_hook(self, index: int) -> Callable[[Tensor], None]:
@@ -273,6 +333,41 @@ class GradientSum:
                 owner._take(len(owner._started), owner._armed_shard)
 
         return on_gradient
+
+
+def num_holders(flat: Tensor) -> int:
+    """How many tensors share the memory of this one; -1 where this torch does not tell."""
+    count: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
+    return -1 if count is None else count(flat.untyped_storage()._cdata)
+
+
+def _is_ours_alone(leaf: Leaf) -> bool:
+    """Whether nobody else holds this memory: who keeps `parameter.grad` must find it unchanged after the next step."""
+    if leaf.num_holders < 0 or num_holders(leaf.flat) != leaf.num_holders:
+        return False
+    # Of a view know, if nobody else does, the list, the loop's variable and the argument.
+    return all(sys.getrefcount(view) <= 3 for view in leaf.views)
+
+
+def _by_dtype(buckets: Sequence[Bucket]) -> list[list[int]]:
+    """The numbers of the buckets of each dtype and device."""
+    groups: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    for number, bucket in enumerate(buckets):
+        groups.setdefault((bucket.dtype, bucket.device), []).append(number)
+    return list(groups.values())
+
+
+def _norm(flat: Tensor) -> Tensor:
+    """The 2-norm of a flat tensor, of at least 32 bits."""
+    norm: Tensor = torch.linalg.vector_norm(flat, dtype=torch.float32 if flat.element_size() < 4 else None)
+    return norm
+
+
+def _norms(tensors: list[Tensor]) -> list[Tensor]:
+    """The 2-norm of each tensor, of at least 32 bits."""
+    if tensors[0].element_size() < 4:
+        return [_norm(tensor) for tensor in tensors]
+    return list(torch._foreach_norm(tensors))
 
 
 def _remove(hooks: list[RemovableHandle]) -> None:

@@ -30,48 +30,66 @@ class Mean:
 LossFn = Callable[..., Tensor | Mean]
 
 
-def total_and_count(value: Any, num_samples: int) -> tuple[Tensor, Tensor]:
+@dataclass(slots=True)
+class ShardLoss:
+    """What a loss function said of one shard.
+
+    Attributes:
+        value: 0-d, float32 or wider, differentiable.
+        weight: times `value` it is the sum over the shard.
+        count: what the sum is divided by; a number, or a 0-d tensor on the device.
+    """
+
+    value: Tensor
+    weight: float
+    count: float | Tensor
+
+
+def read_loss(value: Any, num_samples: int) -> ShardLoss:
     """Reads a loss function's return value as a sum to differentiate and a count to divide by.
+
+    A loss of 16 bits is widened before it is summed or multiplied: 65504 is soon exceeded.
 
     Args:
         value: a 0-d tensor (a mean over the shard's samples), a 1-d tensor (a loss a sample) or a `Mean`.
         num_samples: samples of the shard.
 
-    Returns:
-        The total (0-d, float32 or wider, differentiable) and the count (0-d, float64; float32 where the device has
-        none). A loss of 16 bits is widened before it is summed or multiplied: 65504 is soon exceeded.
-
     Raises:
         LossError: the value is something else.
     """
-    if isinstance(value, Mean):
-        total: Any = value.total
-        count: Any = value.count
-        if not isinstance(total, Tensor) or total.ndim != 0:
-            raise LossError(f"samestep.Mean needs a 0-d tensor as total, got {describe(total)}; sum it first")
-        if not (isinstance(count, Real) or (isinstance(count, Tensor) and count.numel() == 1)):
-            raise LossError(f"samestep.Mean needs one number as count, got {describe(count)}; sum it first")
-        total = _widened(total)
-    elif isinstance(value, Tensor) and value.ndim == 0:
-        total, count = _widened(value) * num_samples, num_samples
+    if isinstance(value, Tensor) and value.ndim == 0:
+        loss = ShardLoss(_widened(value), float(num_samples), float(num_samples))
     elif isinstance(value, Tensor) and value.ndim == 1:
         if value.numel() != num_samples:
             raise LossError(
                 f"the loss function returned {value.numel()} losses for a shard of {num_samples} samples; "
                 "return one a sample, a 0-d mean, or samestep.Mean(total, count)"
             )
-        total, count = _widened(value).sum(), num_samples
+        loss = ShardLoss(_widened(value).sum(), 1.0, float(num_samples))
+    elif isinstance(value, Mean):
+        loss = _read_mean(value)
     else:
         raise LossError(
             f"the loss function returned {describe(value)}; needed: a 0-d tensor (the mean over the shard's samples), "
             "a 1-d tensor (a loss a sample) or samestep.Mean(total, count)"
         )
-    if not total.is_floating_point():
-        raise LossError(f"the loss is {describe(total)}; it must be of a floating dtype")
-    wide = wide_dtype(total.device)
+    if not loss.value.is_floating_point():
+        raise LossError(f"the loss is {describe(loss.value)}; it must be of a floating dtype")
+    return loss
+
+
+def _read_mean(value: Mean) -> ShardLoss:
+    total: Any = value.total
+    count: Any = value.count
+    if not isinstance(total, Tensor) or total.ndim != 0:
+        raise LossError(f"samestep.Mean needs a 0-d tensor as total, got {describe(total)}; sum it first")
+    if not (isinstance(count, Real) or (isinstance(count, Tensor) and count.numel() == 1)):
+        raise LossError(f"samestep.Mean needs one number as count, got {describe(count)}; sum it first")
     if isinstance(count, Tensor):
-        return total, count.detach().reshape(()).to(total.device, wide)
-    return total, torch.full((), float(count), dtype=wide, device=total.device)
+        count = count.detach().reshape(()).to(total.device, wide_dtype(total.device))
+    else:
+        count = float(count)
+    return ShardLoss(_widened(total), 1.0, count)
 
 
 def _widened(loss: Tensor) -> Tensor:

@@ -49,9 +49,9 @@ class LossScale:
         self.scale = torch.full((), INITIAL_SCALE if enabled else 1.0, device=device)
         self._good_steps = torch.zeros((), device=device)
 
-    def apply(self, total: Tensor) -> Tensor:
-        """The loss to differentiate."""
-        return total * self.scale.to(total.dtype) if self.enabled else total
+    def apply(self, seed: Tensor) -> Tensor:
+        """The gradient that a backward begins with."""
+        return seed * self.scale.to(seed.dtype) if self.enabled else seed
 
     def unscale(self, gradients: list[Tensor]) -> None:
         """Divides flat gradients by the scale, in place; exact."""
@@ -59,10 +59,12 @@ class LossScale:
             for gradient in gradients:
                 gradient.div_(self.scale)
 
-    def update(self, overflowed: Tensor, active: Tensor) -> None:
-        """Follows the outcome of a step, if `active`; both are 0-d bool tensors on the device."""
+    def update(self, overflowed: Tensor | bool, active: Tensor | bool) -> None:
+        """Follows the outcome of a step, if `active`; both are 0-d bool tensors on the device, or bools."""
         if not self.enabled:
             return
+        overflowed = torch.as_tensor(overflowed, device=self.scale.device)
+        active = torch.as_tensor(active, device=self.scale.device)
         good = torch.where(overflowed, torch.zeros_like(self._good_steps), self._good_steps + 1)
         grow = (good >= GROWTH_INTERVAL) & torch.isfinite(self.scale * 2)
         factor = torch.where(overflowed, 0.5, torch.where(grow, 2.0, 1.0)).to(self.scale)

@@ -28,7 +28,7 @@ class StepResult:
     num_samples: int
     _batch: Batch = field(repr=False)
     _num_shards: int = field(repr=False)
-    _scalars: Tensor = field(repr=False)
+    _scalars: Tensor | list[float] = field(repr=False)
     _event: torch.Event | None = field(default=None, repr=False)
     _settle: Callable[[int], None] | None = field(default=None, repr=False)
     _values: list[float] | None = field(default=None, repr=False)
@@ -89,7 +89,7 @@ class StepResult:
         if self._values is None:
             if self._event is not None:
                 self._event.synchronize()
-            self._values = self._scalars.tolist()
+            self._values = self._scalars.tolist() if isinstance(self._scalars, Tensor) else self._scalars
         return self._values
 
     def _explain(self, values: list[float]) -> str:

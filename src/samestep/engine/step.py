@@ -16,7 +16,6 @@ Nothing is written to the model before the whole exchange has arrived, and the s
 import sys
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any, Literal, NoReturn
 
 import torch
@@ -25,44 +24,41 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from samestep.comm.communicator import Communicator
-from samestep.comm.reduction import tree_sum_rows
 from samestep.comm.team import Team
 from samestep.data.batch import Batch, split_batch
-from samestep.data.randomness import Generators
 from samestep.engine.buffers import BufferMerge, refuse_sync_batchnorm
+from samestep.engine.compiled import compile_loss
 from samestep.engine.counts import GlobalCounts
-from samestep.engine.diagnosis import explain_nondeterminism
 from samestep.engine.gradients import GradientSum
-from samestep.engine.losses import LossFn, describe, total_and_count, wide_dtype
+from samestep.engine.guard import ModelGuard
+from samestep.engine.losses import LossFn, describe
 from samestep.engine.memory import (
     Shortage,
     describe_shortage,
     describe_update_shortage,
-    free_memory,
     is_out_of_memory,
     missing_state_bytes,
     num_sums_alive,
 )
 from samestep.engine.parameters import check_same_model, named_parameters, settle_model
-from samestep.engine.precision import LossScale, autocast, check_precision
+from samestep.engine.precision import LossScale, check_precision
 from samestep.engine.result import StepResult
+from samestep.engine.rows import DeviceRows, HostRows, is_finite, quotient
 from samestep.engine.settings import settings_of
+from samestep.engine.shards import ShardRunner
 from samestep.errors import (
     DataError,
     DeterminismError,
-    LossError,
     NonFiniteError,
     OutOfMemoryError,
     PeerLostError,
     UsageError,
 )
-from samestep.plan.seeds import derive_seed
-from samestep.plan.shards import shard_bounds
 from samestep.plan.tree import rank_blocks
 
 BUCKET_BYTES = 8 * 2**20
 MIN_SCALE = 2.0**-10
-COPIED_STEPS = 2
+CLIP_EPSILON = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 OnNonFinite = Literal["raise", "skip"]
 _Schedule = tuple[dict[str, Any], list[Any]]
 
@@ -87,6 +83,7 @@ class TrainStep:
         late_check: bool | None = None,
         overlap: bool = True,
         bucket_bytes: int = BUCKET_BYTES,
+        compile: bool = False,
     ) -> None:
         if not callable(loss_fn):
             raise UsageError(f"got {describe(loss_fn)} as loss_fn; it must be a function loss_fn(model, batch)")
@@ -100,14 +97,12 @@ class TrainStep:
         self.num_steps = 0
         self._failed = False
         self._num_threads = torch.get_num_threads()
-        self._seed = seed
-        self._stream = stream
         self.loss_fn = loss_fn
         self.scheduler = scheduler
         self.settings = settings_of(self.optimizers, scheduler)
         self.precision = precision
         self.max_grad_norm = max_grad_norm
-        self._dtype = check_precision(precision)
+        dtype = check_precision(precision)
         self._on_nonfinite = on_nonfinite
         self._overlap = overlap
         self._bucket_bytes = bucket_bytes
@@ -125,13 +120,15 @@ class TrainStep:
             )
         self._scale = LossScale(device, enabled=precision == "16-mixed")
         self._counts_fn = counts_fn
-        self._generators = Generators(device)
-        self._poisoned = torch.zeros((), dtype=torch.bool, device=device)
+        self._rows: Any = DeviceRows(device) if self._late else HostRows()
+        self._poisoned: Any = torch.zeros((), dtype=torch.bool, device=device) if self._late else False
         self._unread: deque[tuple[StepResult, _Schedule | None]] = deque()
         self._version = -1
-        self._counts: GlobalCounts | None = None
         self._buffers: BufferMerge
         self._gradients: GradientSum
+        self.compile = compile
+        run_loss = compile_loss(loss_fn) if compile else loss_fn
+        self.runner = ShardRunner(team, seed, stream, model, run_loss, dtype, self._scale, self._rows)
         self._settle_in_team()
 
     @property
@@ -174,14 +171,14 @@ class TrainStep:
             raise DataError("the batch holds no samples; leave empty batches out")
         if self._what_is_trained() != self._trained:
             self._gradients.remove_hooks()
-            self._gradients = self._lay_out()
+            self._lay_out()
 
         num_leaves = min(team.num_shards, batch.length)
         blocks_by_rank = rank_blocks(team.ranges, num_leaves)
         self._gradients.begin(blocks_by_rank)
         self._buffers.begin(self.num_steps)
         try:
-            rows, shortage = self._run_shards(batch)
+            shortage = self.runner.run(batch, self.num_steps)
         except BaseException as error:
             self._abandon()
             self._failed = team.world_size > 1 and not isinstance(error, PeerLostError)
@@ -189,14 +186,14 @@ class TrainStep:
         try:
             team.pulse.enter("exchange")
             self._gradients.start_rest()
-            rows, used, touched = self._exchange_header(batch, rows, shortage)
-            flats = self._gradients.finish()
+            used, touched = self._exchange_header(batch, shortage)
+            self._gradients.finish()
             self._buffers.exchange(touched[0], touched[1], blocks_by_rank, batch.length)
         except (PeerLostError, OutOfMemoryError):
             self._abandon()
             raise
         team.pulse.enter("update")
-        return self._update(batch, rows[:num_leaves], flats, used, divide=self._counts is None)
+        return self._update(batch, num_leaves, used)
 
     def _settle_in_team(self) -> None:
         """Lays out what depends on the ranks."""
@@ -204,9 +201,9 @@ class TrainStep:
         if self._version >= 0:
             self._gradients.remove_hooks()
         self._version = self.team.version
-        self._counts = None if self._counts_fn is None else GlobalCounts(self._counts_fn, communicator)
-        self._buffers = BufferMerge(self.model, communicator)
-        self._gradients = self._lay_out()
+        self.runner.counts = None if self._counts_fn is None else GlobalCounts(self._counts_fn, communicator)
+        self._buffers = self.runner.buffers = BufferMerge(self.model, communicator)
+        self._lay_out()
 
     def _own_shards(self, value: Any) -> Batch:
         """This rank's shards of a global batch, as the team is now."""
@@ -228,73 +225,6 @@ class TrainStep:
         self._buffers.abandon()
         self._gradients.abandon()
 
-    def _run_shards(self, batch: Batch) -> tuple[Tensor, Shortage | None]:
-        """Forward and backward of this rank's shards.
-
-        Returns:
-            A row (total, count, gradient sum) a shard of its range; the shard for which memory ran out, if one did.
-        """
-        mine, device = self.team.mine, self.communicator.device
-        counts = None if self._counts is None else self._counts.sum(batch, self.team.ranges)
-        rows = torch.zeros(len(mine), 3, dtype=wide_dtype(device), device=device)
-        last = max(batch.shards, default=None)
-        bounds = shard_bounds(batch.length, self.team.num_shards)
-        modes = [(module, module.training) for module in self.model.modules()]
-        before = self._look_at_parameters()
-        with self._generators.preserved():
-            for shard in sorted(batch.shards):
-                self._generators.seed(derive_seed(self._seed, self._stream, self.num_steps, shard))
-                num_samples = bounds[shard + 1] - bounds[shard]
-                if shard == last:
-                    self._gradients.arm(shard)
-                shortage = None
-                try:
-                    total, count = self._run_shard(batch.shards[shard], num_samples, counts)
-                    self._check_untouched(before)
-                    row = rows[shard - mine.start]
-                    row[0], row[1], row[2] = total.detach(), count, self._gradients.collect(shard)
-                    self._buffers.collect(shard, num_samples)
-                except (RuntimeError, MemoryError) as error:
-                    if not is_out_of_memory(error):
-                        raise
-                    shortage = Shortage(shard, num_samples, batch.shards[shard], self.team.pulse.phase, counts)
-                for module, mode in modes:
-                    module.training = mode
-                if shortage is None:
-                    continue
-                self._gradients.forget()
-                free_memory(device)
-                self._gradients.fill_up(self.team.rank)
-                return rows.zero_(), shortage
-        return rows, None
-
-    def _run_shard(self, value: Any, num_samples: int, counts: Any) -> tuple[Tensor, Tensor]:
-        """Forward and backward of one shard; leaves its gradient in the parameters' `.grad`."""
-        self.team.pulse.enter("forward")
-
-        def forward() -> tuple[Tensor, Tensor]:
-            with autocast(self.communicator.device, self._dtype):
-                loss = self.loss_fn(self.model, value) if counts is None else self.loss_fn(self.model, value, counts)
-                if counts is not None and not (isinstance(loss, Tensor) and loss.ndim == 0):
-                    raise LossError("with counts_fn the loss function must return a 0-d tensor: its share of the loss")
-                return total_and_count(loss, num_samples if counts is None else 1)
-
-        trainable = self._gradients.parameters
-        try:
-            total, count = forward()
-            if not total.requires_grad:
-                raise LossError(
-                    "the loss does not depend on any trainable parameter: check detach(), no_grad, requires_grad"
-                )
-            self.team.pulse.enter("backward")
-            torch.autograd.backward(self._scale.apply(total), inputs=trainable)
-        except RuntimeError as error:
-            explained = explain_nondeterminism(error, self.model, lambda: forward()[0])
-            if explained is None:
-                raise
-            raise explained from None
-        return total, count
-
     def _check_lengths(self, length: int) -> None:
         """Compares the lengths of batches that the script drew itself: they decide what the ranks exchange."""
         lengths = [row[0] for row in self.communicator.gather_words([length])]
@@ -303,25 +233,6 @@ class TrainStep:
                 f"the ranks were handed batches of {lengths} samples in step {self.num_steps}; hand every rank the "
                 "whole global batch: use run.loader, or a DataLoader without a distributed sampler"
             )
-
-    def _look_at_parameters(self) -> list[tuple[int, int, Tensor | None]]:
-        """What shows whether a parameter was written to: version, address and, in the first steps, a copy."""
-        copied = self.num_steps < COPIED_STEPS
-        return [
-            (parameter._version, parameter.data_ptr(), parameter.detach().clone() if copied else None)
-            for parameter in self._watched.values()
-        ]
-
-    def _check_untouched(self, before: list[tuple[int, int, Tensor | None]]) -> None:
-        """Raises if a shard wrote to a parameter: the next shard would see it, and other ranks would not."""
-        for (name, parameter), (version, address, copy) in zip(self._watched.items(), before, strict=True):
-            same = parameter._version == version and parameter.data_ptr() == address
-            if not same or (copy is not None and not _same_values(parameter, copy)):
-                raise DeterminismError(
-                    f"parameter {name} was written to while a shard ran (Embedding with max_norm, a teacher that is "
-                    "averaged in the forward and weights that normalise themselves do so); write to parameters between "
-                    "steps, under torch.no_grad()"
-                )
 
     def _check_process(self) -> None:
         """Raises if something has changed on which equal bits rest, or if this rank alone would take a step."""
@@ -337,22 +248,25 @@ class TrainStep:
                 "number decides the bits: leave it alone, or give it by Run(num_threads=…) (--threads)"
             )
 
-    def _exchange_header(
-        self, batch: Batch, rows: Tensor, shortage: Shortage | None
-    ) -> tuple[Tensor, list[bool], tuple[bool, bool]]:
+    def _exchange_header(self, batch: Batch, shortage: Shortage | None) -> tuple[list[bool], tuple[bool, bool]]:
         """Gathers the rows of all shards, and what the ranks must agree on.
 
         Returns:
-            The rows of shards 0 … V - 1; for each trainable parameter whether any shard used it; whether any shard
-            changed running statistics, and other buffers.
+            For each trainable parameter whether any shard used it; whether any shard changed running statistics, and
+            other buffers.
         """
-        used = self._gradients.used
-        bits = [self._buffers.touched_means, self._buffers.touched_others, *used]
+        team, used = self.team, self._gradients.used
+        touched = (self._buffers.touched_means, self._buffers.touched_others)
+        if team.world_size == 1:
+            if shortage is not None:
+                self._explain_shortage(batch, shortage)
+            team.stop = team.stop_asked
+            return used, touched
+        bits = [*touched, *used]
         packed = [sum(bit << k for k, bit in enumerate(bits[i : i + 62])) for i in range(0, len(bits), 62)]
         identity = [batch.length, batch.epoch, batch.position, batch.checksum, self.num_steps]
-        sizes = [len(shards) for shards in self.team.ranges]
-        notes = [self.team.stop_asked, int(shortage is not None)]
-        rows, words = self.communicator.gather_header(rows, sizes, [*identity, *notes, *packed])
+        notes = [team.stop_asked, int(shortage is not None)]
+        words = self._rows.exchange(self.communicator, team.ranges, [*identity, *notes, *packed])
         for rank, row in enumerate(words):
             if row[:5] != words[0][:5]:
                 raise DeterminismError(
@@ -362,12 +276,12 @@ class TrainStep:
                 )
         if any(row[6] for row in words):
             self._explain_shortage(batch, shortage)
-        self.team.stop = max(row[5] for row in words)
+        team.stop = max(row[5] for row in words)
         merged = [0] * len(packed)
         for row in words:
             merged = [a | b for a, b in zip(merged, row[7:], strict=True)]
         flags = [bool(merged[k // 62] >> (k % 62) & 1) for k in range(len(bits))]
-        return rows, flags[2:], (flags[0], flags[1])
+        return flags[2:], (flags[0], flags[1])
 
     def _explain_shortage(self, batch: Batch, shortage: Shortage | None) -> NoReturn:
         """Measures, on every rank whose memory ran out, which number of shards fits, and raises alike on all ranks.
@@ -378,9 +292,13 @@ class TrainStep:
         self._gradients.drain()
         fitting, num_samples = 0, 0
         if shortage is not None:
-            with self._generators.preserved():
+            with self.runner.generators.preserved():
                 fitting = shortage.measure(
-                    self._run_slice, self._needed_beside, batch.length, self.team.num_shards, self.communicator.device
+                    self.runner.run_slice,
+                    self._needed_beside,
+                    batch.length,
+                    self.team.num_shards,
+                    self.communicator.device,
                 )
             self._gradients.forget()
             num_samples = shortage.num_samples
@@ -398,46 +316,53 @@ class TrainStep:
         state = [size for optimizer in self.optimizers for size in missing_state_bytes(optimizer)]
         return gradient * (num_sums_alive(ours) + on_their_way) + state, gradient * 2
 
-    def _run_slice(self, value: Any, num_samples: int, counts: Any) -> None:
-        """Forward and backward of some samples, as a step would run them; leaves nothing behind."""
-        try:
-            self._run_shard(value, num_samples, counts)
-        finally:
-            self._gradients.forget()
-            self._buffers.abandon()
-
     @torch.no_grad()
-    def _update(self, batch: Batch, rows: Tensor, flats: list[Tensor], used: list[bool], divide: bool) -> StepResult:
+    def _update(self, batch: Batch, num_leaves: int, used: list[bool]) -> StepResult:
         """Divides, clips, and updates the model, unless something is not finite."""
-        sums = tree_sum_rows(rows)
-        total, count = sums[0], sums[1] if divide else torch.ones_like(sums[1])
-        if divide:
-            for flat in flats:
-                _divide(flat, count)
-        self._scale.unscale(flats)
-        gradients = self._gradients.assign(used)
-        norm = torch.nn.utils.get_total_norm(gradients) if gradients else torch.zeros((), device=total.device)
-        finite_loss = torch.isfinite(total / count)
-        ok, poisoned = self._judge(finite_loss, torch.isfinite(norm))
-        if self.max_grad_norm is not None and gradients:
-            parameters = [p for p in self._gradients.parameters if p.grad is not None]
-            torch.nn.utils.clip_grads_with_norm_(parameters, self.max_grad_norm, norm)
-        values = torch.stack([total, count, norm.to(total.dtype), (~ok).to(total.dtype), poisoned.to(total.dtype)])
-        result = self._make_result(batch, torch.cat([values, rows.reshape(-1)]))
+        gradients = self._gradients
+        total, count = self._rows.sums(num_leaves)
+        if self.runner.counts is not None:
+            count = count * 0 + 1  # the loss function has divided already
+        elif num_leaves > 1:
+            gradients.divide(_divisor(count))
+        self._scale.unscale(gradients.flats)
+        norm: Any = gradients.norm() if any(used) else torch.zeros((), device=self.communicator.device)
+        if not self._late:
+            norm = norm.item()
+        ok, poisoned = self._judge(is_finite(quotient(total, count)), is_finite(norm))
+        if self.max_grad_norm is not None:
+            self._clip(norm, ok)
+        gradients.assign(used)
+        if self._late:
+            sums = [total, count, norm, ~ok, poisoned]
+        else:
+            sums = [total, count, norm, float(not ok), float(poisoned)]
+        result = self._make_result(batch, self._rows.scalars(sums, num_leaves))
         self._apply(ok, result)
         return result
 
-    def _judge(self, finite_loss: Tensor, finite_gradient: Tensor) -> tuple[Tensor, Tensor]:
-        """Decides on the device whether to update, and whether this step is the first bad one."""
-        ok = finite_loss & finite_gradient & ~self._poisoned
-        bad = ~(finite_loss & finite_gradient)
+    def _clip(self, norm: Any, ok: Any) -> None:
+        """Scales the gradient down to the greatest norm allowed."""
+        factor = self.max_grad_norm / (norm + CLIP_EPSILON)
+        if isinstance(factor, Tensor):
+            self._gradients.scale(torch.where(ok, factor.clamp(max=1.0), 1.0))
+        elif ok and factor < 1:
+            self._gradients.scale(factor)
+
+    def _judge(self, finite_loss: Any, finite_gradient: Any) -> tuple[Any, Any]:
+        """Decides whether to update, and whether this step is the first bad one: on the device if the check is late."""
+        ok = finite_loss & finite_gradient & (self._poisoned ^ True)
+        bad = (finite_loss & finite_gradient) ^ True
         if self._scale.enabled:  # an overflow is nothing bad while there is room to scale down
-            bad = ~finite_loss | (~finite_gradient & (self._scale.scale <= MIN_SCALE))
+            at_the_end: Any = self._scale.scale <= MIN_SCALE
+            if not self._late:
+                at_the_end = bool(at_the_end)
+            bad = (finite_loss ^ True) | ((finite_gradient ^ True) & at_the_end)
         if self._on_nonfinite == "skip":
-            bad = torch.zeros_like(ok)
-        first = bad & ~self._poisoned
+            bad = bad & False
+        first = bad & (self._poisoned ^ True)
         self._poisoned = self._poisoned | bad
-        self._scale.update(~finite_gradient, ~self._poisoned)
+        self._scale.update(finite_gradient ^ True, self._poisoned ^ True)
         return ok, first
 
     def _apply(self, ok: Tensor, result: StepResult) -> None:
@@ -453,7 +378,7 @@ class TrainStep:
             self._unread.append((result, self._schedule()))
         else:
             self._read(result, None)
-            if bool(ok):
+            if ok:
                 self._step_optimizers()
                 self._buffers.write(None)
         if self.scheduler is not None:
@@ -476,16 +401,17 @@ class TrainStep:
                 name = type(optimizer).__name__
                 raise OutOfMemoryError(describe_update_shortage(name, self.num_steps, self.team.rank)) from error
 
-    def _make_result(self, batch: Batch, scalars: Tensor) -> StepResult:
-        """Starts the copy of the scalars to the host, without waiting for it."""
+    def _make_result(self, batch: Batch, scalars: Tensor | list[float]) -> StepResult:
+        """Starts the copy of the scalars to the host, if they are not there, without waiting for it."""
         event = None
-        if scalars.device.type == "cuda":
+        if isinstance(scalars, Tensor) and scalars.device.type == "cuda":
             scalars = torch.empty(scalars.shape, dtype=scalars.dtype, pin_memory=True).copy_(scalars, non_blocking=True)
             event = torch.Event(self.communicator.device)
             event.record()
-        light = replace(batch, shards={}, renew=None)
         settle = self._read_up_to if self._late else None
-        return StepResult(self.num_steps, batch.length, light, self.team.num_shards, scalars, event, settle)
+        return StepResult(
+            self.num_steps, batch.length, batch.without_samples(), self.team.num_shards, scalars, event, settle
+        )
 
     def _read(self, result: StepResult, schedule: _Schedule | None) -> None:
         """Raises what a step found; from then on steps update again, starting from the state before that one."""
@@ -493,7 +419,7 @@ class TrainStep:
             result.check()
         except NonFiniteError:
             self.num_steps = result.step
-            self._poisoned = torch.zeros_like(self._poisoned)
+            self._poisoned = self._poisoned & False
             self._gradients.drop_memory()
             self._unread.clear()
             self._restore_schedule(schedule)
@@ -538,7 +464,7 @@ class TrainStep:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes up a saved state; what was still unread of earlier steps is forgotten."""
         self._unread.clear()
-        self._poisoned = torch.zeros_like(self._poisoned)
+        self._poisoned = self._poisoned & False
         self.num_steps = int(state["num_steps"])
         self._scale.load_state_dict(state["loss_scale"])
 
@@ -549,24 +475,24 @@ class TrainStep:
         )
         return held, tuple(p.requires_grad for p in self._named.values())
 
-    def _lay_out(self) -> GradientSum:
-        """The gradient sum over the parameters that the optimizers hold and that are trainable now."""
+    def _lay_out(self) -> None:
+        """Makes the gradient sum over the parameters that the optimizers hold and that are trainable now."""
         self._named = named_parameters(self.model, self.optimizers)
         self._trained = self._what_is_trained()
-        self._watched = dict(self.model.named_parameters())
+        self.runner.guard = ModelGuard(self.model)
         trainable = {name: p for name, p in self._named.items() if p.requires_grad}
         if not trainable:
             raise UsageError("no parameter of the optimizer is trainable; set requires_grad on those that should be")
         for parameter in self._named.values():
             parameter.grad = None
-        return GradientSum(
-            list(trainable.values()), list(trainable), self.communicator, self._bucket_bytes, self._overlap
+        self._gradients = self.runner.gradients = GradientSum(
+            list(trainable.values()),
+            list(trainable),
+            self.communicator,
+            self._bucket_bytes,
+            self._overlap,
+            self.team.pulse.recording,
         )
-
-
-def _same_values(tensor: Tensor, copy: Tensor) -> bool:
-    """Whether two tensors of one shape hold the same values, NaN where the other holds NaN."""
-    return torch.equal(tensor, copy) or bool(((tensor == copy) | (tensor.isnan() & copy.isnan())).all())
 
 
 def _compile_for_fixed_shapes() -> None:
@@ -576,12 +502,11 @@ def _compile_for_fixed_shapes() -> None:
         torch._dynamo.config.assume_static_by_default = True
 
 
-def _divide(flat: Tensor, count: Tensor) -> None:
-    """Divides in place, in float32 at least: a count may be too large, or too long, for 16 bits."""
-    if flat.element_size() < 4:
-        flat.copy_(flat.float().div_(count.float()))
-    else:
-        flat.div_(count.to(flat.dtype))
+def _divisor(count: Any) -> Any:
+    """What the gradient is divided by; 1 where the count makes the loss no number, so that no memory is spoilt."""
+    if isinstance(count, Tensor):
+        return torch.where(torch.isfinite(count) & (count != 0), count, 1)
+    return count if is_finite(count) and count else 1.0
 
 
 def _honours_found_inf(optimizer: Optimizer) -> bool:

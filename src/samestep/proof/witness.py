@@ -35,7 +35,7 @@ from samestep.adopt.table import Patch, applied
 from samestep.adopt.wrapped import forward
 from samestep.data.batch import Batch, checksum
 from samestep.data.nested import leaves
-from samestep.engine import step as engine_step
+from samestep.engine import shards as engine_shards
 from samestep.engine.step import TrainStep
 from samestep.errors import UsageError
 from samestep.launcher.program import run_module, run_script
@@ -252,7 +252,7 @@ def _shards(watch: Steps, family: list[str]) -> list[Patch]:
         finally:
             watch.modules.shard = -1
 
-    derive: Callable[..., int] | None = getattr(engine_step, "derive_seed", None)
+    derive: Callable[..., int] | None = getattr(engine_shards, "derive_seed", None)
     assert derive is not None, "the step seeds its shards by derive_seed"
 
     def noted_seed(*numbers: int) -> int:
@@ -260,7 +260,7 @@ def _shards(watch: Steps, family: list[str]) -> list[Patch]:
         watch.modules.shard = numbers[-1]
         return derive(*numbers)
 
-    return [Patch(Adoption, "chunk", noted_chunk), Patch(engine_step, "derive_seed", noted_seed)]
+    return [Patch(Adoption, "chunk", noted_chunk), Patch(engine_shards, "derive_seed", noted_seed)]
 
 
 def _wrapped_forwards(watch: Steps, family: list[str]) -> list[Patch]:

@@ -13,9 +13,11 @@ from torch import Tensor, nn
 
 from samestep.adopt.table import Patch, applied
 from samestep.data.batch import Batch
+from samestep.engine import shards as engine_shards
 from samestep.engine.gradients import GradientSum
-from samestep.engine.precision import LossScale
+from samestep.engine.losses import ShardLoss, read_loss
 from samestep.engine.result import StepResult
+from samestep.engine.shards import ShardRunner
 from samestep.engine.step import TrainStep
 from samestep.errors import RunFolderError, SamestepError, UsageError
 from samestep.plan.shards import shard_bounds
@@ -108,34 +110,37 @@ class Scene:
         return self._debugged
 
     def _patches(self) -> list[Patch]:
-        run_shards, run_shard = TrainStep._run_shards, TrainStep._run_shard
-        assign, scale = GradientSum.assign, LossScale.apply
+        run, run_one = ShardRunner.run, ShardRunner.run_one
+        assign = GradientSum.assign
 
-        def observed_shards(this: TrainStep, batch: Batch) -> Any:
-            if this is self.step:
+        def observed_run(this: ShardRunner, batch: Batch, step: int) -> Any:
+            if this is self.step.runner:
                 self._begin(batch)
-            return run_shards(this, batch)
+            return run(this, batch, step)
 
-        def observed_shard(this: TrainStep, value: Any, num_samples: int, counts: Any) -> Any:
-            if this is not self.step or not self._waiting:
-                return run_shard(this, value, num_samples, counts)
-            return self._observe(self._waiting.pop(0), value, lambda: run_shard(this, value, num_samples, counts))
+        def observed_one(
+            this: ShardRunner, value: Any, num_samples: int, counts: Any, is_only: bool = False
+        ) -> ShardLoss:
+            if this is not self.step.runner or not self._waiting:
+                return run_one(this, value, num_samples, counts, is_only)
+            shard = self._waiting.pop(0)
+            return self._observe(shard, value, is_only, lambda: run_one(this, value, num_samples, counts, is_only))
 
-        def observed_loss(this: LossScale, total: Tensor) -> Tensor:
-            if this is self.step._scale and self._observer is not None:
-                self._observer.look_at_loss(total)
-            return scale(this, total)
+        def observed_loss(value: Any, num_samples: int) -> ShardLoss:
+            loss = read_loss(value, num_samples)
+            if self._observer is not None:
+                self._observer.look_at_loss(loss.value)
+            return loss
 
-        def observed_assign(this: GradientSum, used: Sequence[bool]) -> list[Tensor]:
-            views = assign(this, used)
+        def observed_assign(this: GradientSum, used: Sequence[bool]) -> None:
+            assign(this, used)
             if this is self.step._gradients:
                 self._note_sums()
-            return views
 
         return [
-            Patch(TrainStep, "_run_shards", observed_shards),
-            Patch(TrainStep, "_run_shard", observed_shard),
-            Patch(LossScale, "apply", observed_loss),
+            Patch(ShardRunner, "run", observed_run),
+            Patch(ShardRunner, "run_one", observed_one),
+            Patch(engine_shards, "read_loss", observed_loss),
             Patch(GradientSum, "assign", observed_assign),
         ]
 
@@ -161,8 +166,15 @@ class Scene:
                 f"{max(batch.shards)}"
             )
 
-    def _observe(self, shard: int, value: Any, run: Callable[[], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-        """Runs a shard with everything watched; leaves it as it would have been."""
+    def _observe(self, shard: int, value: Any, is_only: bool, run: Callable[[], ShardLoss]) -> ShardLoss:
+        """Runs a shard with everything watched; leaves it as it would have been.
+
+        Args:
+            shard: its index.
+            value: its samples.
+            is_only: its gradient is that of the mean, not of the sum.
+            run: forward and backward.
+        """
         saver = self.wanted.saver if self.wanted.shard in (None, shard) else None
         samples, step = self._samples_of(shard), self.step
         pulse = step.team.pulse
@@ -181,11 +193,11 @@ class Scene:
             with ExitStack() as stack:
                 stack.enter_context(observer.watching())
                 stack.enter_context(self._debugging(shard))
-                losses = run()
-            total, count = float(losses[0].detach()), float(losses[1])
+                loss = run()
+            total, count = float(loss.value.detach()) * loss.weight, float(loss.count)
             gradients = self._own_gradients()
             observer.note_gradients(gradients)
-            norm = _norm(gradients.values()) / (float(step._scale.scale) * (count or 1.0))
+            norm = _norm(gradients.values()) / (float(step._scale.scale) * (1.0 if is_only else count or 1.0))
             for name, gradient in gradients.items() if saver is not None else ():
                 if saver is not None and self._is_chosen_parameter(name):
                     saver.shard.add(f"{name}.gradient", gradient, kind="parameter gradient", parameter=name)
@@ -199,7 +211,7 @@ class Scene:
             self._first = self._first or observer.first
             if saver is not None:
                 saver.finish_shard(shard, samples)
-        return losses
+        return loss
 
     @contextmanager
     def _debugging(self, shard: int) -> Iterator[None]:

@@ -1,0 +1,77 @@
+"""The guard: a shard leaves the parameters and the modes of the modules as it found them."""
+
+import torch
+from torch import Tensor, nn
+
+from samestep.errors import DeterminismError
+
+COPIED_STEPS = 2
+LOOKED_EVERY = 100
+
+
+class ModelGuard:
+    """Watches a model while shards run.
+
+    Args:
+        model: whose parameters and modules, those that no optimizer holds too.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        named = dict(model.named_parameters())
+        self._names, self._parameters = list(named), list(named.values())
+        self._modules = list(model.modules())
+        self._modes: list[bool] = []
+        self._versions: list[int] = []
+        self._addresses: list[int] = []
+        self._copies: list[Tensor] | None = None
+
+    def begin(self, step: int) -> None:
+        """Remembers how the model is.
+
+        Args:
+            step: its number; in the first steps the values are compared too, and the modules are looked up in these
+                and every so often.
+        """
+        if step < COPIED_STEPS or step % LOOKED_EVERY == 0:
+            self._modules = list(self._model.modules())
+        self._modes = [module.training for module in self._modules]
+        self._versions = [parameter._version for parameter in self._parameters]
+        self._addresses = [parameter.data_ptr() for parameter in self._parameters]
+        copied = step < COPIED_STEPS
+        self._copies = [parameter.detach().clone() for parameter in self._parameters] if copied else None
+
+    def restore_modes(self) -> None:
+        """Puts back which modules train: a shard must not decide it for the next."""
+        if [module.training for module in self._modules] != self._modes:
+            for module, mode in zip(self._modules, self._modes, strict=True):
+                module.training = mode
+
+    def check(self) -> None:
+        """Looks at the parameters after a shard.
+
+        Raises:
+            DeterminismError: it wrote to one: the next shard would see it, and other ranks would not.
+        """
+        same = [parameter._version for parameter in self._parameters] == self._versions
+        same = same and [parameter.data_ptr() for parameter in self._parameters] == self._addresses
+        if same and self._copies is None:
+            return
+        for index, name in enumerate(self._names):
+            if self._is_written(index):
+                raise DeterminismError(
+                    f"parameter {name} was written to while a shard ran (Embedding with max_norm, a teacher that is "
+                    "averaged in the forward and weights that normalise themselves do so); write to parameters between "
+                    "steps, under torch.no_grad()"
+                )
+
+    def _is_written(self, index: int) -> bool:
+        parameter = self._parameters[index]
+        if parameter._version != self._versions[index] or parameter.data_ptr() != self._addresses[index]:
+            return True
+        return self._copies is not None and not _same_values(parameter, self._copies[index])
+
+
+def _same_values(tensor: Tensor, copy: Tensor) -> bool:
+    """Whether two tensors of one shape hold the same values, NaN where the other holds NaN."""
+    return torch.equal(tensor, copy) or bool(((tensor == copy) | (tensor.isnan() & copy.isnan())).all())

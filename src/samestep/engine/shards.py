@@ -1,0 +1,175 @@
+"""The shards of a rank, one after another: forward, backward, and what each leaves, whichever rank runs it."""
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from samestep.comm.team import Team
+from samestep.data.batch import Batch
+from samestep.data.randomness import Generators
+from samestep.engine.buffers import BufferMerge
+from samestep.engine.counts import GlobalCounts
+from samestep.engine.diagnosis import explain_nondeterminism
+from samestep.engine.gradients import GradientSum
+from samestep.engine.guard import ModelGuard
+from samestep.engine.losses import LossFn, ShardLoss, read_loss
+from samestep.engine.memory import Shortage, free_memory, is_out_of_memory
+from samestep.engine.precision import LossScale, autocast
+from samestep.engine.rows import DeviceRows, HostRows, quotient
+from samestep.errors import LossError
+from samestep.plan.seeds import derive_seed
+from samestep.plan.shards import shard_bounds
+
+MANY_SEEDS = 64
+
+
+class ShardRunner:
+    """Runs this rank's shards of a global batch.
+
+    Args:
+        team: whose ranks share the shards.
+        seed: of the run.
+        stream: tells the randomness of this train step from that of others.
+        model: trained in place.
+        loss_fn: `loss_fn(model, shard)`, with the global counts as a third argument where there are any.
+        dtype: of autocast; None for full precision.
+        scale: of the loss.
+        rows: where each shard says what came of it.
+
+    Attributes:
+        counts: sums of `counts_fn` over the global batch; None without one.
+        gradients: what the shards' gradients are pushed on.
+        buffers: what the shards' buffers are merged by.
+        guard: watches the model while shards run.
+    """
+
+    counts: GlobalCounts | None
+    gradients: GradientSum
+    buffers: BufferMerge
+    guard: ModelGuard
+
+    def __init__(
+        self,
+        team: Team,
+        seed: int,
+        stream: int,
+        model: nn.Module,
+        loss_fn: LossFn,
+        dtype: torch.dtype | None,
+        scale: LossScale,
+        rows: HostRows | DeviceRows,
+    ) -> None:
+        self._team = team
+        self._seed = seed
+        self._stream = stream
+        self._model = model
+        self._loss_fn = loss_fn
+        self._dtype = dtype
+        self._scale = scale
+        self._rows = rows
+        self._device = team.communicator.device
+        self._seeds: dict[tuple[float, torch.dtype], Tensor] = {}
+        self.generators = Generators(self._device)
+
+    def run(self, batch: Batch, step: int) -> Shortage | None:
+        """Forward and backward of this rank's shards.
+
+        Returns:
+            The shard for which memory ran out, if one did.
+        """
+        counts = None if self.counts is None else self.counts.sum(batch, self._team.ranges)
+        is_only = batch.length == 1 or self._team.num_shards == 1
+        last = max(batch.shards, default=None)
+        bounds = shard_bounds(batch.length, self._team.num_shards)
+        self._rows.begin(self._team.mine)
+        self.guard.begin(step)
+        with self.generators.preserved():
+            for shard in sorted(batch.shards):
+                self.generators.seed(derive_seed(self._seed, self._stream, step, shard))
+                num_samples = bounds[shard + 1] - bounds[shard]
+                if shard == last:
+                    self.gradients.arm(shard)
+                try:
+                    loss = self.run_one(batch.shards[shard], num_samples, counts, is_only)
+                    self.guard.check()
+                    self._rows.note(shard, loss, self.gradients.collect(shard))
+                    self.buffers.collect(shard, num_samples)
+                except (RuntimeError, MemoryError) as error:
+                    if not is_out_of_memory(error):
+                        raise
+                    value, phase = batch.shards[shard], self._team.pulse.phase
+                    shortage = Shortage(shard, num_samples, value, phase, counts)
+                else:
+                    self.guard.restore_modes()
+                    continue
+                self.guard.restore_modes()  # out of the handler, where the exception no longer keeps memory alive
+                self.gradients.forget()
+                free_memory(self._device)
+                self.gradients.fill_up(self._team.rank)
+                self._rows.forget()
+                return shortage
+        return None
+
+    def run_one(self, value: Any, num_samples: int, counts: Any, is_only: bool = False) -> ShardLoss:
+        """Forward and backward of one shard; leaves its gradient in the parameters' `.grad`.
+
+        Args:
+            value: the samples.
+            num_samples: how many.
+            counts: the global counts, or None.
+            is_only: it is the whole global batch: then the mean itself is differentiated, and the sum of the gradients
+                is not divided afterwards, so that the bits are those of a plain loop.
+        """
+
+        def forward() -> ShardLoss:
+            with self._autocast():
+                if counts is None:
+                    return read_loss(self._loss_fn(self._model, value), num_samples)
+                loss = self._loss_fn(self._model, value, counts)
+                if not (isinstance(loss, Tensor) and loss.ndim == 0):
+                    raise LossError("with counts_fn the loss function must return a 0-d tensor: its share of the loss")
+                return read_loss(loss, 1)
+
+        pulse = self._team.pulse
+        pulse.enter("forward")
+        try:
+            loss = forward()
+            if not loss.value.requires_grad:
+                raise LossError(
+                    "the loss does not depend on any trainable parameter: check detach(), no_grad, requires_grad"
+                )
+            pulse.enter("backward")
+            torch.autograd.backward(loss.value, self._seed_of(loss, is_only), inputs=self.gradients.parameters)
+        except RuntimeError as error:
+            explained = explain_nondeterminism(error, self._model, lambda: forward().value)
+            if explained is None:
+                raise
+            raise explained from None
+        return loss
+
+    def run_slice(self, value: Any, num_samples: int, counts: Any) -> None:
+        """Forward and backward of some samples, as a step would run them; leaves nothing behind."""
+        try:
+            self.run_one(value, num_samples, counts)
+        finally:
+            self.gradients.forget()
+            self.buffers.abandon()
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        if self._dtype is None and not torch.is_autocast_enabled(self._device.type):
+            return nullcontext()
+        return autocast(self._device, self._dtype)
+
+    def _seed_of(self, loss: ShardLoss, is_only: bool) -> Tensor:
+        """The gradient that the backward begins with: what makes a sum of the value, or the mean, and the scale."""
+        weight = quotient(loss.weight, loss.count) if is_only and self.counts is None else loss.weight
+        dtype = loss.value.dtype
+        if isinstance(weight, Tensor):
+            return self._scale.apply(weight.to(dtype))
+        if (weight, dtype) not in self._seeds:
+            if len(self._seeds) >= MANY_SEEDS:
+                self._seeds.clear()
+            self._seeds[weight, dtype] = torch.full((), weight, dtype=dtype, device=self._device)
+        return self._scale.apply(self._seeds[weight, dtype])
