@@ -32,14 +32,15 @@ if TYPE_CHECKING:
     from samestep.launcher.notebook import launch
     from samestep.train import metrics
     from samestep.train.digest import state_digest
+    from samestep.train.epoch import EpochRecord
     from samestep.train.run import Run
-    from samestep.train.trainer import EpochRecord, Trainer
+    from samestep.train.trainer import Trainer
 
 _HOMES = {
     "Batch": "samestep.data.batch",
     "Communicator": "samestep.comm.communicator",
     "DataParallel": "samestep.adopt.parallel",
-    "EpochRecord": "samestep.train.trainer",
+    "EpochRecord": "samestep.train.epoch",
     "Loader": "samestep.data.loader",
     "Mean": "samestep.engine.losses",
     "Run": "samestep.train.run",

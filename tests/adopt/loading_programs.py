@@ -5,6 +5,7 @@ import io
 import os
 import pickle
 import random
+import threading
 import time
 from collections import namedtuple
 from contextlib import ExitStack, redirect_stdout
@@ -116,10 +117,18 @@ class Failing(Computed):
 
 
 class LocalError(Exception):
-    """Does not survive pickling: it is made of two arguments and keeps one."""
+    """Pickle cannot make it again: it is made of two arguments and keeps one."""
 
     def __init__(self, first, second):
         super().__init__(f"{first} and {second}")
+
+
+class LockedError(Exception):
+    """Cannot be sent at all: it holds a lock."""
+
+    def __init__(self):
+        super().__init__("here")
+        self.lock = threading.Lock()
 
 
 class Wide(Computed):
@@ -380,9 +389,10 @@ def broken(communicator, folder, num_workers, error):
         return _until_end(iter(loader))
 
 
-def broken_locally(communicator, folder):
+def broken_locally(communicator, folder, error):
     """The same for an error that does not pickle."""
-    return broken(communicator, folder, 0, LocalError("this", "that"))
+    met = LocalError("this", "that") if error == "LocalError" else LockedError()
+    return broken(communicator, folder, 0, met)
 
 
 def broken_stream(communicator, num_workers):

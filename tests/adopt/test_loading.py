@@ -153,12 +153,16 @@ def test_an_error_of_the_dataset_is_raised_on_all_ranks_and_blamed_on_the_one_th
     assert sum(cause[0] == "PeerLostError" for cause in causes) == 1
 
 
-def test_an_error_that_does_not_pickle_arrives_as_a_runtime_error_with_its_text(worlds, tmp_path):
-    got = worlds(2).run(programs.broken_locally, str(tmp_path))
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [("LocalError", ("LocalError", "this and that")), ("LockedError", ("RuntimeError", "LockedError: here"))],
+)
+def test_an_error_that_does_not_pickle_arrives_rebuilt_or_as_a_runtime_error_with_its_text(
+    worlds, tmp_path, error, expected
+):
+    got = worlds(2).run(programs.broken_locally, str(tmp_path), error)
     for seen in got:
-        assert [entry[:2] for entry in seen if len(entry) == 3] == [
-            ("RuntimeError", "loading_programs.LocalError: this and that")
-        ]
+        assert [entry[:2] for entry in seen if len(entry) == 3] == [expected]
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])

@@ -131,6 +131,12 @@ def test_a_run_leaves_its_folder_and_says_where(tables, tmp_path):
         (["lenet", "--lr", "-1"], "--lr must be above 0"),
         (["lenet", "--epochs", "0"], "--epochs must be 1 or more"),
         (["lenet", "--num-workers", "-1"], "--num-workers must be 0 or more"),
+        (["vgg", "--option", "depth=3"], "no option 'depth'; it has width, dropout"),
+        (["gpt", "--option", "layers=some"], "option 'layers' needs a whole number"),
+        (["gpt", "--option", "heads=3"], "a width that is a multiple of the heads"),
+        (["lenet", "--data-dir", "nowhere"], "got --data-dir nowhere: there is no such folder"),
+        (["mlp", "--data-dir", "."], "mlp reads one CSV file, by --data FILE.csv"),
+        (["gpt", "--data", "nothing.txt"], "got --data nothing.txt: there is no such file"),
     ],
 )
 def test_a_mistake_gets_one_sentence_before_anything_starts(args, sentence, tmp_path):

@@ -26,7 +26,7 @@ def names(outcome):
 def test_when_nobody_survives_all_start_again_with_a_fresh_board(tmp_path, capfd):
     def play(member):
         if member.attempt < 2:
-            member.do(17)
+            member.do(17 + member.attempt)
             os.kill(os.getpid(), signal.SIGKILL)
         return [member.slot, member.attempt, list(member.slots), member.pulse.view, os.environ["WORLD_SIZE"]]
 
@@ -41,6 +41,57 @@ def test_when_nobody_survives_all_start_again_with_a_fresh_board(tmp_path, capfd
 def test_when_the_restarts_are_used_up_the_run_fails(tmp_path):
     outcome = run_members(tmp_path, lambda member: os._exit(5), "cpu:2", Policy(max_restarts=1))
     assert (outcome.exit_code, names(outcome).count("restart")) == (5, 1)
+
+
+def crash(signum):
+    os.kill(os.getpid(), signum)
+
+
+def fail(_):
+    raise RuntimeError("it went wrong")
+
+
+@pytest.mark.parametrize(
+    ("end", "cause", "code"),
+    [(crash, "SIGSEGV", 128 + signal.SIGSEGV), (os._exit, "exit code 11", 11), (fail, "RuntimeError", 1)],
+    ids=["signal", "exit", "exception"],
+)
+def test_what_befalls_the_same_step_of_two_attempts_alike_is_not_tried_a_third_time(tmp_path, end, cause, code):
+    def play(member):
+        member.do(17)
+        end(signal.SIGSEGV)
+
+    outcome = run_members(tmp_path, play, "cpu:1", Policy(max_restarts=5))
+    assert (outcome.exit_code, names(outcome).count("restart")) == (code, 1)
+    assert outcome.failure.splitlines()[-1] == (
+        f"two attempts in turn have ended in step 17 by {cause}: that is no accident, and is not tried again, although "
+        "4 of 5 restarts are left; when its cause is mended: resume it"
+    )
+
+
+def test_a_whole_team_that_crashes_in_one_step_again_and_again_is_not_tried_a_third_time(tmp_path):
+    def play(member):
+        member.do(17)
+        crash(signal.SIGSEGV)
+
+    outcome = run_members(tmp_path, play, "cpu:2", Policy(max_restarts=5))
+    assert names(outcome).count("restart") == 1
+    assert "two attempts in turn have ended in step 17 by SIGSEGV" in outcome.failure
+
+
+@pytest.mark.parametrize(
+    "play",
+    [
+        lambda member: (member.do(17 + member.attempt), os._exit(5)),
+        lambda member: (member.do(17), os._exit(5 + member.attempt)),
+        lambda member: (member.do(0, "script"), os._exit(5)),
+    ],
+    ids=["another step", "another end", "no step known"],
+)
+def test_attempts_that_end_otherwise_are_tried_as_often_as_allowed(tmp_path, play):
+    outcome = run_members(tmp_path, play, "cpu:1", Policy(max_restarts=2))
+    assert names(outcome).count("restart") == 2
+    assert "in turn" not in outcome.failure
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """Runs that are stopped from outside: everything of them goes, in time, with the right exit code."""
 
+import json
 import os
 import signal
 import socket
@@ -147,3 +148,57 @@ def test_a_worker_that_ignores_the_request_to_end_is_killed_after_the_grace(star
     process = starter.start_program("program.py")
     stdout, stderr = process.communicate(timeout=30)
     assert (process.returncode, stdout, stderr) == (0, "1 OSError: x\n", "")
+
+
+EVALUATES = """
+import os, sys, time
+import torch
+from torch import nn
+from torch.nn import functional
+import samestep
+
+run = samestep.Run(global_batch_size=4, num_shards=2, seed=1)
+x = torch.randn(8, 4)
+model = nn.Linear(4, 1)
+
+def score(output, batch):
+    if len(trainer.history) == int(sys.argv[1]):
+        open("up-" + os.environ["RANK"], "w").close()
+        while not os.path.exists("asked"):
+            time.sleep(0.01)
+    return output[:, 0]
+
+def loss(model, batch):
+    return functional.mse_loss(model(batch[0]), batch[1])
+
+data = (x, x.sum(1, keepdim=True))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+with samestep.Trainer(run, model, optimizer, loss, run_dir="run") as trainer:
+    trainer.fit(data, 2, eval_data=data, metrics={"score": score})
+run.print("done")
+"""
+
+
+@pytest.mark.parametrize(
+    ("epoch", "code", "last", "said"),
+    [
+        (1, 0, "end", "samestep: the run was at its end, and is complete"),
+        pytest.param(0, 128 + signal.SIGTERM, "stop", "to go on: fit(", marks=pytest.mark.slow),
+    ],
+    ids=["the last evaluation", "an earlier one"],
+)
+def test_a_request_during_an_evaluation_stops_what_is_left_and_a_complete_run_has_ended_well(
+    starter, epoch, code, last, said
+):
+    starter.script("evaluates.py", EVALUATES)
+    process = starter.start("--no-adopt", "--devices", "cpu:2", "evaluates.py", epoch)
+    wait_until_up(starter, 2)
+    process.send_signal(signal.SIGTERM)
+    assert process.stderr.readline() == "samestep: stopping after this step; once more to end at once\n"
+    (starter.folder / "asked").touch()
+    stdout, stderr = process.communicate(timeout=60)
+    assert process.returncode == code, stderr
+    assert ("done" in stdout) == (code == 0)
+    assert said in stdout + stderr
+    lines = (starter.folder / "run" / "ledger.jsonl").read_text().splitlines()
+    assert json.loads(lines[-1])["event"] == last

@@ -8,7 +8,8 @@ import pytest
 
 from samestep.errors import UsageError
 from samestep.recipes.catalog import NAMES, load
-from samestep.recipes.recipe import Recipe, read_options
+from samestep.recipes.options import read_options
+from samestep.recipes.recipe import Recipe
 
 DEFAULTS = {"width": 1.0, "layers": 4, "target": "", "scale": False}
 

@@ -4,6 +4,7 @@ import hashlib
 
 import pytest
 import torch
+from state_changes import CHANGES, trained
 from torch import nn
 from train_programs import fit
 from worlds import in_turns
@@ -11,82 +12,12 @@ from worlds import in_turns
 from samestep.train.digest import state_digest
 
 
-def network():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
-
-
-def trained(steps=1):
-    model = network()
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    for _ in range(steps):
-        model(torch.ones(4, 3)).sum().backward()
-        optimizer.step()
-    return model, optimizer
-
-
 def test_equal_states_have_equal_digests():
     assert state_digest(*trained()) == state_digest(*trained())
     assert len(state_digest(*trained())) == 64
 
 
-def change_a_bit(model, optimizer):
-    model[0].weight.data.view(torch.int32)[0, 0] ^= 1
-
-
-def change_a_buffer(model, optimizer):
-    model[1].running_mean[0] += 1
-
-
-def change_a_count(model, optimizer):
-    model[1].num_batches_tracked += 1
-
-
-def change_the_optimizers_state(model, optimizer):
-    optimizer.state[model[0].weight]["exp_avg"].view(torch.int32)[0, 0] ^= 1
-
-
-def change_the_optimizers_step(model, optimizer):
-    optimizer.state[model[0].bias]["step"] += 1
-
-
-def add_a_number_to_the_optimizers_state(model, optimizer):
-    optimizer.state[model[0].bias]["extra"] = 1
-
-
-def nest_the_optimizers_state(model, optimizer):
-    state = optimizer.state[model[0].weight]
-    state["nested"] = [{"moments": (state["exp_avg"],)}]
-
-
-def forget_the_optimizers_state(model, optimizer):
-    del optimizer.state[model[2].bias]
-
-
-def change_a_dtype(model, optimizer):
-    model[1].num_batches_tracked = model[1].num_batches_tracked.int()
-
-
-def change_a_shape(model, optimizer):
-    model[0].weight.data = model[0].weight.data.view(2, 6)
-
-
-def change_a_name(model, optimizer):
-    model.register_buffer("later", model[1]._buffers.pop("running_var"))
-
-
-def swap_the_signs_of_zeros(model, optimizer):
-    model[1].running_mean.zero_().neg_()
-
-
-CHANGES = [
-    value
-    for name, value in sorted(globals().items())
-    if name.split("_")[0] in ("change", "add", "nest", "forget", "swap")
-]
-
-
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 def test_any_change_of_the_state_changes_the_digest(change):
     model, optimizer = trained()
     model[1].running_mean.zero_()

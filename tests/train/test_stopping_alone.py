@@ -13,7 +13,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
+from samestep.comm.board import STOPS_ON_REQUEST, Board
 from samestep.comm.communicator import Communicator
+from samestep.comm.pulse import Pulse
 from samestep.comm.team import Team
 from samestep.comm.transport import LocalTransport
 from samestep.train.stopping import stopping_on_request
@@ -215,6 +217,53 @@ def test_the_first_request_is_noted_and_the_second_is_the_system_s(signum, capfd
         assert signal.getsignal(signum) == before
     assert signal.getsignal(signum) == before
     assert capfd.readouterr().err == "samestep: stopping after this step; once more to end at once\n"
+
+
+def test_inside_another_one_it_changes_nothing():
+    ours = team()
+    with stopping_on_request(ours):
+        before = signal.getsignal(signal.SIGTERM)
+        with stopping_on_request(ours):
+            assert signal.getsignal(signal.SIGTERM) == before
+        assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_inside_another_one_it_still_stops_on_request_by_the_board():
+    ours, board = team(), Board.create(1)
+    try:
+        ours.pulse = Pulse(board)
+        with stopping_on_request(ours):
+            with stopping_on_request(ours):
+                pass
+            assert board.beat(0).flags == STOPS_ON_REQUEST
+        assert board.beat(0).flags == 0
+    finally:
+        board.close()
+
+
+@pytest.mark.slow
+def test_a_program_that_is_asked_during_its_last_evaluation_is_complete_and_has_ended_well(start, tmp_path, reference):
+    told = "metrics={'first': first}, eval_data=(x, x)"
+    program = PROGRAM.replace("epochs=5", f"epochs=5, {told}").replace(
+        "with samestep", "def first(output, batch):\n    wait()\n    return output[:, 0]\n\n\nwith samestep"
+    )
+    wait = """
+def wait():
+    if len(trainer.history) == 4:
+        Path("at-work-0").touch()
+        while not Path("asked").exists():
+            time.sleep(0.01)
+"""
+    (tmp_path / "train.py").write_text(program.replace("def loss", f"{wait}\n\ndef loss"))
+    process = start("0")
+    wait_for_steps(tmp_path, process)
+    process.send_signal(signal.SIGTERM)
+    assert process.stderr.readline().startswith("samestep: stopping after this step")
+    (tmp_path / "asked").touch()
+    stdout, stderr = process.communicate(timeout=SECONDS)
+    assert process.returncode == 0, stderr
+    assert entries(tmp_path)[-1]["event"] == "end"
+    assert f"digest {reference}" in stdout
 
 
 def test_a_program_that_handles_a_signal_itself_is_left_alone():

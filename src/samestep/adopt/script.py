@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import torch._dynamo  # noqa: F401 - the first optimizer imports it, and it looks at functions patched by then
 import torch.distributed as dist
 
-from samestep.adopt import output, parallel, roots, seeding, wrapping
+from samestep.adopt import output, parallel, profiling, roots, seeding, wrapping
 from samestep.adopt.active import activated, connect_adoption
 from samestep.adopt.adoption import Adoption
 from samestep.adopt.files import changes
@@ -18,6 +18,7 @@ from samestep.adopt.site import is_script_file
 from samestep.adopt.table import Patch, applied
 from samestep.adopt.virtual.devices import virtual_devices
 from samestep.adopt.virtual.real import own_accelerator
+from samestep.comm.environment import read_environment
 from samestep.errors import PeerLostError, UsageError
 from samestep.launcher.program import run_module, run_script
 
@@ -49,11 +50,11 @@ def run_adopted(
         wrap: the variable or class to share out.
         virtual: whether accelerators are played by CPU workers.
     """
-    adoption = connect_adoption(num_shards)
+    adoption, environment = connect_adoption(num_shards), read_environment()
     # The script is to find what it finds under `python script.py`: no trace of ranks.
     hidden = {name: os.environ.pop(name) for name in RANK_VARIABLES if name in os.environ}
     try:
-        with adopted(adoption, virtual=virtual, seed=seed, wrap=wrap):
+        with adopted(adoption, virtual=virtual, seed=seed, wrap=wrap), profiling.profiled(adoption, environment):
             if kind == "module":
                 run_module(target, tuple(argv))
             else:

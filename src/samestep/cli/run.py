@@ -1,11 +1,15 @@
 """`samestep run`: an existing script or module on all devices."""
 
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from samestep.cli.healing import HangTimeout, Heal, MaxRestarts, MinDevices, Replace
+from samestep.cli.profiling import Profile, ProfileDir, profiled, show_profile
+from samestep.cli.scripts import Adopt, Module, Wrap
+from samestep.cli.workers import Devices, StartMethod, Threads
 from samestep.launcher.policy import HANG_TIMEOUT_SECONDS
 
 if TYPE_CHECKING:
@@ -17,13 +21,8 @@ CONTEXT_SETTINGS = {"allow_interspersed_args": False}
 
 def run(
     program: Annotated[list[str] | None, typer.Argument(metavar="SCRIPT ARGS", show_default=False)] = None,
-    module: Annotated[bool, typer.Option("-m", "--module", help="SCRIPT is a module, as in `python -m`.")] = False,
-    devices: Annotated[
-        str | None,
-        typer.Option(
-            metavar="SPEC", help='auto (the default), 4 (how many), "0,4" (which), cpu:2, free:2 (idle ones).'
-        ),
-    ] = None,
+    module: Module = False,
+    devices: Devices = None,
     nproc_per_node: Annotated[
         str | None,
         typer.Option(
@@ -33,10 +32,8 @@ def run(
             help="torchrun's spelling of --devices: a number, auto, gpu or cpu (one worker a core).",
         ),
     ] = None,
-    threads: Annotated[int, typer.Option(help="CPU threads a worker; part of what decides the bits.")] = 1,
-    start_method: Annotated[
-        str | None, typer.Option(metavar="fork|spawn", help="How workers are started; fork where it is safe.")
-    ] = None,
+    threads: Threads = 1,
+    start_method: StartMethod = None,
     num_shards: Annotated[
         int | None,
         typer.Option(
@@ -47,22 +44,11 @@ def run(
             help="Into how many chunks a wrapped forward is cut, whatever the devices; by default the script decides.",
         ),
     ] = None,
-    wrap: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="Share out this variable or class of a script that wraps nothing itself."),
-    ] = None,
+    wrap: Wrap = None,
     seed: Annotated[
         int | None, typer.Option(help="Seeds every generator before SCRIPT starts; a random seed, by default.")
     ] = None,
-    adopt: Annotated[
-        bool | None,
-        typer.Option(
-            "--adopt/--no-adopt",
-            help="Run SCRIPT as if alone, and share its DataParallel out; or leave ranks to it, as torchrun does. "
-            "By default SCRIPT is read to find out.",
-            show_default=False,
-        ),
-    ] = None,
+    adopt: Adopt = None,
     log_dir: Annotated[
         str | None, typer.Option(metavar="DIR", help="Keep what the ranks above 0 print, in DIR/rank-N.log.")
     ] = None,
@@ -71,6 +57,8 @@ def run(
     max_restarts: MaxRestarts = 0,
     hang_timeout: HangTimeout = HANG_TIMEOUT_SECONDS,
     replace: Replace = False,
+    profile: Profile = False,
+    profile_dir: ProfileDir = None,
 ) -> None:
     """Runs SCRIPT in one process a device, as `python SCRIPT ARGS` would. Options go before SCRIPT.
 
@@ -86,6 +74,7 @@ def run(
     from samestep.launcher.job import Job
     from samestep.launcher.policy import Policy
     from samestep.launcher.supervisor import supervise
+    from samestep.train.profile.files import PROFILE_FOLDER
 
     policy = Policy(heal, min_devices, max_restarts, hang_timeout, replace)
     launcher = read_environment().launcher
@@ -113,7 +102,12 @@ def run(
         )
     if adopt is None and reading.is_both:
         typer.echo(f"samestep: {program[0]}: {reading.reason}", err=True)
+    folder = profile_dir or (Path(PROFILE_FOLDER) if profile else None)
+    if folder is not None:
+        selection = profiled(selection, folder)
     outcome = supervise(job, selection, threads=threads, start_method=start_method, policy=policy)
+    if folder is not None:
+        show_profile(folder, to_stderr=True)
     if outcome.failure is not None:
         typer.echo(f"samestep: error: {outcome.failure}", err=True)
     raise typer.Exit(outcome.exit_code)

@@ -9,9 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from samestep.cli.healing import HangTimeout, Heal, MaxRestarts, MinDevices, Replace
+from samestep.cli.profiling import Profile, show_profile
+from samestep.cli.workers import Devices, StartMethod, ThreadsOrRecorded
 from samestep.errors import UsageError
 from samestep.launcher.policy import HANG_TIMEOUT_SECONDS
 from samestep.recipes.catalog import NAMES
+from samestep.recipes.options import own_options_in_words
 
 if TYPE_CHECKING:
     from samestep.launcher.policy import Policy
@@ -32,7 +35,7 @@ def train(
     num_shards: Annotated[
         int | None, typer.Option(help="Slices of a global batch, at least one a device; 8 by default.")
     ] = None,
-    devices: Annotated[str, typer.Option(help='auto, 4, "0,4", cpu:2, cuda:0, free:2.')] = "auto",
+    devices: Devices = None,
     shares: Annotated[str | None, typer.Option(help="How much each device does, such as 3,1; same bits.")] = None,
     seed: Annotated[int | None, typer.Option(help="Of weights, order and dropout; 0 by default.")] = None,
     optimizer: Annotated[str | None, typer.Option(help="sgd, adam or adamw.")] = None,
@@ -47,11 +50,15 @@ def train(
     num_workers: Annotated[
         int | None, typer.Option(help="Processes a rank that fetch samples; none by default.")
     ] = None,
-    threads: Annotated[
-        int | None, typer.Option(help="Threads a CPU worker; part of the contract; 1 by default.")
-    ] = None,
+    threads: ThreadsOrRecorded = None,
     option: Annotated[
-        list[str] | None, typer.Option("--option", "-o", help="A recipe's own option, as name=value; may be repeated.")
+        list[str] | None,
+        typer.Option(
+            "--option",
+            "-o",
+            help="A recipe's own option, as name=value; may be repeated. Those that there are, with their defaults: "
+            f"{own_options_in_words()}.",
+        ),
     ] = None,
     run_dir: Annotated[Path | None, typer.Option(help="Where the run goes; runs/RECIPE-DATE-TIME by default.")] = None,
     resume: Annotated[
@@ -79,7 +86,8 @@ def train(
     hang_timeout: HangTimeout = HANG_TIMEOUT_SECONDS,
     heal: Heal = True,
     replace: Replace = False,
-    start_method: Annotated[str | None, typer.Option(help="fork or spawn; the platform's best by default.")] = None,
+    start_method: StartMethod = None,
+    profile: Profile = False,
     as_json: Annotated[bool, typer.Option("--json", help="End with one JSON object on stdout.")] = False,
 ) -> None:
     """Trains a recipe on all devices and leaves a run folder: the same bits on any number of devices."""
@@ -88,6 +96,7 @@ def train(
     from samestep.recipes.catalog import check_name
     from samestep.recipes.options import check_options
     from samestep.train.naming import check_untaken, new_folder_name
+    from samestep.train.profile.files import PROFILE_FOLDER
 
     policy = Policy(heal, min_devices, max_restarts, hang_timeout, replace)
     given: dict[str, Any] = {
@@ -131,10 +140,11 @@ def train(
         "allow_contract_change": allow_contract_change,
         "command": ["samestep", *sys.argv[1:]],
         "job": recorded_job,
+        "profile": str(folder.resolve() / PROFILE_FOLDER) if profile else None,
     }
     environment = read_environment()
     if environment.launcher != "none":
-        if devices != "auto":
+        if devices not in (None, "auto"):
             raise UsageError(
                 f"got --devices {devices} under {environment.launcher}, which has chosen the devices already"
             )
@@ -170,7 +180,7 @@ def _resumed(asked: dict[str, Any], resume: str | None, run_dir: Path | None) ->
 
 
 def _train_by_workers(
-    job: dict[str, Any], devices: str, start_method: str | None, policy: "Policy", as_json: bool
+    job: dict[str, Any], devices: str | None, start_method: str | None, policy: "Policy", as_json: bool
 ) -> None:
     """Starts a worker a device, and shows what they do."""
     from samestep.devices.selection import select
@@ -180,7 +190,7 @@ def _train_by_workers(
     from samestep.train.naming import LOG_FOLDER, remove_if_unused
 
     num_shards = check_num_shards(job.get("num_shards"), job.get("global_batch_size"))
-    selection = select(devices)
+    selection = select("auto" if devices is None else devices)
     num_active = selection.count - job.get("spares", 0)
     if num_active < 1:
         raise UsageError(f"got --spares {job['spares']} of {selection.count} devices; one at least must work")
@@ -197,15 +207,20 @@ def _train_by_workers(
         resume_hint=f"samestep train {job['recipe']} --resume {folder}",
     )
     outcome = supervise(work, selection, threads=threads or 1, start_method=start_method, policy=policy)
+    is_ended = outcome.exit_code == 0
+    profile = None
+    if job["profile"] is not None:
+        profile = show_profile(Path(job["profile"]), to_stderr=as_json or not is_ended, silent=as_json and is_ended)
     if outcome.failure is not None:
         typer.echo(f"samestep: error: {outcome.failure}", err=True)
-    if outcome.exit_code != 0:
+    if not is_ended:
         if LOG_FOLDER not in (outcome.failure or ""):  # the message points to no log
             remove_if_unused(folder)
         if outcome.failure is None and folder.exists():
             typer.echo(f"samestep: stopped; what there is of the run: {folder}", err=True)
         raise typer.Exit(outcome.exit_code)
-    _show(outcome.result, selection.describe(), as_json)
+    result = outcome.result if job["profile"] is None else {**outcome.result, "profile": profile}
+    _show(result, selection.describe(), as_json)
 
 
 def _train_here(job: dict[str, Any], rank: int, as_json: bool) -> None:

@@ -10,6 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from samestep.cli.scripts import Adopt, Module, Wrap
+from samestep.cli.workers import StartMethod, Threads
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -33,7 +36,7 @@ LABEL_WIDTH = 11
 
 def verify(
     program: Annotated[list[str] | None, typer.Argument(metavar="SCRIPT|RECIPE ARGS", show_default=False)] = None,
-    module: Annotated[bool, typer.Option("-m", "--module", help="SCRIPT is a module, as in `python -m`.")] = False,
+    module: Module = False,
     devices: Annotated[
         str | None,
         typer.Option(
@@ -51,10 +54,8 @@ def verify(
             "ranks themselves without samestep.",
         ),
     ] = None,
-    threads: Annotated[int, typer.Option(help="CPU threads a worker; part of what decides the bits.")] = 1,
-    start_method: Annotated[
-        str | None, typer.Option(metavar="fork|spawn", help="How workers are started; fork where it is safe.")
-    ] = None,
+    threads: Threads = 1,
+    start_method: StartMethod = None,
     num_shards: Annotated[
         int | None,
         typer.Option(
@@ -66,17 +67,11 @@ def verify(
             "most devices that are compared.",
         ),
     ] = None,
-    wrap: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="Of a script of one process that wraps nothing: what to share out."),
-    ] = None,
+    wrap: Wrap = None,
     seed: Annotated[
         int | None, typer.Option(help="Of a script of one process: seeds every generator at the start; 0 by default.")
     ] = None,
-    adopt: Annotated[
-        bool | None,
-        typer.Option("--adopt/--no-adopt", help="As for samestep run; by default SCRIPT is read.", show_default=False),
-    ] = None,
+    adopt: Adopt = None,
     hang_timeout: Annotated[
         float, typer.Option("--hang-timeout", metavar="SECONDS", help="How long a step may take.")
     ] = 300.0,

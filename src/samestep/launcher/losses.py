@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from samestep.launcher.failure import describe_silence, last_words, name_ending, name_signal
+from samestep.launcher.hangs import WORKING
 from samestep.launcher.workers import Worker, Workers, tail_of
 
 MAX_LABEL = 80
@@ -99,6 +100,34 @@ def repeats(loss: Loss, report: dict[str, Any], earlier: Loss, earlier_report: d
         return False
     same = all(report.get(name) == earlier_report.get(name) for name in ("type", "message", "exit_code"))
     return same and abs(loss.step - earlier.step) <= 1
+
+
+@dataclass(frozen=True)
+class Ending:
+    """What ended an attempt.
+
+    Attributes:
+        loss: the worker that its message is about.
+        message: of the exception that ended that worker; empty without one.
+    """
+
+    loss: Loss
+    message: str
+
+    @classmethod
+    def of(cls, workers: Workers, worker: Worker) -> "Ending":
+        """The ending of an attempt by a worker that failed."""
+        return cls(Loss.of(workers, worker), str((worker.report or {}).get("message", "")))
+
+    @property
+    def is_in_step(self) -> bool:
+        """Whether it is known in which step it was; that of a script without a `Run` is not."""
+        return self.loss.step > 0 or self.loss.phase in (*WORKING, "exchange")
+
+    def is_like(self, other: "Ending") -> bool:
+        """Whether the same befell both attempts in the same step, which another attempt would not escape either."""
+        same = (self.loss.cause, self.loss.step, self.message) == (other.loss.cause, other.loss.step, other.message)
+        return same and self.is_in_step and other.is_in_step
 
 
 def go_on(count: int) -> str:

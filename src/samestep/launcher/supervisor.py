@@ -131,7 +131,7 @@ def supervise_crew(
                     starter.start(place)
                 outcome = watch.run(starter.start)
                 events += watch.events
-                again = watch.may_restart and restarts.take()
+                again = watch.may_restart and restarts.take_after(watch.ending)
             finally:
                 if watch.is_broken or not again:
                     crew.close()
@@ -143,6 +143,9 @@ def supervise_crew(
             events.append(make_event("restart", attempt=attempt + 1))
             if watch.is_broken:
                 crew = open_crew()
+    if restarts.why_not:
+        sentence = f"{restarts.why_not}; when its cause is mended: {job.resume_hint}"
+        outcome = replace(outcome, failure=f"{outcome.failure}\n{sentence}")
     return replace(outcome, events=tuple(events))
 
 

@@ -31,7 +31,7 @@ from samestep.launcher.failure import explain
 from samestep.launcher.hangs import Silences
 from samestep.launcher.healing import Healing
 from samestep.launcher.job import Job, Outcome
-from samestep.launcher.losses import describe_waiting
+from samestep.launcher.losses import Ending, describe_waiting
 from samestep.launcher.pipes import read_available
 from samestep.launcher.policy import Policy
 from samestep.launcher.restarts import Restarts
@@ -99,6 +99,14 @@ class Watch:
         if self._stopped_by is not None or self._is_fault or any(worker.is_users_fault for worker in self._failed):
             return False
         return bool(self._failed) or (self.is_broken and any(self.workers.beat(w).seconds for w in self.workers.all))
+
+    @property
+    def ending(self) -> Ending | None:
+        """What ended the attempt; None if no worker failed by itself."""
+        worker = self._culprit()
+        if worker is None or self.is_broken or self.workers.casualty(worker).is_peer_lost:
+            return None
+        return Ending.of(self.workers, worker)
 
     def listen(self, fd: int, handle: Callable[[int], bool], *, own: bool = True) -> None:
         """Calls `handle(fd)` when there is something to read, until it returns False; closes it then if it is `own`."""
@@ -304,8 +312,8 @@ class Watch:
         """Somebody asked us to stop: after the step under way, where all workers do so by themselves."""
         self._stopped_by = signum
         self._note("stop", signal=signal.Signals(signum).name)
-        living = self.workers.living
-        if self._phase == "running" and living and all(self.workers.beat(w).flags & STOPS_ON_REQUEST for w in living):
+        beats = [self.workers.beat(worker) for worker in self.workers.living]
+        if self._phase == "running" and beats and all(b.flags & STOPS_ON_REQUEST or b.phase == "end" for b in beats):
             self._phase = "finishing"
             self.board.ask_to_stop(signum)
             self._dismiss_waiting()
@@ -332,21 +340,32 @@ class Watch:
 
     def _outcome(self) -> Outcome:
         """What came of it."""
-        found = [self.workers.casualty(worker) for worker in self._failed]
-        first = next((casualty for casualty in found if not casualty.is_peer_lost), found[0] if found else None)
+        culprit = self._culprit()
+        first = None if culprit is None else self.workers.casualty(culprit)
         hint = self._hint
         if first is not None and first.report is None and self._saved:
             hint = f"the script last saved {self._saved}: start it again from there"
         failure = None if first is None else "\n".join(part for part in (explain(first), hint) if part)
         if first is None or self._stopped_by is not None:
             self._healing.finish()
-        if self._stopped_by is not None:
+        if self._stopped_by is not None and not self._is_complete():
             return Outcome(128 + self._stopped_by, failure=failure)
         if self.is_broken:
             return Outcome(1, failure=self._broken)
         if first is not None:
             return Outcome(first.exit_code, failure=failure)
+        if self._stopped_by is not None:
+            self._display.say("the run was at its end, and is complete")
         return Outcome(0, result=self.workers.result())
+
+    def _culprit(self) -> Worker | None:
+        """The worker that the message about the end of the run is about: the first that failed by itself."""
+        alone = (worker for worker in self._failed if not self.workers.casualty(worker).is_peer_lost)
+        return next(alone, self._failed[0] if self._failed else None)
+
+    def _is_complete(self) -> bool:
+        """Whether all did what they had to do to the end, although they were asked to stop after their step."""
+        return self._phase == "finishing" and all(self.workers.finished(worker) for worker in self.workers.members)
 
 
 def make_event(event: str, **fields: Any) -> dict[str, Any]:

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from samestep.errors import DataError
+from samestep.train.naming import LEDGER_FILE
 
-LEDGER_FILE: Final = "ledger.jsonl"
 FIELDS: Final = ("num_samples", "ids", "lr", "loss", "grad_norm", "skipped", "digest")
 FINAL_DIGEST: Final = "final digest"
 _NOT_FINITE = ("nan", "inf", "-inf")

@@ -11,15 +11,12 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Literal
 
 from samestep.errors import DataError
-from samestep.proof.ledger import LEDGER_FILE, number
-from samestep.train.naming import CONTRACT_FILE
+from samestep.proof.ledger import number
+from samestep.train.naming import CHECKPOINT_FOLDER, CONTRACT_FILE, LEDGER_FILE, METRICS_FILE, RESULT_FILE
 
-RESULT_FILE: Final = "result.json"
-METRICS_FILE: Final = "metrics.jsonl"
-CHECKPOINT_FOLDER: Final = "checkpoints"
 RECENT_SECONDS = 120.0
 _SMALLER_IS_BETTER = ("loss", "error", "perplexity", "wrong", "mse", "mae", "rmse", "nll", "bpb", "ppl")
 

@@ -12,14 +12,14 @@ from torch.nn import functional
 
 from samestep.data.text import IGNORE_INDEX, ByteWindows, read_bytes, to_bytes
 from samestep.engine.losses import Mean
-from samestep.errors import DataError, UsageError
-from samestep.recipes.recipe import DataOptions, Option, Recipe, RecipeData, read_options
+from samestep.errors import DataError
+from samestep.recipes.options import OWN_OPTIONS, check_source, own_options
+from samestep.recipes.recipe import DataOptions, Recipe, RecipeData
 from samestep.train.metrics import cross_entropy_with, perplexity
 
 NUM_BYTES = 256
 EVAL_PART = 10
 INIT_STD = 0.02
-OPTIONS: dict[str, Option] = {"layers": 4, "width": 128, "heads": 4, "context": 64, "dropout": 0.1}
 
 
 def data(asked: DataOptions) -> RecipeData:
@@ -31,17 +31,8 @@ def data(asked: DataOptions) -> RecipeData:
         UsageError: a `--data-dir`, or an option that cannot be.
         DataError: the file is missing, empty or too short.
     """
-    options = read_options(OPTIONS, asked.options)
-    for name in ("layers", "width", "heads", "context"):
-        if options[name] < 1:
-            raise UsageError(f"gpt needs {name} from 1 on, got {options[name]}")
-    if options["width"] % options["heads"] or not 0 <= options["dropout"] < 1:
-        raise UsageError(
-            f"gpt needs a width that is a multiple of the heads and a dropout from 0 to below 1, got width "
-            f"{options['width']}, heads {options['heads']} and dropout {options['dropout']}"
-        )
-    if asked.data_dir is not None:
-        raise UsageError(f"gpt reads one text file, by --data FILE; got --data-dir {asked.data_dir}")
+    options = own_options("gpt", asked.options)
+    check_source("gpt", asked.data_dir)
     name = Path(asked.data).name if asked.data else "Python's language reference"
     text = read_bytes(asked.data) if asked.data else _language_reference()
     if len(text) < 2 * EVAL_PART:
@@ -149,5 +140,5 @@ RECIPE = Recipe(
     max_grad_norm=1.0,
     global_batch_size=64,
     epochs=3,
-    options=OPTIONS,
+    options=OWN_OPTIONS["gpt"],
 )

@@ -1,6 +1,7 @@
 """Image classification: the data, loss and metrics that the image recipes have in common."""
 
 from collections.abc import Mapping
+from typing import Any
 
 from torch import Tensor, nn
 from torch.nn import functional
@@ -8,7 +9,7 @@ from torch.nn import functional
 from samestep.data.named import bytes_to_unit, image_data
 from samestep.data.tensors import TensorData, Transform
 from samestep.errors import DataError
-from samestep.recipes.recipe import DataOptions, Option, RecipeData, read_options
+from samestep.recipes.recipe import DataOptions, RecipeData
 from samestep.train.metrics import Metric, accuracy, cross_entropy
 
 NUM_CLASSES = 10
@@ -17,22 +18,19 @@ MEAN, DEVIATION = 0.1307, 0.3081
 METRICS: Mapping[str, Metric] = {"accuracy": accuracy, "loss": cross_entropy}
 
 
-def read_images(
-    asked: DataOptions, sides: range, transform: Transform, defaults: Mapping[str, Option] | None = None
-) -> RecipeData:
+def read_images(asked: DataOptions, sides: range, transform: Transform, options: Mapping[str, Any]) -> RecipeData:
     """Reads grey images by name, from a folder, or the embedded digits, and checks that the model can take them.
 
     Args:
         asked: what the user asked for.
         sides: the heights and widths that the model takes.
         transform: what turns batches of bytes into the model's input.
-        defaults: the recipe's own options.
+        options: the recipe's own options, complete.
 
     Raises:
-        UsageError: an unknown name or option, or scikit-learn is not installed.
+        UsageError: an unknown name, or scikit-learn is not installed.
         DataError: files are missing or damaged, a download failed, or the images have another size.
     """
-    options = read_options(defaults or {}, asked.options)
     train, test, description = image_data(asked.data, asked.data_dir)
     for part in (train, test):
         height, width = part.tensors[0].shape[-2:]

@@ -15,6 +15,7 @@ from samestep.recipes.recipe import DataOptions, Recipe
 from samestep.train.folder import write_json
 from samestep.train.naming import RESULT_FILE
 from samestep.train.run import Run
+from samestep.train.stopping import stopping_on_request
 from samestep.train.together import on_main
 from samestep.train.trainer import CHECKPOINT_MINUTES, DIGEST_EVERY, Trainer
 
@@ -54,6 +55,7 @@ def train(
     checkpoint_minutes: float = CHECKPOINT_MINUTES,
     keep: int = 3,
     digest_every: int = DIGEST_EVERY,
+    profile: str | None = None,
     command: Sequence[str] = (),
     job: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
@@ -64,7 +66,16 @@ def train(
     """
     chosen = load(recipe)
     batch_size = chosen.global_batch_size if global_batch_size is None else global_batch_size
-    run = Run(batch_size, num_shards, seed, shares=shares, spares=spares, reduction=reduction, num_threads=num_threads)
+    run = Run(
+        batch_size,
+        num_shards,
+        seed,
+        shares=shares,
+        spares=spares,
+        reduction=reduction,
+        num_threads=num_threads,
+        profile=profile,
+    )
     content = chosen.data(DataOptions(data=data, data_dir=data_dir, seed=seed, options=options or {}))
     model = chosen.model(content).to(run.device)
     settings = optimizer_settings(chosen, optimizer, lr, momentum, weight_decay)
@@ -85,23 +96,26 @@ def train(
         "command": list(command),
         "job": dict(job or {}),
     }
-    with Trainer(
-        run,
-        model,
-        make_optimizer(model, **settings),
-        chosen.loss,
-        run_dir=run_dir,
-        name=f"{recipe} on {content.description}",
-        contract=facts,
-        epoch_line=(chosen.headline, chosen.headline_label),
-        checkpoint_steps=checkpoint_steps,
-        checkpoint_minutes=checkpoint_minutes,
-        keep=keep,
-        digest_every=digest_every,
-        resume_command=f"samestep train {recipe} --resume {run_dir}",
-        max_grad_norm=clip,
-        precision=precision,
-    ) as trainer:
+    with (
+        Trainer(
+            run,
+            model,
+            make_optimizer(model, **settings),
+            chosen.loss,
+            run_dir=run_dir,
+            name=f"{recipe} on {content.description}",
+            contract=facts,
+            epoch_line=(chosen.headline, chosen.headline_label),
+            checkpoint_steps=checkpoint_steps,
+            checkpoint_minutes=checkpoint_minutes,
+            keep=keep,
+            digest_every=digest_every,
+            resume_command=f"samestep train {recipe} --resume {run_dir}",
+            max_grad_norm=clip,
+            precision=precision,
+        ) as trainer,
+        stopping_on_request(run.team),  # asked to when training is done, it leaves the result first
+    ):
         trainer.say(_introduction(chosen, content.description, run))
         history = trainer.fit(
             content.train,
@@ -122,9 +136,9 @@ def train(
             "data": content.description,
             "epochs": [record.as_json() for record in history],
         }
-    if run_dir is not None:
-        path = Path(run_dir) / RESULT_FILE
-        run.team.perform(lambda: on_main(run.communicator, lambda: write_json(path, result)))
+        if run_dir is not None:
+            path = Path(run_dir) / RESULT_FILE
+            run.team.perform(lambda: on_main(run.communicator, lambda: write_json(path, result)))
     return result
 
 

@@ -3,12 +3,13 @@
 from torch import nn
 
 from samestep.recipes.images import METRICS, NUM_CLASSES, classification_loss, read_images, standardize_bytes
+from samestep.recipes.options import own_options
 from samestep.recipes.recipe import DataOptions, Recipe, RecipeData
 
 
 def data(asked: DataOptions) -> RecipeData:
     """The embedded digits, MNIST or Fashion-MNIST by name, or a folder of IDX files; 28×28."""
-    return read_images(asked, range(28, 29), standardize_bytes)
+    return read_images(asked, range(28, 29), standardize_bytes, own_options("lenet", asked.options))
 
 
 def model(_: RecipeData) -> nn.Sequential:

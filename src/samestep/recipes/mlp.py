@@ -6,12 +6,11 @@ from torch.nn import functional
 from samestep.data.embedded import diabetes
 from samestep.data.tables import mean_and_scale, read_csv, standardize
 from samestep.data.tensors import TensorData, shuffled_split
-from samestep.errors import UsageError
-from samestep.recipes.recipe import DataOptions, Option, Recipe, RecipeData, read_options
+from samestep.recipes.options import OWN_OPTIONS, check_source, own_options
+from samestep.recipes.recipe import DataOptions, Recipe, RecipeData
 from samestep.train.metrics import mean_absolute_error, root_mean_squared_error
 
 TRAIN_FRACTION = 0.8
-OPTIONS: dict[str, Option] = {"target": "", "scale_target": False}
 
 
 def data(asked: DataOptions) -> RecipeData:
@@ -23,9 +22,8 @@ def data(asked: DataOptions) -> RecipeData:
         UsageError: a `--data-dir`, an unknown option or target column, or scikit-learn is not installed.
         DataError: the file is missing or no table of numbers.
     """
-    options = read_options(OPTIONS, asked.options)
-    if asked.data_dir is not None:
-        raise UsageError(f"mlp reads one CSV file, by --data FILE.csv; got --data-dir {asked.data_dir}")
+    options = own_options("mlp", asked.options)
+    check_source("mlp", asked.data_dir)
     if asked.data is None:
         name, features, target = "diabetes", *diabetes()
     else:
@@ -91,5 +89,5 @@ RECIPE = Recipe(
     lr=0.01,
     global_batch_size=128,
     epochs=100,
-    options=OPTIONS,
+    options=OWN_OPTIONS["mlp"],
 )

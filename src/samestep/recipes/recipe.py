@@ -1,6 +1,6 @@
 """The recipe: a model with its data, loss, metrics and defaults, ready for `samestep train NAME`.
 
-A recipe is one short file with a `RECIPE` in it; `catalog` finds it by name.
+A recipe is one short file with a `RECIPE` in it; `catalog` finds it by name, and `options` knows what it takes.
 """
 
 from collections.abc import Callable, Mapping
@@ -11,11 +11,8 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from samestep.engine.losses import Mean
-from samestep.errors import UsageError
+from samestep.recipes.options import Option
 from samestep.train.metrics import Metric
-
-Option = bool | int | float | str
-TRUTH = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
 
 
 @dataclass(frozen=True)
@@ -91,34 +88,3 @@ class Recipe:
     weight_decay: float = 0.0
     max_grad_norm: float | None = None
     options: Mapping[str, Option] = field(default_factory=dict)
-
-
-def read_options(defaults: Mapping[str, Option], given: Mapping[str, Option]) -> dict[str, Any]:
-    """Completes the options given by the defaults, each converted to its default's type.
-
-    Raises:
-        UsageError: an option that there is none of, or a value of another type.
-    """
-    for name in given:
-        if name not in defaults:
-            known = f"it has {', '.join(defaults)}" if defaults else "it has none"
-            raise UsageError(f"the recipe has no option {name!r}; {known}")
-    return {
-        name: _convert(name, given[name], default) if name in given else default for name, default in defaults.items()
-    }
-
-
-def _convert(name: str, value: Option, default: Option) -> Option:
-    kind = type(default)
-    if kind is str:
-        return str(value)
-    try:
-        if kind is bool:
-            return TRUTH[str(value).lower()]
-        number = float(value)
-        if number != number or (kind is int and number != int(number)):
-            raise ValueError
-        return kind(number)
-    except (KeyError, ValueError, OverflowError) as error:
-        wanted = {bool: "true or false", int: "a whole number", float: "a number"}[kind]
-        raise UsageError(f"option {name!r} needs {wanted}, such as {default}; got {value!r}") from error

@@ -8,18 +8,17 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from samestep.data.named import bytes_to_unit
-from samestep.errors import UsageError
 from samestep.recipes.images import METRICS, NUM_CLASSES, classification_loss, read_images
-from samestep.recipes.recipe import DataOptions, Option, Recipe, RecipeData
+from samestep.recipes.options import OWN_OPTIONS, own_options
+from samestep.recipes.recipe import DataOptions, Recipe, RecipeData
 
 SIDE = 32
 STAGES = ((64,), (128,), (256, 256), (512, 512), (512, 512))
-OPTIONS: dict[str, Option] = {"width": 1.0, "dropout": 0.5}
 
 
 def data(asked: DataOptions) -> RecipeData:
     """The embedded digits, MNIST or Fashion-MNIST by name, or a folder of IDX files; up to 32×32."""
-    return read_images(asked, range(1, SIDE + 1), bytes_to_unit, OPTIONS)
+    return read_images(asked, range(1, SIDE + 1), bytes_to_unit, own_options("vgg", asked.options))
 
 
 class PadTo(nn.Module):
@@ -41,8 +40,6 @@ def model(data: RecipeData) -> nn.Sequential:
     Options: `width` multiplies all widths, `dropout` is that of the two hidden layers of the head.
     """
     width, dropout = data.options["width"], data.options["dropout"]
-    if not width > 0 or not 0 <= dropout < 1:
-        raise UsageError(f"vgg needs a width above 0 and a dropout from 0 to below 1, got {width} and {dropout}")
     layers: list[nn.Module] = [PadTo(SIDE)]
     inputs = data.train[0][0].shape[0]
     for stage in STAGES:
@@ -80,5 +77,5 @@ RECIPE = Recipe(
     weight_decay=5e-4,
     global_batch_size=128,
     epochs=10,
-    options=OPTIONS,
+    options=OWN_OPTIONS["vgg"],
 )

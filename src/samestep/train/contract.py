@@ -6,11 +6,11 @@ import inspect
 import platform
 import sys
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
-from itertools import chain
+from itertools import chain, groupby
 from typing import Any
 
 import numpy as np
@@ -24,6 +24,8 @@ from samestep.engine.step import TrainStep
 from samestep.errors import UsageError
 from samestep.plan.shards import check_num_shards
 from samestep.version import __version__
+
+DOCUMENTED = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
 @dataclass(frozen=True)
@@ -133,7 +135,7 @@ def model_form(model: nn.Module) -> dict[str, Any]:
 def code_hash(function: Callable[..., Any]) -> str | None:
     """A hash of the code of a function or class, comments, docstrings and layout aside; None where it is not to be had.
 
-    What it calls is not looked at.
+    What it calls is not looked at. It is the same under every version of Python.
     """
     while isinstance(function, partial):
         function = function.func
@@ -143,9 +145,38 @@ def code_hash(function: Callable[..., Any]) -> str | None:
     except (OSError, TypeError, SyntaxError):
         return None
     for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef | ast.ClassDef) and ast.get_docstring(node, clean=False) is not None:
+        if isinstance(node, DOCUMENTED) and ast.get_docstring(node, clean=False) is not None:
             node.body = node.body[1:]
-    return _short_hash(ast.dump(tree))
+    return _short_hash(normal_form(tree))
+
+
+def normal_form(node: object) -> str:
+    """Parsed code, or a part of it, as text that is the same under every version of Python.
+
+    `ast.dump` is not: versions differ in the fields that a node has (PEP 695), in whether empty ones are shown, and in
+    how the texts of an f-string are cut (PEP 701). Here fields are sorted, those that hold nothing are left out, and
+    neighbouring texts are one.
+    """
+    if isinstance(node, ast.Constant):
+        return repr(node.value)
+    if isinstance(node, ast.JoinedStr):
+        return f"JoinedStr({', '.join(_pieces(node))})"
+    if isinstance(node, ast.AST):
+        fields = [(name, getattr(node, name, None)) for name in sorted(node._fields)]
+        shown = [f"{name}={normal_form(value)}" for name, value in fields if value is not None and value != []]
+        return f"{type(node).__name__}({', '.join(shown)})"
+    if isinstance(node, list):
+        return f"[{', '.join(map(normal_form, node))}]"
+    return repr(node)
+
+
+def _pieces(text: ast.JoinedStr) -> Iterator[str]:
+    """The texts of an f-string and what stands between them."""
+    for is_text, group in groupby(text.values, lambda value: isinstance(value, ast.Constant)):
+        if not is_text:
+            yield from map(normal_form, group)
+        elif joined := "".join(piece.value for piece in group):  # type: ignore[attr-defined]  # they are constants
+            yield repr(joined)
 
 
 def _short_hash(text: str) -> str:

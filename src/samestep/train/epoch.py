@@ -1,7 +1,7 @@
-"""An epoch under way: what is known of it so far, and its batches that are left."""
+"""An epoch: its record, what is known of one under way, and its batches that are left."""
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -11,6 +11,44 @@ from samestep.data.loader import Loader
 from samestep.errors import CheckpointError
 from samestep.train.run import Run
 from samestep.train.state import generator_states, restore_generators
+
+
+@dataclass(frozen=True)
+class EpochRecord:
+    """What came of one epoch.
+
+    Attributes:
+        epoch: counted from 1, as it is shown.
+        seconds: of training, without evaluation.
+        samples_per_second: of training.
+        train_loss: the sum of the loss over the epoch, over the sum of its counts.
+        eval: metrics after the epoch; empty without evaluation data.
+    """
+
+    epoch: int
+    seconds: float
+    samples_per_second: float
+    train_loss: float
+    eval: dict[str, float]
+
+    def as_json(self) -> dict[str, Any]:
+        """The record as a JSON object."""
+        return asdict(self)
+
+    def scalars(self) -> dict[str, float]:
+        """What loggers are told."""
+        scalars = {"epoch": float(self.epoch), "loss/train_epoch": self.train_loss}
+        scalars["samples_per_second"] = self.samples_per_second
+        scalars.update({f"{name}/eval": value for name, value in self.eval.items()})
+        return scalars
+
+    def describe(self, shown: Iterable[tuple[str, str]]) -> str:
+        """The line that is shown, with some of the metrics, each by its label: ("accuracy", "test acc")."""
+        text = f"epoch {self.epoch}, time {self.seconds:.1f} s, train loss {self.train_loss:#.4g}"
+        for name, label in shown:
+            if name in self.eval:
+                text += f", {label} {self.eval[name]:#.4g}"
+        return f"{text}, {self.samples_per_second:,.0f} samples/s"
 
 
 @dataclass
@@ -58,6 +96,14 @@ def batches_left(loader: Loader | DataLoader[Any], epoch: EpochSoFar, device: to
         next(batches, None)
     restore_generators(now, device)
     yield from batches
+
+
+def num_batches(loader: Loader | DataLoader[Any]) -> int | None:
+    """Batches of an epoch, where somebody knows."""
+    try:
+        return len(loader)
+    except TypeError:
+        return None
 
 
 def make_loader(run: Run, dataset: Any, epoch: int, num_workers: int, shuffle: bool) -> Loader | DataLoader[Any]:

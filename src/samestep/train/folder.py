@@ -9,14 +9,8 @@ from typing import Any
 
 from torch import nn
 
-from samestep.train.naming import CONTRACT_FILE, check_untaken
+from samestep.train.naming import CONTRACT_FILE, LEDGER_FILE, check_untaken
 from samestep.train.writing import make_folder, replacing
-
-LEDGER_FILE = "ledger.jsonl"
-METRICS_FILE = "metrics.jsonl"
-WEIGHTS_FILE = "weights.safetensors"
-PICTURE_FILE = "loss.png"
-TENSORBOARD_FOLDER = "tensorboard"
 
 
 def create_folder(path: Path) -> Path:

@@ -1,4 +1,4 @@
-"""The folder of a new run; torch-free, since the command line chooses it before a worker starts."""
+"""The folder of a run and the names in it; torch-free, since the command line chooses it before a worker starts."""
 
 import json
 from collections.abc import Mapping
@@ -10,9 +10,15 @@ from typing import Any
 from samestep.errors import UsageError
 
 CONTRACT_FILE = "run.json"
+LEDGER_FILE = "ledger.jsonl"
+METRICS_FILE = "metrics.jsonl"
 RESULT_FILE = "result.json"
+WEIGHTS_FILE = "weights.safetensors"
+PICTURE_FILE = "loss.png"
 CHECKPOINT_FOLDER = "checkpoints"
 LOG_FOLDER = "logs"
+LOCK_FILE = ".lock"
+TENSORBOARD_FOLDER = "tensorboard"
 RUNS_FOLDER = Path("runs")
 
 
@@ -66,16 +72,16 @@ def recorded(folder: Path) -> Mapping[str, Any]:
 
 
 def check_untaken(folder: Path) -> None:
-    """Raises a `UsageError` if this folder holds a run, or anything else but logs."""
+    """Raises a `UsageError` if this folder holds a run, or anything else but logs and the lock."""
     if (folder / CONTRACT_FILE).exists():
         raise UsageError(f"{folder} already holds a run; choose another folder with --run-dir, or remove it")
-    if folder.is_dir() and any(entry.name != LOG_FOLDER for entry in folder.iterdir()):
+    if folder.is_dir() and any(entry.name not in (LOG_FOLDER, LOCK_FILE) for entry in folder.iterdir()):
         raise UsageError(f"{folder} is not empty; choose a folder of its own for the run with --run-dir")
 
 
 def remove_if_unused(folder: Path) -> None:
     """Removes the folder of a run that did not begin: its logs, and itself if nothing else is in it."""
-    if (folder / CONTRACT_FILE).exists():
+    if (folder / CONTRACT_FILE).exists() or (folder / LOCK_FILE).exists():  # another one may be about to begin there
         return
     logs = folder / LOG_FOLDER
     with suppress(OSError):

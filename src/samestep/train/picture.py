@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from samestep.train.writing import make_folder, replacing
 
@@ -72,6 +73,31 @@ def loss_figure(train: Curve, evaluation: Curve, title: str = "") -> "Figure":
     return figure
 
 
+def moving_mean(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """A centred moving mean, which does not lag behind: over a fiftieth of a curve, less towards its beginning.
+
+    A curve falls steeply at its beginning, so the window grows from there; at the end it is cut off. A value that is
+    not finite is left out of the means, and is a NaN at its own place.
+
+    Args:
+        values: [N], in the order of steps.
+
+    Returns:
+        The means, [N].
+    """
+    if not len(values):
+        return values
+    finite = np.isfinite(values)
+    place = np.arange(len(values))
+    reach = np.minimum(place, min(MAX_REACH, max(2, len(values) // 100)))
+    # Sums of each window on its own: a running sum would never get over a huge value.
+    windows = np.stack([place - reach, np.minimum(place + reach + 1, len(values))], axis=1).ravel()
+    totals = np.add.reduceat(np.append(np.where(finite, values, 0.0), 0.0), windows)[::2]
+    counts = np.add.reduceat(np.append(finite, False).astype(np.int64), windows)[::2]
+    means: NDArray[np.float64] = np.where(finite, totals / np.maximum(counts, 1), np.nan)
+    return means
+
+
 def _draw_train(axes: Any, curve: Curve) -> None:
     if not curve:
         return
@@ -81,7 +107,8 @@ def _draw_train(axes: Any, curve: Curve) -> None:
         axes.plot(steps, losses, color=TRAIN_COLOR, linewidth=1.8, marker=marker, label="train")
         return
     axes.plot(*_thinned(steps, losses), color=TRAIN_COLOR, linewidth=0.8, alpha=0.3)
-    axes.plot(*_thinned(steps, _smoothed(losses)), color=TRAIN_COLOR, linewidth=1.8, label="train (smoothed)")
+    means = moving_mean(np.array(losses)).tolist()
+    axes.plot(*_thinned(steps, means), color=TRAIN_COLOR, linewidth=1.8, label="train (smoothed)")
 
 
 def _draw_evaluation(axes: Any, curve: Curve) -> None:
@@ -136,20 +163,6 @@ def _dress(axes: Any, title: str) -> None:
 def _columns(curve: Curve) -> tuple[list[int], list[float]]:
     """Steps and losses, the non-finite losses as NaN: a gap in the line."""
     return [step for step, _ in curve], [loss if math.isfinite(loss) else math.nan for _, loss in curve]
-
-
-def _smoothed(losses: list[float]) -> list[float]:
-    """A centred moving mean, which does not lag behind: over a fiftieth of the curve, less towards its ends."""
-    values = np.array([*losses, math.nan])
-    finite = ~np.isnan(values)
-    place = np.arange(len(losses))
-    reach = np.minimum(np.minimum(place, place[::-1]), min(MAX_REACH, max(1, len(losses) // 100)))
-    # Pairs of first and last; sums of each window on its own, for a running sum would never get over a huge loss.
-    windows = np.stack([place - reach, place + reach + 1], axis=1).ravel()
-    totals = np.add.reduceat(np.where(finite, values, 0.0), windows)[::2]
-    counts = np.add.reduceat(finite.astype(np.int64), windows)[::2]
-    means = totals / np.maximum(counts, 1)
-    return [float(mean) for mean in np.where(finite[:-1], means, np.nan)]
 
 
 def _thinned(steps: list[int], losses: list[float]) -> tuple[list[int], list[float]]:

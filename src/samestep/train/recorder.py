@@ -1,4 +1,4 @@
-"""The recorder: all that rank 0 writes of a run, and what another rank needs to go on writing when rank 0 is lost."""
+"""The recorder: all that rank 0 writes of a run, from the contract to the weights."""
 
 import time
 from collections import deque
@@ -9,22 +9,33 @@ from typing import Any
 
 import psutil
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from samestep.comm.board import View
 from samestep.comm.team import Team
 from samestep.data.batch import Batch
 from samestep.engine.result import StepResult
-from samestep.train import folder as files
+from samestep.train.agreement import Change
 from samestep.train.checkpoint import Snapshot
 from samestep.train.checksum import as_hex
+from samestep.train.epoch import EpochRecord
+from samestep.train.folder import read_losses, write_json, write_weights
 from samestep.train.ledger import LedgerWriter, ledger_entry
 from samestep.train.loggers import JsonlLogger, Logger, TensorBoardLogger
-from samestep.train.naming import CHECKPOINT_FOLDER
+from samestep.train.naming import (
+    CHECKPOINT_FOLDER,
+    CONTRACT_FILE,
+    LEDGER_FILE,
+    METRICS_FILE,
+    PICTURE_FILE,
+    RESULT_FILE,
+    TENSORBOARD_FOLDER,
+    WEIGHTS_FILE,
+)
+from samestep.train.origin import origin
 from samestep.train.saving import CheckpointSaver
 from samestep.train.state import State
 
-REMEMBERED_STEPS = 1024
 TIMING_SECONDS = 1.0
 
 
@@ -75,9 +86,11 @@ class Recorder:
         self, team: Team, folder: Path | None, loggers: Sequence[Logger], keep: int, purge_step: int | None = None
     ) -> None:
         self._team = team
+        self._folder = folder
+        self._keep = keep
         self._loggers = list(loggers)
         self._ledger: LedgerWriter | None = None
-        self._saver: CheckpointSaver | None = None
+        self._saver: CheckpointSaver | None = None  # while there are checkpoints to be written
         self._blocked: dict[int, float] = {}
         self._timed_steps = 0
         self._timed_at = time.monotonic()
@@ -85,13 +98,40 @@ class Recorder:
         if folder is None:
             return
         try:
-            self._ledger = LedgerWriter(folder / files.LEDGER_FILE)
-            self._saver = CheckpointSaver(folder / CHECKPOINT_FOLDER, keep)
-            self._loggers.append(JsonlLogger(folder / files.METRICS_FILE))
-            self._loggers.append(TensorBoardLogger(folder / files.TENSORBOARD_FOLDER, purge_step))
+            self._ledger = LedgerWriter(folder / LEDGER_FILE)
+            self._loggers.append(JsonlLogger(folder / METRICS_FILE))
+            self._loggers.append(TensorBoardLogger(folder / TENSORBOARD_FOLDER, purge_step))
         except BaseException:
             self.close()
             raise
+
+    def begin(
+        self, contract: Mapping[str, Any], step: int, goes_on: bool, resumed_from: str | None, changes: Sequence[Change]
+    ) -> None:
+        """Writes down the contract, and how the run begins.
+
+        Args:
+            contract: of the run.
+            step: updates done.
+            goes_on: whether this folder holds the run already.
+            resumed_from: the checkpoint that it goes on from.
+            changes: of the contract since then.
+
+        Raises:
+            RunFolderError: it cannot be written.
+        """
+        if self._folder is not None:
+            if goes_on:
+                (self._folder / RESULT_FILE).unlink(missing_ok=True)  # it has not ended after all
+            write_json(self._folder / CONTRACT_FILE, {**origin(), **contract})  # last: it says that a run is here
+        where = {"world_size": self._team.world_size, "device_kind": self._team.communicator.device.type}
+        if resumed_from is None:
+            self.event("start", 0, **where)
+            return
+        self.event("resume", step, **{"from": resumed_from}, **where)
+        fields = [[change.field, change.before, change.after] for change in changes]
+        if fields:
+            self.event("contract_change", step, fields=fields)
 
     def step(self, note: StepNote) -> None:
         """Writes down a step."""
@@ -109,6 +149,11 @@ class Recorder:
         for note in notes:
             if last is None or note.result.step > last:
                 self.step(note)
+
+    def epoch(self, step: int, record: EpochRecord) -> None:
+        """Tells the loggers of an epoch, and hands what was written to the system."""
+        self.log(step, record.scalars())
+        self.flush()
 
     def event(self, name: str, step: int, /, **fields: Any) -> None:
         """Writes an event to the ledger, at once."""
@@ -140,8 +185,10 @@ class Recorder:
 
     def checkpoint(self, step: int, state: State) -> None:
         """Copies a state and has it written; training goes on as soon as it is copied."""
-        if self._saver is None:
+        if self._folder is None:
             return
+        if self._saver is None:
+            self._saver = CheckpointSaver(self._folder / CHECKPOINT_FOLDER, self._keep)
         start = time.perf_counter()
         copies = self._saver.to_host_copy(state.files)
         self._saver.save(Snapshot(step, copies, state.facts))
@@ -161,10 +208,38 @@ class Recorder:
             )
 
     def finish_checkpoints(self) -> None:
-        """Waits until the last checkpoint is complete."""
+        """Waits until the last checkpoint is complete; raises as `poll` does."""
         if self._saver is not None:
             self._saver.close()
             self.poll()
+            self._saver = None
+
+    def end(self, step: int, digest: str, model: nn.Module) -> None:
+        """Writes down the end of a run, when all its checkpoints are complete, and leaves the weights.
+
+        Raises:
+            RunFolderError: something could not be written.
+        """
+        self.finish_checkpoints()
+        self.event("end", step, digest=digest)
+        if self._folder is not None:
+            write_weights(self._folder / WEIGHTS_FILE, model)
+
+    def draw(self, evals: Sequence[tuple[int, float]], name: str) -> None:
+        """Draws the losses so far.
+
+        Args:
+            evals: (updates done, loss of an evaluation).
+            name: of the run, above the picture.
+        """
+        if self._folder is None:
+            return
+        from samestep.train.picture import draw_losses
+
+        self.flush()
+        losses = read_losses(self._folder)
+        if losses:
+            draw_losses(self._folder / PICTURE_FILE, losses, evals, name)
 
     def flush(self) -> None:
         """Hands what was written to the system."""

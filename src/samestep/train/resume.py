@@ -21,7 +21,7 @@ from samestep.train.checkpoint import (
     newest_checkpoint,
     read_checkpoint,
 )
-from samestep.train.folder import create_folder, holds_run
+from samestep.train.folder import holds_run
 from samestep.train.naming import CHECKPOINT_FOLDER
 from samestep.train.state import Steps, check_fits, rest_of
 from samestep.train.together import on_main, share_text
@@ -106,16 +106,6 @@ def is_same_run(resume: str | Path, state: Resumed | None, folder: Path | None) 
     if state is None:
         return str(resume) == AUTO and folder is not None and holds_run(folder)
     return folder is not None and is_in(state, folder / CHECKPOINT_FOLDER)
-
-
-def make_run_folder(team: Team, folder: Path) -> None:
-    """Makes the folder of a new run.
-
-    Raises:
-        UsageError: a run is there already; on all ranks.
-        RunFolderError: it cannot be made; on all ranks.
-    """
-    team.perform(lambda: on_main(team.communicator, lambda: create_folder(folder)))
 
 
 def find_state(resume: str | Path, folder: Path | None, tell: Callable[[str], None]) -> Resumed | None:

@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from samestep.comm.board import Board
 from samestep.comm.communicator import Communicator, make_communicator
-from samestep.comm.environment import Environment, read_environment
+from samestep.comm.environment import Environment, chosen_profile, read_environment
 from samestep.comm.group import meeting_of
 from samestep.comm.pulse import Pulse
 from samestep.comm.team import Team
@@ -28,6 +28,7 @@ from samestep.train.contract import Contract, check_contract
 from samestep.train.evaluation import evaluate, predict
 from samestep.train.loops import load, save
 from samestep.train.process import make_deterministic, own_device
+from samestep.train.profile.keeping import keep_profile
 from samestep.train.resume import check_contract_kept
 from samestep.train.state import generator_states, restore_generators
 
@@ -55,6 +56,8 @@ class Run:
         num_threads: threads of a CPU worker, part of the contract since reductions split by it; 1 by default.
         timeout_seconds: how long to wait for other ranks before an error names the missing ones.
         communicator: this rank's voice, instead of one from the environment; for tests and special transports.
+        profile: a folder for a profile of where the time goes, written when the process ends; that of the environment
+            variable SAMESTEP_PROFILE (which `samestep run --profile` sets) by default, and none without it.
 
     Raises:
         UsageError: an argument that cannot be, or more devices than shards.
@@ -74,6 +77,7 @@ class Run:
         num_threads: int | None = None,
         timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
         communicator: Communicator | None = None,
+        profile: str | Path | None = None,
     ) -> None:
         count = check_contract(global_batch_size, num_shards, reduction, seed)
         if num_threads is not None and (not isinstance(num_threads, int) or num_threads < 1):
@@ -112,6 +116,9 @@ class Run:
             self.team.will_share(world_size - spares, shares)
         if world_size > 1 or pulse.board is not None:
             atexit.register(self.team.close)
+        kept = profile or chosen_profile()
+        if kept:
+            keep_profile(pulse, Path(kept), environment, self.device, {"num_shards": count})
         self._num_streams = 0
         self._folders: set[Path] = set()  # of checkpoints that are this run's
         seed_process(seed)
@@ -168,6 +175,7 @@ class Run:
         late_check: bool | None = None,
         overlap: bool = True,
         bucket_bytes: int = BUCKET_BYTES,
+        compile: bool = False,
     ) -> TrainStep:
         """Makes a training step; several may share a model (a GAN has two). Tier `bitwise`.
 
@@ -189,6 +197,8 @@ class Run:
                 on accelerators with fused Adam or AdamW, which can. Else the host looks before each update.
             overlap: send a bucket while backward goes on.
             bucket_bytes: how much travels in a message. The bits depend on neither.
+            compile: run forward and loss through `torch.compile`, with deterministic settings. The bits are equal on
+                all numbers of devices, and others than without it.
 
         Raises:
             UsageError: an argument that cannot be, SyncBatchNorm, LBFGS, or an optimizer of another model.
@@ -216,6 +226,7 @@ class Run:
             late_check=late_check,
             overlap=overlap,
             bucket_bytes=bucket_bytes,
+            compile=compile,
         )
 
     def loader(

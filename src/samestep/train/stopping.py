@@ -16,7 +16,7 @@ def stopping_on_request(team: Team) -> Iterator[None]:
     """Makes this rank one that stops after a step; see `Team.stop`.
 
     Under a supervisor the request comes by its board. Else it is a signal, in the main thread, unless the program
-    handles that signal itself.
+    handles that signal itself. Inside another one of its kind it changes nothing.
     """
     pulse = team.pulse
     if pulse.board is not None:
@@ -25,7 +25,7 @@ def stopping_on_request(team: Team) -> Iterator[None]:
         try:
             yield
         finally:
-            pulse.set_flags(pulse.flags & ~STOPS_ON_REQUEST)
+            pulse.set_flags(pulse.flags & ~STOPS_ON_REQUEST | before & STOPS_ON_REQUEST)
         return
     if threading.current_thread() is not threading.main_thread():
         yield

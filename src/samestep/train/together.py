@@ -1,6 +1,5 @@
 """Together: what rank 0 does alone, such as reading and writing files, and all ranks hear of."""
 
-import json
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -10,10 +9,13 @@ from torch import Tensor
 
 from samestep.comm.communicator import Communicator
 from samestep.errors import CheckpointError, ContractError, RunFolderError, SamestepError, UsageError
+from samestep.train.exceptions import packed, unpacked
 
 T = TypeVar("T")
 
 TOLD = (UsageError, CheckpointError, ContractError, RunFolderError)
+NOTHING = b"\0"
+"""What is sent where nothing was raised."""
 
 
 def on_main(communicator: Communicator, action: Callable[[], T]) -> T | None:
@@ -34,11 +36,9 @@ def on_main(communicator: Communicator, action: Callable[[], T]) -> T | None:
     """
     value, error = _attempt(action) if communicator.rank == 0 else (None, None)
     if communicator.world_size > 1:
-        told = None if error is None else [next(k for k, c in enumerate(TOLD) if isinstance(error, c)), str(error)]
-        theirs = share_text(communicator, json.dumps(told))
-        if theirs != "null" and error is None:
-            kind, message = json.loads(theirs)
-            raise TOLD[kind](message)
+        theirs = share_bytes(communicator, NOTHING if error is None else packed(error))
+        if theirs != NOTHING and error is None:
+            raise unpacked(theirs)
     if error is not None:
         raise error
     return value
@@ -46,10 +46,15 @@ def on_main(communicator: Communicator, action: Callable[[], T]) -> T | None:
 
 def share_text(communicator: Communicator, text: str, source: int = 0) -> str:
     """Gives every rank the text of one of them; that of the others is not looked at."""
+    return share_bytes(communicator, text.encode(), source).decode()
+
+
+def share_bytes(communicator: Communicator, data: bytes, source: int = 0) -> bytes:
+    """Gives every rank the bytes of one of them, of which there is at least one; those of the others are not read."""
     ours: Tensor | None = None
     if communicator.rank == source:
-        ours = torch.from_numpy(np.frombuffer(text.encode(), np.uint8).copy()).to(communicator.device)
-    return communicator.share(ours, source).cpu().numpy().tobytes().decode()
+        ours = torch.from_numpy(np.frombuffer(data, np.uint8).copy()).to(communicator.device)
+    return communicator.share(ours, source).cpu().numpy().tobytes()
 
 
 def _attempt(action: Callable[[], T]) -> tuple[T | None, SamestepError | None]:

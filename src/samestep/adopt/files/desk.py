@@ -21,6 +21,7 @@ from typing import Any
 from samestep.adopt.adoption import EXTRA_WORDS, Adoption
 from samestep.adopt.files.callers import Caller, origin
 from samestep.comm.channel import Channel
+from samestep.train.exceptions import packed, unpacked
 
 BURST = 256
 """Questions of one line between two wrapped forwards that are answered by rank 0; further ones each rank answers."""
@@ -130,13 +131,15 @@ class Desk:
                     value = call()
             except Exception as error:  # for all ranks
                 failure = error
-            ours = pickle.dumps((_sendable(value), _sendable_error(failure)))
+            ours = pickle.dumps((_sendable(value), None if failure is None else packed(failure)))
         theirs, their_paths = self._exchange(what, ours, paths)
         for own, other in zip(paths, their_paths, strict=True):
             for suffix in ("", *suffixes):
                 self.learn(own and own + suffix, other and other + suffix)
         if self.adoption.rank > 0:
-            value, failure = pickle.loads(theirs)
+            value, met = pickle.loads(theirs)
+            if met is not None:
+                raise unpacked(met)
         if failure is not None:
             raise failure
         return value
@@ -260,13 +263,3 @@ def _sendable(value: Any) -> Any:
     except Exception:  # whatever the value's own code raises
         return None
     return value
-
-
-def _sendable_error(error: Exception | None) -> Exception | None:
-    """An exception, or where it cannot be sent one like it."""
-    try:
-        pickle.loads(pickle.dumps(error))
-    except Exception:  # whatever the exception's own code raises
-        kind = OSError if isinstance(error, OSError) else ValueError if isinstance(error, ValueError) else RuntimeError
-        return kind(f"{type(error).__name__}: {error}")
-    return error

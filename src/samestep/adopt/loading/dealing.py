@@ -15,8 +15,9 @@ from torch.utils.data._utils.worker import _ResumeIteration
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from samestep.adopt.adoption import Adoption
-from samestep.adopt.loading.handing import Kind, Outcome, check_place, hand_over, packed_outcome, portable, raise_error
+from samestep.adopt.loading.handing import Kind, Outcome, check_place, hand_over, packed_outcome, raise_error
 from samestep.errors import DeterminismError
+from samestep.train.exceptions import portable
 
 _END = object()
 

@@ -1,8 +1,5 @@
 """Handing over: what one rank loaded, or the error that it met, given to all ranks at the same point of the script."""
 
-import contextlib
-import pickle
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,7 +10,8 @@ import torch
 
 from samestep.adopt.adoption import Adoption
 from samestep.adopt.loading.packing import Packed, Parcel, pack
-from samestep.errors import DeterminismError, PeerLostError
+from samestep.errors import DeterminismError
+from samestep.train.exceptions import blamed, packed, portable, unpacked
 
 
 class Kind(IntEnum):
@@ -80,20 +78,9 @@ def attempt(action: Callable[[], Any], extra: Callable[[], Any] = lambda: None) 
 def packed_outcome(kind: Kind, value: Any, extra: Any = None) -> Outcome:
     """An outcome that can travel; `TOGETHER` if its value cannot."""
     try:
-        return Outcome(kind, value, extra, pack((value, extra)))
+        return Outcome(kind, value, extra, pack((packed(value) if kind is Kind.ERROR else value, extra)))
     except Exception:
         return Outcome(Kind.TOGETHER, value, extra, pack((None, extra)))
-
-
-def portable(error: BaseException) -> BaseException:
-    """The exception itself if it survives pickling, else a RuntimeError with its text, raised by it."""
-    with contextlib.suppress(Exception):  # whatever pickling raises, the answer is the same
-        copy = pickle.loads(pickle.dumps(error))
-        if type(copy) is type(error) and str(copy) == str(error):
-            return error
-    replacement = RuntimeError("".join(traceback.format_exception_only(error)).strip())
-    replacement.__cause__ = error
-    return replacement
 
 
 def hand_over(adoption: Adoption, what: str, outcome: Outcome | None, source: int) -> Outcome:
@@ -115,7 +102,7 @@ def hand_over(adoption: Adoption, what: str, outcome: Outcome | None, source: in
         return ours
     flat = torch.empty(size, dtype=torch.uint8)
     control.broadcast(flat, source)
-    return Outcome(Kind(kind), *receive_large(adoption, flat, source))
+    return receive_outcome(adoption, Kind(kind), flat, source)
 
 
 def send_large(adoption: Adoption, packed: Packed) -> None:
@@ -124,19 +111,20 @@ def send_large(adoption: Adoption, packed: Packed) -> None:
         adoption.communicator.control.broadcast(piece, adoption.rank)
 
 
-def receive_large(adoption: Adoption, flat: torch.Tensor, source: int) -> Any:
-    """The value whose flat part has arrived, with the large pieces that rank `source` sends now."""
+def receive_outcome(adoption: Adoption, kind: Kind, flat: torch.Tensor, source: int) -> Outcome:
+    """The outcome whose flat part has arrived, with the large pieces that rank `source` sends now."""
     parcel = Parcel(flat)
     for room in parcel.rooms():
         adoption.communicator.control.broadcast(room, source)
-    return parcel.value()
+    value, extra = parcel.value()
+    return Outcome(kind, unpacked(value) if kind is Kind.ERROR else value, extra)
 
 
 def raise_error(adoption: Adoption, error: BaseException, source: int) -> NoReturn:
     """Raises what rank `source` met, here too; on other ranks it says who is to blame."""
     if adoption.rank == source:
         raise error
-    raise error from PeerLostError(f"rank {source} met it while it loaded a batch for all ranks", (source,))
+    raise blamed(error, source, f"rank {source} met it while it loaded a batch for all ranks")
 
 
 def check_place(adoption: Adoption) -> None:

@@ -27,7 +27,7 @@ from samestep.adopt.loading.handing import (
     attempt,
     check_place,
     raise_error,
-    receive_large,
+    receive_outcome,
     send_large,
 )
 from samestep.adopt.loading.packing import LARGE_BYTES, pack, unpack
@@ -187,7 +187,7 @@ class TurnsIterator(_SingleProcessDataLoaderIter):
             self._adoption.meet("a batch loaded in turn")
         outcome = turn.outcome
         if outcome is None:
-            outcome = Outcome(turn.kind, *receive_large(self._adoption, turn.flat, turn.source))
+            outcome = receive_outcome(self._adoption, turn.kind, turn.flat, turn.source)
         elif outcome.packed is not None:
             send_large(self._adoption, outcome.packed)
         replay(outcome.extra)

@@ -16,7 +16,7 @@ from samestep.proof.replay.views import Check, Replay, Tier
 from samestep.train.agreement import differences
 from samestep.train.checkpoint import newest_checkpoint
 from samestep.train.folder import holds_run
-from samestep.train.naming import CHECKPOINT_FOLDER, recorded
+from samestep.train.naming import CHECKPOINT_FOLDER, CONTRACT_FILE, recorded
 from samestep.train.process import own_device
 from samestep.train.resume import find_state
 
@@ -67,8 +67,9 @@ def replay(
     folder = Path(run)
     if folder.is_dir() and not holds_run(folder):
         raise UsageError(
-            f"{folder} holds no run: there is no run.json in it. A replay needs the folder of samestep train, or of "
-            "samestep.Trainer(…, run_dir=…); adopted scripts and loops of your own record neither contract nor ledger"
+            f"{folder} holds no run: there is no {CONTRACT_FILE} in it. A replay needs the folder of samestep train, "
+            "or of samestep.Trainer(…, run_dir=…); adopted scripts and loops of your own record neither contract nor "
+            "ledger"
         )
     record = recorded(folder)
     launcher = read_environment().launcher

@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from samestep.train.picture import moving_mean
+
 SMOOTH_FROM = 40  # points of a curve from which a smoothed line is drawn over it
-MAX_REACH = 500  # points to either side that are averaged
 LOG_SPAN = 100.0  # a positive curve that spans more is drawn on a logarithmic axis at first
 NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
@@ -82,21 +83,8 @@ def json_number(value: float | None) -> float | str | None:
 
 
 def smoothed(curve: Curve) -> Curve:
-    """A centred moving mean, which does not lag behind: over a fiftieth of the curve, less towards its beginning.
-
-    A curve falls steeply at its beginning, so the window grows from there; at the end it is cut off. A value that is
-    not finite is left out of the means, and stays a NaN at its own place.
-    """
-    if not len(curve):
-        return curve
-    finite = np.isfinite(curve.values)
-    place = np.arange(len(curve))
-    reach = np.minimum(place, min(MAX_REACH, max(2, len(curve) // 100)))
-    # Sums of each window on its own: a running sum would never get over a huge value.
-    windows = np.stack([place - reach, np.minimum(place + reach + 1, len(curve))], axis=1).ravel()
-    totals = np.add.reduceat(np.append(np.where(finite, curve.values, 0.0), 0.0), windows)[::2]
-    counts = np.add.reduceat(np.append(finite, False).astype(np.int64), windows)[::2]
-    return Curve(curve.steps, np.where(finite, totals / np.maximum(counts, 1), np.nan))
+    """The curve's moving mean, as `samestep.train.picture` draws it."""
+    return Curve(curve.steps, moving_mean(curve.values))
 
 
 def thinned(curve: Curve, bins: int) -> Curve:

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from samestep.errors import DataError, UsageError
-from samestep.proof.ledger import LEDGER_FILE, Ledger, read_ledger
+from samestep.proof.ledger import Ledger, read_ledger
 from samestep.proof.report.curves import Curve, as_number
 from samestep.proof.runs import is_run
-from samestep.train.naming import CONTRACT_FILE
+from samestep.train.naming import CONTRACT_FILE, LEDGER_FILE
 
 STEP = re.compile(rb'^\{"step": ?(\d+),(?! ?"event")', re.MULTILINE)
 

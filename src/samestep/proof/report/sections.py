@@ -17,6 +17,7 @@ from samestep.proof.report.words import (
     value_text,
 )
 from samestep.train.agreement import decides
+from samestep.train.naming import CONTRACT_FILE
 from samestep.version import __version__
 
 SIGNS = {"holds": ("✓", "Holds"), "fails": ("✕", "Fails"), "note": ("·", "Note")}
@@ -138,7 +139,7 @@ def contract(story: Story) -> str:
     runs = story.runs
     fields = [flat(run.contract) for run in runs]
     if not any(fields):
-        return _section("Contract", '<p class="quiet">There is no run.json, so the contract is not known.</p>')
+        return _section("Contract", f'<p class="quiet">There is no {CONTRACT_FILE}, so the contract is not known.</p>')
     changed = {change.field: change.breaks for c in story.comparisons for change in c.changes}
     breaking = {change.field for c in story.comparisons for change in c.changes if change.breaks}
     parts = []

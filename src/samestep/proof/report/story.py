@@ -15,9 +15,9 @@ from samestep.proof.report.curves import Curve, averaged, json_number
 from samestep.proof.report.events import Event, as_event, counted
 from samestep.proof.report.facts import Agreement, Finding, agreement, findings
 from samestep.proof.report.reading import Metrics, check_run, ledger_curves, read_metrics, read_object, read_steps
-from samestep.proof.runs import METRICS_FILE, RESULT_FILE, summarize
+from samestep.proof.runs import summarize
 from samestep.train.agreement import Change, differences
-from samestep.train.naming import CONTRACT_FILE
+from samestep.train.naming import CONTRACT_FILE, METRICS_FILE, RESULT_FILE
 
 PHASES = ("data", "compute", "exchange", "update", "checkpoint")
 MAX_SIZES = 4  # changes of the number of devices that are told one by one

@@ -1,0 +1,20 @@
+"""The options that say where workers run and how they start: the same for `samestep train`, `run` and `verify`."""
+
+from typing import Annotated
+
+import typer
+
+THREADS = typer.Option(help="CPU threads a worker; part of what decides the bits; 1 by default.", show_default=False)
+
+Devices = Annotated[
+    str | None,
+    typer.Option(
+        metavar="SPEC", help='auto (the default), 4 (how many), "0,4" (which), cuda:0, cpu:2, free:2 (idle ones).'
+    ),
+]
+Threads = Annotated[int, THREADS]
+ThreadsOrRecorded = Annotated[int | None, THREADS]
+"""None is what a run that goes on had, else one."""
+StartMethod = Annotated[
+    str | None, typer.Option(metavar="fork|spawn", help="How workers are started; fork where it is safe.")
+]

@@ -1,0 +1,154 @@
+"""The lock on a run folder: one process at a time writes a run; however that process ends, the lock is gone with it.
+
+It is an advisory lock of the system on a file in the folder (flock(2)). The file names who holds it, for the message to
+whoever comes second. It is removed when the lock is given back; a process that was killed leaves it behind, unlocked.
+"""
+
+import json
+import os
+import platform
+import time
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import datetime
+from functools import partial
+from io import FileIO
+from pathlib import Path
+
+from samestep.errors import UsageError
+from samestep.train.naming import LOCK_FILE
+from samestep.train.writing import open_unbuffered
+
+LOCK_SECONDS = 5.0  # a process that is being ended may need a moment
+POLL_SECONDS = 0.05
+
+
+class FolderLock:
+    """A lock that `take_lock` took; held until it is given back, or until this process ends.
+
+    A process that is forked from this one does not hold it, so what outlives its parent keeps nobody waiting.
+
+    Args:
+        path: of the file.
+        file: that file, open and locked.
+    """
+
+    def __init__(self, path: Path, file: FileIO) -> None:
+        self._path, self._file = path, file
+        if hasattr(os, "register_at_fork"):  # the child shares the open file, and with it the lock
+            os.register_at_fork(after_in_child=partial(_close_file, weakref.ref(self)))
+
+    def release(self) -> None:
+        """Gives it back and removes the file; a second call does nothing."""
+        if self._file.closed:
+            return
+        with suppress(OSError):
+            if _is_at(self._path, self._file):
+                self._path.unlink()
+        self._file.close()
+
+
+def take_lock(
+    folder: Path,
+    tell: Callable[[str], None],
+    wait_seconds: float = LOCK_SECONDS,
+    meanwhile: Callable[[], None] = lambda: None,
+) -> FolderLock:
+    """Locks a folder that is there for this process.
+
+    Args:
+        folder: of the run.
+        tell: takes a sentence where the file system has no locks; nobody is kept out then.
+        wait_seconds: how long to wait for another process that holds the lock.
+        meanwhile: called often while waiting.
+
+    Raises:
+        UsageError: another process holds it.
+        RunFolderError: the folder cannot be written to.
+    """
+    path = folder / LOCK_FILE
+    deadline = time.monotonic() + wait_seconds
+    while True:
+        file = open_unbuffered(path, "a+b")
+        try:
+            is_locked, reason = _try_to_lock(file)
+            if is_locked and not _is_at(path, file):  # whoever held it has given it back and removed the file
+                file.close()
+                continue
+            if is_locked or reason:
+                if reason:
+                    tell(f"{path} cannot be locked ({reason}): take care that no other run writes to this folder")
+                _sign(file)
+                return FolderLock(path, file)
+            if time.monotonic() >= deadline:
+                raise UsageError(_refusal(folder, file))
+        except BaseException:
+            file.close()
+            raise
+        file.close()
+        meanwhile()
+        time.sleep(POLL_SECONDS)
+
+
+def _try_to_lock(file: FileIO) -> tuple[bool, str]:
+    """Whether the file is locked by us now; and if that cannot be done here, why not."""
+    try:
+        import fcntl
+    except ImportError:
+        return False, "this system has no flock"
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False, ""
+    except OSError as error:
+        return False, error.strerror or str(error)
+    return True, ""
+
+
+def _is_at(path: Path, file: FileIO) -> bool:
+    """Whether the path still names this open file."""
+    try:
+        there = path.stat()
+    except FileNotFoundError:
+        return False
+    ours = os.fstat(file.fileno())
+    return (there.st_dev, there.st_ino) == (ours.st_dev, ours.st_ino)
+
+
+def _sign(file: FileIO) -> None:
+    """Writes down who holds the lock; it is held on a full disk, too."""
+    holder = {
+        "pid": os.getpid(),
+        "host": platform.node(),
+        "since": datetime.now().astimezone().isoformat(" ", "seconds"),
+    }
+    with suppress(OSError):
+        file.truncate(0)
+        file.write(json.dumps(holder).encode())
+
+
+def _refusal(folder: Path, file: FileIO) -> str:
+    """Who holds the lock, and what to do."""
+    try:
+        file.seek(0)
+        holder = json.loads(file.read())
+        pid, host, since = int(holder["pid"]), str(holder["host"]), str(holder["since"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return f"another run is writing to {folder}: wait for its end, end it, or choose another folder with --run-dir"
+    if (pid, host) == (os.getpid(), platform.node()):
+        return (
+            f"another trainer of this program has been writing to {folder} since {since}: close it (trainer.close() or "
+            "with Trainer(…) as trainer), or choose another run_dir"
+        )
+    return (
+        f"another run, process {pid} on {host}, has been writing to {folder} since {since}: wait for its end, end it, "
+        "or choose another folder with --run-dir"
+    )
+
+
+def _close_file(reference: "weakref.ref[FolderLock]") -> None:
+    """Lets go of the file in a forked process; our parent's lock stays."""
+    lock = reference()
+    if lock is not None:
+        lock._file.close()

@@ -1,0 +1,81 @@
+"""The progress of a trainer: the epochs done and the one under way; what belongs to a state besides the step's own."""
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from samestep.data.loader import Loader
+from samestep.engine.step import TrainStep
+from samestep.train.epoch import EpochRecord, EpochSoFar, loader_generator_states, put_in_place
+from samestep.train.resume import Resumed
+from samestep.train.run import Run
+from samestep.train.state import State, capture, generator_states, restore, restore_generators
+
+
+class Progress:
+    """How far a trainer is.
+
+    Args:
+        run: of the trainer.
+        step: of the trainer.
+
+    Attributes:
+        history: a record of each epoch that is done.
+        epoch: the one under way.
+        eval_loader: of the call of `fit` under way; None without evaluation.
+    """
+
+    def __init__(self, run: Run, step: TrainStep) -> None:
+        self.history: list[EpochRecord] = []
+        self.epoch = EpochSoFar()
+        self.eval_loader: Loader | None = None
+        self._run, self._step = run, step
+        self._waiting: dict[str, Any] | None = None
+
+    def capture(
+        self, loader: Loader | DataLoader[Any], cursor: Mapping[str, int] | None, contract: Mapping[str, Any]
+    ) -> State:
+        """The whole state: the step's and what else a run goes on from.
+
+        Args:
+            loader: that is trained with.
+            cursor: its place; None for a loader of the user's own.
+            contract: of the run.
+        """
+        rest = {
+            "history": [record.as_json() for record in self.history],
+            "epoch": asdict(self.epoch),
+            "cursor": cursor,
+            "eval_cursor": None if self.eval_loader is None else self.eval_loader.state_dict(),
+            "loader_generators": loader_generator_states(loader),
+            "contract": contract,
+        }
+        return capture(self._step, rest)
+
+    def take_up(self, resumed: Resumed) -> None:
+        """Takes the place of the trainer that a state is of; loaders and generators follow by `go_on`."""
+        device = self._run.device
+        generators = generator_states(device)
+        self._waiting = restore(self._step, resumed.files, resumed.state)
+        self._waiting["generators"] = generator_states(device)
+        restore_generators(generators, device)
+        self.history = [EpochRecord(**record) for record in self._waiting["history"]]
+        self.epoch = EpochSoFar(**self._waiting["epoch"])
+
+    def go_on(self, loader: Loader | DataLoader[Any]) -> None:
+        """Begins where the state ends: its cursor, its generators, its epoch; those of a resumed run only now.
+
+        A program that was resumed may have called `fit` before, and drawn, for what the state is past already.
+        """
+        waiting, self._waiting = self._waiting, None
+        if waiting is None:
+            self.epoch = EpochSoFar()
+            return
+        put_in_place(waiting, loader, self.eval_loader, self._run.device)
+
+    def add(self, record: EpochRecord) -> None:
+        """Ends the epoch under way."""
+        self.history.append(record)
+        self.epoch = EpochSoFar()

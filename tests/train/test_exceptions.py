@@ -1,0 +1,166 @@
+"""Exceptions that travel arrive as what they were; where they cannot be rebuilt, as a plain one with their text."""
+
+import errno
+import threading
+
+import pytest
+from worlds import in_turns
+
+from samestep.errors import ContractError, PeerLostError, RunFolderError, UsageError
+from samestep.train.exceptions import blamed, packed, portable, unpacked
+from samestep.train.together import on_main
+
+
+class TwoArguments(Exception):
+    """Pickle cannot make it again: it is made of two arguments and keeps one."""
+
+    def __init__(self, first, second):
+        super().__init__(f"{first} and {second}")
+        self.first = first
+
+
+class Guarded(LookupError):
+    """It holds what cannot be sent."""
+
+    def __init__(self, text):
+        super().__init__(text)
+        self.lock = threading.Lock()
+
+
+class Mute(KeyError):
+    """It can neither be sent nor read."""
+
+    def __init__(self):
+        super().__init__(threading.Lock())
+
+    def __str__(self):
+        raise ArithmeticError
+
+
+class StrictUsageError(UsageError):
+    """One of our own kind, with a lock."""
+
+    def __init__(self, text):
+        super().__init__(text)
+        self.lock = threading.Lock()
+
+
+def sent(error):
+    return unpacked(packed(error))
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ValueError("a", 1),
+        KeyError("x"),
+        FileNotFoundError(errno.ENOENT, "No such file or directory", "data.txt"),
+        UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte"),
+        SystemExit(3),
+        PeerLostError("rank 1 is gone", (1,)),
+        TwoArguments("this", "that"),
+        ExceptionGroup("two", [ValueError("a"), KeyError("b")]),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_an_exception_arrives_with_its_type_text_arguments_and_attributes(error):
+    copy = sent(error)
+    assert type(copy) is type(error)
+    assert str(copy) == str(error)
+    assert repr(copy.args) == repr(error.args)
+    assert copy.__dict__ == error.__dict__
+    assert portable(error) is error
+
+
+def test_notes_and_causes_arrive_too():
+    root, middle, error = OSError(5, "Input/output error"), TwoArguments(1, 2), ValueError("no")
+    error.__cause__, middle.__cause__ = middle, root
+    error.add_note("while reading")
+    root.add_note("on the disk")
+    copy = sent(error)
+    assert copy.__notes__ == ["while reading"]
+    assert (type(copy.__cause__), str(copy.__cause__)) == (TwoArguments, "1 and 2")
+    assert copy.__cause__.__cause__.errno == 5
+    assert copy.__cause__.__cause__.__notes__ == ["on the disk"]
+    assert copy.__cause__.__cause__.__cause__ is None
+
+
+def test_an_exception_that_causes_itself_arrives():
+    error = ValueError("round")
+    error.__cause__ = TypeError("and round")
+    error.__cause__.__cause__ = error
+    copy = sent(error)
+    assert str(copy.__cause__) == "and round"
+    assert copy.__cause__.__cause__ is None
+
+
+def local_class():
+    class Local(OSError):
+        pass
+
+    return Local
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "text"),
+    [
+        (Guarded("locked"), LookupError, "Guarded: locked"),
+        (local_class()("full"), OSError, "Local: full"),
+        (StrictUsageError("give --devices"), UsageError, "StrictUsageError: give --devices"),
+        (type("Odd", (Exception,), {})("one"), RuntimeError, "Odd: one"),
+        (type("Abrupt", (BaseException,), {})("end"), RuntimeError, "Abrupt: end"),
+        (Mute(), LookupError, "Mute"),
+    ],
+    ids=lambda value: getattr(value, "__name__", None) or (value if isinstance(value, str) else type(value).__name__),
+)
+def test_what_cannot_be_rebuilt_arrives_as_the_nearest_plain_exception_with_its_text_and_notes(error, kind, text):
+    error.add_note("a note")
+    for plain in (sent(error), portable(error)):
+        assert type(plain) is kind
+        assert str(plain) == text
+        assert plain.__notes__ == ["a note"]
+    assert portable(error).__cause__ is error
+
+
+def test_a_builtin_whose_arguments_cannot_be_sent_keeps_its_type_and_text():
+    error = ValueError("held by", threading.Lock())
+    copy = sent(error)
+    assert type(copy) is ValueError
+    assert str(copy) == str(error)
+
+
+def test_another_rank_is_blamed_and_the_cause_is_kept_behind_it():
+    error = ValueError("no")
+    error.__cause__ = KeyError("x")
+    with pytest.raises(ValueError, match="no") as caught:
+        raise blamed(sent(error), 2, "rank 2 raised it in a forward")
+    peer = caught.value.__cause__
+    assert isinstance(peer, PeerLostError)
+    assert peer.ranks == (2,)
+    assert str(peer.__cause__) == "'x'"
+
+
+def fail_on_main(communicator, error):
+    def action():
+        if error is not None:
+            raise error
+        return "done"
+
+    try:
+        return on_main(communicator, action)
+    except (UsageError, RunFolderError, ContractError) as met:
+        return type(met), str(met), type(met.__cause__)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_what_the_first_rank_raises_is_raised_on_all_with_its_cause(world_size):
+    error = RunFolderError("runs/a cannot be written (--run-dir)")
+    error.__cause__ = PermissionError(errno.EACCES, "Permission denied")
+    told = (RunFolderError, "runs/a cannot be written (--run-dir)", PermissionError)
+    assert in_turns(world_size, fail_on_main, error) == [told] * world_size
+    assert in_turns(world_size, fail_on_main, None) == ["done"] + [None] * (world_size - 1)
+
+
+def test_an_exception_between_processes_keeps_its_type_where_it_can(worlds):
+    error = ContractError("the seed is another")
+    assert worlds(2).run(fail_on_main, error) == [(ContractError, "the seed is another", type(None))] * 2

@@ -1,0 +1,252 @@
+"""One run at a time writes to a run folder, whoever is killed, and whatever is left of who was."""
+
+import errno
+import fcntl
+import json
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from samestep.errors import UsageError
+from samestep.train.folder import create_folder
+from samestep.train.lock import take_lock
+from samestep.train.naming import LOCK_FILE
+
+# Waits in step 3 of 12 until the file "go" is there; "careless" takes no lock.
+PROGRAM = """
+import sys, time
+from pathlib import Path
+import torch
+from torch import nn
+from torch.nn import functional
+import samestep
+from samestep.train import notes
+
+class Rows(torch.utils.data.Dataset):
+    def __len__(self):
+        return len(x)
+    def __getitem__(self, index):
+        return x[index], x[index].sum(0, keepdim=True)
+
+class Free:
+    def release(self):
+        pass
+
+if "careless" in sys.argv:
+    notes.take_lock = lambda *_: Free()
+run = samestep.Run(global_batch_size=10, num_shards=2, seed=1)
+x = torch.randn(40, 4)
+model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.2), nn.Linear(8, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+def loss(model, batch):
+    if trainer.step.num_steps == 3:
+        Path("at-work").touch()
+        while "waits" in sys.argv and not Path("go").exists():
+            time.sleep(0.01)
+    return functional.mse_loss(model(batch[0]), batch[1])
+
+with samestep.Trainer(run, model, optimizer, loss, run_dir="run", checkpoint_steps=1) as trainer:
+    trainer.fit(Rows(), epochs=3, resume="auto", num_workers=2 * ("fetched" in sys.argv))
+    digest = trainer.digest
+run.print("digest", digest)
+"""
+SECONDS = 120
+
+
+class Programs:
+    """Starts the program in a folder; what is still there at the end is killed."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        self.started = []
+        (folder / "train.py").write_text(PROGRAM)
+
+    def start(self, *words, command=("train.py",)):
+        process = subprocess.Popen(
+            [sys.executable, *command, *words],
+            cwd=self.folder,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self.started.append(process)
+        return process
+
+    def wait_for(self, name, process):
+        deadline = time.monotonic() + SECONDS
+        while not (self.folder / name).exists():
+            assert process.poll() is None, process.communicate()[1]
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+    def entries(self, name="run"):
+        return [json.loads(line) for line in (self.folder / name / "ledger.jsonl").read_text().splitlines()]
+
+    def here(self):
+        """The digest of the program when it is run in this process."""
+        before = os.getcwd(), sys.argv
+        os.chdir(self.folder)
+        sys.argv = ["train.py"]
+        try:
+            names = runpy.run_path("train.py")
+        finally:
+            os.chdir(before[0])
+            sys.argv = before[1]
+        names["run"].close()
+        return names["digest"]
+
+
+@pytest.fixture
+def programs(tmp_path):
+    found = Programs(tmp_path)
+    yield found
+    for process in found.started:
+        if process.poll() is None:
+            process.kill()
+        process.communicate()
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory):
+    """The digest of the program that nobody disturbs."""
+    return Programs(tmp_path_factory.mktemp("reference")).here()
+
+
+def events(entries):
+    return [entry["event"] for entry in entries if entry.get("event") not in (None, "checkpoint")]
+
+
+def test_the_second_of_two_runs_is_refused_in_a_sentence_and_the_first_ends_undisturbed(programs, reference):
+    first = programs.start("waits")
+    programs.wait_for("at-work", first)
+    _, stderr = programs.start().communicate(timeout=SECONDS)
+    assert f"UsageError: another run, process {first.pid} on " in stderr
+    assert "has been writing to run since 20" in stderr
+    assert stderr.endswith(": wait for its end, end it, or choose another folder with --run-dir\n")
+    (programs.folder / "go").touch()
+    stdout, stderr = first.communicate(timeout=SECONDS)
+    assert stdout.split()[-2:] == ["digest", reference], stderr
+    assert events(programs.entries()) == ["start", "end"]
+    assert not (programs.folder / "run" / LOCK_FILE).exists()
+
+
+@pytest.mark.slow
+def test_without_the_lock_both_would_write(programs):
+    """The twin of the test above."""
+    first = programs.start("waits")
+    programs.wait_for("at-work", first)
+    _, stderr = programs.start("careless").communicate(timeout=SECONDS)
+    assert "UsageError" not in stderr
+    (programs.folder / "go").touch()
+    first.communicate(timeout=SECONDS)
+    assert events(programs.entries()) == ["start", "resume", "end", "end"]
+
+
+def test_a_killed_run_holds_the_lock_no_longer_although_its_data_workers_live_on(programs, reference):
+    first = programs.start("waits", "fetched")
+    programs.wait_for("at-work", first)
+    fetchers = psutil.Process(first.pid).children(recursive=True)
+    assert len(fetchers) >= 2
+    first.kill()
+    first.wait()
+    try:
+        assert all(process.is_running() for process in fetchers)
+        assert json.loads((programs.folder / "run" / LOCK_FILE).read_text())["pid"] == first.pid
+        take_lock(programs.folder / "run", pytest.fail, wait_seconds=0.0).release()
+    finally:
+        for process in fetchers:
+            process.kill()
+    assert programs.here() == reference
+
+
+TRAIN = ("-m", "samestep", "train", "mlp", "--global-batch-size", "64", "--checkpoint-steps", "10", "--run-dir", "mine")
+
+
+@pytest.mark.slow
+def test_the_command_refuses_a_second_run_too(programs):
+    first = programs.start("--epochs", "500", "--devices", "cpu:1", command=TRAIN)
+    programs.wait_for("mine/run.json", first)
+    second = programs.start("--resume", "auto", "--devices", "cpu:1", command=TRAIN)
+    _, stderr = second.communicate(timeout=SECONDS)
+    assert second.returncode == 2
+    assert stderr.startswith("samestep: error: another run, process ")
+    assert "Traceback" not in stderr
+    first.send_signal(signal.SIGTERM)
+    first.communicate(timeout=SECONDS)
+    assert first.returncode == 128 + signal.SIGTERM
+    assert events(programs.entries("mine")) == ["start", "stop"]
+
+
+@pytest.mark.slow
+def test_workers_that_are_started_again_lock_the_folder_anew(programs):
+    digests = []
+    for name in ("mine", "other"):
+        options = ("--epochs", "20", "--devices", "cpu:1", "--max-restarts", "1", "--run-dir", name)
+        run = programs.start(*options, command=TRAIN[:-2])
+        if name == "mine":
+            programs.wait_for("mine/checkpoints/latest", run)
+            os.kill(json.loads((programs.folder / "mine" / LOCK_FILE).read_text())["pid"], signal.SIGKILL)
+        _, stderr = run.communicate(timeout=SECONDS)
+        assert run.returncode == 0, stderr
+        digests.append(json.loads((programs.folder / name / "result.json").read_text())["digest"])
+    assert digests[0] == digests[1]
+    assert events(programs.entries("mine")) == ["start", "resume", "end"]
+
+
+def test_two_trainers_of_one_program_are_told_to_close_the_first(tmp_path):
+    lock = take_lock(tmp_path, pytest.fail)
+    with pytest.raises(UsageError, match=r"another trainer of this program .* close it \(trainer.close\(\)"):
+        take_lock(tmp_path, pytest.fail, wait_seconds=0.0)
+    lock.release()
+    lock.release()
+    assert list(tmp_path.iterdir()) == []
+    take_lock(tmp_path, pytest.fail, wait_seconds=0.0).release()
+
+
+def test_a_lock_that_is_given_back_in_time_is_waited_for(tmp_path):
+    lock = take_lock(tmp_path, pytest.fail)
+    calls = []
+
+    def meanwhile():
+        calls.append(True)
+        if len(calls) == 2:
+            lock.release()
+
+    take_lock(tmp_path, pytest.fail, SECONDS, meanwhile).release()
+    assert len(calls) == 2
+
+
+def test_giving_back_removes_no_lock_of_another_folder_that_took_the_place(tmp_path):
+    (tmp_path / "run").mkdir()
+    lock = take_lock(tmp_path / "run", pytest.fail)
+    (tmp_path / "run").rename(tmp_path / "moved")
+    (tmp_path / "run").mkdir()
+    other = take_lock(tmp_path / "run", pytest.fail, wait_seconds=0.0)
+    lock.release()
+    assert (tmp_path / "run" / LOCK_FILE).exists()
+    other.release()
+
+
+def test_a_file_system_without_locks_is_told_of_and_the_run_goes_on(tmp_path, monkeypatch):
+    def flock(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    told = []
+    take_lock(tmp_path, told.append).release()
+    (sentence,) = told
+    assert sentence.startswith(f"{tmp_path / LOCK_FILE} cannot be locked (No locks available): take care that no other")
+
+
+def test_a_lock_that_was_left_behind_is_no_run(tmp_path):
+    (tmp_path / LOCK_FILE).write_text('{"pid": 1}')
+    assert create_folder(tmp_path) == Path(tmp_path)
