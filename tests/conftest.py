@@ -1,10 +1,13 @@
 """What all tests share: pools of real processes, the data folder, and a check that nothing is left behind."""
 
 import os
+import signal
 import sys
 from pathlib import Path
 
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # workers are forked from a process without threads
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell starts it so in the background, and children inherit it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import psutil
 import pytest

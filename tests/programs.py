@@ -72,7 +72,7 @@ def train_small(communicator, options):
     loader = run.loader(small_images(o["samples"]), shuffle=True, num_workers=o.get("num_workers", 0))
     steps = []
     numpy_generator = np.random.get_bit_generator()  # a leak must not reach the next program of this process
-    leak = mock.patch.object(Generators, "preserved", return_value=nullcontext())
+    leak = mock.patch.object(Generators, "restore")
     with leak if o.get("leak_randomness") else nullcontext():
         for _ in range(o["epochs"]):
             for batch in loader:

@@ -1,6 +1,8 @@
 """Randomness: the global generators, seeded alike and put back as they were."""
 
 import random
+import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -8,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from samestep.data.randomness import Generators, seed_process
+from samestep.data.randomness import Generators, PythonState, seed_process
 
 CPU = torch.device("cpu")
 
@@ -149,3 +151,18 @@ def test_a_process_seeded_alike_draws_alike(seed):
     first = draw()
     seed_process(seed)
     assert draw() == first
+
+
+def test_the_state_of_python_s_generator_is_saved_by_its_memory_and_by_getstate_alike(monkeypatch):
+    random.seed(8)
+    random.gauss(0, 1)  # leaves half a pair
+    expected = random.getstate()
+    for implementation in ("cpython", "another"):
+        monkeypatch.setattr(sys, "implementation", SimpleNamespace(name=implementation))
+        state = PythonState()
+        saved = state.save()
+        random.seed(1)
+        draws = [random.gauss(0, 1) for _ in range(1001)]
+        state.restore(saved)
+        assert random.getstate() == expected
+        assert len(draws) == 1001

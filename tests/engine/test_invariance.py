@@ -5,12 +5,14 @@ from collections import Counter
 import pytest
 import torch
 from programs import masked_loss, small_images, small_model, train_recipe, train_small
+from torch import nn
 from torch.nn import functional
 from worlds import in_turns
 
 from samestep.comm import reduction as reduction_module
 from samestep.engine import losses as losses_module
 from samestep.engine import shards as shards_module
+from samestep.train.digest import state_digest
 from samestep.train.run import Run
 
 WORLD_SIZES = [1, 2, 3, 4]
@@ -254,3 +256,35 @@ def test_twin_a_rank_that_computes_everything_is_noticed_by_the_count_of_shards(
     results = [in_turns(1, everything)[0] for _ in range(2)]
     with pytest.raises(AssertionError):
         agree(reference, results, 8)
+
+
+@pytest.mark.parametrize("form", [lambda out, y: functional.mse_loss(out, y), lambda out, y: ((out - y) ** 2).mean(1)])
+def test_one_shard_trains_to_the_bits_of_a_plain_loop(form):
+    """Shuffling and dropout apart, `num_shards=1` is what one would write by hand, a batch of 13 samples among it."""
+    generator = torch.Generator().manual_seed(5)
+    x, y = torch.randn(77, 5, generator=generator), torch.randn(77, 1, generator=generator)
+
+    def build():
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 1))
+        return model, torch.optim.Adam(model.parameters(), lr=0.01)
+
+    def ours(communicator):
+        run = Run(32, 1, communicator=communicator)
+        model, optimizer = build()
+        step = run.train_step(model, optimizer, lambda m, b: form(m(b[0]), b[1]))
+        losses = [step(batch).loss for _ in range(2) for batch in run.loader((x, y))]
+        return state_digest(model, optimizer), losses
+
+    model, optimizer = build()
+    losses = []
+    for start in (0, 32, 64) * 2:
+        loss = form(model(x[start : start + 32]), y[start : start + 32])
+        optimizer.zero_grad()
+        loss = loss.mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    ((digest, seen),) = in_turns(1, ours)
+    assert digest == state_digest(model, optimizer)
+    assert seen == pytest.approx(losses, rel=1e-6)  # the sum of a 1-d loss is divided in float64

@@ -88,6 +88,7 @@ def test_a_death_while_the_step_is_finished_is_healed(tmp_path, capfd):
             os.kill(os.getpid(), signal.SIGKILL)
         member.work_until(is_down_to(2))
         member.touch(f"finished-{member.slot}")
+        sys.exit(128 + member.board.stop)
 
     outcome = run_members(tmp_path, play)
     assert (outcome.exit_code, outcome.failure) == (128 + signal.SIGTERM, None)
@@ -106,10 +107,44 @@ def test_a_hang_while_the_step_is_finished_is_ended(tmp_path):
         if member.slot == 1:
             time.sleep(600)
         member.work_until(is_down_to(1))
+        sys.exit(128 + member.board.stop)
 
     outcome = run_members(tmp_path, play, "cpu:2", Policy(hang_timeout_seconds=0.5))
     assert (outcome.exit_code, outcome.failure) == (128 + signal.SIGTERM, None)
     assert outcome.events[1]["cause"] == "hang"
+
+
+@pytest.mark.parametrize("is_lost", [False, True], ids=["all are there", "one is lost meanwhile"])
+def test_workers_that_had_no_step_left_when_they_were_asked_end_the_run_well(tmp_path, capfd, is_lost):
+    here = os.getpid()
+
+    def play(member):
+        if member.slot == 0:
+            os.kill(here, signal.SIGTERM)
+        wait_until(lambda: member.board.stop != 0)
+        if member.slot == 1 and is_lost:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return member.work_until(is_down_to(2 if is_lost else 3))["slot"]
+
+    outcome = run_members(tmp_path, play)
+    assert (outcome.exit_code, outcome.failure, outcome.result) == (0, None, 0)
+    assert [event["event"] for event in outcome.events] == ["stop", *(["death", "heal"] if is_lost else [])]
+    assert capfd.readouterr().err.endswith("samestep: the run was at its end, and is complete\n")
+
+
+def test_a_run_is_not_complete_if_one_worker_left_before_its_end(tmp_path, capfd):
+    here = os.getpid()
+
+    def play(member):
+        if member.slot == 0:
+            os.kill(here, signal.SIGTERM)
+        wait_until(lambda: member.board.stop != 0)
+        if member.slot == 1:
+            sys.exit(128 + member.board.stop)
+
+    outcome = run_members(tmp_path, play, "cpu:2")
+    assert (outcome.exit_code, outcome.failure) == (128 + signal.SIGTERM, None)
+    assert capfd.readouterr().err == SAID
 
 
 def test_a_failure_while_the_step_is_finished_is_told(tmp_path):

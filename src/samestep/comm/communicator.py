@@ -11,7 +11,7 @@ from torch import Tensor
 from samestep.comm.connecting import connect
 from samestep.comm.environment import Environment
 from samestep.comm.reduction import REDUCTIONS, Reduction, tree_sum_rows
-from samestep.comm.transport import LocalTransport, Transport
+from samestep.comm.transport import LocalTransport, Transport, gather_parts
 from samestep.plan.tree import Block
 
 DTYPES = (
@@ -63,15 +63,12 @@ class Communicator:
         transport = self.transport if rows.device == self.device else self.control
         width = rows.shape[1]
         sizes = [count * width for count in counts]
-        ours = rows.reshape(-1)
-        send = ours if self.world_size == 1 else ours.repeat(self.world_size)
-        return transport.exchange(send, [ours.numel()] * self.world_size, sizes).wait().view(sum(counts), width)
+        return gather_parts(transport, rows.reshape(-1), sizes).wait().view(sum(counts), width)
 
     def gather_words(self, words: Sequence[int]) -> list[list[int]]:
         """Gives every rank the equally many 64-bit integers of all ranks, through host memory."""
-        sent = torch.tensor(words, dtype=torch.int64).repeat(self.world_size)
-        sizes = [len(words)] * self.world_size
-        received = self.control.exchange(sent, sizes, sizes).wait().view(self.world_size, len(words))
+        sent = torch.tensor(words, dtype=torch.int64)
+        received = self.control.gather(sent).wait().view(self.world_size, len(words))
         rows: list[list[int]] = received.tolist()
         return rows
 
@@ -115,10 +112,9 @@ class Communicator:
         if self.world_size == 1:
             return list(numbers), [list(words)]
         width = len(words)
-        packed = struct.pack(f"={width}q{len(numbers)}d", *words, *numbers) * self.world_size
-        sizes = [8 * (width + count) for count in counts]
+        packed = struct.pack(f"={width}q{len(numbers)}d", *words, *numbers)
         sent = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
-        received = self.control.exchange(sent, [sizes[self.rank]] * self.world_size, sizes).wait().numpy().tobytes()
+        received = gather_parts(self.control, sent, [8 * (width + count) for count in counts]).wait().numpy().tobytes()
         all_numbers: list[float] = []
         all_words: list[list[int]] = []
         offset = 0

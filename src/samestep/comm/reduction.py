@@ -7,12 +7,11 @@ take one message instead of two: everyone gets all blocks and folds all of them.
 """
 
 from collections.abc import Sequence
-from itertools import chain
 
 import torch
 from torch import Tensor
 
-from samestep.comm.transport import Pending, Transport
+from samestep.comm.transport import Pending, Transport, gather_parts
 from samestep.plan.tree import Block, TreeSum
 
 ALIGNMENT_ELEMENTS = 64  # vectorised kernels may round differently in a ragged tail: borders lie at multiples of this
@@ -49,7 +48,7 @@ class OrderedReduction:
         self._folded: Tensor | None = None
         self._gathering: Pending | None = None
         if transport.world_size == 1:
-            self._folded = _fold(blocks_by_rank, sums)
+            self._folded = fold(blocks_by_rank[0], sums)
         else:
             self._scattering = self._gather_blocks(sums, like) if self._small else self._scatter(sums, like)
 
@@ -68,17 +67,16 @@ class OrderedReduction:
 
     def _gather_blocks(self, sums: Sequence[Tensor], like: Tensor) -> Pending:
         """Sends everyone all of our blocks."""
-        ranks = self._transport.world_size
         ours = torch.cat(list(sums)) if len(sums) != 1 and sums else (sums[0] if sums else like.new_empty(0))
-        received = [len(blocks) * self._numel for blocks in self._blocks_by_rank]
-        return self._transport.exchange(ours.repeat(ranks), [ours.numel()] * ranks, received)
+        return gather_parts(self._transport, ours, [len(blocks) * self._numel for blocks in self._blocks_by_rank])
 
     def fold(self) -> None:
         """Adds up what has arrived along the tree, and starts the gather."""
         if self._folded is not None:
             return
         length = self._numel if self._small else self._numel // self._transport.world_size
-        total = _fold(self._blocks_by_rank, self._scattering.wait().split(length))
+        blocks = [block for blocks in self._blocks_by_rank for block in blocks]
+        total = fold(blocks, self._scattering.wait().split(length))
         if self._small:
             self._folded = total
         else:
@@ -92,10 +90,10 @@ class OrderedReduction:
         return self._gathering.wait()
 
 
-def _fold(blocks_by_rank: Sequence[Sequence[Block]], sums: Sequence[Tensor]) -> Tensor:
+def fold(blocks: Sequence[Block], sums: Sequence[Tensor]) -> Tensor:
     """Adds up the sums over all blocks along the tree; their memory is reused."""
     counter: TreeSum[Tensor] = TreeSum(Tensor.add_)
-    for block, value in zip(chain.from_iterable(blocks_by_rank), sums, strict=True):
+    for block, value in zip(blocks, sums, strict=True):
         counter.push(block, value)
     total = counter.root()
     assert total is not None, "a reduction without a leaf is not started"

@@ -61,6 +61,19 @@ class Transport(Protocol):
         ...
 
 
+def gather_parts(transport: Transport, part: Tensor, sizes: Sequence[int]) -> Pending:
+    """Gives every rank the parts of rank 0, 1, …, which may be of different lengths.
+
+    Args:
+        transport: moves them.
+        part: this rank's, flat.
+        sizes: elements of each rank's.
+    """
+    if len(set(sizes)) == 1:
+        return transport.gather(part)
+    return transport.exchange(part.repeat(transport.world_size), [part.numel()] * transport.world_size, sizes)
+
+
 class Arrived:
     """A transfer that is there already."""
 

@@ -102,11 +102,16 @@ def _aligned(tensor: Tensor) -> Tensor:
 
     One with gaps between its rows is copied as well, which closes them: else its strides would depend on the border.
     """
-    border = 64 if tensor.is_cpu else 256
+    border = memory_border(tensor.device)
     strides = tensor.stride()
     dense = strides == _packed_strides(tensor.shape)
     dense = dense or strides == torch.empty_like(tensor, device="meta").stride()
     return tensor if dense and tensor.data_ptr() % border == 0 else tensor.clone()
+
+
+def memory_border(device: torch.device) -> int:
+    """Where torch's allocator lets tensors begin: at multiples of this many bytes."""
+    return 64 if device.type == "cpu" else 256
 
 
 def _packed_strides(shape: Sequence[int]) -> tuple[int, ...]:

@@ -6,6 +6,7 @@ per-sample randomness, `bitwise`. Nothing is padded; the last batch is shorter a
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from samestep.data.ahead import fetch_ahead
 from samestep.data.batch import Batch, settle
 from samestep.data.fetch import SHARD_STREAM, ShardIds, StreamReader, collate, fetch_shards
 from samestep.data.randomness import Generators
+from samestep.data.rows import RowGather
 from samestep.data.tensors import InMemory, TensorData
 from samestep.errors import DataError, UsageError
 from samestep.plan.cursor import Cursor, batch_length, num_batches
@@ -165,9 +167,34 @@ class Loader:
             self.cursor, self._num_workers = cursor, num_workers
 
     def _in_memory(self, dataset: InMemory) -> Iterator[Batch]:
-        epoch = self.cursor.epoch
-        for place, ids in self._plan(epoch, self.cursor.position):
-            yield self._batch(place, {shard: self._gather(dataset, epoch, some) for shard, some in ids.items()})
+        plan = self._plan(self.cursor.epoch, self.cursor.position)
+        if type(dataset) is not TensorData:  # a gather of somebody's own may look at all of a shard's ids
+            for place, ids in plan:
+                shards = {
+                    shard: settle(dataset.gather(torch.from_numpy(some)), self._device) for shard, some in ids.items()
+                }
+                yield self._batch(place, self._transformed(dataset, shards, ids))
+            return
+        rows = RowGather(dataset, self._device)
+        while group := list(islice(plan, rows.num_batches(self._most_rows()))):
+            values = rows.gather([some for _, ids in group for some in ids.values()])
+            for place, ids in group:
+                yield self._batch(place, self._transformed(dataset, {shard: next(values) for shard in ids}, ids))
+
+    def _transformed(self, dataset: InMemory, shards: dict[int, Any], ids: dict[int, np.ndarray]) -> dict[int, Any]:
+        """The shards of one batch, transformed; what a transform draws is seeded by (seed, epoch, shard's first id)."""
+        if dataset.transform is None:
+            return shards
+        done = {}
+        for shard, value in shards.items():
+            self._generators.seed(derive_seed(self.seed, SHARD_STREAM, self.cursor.epoch, int(ids[shard][0])))
+            done[shard] = dataset.transform(value)
+        return done
+
+    def _most_rows(self) -> int:
+        """The most samples that this rank has of a batch."""
+        cut = shard_bounds(self.global_batch_size, self._num_shards)
+        return max(1, cut[self.team.mine.stop] - cut[self.team.mine.start])
 
     def _one_by_one(self) -> Iterator[Batch]:
         epoch, first = self.cursor.epoch, self.cursor.position
@@ -212,14 +239,6 @@ class Loader:
                     if cut[shard] < cut[shard + 1]
                 }
                 yield (epoch, start, length, version), shards
-
-    def _gather(self, dataset: InMemory, epoch: int, ids: np.ndarray) -> Any:
-        """One shard, transformed; what the transform draws is seeded by (seed, epoch, the shard's first id)."""
-        value = settle(dataset.gather(torch.from_numpy(ids)), self._device)
-        if dataset.transform is None:
-            return value
-        self._generators.seed(derive_seed(self.seed, SHARD_STREAM, epoch, int(ids[0])))
-        return dataset.transform(value)
 
     def _stream(self) -> Iterator[Batch]:
         """Every rank reads the stream, and collates its own shards."""

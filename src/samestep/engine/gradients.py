@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from samestep.comm.buckets import Bucket, make_buckets
 from samestep.comm.communicator import Communicator
 from samestep.comm.recording import Recording
-from samestep.comm.reduction import Reduction
+from samestep.comm.reduction import Reduction, fold
 from samestep.engine.losses import wide_dtype
 from samestep.errors import DeterminismError
 from samestep.plan.tree import Block, TreeSum
@@ -73,6 +73,11 @@ class BucketSum:
     def start(self, communicator: Communicator, blocks_by_rank: Sequence[Sequence[Block]]) -> Reduction:
         """Sends this rank's partial sums on their way."""
         return communicator.reduce(blocks_by_rank, self._counter.sums, self._like)
+
+    def total(self, blocks: Sequence[Block]) -> Tensor:
+        """The sum over all shards, where this rank has them all."""
+        sums = self._counter.sums
+        return sums[0] if len(sums) == 1 else fold(blocks, sums)
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """The members of a sum."""
@@ -132,11 +137,14 @@ class GradientSum:
         buckets = make_buckets(self.parameters, bucket_bytes, communicator.world_size)
         self._sums = [BucketSum(bucket, self.parameters) for bucket in buckets]
         self._groups = _by_dtype(buckets)
+        self._is_one_block = len(buckets) == 1 and buckets[0].length <= NORM_ELEMENTS
         self._place = {i: (b, k) for b, bucket in enumerate(buckets) for k, i in enumerate(bucket.members)}
         self._started: list[Reduction] = []
         self.flats: list[Tensor] = []
         self._armed_shard: int | None = None
         self._leaf_totals: list[Tensor] = []
+        self._zero = torch.zeros((), device=self.parameters[0].device)
+        self._is_only = False
         self._awaited: list[set[int]] = []
         self._blocks_by_rank: Sequence[Sequence[Block]] = ()
         self.used = [False] * len(self.parameters)
@@ -161,6 +169,7 @@ class GradientSum:
             blocks_by_rank: the blocks that each rank ships, from `plan.tree.rank_blocks`.
         """
         self._blocks_by_rank = blocks_by_rank
+        self._is_only = sum(block.size for blocks in blocks_by_rank for block in blocks) == 1
         self._started = []
         self.flats = []
         self._armed_shard = None
@@ -187,7 +196,8 @@ class GradientSum:
         """Pushes what the backward of a shard left in the parameters' `.grad` on the tree.
 
         Returns:
-            The sum of all its elements, 0-d: not finite if one of them is not.
+            The sum of all its elements, 0-d: not finite if one of them is not. Zero for the only shard of a step, whose
+            norm says it as well.
         """
         for number in range(len(self._leaf_totals), len(self._sums)):
             self._take(number, shard)
@@ -198,11 +208,16 @@ class GradientSum:
 
     def start_rest(self) -> None:
         """Sends every bucket on its way that has not left yet."""
+        if self._communicator.world_size == 1:
+            return
         for number in range(len(self._started), len(self._sums)):
             self._start(number)
 
     def finish(self) -> None:
         """Waits for the sums over all shards: one flat tensor a bucket."""
+        if self._communicator.world_size == 1:
+            self.flats = [bucket_sum.total(self._blocks_by_rank[0]) for bucket_sum in self._sums]
+            return
         for reduction in self._started:
             reduction.fold()
         self.flats = [reduction.finish() for reduction in self._started]
@@ -226,10 +241,12 @@ class GradientSum:
         It is made of fixed blocks: a small model is one for each dtype, of a large one every parameter is. So the bits
         depend neither on the ranks nor on the size of the buckets.
         """
+        if self._is_one_block:
+            return _norm(self._trimmed(0))
         parts: list[Tensor] = []
         for group in self._groups:
             if sum(self._sums[number].bucket.length for number in group) <= NORM_ELEMENTS:
-                flats = [self.flats[number][: self._sums[number].bucket.length] for number in group]
+                flats = [self._trimmed(number) for number in group]
                 parts.append(_norm(flats[0] if len(flats) == 1 else torch.cat(flats)))
             else:
                 members = [view for number in group for view in self._sums[number].views(self.flats[number])]
@@ -278,6 +295,11 @@ class GradientSum:
         """Takes the hooks off the parameters."""
         _remove(self._hooks)
 
+    def _trimmed(self, number: int) -> Tensor:
+        """A sum without what pads it to the number of ranks."""
+        flat, length = self.flats[number], self._sums[number].bucket.length
+        return flat if flat.numel() == length else flat[:length]
+
     def _put_hooks_last(self) -> None:
         """Lets hooks that the user added after ours run before ours, which may send the gradient away."""
         for index, hook in enumerate(self._hooks):
@@ -304,7 +326,7 @@ class GradientSum:
         """Pushes a shard's gradients of one bucket on the tree; of the last shard, sends it on its way too."""
         leaf = self._sums[number].leaf()
         self._fill(self._sums[number].bucket, leaf)
-        self._leaf_totals.append(leaf.flat.sum())
+        self._leaf_totals.append(self._zero if self._is_only else leaf.flat.sum())
         self._sums[number].push(Block(shard, 1), leaf)
         if self._armed_shard is not None:
             self._start(number)

@@ -23,23 +23,24 @@ class ModelGuard:
         self._modules = list(model.modules())
         self._modes: list[bool] = []
         self._versions: list[int] = []
-        self._addresses: list[int] = []
+        self._addresses: list[int] | None = None
         self._copies: list[Tensor] | None = None
 
     def begin(self, step: int) -> None:
         """Remembers how the model is.
 
         Args:
-            step: its number; in the first steps the values are compared too, and the modules are looked up in these
-                and every so often.
+            step: its number; in the first steps the values are compared too, in these and every so often also the
+                addresses, and the modules are looked up anew.
         """
+        self._copies, self._addresses = None, None
         if step < COPIED_STEPS or step % LOOKED_EVERY == 0:
             self._modules = list(self._model.modules())
+            self._addresses = [parameter.data_ptr() for parameter in self._parameters]
+        if step < COPIED_STEPS:
+            self._copies = [parameter.detach().clone() for parameter in self._parameters]
         self._modes = [module.training for module in self._modules]
         self._versions = [parameter._version for parameter in self._parameters]
-        self._addresses = [parameter.data_ptr() for parameter in self._parameters]
-        copied = step < COPIED_STEPS
-        self._copies = [parameter.detach().clone() for parameter in self._parameters] if copied else None
 
     def restore_modes(self) -> None:
         """Puts back which modules train: a shard must not decide it for the next."""
@@ -53,9 +54,7 @@ class ModelGuard:
         Raises:
             DeterminismError: it wrote to one: the next shard would see it, and other ranks would not.
         """
-        same = [parameter._version for parameter in self._parameters] == self._versions
-        same = same and [parameter.data_ptr() for parameter in self._parameters] == self._addresses
-        if same and self._copies is None:
+        if self._addresses is None and [parameter._version for parameter in self._parameters] == self._versions:
             return
         for index, name in enumerate(self._names):
             if self._is_written(index):
@@ -67,7 +66,9 @@ class ModelGuard:
 
     def _is_written(self, index: int) -> bool:
         parameter = self._parameters[index]
-        if parameter._version != self._versions[index] or parameter.data_ptr() != self._addresses[index]:
+        if parameter._version != self._versions[index]:
+            return True
+        if self._addresses is not None and parameter.data_ptr() != self._addresses[index]:
             return True
         return self._copies is not None and not _same_values(parameter, self._copies[index])
 

@@ -12,7 +12,7 @@ from samestep.errors import NonFiniteError
 NUM_SUMS = 5  # total, count, gradient norm, skipped, poisoned; then a row a shard
 
 
-@dataclass
+@dataclass(slots=True)
 class StepResult:
     """What one optimizer step gives back; all numbers are those of the global batch, equal on every rank.
 
@@ -95,6 +95,8 @@ class StepResult:
     def _explain(self, values: list[float]) -> str:
         """Names the first shard whose loss or gradient is not finite."""
         rows = [values[i : i + 3] for i in range(NUM_SUMS, len(values), 3)]
+        if len(rows) == 1:
+            rows[0][2] = values[2]  # of the only shard there is the norm alone
         where = "the gradient summed over all shards (each shard's own is finite)"
         for shard, (total, _, gradient) in enumerate(rows):
             if not _is_finite(total) or not _is_finite(gradient):

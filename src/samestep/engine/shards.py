@@ -85,7 +85,8 @@ class ShardRunner:
         bounds = shard_bounds(batch.length, self._team.num_shards)
         self._rows.begin(self._team.mine)
         self.guard.begin(step)
-        with self.generators.preserved():
+        saved = self.generators.save()
+        try:
             for shard in sorted(batch.shards):
                 self.generators.seed(derive_seed(self._seed, self._stream, step, shard))
                 num_samples = bounds[shard + 1] - bounds[shard]
@@ -110,6 +111,8 @@ class ShardRunner:
                 self.gradients.fill_up(self._team.rank)
                 self._rows.forget()
                 return shortage
+        finally:
+            self.generators.restore(saved)
         return None
 
     def run_one(self, value: Any, num_samples: int, counts: Any, is_only: bool = False) -> ShardLoss:
@@ -162,9 +165,14 @@ class ShardRunner:
             return nullcontext()
         return autocast(self._device, self._dtype)
 
-    def _seed_of(self, loss: ShardLoss, is_only: bool) -> Tensor:
-        """The gradient that the backward begins with: what makes a sum of the value, or the mean, and the scale."""
+    def _seed_of(self, loss: ShardLoss, is_only: bool) -> Tensor | None:
+        """The gradient that the backward begins with: what makes a sum of the value, or the mean, and the scale.
+
+        None is one.
+        """
         weight = quotient(loss.weight, loss.count) if is_only and self.counts is None else loss.weight
+        if not self._scale.enabled and not isinstance(weight, Tensor) and weight == 1:
+            return None
         dtype = loss.value.dtype
         if isinstance(weight, Tensor):
             return self._scale.apply(weight.to(dtype))

@@ -54,7 +54,7 @@ from samestep.errors import (
     PeerLostError,
     UsageError,
 )
-from samestep.plan.tree import rank_blocks
+from samestep.plan.tree import Block, rank_blocks
 
 BUCKET_BYTES = 8 * 2**20
 MIN_SCALE = 2.0**-10
@@ -174,7 +174,7 @@ class TrainStep:
             self._lay_out()
 
         num_leaves = min(team.num_shards, batch.length)
-        blocks_by_rank = rank_blocks(team.ranges, num_leaves)
+        blocks_by_rank = self._blocks(num_leaves)
         self._gradients.begin(blocks_by_rank)
         self._buffers.begin(self.num_steps)
         try:
@@ -195,12 +195,19 @@ class TrainStep:
         team.pulse.enter("update")
         return self._update(batch, num_leaves, used)
 
+    def _blocks(self, num_leaves: int) -> tuple[tuple[Block, ...], ...]:
+        """The blocks that each rank ships, of so many shards that hold samples."""
+        if num_leaves not in self._blocks_by_leaves:
+            self._blocks_by_leaves[num_leaves] = rank_blocks(self.team.ranges, num_leaves)
+        return self._blocks_by_leaves[num_leaves]
+
     def _settle_in_team(self) -> None:
         """Lays out what depends on the ranks."""
         communicator = self.team.communicator
         if self._version >= 0:
             self._gradients.remove_hooks()
         self._version = self.team.version
+        self._blocks_by_leaves: dict[int, tuple[tuple[Block, ...], ...]] = {}
         self.runner.counts = None if self._counts_fn is None else GlobalCounts(self._counts_fn, communicator)
         self._buffers = self.runner.buffers = BufferMerge(self.model, communicator)
         self._lay_out()
@@ -470,10 +477,8 @@ class TrainStep:
 
     def _what_is_trained(self) -> tuple[Any, ...]:
         """Changes when parameters are frozen or unfrozen, or join an optimizer."""
-        held = tuple(
-            id(p) for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]
-        )
-        return held, tuple(p.requires_grad for p in self._named.values())
+        held = [id(p) for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]]
+        return held, [p.requires_grad for p in self._named.values()]
 
     def _lay_out(self) -> None:
         """Makes the gradient sum over the parameters that the optimizers hold and that are trainable now."""
