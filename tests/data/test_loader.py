@@ -412,3 +412,23 @@ def test_an_error_of_the_dataset_reaches_the_script_and_leaves_its_generators_al
     drawn = torch.rand(1)
     torch.manual_seed(1)
     assert torch.equal(drawn, torch.rand(1))
+
+
+def test_a_dataset_kept_on_the_device_gives_the_same_batches():
+    def batches(communicator, **options):
+        loader = Run(8, 3, communicator=communicator).loader(torch.arange(21), shuffle=True, **options)
+        return [[shard.tolist() for shard in batch.shards.values()] for batch in loader]
+
+    assert in_turns(2, lambda c: batches(c, cache="device")) == in_turns(2, batches)
+
+
+@pytest.mark.parametrize(
+    ("data", "cache", "message"),
+    [
+        (list(range(9)), "device", "got a list with cache='device', which needs tensors"),
+        (torch.arange(9), "disk", "got cache='disk'"),
+    ],
+)
+def test_a_cache_that_cannot_be_is_refused(data, cache, message):
+    with pytest.raises(UsageError, match=message):
+        in_turns(1, lambda c: Run(4, communicator=c).loader(data, cache=cache))

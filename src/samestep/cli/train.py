@@ -44,6 +44,9 @@ def train(
     weight_decay: Annotated[float | None, typer.Option(help="Of the optimizer.")] = None,
     max_grad_norm: Annotated[float | None, typer.Option(help="Clip the gradient's norm to this.")] = None,
     precision: Annotated[str | None, typer.Option(help="32-true (the default), bf16-mixed or 16-mixed.")] = None,
+    compile: Annotated[
+        bool | None, typer.Option("--compile/--no-compile", help="Run forward and loss through torch.compile.")
+    ] = None,
     reduction: Annotated[
         str | None, typer.Option(help="ordered (the default: same bits on any devices) or native.")
     ] = None,
@@ -115,6 +118,7 @@ def train(
         "weight_decay": weight_decay,
         "max_grad_norm": max_grad_norm,
         "precision": precision,
+        "compile": compile,
         "reduction": reduction,
         "num_workers": num_workers,
         "num_threads": threads,

@@ -44,6 +44,7 @@ def train(
     weight_decay: float | None = None,
     max_grad_norm: float | None = None,
     precision: str = "32-true",
+    compile: bool = False,
     reduction: str = "ordered",
     num_workers: int = 0,
     num_threads: int | None = None,
@@ -113,6 +114,7 @@ def train(
             resume_command=f"samestep train {recipe} --resume {run_dir}",
             max_grad_norm=clip,
             precision=precision,
+            compile=compile,
         ) as trainer,
         stopping_on_request(run.team),  # asked to when training is done, it leaves the result first
     ):

@@ -30,6 +30,7 @@ BREAKING: Final[Mapping[str, str]] = {
     "scheduler": "the learning rate",
     "max_grad_norm": "the update",
     "precision": "the rounding",
+    "compile": "which kernels run, and how they round",
     "reduction": "the order of sums between devices",
     "device_kind": "the kernels",
     "num_threads": "how kernels split their sums",

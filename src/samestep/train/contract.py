@@ -98,6 +98,7 @@ def step_contract(step: TrainStep) -> dict[str, Any]:
     """What a step adds to the contract: the model, the loss, the update."""
     return {
         "precision": step.precision,
+        "compile": step.compile,
         "max_grad_norm": step.max_grad_norm,
         "model": model_form(step.model),
         "loss_code": code_hash(step.loss_fn),

@@ -238,6 +238,7 @@ class Run:
         num_workers: int = 0,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         multiprocessing_context: str | None = None,
+        cache: str | None = None,
     ) -> Loader:
         """Makes a loader of this rank's shards of each global batch, on its device. Tier `bitwise`.
 
@@ -249,6 +250,7 @@ class Run:
             num_workers: processes that fetch samples; the bits do not depend on it.
             collate_fn: makes a batch of a list of samples; torch's by default.
             multiprocessing_context: how worker processes start; the platform's way by default.
+            cache: "device" keeps a dataset of tensors in the device's memory, where its shards are taken from then on.
 
         Raises:
             DataError: it is no dataset, or empty.
@@ -265,6 +267,7 @@ class Run:
             num_workers=num_workers,
             collate_fn=collate_fn,
             multiprocessing_context=multiprocessing_context,
+            cache=cache,
         )
 
     def evaluate(
