@@ -32,7 +32,8 @@ from samestep.launcher.assignment import Instruction
 from samestep.launcher.store import keep_store, open_listener
 from samestep.launcher.worker import leave, work
 
-PRELOADED = ("torch", "torch.distributed", "samestep.train.run")
+# The first optimizer imports torch._dynamo, 800 modules: once here, instead of in every worker.
+PRELOADED = ("torch", "torch.distributed", "torch._dynamo", "samestep.train.run")
 GRACE_SECONDS = 2.0
 MAX_FDS = 64
 

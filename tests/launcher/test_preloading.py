@@ -1,0 +1,42 @@
+"""What the workers' parent imports: all that a first step needs, once, and nothing heavy that it does not."""
+
+import json
+import subprocess
+import sys
+
+FIRST_STEP = """
+import importlib, json, sys
+from samestep.launcher.zygote import PRELOADED
+for name in PRELOADED:
+    importlib.import_module(name)
+before = set(sys.modules)
+import torch, samestep
+run = samestep.Run(global_batch_size=8, seed=0)
+model = torch.nn.Linear(3, 1)
+step = run.train_step(model, {optimizer}, lambda m, b: m(b).mean())
+for batch in run.loader(torch.rand(8, 3), shuffle=True):
+    step(batch)
+print(json.dumps([sorted(before), sorted(set(sys.modules) - before)]))
+"""
+HEAVY = {"matplotlib", "tensorboard", "sklearn", "scipy", "pandas", "transformers", "PIL", "IPython", "rich", "typer"}
+
+
+def modules_of_a_first_step(optimizer):
+    program = FIRST_STEP.format(optimizer=optimizer)
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=200, check=True)
+    return json.loads(run.stdout.splitlines()[-1])
+
+
+def test_after_the_fork_a_first_step_imports_next_to_nothing():
+    preloaded, later = modules_of_a_first_step("torch.optim.AdamW(model.parameters())")
+    assert not HEAVY & {name.partition(".")[0] for name in [*preloaded, *later]}
+    assert [name for name in later if name.partition(".")[0] not in ("samestep", "torch")] == []
+    assert len([name for name in later if name.startswith("torch")]) < 5
+
+
+def test_twin_without_torch_dynamo_every_worker_would_import_it(monkeypatch):
+    shorter = FIRST_STEP.replace("PRELOADED:", '[n for n in PRELOADED if n != "torch._dynamo"]:')
+    monkeypatch.setitem(globals(), "FIRST_STEP", shorter)
+    _, later = modules_of_a_first_step("torch.optim.SGD(model.parameters(), lr=0.1)")
+    assert "torch._dynamo" in later
+    assert len(later) > 100
