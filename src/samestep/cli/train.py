@@ -24,7 +24,9 @@ def train(
     recipe: Annotated[
         str | None, typer.Argument(help=f"What to train: {', '.join(NAMES)}.", show_default=False)
     ] = None,
-    data: Annotated[str | None, typer.Option(help="A data file, or a dataset by name (mnist, fashion-mnist).")] = None,
+    data: Annotated[
+        str | None, typer.Option(help="A dataset by name (digits, mnist, fashion-mnist), or the file of mlp or gpt.")
+    ] = None,
     data_dir: Annotated[
         str | None, typer.Option(help="A folder with the dataset's files; nothing is downloaded.")
     ] = None,
