@@ -37,6 +37,7 @@ bench: $(READY)
 	$(BIN)/python benchmarks/bench.py
 	$(BIN)/python benchmarks/startup.py
 	$(BIN)/python benchmarks/growth.py
+	$(BIN)/python benchmarks/invariance.py --json benchmarks/results/invariance.json
 	$(BIN)/python benchmarks/page.py
 
 # Does all of it run? One round of a few steps with what is installed; its figures mean nothing and are thrown away.

@@ -41,6 +41,11 @@ GROWTH = """## How the cost grows
 With the number of shards on one device of one thread, and with the number of CPU workers at the default of eight
 shards, {cores}. {rounds}, in turns.
 """
+INVARIANCE = """## What the number of processes changes
+
+LeNet on 1,000 scanned digits, global batch 256, two epochs, shuffled: the parameters at the end, against those of the
+same tool with one process. Then one step on one batch, and the samples that count in an evaluation.
+"""
 LOADER = """The loader over virtual datasets of so many samples, shuffled; samples are computed from their ids.
 """
 
@@ -52,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--results", type=Path, default=root / "results", metavar="FOLDER")
     parser.add_argument("--docs", type=Path, default=root.parent / "docs", metavar="FOLDER")
     options = parser.parse_args(arguments)
-    results = {name: read(options.results / f"{name}.json") for name in ("steps", "startup", "growth")}
+    results = {name: read(options.results / f"{name}.json") for name in ("steps", "startup", "growth", "invariance")}
     if results["steps"]:
         draw(results["steps"], options.docs / PICTURE)
     (options.docs / "benchmarks.md").write_text(page(results), encoding="utf-8")
@@ -80,6 +85,9 @@ def page(results: Mapping[str, Mapping[str, Any]]) -> str:
     if growth := results.get("growth"):
         cores = f"{growth['facts']['cores']} cores"
         parts += [GROWTH.format(cores=cores, rounds=rounds_of(growth["rounds"]).capitalize()), *growth_parts(growth)]
+    if invariance := results.get("invariance"):
+        measured_parts = [part for part in ("images", "masked", "batchnorm", "scored") if part in invariance]
+        parts += [INVARIANCE, *(invariance_rows(part, invariance[part]) for part in measured_parts)]
     if verdicts := [verdict for found in results.values() for verdict in found.get("targets", [])]:
         parts += ["## Targets\n", target_rows(verdicts)]
     return "\n".join(parts)
@@ -161,6 +169,41 @@ def target_rows(verdicts: Sequence[Mapping[str, Any]]) -> str:
         bound = "" if most is None else f"≤ {most:.2f}"
         rows.append([verdict["workload"], verdict["text"], against, bound, f"{found['median']:.2f}", span, reached])
     return markdown(["", "ratio", "against", "target", "measured", "least to greatest", ""], rows)
+
+
+def invariance_rows(part: str, rows: Sequence[Mapping[str, Any]]) -> str:
+    """One part of the invariance benchmark: a row a tool, a column for each number of processes above one."""
+    title, say = {
+        "images": ("two epochs of LeNet", _change),
+        "masked": ("gradient of a masked loss", _gradient),
+        "batchnorm": ("gradient with BatchNorm", _gradient),
+        "scored": ("samples of a test set that are scored", _score),
+    }[part]
+    counts = sorted({row["processes"] for row in rows} - {1})
+    said = {(row["tool"], row["processes"]): say(row) for row in rows}
+    tools = dict.fromkeys(row["tool"] for row in rows)
+    body = [[BY_NAME[tool].title, *(said.get((tool, count), "") for count in counts)] for tool in tools]
+    return markdown([title, *(f"1 → {count} processes" for count in counts)], body)
+
+
+def _change(row: Mapping[str, Any]) -> str:
+    """`1,024 samples an epoch, 24 of them twice; the same samples in no step; parameters differ by up to 0.0049`."""
+    said = [f"{row['samples']:,} samples an epoch" + (f", {row['twice']} of them twice" if row["twice"] else "")]
+    same, steps = row["same_samples"], row["steps"]
+    share = "no step" if same == 0 else "every step" if same == steps else f"{same} of {steps} steps"
+    said.append(f"the same samples in {share}")
+    said.append("the same bits" if row["same_bits"] else f"parameters differ by up to {row['parameters']:.2g}")
+    return "; ".join(said)
+
+
+def _gradient(row: Mapping[str, Any]) -> str:
+    """`differs by 2.7 %`, of its norm."""
+    return "the same bits" if row["same_bits"] else f"differs by {100 * row['update']:.2g} %"
+
+
+def _score(row: Mapping[str, Any]) -> str:
+    """`1,004 of 1,003`."""
+    return f"{row['scored']:,} of {row['samples']:,}"
 
 
 def rounds_of(count: int) -> str:

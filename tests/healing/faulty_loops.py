@@ -1,6 +1,7 @@
 """Training loops of one's own in which things go wrong as told: `faulty_loops.py JSON`.
 
-JSON holds "kind" (one of `KINDS`), "folder" and "faults", as in `faulty_training`.
+JSON holds "kind" (one of `KINDS`, or "slow", which waits for a third worker), "folder" and "faults", as in
+`faulty_training`.
 """
 
 import json
@@ -65,7 +66,7 @@ OPTIONS = {
     "counts": {"counts_fn": lambda batch: torch.tensor(float(len(batch[1])))},
     "16-mixed": {"precision": "16-mixed", "max_grad_norm": 0.5},
 }
-KINDS = (*LOADERS, *OPTIONS, "plain", "scheduler", "gan", "checkpoints", "slow")
+KINDS = (*LOADERS, *OPTIONS, "plain", "scheduler", "gan", "checkpoints")
 
 
 def train(run, kind, faults, folder):

@@ -95,7 +95,7 @@ class Faults:
 
 
 def striking(faults, real):
-    """The exchange of a transport, before and after which things go wrong."""
+    """An exchange or a gather of a transport, before and after which things go wrong."""
 
     def exchange(self, *args):
         faults.strike("exchange")
@@ -112,7 +112,7 @@ def put_in_place(faults, model, optimizer):
     model[-1].register_full_backward_pre_hook(lambda *_: faults.strike("backward"))
     optimizer.register_step_pre_hook(lambda *_: faults.strike("update"))
     for kind in (GroupTransport, SharedTransport):
-        kind.exchange = striking(faults, kind.exchange)
+        kind.exchange, kind.gather = striking(faults, kind.exchange), striking(faults, kind.gather)
     real_fill, real_merge = checkpoint_module._fill, BufferMerge.exchange
     real_hand_out, real_barrier = opening_module.hand_out, Communicator.barrier
     real_write = recorder_module.write_json

@@ -202,3 +202,54 @@ def test_a_request_during_an_evaluation_stops_what_is_left_and_a_complete_run_ha
     assert said in stdout + stderr
     lines = (starter.folder / "run" / "ledger.jsonl").read_text().splitlines()
     assert json.loads(lines[-1])["event"] == last
+
+
+OWN_LOOP = """
+import time
+import torch
+from torch import nn
+from torch.nn import functional
+import samestep
+
+run = samestep.Run(global_batch_size=4, num_shards=2, seed=1)
+x = torch.randn(8, 4)
+model = nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+step = run.train_step(model, optimizer, lambda model, batch: functional.mse_loss(model(batch[0]), batch[1]))
+loader = run.loader((x, x.sum(1, keepdim=True)))
+while not run.stopping:
+    for batch in loader:
+        step(batch)
+        time.sleep(0.01)
+        open("up-" + str(run.rank), "w").close()
+        if run.stopping:
+            run.save_checkpoint("kept", step, loader)
+            break
+open(f"left-{run.rank}-after-{step.num_steps}", "w").close()
+"""
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_loop_of_one_s_own_that_asks_is_told_and_leaves_after_its_step(starter, num_ranks):
+    starter.script("own_loop.py", OWN_LOOP)
+    process = starter.start("--no-adopt", "--devices", f"cpu:{num_ranks}", "own_loop.py")
+    wait_until_up(starter, num_ranks)
+    process.send_signal(signal.SIGTERM)
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert stderr == "samestep: stopping after this step; once more to end at once\n"
+    left = sorted(path.name.split("-after-") for path in starter.folder.glob("left-*"))
+    assert [name for name, _ in left] == [f"left-{rank}" for rank in range(num_ranks)]
+    assert len({step for _, step in left}) == 1
+    assert len(list((starter.folder / "kept").glob("step-*"))) == 1
+
+
+def test_without_a_supervisor_a_loop_of_one_s_own_is_told_too_and_ends_as_it_likes(starter):
+    starter.script("own_loop.py", OWN_LOOP)
+    process = starter.start_program("own_loop.py")
+    wait_until_up(starter, 1)
+    process.send_signal(signal.SIGTERM)
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert stderr == "samestep: stopping after this step; once more to end at once\n"
+    assert len(list((starter.folder / "kept").glob("step-*"))) == 1

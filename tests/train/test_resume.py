@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 from worlds import in_turns
 
 from samestep.data.loader import Loader
-from samestep.train import epoch, state, trainer
+from samestep.train import epoch, progress, state
 from samestep.train.digest import state_digest
 from samestep.train.run import Run
 
@@ -322,7 +322,7 @@ TWINS = {
         lambda model, tensors: model.load_state_dict({n: t for n, t in tensors.items() if n != "calls"}, strict=False),
     ),
     "step and loss scale": ("16-mixed", 4, state.TrainStep, "load_state_dict", nothing),
-    "history": ("plain", 4, trainer, "EpochSoFar", lambda **fields: epoch.EpochSoFar()),
+    "history": ("plain", 4, progress, "EpochSoFar", lambda **fields: epoch.EpochSoFar()),
 }
 
 

@@ -220,7 +220,10 @@ class TrainStep:
                 return value
             if value.renew is None:
                 raise DataError("a batch of another run's loader; use the loader of this run")
-            return value.renew()
+            before = team.pulse.enter("data")  # who hangs while it fetches the shards of the lost waits for nobody
+            renewed = value.renew()
+            team.pulse.enter(before)
+            return renewed
         compare = team.world_size > 1
         device = team.communicator.device
         batch = split_batch(value, team.num_shards, team.mine, device, compare, team.version)

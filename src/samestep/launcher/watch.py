@@ -365,7 +365,9 @@ class Watch:
 
     def _is_complete(self) -> bool:
         """Whether all did what they had to do to the end, although they were asked to stop after their step."""
-        return self._phase == "finishing" and all(self.workers.finished(worker) for worker in self.workers.members)
+        workers = self.workers
+        ended_well = all(workers.finished(worker) and not workers.left_early(worker) for worker in workers.members)
+        return self._phase == "finishing" and ended_well
 
 
 def make_event(event: str, **fields: Any) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from samestep.comm.board import HEALS, READY_TO_JOIN, Beat, Board, View
+from samestep.comm.board import HEALS, LEAVES_EARLY, READY_TO_JOIN, Beat, Board, View
 from samestep.comm.channel import Event, EventParser
 from samestep.launcher.assignment import Assignment
 from samestep.launcher.failure import Casualty
@@ -106,6 +106,10 @@ class Workers:
     def finished(self, worker: Worker) -> bool:
         """Whether a worker ended well, after all it had to do."""
         return worker.ended and worker.code == 0 and self.beat(worker).phase == "end"
+
+    def left_early(self, worker: Worker) -> bool:
+        """Whether a worker's program was told that it is time to leave."""
+        return bool(self.beat(worker).flags & LEAVES_EARLY)
 
     def rank(self, worker: Worker) -> int:
         """Its rank in the view in force; the one that it was started with if it is in none."""

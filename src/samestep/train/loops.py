@@ -59,14 +59,17 @@ def save(
                 f"{folder} holds checkpoints of another run; go on from them by run.load_checkpoint, or choose another "
                 "folder"
             )
+        before = team.pulse.enter("checkpoint")
         state = capture(step, values)
         snapshot = Snapshot(number, to_host_copy(state.files), state.facts)
-        return write_checkpoint(folder, snapshot, keep, replace=True).name
+        name = write_checkpoint(folder, snapshot, keep, replace=True).name
+        team.pulse.enter(before)
+        return name
 
     def attempt() -> str:
         return share_text(team.communicator, on_main(team.communicator, write) or "")
 
-    before = team.pulse.enter("checkpoint")
+    before = team.pulse.enter("exchange")  # who waits for the one that writes is not silent for want of life
     try:
         return folder / team.perform(attempt)
     finally:

@@ -2,6 +2,7 @@
 
 import atexit
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from samestep.comm.board import Board
+from samestep.comm.board import LEAVES_EARLY, Board
 from samestep.comm.communicator import Communicator, make_communicator
 from samestep.comm.environment import Environment, chosen_profile, read_environment
 from samestep.comm.group import meeting_of
@@ -31,6 +32,7 @@ from samestep.train.process import make_deterministic, own_device
 from samestep.train.profile.keeping import keep_profile
 from samestep.train.resume import check_contract_kept
 from samestep.train.state import generator_states, restore_generators
+from samestep.train.stopping import stopping_on_request
 
 DEFAULT_TIMEOUT_SECONDS = 600.0
 MAX_TIMEOUT_SECONDS = 366 * 86_400.0
@@ -119,6 +121,8 @@ class Run:
         kept = profile or chosen_profile()
         if kept:
             keep_profile(pulse, Path(kept), environment, self.device, {"num_shards": count})
+        self._until_end = ExitStack()
+        self._leaves_by_itself = False
         self._num_streams = 0
         self._folders: set[Path] = set()  # of checkpoints that are this run's
         seed_process(seed)
@@ -137,9 +141,16 @@ class Run:
     def stopping(self) -> bool:
         """Whether the run was asked to stop (Ctrl-C, SIGTERM): true on all ranks after the same step.
 
-        A loop of your own saves its state and leaves when it is; `Trainer` does so by itself.
+        A loop of your own asks after each step, saves its state and leaves when it is so; `Trainer` does by itself.
+        From the first time that a program asks, the first request no longer ends it; the second does.
         """
-        return self.team.stop != 0
+        if not self._leaves_by_itself:
+            self._leaves_by_itself = True
+            self._until_end.enter_context(stopping_on_request(self.team))
+        if self.team.stop == 0:
+            return False
+        self.team.pulse.set_flags(self.team.pulse.flags | LEAVES_EARLY)
+        return True
 
     @property
     def rank(self) -> int:

@@ -253,7 +253,7 @@ class Trainer:
         notes.note_losses(self._progress.epoch)
         if notes.recorder is not None:
             notes.recorder.poll()
-        if self.run.stopping:
+        if self.run.team.stop:
             self._stop(loader)
         if notes.is_checkpoint_due():
             self._checkpoint(loader)
