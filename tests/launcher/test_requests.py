@@ -87,6 +87,9 @@ def test_a_death_while_the_step_is_finished_is_healed(tmp_path, capfd):
         if member.slot == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         member.work_until(is_down_to(2))
+        for _ in range(30):  # the supervisor looks 20 times a second
+            member.do(member.pulse.step + 1)
+            time.sleep(0.01)
         member.touch(f"finished-{member.slot}")
         sys.exit(128 + member.board.stop)
 
