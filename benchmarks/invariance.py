@@ -168,7 +168,7 @@ def observe(part: str, tool: str, num_processes: int, data: Path, folder: Path) 
     arguments = [f"{BY_NAME[tool].script}:{part}", "--data", str(data), "--warm-up", str(num_steps)]
     with tempfile.TemporaryDirectory(dir=folder) as own:
         name = run_once(Contestant(entrant, num_processes, Path(own), arguments))
-        records = [torch.load(path) for path in Path(own).glob("record-*.pt")]
+        records = [torch.load(path, weights_only=True) for path in Path(own).glob("record-*.pt")]
     first = records[0]
     if len(records) != num_processes or any(not torch.equal(record["after"], first["after"]) for record in records):
         raise EntrantError(f"{name}: {len(records)} records, which do not all end with the same parameters")

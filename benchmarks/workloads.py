@@ -90,7 +90,7 @@ def task(add_options: Callable[[argparse.ArgumentParser], object] | None = None)
     options = parser.parse_args()
     workload = WORKLOADS[options.workload]
     # Read by mapping: the processes of all entrants share one copy.
-    inputs, targets = torch.load(options.data, mmap=True) if options.data else workload.data()
+    inputs, targets = torch.load(options.data, mmap=True, weights_only=True) if options.data else workload.data()
     torch.manual_seed(SEED)
     return Task(workload, options.processes, inputs, targets, options.gate, options.warm_up, options)
 

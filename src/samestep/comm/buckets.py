@@ -77,8 +77,13 @@ def dense_strides(tensor: Tensor) -> tuple[int, ...]:
     dense = not order or (order[0][0] == 1 and all(a[0] * a[1] == b[0] for a, b in pairwise(order)))
     if dense:
         return tensor.stride()
+    return packed_strides(tensor.shape)
+
+
+def packed_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a new tensor of this shape."""
     strides, step = [], 1
-    for size in reversed(tensor.shape):
+    for size in reversed(shape):
         strides.append(step)
         step *= max(size, 1)
     return tuple(reversed(strides))

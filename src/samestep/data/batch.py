@@ -1,7 +1,7 @@
 """The batch: this rank's shards of one global batch, on its device."""
 
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from samestep.comm.buckets import packed_strides
 from samestep.data.nested import leaves, map_tensors, num_samples, take_rows
 from samestep.devices.transfer import to_device
 from samestep.plan.shards import shard_bounds
@@ -104,7 +105,7 @@ def _aligned(tensor: Tensor) -> Tensor:
     """
     border = memory_border(tensor.device)
     strides = tensor.stride()
-    dense = strides == _packed_strides(tensor.shape)
+    dense = strides == packed_strides(tensor.shape)
     dense = dense or strides == torch.empty_like(tensor, device="meta").stride()
     return tensor if dense and tensor.data_ptr() % border == 0 else tensor.clone()
 
@@ -112,15 +113,6 @@ def _aligned(tensor: Tensor) -> Tensor:
 def memory_border(device: torch.device) -> int:
     """Where torch's allocator lets tensors begin: at multiples of this many bytes."""
     return 64 if device.type == "cpu" else 256
-
-
-def _packed_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """The strides of a new tensor of this shape."""
-    strides, step = [], 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(strides))
 
 
 def checksum(value: Any) -> int:

@@ -175,21 +175,24 @@ class Loader:
                 shards = {
                     shard: settle(dataset.gather(torch.from_numpy(some)), self._device) for shard, some in ids.items()
                 }
-                yield self._batch(place, self._transformed(dataset, shards, ids))
+                yield self._batch(place, self._transformed(dataset, place, shards, ids))
             return
         rows = RowGather(dataset, self._device)
         while group := list(islice(plan, rows.num_batches(self._most_rows()))):
             values = rows.gather([some for _, ids in group for some in ids.values()])
             for place, ids in group:
-                yield self._batch(place, self._transformed(dataset, {shard: next(values) for shard in ids}, ids))
+                shards = {shard: next(values) for shard in ids}
+                yield self._batch(place, self._transformed(dataset, place, shards, ids))
 
-    def _transformed(self, dataset: InMemory, shards: dict[int, Any], ids: dict[int, np.ndarray]) -> dict[int, Any]:
+    def _transformed(
+        self, dataset: InMemory, place: _Place, shards: dict[int, Any], ids: dict[int, np.ndarray]
+    ) -> dict[int, Any]:
         """The shards of one batch, transformed; what a transform draws is seeded by (seed, epoch, shard's first id)."""
         if dataset.transform is None:
             return shards
         done = {}
         for shard, value in shards.items():
-            self._generators.seed(derive_seed(self.seed, SHARD_STREAM, self.cursor.epoch, int(ids[shard][0])))
+            self._generators.seed(derive_seed(self.seed, SHARD_STREAM, place[0], int(ids[shard][0])))
             done[shard] = dataset.transform(value)
         return done
 

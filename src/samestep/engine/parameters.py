@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from samestep.comm.buckets import aligned_zeros, dense_strides
 from samestep.comm.communicator import Communicator
-from samestep.data.batch import tensor_checksum
+from samestep.data.batch import memory_border, tensor_checksum
 from samestep.errors import DeterminismError, UsageError
 
 UNINITIALIZED = (UninitializedParameter, UninitializedBuffer)
@@ -61,7 +61,7 @@ def settle_model(model: nn.Module, device: torch.device) -> None:
         if not isinstance(tensor, UNINITIALIZED):
             key = tensor.untyped_storage().data_ptr()
             shared[key] = shared.get(key, 0) + 1
-    border = 64 if device.type == "cpu" else 256
+    border = memory_border(device)
     for tensor in chain(model.parameters(), model.buffers()):
         if isinstance(tensor, UNINITIALIZED) or tensor.data_ptr() % border == 0:
             continue

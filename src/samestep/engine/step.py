@@ -27,7 +27,7 @@ from samestep.comm.communicator import Communicator
 from samestep.comm.team import Team
 from samestep.data.batch import Batch, split_batch
 from samestep.engine.buffers import BufferMerge, refuse_sync_batchnorm
-from samestep.engine.compiled import compile_loss
+from samestep.engine.compiled import compile_loss, fix_shapes
 from samestep.engine.counts import GlobalCounts
 from samestep.engine.gradients import GradientSum
 from samestep.engine.guard import ModelGuard
@@ -109,8 +109,8 @@ class TrainStep:
 
         refuse_sync_batchnorm(model)
         device = team.communicator.device
-        if team.communicator.reduction == "ordered":
-            _compile_for_fixed_shapes()
+        if team.communicator.reduction == "ordered" and "torch._dynamo" in sys.modules:  # the optimizer imported it
+            fix_shapes()
         settle_model(model, device)
         team.perform(lambda: check_same_model(model, team.communicator))
         self._late = _can_check_late(device, self.optimizers) if late_check is None else late_check
@@ -501,13 +501,6 @@ class TrainStep:
             self._overlap,
             self.team.pulse.recording,
         )
-
-
-def _compile_for_fixed_shapes() -> None:
-    """Keeps torch.compile from going over to dynamic shapes at the second size that it meets: a rank may meet one."""
-    if "torch._dynamo" in sys.modules:  # building an optimizer has imported it
-        torch._dynamo.config.automatic_dynamic_shapes = False
-        torch._dynamo.config.assume_static_by_default = True
 
 
 def _divisor(count: Any) -> Any:
