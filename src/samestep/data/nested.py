@@ -24,12 +24,12 @@ def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
     """Applies a function to every tensor in nested mappings, lists and tuples."""
     if isinstance(value, Tensor):
         return function(value)
-    if isinstance(value, Mapping):
-        return _with_entries(value, {key: map_tensors(function, entry) for key, entry in value.items()})
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(map_tensors(function, entry) for entry in value))
     if isinstance(value, list | tuple):
         return type(value)([map_tensors(function, entry) for entry in value])
+    if isinstance(value, Mapping):
+        return _with_entries(value, {key: map_tensors(function, entry) for key, entry in value.items()})
     return value
 
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from samestep.data.batch import memory_border, settle
 from samestep.data.nested import leaves, map_tensors
@@ -46,19 +45,21 @@ class RowGather:
         Args:
             parts: 1-d int64 arrays, none of them empty.
         """
-        starts, total = [], 0
-        for ids in parts:
-            starts.append(total)
-            total += -(-len(ids) // self._step) * self._step
         if not parts:
             return
-        rows = np.full(total, parts[0][0], dtype=np.int64)
-        for start, ids in zip(starts, parts, strict=True):
+        lengths: list[int] = []  # of each part, and of what is between it and the next
+        for ids in parts:
+            lengths += (len(ids), -len(ids) % self._step)
+        rows = np.full(sum(lengths), parts[0][0], dtype=np.int64)
+        start = 0
+        for ids, spare in zip(parts, lengths[1::2], strict=True):
             rows[start : start + len(ids)] = ids
+            start += len(ids) + spare
         everything = settle(self._dataset.gather(torch.from_numpy(rows)), self._device)
-        for start, ids in zip(starts, parts, strict=True):
-
-            def take(tensor: Tensor, start: int = start, count: int = len(ids)) -> Tensor:
-                return tensor.narrow(0, start, count)
-
-            yield map_tensors(take, everything)
+        # Pieces of one memory, and yet no views of each other: who writes to one must not be told of the others.
+        pieces = [iter(leaf.unsafe_split_with_sizes(lengths)) for leaf in leaves(everything)]
+        for _ in parts:
+            here = iter([next(piece) for piece in pieces])
+            for piece in pieces:
+                next(piece)
+            yield map_tensors(lambda _: next(here), everything)  # noqa: B023 - called before the next round begins

@@ -117,6 +117,7 @@ class GradientSum:
 
     Attributes:
         parameters: the trainable ones.
+        inputs: the same, as autograd wants them.
         used: for each whether a shard of this rank used it.
         flats: after `finish` the sums over all shards, a flat tensor a bucket.
     """
@@ -132,6 +133,7 @@ class GradientSum:
     ) -> None:
         self._recording = recording
         self.parameters = list(parameters)
+        self.inputs = tuple(self.parameters)
         self._names = list(names)
         self._communicator = communicator
         buckets = make_buckets(self.parameters, bucket_bytes, communicator.world_size)
@@ -157,10 +159,14 @@ class GradientSum:
         weakref.finalize(self, _remove, self._hooks)
 
     @property
+    def buckets(self) -> list[Bucket]:
+        """How the gradients lie in `flats`."""
+        return [bucket_sum.bucket for bucket_sum in self._sums]
+
+    @property
     def bucket_bytes(self) -> list[int]:
         """What the gradient of one shard takes, by bucket."""
-        buckets = [bucket_sum.bucket for bucket_sum in self._sums]
-        return [bucket.numel * bucket.dtype.itemsize for bucket in buckets]
+        return [bucket.numel * bucket.dtype.itemsize for bucket in self.buckets]
 
     def begin(self, blocks_by_rank: Sequence[Sequence[Block]]) -> None:
         """Starts a step.

@@ -144,7 +144,7 @@ class ShardRunner:
                     "the loss does not depend on any trainable parameter: check detach(), no_grad, requires_grad"
                 )
             pulse.enter("backward")
-            torch.autograd.backward(loss.value, self._seed_of(loss, is_only), inputs=self.gradients.parameters)
+            differentiate(loss.value, self._seed_of(loss, is_only), self.gradients.inputs)
         except RuntimeError as error:
             explained = explain_nondeterminism(error, self._model, lambda: forward().value)
             if explained is None:
@@ -165,14 +165,9 @@ class ShardRunner:
             return nullcontext()
         return autocast(self._device, self._dtype)
 
-    def _seed_of(self, loss: ShardLoss, is_only: bool) -> Tensor | None:
-        """The gradient that the backward begins with: what makes a sum of the value, or the mean, and the scale.
-
-        None is one.
-        """
+    def _seed_of(self, loss: ShardLoss, is_only: bool) -> Tensor:
+        """The gradient that the backward begins with: what makes a sum of the value, or the mean, and the scale."""
         weight = quotient(loss.weight, loss.count) if is_only and self.counts is None else loss.weight
-        if not self._scale.enabled and not isinstance(weight, Tensor) and weight == 1:
-            return None
         dtype = loss.value.dtype
         if isinstance(weight, Tensor):
             return self._scale.apply(weight.to(dtype))
@@ -181,3 +176,22 @@ class ShardRunner:
                 self._seeds.clear()
             self._seeds[weight, dtype] = torch.full((), weight, dtype=dtype, device=self._device)
         return self._scale.apply(self._seeds[weight, dtype])
+
+
+def differentiate(value: Tensor, seed: Tensor, inputs: tuple[Tensor, ...]) -> None:
+    """Leaves the gradients of a 0-d value in the `.grad` of some leaves.
+
+    It is `torch.autograd.backward(value, seed, inputs=inputs)` without the checks of its arguments, which take a sixth
+    of the whole in a model of three layers; who has replaced that function is called.
+
+    Args:
+        value: to be differentiated.
+        seed: the gradient that it begins with, of the same dtype and device.
+        inputs: the leaves.
+    """
+    is_replaced = getattr(torch.autograd.backward, "__globals__", None) is not vars(torch.autograd)
+    if is_replaced or type(value) is not Tensor:
+        torch.autograd.backward(value, seed, inputs=inputs)
+        return
+    run = torch.autograd.graph._engine_run_backward
+    run((value,), (seed,), False, False, inputs, allow_unreachable=True, accumulate_grad=True)

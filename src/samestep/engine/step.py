@@ -46,6 +46,7 @@ from samestep.engine.result import StepResult
 from samestep.engine.rows import DeviceRows, HostRows, is_finite, quotient
 from samestep.engine.settings import settings_of
 from samestep.engine.shards import ShardRunner
+from samestep.engine.update import FlatUpdate
 from samestep.errors import (
     DataError,
     DeterminismError,
@@ -126,6 +127,7 @@ class TrainStep:
         self._version = -1
         self._buffers: BufferMerge
         self._gradients: GradientSum
+        self._flat_update: FlatUpdate | None
         self.compile = compile
         run_loss = compile_loss(loss_fn) if compile else loss_fn
         self.runner = ShardRunner(team, seed, stream, model, run_loss, dtype, self._scale, self._rows)
@@ -348,7 +350,7 @@ class TrainStep:
         else:
             sums = [total, count, norm, float(not ok), float(poisoned)]
         result = self._make_result(batch, self._rows.scalars(sums, num_leaves))
-        self._apply(ok, result)
+        self._apply(ok, used, result)
         return result
 
     def _clip(self, norm: Any, ok: Any) -> None:
@@ -375,13 +377,13 @@ class TrainStep:
         self._scale.update(finite_gradient ^ True, self._poisoned ^ True)
         return ok, first
 
-    def _apply(self, ok: Tensor, result: StepResult) -> None:
+    def _apply(self, ok: Tensor, used: list[bool], result: StepResult) -> None:
         """Runs the optimizers, merges the buffers, and moves the step counter last."""
         if self._late:
             found_inf = (~ok).to(torch.float32)
             for optimizer in self.optimizers:
                 optimizer.found_inf = found_inf  # type: ignore[attr-defined]
-            self._step_optimizers()
+            self._step_optimizers(used)
             for optimizer in self.optimizers:
                 del optimizer.found_inf  # type: ignore[attr-defined]
             self._buffers.write(ok)
@@ -389,21 +391,27 @@ class TrainStep:
         else:
             self._read(result, None)
             if ok:
-                self._step_optimizers()
+                self._step_optimizers(used)
                 self._buffers.write(None)
         if self.scheduler is not None:
             self.scheduler.step()
         self.num_steps += 1
 
-    def _step_optimizers(self) -> None:
+    def _step_optimizers(self, used: list[bool]) -> None:
         """The update.
+
+        Args:
+            used: for each trainable parameter whether it has a gradient.
 
         Raises:
             OutOfMemoryError: it did not fit, and the model may be half updated.
         """
         for optimizer in self.optimizers:
             try:
-                optimizer.step()
+                if self._flat_update is None:
+                    optimizer.step()
+                else:
+                    self._flat_update.step(self._gradients.flats, used)
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error):
                     raise
@@ -500,6 +508,10 @@ class TrainStep:
             self._bucket_bytes,
             self._overlap,
             self.team.pulse.recording,
+        )
+        alone = len(self.optimizers) == 1 and not self._late
+        self._flat_update = (
+            FlatUpdate(self.optimizers[0], self._gradients.parameters, self._gradients.buckets) if alone else None
         )
 
 
