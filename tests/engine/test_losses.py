@@ -113,3 +113,26 @@ def test_a_loss_that_was_refused_leaves_the_parameters_as_they_were():
     same, num_steps, loss = in_turns(1, program)[0]
     assert (same, num_steps) == (True, 0)
     assert loss == in_turns(1, lambda c: step_once(c, linear))[0][1].loss
+
+
+def test_who_has_replaced_torchs_backward_is_called(monkeypatch):
+    real, calls = torch.autograd.backward, []
+
+    def counting(*args, **kwargs):
+        calls.append(1)
+        return real(*args, **kwargs)
+
+    plain = in_turns(1, lambda c: step_once(c, linear))[0][0]
+    monkeypatch.setattr(torch.autograd, "backward", counting)
+    counted = in_turns(1, lambda c: step_once(c, linear))[0][0]
+    assert len(calls) == 4
+    assert torch.equal(plain.weight, counted.weight)
+
+
+def test_a_loss_of_a_subclass_of_tensor_is_differentiated_its_own_way():
+    class Tagged(torch.Tensor):
+        pass
+
+    plain = in_turns(1, lambda c: step_once(c, linear))[0][0]
+    tagged = in_turns(1, lambda c: step_once(c, linear, lambda m, b: mean_squared(m, b).as_subclass(Tagged)))[0][0]
+    assert torch.equal(plain.weight, tagged.weight)
