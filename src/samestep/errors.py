@@ -12,7 +12,7 @@ SamestepError                 exit code 1
 ├── RunFolderError (OSError)  a run folder that cannot be written
 ├── CheckpointError (ValueError)  a checkpoint that is damaged, or does not fit what it is loaded into
 ├── ContractError (ValueError)  a run that would go on under another contract
-├── OutOfMemoryError          a shard that does not fit in the device's memory
+├── OutOfMemoryError          a shard or a cached dataset that does not fit in the device's memory
 └── WorkerError               a worker process that failed
 
 A message says what was got, what is needed and which option mends it.
@@ -76,7 +76,7 @@ class ContractError(SamestepError, ValueError):
 
 
 class OutOfMemoryError(SamestepError):
-    """A shard does not fit in the device's memory; the message says which `num_shards` does, as measured."""
+    """A shard, or a cached dataset, does not fit in the device's memory; of shards it says how many do, as measured."""
 
 
 class WorkerError(SamestepError):

@@ -15,9 +15,10 @@ from worlds import in_turns
 
 from samestep.data import fetch as fetch_module
 from samestep.data import loader as loader_module
+from samestep.data.cache import check_fits
 from samestep.data.fetch import SeededSamples
 from samestep.data.randomness import Generators
-from samestep.errors import DataError, UsageError
+from samestep.errors import DataError, OutOfMemoryError, UsageError
 from samestep.plan.shards import shard_bounds
 from samestep.train.run import Run
 
@@ -432,3 +433,11 @@ def test_a_dataset_kept_on_the_device_gives_the_same_batches():
 def test_a_cache_that_cannot_be_is_refused(data, cache, message):
     with pytest.raises(UsageError, match=message):
         in_turns(1, lambda c: Run(4, communicator=c).loader(data, cache=cache))
+
+
+def test_a_cached_dataset_that_does_not_fit_is_refused_with_the_numbers():
+    gpu = torch.device("cuda", 0)
+    check_fits(2**30, 2**30, gpu)
+    check_fits(2**60, None, gpu)
+    with pytest.raises(OutOfMemoryError, match=r"takes 1\.5 GiB of cuda:0, where 1 GiB are free: leave cache out"):
+        check_fits(3 * 2**29, 2**30, gpu)

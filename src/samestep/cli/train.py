@@ -49,6 +49,9 @@ def train(
     compile: Annotated[
         bool | None, typer.Option("--compile/--no-compile", help="Run forward and loss through torch.compile.")
     ] = None,
+    cuda_graphs: Annotated[
+        bool | None, typer.Option("--cuda-graphs/--no-cuda-graphs", help="Replay shards as CUDA graphs, on GPUs.")
+    ] = None,
     reduction: Annotated[
         str | None, typer.Option(help="ordered (the default: same bits on any devices) or native.")
     ] = None,
@@ -121,6 +124,7 @@ def train(
         "max_grad_norm": max_grad_norm,
         "precision": precision,
         "compile": compile,
+        "cuda_graphs": cuda_graphs,
         "reduction": reduction,
         "num_workers": num_workers,
         "num_threads": threads,
@@ -197,6 +201,10 @@ def _train_by_workers(
 
     num_shards = check_num_shards(job.get("num_shards"), job.get("global_batch_size"))
     selection = select("auto" if devices is None else devices)
+    if job.get("cuda_graphs") and selection.kind != "cuda":
+        raise UsageError(
+            f"got --cuda-graphs on {selection.kind}: only CUDA devices have graphs; leave it out (--no-cuda-graphs)"
+        )
     num_active = selection.count - job.get("spares", 0)
     if num_active < 1:
         raise UsageError(f"got --spares {job['spares']} of {selection.count} devices; one at least must work")

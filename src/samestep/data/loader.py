@@ -17,11 +17,11 @@ from torch.utils.data import IterableDataset, TensorDataset
 from samestep.comm.team import Team
 from samestep.data.ahead import fetch_ahead
 from samestep.data.batch import Batch, settle
+from samestep.data.cache import cached
 from samestep.data.fetch import SHARD_STREAM, ShardIds, StreamReader, collate, fetch_shards
 from samestep.data.randomness import Generators
 from samestep.data.rows import RowGather
 from samestep.data.tensors import InMemory, TensorData
-from samestep.devices.transfer import to_device
 from samestep.errors import DataError, UsageError
 from samestep.plan.cursor import Cursor, batch_length, num_batches
 from samestep.plan.order import permute
@@ -56,7 +56,7 @@ class Loader:
     ) -> None:
         if num_workers < 0:
             raise UsageError(f"got num_workers={num_workers}; it must be 0 or more (--num-workers)")
-        self.dataset = _cached(as_dataset(dataset), cache, device)
+        self.dataset = cached(as_dataset(dataset), cache, device)
         self.is_stream = isinstance(self.dataset, IterableDataset)
         if self.is_stream and shuffle:
             raise UsageError(
@@ -316,24 +316,6 @@ def as_dataset(value: Any) -> Any:
         f"got {type(value).__name__} as a dataset; needed: tensors with a common first dimension, a dataset with "
         "__len__ and __getitem__, or a torch.utils.data.IterableDataset"
     )
-
-
-def _cached(dataset: Any, cache: str | None, device: torch.device) -> Any:
-    """The dataset, in the device's memory if that is asked for.
-
-    Raises:
-        UsageError: there is no such cache, or the dataset is not made of tensors.
-    """
-    if cache is None:
-        return dataset
-    if cache != "device":
-        raise UsageError(f"got cache={cache!r}; it is 'device', or None for no cache")
-    if type(dataset) is not TensorData:
-        raise UsageError(
-            f"got a {type(dataset).__name__} with cache='device', which needs tensors: a TensorDataset, a "
-            "samestep.TensorData, or tensors in tuples and dicts"
-        )
-    return TensorData(to_device(dataset.tensors, device), dataset.transform)
 
 
 def _length(dataset: Any) -> int:

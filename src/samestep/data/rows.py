@@ -14,6 +14,7 @@ import torch
 
 from samestep.data.batch import memory_border, settle
 from samestep.data.nested import leaves, map_tensors
+from samestep.data.pinned import PinnedRows
 from samestep.data.tensors import TensorData
 
 GATHERED_BYTES = 2**20
@@ -30,6 +31,7 @@ class RowGather:
     def __init__(self, dataset: TensorData, device: torch.device) -> None:
         self._dataset = dataset
         self._device = device
+        self._pinned = PinnedRows(device) if device.type == "cuda" else None
         row_bytes = [leaf[:1].numel() * leaf.element_size() for leaf in leaves(dataset.tensors)]
         border = memory_border(device)
         self._step = max(border // gcd(border, size) for size in row_bytes)
@@ -55,7 +57,10 @@ class RowGather:
         for ids, spare in zip(parts, lengths[1::2], strict=True):
             rows[start : start + len(ids)] = ids
             start += len(ids) + spare
-        everything = settle(self._dataset.gather(torch.from_numpy(rows)), self._device)
+        if self._pinned is None:
+            everything = settle(self._dataset.gather(torch.from_numpy(rows)), self._device)
+        else:
+            everything = self._pinned.take(self._dataset.tensors, torch.from_numpy(rows))
         # Pieces of one memory, and yet no views of each other: who writes to one must not be told of the others.
         pieces = [iter(leaf.unsafe_split_with_sizes(lengths)) for leaf in leaves(everything)]
         for _ in parts:

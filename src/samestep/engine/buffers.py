@@ -35,7 +35,7 @@ class BufferPlace:
         """The buffer as it is now."""
         return self.module._buffers[self.key]
 
-    def put(self, tensor: Tensor) -> None:
+    def put(self, tensor: Tensor | None) -> None:
         """Puts this very tensor in the buffer's place."""
         self.module._buffers[self.key] = tensor
 
@@ -115,6 +115,16 @@ class BufferMerge:
             if index >= len(self._means):
                 self._note_end(index)
             self._restore(index)
+
+    def left(self) -> list[tuple[int, Tensor | None]]:
+        """What a shard has changed, and what it left there, for `leave`."""
+        return [(index, place.get()) for index, place in enumerate(self._places) if self._is_changed(index)]
+
+    def leave(self, ends: Sequence[tuple[int, Tensor | None]]) -> None:
+        """Notes that a shard has left these again, by a replay of what it did: that moves no version."""
+        for index, end in ends:
+            self._places[index].put(end)
+            self._versions[index] = -1
 
     def abandon(self) -> None:
         """Puts the step's start back after a shard that failed."""

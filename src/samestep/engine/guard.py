@@ -1,5 +1,7 @@
 """The guard: a shard leaves the parameters and the modes of the modules as it found them."""
 
+from itertools import chain
+
 import torch
 from torch import Tensor, nn
 
@@ -41,6 +43,16 @@ class ModelGuard:
             self._copies = [parameter.detach().clone() for parameter in self._parameters]
         self._modes = [module.training for module in self._modules]
         self._versions = [parameter._version for parameter in self._parameters]
+
+    def modes(self) -> list[bool]:
+        """Which modules trained when the step began."""
+        return self._modes
+
+    def addresses(self) -> list[int]:
+        """Where the parameters and buffers of the modules that there are now lie."""
+        modules = self._model.modules()
+        tensors = chain.from_iterable((*m._parameters.values(), *m._buffers.values()) for m in modules)
+        return [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
 
     def restore_modes(self) -> None:
         """Puts back which modules train: a shard must not decide it for the next."""

@@ -13,6 +13,7 @@ from samestep.engine.buffers import BufferMerge
 from samestep.engine.counts import GlobalCounts
 from samestep.engine.diagnosis import explain_nondeterminism
 from samestep.engine.gradients import GradientSum
+from samestep.engine.graphs import ShardGraphs
 from samestep.engine.guard import ModelGuard
 from samestep.engine.losses import LossFn, ShardLoss, read_loss
 from samestep.engine.memory import Shortage, free_memory, is_out_of_memory
@@ -43,6 +44,7 @@ class ShardRunner:
         gradients: what the shards' gradients are pushed on.
         buffers: what the shards' buffers are merged by.
         guard: watches the model while shards run.
+        graphs: by which shards of full batches run; None without.
     """
 
     counts: GlobalCounts | None
@@ -72,6 +74,7 @@ class ShardRunner:
         self._device = team.communicator.device
         self._seeds: dict[tuple[float, torch.dtype], Tensor] = {}
         self.generators = Generators(self._device)
+        self.graphs: ShardGraphs | None = None
 
     def run(self, batch: Batch, step: int) -> Shortage | None:
         """Forward and backward of this rank's shards.
@@ -85,15 +88,20 @@ class ShardRunner:
         bounds = shard_bounds(batch.length, self._team.num_shards)
         self._rows.begin(self._team.mine)
         self.guard.begin(step)
+        graphs = self.graphs if self.graphs is not None and self.graphs.begin(self, batch.length) else None
         saved = self.generators.save()
         try:
             for shard in sorted(batch.shards):
-                self.generators.seed(derive_seed(self._seed, self._stream, step, shard))
+                self.generators.seed(seed := derive_seed(self._seed, self._stream, step, shard))
                 num_samples = bounds[shard + 1] - bounds[shard]
                 if shard == last:
                     self.gradients.arm(shard)
                 try:
-                    loss = self.run_one(batch.shards[shard], num_samples, counts, is_only)
+                    if graphs is None:
+                        loss = self.run_one(batch.shards[shard], num_samples, counts, is_only)
+                    else:
+                        self._team.pulse.enter("forward")
+                        loss = graphs.run(self, batch.shards[shard], num_samples, counts, is_only, seed)
                     self.guard.check()
                     self._rows.note(shard, loss, self.gradients.collect(shard))
                     self.buffers.collect(shard, num_samples)
@@ -107,6 +115,8 @@ class ShardRunner:
                     continue
                 self.guard.restore_modes()  # out of the handler, where the exception no longer keeps memory alive
                 self.gradients.forget()
+                if graphs is not None:
+                    graphs.drop()
                 free_memory(self._device)
                 self.gradients.fill_up(self._team.rank)
                 self._rows.forget()
@@ -159,6 +169,10 @@ class ShardRunner:
         finally:
             self.gradients.forget()
             self.buffers.abandon()
+
+    def held(self) -> list[Tensor]:
+        """What the backward of a shard reads besides the shard and the model."""
+        return [self._scale.scale, *self._seeds.values()]
 
     def _autocast(self) -> AbstractContextManager[Any]:
         if self._dtype is None and not torch.is_autocast_enabled(self._device.type):

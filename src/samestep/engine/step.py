@@ -30,6 +30,7 @@ from samestep.engine.buffers import BufferMerge, refuse_sync_batchnorm
 from samestep.engine.compiled import compile_loss, fix_shapes
 from samestep.engine.counts import GlobalCounts
 from samestep.engine.gradients import GradientSum
+from samestep.engine.graphs import ShardGraphs, check_graphs
 from samestep.engine.guard import ModelGuard
 from samestep.engine.losses import LossFn, describe
 from samestep.engine.memory import (
@@ -85,6 +86,7 @@ class TrainStep:
         overlap: bool = True,
         bucket_bytes: int = BUCKET_BYTES,
         compile: bool = False,
+        graphed_length: int | None = None,
     ) -> None:
         if not callable(loss_fn):
             raise UsageError(f"got {describe(loss_fn)} as loss_fn; it must be a function loss_fn(model, batch)")
@@ -105,11 +107,13 @@ class TrainStep:
         self.max_grad_norm = max_grad_norm
         dtype = check_precision(precision)
         self._on_nonfinite = on_nonfinite
-        self._overlap = overlap
+        self._overlap = overlap and graphed_length is None  # hooks do not run in a replay
         self._bucket_bytes = bucket_bytes
 
         refuse_sync_batchnorm(model)
         device = team.communicator.device
+        if graphed_length is not None:
+            check_graphs(device)
         if team.communicator.reduction == "ordered" and "torch._dynamo" in sys.modules:  # the optimizer imported it
             fix_shapes()
         settle_model(model, device)
@@ -131,6 +135,9 @@ class TrainStep:
         self.compile = compile
         run_loss = compile_loss(loss_fn) if compile else loss_fn
         self.runner = ShardRunner(team, seed, stream, model, run_loss, dtype, self._scale, self._rows)
+        self.cuda_graphs = graphed_length is not None
+        if graphed_length is not None:
+            self.runner.graphs = ShardGraphs(graphed_length, device)
         self._settle_in_team()
 
     @property
@@ -496,6 +503,8 @@ class TrainStep:
         self._named = named_parameters(self.model, self.optimizers)
         self._trained = self._what_is_trained()
         self.runner.guard = ModelGuard(self.model)
+        if self.runner.graphs is not None:
+            self.runner.graphs.drop()
         trainable = {name: p for name, p in self._named.items() if p.requires_grad}
         if not trainable:
             raise UsageError("no parameter of the optimizer is trainable; set requires_grad on those that should be")

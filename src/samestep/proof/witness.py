@@ -36,6 +36,7 @@ from samestep.adopt.wrapped import forward
 from samestep.data.batch import Batch, checksum
 from samestep.data.nested import leaves
 from samestep.engine import shards as engine_shards
+from samestep.engine.graphs import ShardGraphs, never_by_graphs
 from samestep.engine.step import TrainStep
 from samestep.errors import UsageError
 from samestep.launcher.program import run_module, run_script
@@ -260,7 +261,11 @@ def _shards(watch: Steps, family: list[str]) -> list[Patch]:
         watch.modules.shard = numbers[-1]
         return derive(*numbers)
 
-    return [Patch(Adoption, "chunk", noted_chunk), Patch(engine_shards, "derive_seed", noted_seed)]
+    return [
+        Patch(Adoption, "chunk", noted_chunk),
+        Patch(engine_shards, "derive_seed", noted_seed),
+        Patch(ShardGraphs, "begin", never_by_graphs),
+    ]
 
 
 def _wrapped_forwards(watch: Steps, family: list[str]) -> list[Patch]:

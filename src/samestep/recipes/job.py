@@ -45,6 +45,7 @@ def train(
     max_grad_norm: float | None = None,
     precision: str = "32-true",
     compile: bool = False,
+    cuda_graphs: bool = False,
     reduction: str = "ordered",
     num_workers: int = 0,
     num_threads: int | None = None,
@@ -115,6 +116,7 @@ def train(
             max_grad_norm=clip,
             precision=precision,
             compile=compile,
+            cuda_graphs=cuda_graphs,
         ) as trainer,
         stopping_on_request(run.team),  # asked to when training is done, it leaves the result first
     ):

@@ -31,6 +31,7 @@ BREAKING: Final[Mapping[str, str]] = {
     "max_grad_norm": "the update",
     "precision": "the rounding",
     "compile": "which kernels run, and how they round",
+    "cuda_graphs": "how kernels are launched",
     "reduction": "the order of sums between devices",
     "device_kind": "the kernels",
     "num_threads": "how kernels split their sums",

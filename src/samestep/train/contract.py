@@ -99,6 +99,7 @@ def step_contract(step: TrainStep) -> dict[str, Any]:
     return {
         "precision": step.precision,
         "compile": step.compile,
+        "cuda_graphs": step.cuda_graphs,
         "max_grad_norm": step.max_grad_norm,
         "model": model_form(step.model),
         "loss_code": code_hash(step.loss_fn),

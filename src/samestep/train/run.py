@@ -187,6 +187,7 @@ class Run:
         overlap: bool = True,
         bucket_bytes: int = BUCKET_BYTES,
         compile: bool = False,
+        cuda_graphs: bool = False,
     ) -> TrainStep:
         """Makes a training step; several may share a model (a GAN has two). Tier `bitwise`.
 
@@ -210,6 +211,8 @@ class Run:
             bucket_bytes: how much travels in a message. The bits depend on neither.
             compile: run forward and loss through `torch.compile`, with deterministic settings. The bits are equal on
                 all numbers of devices, and others than without it.
+            cuda_graphs: capture forward and backward of the shards of full batches as CUDA graphs, and replay them.
+                Batches are then made of dense tensors alone; what the loss does in Python happens at the capture only.
 
         Raises:
             UsageError: an argument that cannot be, SyncBatchNorm, LBFGS, or an optimizer of another model.
@@ -238,6 +241,7 @@ class Run:
             overlap=overlap,
             bucket_bytes=bucket_bytes,
             compile=compile,
+            graphed_length=self.contract.global_batch_size if cuda_graphs else None,
         )
 
     def loader(
@@ -266,6 +270,7 @@ class Run:
         Raises:
             DataError: it is no dataset, or empty.
             UsageError: an argument that cannot be.
+            OutOfMemoryError: a dataset that is to be cached does not fit in the device's memory.
         """
         return Loader(
             dataset,

@@ -164,6 +164,9 @@ class Rerun:
         def trainer_that_writes_nothing(this: Trainer, *args: Any, **options: Any) -> None:
             run_dir = options.pop("run_dir", None)
             self._places[id(this)] = None if run_dir is None else Path(run_dir).resolve()
+            run: Run = args[0] if args else options["run"]
+            if run.device.type != "cuda":  # another kind of device, of other bits in any case
+                options.pop("cuda_graphs", None)
             make_trainer(this, *args, **{**options, "loggers": (), "run_dir": None})
 
         def fit_from_the_checkpoint(this: Trainer, *args: Any, **options: Any) -> Any:

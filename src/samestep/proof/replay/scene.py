@@ -15,6 +15,7 @@ from samestep.adopt.table import Patch, applied
 from samestep.data.batch import Batch
 from samestep.engine import shards as engine_shards
 from samestep.engine.gradients import GradientSum
+from samestep.engine.graphs import ShardGraphs, never_by_graphs
 from samestep.engine.losses import ShardLoss, read_loss
 from samestep.engine.result import StepResult
 from samestep.engine.shards import ShardRunner
@@ -140,6 +141,7 @@ class Scene:
         return [
             Patch(ShardRunner, "run", observed_run),
             Patch(ShardRunner, "run_one", observed_one),
+            Patch(ShardGraphs, "begin", never_by_graphs),
             Patch(engine_shards, "read_loss", observed_loss),
             Patch(GradientSum, "assign", observed_assign),
         ]

@@ -1,0 +1,328 @@
+"""CUDA graphs: forward and backward of a shard, captured once a form of shard and replayed for every other.
+
+A shard of a small model is hundreds of kernels of a few microseconds each, which Python hands over one by one; a replay
+hands over all of them at once. The shard is copied into memory that the graph reads, and what it leaves (the loss, the
+count, the gradients, the buffers) lies in memory that it writes; that is taken before the next replay.
+
+Random numbers on the device are those of a shard that runs without a graph. A generator counts what is drawn: while a
+graph is captured, kernels get the place of their draws in the graph, and two cells in which they look up seed and
+offset when they run. A replay first writes the generator's seed and offset to these cells (PyTorch,
+aten/src/ATen/cuda/CUDAGeneratorImpl.cpp, `capture_prologue` and `replay_prologue`; CUDAGraph.cpp, `replay`), so seeding
+before every replay is all it takes.
+
+The update is not captured. It runs once a step and not once a shard, a fused optimizer is a handful of kernels, and
+what it reads changes places between steps: sums lie in memory that is lent by turns, learning rates are Python's.
+"""
+
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor
+
+from samestep.data.nested import leaves, map_tensors
+from samestep.engine.losses import ShardLoss, describe
+from samestep.engine.memory import is_out_of_memory
+from samestep.errors import SamestepError, UsageError
+
+if TYPE_CHECKING:
+    from samestep.engine.shards import ShardRunner
+
+WARM_UPS = 3  # as torch.cuda.make_graphed_callables: libraries load and choose kernels in the first runs
+MOST_GRAPHS = 16
+LEAVE_OUT = "or leave cuda_graphs out (--no-cuda-graphs)"
+
+
+class Recorder(Protocol):
+    """What runs a function so that it can be replayed."""
+
+    def warm_up(self, run: Callable[[], ShardLoss]) -> None:
+        """Runs it as it will be recorded."""
+
+    def record(self, run: Callable[[], ShardLoss]) -> tuple[Callable[[], object], ShardLoss]:
+        """Runs it once, as a recording.
+
+        Returns:
+            What replays it, and what it returned, whose tensors a replay fills.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class ShardGraph:
+    """Forward and backward of the shards of one form.
+
+    Attributes:
+        replay: runs them.
+        slots: the memory that the shard is read from.
+        loss: what a replay fills.
+        gradients: of each trainable parameter what a replay fills; None where the shard does not use it.
+        buffers: the index of each buffer that a replay changes, and what then stands in its place.
+        held: other memory that a replay reads.
+    """
+
+    replay: Callable[[], object]
+    slots: list[Tensor]
+    loss: ShardLoss
+    gradients: list[Tensor | None]
+    buffers: list[tuple[int, Tensor | None]]
+    held: list[Tensor]
+
+
+class ShardGraphs:
+    """The graphs of one train step.
+
+    Which shards run by a graph is decided by the length of the batch alone, so it is the same on every rank and after a
+    resume: those of full batches do, those of a shorter last batch do not.
+
+    Args:
+        length: samples of a full batch.
+        device: this rank's.
+        make_recorder: makes what captures, once there is something to capture.
+    """
+
+    def __init__(
+        self, length: int, device: torch.device, make_recorder: "Callable[[torch.device], Recorder] | None" = None
+    ) -> None:
+        self._length = length
+        self._device = device
+        self._make_recorder = CudaRecorder if make_recorder is None else make_recorder
+        self._recorder: Recorder | None = None
+        self._graphs: dict[Hashable, ShardGraph] = {}
+        self._addresses: list[int] = []
+        self._settings: tuple[Hashable, ...] = ()
+
+    def __len__(self) -> int:
+        """How many forms of shards are captured."""
+        return len(self._graphs)
+
+    def begin(self, runner: "ShardRunner", length: int) -> bool:
+        """Starts a step; graphs that read or write memory which the model has left are dropped.
+
+        Args:
+            runner: whose shards; its guard and its buffers have begun the step.
+            length: samples of the global batch.
+
+        Returns:
+            Whether the shards of this step run by graphs.
+
+        Raises:
+            UsageError: autograd looks for anomalies.
+        """
+        if length != self._length:
+            return False
+        if torch.is_anomaly_enabled():
+            raise UsageError(
+                "autograd's anomaly mode looks at every gradient while Python runs the backward, which a replayed CUDA "
+                f"graph does not: switch it off, {LEAVE_OUT}"
+            )
+        addresses = runner.guard.addresses()
+        if addresses != self._addresses:
+            self.drop()
+            self._addresses = addresses
+        kind = self._device.type
+        casts = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+        self._settings = (*runner.guard.modes(), *casts)
+        return True
+
+    def run(
+        self, runner: "ShardRunner", value: Any, num_samples: int, counts: Any, is_only: bool, seed: int
+    ) -> ShardLoss:
+        """What `runner.run_one` does, by a graph; the generators have been seeded for it.
+
+        Args:
+            runner: whose shard.
+            value: the samples.
+            num_samples: how many.
+            counts: the global counts, or None.
+            is_only: it is the whole global batch.
+            seed: by which the generators were seeded.
+
+        Raises:
+            UsageError: the shard, or what is computed on it, cannot be captured.
+        """
+        inputs = (value,) if counts is None else (value, counts)
+        form = form_of(inputs)
+        key = form, num_samples, is_only, self._settings
+        graph = self._graphs.get(key)
+        if graph is None:
+            graph = self._graphs[key] = self._capture(runner, inputs, num_samples, is_only, seed)
+            runner.generators.seed(seed)
+        _fill(graph.slots, inputs)
+        graph.replay()
+        for parameter, gradient in zip(runner.gradients.parameters, graph.gradients, strict=True):
+            parameter.grad = gradient
+        runner.buffers.leave(graph.buffers)
+        return graph.loss
+
+    def drop(self) -> None:
+        """Forgets all graphs, and gives back their memory."""
+        self._graphs.clear()
+        self._recorder = None
+
+    def _capture(
+        self, runner: "ShardRunner", inputs: tuple[Any, ...], num_samples: int, is_only: bool, seed: int
+    ) -> ShardGraph:
+        """Runs a shard until all is loaded and chosen, then captures it; leaves no trace of either."""
+        if len(self._graphs) >= MOST_GRAPHS:
+            raise UsageError(
+                f"the shards came in more than {MOST_GRAPHS} forms (sizes, dtypes, training modes), and each is a CUDA "
+                f"graph with a gradient of its own: pad to a few sizes, {LEAVE_OUT}"
+            )
+        if self._recorder is None:
+            self._recorder = self._make_recorder(self._device)
+        value, *counts = map_tensors(lambda tensor: tensor.detach().clone(), inputs)
+        slots = leaves([value, *counts])
+
+        def forward_backward() -> ShardLoss:
+            loss = runner.run_one(value, num_samples, counts[0] if counts else None, is_only)
+            return ShardLoss(loss.value.detach(), loss.weight, loss.count)  # without the autograd graph
+
+        torch.clear_autocast_cache()  # the script's own autocast may hold weights that were cast before
+        try:
+            for _ in range(WARM_UPS):
+                self._warm_up(runner, forward_backward, seed)
+                _fill(slots, inputs)  # a loss may write to its shard
+            runner.generators.seed(seed)
+            replay, loss = self._recorder.record(forward_backward)
+            gradients = [parameter.grad for parameter in runner.gradients.parameters]
+            buffers = runner.buffers.left()
+        finally:
+            torch.clear_autocast_cache()
+            _undo(runner)
+        return ShardGraph(replay, slots, loss, gradients, buffers, runner.held())
+
+    def _warm_up(self, runner: "ShardRunner", run: Callable[[], ShardLoss], seed: int) -> None:
+        """One run that leaves nothing behind.
+
+        Raises:
+            UsageError: it drew from a generator of the host, and a replay would repeat what came of that.
+        """
+        assert self._recorder is not None, "made before the first run"
+        runner.generators.seed(seed)
+        before = runner.generators.states_off_device()
+        self._recorder.warm_up(run)
+        runner.guard.check()
+        _undo(runner)
+        if runner.generators.states_off_device() != before:
+            raise UsageError(
+                "forward or loss draws random numbers on the host (torch's CPU generator, NumPy or Python's random), "
+                "and a CUDA graph would repeat those of its capture: draw them on the device (torch.rand(…, "
+                f"device=x.device)) or in the dataset, {LEAVE_OUT}"
+            )
+
+
+class CudaRecorder:
+    """Captures CUDA graphs, on a stream of their own, all in one pool of memory.
+
+    Graphs may share a pool if what one of them leaves is taken before another is replayed (PyTorch, "Graph memory
+    management" in the notes on CUDA semantics).
+
+    Args:
+        device: whose kernels.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def warm_up(self, run: Callable[[], ShardLoss]) -> None:
+        """Runs it on the stream of the captures, for which libraries prepare themselves."""
+        current = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(current)
+        try:
+            with torch.cuda.stream(self._stream):
+                run()
+        finally:
+            current.wait_stream(self._stream)
+
+    def record(self, run: Callable[[], ShardLoss]) -> tuple[Callable[[], object], ShardLoss]:
+        """Captures it; nothing is computed yet.
+
+        Other threads go on with what they do (`thread_local`): those of a DataLoader pin memory, which else would be an
+        error here.
+
+        Raises:
+            UsageError: it does what cannot be captured.
+        """
+        graph = torch.cuda.CUDAGraph()
+        try:
+            # The outer context puts the stream back where the end of a capture fails, before which the inner one stops.
+            with (
+                torch.cuda.stream(self._stream),
+                torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"),
+            ):
+                loss = run()
+        except RuntimeError as error:
+            failure = error
+        else:
+            return graph.replay, loss
+        raise explain_capture(failure)
+
+
+def never_by_graphs(graphs: ShardGraphs, runner: "ShardRunner", length: int) -> bool:
+    """Stands in for `ShardGraphs.begin` where modules are watched: a replay calls none."""
+    return False
+
+
+def check_graphs(device: torch.device) -> None:
+    """Raises a `UsageError` unless the device has CUDA graphs."""
+    if device.type != "cuda":
+        raise UsageError(
+            f"got cuda_graphs=True on {device}: only CUDA devices have graphs; leave it out (--no-cuda-graphs)"
+        )
+
+
+def form_of(value: Any) -> Hashable:
+    """What two shards have in common that one graph can run: structure, shapes, strides and dtypes.
+
+    Raises:
+        UsageError: there is something else in it than dense tensors.
+    """
+    if isinstance(value, Tensor) and value.layout == torch.strided:
+        return value.shape, value.stride(), value.dtype
+    if isinstance(value, Mapping):
+        return type(value), tuple((key, form_of(entry)) for key, entry in value.items())
+    if isinstance(value, list | tuple):
+        return type(value), tuple(map(form_of, value))
+    what = "a sparse tensor" if isinstance(value, Tensor) else describe(value)
+    raise UsageError(
+        f"got {what} in a batch; with cuda_graphs a batch is made of dense tensors alone, in dicts, lists and tuples, "
+        f"since a graph would repeat what it was captured with: make it a tensor, {LEAVE_OUT}"
+    )
+
+
+def explain_capture(error: BaseException) -> BaseException:
+    """The error to raise for what came out of a capture.
+
+    The end of a capture that failed raises too, and hides what it failed of, which is found in the context.
+    """
+    chain = [error]
+    while chain[-1].__context__ is not None and chain[-1].__context__ not in chain:
+        chain.append(chain[-1].__context__)
+    for cause in chain:
+        if isinstance(cause, SamestepError) or is_out_of_memory(cause):
+            return cause
+    reason = str(chain[-1]).partition("\n")[0]
+    explained = UsageError(
+        f"forward, loss or backward cannot be captured as a CUDA graph ({reason}): keep values on the device, so no "
+        ".item(), .tolist(), .cpu() or print of a tensor, no `if` on one, no mask that selects a varying number (use "
+        "torch.where), no tensor made from host data, no generators of their own, no checkpoint that preserves the "
+        f"random state; {LEAVE_OUT}"
+    )
+    explained.__cause__ = chain[-1]  # its traceback shows the line
+    return explained
+
+
+@torch.no_grad()
+def _fill(slots: list[Tensor], inputs: Any) -> None:
+    """Copies a shard into the memory that a graph reads."""
+    torch._foreach_copy_(slots, leaves(inputs))
+
+
+def _undo(runner: "ShardRunner") -> None:
+    """Takes back what a run of a shard leaves in the model."""
+    runner.gradients.forget()
+    runner.buffers.abandon()
+    runner.guard.restore_modes()
