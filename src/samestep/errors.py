@@ -11,7 +11,7 @@ SamestepError                 exit code 1
 ├── PeerLostError             ranks that did not answer
 ├── RunFolderError (OSError)  a run folder that cannot be written
 ├── CheckpointError (ValueError)  a checkpoint that is damaged, or does not fit what it is loaded into
-├── ContractError (ValueError)  a run that would go on under another contract
+├── ContractError (ValueError)  exit code 2: a run that would go on under another contract
 ├── OutOfMemoryError          a shard or a cached dataset that does not fit in the device's memory
 └── WorkerError               a worker process that failed
 
@@ -73,6 +73,8 @@ class CheckpointError(SamestepError, ValueError):
 
 class ContractError(SamestepError, ValueError):
     """The run would go on under another contract; the message lists the fields that changed."""
+
+    exit_code = 2
 
 
 class OutOfMemoryError(SamestepError):

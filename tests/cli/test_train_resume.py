@@ -29,7 +29,11 @@ def entries(folder):
 
 
 def content(folder):
-    return {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in folder.rglob("*") if path.is_file()}
+    """Every file and folder, when it was last changed, and what is in it."""
+    return {
+        path: (path.stat().st_mtime_ns, path.read_bytes() if path.is_file() else b"")
+        for path in (folder, *folder.rglob("*"))
+    }
 
 
 @pytest.fixture(scope="module")
@@ -92,13 +96,23 @@ def test_auto_takes_up_the_newest_run_that_did_not_end_and_begins_a_new_one_afte
 def test_a_changed_contract_is_listed_once_and_changes_nothing(folder):
     before = content(folder / "a")
     done = samestep("train", "--resume", "a", "--seed", 4, "--threads", 2, "--devices", "cpu:2", cwd=folder)
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert "Traceback" not in done.stderr
     for line in ("seed: 3 before, 4 now", "num_threads: 1 before, 2 now", "--allow-contract-change"):
         assert done.stderr.count(line) == 1, done.stderr
-    assert {p: c for p, c in content(folder / "a").items() if p.parent.name != "logs"} == {
-        p: c for p, c in before.items() if p.parent.name != "logs"
-    }
+    assert content(folder / "a") == before
+
+
+def test_what_only_the_workers_find_changed_is_bad_usage_too_and_the_folder_keeps_its_time(folder):
+    rows = (folder / "table.csv").read_text().splitlines()
+    (folder / "copy.csv").write_text("\n".join(rows[:-40]) + "\n")
+    before = (folder / "a").stat().st_mtime_ns
+    done = samestep("train", "--resume", "a", "--data", "copy.csv", "--devices", "cpu:1", cwd=folder)
+    assert done.returncode == 2
+    assert "these decide the bits:" in done.stderr
+    assert "num_samples: 160 before, 128 now" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert (folder / "a").stat().st_mtime_ns == before
 
 
 @pytest.mark.slow

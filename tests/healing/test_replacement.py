@@ -3,6 +3,7 @@
 import pytest
 
 from samestep.launcher.policy import Policy
+from samestep.proof.report.story import gather
 
 REPLACE = Policy(replace=True, max_restarts=2)
 KILL = {"rank": 1, "step": 2, "phase": "backward", "kind": "SIGKILL"}
@@ -17,6 +18,17 @@ def test_a_spare_takes_over_the_shards_of_a_lost_rank(train, undisturbed):
     told = train(3, [KILL], spares=1)
     assert told.outcome.exit_code == 0, told.outcome.failure
     assert (told.steps, told.digests) == (undisturbed.steps, undisturbed.digests)
+
+
+def test_the_terminal_the_ledger_and_the_report_tell_one_time_of_a_healing(train, capfd):
+    told = train(2, [{**KILL, "rank": 0}])
+    assert told.outcome.exit_code == 0, told.outcome.failure
+    (heal,) = (event for event in told.events if event["event"] == "heal")
+    (said,) = (line for line in capfd.readouterr().err.splitlines() if "went on" in line)
+    assert said == f"samestep: went on after {heal['seconds']:.3g} s"
+    assert [event["seconds"] for event in told.outcome.events if event["event"] == "heal"] == [heal["seconds"]]
+    (event,) = (event for event in gather([told.folder / "run"]).runs[0].events if event.name == "heal")
+    assert event.sentence == f"went on with 1 device without rank 0 after {heal['seconds']:.3g} s"
 
 
 def test_a_replacement_receives_the_state_and_takes_part(train, undisturbed):

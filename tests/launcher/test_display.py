@@ -11,13 +11,23 @@ display.line("a [bold]line[/bold]")
 display.close()
 """
 
+EPOCHS = """
+import types
+from samestep.launcher import display
+display.time = types.SimpleNamespace(monotonic=iter([100, 160, 100 + 3667]).__next__)
+bar = display.Display(quiet=False, lines_to="stdout")
+bar.progress(dict(epoch=1, epochs=2, step=3, steps=3))
+bar.progress(dict(epoch=2, epochs=2, step=1, steps=3))
+bar.close()
+"""
 
-def show(quiet=False, stdout_on_terminal=False):
+
+def show(quiet=False, stdout_on_terminal=False, program=PROGRAM):
     """What the program writes to a terminal on stderr, and to stdout."""
     terminal, side = pty.openpty()
     try:
         done = subprocess.run(
-            [sys.executable, "-c", PROGRAM.format(quiet=quiet)],
+            [sys.executable, "-c", program.format(quiet=quiet)],
             stdout=side if stdout_on_terminal else subprocess.PIPE,
             stderr=side,
             env={**os.environ, "TERM": "xterm", "COLUMNS": "100"},
@@ -39,6 +49,14 @@ def test_the_bar_is_on_the_terminal_and_is_removed_while_lines_go_to_stdout():
         assert shown in terminal
     assert terminal.rstrip().endswith("\x1b[2K")  # the last thing is that the bar's line is erased
     assert stdout == "a [bold]line[/bold]\n"
+
+
+def test_the_clock_goes_on_after_an_epoch():
+    terminal, _ = show(program=EPOCHS)
+    first, second = terminal.split("epoch 2/2")[0], terminal.split("epoch 2/2", 1)[1]
+    assert "0:01:00" in first
+    assert "1:01:07" in second
+    assert "0:01:00" not in second
 
 
 def test_on_one_terminal_lines_are_above_the_bar():

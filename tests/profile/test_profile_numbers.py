@@ -50,13 +50,36 @@ def test_nothing_is_wrong_with_a_step_that_computes():
         ("exchange", 5, 0.5, "exchange"),
         ("data", 5, 0.5, "data"),
         ("checkpoint", 1, 0.1, "checkpoint"),
-        ("ledger", 1, 0.1, "ledger"),
         ("script", 5, 0.5, "script"),
     ],
 )
 def test_what_takes_too_long_is_named_and_what_does_not_is_not(phase, much, little, about):
     assert list(advice_on(rank_of({**CALM, phase: much}))) == [about]
     assert list(advice_on(rank_of({**CALM, phase: little}))) == ["nothing"]
+
+
+def test_checksums_are_named_where_they_were_taken_and_take_long():
+    heavy = {**CALM, "ledger": 1}
+    assert list(advice_on(rank_of(heavy, digest_every=1))) == ["ledger"]
+    assert list(advice_on(rank_of({**CALM, "ledger": 0.1}, digest_every=1))) == ["nothing"]
+    for without in ({}, {"digest_every": None}, {"digest_every": 100}):
+        assert list(advice_on(rank_of(heavy, **without))) == ["nothing"]
+
+
+def test_of_the_ledger_only_what_a_checksum_adds_counts():
+    usual, due = rank_of({**CALM, "ledger": 1}, num_steps=10).steps, rank_of({**CALM, "ledger": 6}, num_steps=10).steps
+    steps = tuple(due[number] if number in (4, 8) else usual[number] for number in range(10))
+    share = Numbers.of([RankProfile(0, "cpu", {"digest_every": 4}, steps)]).slowest.checksum_share
+    assert share == pytest.approx(2 * 5 / (8 * 11 + 2 * 16))
+
+
+def test_what_cannot_be_done_is_not_advised():
+    waits = {**CALM, "data": 20}
+    assert 'cache="device"' in advice_on(rank_of(waits, cacheable=True))["data"]
+    assert 'cache="device"' not in advice_on(rank_of(waits))["data"]
+    tiny = {"data": 0.01, "forward": 0.1, "backward": 0.15, "exchange": 0.01, "update": 0.05}
+    assert "or --compile, train_step(compile=True)" in advice_on(rank_of(tiny, num_shards=8))["shards"]
+    assert "compile" not in advice_on(rank_of(tiny, num_shards=8, compiles=True))["shards"]
 
 
 def test_the_advice_quotes_its_number():

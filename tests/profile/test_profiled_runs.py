@@ -177,6 +177,20 @@ def test_training_with_a_profile_ends_with_the_table(table, tmp_path):
     assert profile["advice"]
     assert set(KINDS) < profile["slowest"]["kinds"].keys()
     assert profile["ratio"] == pytest.approx(profile["step_ms"] / profile["compute_limit_ms"])
+    assert "ledger" not in [advice["about"] for advice in profile["advice"]], "no checksum is due in 14 steps"
+    before = {path: path.stat().st_mtime_ns for path in (folder, *folder.iterdir())}
+    for place in ("run", "run/profile"):
+        again = command(*SAMESTEP, "profile", place, "--json", cwd=tmp_path)
+        assert (again.returncode, again.stderr) == (0, "")
+        shown = json.loads(again.stdout)
+        same = ("num_ranks", "num_steps", "step_ms", "slowest", "median", "advice", "notes")
+        assert {name: shown[name] for name in same} == {name: profile[name] for name in same}
+    told = command(*SAMESTEP, "profile", "run", cwd=tmp_path)
+    assert "exchange exposed" in told.stdout
+    assert {path: path.stat().st_mtime_ns for path in (folder, *folder.iterdir())} == before
+    nothing = command(*SAMESTEP, "profile", "run/checkpoints", cwd=tmp_path)
+    assert nothing.returncode == 2
+    assert nothing.stderr.startswith("samestep: error: run/checkpoints holds no profile")
 
 
 @pytest.mark.slow

@@ -208,7 +208,7 @@ def test_all_events_are_told_in_words_with_their_step(tmp_path):
     for told in (page_of(folder).text, printed(folder)):
         assert "rank 2 (cpu) died in backward: SIGKILL" in told
         assert "rank 1 (cpu) hung in exchange and was ended" in told
-        assert "went on with 2 devices without rank 2 in 800 ms" in told
+        assert "went on with 2 devices without rank 2 after 0.8 s" in told
         assert "contract changed: versions.numpy 2.4.5 → 2.4.6" in told
         assert "3 → … → 3 devices, 1 to 3" in told
     marks = page_of(folder).data["events"]
@@ -326,6 +326,32 @@ def test_what_a_checkpoint_held_a_step_up_is_a_chart_in_seconds(tmp_path):
     chart = page_of(folder).data["charts"][-1]
     assert (chart["title"], chart["unit"]) == ("Step held up by a checkpoint", "seconds")
     assert chart["series"][0]["y"] == [0.0025]
+
+
+def test_where_the_number_of_devices_is_not_everywhere_the_same_that_of_every_run_is_drawn(tmp_path):
+    changed = make_run(tmp_path / "changed", MadeRun(steps=120, events=eventful(120)))
+    constant, like_it = (make_run(tmp_path / name) for name in ("constant", "like-it"))
+
+    def drawn(*folders):
+        charts = [chart for chart in make_charts(gather(folders)) if chart.title == "Devices"]
+        return [
+            [(series.run, sorted(set(series.curve.values.tolist()))) for series in chart.series] for chart in charts
+        ]
+
+    assert drawn(constant, changed) == [[(0, [3.0]), (1, [1.0, 2.0, 3.0])]]
+    assert drawn(constant, like_it) == []
+
+
+def test_the_mark_of_the_last_step_is_within_the_picture(tmp_path):
+    figure = report_figure(gather([make_run(tmp_path / "run", MadeRun(steps=24))]))
+    figure.canvas.draw()
+    for axes in figure.axes:
+        box = axes.get_window_extent()
+        half_a_mark = 2 * figure.dpi / 72  # marks are four points wide
+        for line in axes.lines:
+            if line.get_marker() == "o":
+                right = axes.transData.transform((line.get_xdata()[-1], 0.0))[0]
+                assert right + half_a_mark <= box.x1
 
 
 def test_runs_whose_lines_lie_on_each_other_are_dashed_so_that_both_are_seen(tmp_path):

@@ -1,5 +1,7 @@
 """Runs are found and told apart: finished, under way, stopped, crashed; and a broken folder hides no other."""
 
+import errno
+import fcntl
 import json
 import os
 import time
@@ -12,6 +14,7 @@ from typer.testing import CliRunner
 from samestep.cli import runs as command
 from samestep.errors import DataError, UsageError
 from samestep.proof.runs import find_runs, is_run, read_contract, summarize
+from samestep.train.lock import take_lock
 
 CONTRACT = {"recipe": "lenet", "epochs": 3, "command": ["samestep", "train", "lenet"], "seed": 0}
 OLD = time.time() - 3600
@@ -85,9 +88,9 @@ RESUME, END = event("resume", 1, world_size=1), event("end", 2, digest="00")
         ([START, STOP], False, 3600, "stopped"),
         ([START, STOP], False, 0, "stopped"),
         ([START], False, 3600, "crashed"),
-        ([START], False, 0, "running?"),
+        ([START], False, 0, "crashed"),
         ([START, STOP, RESUME], False, 3600, "crashed"),
-        ([START, STOP, RESUME], False, 0, "running?"),
+        ([START, STOP, RESUME], False, 0, "crashed"),
         ([START, END, RESUME, STOP], True, 3600, "stopped"),
         ([START, event("death", 1, rank=1), event("heal", 1, world_size=1), END], False, 3600, "finished"),
         ([START, STOP, event("checkpoint", 1)], False, 3600, "stopped"),
@@ -96,6 +99,28 @@ RESUME, END = event("resume", 1, world_size=1), event("end", 2, digest="00")
 )
 def test_the_state_is_told_by_how_the_ledger_ends(tmp_path, events, result, age, state):
     folder = make_run(tmp_path / "a", [step(0), *events], result=result, when=time.time() - age)
+    assert summarize(folder).state == state
+
+
+def test_a_run_whose_lock_is_held_is_under_way_and_once_it_is_let_go_it_has_crashed(tmp_path):
+    folder = make_run(tmp_path / "a", [START, step(0)])
+    lock = take_lock(folder, pytest.fail)
+    assert summarize(folder).state == "running"
+    lock.release()
+    (folder / ".lock").write_text("{}")  # as a process that was killed leaves it
+    assert summarize(folder).state == "crashed"
+
+
+@pytest.mark.parametrize(("age", "state"), [(0, "running?"), (3600, "crashed")])
+def test_without_locks_what_was_written_lately_may_be_a_run_under_way(tmp_path, monkeypatch, age, state):
+    def flock(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    folder = make_run(tmp_path / "a", [START, step(0)])
+    (folder / ".lock").touch()
+    for path in folder.iterdir():
+        os.utime(path, (time.time() - age, time.time() - age))
+    monkeypatch.setattr(fcntl, "flock", flock)
     assert summarize(folder).state == state
 
 
@@ -212,6 +237,6 @@ def test_the_ledger_of_a_run_that_ran_is_summed_up(tmp_path):
     (tmp_path / "a").mkdir()
     write(tmp_path / "a" / "ledger.jsonl", world_size=3, steps=5)
     (found,) = find_runs(tmp_path)
-    assert (found.steps, found.world_sizes, found.state) == (5, (3,), "running?")
+    assert (found.steps, found.world_sizes, found.state) == (5, (3,), "crashed")
     assert found.loss is not None
     assert 0 < found.loss < 10

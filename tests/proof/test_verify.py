@@ -1,6 +1,7 @@
 """`samestep verify`: programs that agree pass at their tier, others are told where they part and why."""
 
 import json
+import sys
 import textwrap
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from samestep.cli.main import main
 from samestep.cli.run import CONTEXT_SETTINGS
 from samestep.cli.verify import show, verify
 from samestep.errors import UsageError, WorkerError
@@ -220,6 +222,11 @@ def test_the_command_says_what_was_compared_and_which_tier_a_recipe_reached(comm
         (["--devices", "cpu:1,cpu:1", "mlp"], "different ones"),
         (["--devices", "cpu:2", "mlp"], "two or more"),
         (["--num-shards", "4", "mlp"], "--num-shards before a recipe"),
+        (
+            ["mlp", "--devices=1,2"],
+            "got --devices after mlp; verify's own options go before the program: samestep verify",
+        ),
+        (["mlp", "--lr", "1", "--tier", "bitwise", "--json"], "got --tier, --json after mlp; verify's own options"),
         (["--seed", "4", str(BREAKERS / "clean.py")], "deals with ranks itself"),
         (["no_such_script.py"], "there is no script"),
         (["lenett"], "recipes are lenet"),
@@ -228,6 +235,29 @@ def test_the_command_says_what_was_compared_and_which_tier_a_recipe_reached(comm
 def test_options_that_cannot_be_are_told_before_anything_runs(command, arguments, message):
     with pytest.raises(UsageError, match=message):
         command(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("text", "words", "named"),
+    [
+        ("print(1)", ["--devices", "1,2", "--lr", "1"], "--devices"),
+        ("print(1)", ["--steps=3", "--tier", "bitwise"], "--steps, --tier"),
+        ("parser.add_argument('--devices')", ["--devices", "1,2"], ""),
+        ("print(1)", ["-m", "--lr", "1"], ""),
+    ],
+)
+def test_own_options_after_a_script_that_does_not_know_them_are_pointed_out(
+    script, monkeypatch, capsys, text, words, named
+):
+    path = script(text)
+    monkeypatch.setattr(sys, "argv", ["samestep", "verify", "--devices", "cpu:1", str(path), *words])
+    with pytest.raises(SystemExit):
+        main()  # one device is not enough: nothing is run
+    err = capsys.readouterr().err
+    assert "needed: two or more" in err
+    sentence = f"samestep: {named} after {path} is given to the program; verify's own options go before it: "
+    assert (sentence in err) is bool(named)
+    assert ("verify's own options" in err) is bool(named)
 
 
 @pytest.mark.slow

@@ -158,4 +158,4 @@ def test_the_contract_of_a_run_holds_the_fields_that_the_table_speaks_of(tmp_pat
 def test_it_can_be_had_without_torch():
     source = Path(agreement.__file__).read_text(encoding="utf-8")
     names = {node.module for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ImportFrom)}
-    assert names == {"collections.abc", "dataclasses", "typing"}
+    assert names == {"collections.abc", "dataclasses", "typing", "samestep.errors"}

@@ -16,7 +16,7 @@ import pytest
 
 from samestep.errors import UsageError
 from samestep.train.folder import create_folder
-from samestep.train.lock import take_lock
+from samestep.train.lock import is_locked, take_lock
 from samestep.train.naming import LOCK_FILE
 
 # Waits in step 3 of 12 until the file "go" is there; "careless" takes no lock.
@@ -223,6 +223,37 @@ def test_a_lock_that_is_given_back_in_time_is_waited_for(tmp_path):
 
     take_lock(tmp_path, pytest.fail, SECONDS, meanwhile).release()
     assert len(calls) == 2
+
+
+def test_asking_for_the_lock_tells_who_holds_it_and_keeps_nobody_out(tmp_path):
+    assert is_locked(tmp_path) is False
+    lock = take_lock(tmp_path, pytest.fail)
+    before = (tmp_path / LOCK_FILE).read_bytes(), (tmp_path / LOCK_FILE).stat().st_mtime_ns, tmp_path.stat().st_mtime_ns
+    assert is_locked(tmp_path) is True
+    after = (tmp_path / LOCK_FILE).read_bytes(), (tmp_path / LOCK_FILE).stat().st_mtime_ns, tmp_path.stat().st_mtime_ns
+    assert after == before
+    lock.release()
+    (tmp_path / LOCK_FILE).write_text('{"pid": 1}')
+    assert is_locked(tmp_path) is False
+    take_lock(tmp_path, pytest.fail, wait_seconds=0.0).release()
+
+
+def test_a_run_that_starts_while_somebody_asks_tries_once_more(tmp_path):
+    (tmp_path / LOCK_FILE).touch()
+    with (tmp_path / LOCK_FILE).open("rb") as file:
+        fcntl.flock(file, fcntl.LOCK_SH)  # whoever asks, held for longer than asking takes
+        assert is_locked(tmp_path) is False, "those who ask do not take each other for a run"
+        take_lock(tmp_path, pytest.fail, SECONDS, file.close).release()
+
+
+def test_a_folder_in_which_nothing_else_happened_keeps_its_time(tmp_path):
+    os.utime(tmp_path, ns=(10**18, 10**18))
+    take_lock(tmp_path, pytest.fail).release()
+    assert tmp_path.stat().st_mtime_ns == 10**18
+    lock = take_lock(tmp_path, pytest.fail)
+    (tmp_path / "ledger.jsonl").touch()
+    lock.release()
+    assert tmp_path.stat().st_mtime_ns > 10**18
 
 
 def test_giving_back_removes_no_lock_of_another_folder_that_took_the_place(tmp_path):

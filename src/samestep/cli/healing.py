@@ -4,15 +4,17 @@ from typing import Annotated
 
 import typer
 
+PANEL = "Lost workers"
+
 MinDevices = Annotated[
     int,
-    typer.Option("--min-devices", "--min_devices", metavar="N", help="With fewer devices left the run ends."),
+    typer.Option("--min-devices", rich_help_panel=PANEL, metavar="N", help="With fewer devices left the run ends."),
 ]
 MaxRestarts = Annotated[
     int,
     typer.Option(
         "--max-restarts",
-        "--max_restarts",
+        rich_help_panel=PANEL,
         metavar="N",
         help="How often all workers may be started again, from the newest checkpoint, when none is left to go on.",
     ),
@@ -21,16 +23,22 @@ HangTimeout = Annotated[
     float,
     typer.Option(
         "--hang-timeout",
-        "--hang_timeout",
+        rich_help_panel=PANEL,
         metavar="SECONDS",
         help="A worker without a sign of life for so long is lost; its stack is kept in its log. 0 for never.",
     ),
 ]
 Heal = Annotated[
     bool,
-    typer.Option("--heal/--no-heal", help="Go on with the devices that are left when a worker is lost: the same bits."),
+    typer.Option(
+        "--heal/--no-heal",
+        rich_help_panel=PANEL,
+        help="Go on with the devices that are left when a worker is lost: the same bits.",
+    ),
 ]
 Replace = Annotated[
     bool,
-    typer.Option("--replace", help="Start a new worker on the device of a lost one; counts as a restart."),
+    typer.Option(
+        "--replace", rich_help_panel=PANEL, help="Start a new worker on the device of a lost one; counts as a restart."
+    ),
 ]

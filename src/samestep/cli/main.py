@@ -7,10 +7,12 @@ import typer
 
 from samestep.cli import ledger
 from samestep.cli.devices import devices
+from samestep.cli.profile import profile
 from samestep.cli.replay import replay
 from samestep.cli.report import report
 from samestep.cli.run import CONTEXT_SETTINGS, run
 from samestep.cli.runs import runs
+from samestep.cli.spelling import SPELLINGS
 from samestep.cli.train import train
 from samestep.cli.verify import verify
 from samestep.errors import SamestepError
@@ -23,6 +25,7 @@ app = typer.Typer(
     add_completion=False,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
+    context_settings={**SPELLINGS},
 )
 
 
@@ -46,6 +49,7 @@ app.command("train")(train)
 app.command("run", context_settings=CONTEXT_SETTINGS)(run)
 app.command("verify", context_settings=CONTEXT_SETTINGS)(verify)
 app.command("replay")(replay)
+app.command("profile")(profile)
 app.command("report")(report)
 app.command("runs")(runs)
 app.add_typer(ledger.app, name="ledger")

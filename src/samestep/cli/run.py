@@ -9,13 +9,14 @@ import typer
 from samestep.cli.healing import HangTimeout, Heal, MaxRestarts, MinDevices, Replace
 from samestep.cli.profiling import Profile, ProfileDir, profiled, show_profile
 from samestep.cli.scripts import Adopt, Module, Wrap
+from samestep.cli.spelling import SPELLINGS
 from samestep.cli.workers import Devices, StartMethod, Threads
 from samestep.launcher.policy import HANG_TIMEOUT_SECONDS
 
 if TYPE_CHECKING:
     from samestep.launcher.job import Job
 
-CONTEXT_SETTINGS = {"allow_interspersed_args": False}
+CONTEXT_SETTINGS = {"allow_interspersed_args": False, **SPELLINGS}
 """What the command is registered with: everything after SCRIPT belongs to the script."""
 
 
@@ -27,7 +28,6 @@ def run(
         str | None,
         typer.Option(
             "--nproc-per-node",
-            "--nproc_per_node",
             metavar="N",
             help="torchrun's spelling of --devices: a number, auto, gpu or cpu (one worker a core).",
         ),
@@ -38,7 +38,6 @@ def run(
         int | None,
         typer.Option(
             "--num-shards",
-            "--num_shards",
             metavar="V",
             min=1,
             help="Into how many chunks a wrapped forward is cut, whatever the devices; by default the script decides.",
@@ -94,12 +93,15 @@ def run(
     if adopt if adopt is not None else reading.kind == "adopted":
         asked = spec.startswith("cpu") or selection.count > 1 or num_shards is not None
         is_virtual = asked and selection.kind == "cpu"
-        job = _adopted(job, num_shards=num_shards, seed=seed, wrap=wrap, virtual=is_virtual)
+        options = {"num_shards": num_shards, "seed": seed, "wrap": wrap, "virtual": is_virtual}
+        job = _called(job, "samestep.adopt.script", "run_adopted", options)
     elif num_shards is not None or seed is not None or wrap is not None:
         raise UsageError(
             f"--num-shards, --seed and --wrap are for scripts of one process, and {reading.reason}; set them in the "
             "script, or give --adopt"
         )
+    else:
+        job = _called(job, "samestep.adopt.spawning", "run_native", {})
     if adopt is None and reading.is_both:
         typer.echo(f"samestep: {program[0]}: {reading.reason}", err=True)
     folder = profile_dir or (Path(PROFILE_FOLDER) if profile else None)
@@ -113,13 +115,12 @@ def run(
     raise typer.Exit(outcome.exit_code)
 
 
-def _adopted(job: "Job", **options: Any) -> "Job":
-    """The job that runs another one's script under adoption."""
+def _called(job: "Job", module: str, function: str, options: dict[str, Any]) -> "Job":
+    """The job that runs another one's script by a function of adoption."""
     from samestep.launcher.job import Job
 
     kwargs = {"kind": job.kind, "target": job.target, "argv": list(job.argv), **options}
-    target = "samestep.adopt.script:run_adopted"
-    return Job("function", target, kwargs=kwargs, log_dir=job.log_dir, preload=("samestep.adopt.script",))
+    return Job("function", f"{module}:{function}", kwargs=kwargs, log_dir=job.log_dir, preload=(module,))
 
 
 def _devices_of(nproc_per_node: str) -> str:

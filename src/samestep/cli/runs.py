@@ -16,7 +16,8 @@ def runs(
 ) -> None:
     """Lists runs, newest first: how far each came, and whether it can be resumed.
 
-    `crashed` and `running?` differ in when something was last written: two minutes ago or less may be a run under way.
+    `running` and `crashed` differ in whether a process holds the run's lock. Where the file system has no locks, a run
+    in whose folder something was written in the last two minutes is `running?`.
     """
     from samestep.errors import DataError, UsageError
     from samestep.proof.runs import find_runs

@@ -19,6 +19,13 @@ from samestep.recipes.options import own_options_in_words
 if TYPE_CHECKING:
     from samestep.launcher.policy import Policy
 
+PANEL = "Run folder, checkpoints and resuming"
+COMPARED = (
+    *("seed", "global_batch_size", "num_shards", "reduction", "precision", "compile", "cuda_graphs"),
+    *("num_threads", "optimizer", "lr", "momentum", "weight_decay", "max_grad_norm"),
+)
+"""The options that a contract holds just as they are given."""
+
 
 def train(
     recipe: Annotated[
@@ -68,23 +75,40 @@ def train(
             f"{own_options_in_words()}.",
         ),
     ] = None,
-    run_dir: Annotated[Path | None, typer.Option(help="Where the run goes; runs/RECIPE-DATE-TIME by default.")] = None,
+    run_dir: Annotated[
+        Path | None, typer.Option(rich_help_panel=PANEL, help="Where the run goes; runs/RECIPE-DATE-TIME by default.")
+    ] = None,
     resume: Annotated[
         str | None,
         typer.Option(
+            rich_help_panel=PANEL,
             metavar="RUN|auto",
             help="Go on with this run, on any devices, from its newest good checkpoint; it keeps its options. auto: "
             "with the newest run of RECIPE that did not end, or a new one.",
         ),
     ] = None,
     allow_contract_change: Annotated[
-        bool, typer.Option("--allow-contract-change", help="Go on though something changed that decides the bits.")
+        bool,
+        typer.Option(
+            "--allow-contract-change",
+            rich_help_panel=PANEL,
+            help="Go on though something changed that decides the bits.",
+        ),
     ] = False,
-    checkpoint_steps: Annotated[int | None, typer.Option(help="Write a checkpoint every so many steps.")] = None,
-    checkpoint_minutes: Annotated[float | None, typer.Option(help="And when the last is so old; 5 by default.")] = None,
-    keep: Annotated[int | None, typer.Option(help="How many checkpoints are kept; 3 by default.")] = None,
+    checkpoint_steps: Annotated[
+        int | None, typer.Option(rich_help_panel=PANEL, help="Write a checkpoint every so many steps.")
+    ] = None,
+    checkpoint_minutes: Annotated[
+        float | None, typer.Option(rich_help_panel=PANEL, help="And when the last is so old; 5 by default.")
+    ] = None,
+    keep: Annotated[
+        int | None, typer.Option(rich_help_panel=PANEL, help="How many checkpoints are kept; 3 by default.")
+    ] = None,
     digest_every: Annotated[
-        int | None, typer.Option(help="The ledger has a checksum of the state every so many steps; 100 by default.")
+        int | None,
+        typer.Option(
+            rich_help_panel=PANEL, help="The ledger has a checksum of the state every so many steps; 100 by default."
+        ),
     ] = None,
     spares: Annotated[
         int | None, typer.Option(help="How many of the devices stand by, to take over when another is lost.")
@@ -143,6 +167,8 @@ def train(
     if source is None or folder.resolve() != source.resolve():
         check_untaken(folder)
     check_options(job)
+    if source is not None and not allow_contract_change:
+        _check_kept(asked, source, Path(str(resume)))
     recorded_job = dict(job)
     job |= {
         "run_dir": str(folder),
@@ -187,6 +213,30 @@ def _resumed(asked: dict[str, Any], resume: str | None, run_dir: Path | None) ->
     if asked.get("recipe", own["recipe"]) != own["recipe"]:
         raise UsageError(f"got the recipe {asked['recipe']}, and {source} is a run of {own['recipe']}; leave it out")
     return {**own, **asked}, source
+
+
+def _check_kept(asked: dict[str, Any], source: Path, resume: Path) -> None:
+    """Compares the options given with the contract of the checkpoint, before anything is started or written to.
+
+    The workers compare all of it, once they have a model.
+
+    Raises:
+        ContractError: one that decides the bits is another.
+    """
+    from samestep.proof.runs import checkpoint_contract, newest_checkpoint
+    from samestep.train.agreement import check_contract_kept, differences
+    from samestep.train.naming import CHECKPOINT_FOLDER
+
+    checkpoint = resume
+    if resume.parent.name != CHECKPOINT_FOLDER:
+        checkpoint = source / CHECKPOINT_FOLDER / (newest_checkpoint(source) or "")
+    recorded = checkpoint_contract(checkpoint)
+    names = [name for name in COMPARED if name in asked and name in recorded]
+    if recorded.get("device_kind") != "cpu":  # there the number of threads decides nothing
+        names = [name for name in names if name != "num_threads"]
+    check_contract_kept(
+        differences({name: recorded[name] for name in names}, {name: asked[name] for name in names}), False
+    )
 
 
 def _train_by_workers(

@@ -32,9 +32,12 @@ FAMILIES = {
     "ddp": "deals with its ranks itself",
 }
 LABEL_WIDTH = 11
+NOT_A_RECIPES = frozenset({"--devices", "--steps", "--tier", "--wrap", "--adopt", "--no-adopt", "--json"})
+"""Own options that a recipe does not have, or that verify gives it."""
 
 
 def verify(
+    context: typer.Context,
     program: Annotated[list[str] | None, typer.Argument(metavar="SCRIPT|RECIPE ARGS", show_default=False)] = None,
     module: Module = False,
     devices: Annotated[
@@ -60,7 +63,6 @@ def verify(
         int | None,
         typer.Option(
             "--num-shards",
-            "--num_shards",
             metavar="V",
             min=1,
             help="Of a script of one process: into how many chunks a wrapped forward is cut; by default as many as the "
@@ -92,6 +94,7 @@ def verify(
         raise UsageError(f"got --tier {tier!r}; it is one of {', '.join(TIERS)}")
     if read_environment().launcher != "none":
         raise UsageError("verify starts processes itself; call it without torchrun, srun or mpirun")
+    _check_order(context, program, module)
     selections = _selections(devices)
     options = {"num_shards": num_shards, "seed": seed, "wrap": wrap}
     chosen = _program(program, module, adopt, options, selections)
@@ -111,6 +114,36 @@ def verify(
     else:
         show(verdict)
     raise typer.Exit(0 if verdict.agrees else 1)
+
+
+def _check_order(context: typer.Context, program: list[str], module: bool) -> None:
+    """Tells of own options that stand after the program, and so are given to that.
+
+    Raises:
+        UsageError: the program is a recipe, which does not take them.
+    """
+    from samestep.errors import UsageError
+    from samestep.recipes.catalog import NAMES
+
+    name, *words = program
+    given = [word.partition("=")[0] for word in words]
+    if name in NAMES and not module and not Path(name).is_file():
+        misplaced = [word for word in given if word in NOT_A_RECIPES]
+        if misplaced:
+            raise UsageError(
+                f"got {', '.join(misplaced)} after {name}; verify's own options go before the program: "
+                f"samestep verify {misplaced[0]} … {name}"
+            )
+        return
+    own = {word for option in context.command.params for word in (*option.opts, *option.secondary_opts)}
+    text = "" if module or not Path(name).is_file() else Path(name).read_text(encoding="utf-8", errors="replace")
+    unknown = [word for word in given if word in own and word.startswith("--") and word not in text]
+    if unknown:
+        typer.echo(
+            f"samestep: {', '.join(unknown)} after {name} is given to the program; verify's own options go before it: "
+            f"samestep verify {unknown[0]} … {name}",
+            err=True,
+        )
 
 
 def _selections(devices: str | None) -> "dict[str, Selection]":

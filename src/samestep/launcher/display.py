@@ -3,6 +3,7 @@
 import contextlib
 import sys
 import time
+from datetime import timedelta
 from typing import TYPE_CHECKING, Literal, TextIO
 
 from samestep.comm.channel import Event
@@ -30,7 +31,7 @@ class Display:
         self._lines: TextIO = sys.stdout if lines_to == "stdout" else sys.stderr
         self._bar: Progress | None = None
         self._task: TaskID | None = None
-        self._shown = time.monotonic()
+        self._begun = self._shown = time.monotonic()
 
     def progress(self, event: Event) -> None:
         """Moves the bar, at most ten times a second."""
@@ -46,7 +47,7 @@ class Display:
         self._shown = now
         if self._bar is None or self._task is None:
             self._bar = _new_bar()
-            self._task = self._bar.add_task("", total=None, figures="")
+            self._task = self._bar.add_task("", total=None, figures="", clock="")
             self._bar.start()
         self._bar.update(
             self._task,
@@ -54,6 +55,7 @@ class Display:
             completed=event.get("step") or 0,
             total=event.get("steps"),
             figures=_figures(event),
+            clock=_clock(now - self._begun),
         )
         self._bar.refresh()
 
@@ -94,20 +96,25 @@ class Display:
 def _new_bar() -> "Progress":
     """The bar; refreshed by us, so that the supervisor needs no thread for it."""
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
         TextColumn("{task.fields[figures]}"),
-        TimeElapsedColumn(),
+        TextColumn("{task.fields[clock]}"),  # rich's own stops where an epoch is complete
         console=Console(file=sys.stderr),
         transient=True,
         auto_refresh=False,
         redirect_stdout=False,
         redirect_stderr=False,
     )
+
+
+def _clock(seconds: float) -> str:
+    """How long the run has taken: "0:03:07"."""
+    return str(timedelta(seconds=int(seconds)))
 
 
 def _figures(event: Event) -> str:

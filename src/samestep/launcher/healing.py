@@ -7,7 +7,7 @@ all of them have, the healing is pending; further losses meanwhile are further v
 import contextlib
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -41,8 +41,28 @@ class Change:
     joined: list[Worker] = field(default_factory=list)
 
 
+@dataclass(frozen=True)
+class Healed:
+    """A healing whose end is still to be told.
+
+    Attributes:
+        view: the number of the view that was taken up.
+        world_size: how many went on.
+        seconds: from the loss until all had taken up the view, as it looked from here.
+        lost: the ranks that were lost.
+    """
+
+    view: int
+    world_size: int
+    seconds: float
+    lost: tuple[int, ...]
+
+
 class Healing:
     """The healing of one attempt.
+
+    How long one took is told by whoever writes it into the ledger, so that there is one number; where nobody does, it
+    is measured here.
 
     Args:
         workers: all workers.
@@ -59,6 +79,9 @@ class Healing:
         self._losses: list[tuple[Worker, Loss]] = []
         self._untold: list[tuple[float, Worker, str]] = []
         self._change: Change | None = None
+        self._keeps_ledger = False
+        self._recorded: dict[int, float] = {}
+        self._healed: list[Healed] = []
         self._announced = float("-inf")
         self._strays: list[int] = []
 
@@ -126,10 +149,23 @@ class Healing:
         if may_join and self._change is None:
             self._join(now)
 
+    def hear(self, event: Mapping[str, Any]) -> None:
+        """Takes in an event of the worker that writes the ledger: that it does, or how long a healing took."""
+        self._keeps_ledger = True
+        view, seconds = event.get("view"), event.get("seconds")
+        if isinstance(view, int) and isinstance(seconds, int | float):
+            self._recorded[view] = seconds
+            self._tell_healed(view)
+
     def finish(self) -> None:
         """Tells what is still to be told, at the end of a run that went on."""
         self._complete(time.monotonic())
         self._tell_all()
+
+    def give_up_waiting(self) -> None:
+        """Tells of the healings of which nothing stands in the ledger."""
+        while self._healed:
+            self._tell_healed(self._healed[0].view)
 
     def _announce(self) -> int:
         """Posts a view of those that are left; returns how many they are."""
@@ -180,9 +216,10 @@ class Healing:
         count = sum(worker in living or workers.finished(worker) for worker in workers.members)
         seconds = round(now - change.began, 3)
         if change.lost and count:
-            self._say(f"went on after {seconds:.1f} s")
-            lost = [loss.rank for _, loss in change.lost]
-            self._note("heal", world_size=count, seconds=seconds, lost=lost)
+            lost = tuple(loss.rank for _, loss in change.lost)
+            self._healed.append(Healed(workers.view.number, count, seconds, lost))
+            if not self._keeps_ledger or workers.view.number in self._recorded:
+                self._tell_healed(workers.view.number)
         for worker in change.joined:
             if worker in living:
                 self._say(f"a replacement joined on {worker.place.device}; {go_on(count)}")
@@ -213,6 +250,14 @@ class Healing:
         """Says what is still to be said about losses."""
         while self._untold:
             self._tell(*self._untold.pop(0)[1:])
+
+    def _tell_healed(self, view: int) -> None:
+        """Says that those who are left went on, up to this view."""
+        while self._healed and self._healed[0].view <= view:
+            healed = self._healed.pop(0)
+            seconds = self._recorded.get(healed.view, healed.seconds)
+            self._say(f"went on after {seconds:.3g} s")
+            self._note("heal", world_size=healed.world_size, seconds=seconds, lost=list(healed.lost))
 
     def _tell(self, worker: Worker, text: str) -> None:
         """Says what was lost, with what helps to find out why."""

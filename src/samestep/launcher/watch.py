@@ -163,6 +163,8 @@ class Watch:
                 self._display.progress(event)
             elif name == "line":
                 self._display.line(str(event.get("text", "")))
+            elif name == "ledger":
+                self._healing.hear(event)
             elif name == "saved":
                 self._saved = str(event.get("path", ""))
             elif name == "result":
@@ -348,6 +350,7 @@ class Watch:
         failure = None if first is None else "\n".join(part for part in (explain(first), hint) if part)
         if first is None or self._stopped_by is not None:
             self._healing.finish()
+        self._healing.give_up_waiting()
         if self._stopped_by is not None and not self._is_complete():
             return Outcome(128 + self._stopped_by, failure=failure)
         if self.is_broken:

@@ -15,14 +15,15 @@ from typing import Any, Literal
 
 from samestep.errors import DataError
 from samestep.proof.ledger import number
-from samestep.train.naming import CHECKPOINT_FOLDER, CONTRACT_FILE, LEDGER_FILE, METRICS_FILE, RESULT_FILE
+from samestep.train.lock import is_locked
+from samestep.train.naming import CHECKPOINT_FOLDER, CONTRACT_FILE, FACTS_FILE, LEDGER_FILE, METRICS_FILE, RESULT_FILE
 
 RECENT_SECONDS = 120.0
 _SMALLER_IS_BETTER = ("loss", "error", "perplexity", "wrong", "mse", "mae", "rmse", "nll", "bpb", "ppl")
 
 _TURNS = ("start", "resume", "stop", "end")
 
-State = Literal["finished", "running?", "stopped", "crashed"]
+State = Literal["finished", "running", "running?", "stopped", "crashed"]
 
 
 @dataclass(frozen=True)
@@ -31,8 +32,9 @@ class RunSummary:
 
     Attributes:
         path: its folder.
-        state: "finished"; "stopped": by a signal, after a checkpoint; "running?": neither, and something was written in
-            the last two minutes; else "crashed".
+        state: "finished"; "stopped": by a signal, after a checkpoint; "running": neither, and a process holds its lock;
+            else "crashed". Where the file system has no locks, "running?" if something was written in the last two
+            minutes.
         recipe: what was trained: the recipe's name, or the script's; None where the contract does not say.
         steps: updates done.
         epochs: epochs done.
@@ -126,7 +128,7 @@ def summarize(folder: Path) -> RunSummary:
         world_sizes=tuple(progress.world_sizes),
         changed=changed,
         size_bytes=size,
-        checkpoint=_newest_checkpoint(folder / CHECKPOINT_FOLDER),
+        checkpoint=newest_checkpoint(folder),
         problems=tuple(problems),
     )
 
@@ -214,12 +216,18 @@ def _name(contract: dict[str, Any]) -> str | None:
 
 
 def _state(folder: Path, turn: str | None, changed: float) -> State:
-    """Ledgers tell how a run ended; a result that is as new as the ledger tells it where no event does."""
+    """Ledgers tell how a run ended; a result that is as new as the ledger tells it where no event does.
+
+    Of a run that did not end the lock tells whether it is under way.
+    """
     if turn == "stop":
         return "stopped"
     if turn == "end" or _time(folder / RESULT_FILE) >= max(_time(folder / LEDGER_FILE), 1.0):
         return "finished"
-    return "running?" if time.time() - changed < RECENT_SECONDS else "crashed"
+    locked = is_locked(folder)
+    if locked is None:
+        return "running?" if time.time() - changed < RECENT_SECONDS else "crashed"
+    return "running" if locked else "crashed"
 
 
 def _time(path: Path) -> float:
@@ -230,10 +238,20 @@ def _time(path: Path) -> float:
         return 0.0
 
 
-def _newest_checkpoint(folder: Path) -> str | None:
-    """The whole checkpoint of the highest step."""
-    names = [entry.name for entry in _folders(folder) if entry.name.startswith("step-")]
+def newest_checkpoint(folder: Path) -> str | None:
+    """The name of the whole checkpoint of the highest step in a run's folder; None without one."""
+    names = [entry.name for entry in _folders(folder / CHECKPOINT_FOLDER) if entry.name.startswith("step-")]
     return max(names, key=lambda name: (len(name), name), default=None)
+
+
+def checkpoint_contract(checkpoint: Path) -> dict[str, Any]:
+    """The contract under which a checkpoint was written; empty where its files do not tell."""
+    state = _read_json(checkpoint / FACTS_FILE) or {}
+    try:
+        contract = state["run"]["rest"]["contract"]
+    except (LookupError, TypeError):
+        return {}
+    return contract if isinstance(contract, dict) else {}
 
 
 def _changed_and_size(folder: Path) -> tuple[float, int]:

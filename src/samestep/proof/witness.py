@@ -31,6 +31,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from samestep.adopt import parallel
 from samestep.adopt.adoption import Adoption
 from samestep.adopt.script import run_adopted
+from samestep.adopt.spawning import run_native
 from samestep.adopt.table import Patch, applied
 from samestep.adopt.wrapped import forward
 from samestep.data.batch import Batch, checksum
@@ -39,7 +40,6 @@ from samestep.engine import shards as engine_shards
 from samestep.engine.graphs import ShardGraphs, never_by_graphs
 from samestep.engine.step import TrainStep
 from samestep.errors import UsageError
-from samestep.launcher.program import run_module, run_script
 from samestep.proof.causes.evidence import Recorder
 from samestep.proof.causes.table import CAUSES
 from samestep.proof.watching.batches import Batches, describe
@@ -143,10 +143,8 @@ def _run(kind: str, target: str, argv: Sequence[str], adopt: Mapping[str, Any] |
     """Runs the program as `samestep run` does."""
     if adopt is not None:
         run_adopted(kind, target, argv, **adopt)
-    elif kind == "module":
-        run_module(target, tuple(argv))
     else:
-        run_script(target, tuple(argv))
+        run_native(kind, target, argv)
 
 
 @contextmanager

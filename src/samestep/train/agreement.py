@@ -9,6 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from samestep.errors import ContractError
+
 BREAKING: Final[Mapping[str, str]] = {
     "recipe": "what is trained",
     "model": "what is trained",
@@ -107,6 +109,16 @@ def explain(changes: Sequence[Change]) -> str:
         ("these should not:", [change for change in changes if not change.breaks]),
     )
     return "\n".join(line for title, some in parts if some for line in (title, *map(_line, some)))
+
+
+def check_contract_kept(changes: Sequence[Change], allow_change: bool) -> None:
+    """Raises a `ContractError` that lists all changes, if one decides the bits and that is not allowed."""
+    if any(change.breaks for change in changes) and not allow_change:
+        raise ContractError(
+            f"the run to resume was made under another contract:\n{explain(changes)}\n"
+            "go back to its values, or accept other bits from here on with --allow-contract-change "
+            "(allow_contract_change=True)"
+        )
 
 
 def decides(field: str) -> str | None:

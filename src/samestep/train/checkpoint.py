@@ -22,11 +22,11 @@ from torch import Tensor
 
 from samestep.errors import CheckpointError, UsageError
 from samestep.train.manifest import MANIFEST_FILE, Manifest, manifest_bytes, read_manifest
+from samestep.train.naming import FACTS_FILE
 from samestep.train.temporary import remove_entry, remove_leftovers, temporary_name
 from samestep.train.tensorfile import check_bytes, read_bytes, read_tensors, tensor_pieces, write_pieces
 from samestep.train.writing import writing
 
-FACTS_FILE = "state.json"
 LATEST_FILE = "latest"
 _TENSORS_SUFFIX = ".safetensors"
 _NAME = re.compile(r"step-(\d{8,})")

@@ -26,6 +26,10 @@ class Display(Protocol):
         """Shows a line of text for good."""
         ...
 
+    def ledger(self, view: int | None = None, seconds: float | None = None) -> None:
+        """Tells that a ledger is kept; or how long the healing that ended in a view took, as it stands there."""
+        ...
+
     def close(self) -> None:
         """Clears what is not for good."""
         ...
@@ -43,6 +47,9 @@ class SilentDisplay:
 
     def line(self, text: str) -> None:
         """Shows nothing."""
+
+    def ledger(self, view: int | None = None, seconds: float | None = None) -> None:
+        """Tells nobody."""
 
     def close(self) -> None:
         """Does nothing."""
@@ -76,6 +83,10 @@ class SupervisedDisplay:
     def line(self, text: str) -> None:
         """Sends a line."""
         self._channel.send("line", text=text)
+
+    def ledger(self, view: int | None = None, seconds: float | None = None) -> None:
+        """Sends the event: the supervisor tells of a healing with the number that the ledger has."""
+        self._channel.send("ledger", view=view, seconds=seconds)
 
     def close(self) -> None:
         """Does nothing: the supervisor clears up when we end."""

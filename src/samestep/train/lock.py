@@ -18,7 +18,7 @@ from pathlib import Path
 
 from samestep.errors import UsageError
 from samestep.train.naming import LOCK_FILE
-from samestep.train.writing import open_unbuffered
+from samestep.train.writing import open_unbuffered, writing
 
 LOCK_SECONDS = 5.0  # a process that is being ended may need a moment
 POLL_SECONDS = 0.05
@@ -32,20 +32,28 @@ class FolderLock:
     Args:
         path: of the file.
         file: that file, open and locked.
+        changed: when the folder was last changed, in nanoseconds since 1970, before the file was in it.
     """
 
-    def __init__(self, path: Path, file: FileIO) -> None:
+    def __init__(self, path: Path, file: FileIO, changed: int) -> None:
         self._path, self._file = path, file
+        self._before, self._taken = changed, path.parent.stat().st_mtime_ns
         if hasattr(os, "register_at_fork"):  # the child shares the open file, and with it the lock
             os.register_at_fork(after_in_child=partial(_close_file, weakref.ref(self)))
 
     def release(self) -> None:
-        """Gives it back and removes the file; a second call does nothing."""
+        """Gives it back and removes the file; a second call does nothing.
+
+        A folder in which nothing else has come or gone meanwhile is as it was, its time too.
+        """
         if self._file.closed:
             return
         with suppress(OSError):
             if _is_at(self._path, self._file):
+                folder = self._path.parent.stat()
                 self._path.unlink()
+                if folder.st_mtime_ns == self._taken:
+                    os.utime(self._path.parent, ns=(folder.st_atime_ns, self._before))
         self._file.close()
 
 
@@ -70,6 +78,8 @@ def take_lock(
     path = folder / LOCK_FILE
     deadline = time.monotonic() + wait_seconds
     while True:
+        with writing(path):
+            changed = folder.stat().st_mtime_ns
         file = open_unbuffered(path, "a+b")
         try:
             is_locked, reason = _try_to_lock(file)
@@ -80,7 +90,7 @@ def take_lock(
                 if reason:
                     tell(f"{path} cannot be locked ({reason}): take care that no other run writes to this folder")
                 _sign(file)
-                return FolderLock(path, file)
+                return FolderLock(path, file, changed)
             if time.monotonic() >= deadline:
                 raise UsageError(_refusal(folder, file))
         except BaseException:
@@ -89,6 +99,26 @@ def take_lock(
         file.close()
         meanwhile()
         time.sleep(POLL_SECONDS)
+
+
+def is_locked(folder: Path) -> bool | None:
+    """Whether a process writes to a run folder now; None where the file system does not tell.
+
+    Nothing is written. The lock can only be asked for by taking it; it is taken with others who ask, for a moment: a
+    run that starts meanwhile tries once more.
+    """
+    try:
+        import fcntl
+
+        with (folder / LOCK_FILE).open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except FileNotFoundError:
+        return False
+    except (ImportError, OSError):
+        return None
+    return False
 
 
 def _try_to_lock(file: FileIO) -> tuple[bool, str]:

@@ -181,7 +181,9 @@ class Notes:
             self.take_over()
         for view, seconds in healed[self._num_healed :]:
             if self.recorder is not None:
+                seconds = round(seconds, 3)
                 self.recorder.healed(max(0, self._step.num_steps - 1), view, seconds)
+                self._tell_ledger(view.number, seconds)
         self._num_healed = len(healed)
 
     def take_over(self) -> None:
@@ -248,7 +250,13 @@ class Notes:
         """Opens the recorder of this rank, as the only one that writes to the folder."""
         self.lock(TAKE_OVER_SECONDS if self._team.healed else LOCK_SECONDS)
         self.recorder = Recorder(self._team, self.folder, self._loggers, self._keep, purge_step)
+        self._tell_ledger()
         return self.recorder
+
+    def _tell_ledger(self, view: int | None = None, seconds: float | None = None) -> None:
+        """Tells who shows the run what stands in the ledger, if there is one."""
+        if self.folder is not None:
+            self.display.ledger(view, seconds)
 
 
 def _check_counts(steps: int | None, minutes: float | None, keep: int, digest_every: int) -> None:

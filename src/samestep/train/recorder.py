@@ -169,7 +169,7 @@ class Recorder:
             view: who went on.
             seconds: how long it took this rank.
         """
-        about = {"world_size": len(view.slots), "seconds": round(seconds, 3)}
+        about = {"world_size": len(view.slots), "seconds": seconds}
         lost = [loss for loss in view.lost if loss["slot"] not in self._known_losses]
         for loss in lost:
             self._known_losses.add(loss["slot"])

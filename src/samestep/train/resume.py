@@ -1,7 +1,7 @@
 """Resuming: finding the state to go on from, giving it to all ranks, and holding it to its contract."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from torch import Tensor
 from samestep.comm.communicator import Communicator
 from samestep.comm.team import Team
 from samestep.errors import CheckpointError, ContractError, UsageError
-from samestep.train.agreement import Change, differences, explain, shown
+from samestep.train.agreement import Change, check_contract_kept, differences, explain, shown
 from samestep.train.checkpoint import (
     LATEST_FILE,
     Found,
@@ -206,16 +206,6 @@ def check_state(
             f"{explain(changes)}\ngo on from the newest, or in a folder of its own (--run-dir)"
         )
     return changes
-
-
-def check_contract_kept(changes: Sequence[Change], allow_change: bool) -> None:
-    """Raises a `ContractError` that lists all changes, if one decides the bits and that is not allowed."""
-    if any(change.breaks for change in changes) and not allow_change:
-        raise ContractError(
-            f"the run to resume was made under another contract:\n{explain(changes)}\n"
-            "go back to its values, or accept other bits from here on with --allow-contract-change "
-            "(allow_contract_change=True)"
-        )
 
 
 def is_in(state: Resumed, folder: Path | None) -> bool:

@@ -20,17 +20,17 @@ from samestep.comm.pulse import Pulse
 from samestep.comm.team import Team
 from samestep.data.loader import Loader
 from samestep.data.randomness import seed_process
+from samestep.data.tensors import TensorData
 from samestep.engine.losses import LossFn, describe
 from samestep.engine.step import BUCKET_BYTES, OnNonFinite, TrainStep
 from samestep.errors import UsageError
 from samestep.plan.shards import active_shares, shard_ranges
-from samestep.train.agreement import differences
+from samestep.train.agreement import check_contract_kept, differences
 from samestep.train.contract import Contract, check_contract
 from samestep.train.evaluation import evaluate, predict
 from samestep.train.loops import load, save
 from samestep.train.process import make_deterministic, own_device
 from samestep.train.profile.keeping import keep_profile
-from samestep.train.resume import check_contract_kept
 from samestep.train.state import generator_states, restore_generators
 from samestep.train.stopping import stopping_on_request
 
@@ -60,6 +60,9 @@ class Run:
         communicator: this rank's voice, instead of one from the environment; for tests and special transports.
         profile: a folder for a profile of where the time goes, written when the process ends; that of the environment
             variable SAMESTEP_PROFILE (which `samestep run --profile` sets) by default, and none without it.
+
+    Attributes:
+        profile_facts: what the advice of a profile goes by, besides times; JSON.
 
     Raises:
         UsageError: an argument that cannot be, or more devices than shards.
@@ -119,8 +122,9 @@ class Run:
         if world_size > 1 or pulse.board is not None:
             atexit.register(self.team.close)
         kept = profile or chosen_profile()
+        self.profile_facts: dict[str, Any] = {"num_shards": count}
         if kept:
-            keep_profile(pulse, Path(kept), environment, self.device, {"num_shards": count})
+            keep_profile(pulse, Path(kept), environment, self.device, self.profile_facts)
         self._until_end = ExitStack()
         self._leaves_by_itself = False
         self._num_streams = 0
@@ -225,6 +229,7 @@ class Run:
             )
         stream = self._num_streams
         self._num_streams += 1
+        self.profile_facts["compiles"] = compile or self.profile_facts.get("compiles", False)
         return TrainStep(
             self.team,
             self.contract.seed,
@@ -272,7 +277,7 @@ class Run:
             UsageError: an argument that cannot be.
             OutOfMemoryError: a dataset that is to be cached does not fit in the device's memory.
         """
-        return Loader(
+        loader = Loader(
             dataset,
             team=self.team,
             device=self.device,
@@ -285,6 +290,9 @@ class Run:
             multiprocessing_context=multiprocessing_context,
             cache=cache,
         )
+        if type(loader.dataset) is TensorData and cache is None and self.device.type != "cpu":
+            self.profile_facts["cacheable"] = True
+        return loader
 
     def evaluate(
         self,

@@ -99,6 +99,7 @@ class Trainer:
             checkpoint_steps=checkpoint_steps,
             checkpoint_minutes=checkpoint_minutes,
         )
+        run.profile_facts["digest_every"] = None if run_dir is None else digest_every
         self._planned = 0
         self._left_at = -1
 

@@ -79,7 +79,7 @@ def make_charts(story: Story) -> tuple[Chart, ...]:
     charts += [
         _plain(runs, "memory/host_bytes", "Host memory", "bytes", "line", bins),
         _plain(runs, "memory/device_bytes", "Device memory", "bytes", "line", bins),
-        _plain(runs, "world_size", "Devices", "", "steps", bins),
+        _devices(runs, bins),
         _blocked(runs, bins),
     ]
     charts += [_noisy(runs, tag, tag, bins) for tag in _ordered(_own_tags(run) for run in runs)]
@@ -178,6 +178,12 @@ def _stack(number: int, run: RunStory, num_runs: int) -> Chart:
     stack = (number, phases.thinned(MAX_BINS // 3 if num_runs < 4 else MIN_BINS)) if len(phases.steps) else None
     note = run.name if num_runs > 1 else "mean host seconds in each phase"
     return Chart(f"phases-{number}", "Time of a step", note, "seconds", (), stack=stack)
+
+
+def _devices(runs: Sequence[RunStory], bins: int) -> Chart:
+    """The number of devices: of every run, once it is not the same in all of them all along."""
+    sizes = {size for run in runs if (curve := run.curves.get("world_size")) is not None for size in curve.finite}
+    return _plain(runs if len(sizes) > 1 else (), "world_size", "Devices", "", "steps", bins)
 
 
 def _blocked(runs: Sequence[RunStory], bins: int) -> Chart:

@@ -52,8 +52,9 @@ class Event:
         if self.name == "heal":
             lost = fields.get("lost")
             without = f" without rank {', '.join(map(str, lost))}" if isinstance(lost, list) and lost else ""
-            seconds = _seconds(" in {}", fields.get("seconds"))
-            return f"went on with {devices}{without}{seconds}"
+            seconds = fields.get("seconds")
+            after = f" after {seconds:.3g} s" if isinstance(seconds, int | float) else ""
+            return f"went on with {devices}{without}{after}"
         if self.name == "join":
             return f"a device joined: {devices}"
         if self.name == "stop":

@@ -24,6 +24,7 @@ EVENT_COLORS = {"death": "#b3261e", "heal": "#11734b", "join": "#11734b", "resum
 INK, SOFT, GRID = "#1d1d1f", "#5c5f66", "#ebe8e2"
 MAX_STACKS = 4
 MAX_CHARTS = 24
+ROOM = 0.015  # of the steps, after the last one: for its mark
 
 
 def draw_report(path: str | os.PathLike[str], story: Story) -> None:
@@ -113,7 +114,8 @@ def _line(axes: Any, series: Series, dashes: tuple[int, ...]) -> None:
     else:
         marker = "o" if series.style == "dots" or short else ""
         width = 0.9 if series.style == "dots" else 1.6
-        axes.plot(curve.steps, values, color=color, lw=width, ls=dash, marker=marker, ms=4 if len(curve) < 150 else 2)
+        mark = 4 if len(curve) < 150 and not dashes else 2  # those that lie on another's leave its colour around them
+        axes.plot(curve.steps, values, color=color, lw=width, ls=dash, marker=marker, ms=mark)
     if not finite.all() and series.style != "dots" and "smoothed" not in series.label:
         steps = curve.steps[~finite]
         edge = axes.get_xaxis_transform()
@@ -177,7 +179,7 @@ def _scale_steps(axes: Any, story: Story, chart: Chart) -> None:
     """All charts over the same steps; the phases over those of their run."""
     runs = story.runs if chart.stack is None else [story.runs[chart.stack[0]]]
     last = max(run.num_steps for run in runs)
-    axes.set_xlim((0, last) if last > 1 else (0.5, 1.5))
+    axes.set_xlim((0, last * (1 + ROOM)) if last > 1 else (0.5, 1.5))
 
 
 def _plain(text: str) -> str:

@@ -62,7 +62,7 @@ class RunStory:
         name: how the report calls it: the folder's name, with as much of the path as tells it from the others.
         folder: of the run.
         contract: run.json; empty if there is none.
-        state: "finished", "running?", "stopped by SIGINT" or "crashed".
+        state: "finished", "running", "running?", "stopped by SIGINT" or "crashed".
         digest: SHA-256 of the final state; None before the end.
         num_steps: updates done.
         curves: by tag.
@@ -257,7 +257,7 @@ def _tell(folder: Path, name: str) -> tuple[RunStory, Ledger]:
     contract, result = read_object(folder / CONTRACT_FILE), read_object(folder / RESULT_FILE)
     events = tuple(event for event in map(as_event, ledger.events) if event is not None)
     recorded = ledger_curves(ledger.steps)
-    worlds = recorded.pop("world_size", None)
+    worlds = recorded.get("world_size")
     curves = {**recorded, **metrics.curves}
     phases = _phases(curves)
     curves = {tag: curve for tag, curve in curves.items() if not tag.startswith("seconds/")}
@@ -269,7 +269,7 @@ def _tell(folder: Path, name: str) -> tuple[RunStory, Ledger]:
         state=_state(folder, events),
         digest=_digest(events, result),
         num_steps=num_steps,
-        curves=_with_world(curves, worlds),
+        curves=curves,
         epochs=metrics.epochs,
         phases=phases,
         events=events,
@@ -324,12 +324,6 @@ def _step_seconds(phases: Phases, metrics: Metrics, contract: Mapping[str, Any])
     return [
         (step, size / rate) for step, rate in zip(curve.steps.tolist(), curve.values.tolist(), strict=True) if rate > 0
     ]
-
-
-def _with_world(curves: Mapping[str, Curve], worlds: Curve | None) -> dict[str, Curve]:
-    """The curves, with that of the number of devices where it changed."""
-    changes = worlds is not None and len(worlds.finite) > 0 and bool((worlds.finite != worlds.finite[0]).any())
-    return {**curves, "world_size": worlds} if worlds is not None and changes else dict(curves)
 
 
 def _world_sizes(worlds: Curve | None, events: Sequence[Event], contract: Mapping[str, Any]) -> tuple[int, ...]:

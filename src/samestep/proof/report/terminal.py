@@ -249,4 +249,4 @@ def _finding(finding: Finding, before: str = "") -> "Text":
 
 
 def _state_style(state: str) -> str:
-    return {"finished": "green", "running?": "blue", "crashed": "red"}.get(state, "yellow")
+    return {"finished": "green", "running": "blue", "running?": "blue", "crashed": "red"}.get(state, "yellow")

@@ -46,7 +46,10 @@ def _found(numbers: Numbers) -> Iterator[tuple[float, Advice]]:
     data = slowest.share("data")
     if data > MUCH:
         options = "DataLoader(num_workers=N)" if adopted else "--num-workers N, loader(num_workers=N)"
-        mend = f"fetch samples in processes of their own ({options}), or cache the dataset as tensors in memory."
+        cache = "cache the dataset as tensors in memory."
+        if slowest.profile.facts.get("cacheable"):
+            cache = 'keep its tensors on the device, if they fit (run.loader(…, cache="device")).'
+        mend = f"fetch samples in processes of their own ({options}), or {cache}"
         yield data, Advice("data", f"data {_percent(data)}: {mend}")
     yield from _uneven(numbers)
     if not adopted:
@@ -55,10 +58,10 @@ def _found(numbers: Numbers) -> Iterator[tuple[float, Advice]]:
     if checkpoint > SOME:
         mend = "write them less often (--checkpoint-minutes, --checkpoint-steps)."
         yield checkpoint, Advice("checkpoint", f"checkpoints {_percent(checkpoint)}: {mend}")
-    ledger = slowest.share("ledger")
-    if ledger > SOME:
+    checksum = slowest.checksum_share
+    if checksum > SOME:
         mend = "take the checksum of the state less often (--digest-every)."
-        yield ledger, Advice("ledger", f"ledger {_percent(ledger)}: {mend}")
+        yield checksum, Advice("ledger", f"ledger: its checksums {_percent(checksum)}: {mend}")
     script = slowest.share("script")
     if script > MUCH:
         mend = "what the loop does between two steps; read losses and log less often, and together."
@@ -94,10 +97,9 @@ def _small_shards(rank: RankNumbers) -> Iterator[tuple[float, Advice]]:
         return
     shard = rank.median_ms("compute") / rank.shards
     if shard < SMALL_SHARD_MS and rank.share("compute") > MUCH:
-        text = (
-            f"a shard computes for {shard:.2g} ms, most of it Python: fewer shards (--num-shards, which is another "
-            "training), or train_step(compile=True)."
-        )
+        again = ", which is another training"
+        compiling = "" if rank.profile.facts.get("compiles") else ", or --compile, train_step(compile=True)"
+        text = f"a shard computes for {shard:.2g} ms, most of it Python: fewer shards (--num-shards{again}){compiling}."
         yield rank.share("compute"), Advice("shards", text)
 
 

@@ -37,7 +37,7 @@ def keep_profile(
         folder: of the profile; made when there is something to put into it.
         environment: of this process.
         device: that this rank computes on.
-        facts: what else is to be known of the run; JSON.
+        facts: what else is to be known of the run, as it is at the end; JSON.
     """
     from samestep.train.profile.showing import tell_profile  # not needed where there is no profile
 
@@ -51,7 +51,6 @@ def keep_profile(
         "world_size": environment.world_size,
         "device": str(device),
         "host": platform.node(),
-        **facts,
     }
     process = os.getpid()
 
@@ -60,7 +59,7 @@ def keep_profile(
             return  # it is written, or this is a process that the script forked
         pulse.recording = None
         try:
-            write_rank(folder, about, recording)
+            write_rank(folder, {**about, **facts}, recording)
             if rank == 0 and environment.launcher != "samestep" and recording.steps:
                 tell_profile(folder, environment.world_size, OTHERS_SECONDS)
         except SamestepError as error:

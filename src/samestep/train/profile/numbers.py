@@ -70,6 +70,18 @@ class RankNumbers:
         total = sum(map(_total, self.steps))
         return sum(step[kind] for step in self.steps) / total if total else 0.0
 
+    @cached_property
+    def checksum_share(self) -> float:
+        """The part of the state's checksums in the time of all steps: what the ledger takes more where one is due."""
+        every = int(self.profile.facts.get("digest_every") or 0)
+        due: list[float] = []
+        others = [0.0]
+        for step, numbered in zip(self.steps, self.profile.steps, strict=True):
+            is_due = every > 0 and numbered.number % every == 0  # it follows the step before
+            (due if is_due else others).append(step["ledger"])
+        total, usual = sum(map(_total, self.steps)), median(others[1:] or others)
+        return sum(max(0.0, ms - usual) for ms in due) / total if total else 0.0
+
     def as_json(self) -> dict[str, Any]:
         """The rank's column of the table."""
         kinds = {kind: {"ms": self.median_ms(kind), "share": self.share(kind)} for kind in (*KINDS, HIDDEN)}

@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from samestep.comm.recording import SKIPPED_STEPS
 from samestep.errors import UsageError
 from samestep.train.profile.advice import Advice, advise
-from samestep.train.profile.files import TRACE_FILE, read_ranks, wait_for_ranks
+from samestep.train.profile.files import PROFILE_FOLDER, TRACE_FILE, RankProfile, read_ranks, wait_for_ranks
 from samestep.train.profile.numbers import HIDDEN, Numbers
 from samestep.train.profile.trace import make_trace
 
@@ -58,7 +58,6 @@ def merge_profile(folder: Path) -> Profile:
         UsageError: there is nothing to put together, or no room for the trace.
     """
     ranks = read_ranks(folder)
-    numbers = Numbers.of(ranks)
     path = folder / TRACE_FILE
     temporary = path.with_name(f".{path.name}")
     try:
@@ -66,9 +65,29 @@ def merge_profile(folder: Path) -> Profile:
         temporary.replace(path)
     except OSError as error:
         raise UsageError(f"cannot write {path}: {error.strerror or error}; choose another --profile-dir") from error
-    return Profile(
-        folder, numbers, tuple(advise(numbers)), tuple(_notes(ranks[0].facts, len(ranks), numbers.num_steps))
-    )
+    return _profile_of(folder, ranks)
+
+
+def load_profile(folder: Path) -> Profile:
+    """A profile that has been put together before; nothing is written.
+
+    Args:
+        folder: of the profile, or of the run that has it.
+
+    Raises:
+        UsageError: it is not there, or cannot be read.
+    """
+    place = folder / PROFILE_FOLDER
+    if not place.is_dir():
+        place = folder
+    return _profile_of(place, read_ranks(place))
+
+
+def _profile_of(folder: Path, ranks: Sequence[RankProfile]) -> Profile:
+    """What the files of the ranks say."""
+    numbers = Numbers.of(ranks)
+    notes = _notes(ranks[0].facts, len(ranks), numbers.num_steps)
+    return Profile(folder, numbers, tuple(advise(numbers)), tuple(notes))
 
 
 def tell_profile(folder: Path, world_size: int, seconds: float) -> None:

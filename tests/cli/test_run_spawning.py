@@ -1,0 +1,130 @@
+"""`samestep run` of scripts that start processes: ranks of their own are refused with a sentence, all else goes on."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+SPAWNING = """
+import os
+
+import torch.multiprocessing as mp
+from torch.distributed import destroy_process_group, init_process_group
+
+
+def worker(rank, world_size):
+    os.environ["MASTER_ADDR"] = "localhost"
+    os.environ["MASTER_PORT"] = "12355"
+    init_process_group("gloo", rank=rank, world_size=world_size)
+    destroy_process_group()
+
+
+if __name__ == "__main__":
+    mp.spawn(worker, args=(2,), nprocs=2)  # here
+"""
+PROCESSES = """
+import os
+
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+
+def worker(rank, world_size):
+    os.environ.setdefault("MASTER_PORT", "12355")
+    try:
+        dist.init_process_group("gloo", rank=rank, world_size=world_size)
+    finally:
+        print("not reached")
+
+
+children = [mp.get_context("fork").Process(target=worker, args=(rank, 3)) for rank in range(3)]
+for child in children:
+    child.start()  # here
+for child in children:
+    child.join()
+print("joined", flush=True)
+"""
+OWN_ADDRESS = """
+import os
+
+import torch.distributed as dist
+
+os.environ["MASTER_ADDR"] = "localhost"
+os.environ["MASTER_PORT"] = "12355"
+dist.init_process_group("gloo", rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"]))
+"""
+LEGITIMATE = """
+import multiprocessing
+import os
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.utils.data import DataLoader
+
+fork = multiprocessing.get_context("fork")
+
+
+def total(rank):
+    dist.init_process_group("gloo")
+    number = torch.tensor(rank + 1.0)
+    dist.all_reduce(number)
+    dist.destroy_process_group()
+    if rank == 0:
+        print("sum", number.item(), flush=True)
+
+
+def alone(index, folder):
+    dist.init_process_group("gloo", init_method=f"file://{folder}/{os.environ['RANK']}", rank=0, world_size=1)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    rank = int(os.environ["RANK"])
+    loader = DataLoader(torch.arange(8.0), batch_size=2, num_workers=2)
+    rows = [sum(batch.sum().item() for batch in loader) for epoch in range(2)]
+    with fork.Pool(2) as pool:
+        squares = pool.map(abs, range(4))
+    mp.start_processes(alone, args=(os.getcwd(),), nprocs=1, start_method="fork")
+    child = fork.Process(target=total, args=(rank,))  # takes the place of its parent's rank
+    child.start()
+    child.join()
+    assert child.exitcode == 0
+    child.close()
+    if rank == 0:
+        print(rows, squares, flush=True)
+"""
+
+
+def run_script(folder, source, *options):
+    """Runs a script by the command; one that waits for ever is a failure."""
+    (folder / "train.py").write_text(source)
+    words = [sys.executable, "-m", "samestep", "run", *options, "train.py"]
+    return subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=120, env={**os.environ})
+
+
+@pytest.mark.parametrize(("source", "devices"), [(SPAWNING, "cpu:1"), (PROCESSES, "cpu:2")], ids=["spawn", "process"])
+def test_a_script_that_starts_ranks_itself_is_told_where_it_does_and_what_to_write_instead(tmp_path, source, devices):
+    done = run_script(tmp_path, source, "--devices", devices)
+    assert done.returncode == 2, done.stderr
+    (line,) = [number for number, text in enumerate(source.splitlines(), 1) if "# here" in text]
+    assert f"train.py starts its ranks itself (train.py, line {line})" in done.stderr
+    assert f"has started {devices[-1]} of them already: start it with plain python; or drop the spawn" in done.stderr
+    assert done.stderr.count("starts its ranks itself") == 1
+    assert "Traceback" not in done.stderr
+    assert "not reached" not in done.stdout
+
+
+def test_a_script_that_has_its_ranks_meet_elsewhere_is_told_to_leave_the_address_alone(tmp_path):
+    done = run_script(tmp_path, OWN_ADDRESS, "--devices", "cpu:1")
+    assert done.returncode == 2, done.stderr
+    assert "train.py has its ranks meet at port 12355" in done.stderr
+    assert "train.py, line 8" in done.stderr
+    assert "leave MASTER_ADDR and MASTER_PORT as they are" in done.stderr
+
+
+def test_loaders_pools_and_children_in_the_place_of_their_rank_go_on_working(tmp_path):
+    done = run_script(tmp_path, LEGITIMATE, "--devices", "cpu:2")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines() == ["sum 3.0", "[28.0, 28.0] [0, 1, 2, 3]"]
