@@ -1,11 +1,15 @@
 """What does it cost to hand over bytes between the CPU workers of one host, through shared memory and through gloo?
 
-    python benchmarks/transport.py [--ranks 2 4] [--rounds 15] [--json FILE]
+    python benchmarks/transport.py [--ranks 2 4] [--rounds 15] [--forms] [--json FILE]
 
 For each size, rounds of both transports take turns in the same processes; a round is as many operations, one after
 another, as take about 20 ms. Shown are the medians over the rounds of rank 0, microseconds an operation, and the median
 of the rounds' ratios, with its quartiles. An exchange of n bytes gives each other rank n / ranks of them; a gather of n
 bytes gives each rank n / ranks of every other. "begin" is the part before an operation is under way.
+
+With --forms: what does it cost to sum a tensor in one message, and in two (`samestep.comm.reduction`)? Shown are the
+medians in microseconds, and how many bytes more are received in one message. Where the two cost the same, those bytes
+are what a message costs: the constant `LATENCY_BYTES` of the transport.
 """
 
 import argparse
@@ -18,8 +22,10 @@ import tempfile
 import time
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 SIZES = (1 << 10, 16 << 10, 256 << 10, 4 << 20, 64 << 20)
+FORM_SIZES = tuple(1 << power for power in range(11, 22))
 KINDS = ("exchange", "gather")
 ROUND_SECONDS = 0.02
 TIMEOUT = timedelta(seconds=120)
@@ -98,6 +104,54 @@ def measure(rank, world_size, path, rounds, pipe):
         transport.close()
 
 
+def sum_in_form(transport, latency_bytes, size):
+    """What sums tensors of this many bytes, one block a rank, in the form that this latency makes it take."""
+    import torch
+
+    from samestep.comm.reduction import OrderedReduction
+    from samestep.plan.shards import shard_ranges
+    from samestep.plan.tree import rank_blocks
+
+    ranks = transport.world_size
+    numel = -(-size // (256 * ranks)) * 64 * ranks
+    blocks_by_rank = rank_blocks(shard_ranges(ranks, ranks), ranks)
+    tensor = torch.ones(numel)
+
+    def begin():
+        transport.latency_bytes = latency_bytes
+        reduction = OrderedReduction(transport, blocks_by_rank, [tensor], tensor)
+        reduction.fold()
+        return SimpleNamespace(wait=reduction.finish)
+
+    return begin
+
+
+def measure_forms(rank, world_size, path, rounds, pipe):
+    """One rank: both forms of the reduction in turns, over both transports; rank 0 sends what it found."""
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    store = dist.FileStore(path, world_size)
+    found = []
+    for name in ("shared", "gloo"):
+        transport = connected(rank, world_size, store, name)
+        for size in FORM_SIZES:
+            begins = {"one": sum_in_form(transport, 1 << 60, size), "two": sum_in_form(transport, -1, size)}
+            once = max(timed(begin, 3)[0] for begin in begins.values() for _ in range(2))
+            count = agree(transport, max(1, round(ROUND_SECONDS / once)))
+            times = {form: [] for form in begins}
+            for _ in range(rounds):
+                for form, begin in begins.items():
+                    times[form].append(1e6 * timed(begin, count)[0])
+            extra = size * (world_size - 1) * (world_size - 2) // world_size
+            medians = {f"{form}_us": statistics.median(values) for form, values in times.items()}
+            found.append({"transport": name, "ranks": world_size, "bytes": size, "extra_bytes": extra, **medians})
+        transport.close()
+    if rank == 0:
+        pipe.send(found)
+
+
 def summary(times):
     """Medians, and the ratio by rounds."""
     ratios = sorted(a / b for (a, _), (b, _) in zip(times["shared"], times["gloo"], strict=True))
@@ -109,14 +163,14 @@ def summary(times):
     return found
 
 
-def run(world_size, rounds):
+def run(world_size, rounds, program=measure):
     """What rank 0 of so many processes found."""
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe()
     with tempfile.TemporaryDirectory() as folder:
         path = str(Path(folder) / "store")
         processes = [
-            context.Process(target=measure, args=(rank, world_size, path, rounds, theirs)) for rank in range(world_size)
+            context.Process(target=program, args=(rank, world_size, path, rounds, theirs)) for rank in range(world_size)
         ]
         for process in processes:
             process.start()
@@ -139,19 +193,32 @@ def show(row):
     return f"{row['kind']:9} {row['ranks']:5} {row['bytes']:>11,} {shared} {gloo} {ratio} {rate:>6.2f} GB/s"
 
 
+def show_form(row):
+    """One line of the table of forms."""
+    sizes = f"{row['transport']:9} {row['ranks']:5} {row['bytes']:>11,} {row['extra_bytes']:>11,}"
+    return f"{sizes} {row['one_us']:>10,.1f} {row['two_us']:>10,.1f} {row['one_us'] / row['two_us']:>7.3f}"
+
+
 def main():
     """Measures and prints."""
     parser = argparse.ArgumentParser(description="Shared memory against gloo.")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--forms", action="store_true", help="compare the two forms of the reduction")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    print(f"{'kind':9} {'ranks':>5} {'bytes':>11} {'shared us':>10} {'begin':>8} {'gloo us':>10} {'begin':>8}   ratio")
+    program, show_row = (measure_forms, show_form) if options.forms else (measure, show)
+    if options.forms:
+        print(f"{'transport':9} {'ranks':>5} {'bytes':>11} {'more':>11} {'one us':>10} {'two us':>10}   ratio")
+    else:
+        print(
+            f"{'kind':9} {'ranks':>5} {'bytes':>11} {'shared us':>10} {'begin':>8} {'gloo us':>10} {'begin':>8}   ratio"
+        )
     rows = []
     for world_size in options.ranks:
-        for row in run(world_size, options.rounds):
+        for row in run(world_size, options.rounds, program):
             rows.append(row)
-            print(show(row), flush=True)
+            print(show_row(row), flush=True)
     if options.json:
         machine = {"cores": len(os.sched_getaffinity(0)), "machine": platform.machine()}
         options.json.write_text(json.dumps({**machine, "rounds": options.rounds, "rows": rows}, indent=1) + "\n")

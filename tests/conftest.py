@@ -22,16 +22,17 @@ SHARED_DATA = Path(__file__).resolve().parents[1] / ".." / "shared" / "data"
 
 @pytest.fixture(scope="session")
 def worlds():
-    """`worlds(n, transport)`: a pool of n real processes that talk to each other, started when first asked for.
+    """`worlds(n, transport, nodes)`: a pool of n real processes that talk to each other, started when first asked for.
 
-    They share memory where that can be; "gloo" says otherwise.
+    They share memory where that can be; "gloo" says otherwise. `nodes=(2, 2)` tells them that they are on two nodes.
     """
     pool = {}
 
-    def get(world_size, transport="auto"):
-        if (world_size, transport) not in pool:
-            pool[world_size, transport] = World(world_size, transport)
-        return pool[world_size, transport]
+    def get(world_size, transport="auto", nodes=None):
+        key = (world_size, transport, nodes)
+        if key not in pool:
+            pool[key] = World(world_size, transport, nodes)
+        return pool[key]
 
     yield get
     for world in pool.values():

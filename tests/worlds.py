@@ -31,19 +31,21 @@ def in_turns(world_size, program, *args, reduction="ordered"):
 class World:
     """Real processes, one a rank, connected by a transport: "shared" memory, "gloo", or as "auto" chooses.
 
-    Programs are named `module:function`, and are sent arguments.
+    Programs are named `module:function`, and are sent arguments. `nodes`, the numbers of ranks on nodes 0, 1, …, makes
+    them believe that they are on several ones.
     """
 
-    def __init__(self, world_size, transport="auto"):
+    def __init__(self, world_size, transport="auto", nodes=None):
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOADED)
         self.world_size = world_size
         self._folder = tempfile.TemporaryDirectory(prefix="world-")
         self._pipes, self._processes = [], []
         store = str(Path(self._folder.name) / "store")
+        places = [(local, size) for size in nodes or (world_size,) for local in range(size)]
         for rank in range(world_size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, world_size, transport, store, theirs))
+            process = context.Process(target=_serve, args=(rank, world_size, places[rank], transport, store, theirs))
             process.start()
             theirs.close()
             self._pipes.append(ours)
@@ -73,7 +75,7 @@ class World:
         self._folder.cleanup()
 
 
-def _serve(rank, world_size, chosen, store_path, pipe):
+def _serve(rank, world_size, place, chosen, store_path, pipe):
     """What a rank of a `World` does: programs, one after another, until the pipe closes."""
     import torch.distributed as dist
 
@@ -87,7 +89,7 @@ def _serve(rank, world_size, chosen, store_path, pipe):
     if world_size > 1:
         store = dist.FileStore(store_path, world_size)
         timeout = timedelta(seconds=180)
-        place = Environment(rank, world_size, rank, world_size, transport=chosen)
+        place = Environment(rank, world_size, *place, transport=chosen)
         transport, _ = connect_at(store, place, torch.device("cpu"), timeout, timeout)
     while True:
         try:

@@ -6,12 +6,15 @@ import time
 from datetime import timedelta
 
 import torch
+import torch.distributed as dist
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 from samestep.comm.communicator import make_communicator
 from samestep.comm.environment import read_environment
 from samestep.errors import SamestepError
+from samestep.plan.shards import shard_ranges
+from samestep.plan.tree import rank_blocks
 from samestep.train.run import Run
 
 DTYPES = [
@@ -115,12 +118,23 @@ def entropy(model, batch):
     return functional.cross_entropy(model(batch[0]), batch[1])
 
 
+def large_sum(communicator):
+    """An element of the sum of a tensor that is too large for one message, one block a rank."""
+    ranks = communicator.world_size
+    blocks_by_rank = rank_blocks(shard_ranges(ranks, ranks), ranks)
+    tensor = torch.full((64 * ranks * 4096,), 0.1 + communicator.rank)
+    reduction = communicator.reduce(blocks_by_rank, [tensor], tensor)
+    reduction.fold()
+    return reduction.finish()[-1].item()
+
+
 def join(variables, task, seconds, target, pipe):
     """One process of a group: joins it as the environment says, does its task, and sends a report.
 
     Args:
         variables: added to the environment.
-        task: "talk"; "again": leave and join again; "lose": rank `target` is killed; "late": it is too slow.
+        task: "talk"; "again": leave and join again; "lose": rank `target` is killed; "late": it is too slow; "sum": sum
+            a large tensor; "adopt and sum": by a process group that is there; "lose and sum": without rank `target`.
         seconds: the timeout.
         target: see `task`.
         pipe: takes the report.
@@ -129,6 +143,8 @@ def join(variables, task, seconds, target, pipe):
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # torch shows its stack when a peer goes
     timeout, report, device = timedelta(seconds=seconds), {}, torch.device("cpu")
     try:
+        if task == "adopt and sum":
+            dist.init_process_group("gloo")
         communicator = make_communicator(read_environment(), device, timeout)
         report["words"] = communicator.gather_words([communicator.rank, int(variables.get("MARK", 0))])
         for number in range(2 if task == "again" else 0):
@@ -136,12 +152,15 @@ def join(variables, task, seconds, target, pipe):
             time.sleep(0.5 * communicator.rank)  # the others must not take what is left of the last time for this rank
             communicator = make_communicator(read_environment(), device, timeout)
             report["words again"] = communicator.gather_words([communicator.rank, number])
-        if task == "lose" and communicator.rank == target:
+        if task in ("lose", "lose and sum") and communicator.rank == target:
             os.kill(os.getpid(), signal.SIGKILL)
         if task == "late" and communicator.rank == target:
             time.sleep(100)
         if task in ("lose", "late"):
             communicator.barrier()
+        if "sum" in task:
+            report["by nodes"] = communicator.transport.nodes is not None
+            report["sum"] = large_sum(communicator)
         communicator.close()
     except SamestepError as error:
         report |= {"error": type(error).__name__, "message": str(error), "ranks": getattr(error, "ranks", ())}

@@ -208,3 +208,12 @@ def test_how_ranks_talk_to_each_other_can_be_said():
     assert read_environment({**TORCHRUN, "SAMESTEP_TRANSPORT": ""}).transport == "auto"
     with pytest.raises(UsageError, match="got SAMESTEP_TRANSPORT='nccl'; needed: one of auto, gloo, shared"):
         read_environment({**TORCHRUN, "SAMESTEP_TRANSPORT": "nccl"})
+
+
+def test_whether_sums_go_by_nodes_can_be_said():
+    assert read_environment(TORCHRUN).nodes == "auto"
+    for said in ("auto", "flat"):
+        assert read_environment({**TORCHRUN, "SAMESTEP_NODES": said}).nodes == said
+    assert read_environment({**TORCHRUN, "SAMESTEP_NODES": ""}).nodes == "auto"
+    with pytest.raises(UsageError, match="got SAMESTEP_NODES='2'; needed: one of auto, flat"):
+        read_environment({**TORCHRUN, "SAMESTEP_NODES": "2"})

@@ -90,6 +90,15 @@ def test_a_process_can_leave_a_group_and_join_again_and_again(transport):
             assert report["words again"] == [[0, 1], [1, 1]]
 
 
+def test_ranks_of_two_nodes_can_leave_and_join_again_too():
+    with kept_store() as port:
+        options = {"TORCHELASTIC_USE_AGENT_STORE": True, "LOCAL_WORLD_SIZE": 2}
+        with started(range(4), 4, "again", 60, port=port, **options) as outcome:
+            for code, report in outcome().values():
+                assert code == 0
+                assert report["words again"] == [[rank, 1] for rank in range(4)]
+
+
 def test_a_rank_that_never_comes_is_named_by_all_others():
     with started([0, 2], 3, "talk", 3) as outcome:
         for rank, (code, report) in outcome().items():
@@ -164,6 +173,34 @@ def test_a_roll_call_names_those_who_do_not_answer_and_the_host_of_a_store_that_
     assert roll_call(client, 1, 3, 1.0, store_host=0) == (0,)
     with pytest.raises(RuntimeError):
         roll_call(client, 1, 3, 1.0, store_host=None)
+
+
+TENTHS = [torch.tensor(0.1 + rank) for rank in range(4)]
+SUM = ((TENTHS[0] + TENTHS[1]) + (TENTHS[2] + TENTHS[3])).item()
+
+
+@pytest.mark.parametrize("said", ["auto", "flat"])
+@pytest.mark.parametrize("task", ["sum", "adopt and sum"])
+def test_ranks_of_two_nodes_sum_by_nodes_unless_they_are_told_not_to(task, said):
+    with started(range(4), 4, task, 60, SAMESTEP_NODES=said, LOCAL_WORLD_SIZE=2) as outcome:
+        for code, report in outcome().values():
+            assert code == 0
+            assert report["by nodes"] == (said == "auto")
+            assert report["sum"] == SUM
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", ["auto", "gloo"])
+def test_a_rank_that_dies_is_named_by_the_ranks_that_it_shares_a_node_or_a_rail_with(transport):
+    options = {"TORCHELASTIC_USE_AGENT_STORE": True, "SAMESTEP_TRANSPORT": transport, "LOCAL_WORLD_SIZE": 2}
+    with kept_store() as port, started(range(4), 4, "lose and sum", 60, 3, port=port, **options) as outcome:
+        found = outcome()
+    assert found[3][0] == KILLED
+    for rank in range(3):
+        code, report = found[rank]
+        assert (code, report["error"]) == (1, "PeerLostError"), report
+    assert found[2][1]["ranks"] == (3,)
+    assert "rank 2 of 4 waits for rank 3" in found[2][1]["message"]
 
 
 @BOTH

@@ -4,30 +4,38 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from leaves import make_leaves
 from programs import reduce_leaves
 from worlds import in_turns
 
 from samestep.comm import reduction as reduction_module
-from samestep.comm.reduction import tree_sum_rows
+from samestep.comm.reduction import takes_one_message, tree_sum_rows
+from samestep.comm.transport import LocalTransport
 from samestep.plan.tree import tree_sum
 
-
-def make_leaves(count, numel, seed=0):
-    """Leaves of very different magnitudes, so that another order gives other bits."""
-    generator = torch.Generator().manual_seed(seed)
-    scale = 10.0 ** torch.randint(-6, 7, (count, 1), generator=generator)
-    return list((torch.randn(count, numel, generator=generator) * scale).unbind())
+FORMS = pytest.mark.parametrize("latency_bytes", [2**40, -1], ids=["one message", "scatter and gather"])
 
 
-@pytest.mark.parametrize("numel", [64 * 60, 64 * 60 * 8], ids=["one message", "scatter and gather"])
+def reduce_in_form(communicator, latency_bytes, leaves, numel, shares=None):
+    """Sums one leaf a shard, in one message or in two."""
+    transport = communicator.transport
+    before, transport.latency_bytes = transport.latency_bytes, latency_bytes
+    try:
+        return reduce_leaves(communicator, leaves, numel, shares)
+    finally:
+        transport.latency_bytes = before
+
+
+@FORMS
 @given(num_shards=st.integers(1, 64), data=st.data())
 @settings(max_examples=40, deadline=None)
-def test_any_number_of_ranks_gives_the_bits_of_the_plain_tree_sum(numel, num_shards, data):
+def test_any_number_of_ranks_gives_the_bits_of_the_plain_tree_sum(latency_bytes, num_shards, data):
     world_size = data.draw(st.sampled_from([d for d in (1, 2, 3, 4, 5, 6, 10, 12) if d <= num_shards]))
     shares = data.draw(st.none() | st.lists(st.floats(0.1, 10), min_size=world_size, max_size=world_size))
+    numel = 64 * 60
     leaves = make_leaves(num_shards, numel)
     expected = tree_sum([leaf.clone() for leaf in leaves], torch.add)
-    for total in in_turns(world_size, reduce_leaves, leaves, numel, shares):
+    for total in in_turns(world_size, reduce_in_form, latency_bytes, leaves, numel, shares):
         assert torch.equal(total, expected)
 
 
@@ -37,12 +45,13 @@ def test_sixty_four_ranks_give_the_bits_of_one():
     assert all(torch.equal(total, expected) for total in in_turns(64, reduce_leaves, leaves, 64 * 64 * 4))
 
 
+@FORMS
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_real_processes_give_the_bits_of_the_plain_tree_sum(worlds, world_size):
+def test_real_processes_give_the_bits_of_the_plain_tree_sum(worlds, world_size, latency_bytes):
     for numel in (64 * 12, 64 * 12 * 50):
         leaves = make_leaves(7, numel)
         expected = tree_sum([leaf.clone() for leaf in leaves], torch.add)
-        for total in worlds(world_size).run(reduce_leaves, leaves, numel):
+        for total in worlds(world_size).run(reduce_in_form, latency_bytes, leaves, numel):
             assert torch.equal(total, expected)
 
 
@@ -66,6 +75,24 @@ def test_the_native_reduction_agrees_up_to_rounding(worlds, transport):
     for total in worlds(3, transport).run(reduce_leaves, leaves, 64 * 40, reduction="native"):
         magnitude = sum(leaf.abs().double() for leaf in leaves)
         assert ((total - expected).abs() <= 8 * 2.0**-23 * magnitude).all()  # 7 additions, half an ulp each
+
+
+def test_one_message_is_taken_where_the_bytes_that_it_adds_cost_less_than_another():
+    transport = LocalTransport()
+    transport.world_size, transport.latency_bytes = 4, 1000
+
+    def takes(num_bytes, blocks_by_rank):
+        like = torch.empty(num_bytes // 4)
+        return takes_one_message(transport, [[None] * count for count in blocks_by_rank], like)
+
+    # One message: three blocks arrive. Two: a quarter of each of three blocks, then three quarters of the sum.
+    assert takes(664, [1] * 4)  # 996 bytes more
+    assert not takes(668, [1] * 4)  # 1,002 bytes more
+    assert not takes(664, [1, 2, 1, 1])
+    assert takes(2**30, [1, 0, 0, 0]), "one rank has all that there is"
+    transport.world_size = 2
+    assert takes(2**30, [1, 1]), "between two ranks both forms move the same bytes"
+    assert not takes(2**30, [1, 2])
 
 
 @given(st.integers(1, 130))

@@ -10,7 +10,9 @@ from torch import Tensor
 
 from samestep.comm.connecting import connect
 from samestep.comm.environment import Environment
-from samestep.comm.reduction import REDUCTIONS, Reduction, tree_sum_rows
+from samestep.comm.hierarchy import HierarchicalReduction
+from samestep.comm.reduction import REDUCTIONS, Reduction, takes_one_message, tree_sum_rows
+from samestep.comm.stream import StreamReduction
 from samestep.comm.transport import LocalTransport, Transport, gather_parts
 from samestep.plan.tree import Block
 
@@ -46,9 +48,24 @@ class Communicator:
         """The number of ranks."""
         return self.transport.world_size
 
+    @property
+    def folds_beside(self) -> bool:
+        """Whether folding never makes the host wait, so that it may be asked for while backward runs."""
+        return self.transport.stream is not None
+
     def reduce(self, blocks_by_rank: Sequence[Sequence[Block]], sums: Sequence[Tensor], like: Tensor) -> Reduction:
         """Starts the reduction of a flat tensor; see `OrderedReduction`."""
-        return REDUCTIONS[self.reduction](self.transport, blocks_by_rank, sums, like)
+        stream = self.transport.stream
+        if stream is None:
+            return self._reduce(blocks_by_rank, sums, like)
+        return StreamReduction(stream, lambda: self._reduce(blocks_by_rank, sums, like), sums)
+
+    def _reduce(self, blocks_by_rank: Sequence[Sequence[Block]], sums: Sequence[Tensor], like: Tensor) -> Reduction:
+        transport = self.transport
+        nodes = transport.nodes if self.reduction == "ordered" else None
+        if nodes is None or takes_one_message(transport, blocks_by_rank, like):
+            return REDUCTIONS[self.reduction](transport, blocks_by_rank, sums, like)
+        return HierarchicalReduction(nodes, blocks_by_rank, sums, like)
 
     def gather_rows(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
         """Gives every rank the rows of all ranks.

@@ -1,12 +1,15 @@
 """Connecting: which transports the ranks of a run talk through, chosen by all of them together.
 
 Ranks of one host share memory where they can; else they form a process group: NCCL where each has a GPU of its own,
-gloo for everything else. `SAMESTEP_TRANSPORT` overrides the choice.
+gloo for everything else. `SAMESTEP_TRANSPORT` overrides the choice. Ranks of several nodes also get transports within
+their node (shared memory where that can be) and between nodes, unless `SAMESTEP_NODES` is "flat".
 """
 
 import contextlib
 import os
 import time
+from collections.abc import Sequence
+from dataclasses import replace
 from datetime import timedelta
 
 import torch
@@ -15,6 +18,7 @@ import torch.distributed as dist
 from samestep.comm import segment as segments
 from samestep.comm.environment import Environment, chosen_transport
 from samestep.comm.group import FIRST_POLL_SECONDS, POLL_SECONDS, GroupTransport, meet, roll_call, store_host
+from samestep.comm.nodes import Nodes, Part, node_size
 from samestep.comm.segment import NoSegmentError, Segment
 from samestep.comm.shared import SharedTransport
 from samestep.errors import PeerLostError, UsageError
@@ -64,11 +68,16 @@ def reconnect(
     connect_timeout = timedelta(seconds=min(CONNECT_SECONDS, timeout.total_seconds()))
     transport = chosen_transport()
     place = Environment(rank, world_size, rank, world_size, store_is_kept=True, transport=transport)
-    return connect_at(meeting, place, device, connect_timeout, timeout)
+    return connect_at(meeting, place, device, connect_timeout, timeout, by_nodes=False)
 
 
 def connect_at(
-    store: dist.Store, place: Environment, device: torch.device, connect_timeout: timedelta, timeout: timedelta
+    store: dist.Store,
+    place: Environment,
+    device: torch.device,
+    connect_timeout: timedelta,
+    timeout: timedelta,
+    by_nodes: bool = True,
 ) -> tuple[Connection, Connection]:
     """Connects ranks that have met in a store.
 
@@ -78,6 +87,7 @@ def connect_at(
         device: this rank's device.
         connect_timeout: for the connection.
         timeout: for every transfer.
+        by_nodes: whether to find out which ranks share a node; those that are left after a loss do not.
 
     Raises:
         UsageError: the transport that was asked for cannot be had.
@@ -107,9 +117,88 @@ def connect_at(
         raise PeerLostError(f"rank {place.rank} met all others, but could not connect to them: {error}") from error
     calls = dist.PrefixStore("calls", store)
     transport = GroupTransport(None, calls, timeout, host, meeting)
+    if backend == "nccl":
+        transport.stream = torch.cuda.Stream(device)
     if shared is not None:
         return transport, shared
-    return transport, transport if control is None else GroupTransport(control, calls, timeout, host)
+    small = transport if control is None else GroupTransport(control, calls, timeout, host)
+    try:
+        if by_nodes:
+            transport.nodes = _connect_nodes(small, store, place, backend, connect_timeout, timeout)
+    except PeerLostError:
+        transport.abandon()
+        raise
+    return transport, small
+
+
+def _connect_nodes(
+    control: GroupTransport,
+    store: dist.Store,
+    place: Environment,
+    backend: str,
+    connect_timeout: timedelta,
+    timeout: timedelta,
+) -> Nodes | None:
+    """Connects ranks that have a process group by their nodes; None where sums are not to go by nodes.
+
+    Args:
+        control: between all ranks, through host memory.
+        store: which all ranks share.
+        place: ours.
+        backend: of the groups to be made.
+        connect_timeout: for the connection.
+        timeout: for every transfer.
+
+    Raises:
+        PeerLostError: not all ranks came that far.
+    """
+    rank, num_ranks = control.rank, control.world_size
+    words = [place.local_rank, place.local_world_size, int(place.nodes == "auto")]
+    told = control.gather(torch.tensor(words)).wait().view(num_ranks, 3).tolist()
+    size = node_size([(local, count) for local, count, _ in told])
+    if size is None or not all(wants for _, _, wants in told):
+        return None
+    nodes = [range(first, first + size) for first in range(0, num_ranks, size)]
+    rails = [range(first, num_ranks, size) for first in range(size)]
+    ours, rail = nodes[rank // size], rails[rank % size]
+    within: GroupTransport | SharedTransport | None = None
+    try:
+        if backend == "gloo":
+            memory = dist.PrefixStore(f"node {ours.start}", store)
+            within = _share_in_node(control, memory, place, connect_timeout, timeout)
+        if within is None:
+            within = _subgroup(nodes, rank, backend, store, timeout)
+        between = _subgroup(rails, rank, backend, store, timeout)
+    except (RuntimeError, PeerLostError) as error:
+        if within is not None:
+            within.abandon()
+        raise PeerLostError(f"rank {rank} met all others, but could not connect to them by nodes: {error}") from error
+    return Nodes(Part(within, ours, num_ranks, timeout), Part(between, rail, num_ranks, timeout))
+
+
+def _share_in_node(
+    control: GroupTransport, store: dist.Store, place: Environment, connect_timeout: timedelta, timeout: timedelta
+) -> SharedTransport | None:
+    """The transport through memory that the ranks of this node share; None, on all ranks, where one node has none."""
+    size = place.local_world_size
+    alone = Environment(place.local_rank, size, place.local_rank, size, store_is_kept=True, transport=place.transport)
+    transport = None
+    with contextlib.suppress(NoSegmentError):
+        transport = SharedTransport(_share(store, alone, connect_timeout), place.local_rank, timeout, store)
+    have = bool(control.gather(torch.tensor([transport is not None])).wait().all())
+    if transport is not None and not have:
+        transport.close()
+    return transport if have else None
+
+
+def _subgroup(
+    groups: Sequence[range], rank: int, backend: str, store: dist.Store, timeout: timedelta
+) -> GroupTransport:
+    """The transport of the group that this rank is in; all ranks make all groups, in the same order."""
+    made = [dist.new_group(list(ranks), timeout=timeout, backend=backend) for ranks in groups]
+    number = next(number for number, ranks in enumerate(groups) if rank in ranks)
+    calls = dist.PrefixStore(f"calls {groups[number]}", store)
+    return GroupTransport(made[number], calls, timeout)
 
 
 def _share(store: dist.Store, place: Environment, timeout: timedelta) -> Segment:
@@ -219,7 +308,12 @@ def _adopt_group(environment: Environment, device: torch.device, timeout: timede
     calls: dist.Store = dist.HashStore()
     with contextlib.suppress(AttributeError):
         calls = dist.PrefixStore("samestep-calls", dist.distributed_c10d._get_default_store())
-    host = GroupTransport(dist.new_group(backend="gloo", timeout=timeout), calls, timeout)
-    if device.type != "cuda" or dist.get_backend() != "nccl":
-        return host, host
-    return GroupTransport(dist.new_group(backend="nccl", timeout=timeout), calls, timeout), host
+    transport = host = GroupTransport(dist.new_group(backend="gloo", timeout=timeout), calls, timeout)
+    backend = "nccl" if device.type == "cuda" and dist.get_backend() == "nccl" else "gloo"
+    if backend == "nccl":
+        transport = GroupTransport(dist.new_group(backend=backend, timeout=timeout), calls, timeout)
+        transport.stream = torch.cuda.Stream(device)
+    # Memory is not shared here: the script's group may have no store that all ranks see.
+    unshared = replace(environment, transport="gloo")
+    transport.nodes = _connect_nodes(host, calls, unshared, backend, timeout, timeout)
+    return transport, host

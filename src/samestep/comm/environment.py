@@ -16,6 +16,8 @@ LOOPBACK = "127.0.0.1"
 MAX_PORT = 65_535
 TRANSPORT_VARIABLE = "SAMESTEP_TRANSPORT"
 TRANSPORTS = ("auto", "gloo", "shared")
+NODES_VARIABLE = "SAMESTEP_NODES"
+NODES = ("auto", "flat")
 PROFILE_VARIABLE = "SAMESTEP_PROFILE"
 
 
@@ -37,6 +39,7 @@ class Environment:
         attempt: how often the launcher has restarted the ranks; a store may outlive them.
         joins: whether this process was started late, in the place of one that was lost.
         transport: how ranks talk to each other, one of `TRANSPORTS`.
+        nodes: whether sums go by nodes, one of `NODES`.
     """
 
     rank: int = 0
@@ -52,6 +55,7 @@ class Environment:
     attempt: int = 0
     joins: bool = False
     transport: str = "auto"
+    nodes: str = "auto"
 
 
 def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
@@ -128,6 +132,7 @@ def _checked(env: Mapping[str, str], names: tuple[str, str, str, str], launcher:
         attempt=_number(env, "TORCHELASTIC_RESTART_COUNT", 0),
         joins=env.get("SAMESTEP_JOINS") == "1",
         transport=chosen_transport(env),
+        nodes=chosen_nodes(env),
     )
 
 
@@ -146,6 +151,23 @@ def chosen_transport(variables: Mapping[str, str] | None = None) -> str:
     choice = (os.environ if variables is None else variables).get(TRANSPORT_VARIABLE) or "auto"
     if choice not in TRANSPORTS:
         raise UsageError(f"got {TRANSPORT_VARIABLE}={choice!r}; needed: one of {', '.join(TRANSPORTS)}")
+    return choice
+
+
+def chosen_nodes(variables: Mapping[str, str] | None = None) -> str:
+    """Whether sums between ranks of several nodes go by nodes, one of `NODES`, as SAMESTEP_NODES says.
+
+    "auto" is within each node first, then between nodes, where that can be; "flat" takes no account of nodes.
+
+    Args:
+        variables: the environment variables; `os.environ` if None.
+
+    Raises:
+        UsageError: it says something else.
+    """
+    choice = (os.environ if variables is None else variables).get(NODES_VARIABLE) or "auto"
+    if choice not in NODES:
+        raise UsageError(f"got {NODES_VARIABLE}={choice!r}; needed: one of {', '.join(NODES)}")
     return choice
 
 

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -12,8 +13,14 @@ from samestep.comm.environment import Environment
 from samestep.comm.transport import Pending, peers_lost
 from samestep.errors import PeerLostError, UsageError
 
+if TYPE_CHECKING:
+    from samestep.comm.nodes import Nodes
+
 ROLL_CALL_SECONDS = 5.0
 FIRST_POLL_SECONDS, POLL_SECONDS = 0.0005, 0.02
+LATENCY_BYTES = {"gloo": 256 << 10, "nccl": 1 << 20}
+"""What a message costs, in bytes: gloo's is measured (benchmarks/transport.py --forms). NCCL's is an estimate,
+20 μs at 50 GB/s."""
 
 
 class GroupTransport:
@@ -27,6 +34,10 @@ class GroupTransport:
         timeout: after this long without an answer a transfer fails.
         store_host: the rank that hosts the store; None if no rank does.
         meeting: where its ranks can meet anew after a loss; None if they cannot.
+
+    Attributes:
+        nodes: the same ranks by their nodes, where `connecting` has connected them so; closed with this one.
+        stream: of the exchange, which `connecting` makes where the backend is NCCL.
     """
 
     def __init__(
@@ -47,6 +58,9 @@ class GroupTransport:
         self.names_missing = True
         self._backend = dist.get_backend(group)
         self._through_host = self._backend == "gloo"
+        self.latency_bytes = LATENCY_BYTES.get(self._backend, 0)
+        self.nodes: Nodes | None = None
+        self.stream: torch.cuda.Stream | None = None
 
     def exchange(self, parts: Tensor, sizes: Sequence[int], receive_sizes: Sequence[int]) -> Pending:
         """All-to-all of the parts."""
@@ -103,7 +117,10 @@ class GroupTransport:
             ours.copy_(moved)
 
     def close(self) -> None:
-        """Destroys the process group."""
+        """Destroys the process group, and what there is by nodes."""
+        if self.nodes is not None:
+            self.nodes.close()
+            self.nodes = None
         if dist.is_initialized():
             dist.destroy_process_group(self._group)
 
@@ -112,6 +129,9 @@ class GroupTransport:
 
         Peers notice: their transfers with us fail. With NCCL this has not been run on two GPUs.
         """
+        if self.nodes is not None:
+            self.nodes.abandon()
+            self.nodes = None
         if dist.is_initialized():
             if self._backend == "nccl":
                 dist.distributed_c10d._abort_process_group()

@@ -4,25 +4,47 @@ Each rank reduces its shards to a few aligned blocks. Then (1) *scatter*: every 
 each block, an all-to-all; (2) *fold*: each rank adds what it received along the tree; (3) *gather*: the parts go to
 everyone. With one block a rank this moves 2(D-1)/D of the tensor a rank, as a ring all-reduce does. Small tensors
 take one message instead of two: everyone gets all blocks and folds all of them. The bits are the same either way.
+
+Between ranks of several nodes there is a third form: `samestep.comm.hierarchy`.
 """
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from samestep.comm.fused import fused_sums, tree_programs
+from samestep.comm.nodes import Part
 from samestep.comm.transport import Pending, Transport, gather_parts
 from samestep.plan.tree import Block, TreeSum
 
 ALIGNMENT_ELEMENTS = 64  # vectorised kernels may round differently in a ragged tail: borders lie at multiples of this
-SMALL_BYTES = 32 * 1024
+
+
+class Reduction(Protocol):
+    """One flat tensor on its way through a reduction, which begins when it is constructed.
+
+    All ranks construct their reductions in the same order, fold them in the same order, and finish them in the same
+    order; what is under way between these calls runs while the caller does something else.
+
+    Attributes:
+        num_folds: after so many calls of `fold` only `finish` is left.
+    """
+
+    num_folds: int
+
+    def fold(self) -> None:
+        """Waits for what is under way, adds it up along the tree, and starts what comes next; nothing beyond that."""
+        ...
+
+    def finish(self) -> Tensor:
+        """The sum over all shards, of the full length, on every rank."""
+        ...
 
 
 class OrderedReduction:
-    """One flat tensor on its way through the reduction.
-
-    All ranks construct their reductions in the same order, then fold them in the same order, then finish them; the
-    scatter runs while the caller does something else.
+    """The reduction of one flat tensor along the tree, between ranks whatever the nodes they are on.
 
     Args:
         transport: moves the parts.
@@ -31,6 +53,8 @@ class OrderedReduction:
             `ALIGNMENT_ELEMENTS` times the world size; their memory is reused.
         like: gives length, dtype and device where this rank has no block; not read.
     """
+
+    num_folds = 1
 
     def __init__(
         self,
@@ -42,28 +66,18 @@ class OrderedReduction:
         self._transport = transport
         self._blocks_by_rank = blocks_by_rank
         self._numel = like.numel()
-        # Between two ranks with a block each, one message instead of two carries the same bytes.
-        few = transport.world_size == 2 and all(len(blocks) <= 1 for blocks in blocks_by_rank)
-        self._small = few or like.numel() * like.element_size() <= SMALL_BYTES
+        self._small = takes_one_message(transport, blocks_by_rank, like)
         self._folded: Tensor | None = None
         self._gathering: Pending | None = None
         if transport.world_size == 1:
             self._folded = fold(blocks_by_rank[0], sums)
         else:
-            self._scattering = self._gather_blocks(sums, like) if self._small else self._scatter(sums, like)
+            start = self._gather_blocks if self._small else self._scatter
+            self._scattering = start(sums, like)
 
     def _scatter(self, sums: Sequence[Tensor], like: Tensor) -> Pending:
         """Sends rank r the r-th part of each of our blocks."""
-        ranks = self._transport.world_size
-        part = self._numel // ranks
-        if len(sums) == 1:
-            parts = sums[0]
-        elif sums:
-            parts = torch.stack(list(sums)).view(len(sums), ranks, part).transpose(0, 1).reshape(-1)
-        else:
-            parts = like.new_empty(0)
-        received = [len(blocks) * part for blocks in self._blocks_by_rank]
-        return self._transport.exchange(parts, [len(sums) * part] * ranks, received)
+        return scatter(self._transport, self._blocks_by_rank, sums, like)
 
     def _gather_blocks(self, sums: Sequence[Tensor], like: Tensor) -> Pending:
         """Sends everyone all of our blocks."""
@@ -72,11 +86,11 @@ class OrderedReduction:
 
     def fold(self) -> None:
         """Adds up what has arrived along the tree, and starts the gather."""
-        if self._folded is not None:
+        if self._folded is not None or self._gathering is not None:
             return
         length = self._numel if self._small else self._numel // self._transport.world_size
         blocks = [block for blocks in self._blocks_by_rank for block in blocks]
-        total = fold(blocks, self._scattering.wait().split(length))
+        total = fold_received(blocks, self._scattering.wait(), length)
         if self._small:
             self._folded = total
         else:
@@ -90,6 +104,49 @@ class OrderedReduction:
         return self._gathering.wait()
 
 
+def takes_one_message(transport: Transport, blocks_by_rank: Sequence[Sequence[Block]], like: Tensor) -> bool:
+    """Whether everyone gets all blocks at once: where the bytes that this adds cost less than a second message.
+
+    With K blocks in all, a rank receives K(D-1)/D times the tensor's bytes in the one form, K(D-1)/D² + (D-1)/D times
+    in the other. Between two ranks with a block each that is the same, and one message always wins.
+
+    Args:
+        transport: says what a message costs, in bytes.
+        blocks_by_rank: the blocks of every rank.
+        like: gives length and dtype.
+    """
+    ranks = transport.world_size
+    num_blocks = sum(map(len, blocks_by_rank))
+    factor = (ranks - 1) * (num_blocks * (ranks - 1) - ranks)
+    return factor * like.numel() * like.element_size() <= transport.latency_bytes * ranks * ranks
+
+
+def scatter(
+    transport: Transport | Part, blocks_by_rank: Sequence[Sequence[Block]], sums: Sequence[Tensor], like: Tensor
+) -> Pending:
+    """Sends rank r the r-th part of each of our blocks.
+
+    Args:
+        transport: moves the parts.
+        blocks_by_rank: the blocks of every rank.
+        sums: this rank's partial sum for each of its blocks, flat, of equal length.
+        like: gives length, dtype and device where this rank has no block; not read.
+
+    Returns:
+        What will give our part of each block of rank 0, 1, … one after another.
+    """
+    ranks = transport.world_size
+    part = like.numel() // ranks
+    if len(sums) == 1:
+        parts = sums[0]
+    elif sums:
+        parts = torch.stack(list(sums)).view(len(sums), ranks, part).transpose(0, 1).reshape(-1)
+    else:
+        parts = like.new_empty(0)
+    received = [len(blocks) * part for blocks in blocks_by_rank]
+    return transport.exchange(parts, [len(sums) * part] * ranks, received)
+
+
 def fold(blocks: Sequence[Block], sums: Sequence[Tensor]) -> Tensor:
     """Adds up the sums over all blocks along the tree; their memory is reused."""
     counter: TreeSum[Tensor] = TreeSum(Tensor.add_)
@@ -100,11 +157,38 @@ def fold(blocks: Sequence[Block], sums: Sequence[Tensor]) -> Tensor:
     return total
 
 
+def fold_received(blocks: Sequence[Block], received: Tensor, length: int) -> Tensor:
+    """Adds up along the tree what has arrived: the sums over all blocks, one after another, each of that length."""
+    if received.is_cuda and (sums := fused_sums(received, length, tree_programs(tuple(blocks), True))) is not None:
+        return sums[0]
+    return fold(blocks, received.split(length))
+
+
+def merge_received(blocks: Sequence[Block], received: Tensor, length: int) -> tuple[Tensor, ...]:
+    """Adds up along the tree what has arrived as far as it is there: one sum for each of `merge_blocks(blocks)`."""
+    if received.is_cuda and (sums := fused_sums(received, length, tree_programs(tuple(blocks), False))) is not None:
+        return sums
+    counter: TreeSum[Tensor] = TreeSum(Tensor.add_)
+    for block, value in zip(blocks, received.split(length), strict=False):
+        counter.push(block, value)
+    return counter.sums
+
+
+def merge_blocks(blocks: Sequence[Block]) -> tuple[Block, ...]:
+    """The largest aligned blocks that adjacent ones make up, from left to right."""
+    counter: TreeSum[None] = TreeSum(lambda left, right: None)
+    for block in blocks:
+        counter.push(block, None)
+    return counter.blocks
+
+
 class NativeReduction:
     """One flat tensor on its way through the backend's own all-reduce: tier `allclose`, the same interface.
 
     Args: as those of `OrderedReduction`.
     """
+
+    num_folds = 0
 
     def __init__(
         self, transport: Transport, blocks_by_rank: Sequence[Sequence[Block]], sums: Sequence[Tensor], like: Tensor
@@ -122,11 +206,17 @@ class NativeReduction:
         return self._adding.wait()
 
 
-Reduction = OrderedReduction | NativeReduction
 REDUCTIONS: dict[str, type[OrderedReduction] | type[NativeReduction]] = {
     "ordered": OrderedReduction,
     "native": NativeReduction,
 }
+
+
+def fold_all(reductions: Sequence[Reduction]) -> None:
+    """Takes reductions as far as folding does, side by side: a stage of all is under way before any is waited for."""
+    for _ in range(max([reduction.num_folds for reduction in reductions], default=0)):
+        for reduction in reductions:
+            reduction.fold()
 
 
 def tree_sum_rows(rows: Tensor) -> Tensor:

@@ -34,6 +34,8 @@ LONGEST_COUNTED_SECONDS = 1.0
 """What one sleep adds to the time waited at most: a process that was stopped did not wait."""
 PIECE_BYTES = 4 << 20
 """Of a broadcast, at a time."""
+LATENCY_BYTES = 128 << 10
+"""What a message costs, in bytes: measured (benchmarks/transport.py --forms)."""
 MAX_BROADCASTS, MAX_BROADCAST_BYTES = 64, 4 * PIECE_BYTES
 """How far the source of broadcasts runs ahead of those who read them."""
 
@@ -51,6 +53,9 @@ class SharedTransport:
         meeting: where its ranks can meet anew after a loss; None if they cannot.
     """
 
+    nodes = None
+    stream = None
+
     def __init__(
         self,
         segment: Segment,
@@ -61,6 +66,7 @@ class SharedTransport:
     ) -> None:
         self.rank = rank
         self.world_size = world_size = segment.world_size
+        self.latency_bytes = LATENCY_BYTES
         self.meeting = meeting
         self._store = store
         self._timeout = timeout.total_seconds()

@@ -6,11 +6,15 @@ plain arithmetic on the same code path), `SharedTransport` (memory that the rank
 """
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
+import torch
 from torch import Tensor
 
 from samestep.errors import PeerLostError
+
+if TYPE_CHECKING:
+    from samestep.comm.nodes import Nodes
 
 
 class Pending(Protocol):
@@ -26,10 +30,27 @@ class Pending(Protocol):
 
 
 class Transport(Protocol):
-    """Moves flat (1-d, contiguous) tensors between ranks. Every rank calls the same methods in the same order."""
+    """Moves flat (1-d, contiguous) tensors between ranks. Every rank calls the same methods in the same order.
+
+    Attributes:
+        rank: this rank, 0 … world_size - 1.
+        world_size: the number of ranks.
+        latency_bytes: how many bytes more may be received for one message less; the same on all ranks.
+    """
 
     rank: int
     world_size: int
+    latency_bytes: int
+
+    @property
+    def nodes(self) -> "Nodes | None":
+        """The transports within the node and between nodes; None where the ranks take no account of nodes."""
+        ...
+
+    @property
+    def stream(self) -> torch.cuda.Stream | None:
+        """The stream kept for what the exchange computes, where waiting makes streams wait, not the host; else None."""
+        ...
 
     def exchange(self, parts: Tensor, sizes: Sequence[int], receive_sizes: Sequence[int]) -> Pending:
         """Hands over parts, gets parts: an all-to-all.
@@ -90,6 +111,9 @@ class LocalTransport:
 
     rank = 0
     world_size = 1
+    latency_bytes = 0
+    nodes = None
+    stream = None
 
     def exchange(self, parts: Tensor, sizes: Sequence[int], receive_sizes: Sequence[int]) -> Pending:
         """Returns the parts themselves."""

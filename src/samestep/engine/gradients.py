@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from samestep.comm.buckets import Bucket, make_buckets
 from samestep.comm.communicator import Communicator
 from samestep.comm.recording import Recording
-from samestep.comm.reduction import Reduction, fold
+from samestep.comm.reduction import Reduction, fold, fold_all
 from samestep.engine.losses import wide_dtype
 from samestep.errors import DeterminismError
 from samestep.plan.tree import Block, TreeSum
@@ -218,14 +218,15 @@ class GradientSum:
             return
         for number in range(len(self._started), len(self._sums)):
             self._start(number)
+        if self._communicator.folds_beside:
+            fold_all(self._started)
 
     def finish(self) -> None:
         """Waits for the sums over all shards: one flat tensor a bucket."""
         if self._communicator.world_size == 1:
             self.flats = [bucket_sum.total(self._blocks_by_rank[0]) for bucket_sum in self._sums]
             return
-        for reduction in self._started:
-            reduction.fold()
+        fold_all(self._started)
         self.flats = [reduction.finish() for reduction in self._started]
 
     def divide(self, divisor: float | Tensor) -> None:
@@ -282,8 +283,7 @@ class GradientSum:
 
     def drain(self) -> None:
         """Waits for the exchanges that every rank has begun, and drops what came of them."""
-        for reduction in self._started:
-            reduction.fold()
+        fold_all(self._started)
         for reduction in self._started:
             reduction.finish()
         self.abandon()
@@ -340,6 +340,9 @@ class GradientSum:
     def _start(self, number: int) -> None:
         if self._recording is not None:
             self._recording.note_bucket(time.perf_counter())
+        if self._communicator.folds_beside:
+            for reduction in self._started:
+                reduction.fold()
         self._started.append(self._sums[number].start(self._communicator, self._blocks_by_rank))
 
     def _make_hook(self, index: int) -> Callable[[Tensor], None]:
