@@ -1,6 +1,5 @@
 """The communicator: what ranks say to each other, over any transport."""
 
-import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -11,6 +10,7 @@ from torch import Tensor
 from samestep.comm.connecting import connect
 from samestep.comm.environment import Environment
 from samestep.comm.hierarchy import HierarchicalReduction
+from samestep.comm.letters import LetterBox, letter_sizes, pack_letter, read_letters
 from samestep.comm.reduction import REDUCTIONS, Reduction, takes_one_message, tree_sum_rows
 from samestep.comm.stream import StreamReduction
 from samestep.comm.transport import LocalTransport, Transport, gather_parts
@@ -20,6 +20,9 @@ DTYPES = (
     *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128, torch.bool),
     *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32, torch.uint64),
 )
+
+
+CARRIER_BYTES = 2**16  # what is larger would be copied once more to lie beside a letter
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,21 @@ class Communicator:
         if nodes is None or takes_one_message(transport, blocks_by_rank, like):
             return REDUCTIONS[self.reduction](transport, blocks_by_rank, sums, like)
         return HierarchicalReduction(nodes, blocks_by_rank, sums, like)
+
+    def carries_letters(self, blocks_by_rank: Sequence[Sequence[Block]], like: Tensor) -> bool:
+        """Whether the one message in which a tensor is reduced may carry what the ranks have to say besides."""
+        transport = self.transport
+        return (
+            transport.notices_sizes
+            and like.numel() * like.element_size() <= CARRIER_BYTES
+            and self.reduction == "ordered"
+            and transport is self.control
+            and takes_one_message(transport, blocks_by_rank, like)
+        )
+
+    def letter_box(self, blocks_by_rank: Sequence[Sequence[Block]], like: Tensor, sizes: Sequence[int]) -> LetterBox:
+        """What reduces small tensors along with a letter of each rank; see `LetterBox`."""
+        return LetterBox(self.transport, blocks_by_rank, like, sizes)
 
     def gather_rows(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
         """Gives every rank the rows of all ranks.
@@ -128,19 +146,10 @@ class Communicator:
         """
         if self.world_size == 1:
             return list(numbers), [list(words)]
-        width = len(words)
-        packed = struct.pack(f"={width}q{len(numbers)}d", *words, *numbers)
-        sent = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
-        received = gather_parts(self.control, sent, [8 * (width + count) for count in counts]).wait().numpy().tobytes()
-        all_numbers: list[float] = []
-        all_words: list[list[int]] = []
-        offset = 0
-        for count in counts:
-            values = struct.unpack_from(f"={width}q{count}d", received, offset)
-            all_words.append(list(values[:width]))
-            all_numbers += values[width:]
-            offset += 8 * (width + count)
-        return all_numbers, all_words
+        sent = torch.frombuffer(bytearray(pack_letter(words, numbers)), dtype=torch.uint8)
+        sizes = letter_sizes(len(words), counts)
+        received = gather_parts(self.control, sent, sizes).wait().split(sizes)
+        return read_letters([part.numpy().tobytes() for part in received], len(words), counts)
 
     def sum_rows(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
         """Sums the rows of all ranks along the tree over their global indices."""

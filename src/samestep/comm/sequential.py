@@ -12,7 +12,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from samestep.comm.transport import Pending
+from samestep.comm.transport import Pending, unexpected_sizes
 from samestep.errors import PeerLostError
 
 T = TypeVar("T")
@@ -120,6 +120,7 @@ class SequentialTransport:
         self.rank = rank
         self.world_size = world.world_size
         self.latency_bytes = LATENCY_BYTES
+        self.notices_sizes = True
         self._world = world
         self._calls = 0
 
@@ -161,7 +162,8 @@ class SequentialParts:
         """The parts from rank 0, 1, … one after another."""
         parts = self._world.collect(self._call, self._rank)
         sent = [part.numel() for part in parts]
-        assert sent == self._sizes, f"rank {self._rank} expects parts of {self._sizes} elements, the ranks sent {sent}"
+        if sent != self._sizes:
+            raise unexpected_sizes(self._rank, f"{sent} elements of the ranks", f"{self._sizes}")
         return torch.cat(parts)
 
 

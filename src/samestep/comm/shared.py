@@ -22,7 +22,7 @@ from samestep.comm.layout import Layout, exchange_layout, gather_layout, header,
 from samestep.comm.outbox import Block, Outbox
 from samestep.comm.peers import Peers
 from samestep.comm.segment import RING, WORD, Segment
-from samestep.comm.transport import Pending, peers_lost
+from samestep.comm.transport import Pending, peers_lost, unexpected_sizes
 from samestep.devices.inventory import usable_cores
 from samestep.errors import PeerLostError, UsageError
 
@@ -67,6 +67,7 @@ class SharedTransport:
         self.rank = rank
         self.world_size = world_size = segment.world_size
         self.latency_bytes = LATENCY_BYTES
+        self.notices_sizes = True
         self.meeting = meeting
         self._store = store
         self._timeout = timeout.total_seconds()
@@ -201,7 +202,8 @@ class SharedTransport:
         mine = word + 1 + self.rank
         assert words[word] == number, f"rank {peer} wrote operation {words[word]} where {number} was to be"
         sent = words[mine + ranks]
-        assert sent == size, f"rank {self.rank} expects {size} bytes of rank {peer}, which sent {sent}"
+        if sent != size:
+            raise unexpected_sizes(self.rank, f"{sent} bytes of rank {peer}", f"{size}")
         read(segment, at + self._header.size + words[mine], into, start, size)
         words[mine + 2 * ranks] = 1
 

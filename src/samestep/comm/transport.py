@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from samestep.errors import PeerLostError
+from samestep.errors import DeterminismError, PeerLostError
 
 if TYPE_CHECKING:
     from samestep.comm.nodes import Nodes
@@ -36,11 +36,13 @@ class Transport(Protocol):
         rank: this rank, 0 … world_size - 1.
         world_size: the number of ranks.
         latency_bytes: how many bytes more may be received for one message less; the same on all ranks.
+        notices_sizes: whether a part that is not of the expected size is an error at once, and no wait in vain.
     """
 
     rank: int
     world_size: int
     latency_bytes: int
+    notices_sizes: bool
 
     @property
     def nodes(self) -> "Nodes | None":
@@ -112,6 +114,7 @@ class LocalTransport:
     rank = 0
     world_size = 1
     latency_bytes = 0
+    notices_sizes = False
     nodes = None
     stream = None
 
@@ -142,4 +145,12 @@ def peers_lost(rank: int, world_size: int, missing: tuple[int, ...], timeout_sec
         f"do all ranks take the same number of steps? A rank that needs more time than {timeout_seconds:g} s for its "
         "shards needs a larger timeout_seconds",
         missing,
+    )
+
+
+def unexpected_sizes(rank: int, got: str, expected: str) -> DeterminismError:
+    """The error of a rank that is handed parts of another size than it expects."""
+    return DeterminismError(
+        f"rank {rank} got {got} in one exchange, and expected {expected}: the ranks take different steps; hand every "
+        "rank the same batches, and let all call the same functions in the same order"
     )

@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from samestep.comm.buckets import Bucket, make_buckets
 from samestep.comm.communicator import Communicator
+from samestep.comm.letters import LetterBox
 from samestep.comm.recording import Recording
 from samestep.comm.reduction import Reduction, fold, fold_all
 from samestep.engine.losses import wide_dtype
@@ -23,6 +24,7 @@ from samestep.errors import DeterminismError
 from samestep.plan.tree import Block, TreeSum
 
 NORM_ELEMENTS = 2**21  # 8 MiB of float32
+LANDED_BYTES = 2**16
 
 
 class Leaf(NamedTuple):
@@ -48,7 +50,8 @@ class BucketSum:
         self._free: list[Leaf] = []
         self._lent: dict[int, Leaf] = {}
         self._counter: TreeSum[Tensor] = TreeSum(self._add)
-        self._like = bucket.empty()
+        self.like = bucket.empty()
+        self._box: LetterBox | None = None
 
     def leaf(self) -> Leaf:
         """Memory for one shard's gradient."""
@@ -72,7 +75,27 @@ class BucketSum:
 
     def start(self, communicator: Communicator, blocks_by_rank: Sequence[Sequence[Block]]) -> Reduction:
         """Sends this rank's partial sums on their way."""
-        return communicator.reduce(blocks_by_rank, self._counter.sums, self._like)
+        return communicator.reduce(blocks_by_rank, self._counter.sums, self.like)
+
+    def start_with_letter(
+        self,
+        communicator: Communicator,
+        blocks_by_rank: Sequence[Sequence[Block]],
+        letter: bytes,
+        sizes: list[int],
+    ) -> LetterBox:
+        """As `start`, along with what this rank has to say."""
+        box = self._box
+        if box is None or box.blocks_by_rank is not blocks_by_rank or box.sizes != sizes:
+            box = self._box = communicator.letter_box(blocks_by_rank, self.like, sizes)
+        box.send(self._counter.sums, letter)
+        return box
+
+    def land(self, total: Tensor) -> Tensor:
+        """Brings a small sum over all ranks to memory whose views are there: a copy costs less than new views do."""
+        if not total.is_cpu or total.numel() * total.element_size() > LANDED_BYTES:
+            return total
+        return self._counter.sums[0].copy_(total) if self._counter.sums else total.clone()
 
     def total(self, blocks: Sequence[Block]) -> Tensor:
         """The sum over all shards, where this rank has them all."""
@@ -221,13 +244,37 @@ class GradientSum:
         if self._communicator.folds_beside:
             fold_all(self._started)
 
+    def carries_letters(self) -> bool:
+        """Whether the gradient goes in one message, which has not left, and may carry a letter."""
+        return (
+            len(self._sums) == 1
+            and not self._started
+            and self._communicator.carries_letters(self._blocks_by_rank, self._sums[0].like)
+        )
+
+    def send_with_letter(self, letter: bytes, sizes: list[int]) -> list[memoryview]:
+        """Sends the gradient along with a letter, and waits for those of all ranks.
+
+        Args:
+            letter: what this rank has to say.
+            sizes: bytes of each rank's.
+        """
+        if self._recording is not None:
+            self._recording.note_bucket(time.perf_counter())
+        box = self._sums[0].start_with_letter(self._communicator, self._blocks_by_rank, letter, sizes)
+        self._started.append(box)
+        box.fold()
+        return box.letters
+
     def finish(self) -> None:
         """Waits for the sums over all shards: one flat tensor a bucket."""
         if self._communicator.world_size == 1:
             self.flats = [bucket_sum.total(self._blocks_by_rank[0]) for bucket_sum in self._sums]
             return
         fold_all(self._started)
-        self.flats = [reduction.finish() for reduction in self._started]
+        self.flats = [
+            bucket_sum.land(reduction.finish()) for bucket_sum, reduction in zip(self._sums, self._started, strict=True)
+        ]
 
     def divide(self, divisor: float | Tensor) -> None:
         """Divides the sums in place, in float32 at least: a count may be too large, or too long, for 16 bits."""

@@ -5,13 +5,14 @@ bits as a tensor's, at a tenth of the cost. Where the check is late they stay on
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from samestep.comm.communicator import Communicator
+from samestep.comm.letters import letter_sizes, pack_letter, read_letters
 from samestep.comm.reduction import tree_sum_rows
 from samestep.engine.losses import ShardLoss, wide_dtype
 from samestep.plan.tree import tree_sum
@@ -41,6 +42,15 @@ class HostRows:
         """Gives every rank the rows of all shards, and the words of all ranks."""
         counts = [WIDTH * len(shards) for shards in ranges]
         self._numbers, by_rank = communicator.gather_numbers(self._numbers, counts, words)
+        return by_rank
+
+    def exchange_by_letter(
+        self, send: Callable[[bytes, list[int]], list[memoryview]], ranges: Sequence[range], words: Sequence[int]
+    ) -> list[list[int]]:
+        """As `exchange`, by a message that carries letters: `send(letter, sizes)` gives those of all ranks."""
+        counts = [WIDTH * len(shards) for shards in ranges]
+        letters = send(pack_letter(words, self._numbers), letter_sizes(len(words), counts))
+        self._numbers, by_rank = read_letters(letters, len(words), counts)
         return by_rank
 
     def sums(self, num_leaves: int) -> tuple[float, float]:

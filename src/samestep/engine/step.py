@@ -194,7 +194,6 @@ class TrainStep:
             raise
         try:
             team.pulse.enter("exchange")
-            self._gradients.start_rest()
             used, touched = self._exchange_header(batch, shortage)
             self._gradients.finish()
             self._buffers.exchange(touched[0], touched[1], blocks_by_rank, batch.length)
@@ -268,7 +267,7 @@ class TrainStep:
             )
 
     def _exchange_header(self, batch: Batch, shortage: Shortage | None) -> tuple[list[bool], tuple[bool, bool]]:
-        """Gathers the rows of all shards, and what the ranks must agree on.
+        """Sends the gradient on its way, and gathers the rows of all shards and what the ranks must agree on.
 
         Returns:
             For each trainable parameter whether any shard used it; whether any shard changed running statistics, and
@@ -285,7 +284,12 @@ class TrainStep:
         packed = [sum(bit << k for k, bit in enumerate(bits[i : i + 62])) for i in range(0, len(bits), 62)]
         identity = [batch.length, batch.epoch, batch.position, batch.checksum, self.num_steps]
         notes = [team.stop_asked, int(shortage is not None)]
-        words = self._rows.exchange(self.communicator, team.ranges, [*identity, *notes, *packed])
+        said = [*identity, *notes, *packed]
+        if not self._late and self._gradients.carries_letters():
+            words = self._rows.exchange_by_letter(self._gradients.send_with_letter, team.ranges, said)
+        else:
+            self._gradients.start_rest()
+            words = self._rows.exchange(self.communicator, team.ranges, said)
         for rank, row in enumerate(words):
             if row[:5] != words[0][:5]:
                 raise DeterminismError(

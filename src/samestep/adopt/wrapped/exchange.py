@@ -8,6 +8,7 @@ from torch import Tensor
 
 from samestep.comm.buckets import make_buckets
 from samestep.comm.communicator import Communicator
+from samestep.comm.reduction import fold_all
 from samestep.data.batch import flattened
 from samestep.plan.tree import Block, TreeSum, rank_blocks
 
@@ -111,8 +112,7 @@ def sum_pieces(
                 torch._foreach_copy_(targets, sources)
             counter.push(Block(chunk, 1), flat)
         reductions.append(communicator.reduce(blocks_by_rank, counter.sums, bucket.empty()))
-    for reduction in reductions:
-        reduction.fold()
+    fold_all(reductions)
     views: dict[int, Tensor] = {}
     for bucket, reduction in zip(buckets, reductions, strict=True):
         views.update(zip(bucket.members, bucket.views(reduction.finish(), members), strict=True))
