@@ -32,6 +32,7 @@ from samestep.engine.counts import GlobalCounts
 from samestep.engine.gradients import GradientSum
 from samestep.engine.graphs import ShardGraphs, check_graphs
 from samestep.engine.guard import ModelGuard
+from samestep.engine.header import read_headers, write_header
 from samestep.engine.losses import LossFn, describe
 from samestep.engine.memory import (
     Shortage,
@@ -280,31 +281,18 @@ class TrainStep:
                 self._explain_shortage(batch, shortage)
             team.stop = team.stop_asked
             return used, touched
-        bits = [*touched, *used]
-        packed = [sum(bit << k for k, bit in enumerate(bits[i : i + 62])) for i in range(0, len(bits), 62)]
-        identity = [batch.length, batch.epoch, batch.position, batch.checksum, self.num_steps]
-        notes = [team.stop_asked, int(shortage is not None)]
-        said = [*identity, *notes, *packed]
+        flags = [*touched, *used]
+        said = write_header(batch, self.num_steps, team.stop_asked, shortage is not None, flags)
         if not self._late and self._gradients.carries_letters():
-            words = self._rows.exchange_by_letter(self._gradients.send_with_letter, team.ranges, said)
+            headers = self._rows.exchange_by_letter(self._gradients.send_with_letter, team.ranges, said)
         else:
             self._gradients.start_rest()
-            words = self._rows.exchange(self.communicator, team.ranges, said)
-        for rank, row in enumerate(words):
-            if row[:5] != words[0][:5]:
-                raise DeterminismError(
-                    f"rank {rank} and rank 0 were handed different batches in step {self.num_steps} (length, epoch, "
-                    f"position, checksum, step: {row[:5]} and {words[0][:5]}); use run.loader, or seed your sampler "
-                    "alike on every rank"
-                )
-        if any(row[6] for row in words):
+            headers = self._rows.exchange(self.communicator, team.ranges, said)
+        heard = read_headers(headers, len(flags))
+        if heard.is_short:
             self._explain_shortage(batch, shortage)
-        team.stop = max(row[5] for row in words)
-        merged = [0] * len(packed)
-        for row in words:
-            merged = [a | b for a, b in zip(merged, row[7:], strict=True)]
-        flags = [bool(merged[k // 62] >> (k % 62) & 1) for k in range(len(bits))]
-        return flags[2:], (flags[0], flags[1])
+        team.stop = heard.stop
+        return heard.flags[2:], (heard.flags[0], heard.flags[1])
 
     def _explain_shortage(self, batch: Batch, shortage: Shortage | None) -> NoReturn:
         """Measures, on every rank whose memory ran out, which number of shards fits, and raises alike on all ranks.

@@ -1,8 +1,8 @@
 """The update of a small model: its optimizer's arithmetic, once for all parameters instead of once for each.
 
 torch's SGD and Adam treat every element alone, so one call on a flat tensor gives each parameter the bits that a call
-of its own gives it, and in a model of a few layers the calls cost more than the arithmetic. Parameters and state become
-views of flat tensors; the optimizer keeps its `state`, and is used, saved and loaded as ever.
+of its own gives it, and in a model of a few layers the calls cost more than the arithmetic. Parameters and state come
+to lie in flat tensors; the optimizer keeps its `state`, and is used, saved and loaded as ever.
 
 Nothing is taken on trust. An update is made both ways first, and the flat one is used from then on only if every bit
 agrees. Wherever anything stands in the way (hooks, groups, a parameter without gradient, state that was replaced) the
@@ -147,16 +147,31 @@ class FlatUpdate:
         torch._foreach_copy_(views, [tensors[index].detach() for index in self._bucket.members])
         return flat
 
+    def _members(self, flat: Tensor) -> list[Tensor]:
+        """The members of a flat tensor, in its memory, each with a storage of its own that holds nothing else.
+
+        Views of one storage would be saved with all of it, and safetensors refuses them.
+        """
+        memory = flat.numpy()
+        return [
+            torch.frombuffer(
+                memory, dtype=flat.dtype, count=parameter.numel(), offset=offset * flat.element_size()
+            ).as_strided(parameter.shape, dense_strides(parameter))
+            for offset, parameter in zip(
+                self._bucket.offsets, (self._parameters[index] for index in self._bucket.members), strict=True
+            )
+        ]
+
     def _take(self, flat: Tensor, state: _State, counts: list[Tensor]) -> None:
         """Makes parameters and state views of the flat tensors, which hold the same values."""
         members = [self._parameters[index] for index in self._bucket.members]
-        for parameter, view in zip(members, self._bucket.views(flat, self._parameters), strict=True):
+        for parameter, view in zip(members, self._members(flat), strict=True):
             parameter.data = view
         self._entries = []
         for key in state:
             if key == COUNT:
                 continue
-            for parameter, view in zip(members, self._bucket.views(state[key], self._parameters), strict=True):
+            for parameter, view in zip(members, self._members(state[key]), strict=True):
                 self._optimizer.state[parameter][key] = view
                 self._entries.append((self._optimizer.state[parameter], key, view))
         if counts:
@@ -232,6 +247,7 @@ def _can_move(parameter: nn.Parameter) -> bool:
         type(parameter) is nn.Parameter
         and parameter.stride() == dense_strides(parameter)
         and not parameter.is_shared()
+        and parameter.numel() > 0
         and -1 < num_holders(parameter) <= num_holders(alone)
     )
 
