@@ -28,8 +28,9 @@ STEPS = """## A step
 
 All entrants of a workload are started once and then take turns, {rounds}, so that a slow minute is everybody's. Every
 one has two cores: one process has two threads, two processes one thread each. The *limit* trains on one cached batch
-and does nothing else; with two processes each takes half of the batch and talks to nobody. Ratios are taken round by
-round; given are their median, and the least and the greatest. Nobody logs, saves or shows progress.
+and does nothing else; with two processes each takes half of the batch and talks to nobody. In 8 micro-batches it is
+what 8 shards cost whoever computes them: kernels do worse on little data. Ratios are taken round by round; given are
+their median, and the least and the greatest. Nobody logs, saves or shows progress.
 """
 STARTUP = """## The start
 

@@ -8,7 +8,7 @@ from importlib import metadata
 from pathlib import Path
 
 ENTRANTS = Path(__file__).parent / "entrants"
-LIMIT = "limit"
+LIMIT, LIMIT_IN_8 = "limit", "limit-8"
 DEFAULT = "samestep"
 
 Start = Callable[[int], list[str]]
@@ -99,6 +99,9 @@ def _ours(name: str, title: str, counts: Sequence[int], *options: str) -> Entran
 
 ROSTER = (
     Entrant(LIMIT, "limit", "limit", _torchrun, role="limit"),
+    Entrant(
+        LIMIT_IN_8, "limit, in 8 micro-batches", "limit", _torchrun, options=("--micro-batches", "8"), role="limit"
+    ),
     Entrant("tensor", "raw loop, data in one tensor", "tensor_loop", _torchrun),
     Entrant("plain", "PyTorch tutorial (DataLoader, DDP)", "plain", _torchrun),
     Entrant("accelerate", "Accelerate", "accelerate_loop", _accelerate, "accelerate"),

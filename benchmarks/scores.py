@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from roster import BY_NAME, DEFAULT, LIMIT
+from roster import BY_NAME, DEFAULT, LIMIT, LIMIT_IN_8
 
 Who = tuple[str, int]
 BEST_PEER = "best peer"
@@ -53,6 +53,8 @@ TARGETS = (
     Target("2 devices, default / best peer's one process", (DEFAULT, 2), (BEST_PEER, 1), LARGE, 1.0),
     Target("price of the default, 1 device: 8 shards / 1 shard", (DEFAULT, 1), ("samestep-v1", 1), LARGE, 1.15),
     Target("price of the default, 2 devices: 8 shards / 2 shards", (DEFAULT, 2), ("samestep-v2", 2), LARGE, 1.15),
+    Target("1 device, default / limit in 8 micro-batches", (DEFAULT, 1), (LIMIT_IN_8, 1), ALL, None),
+    Target("2 devices, default / limit in 8 micro-batches", (DEFAULT, 2), (LIMIT_IN_8, 2), ALL, None),
     Target("1 device, default / best peer's one process", (DEFAULT, 1), (BEST_PEER, 1), ("W2",), None),
     Target("2 devices, default / best peer's two processes", (DEFAULT, 2), (BEST_PEER, 2), ("W2",), None),
     Target("price of the default, 1 device: 8 shards / 1 shard", (DEFAULT, 1), ("samestep-v1", 1), ("W2",), None),
