@@ -250,6 +250,21 @@ def test_memory_that_somebody_else_holds_is_not_left_behind():
     assert alone(program) == (True, True)
 
 
+@pytest.mark.parametrize("share", ["a second tensor", "shared memory"])
+def test_memory_that_is_shared_in_mid_run_is_not_left_behind_either(share):
+    training = alone(Training, "momentum").take(3)
+    assert training.is_flat
+    first = next(training.model.parameters())
+    if share == "shared memory":
+        training.model.share_memory()
+    held = first.data
+    training.optimizer.load_state_dict(training.optimizer.state_dict())
+    training.take(2)
+    assert held.data_ptr() == first.data_ptr()
+    assert torch.equal(held, first)
+    assert training.bits == alone(Training, "momentum").take(5).bits
+
+
 def test_gradients_and_state_can_be_read_saved_and_loaded_as_ever(tmp_path):
     training = alone(Training, "adamw").take(4)
     plain = alone(Training, "adamw", interested=True).take(4)

@@ -23,6 +23,7 @@ from samestep.engine.gradients import num_holders
 
 FLAT_BYTES = 8 * 2**20
 MANY_ADOPTIONS = 16  # whoever replaces the state this often does so in every step
+DTYPES = (torch.float32, torch.float64)  # with 16 bits SGD rounds the tail of a vector its own way
 COUNT = "step"
 
 _State = dict[str, Tensor]
@@ -46,10 +47,8 @@ class FlatUpdate:
             and len(parameters) == len(optimizer.param_groups[0]["params"]) > 1
             and type(optimizer) in ARITHMETIC
             and self._bucket.device.type == "cpu"
-            and self._bucket.dtype
-            in (torch.float32, torch.float64)  # with 16 bits SGD rounds a vector's tail its own way
+            and self._bucket.dtype in DTYPES
             and self._bucket.numel * self._bucket.dtype.itemsize <= FLAT_BYTES
-            and all(map(_can_move, parameters))
         )
         self._num_adoptions = 0
         self._flat: Tensor | None = None
@@ -98,7 +97,8 @@ class FlatUpdate:
     def _adopt(self, gradient: Tensor) -> None:
         """Updates both ways, and goes over to flat tensors if the bits agree."""
         self._flat = None
-        keys = self._keys()
+        self._is_possible = all(map(_can_move, self._parameters))
+        keys = self._keys() if self._is_possible else None
         if keys is None:
             self._optimizer.step()
             return
