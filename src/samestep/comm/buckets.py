@@ -54,9 +54,9 @@ def make_buckets(tensors: Sequence[Tensor], bucket_bytes: int, world_size: int) 
     buckets = []
     for (dtype, device), indices in groups.items():
         for members in _split_by_bytes(tensors, indices, bucket_bytes):
-            sizes = [_round_up(tensors[i].numel(), ALIGNMENT_ELEMENTS) for i in members]
+            sizes = [round_up(tensors[i].numel(), ALIGNMENT_ELEMENTS) for i in members]
             offsets = [sum(sizes[:k]) for k in range(len(sizes))]
-            numel = _round_up(max(sum(sizes), 1), ALIGNMENT_ELEMENTS * world_size)
+            numel = round_up(max(sum(sizes), 1), ALIGNMENT_ELEMENTS * world_size)
             buckets.append(Bucket(tuple(members), tuple(offsets), sum(sizes), numel, dtype, device))
     return tuple(buckets)
 
@@ -101,5 +101,6 @@ def _split_by_bytes(tensors: Sequence[Tensor], indices: Iterable[int], bucket_by
     return groups
 
 
-def _round_up(value: int, multiple: int) -> int:
+def round_up(value: int, multiple: int) -> int:
+    """The least multiple that is not below a value."""
     return -(-value // multiple) * multiple

@@ -149,7 +149,7 @@ class Communicator:
         sent = torch.frombuffer(bytearray(pack_letter(words, numbers)), dtype=torch.uint8)
         sizes = letter_sizes(len(words), counts)
         received = gather_parts(self.control, sent, sizes).wait().split(sizes)
-        return read_letters([part.numpy().tobytes() for part in received], len(words), counts)
+        return read_letters([part.numpy().data for part in received], len(words), counts)
 
     def sum_rows(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
         """Sums the rows of all ranks along the tree over their global indices."""

@@ -7,7 +7,7 @@ starters (Open MPI, MPICH, Intel MPI) have names of their own. Without any of th
 import os
 import re
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from samestep.errors import UsageError
@@ -148,10 +148,7 @@ def chosen_transport(variables: Mapping[str, str] | None = None) -> str:
     Raises:
         UsageError: it says something else.
     """
-    choice = (os.environ if variables is None else variables).get(TRANSPORT_VARIABLE) or "auto"
-    if choice not in TRANSPORTS:
-        raise UsageError(f"got {TRANSPORT_VARIABLE}={choice!r}; needed: one of {', '.join(TRANSPORTS)}")
-    return choice
+    return _choice(variables, TRANSPORT_VARIABLE, TRANSPORTS)
 
 
 def chosen_nodes(variables: Mapping[str, str] | None = None) -> str:
@@ -165,10 +162,7 @@ def chosen_nodes(variables: Mapping[str, str] | None = None) -> str:
     Raises:
         UsageError: it says something else.
     """
-    choice = (os.environ if variables is None else variables).get(NODES_VARIABLE) or "auto"
-    if choice not in NODES:
-        raise UsageError(f"got {NODES_VARIABLE}={choice!r}; needed: one of {', '.join(NODES)}")
-    return choice
+    return _choice(variables, NODES_VARIABLE, NODES)
 
 
 def chosen_profile(variables: Mapping[str, str] | None = None) -> str | None:
@@ -214,3 +208,11 @@ def _first_slurm_host(env: Mapping[str, str]) -> str | None:
     """The first host of a Slurm node list: `gpu[03-05,9],x1` gives `gpu03`, `rack[1-2]n[4,7]` gives `rack1n4`."""
     first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", env.get("SLURM_STEP_NODELIST", ""))
     return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first.group()) if first else None
+
+
+def _choice(variables: Mapping[str, str] | None, name: str, choices: Sequence[str]) -> str:
+    """What a variable says, one of some words; "auto" where it says nothing."""
+    choice = (os.environ if variables is None else variables).get(name) or "auto"
+    if choice not in choices:
+        raise UsageError(f"got {name}={choice!r}; needed: one of {', '.join(choices)}")
+    return choice

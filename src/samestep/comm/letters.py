@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from samestep.comm.buckets import round_up
 from samestep.comm.reduction import fold
 from samestep.comm.transport import Pending, Transport, gather_parts
 from samestep.plan.tree import Block
@@ -41,7 +42,6 @@ class LetterBox:
     ) -> None:
         self.blocks_by_rank = blocks_by_rank
         self.sizes = list(sizes)
-        self.letters: list[memoryview] = []
         self._transport = transport
         self._blocks = [block for blocks in blocks_by_rank for block in blocks]
         self._totals: list[int] = []
@@ -53,7 +53,7 @@ class LetterBox:
             tensors.append([slice(at + k * width, at + (k + 1) * width) for k in range(len(blocks))])
             at += len(blocks) * width
             texts.append(slice(at, at + size))
-            at += -(-size // BORDER_BYTES) * BORDER_BYTES
+            at += round_up(size, BORDER_BYTES)
             self._totals.append(at - start)
         # All messages, in which ours has a place too; and ours as it is sent.
         self._received = torch.zeros(at, dtype=torch.uint8)
@@ -64,7 +64,7 @@ class LetterBox:
         self._letter = self._sent.numpy().data[text.start - begin : text.stop - begin]
         self._sums = [self._received[part].view(like.dtype) for parts in tensors for part in parts]
         everything = self._received.numpy().data
-        self._texts = [everything[part] for part in texts]
+        self.letters = [everything[part] for part in texts]
         self._pending: Pending | None = None
         self._total: Tensor | None = None
 
@@ -83,7 +83,6 @@ class LetterBox:
         assert self._pending is not None, "send() comes before fold()"
         self._received.copy_(self._pending.wait())
         self._pending = None
-        self.letters = self._texts
         self._total = fold(self._blocks, self._sums)
 
     def finish(self) -> Tensor:
@@ -103,7 +102,7 @@ def letter_sizes(num_words: int, counts: Sequence[int]) -> list[int]:
 
 
 def read_letters(
-    letters: Sequence[bytes | memoryview], num_words: int, counts: Sequence[int]
+    letters: Sequence[memoryview], num_words: int, counts: Sequence[int]
 ) -> tuple[list[float], list[list[int]]]:
     """The numbers of all ranks in their order, and the words of each.
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from samestep.comm.buckets import Bucket, make_buckets
-from samestep.comm.communicator import Communicator
+from samestep.comm.communicator import CARRIER_BYTES, Communicator
 from samestep.comm.letters import LetterBox
 from samestep.comm.recording import Recording
 from samestep.comm.reduction import Reduction, fold, fold_all
@@ -24,7 +24,6 @@ from samestep.errors import DeterminismError
 from samestep.plan.tree import Block, TreeSum
 
 NORM_ELEMENTS = 2**21  # 8 MiB of float32
-LANDED_BYTES = 2**16
 
 
 class Leaf(NamedTuple):
@@ -92,8 +91,11 @@ class BucketSum:
         return box
 
     def land(self, total: Tensor) -> Tensor:
-        """Brings a small sum over all ranks to memory whose views are there: a copy costs less than new views do."""
-        if not total.is_cpu or total.numel() * total.element_size() > LANDED_BYTES:
+        """Brings a small sum over all ranks to memory whose views are there: a copy costs less than new views do.
+
+        That of a letter box, which overwrites it in the next step, is always so small.
+        """
+        if not total.is_cpu or total.numel() * total.element_size() > CARRIER_BYTES:
             return total
         return self._counter.sums[0].copy_(total) if self._counter.sums else total.clone()
 
@@ -236,9 +238,7 @@ class GradientSum:
         return totals[0] if len(totals) == 1 else torch.stack([total.float() for total in totals]).sum()
 
     def start_rest(self) -> None:
-        """Sends every bucket on its way that has not left yet."""
-        if self._communicator.world_size == 1:
-            return
+        """Sends every bucket on its way to the other ranks that has not left yet."""
         for number in range(len(self._started), len(self._sums)):
             self._start(number)
         if self._communicator.folds_beside:

@@ -40,8 +40,8 @@ class FlatUpdate:
 
     def __init__(self, optimizer: Optimizer, parameters: Sequence[nn.Parameter], buckets: Sequence[Bucket]) -> None:
         self._optimizer = optimizer
-        self._parameters = list(parameters)
         self._bucket = buckets[0]
+        self._parameters = [parameters[index] for index in self._bucket.members]  # as they lie in it
         self._is_possible = (
             len(buckets) == len(optimizer.param_groups) == 1
             and len(parameters) == len(optimizer.param_groups[0]["params"]) > 1
@@ -143,8 +143,7 @@ class FlatUpdate:
     def _gathered(self, tensors: Sequence[Tensor]) -> Tensor:
         """A copy of some tensors, one a parameter, in one flat tensor."""
         flat = self._bucket.empty()
-        views = self._bucket.views(flat, self._parameters)
-        torch._foreach_copy_(views, [tensors[index].detach() for index in self._bucket.members])
+        torch._foreach_copy_(self._members(flat), [tensor.detach() for tensor in tensors])
         return flat
 
     def _members(self, flat: Tensor) -> list[Tensor]:
@@ -152,26 +151,23 @@ class FlatUpdate:
 
         Views of one storage would be saved with all of it, and safetensors refuses them.
         """
-        memory = flat.numpy()
+        memory, width = flat.numpy(), flat.element_size()
         return [
-            torch.frombuffer(
-                memory, dtype=flat.dtype, count=parameter.numel(), offset=offset * flat.element_size()
-            ).as_strided(parameter.shape, dense_strides(parameter))
-            for offset, parameter in zip(
-                self._bucket.offsets, (self._parameters[index] for index in self._bucket.members), strict=True
+            torch.frombuffer(memory, dtype=flat.dtype, count=parameter.numel(), offset=width * offset).as_strided(
+                parameter.shape, dense_strides(parameter)
             )
+            for offset, parameter in zip(self._bucket.offsets, self._parameters, strict=True)
         ]
 
     def _take(self, flat: Tensor, state: _State, counts: list[Tensor]) -> None:
-        """Makes parameters and state views of the flat tensors, which hold the same values."""
-        members = [self._parameters[index] for index in self._bucket.members]
-        for parameter, view in zip(members, self._members(flat), strict=True):
+        """Brings parameters and state into the flat tensors, which hold the same values."""
+        for parameter, view in zip(self._parameters, self._members(flat), strict=True):
             parameter.data = view
         self._entries = []
         for key in state:
             if key == COUNT:
                 continue
-            for parameter, view in zip(members, self._members(state[key]), strict=True):
+            for parameter, view in zip(self._parameters, self._members(state[key]), strict=True):
                 self._optimizer.state[parameter][key] = view
                 self._entries.append((self._optimizer.state[parameter], key, view))
         if counts:
