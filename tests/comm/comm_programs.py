@@ -4,6 +4,7 @@ import os
 import signal
 import time
 from datetime import timedelta
+from itertools import accumulate
 
 import torch
 import torch.distributed as dist
@@ -33,6 +34,12 @@ DTYPES = [
 ]
 
 
+def ranges_of(counts):
+    """Contiguous shards, so many on each rank."""
+    ends = list(accumulate(counts))
+    return tuple(range(end - count, end) for end, count in zip(ends, counts, strict=True))
+
+
 def rows_of(rank, count, width, dtype):
     """Rows that tell who sent them."""
     return (torch.arange(count * width).view(count, width) + 100 * rank).remainder(120).to(dtype)
@@ -57,7 +64,7 @@ def talk(communicator, counts, width):
             heard[f"header {dtype} {taken}"] = communicator.gather_header(rows, counts, words[:taken])
     if sum(counts):
         tiny = rows_of(rank, counts[rank], width, torch.float64) / 3 + 1e16 * (rank % 2)
-        heard["sum"] = communicator.sum_rows(tiny, counts)
+        heard["sum"] = communicator.sum_rows(tiny, ranges_of(counts))
     communicator.barrier()
     return heard
 

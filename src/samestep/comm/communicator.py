@@ -14,6 +14,7 @@ from samestep.comm.letters import LetterBox, letter_sizes, pack_letter, read_let
 from samestep.comm.reduction import REDUCTIONS, Reduction, takes_one_message, tree_sum_rows
 from samestep.comm.stream import StreamReduction
 from samestep.comm.transport import LocalTransport, Transport, gather_parts
+from samestep.plan.shards import in_shard_order
 from samestep.plan.tree import Block
 
 DTYPES = (
@@ -151,9 +152,23 @@ class Communicator:
         received = gather_parts(self.control, sent, sizes).wait().split(sizes)
         return read_letters([part.numpy().data for part in received], len(words), counts)
 
-    def sum_rows(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
-        """Sums the rows of all ranks along the tree over their global indices."""
-        return tree_sum_rows(self.gather_rows(rows, counts))
+    def gather_shards(self, rows: Tensor, ranges: Sequence[range]) -> Tensor:
+        """Gives every rank the rows of all shards, in their order.
+
+        Args:
+            rows: of this rank's shards, [len(ranges[rank]), k].
+            ranges: the shards of each rank.
+
+        Returns:
+            [V, k].
+        """
+        gathered = self.gather_rows(rows, [len(shards) for shards in ranges])
+        order = in_shard_order(ranges)
+        return gathered if order is None else gathered[order]
+
+    def sum_rows(self, rows: Tensor, ranges: Sequence[range]) -> Tensor:
+        """Sums the rows of all shards along the tree; arguments as those of `gather_shards`."""
+        return tree_sum_rows(self.gather_shards(rows, ranges))
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
         """Overwrites `tensor` on every rank with that of rank `source`."""

@@ -69,7 +69,7 @@ class SharedTransport:
         self.latency_bytes = LATENCY_BYTES
         self.notices_sizes = True
         self.meeting = meeting
-        self._store = store
+        self.store = store
         self._timeout = timeout.total_seconds()
         self._segment: Segment | None = segment
         self._pid = os.getpid()
@@ -123,7 +123,7 @@ class SharedTransport:
     def close(self) -> None:
         """Leaves: the others may still read what was posted; whoever waits for more learns that we are gone."""
         self.abandon()
-        self._store = self.meeting = None
+        self.store = self.meeting = None
 
     def abandon(self) -> None:
         """Leaves after a transfer failed; the same as `close`, but for where the ranks can meet anew."""

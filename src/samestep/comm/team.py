@@ -33,7 +33,7 @@ from samestep.comm.group import GroupTransport, roll_call
 from samestep.comm.pulse import Pulse
 from samestep.comm.transport import LocalTransport
 from samestep.errors import PeerLostError, UsageError
-from samestep.plan.shards import shard_ranges
+from samestep.plan.shards import dealt_ranges, num_rounds, shard_ranges
 
 T = TypeVar("T")
 
@@ -65,6 +65,8 @@ class Team:
         pulse: says what this rank is doing.
         give: hands out the state to ranks that join, `give(communicator, source rank)`; None while nobody can join.
         is_late: whether this worker still waits to join.
+        is_dealt: whether shards are dealt to the ranks in turn, as `plan.shards.dealt_ranges` has it.
+        timeout: how long to wait for other ranks.
         stop: the signal by which the run was asked to stop, once all ranks know it, after the same step; 0 before.
     """
 
@@ -93,8 +95,9 @@ class Team:
         self._slots = tuple(range(communicator.world_size))
         self._num_shards = num_shards
         self._num_active = communicator.world_size - spares
+        self.is_dealt = False
         self._shares = None if shares is None else list(shares)
-        self._timeout = timedelta(seconds=timeout_seconds)
+        self.timeout = timedelta(seconds=timeout_seconds)
         connection = communicator.transport if isinstance(communicator.transport, Connection) else None
         self._meeting = meeting if connection is None else connection.meeting
         self.ranges = self._divide()
@@ -122,6 +125,41 @@ class Team:
         """V."""
         return self._num_shards
 
+    def deal_in_turn(self) -> None:
+        """Deals the shards to the ranks in turn from now on; without spares and shares, and for good.
+
+        Raises:
+            UsageError: the run has spares, or shares.
+        """
+        if self._num_active < self.world_size or self._shares is not None:
+            raise UsageError(
+                "where the state is spread over the ranks all of them do the same, and none can be lost: leave --spares "
+                "and --shares out, or keep the whole state on each (strategy='replicate')"
+            )
+        if not self.is_dealt:
+            self.is_dealt = True
+            self.ranges = self._divide()
+            self.version += 1
+            self.pulse.set_flags(self.pulse.flags & ~HEALS)
+            for transport in (self.communicator.transport, self.communicator.control):
+                if isinstance(transport, GroupTransport):
+                    transport.names_missing = True
+
+    def num_rounds(self, num_samples: int) -> int:
+        """How often each rank runs the model for a batch, where all of them must do so equally often; else 0."""
+        return num_rounds(min(num_samples, self._num_shards), self.world_size) if self.is_dealt else 0
+
+    def to_fetch(self, num_leaves: int) -> range:
+        """The shards whose samples this rank needs, of so many that hold samples.
+
+        They are its own; where shards are dealt in turn and it has none, the first: it runs along with the others, since
+        they need its part of the model.
+        """
+        mine = self.mine
+        if self.is_dealt and mine.start >= num_leaves:
+            return range(1)
+        return range(mine.start, min(mine.stop, num_leaves), mine.step)
+
     @property
     def stop_asked(self) -> int:
         """The signal by which this rank knows that the run is to stop; others may not know yet. 0 for none."""
@@ -134,7 +172,7 @@ class Team:
     @property
     def can_heal(self) -> bool:
         """Whether a supervisor says who is left, and there is a place to meet."""
-        return self.pulse.board is not None and self._meeting is not None
+        return self.pulse.board is not None and self._meeting is not None and not self.is_dealt
 
     def perform(self, attempt: Callable[[], T]) -> T:
         """Carries out an operation of all ranks, as often as it takes.
@@ -292,12 +330,12 @@ class Team:
         """
         board = self.pulse.board
         assert board is not None, "only a supervised run heals"
-        deadline = time.monotonic() + max(60.0, self._timeout.total_seconds())
+        deadline = time.monotonic() + max(60.0, self.timeout.total_seconds())
         while board.number == number and not self._somebody_waits:
             if time.monotonic() > deadline:
                 raise PeerLostError(
                     "the exchange with the other ranks failed, but none of them is known to be lost; if a rank needs "
-                    f"more than {self._timeout.total_seconds():g} s for its shards, raise timeout_seconds"
+                    f"more than {self.timeout.total_seconds():g} s for its shards, raise timeout_seconds"
                 )
             time.sleep(VIEW_POLL_SECONDS)
         view = board.view()
@@ -319,7 +357,7 @@ class Team:
         if len(slots) > 1:
             store = self._call(view, name, slots, "here")
             rank = slots.index(self.pulse.slot)
-            transport, control = reconnect(store, rank, len(slots), self.communicator.device, self._timeout)
+            transport, control = reconnect(store, rank, len(slots), self.communicator.device, self.timeout)
         self.communicator = replace(self.communicator, transport=transport, control=control)
         _leave_naming(self.communicator)
         self.ranges = self._divide()
@@ -344,6 +382,8 @@ class Team:
 
     def _divide(self) -> tuple[range, ...]:
         """The shards of each rank: all to the first ones, as many as are wanted; none to the spares after them."""
+        if self.is_dealt:
+            return dealt_ranges(self._num_shards, len(self._slots))
         num_active = min(self._num_active, len(self._slots))
         shares = None if self._shares is None else [self._share(slot) for slot in self._slots[:num_active]]
         rest = range(self._num_shards, self._num_shards)

@@ -22,7 +22,7 @@ class Batch:
     Attributes:
         length: samples in the global batch.
         shards: shard index to value (tensors with the shard's samples along dim 0), for this rank's shards that hold
-            samples.
+            samples; where shards are dealt in turn and none is left for this rank, shard 0, for it to run along.
         epoch: the epoch, counted from 0; -1 where it is not known.
         position: samples of the epoch before this batch; -1 where it is not known.
         ids: gives the sample ids of the global batch in order, or None where samples have no ids.
@@ -55,17 +55,22 @@ class Batch:
 
 
 def split_batch(
-    value: Any, num_shards: int, mine: range, device: torch.device, compare: bool, version: int = 0
+    value: Any,
+    num_shards: int,
+    wanted: Callable[[int], range],
+    device: torch.device,
+    compare: bool,
+    version: int = 0,
 ) -> Batch:
     """Takes this rank's shards of a global batch that every rank was handed whole.
 
     Args:
         value: tensors, arrays, or nested dicts, lists and tuples of them, with the samples along dim 0.
         num_shards: V.
-        mine: this rank's shards.
+        wanted: gives the shards that this rank needs, of so many that hold samples.
         device: where they go.
         compare: whether to compute the checksum by which ranks notice that they were handed different batches.
-        version: of the team that `mine` belongs to.
+        version: of the team that `wanted` belongs to.
 
     Raises:
         DataError: there is no tensor in it, or the tensors disagree on the number of samples.
@@ -79,8 +84,7 @@ def split_batch(
     bounds = shard_bounds(length, num_shards)
     shards = {
         shard: settle(map_tensors(own, take_rows(value, bounds[shard], bounds[shard + 1], length)), device)
-        for shard in mine
-        if bounds[shard] < bounds[shard + 1]
+        for shard in wanted(min(length, num_shards))
     }
     return Batch(length, shards, checksum=checksum(value) if compare else 0, version=version)
 

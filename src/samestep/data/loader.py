@@ -199,7 +199,7 @@ class Loader:
     def _most_rows(self) -> int:
         """The most samples that this rank has of a batch."""
         cut = shard_bounds(self.global_batch_size, self._num_shards)
-        return max(1, cut[self.team.mine.stop] - cut[self.team.mine.start])
+        return max(1, sum(cut[shard + 1] - cut[shard] for shard in self.team.mine))
 
     def _one_by_one(self) -> Iterator[Batch]:
         epoch, first = self.cursor.epoch, self.cursor.position
@@ -220,7 +220,7 @@ class Loader:
     def _plan(self, epoch: int, position: int) -> Iterator[tuple[_Place, dict[int, np.ndarray]]]:
         """Where the batches of the rest of an epoch lie, with the ids of each of this rank's shards."""
         chunk = max(1, ORDER_CHUNK // self.global_batch_size)
-        ours, version = self.team.mine, self.team.version
+        version = self.team.version
         while True:
             bounds = []
             for _ in range(chunk):
@@ -231,19 +231,22 @@ class Loader:
                 position += length
             if not bounds:
                 return
-            spans = [(p + cut[ours.start], p + cut[ours.stop]) for p, _, cut in bounds]
-            positions = np.concatenate([np.arange(start, stop, dtype=np.int64) for start, stop in spans])
+            wanted = [self.team.to_fetch(min(length, self._num_shards)) for _, length, _ in bounds]
+            spans = [
+                (start + cut[run.start], start + cut[run.stop])
+                for (start, _, cut), shards in zip(bounds, wanted, strict=True)
+                for run in _runs(shards)
+            ]
+            positions = np.concatenate([np.arange(0), *(np.arange(a, b, dtype=np.int64) for a, b in spans)])
             ids = permute(positions, self._num_samples, self.seed, epoch) if self.shuffle else positions
             offset = 0
-            for (start, length, cut), span in zip(bounds, spans, strict=True):
-                mine = ids[offset : offset + span[1] - span[0]]
-                offset += span[1] - span[0]
-                shards = {
-                    shard: mine[cut[shard] - cut[ours.start] : cut[shard + 1] - cut[ours.start]]
-                    for shard in ours
-                    if cut[shard] < cut[shard + 1]
-                }
-                yield (epoch, start, length, version), shards
+            for (start, length, cut), shards in zip(bounds, wanted, strict=True):
+                ours = {}
+                for shard in shards:
+                    size = cut[shard + 1] - cut[shard]
+                    ours[shard] = ids[offset : offset + size]
+                    offset += size
+                yield (epoch, start, length, version), ours
 
     def _stream(self) -> Iterator[Batch]:
         """Every rank reads the stream, and collates its own shards."""
@@ -264,10 +267,9 @@ class Loader:
         """A batch of a stream, collated for the team as it is now."""
         cut = shard_bounds(len(samples), self._num_shards)
         shards = {}
-        for shard in self.team.mine:
-            if cut[shard] < cut[shard + 1]:
-                self._generators.seed(derive_seed(self.seed, SHARD_STREAM, epoch, position + cut[shard]))
-                shards[shard] = settle(self._collate(samples[cut[shard] : cut[shard + 1]]), self._device)
+        for shard in self.team.to_fetch(min(len(samples), self._num_shards)):
+            self._generators.seed(derive_seed(self.seed, SHARD_STREAM, epoch, position + cut[shard]))
+            shards[shard] = settle(self._collate(samples[cut[shard] : cut[shard + 1]]), self._device)
 
         def renew() -> Batch:
             with self._generators.preserved(wholly=True):
@@ -316,6 +318,11 @@ def as_dataset(value: Any) -> Any:
         f"got {type(value).__name__} as a dataset; needed: tensors with a common first dimension, a dataset with "
         "__len__ and __getitem__, or a torch.utils.data.IterableDataset"
     )
+
+
+def _runs(shards: range) -> list[range]:
+    """Adjacent shards together."""
+    return [shards] if shards.step == 1 else [range(shard, shard + 1) for shard in shards]
 
 
 def _length(dataset: Any) -> int:

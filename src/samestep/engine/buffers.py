@@ -235,7 +235,8 @@ class BufferMerge:
         ours = torch.stack(sums) if sums else torch.empty(0, width, dtype=wide, device=self._communicator.device)
         rows = self._communicator.gather_rows(ours, [len(blocks) for blocks in blocks_by_rank])
         counter: TreeSum[Tensor] = TreeSum(Tensor.add)
-        for block, row in zip((b for blocks in blocks_by_rank for b in blocks), rows, strict=True):
+        everything = zip((b for blocks in blocks_by_rank for b in blocks), rows, strict=True)
+        for block, row in sorted(everything, key=lambda pair: pair[0].start):
             counter.push(block, row)
         total = counter.root()
         assert total is not None, "a step has at least one shard"

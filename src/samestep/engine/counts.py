@@ -41,8 +41,8 @@ class GlobalCounts:
         for shard, numbers in values.items():
             if len(numbers) != width:
                 raise LossError(f"counts_fn returned {len(numbers)} numbers for one shard and {width} for another")
-            rows[shard - mine.start] = torch.stack(numbers)
-        return self._structure(self._communicator.sum_rows(rows, [len(shards) for shards in ranges]))
+            rows[mine.index(shard)] = torch.stack(numbers)
+        return self._structure(self._communicator.sum_rows(rows, ranges))
 
     def _numbers(self, value: Any) -> list[Tensor]:
         """Flattens one shard's counts, and remembers their structure."""

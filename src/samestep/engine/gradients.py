@@ -19,11 +19,10 @@ from samestep.comm.communicator import CARRIER_BYTES, Communicator
 from samestep.comm.letters import LetterBox
 from samestep.comm.recording import Recording
 from samestep.comm.reduction import Reduction, fold, fold_all
-from samestep.engine.losses import wide_dtype
+from samestep.engine.norms import NORM_ELEMENTS, block_norm, block_norms, join_norms
+from samestep.engine.scaling import divide, scale
 from samestep.errors import DeterminismError
 from samestep.plan.tree import Block, TreeSum
-
-NORM_ELEMENTS = 2**21  # 8 MiB of float32
 
 
 class Leaf(NamedTuple):
@@ -143,9 +142,12 @@ class GradientSum:
     Attributes:
         parameters: the trainable ones.
         inputs: the same, as autograd wants them.
+        is_spread: false: every rank gets the whole sums.
         used: for each whether a shard of this rank used it.
         flats: after `finish` the sums over all shards, a flat tensor a bucket.
     """
+
+    is_spread = False
 
     def __init__(
         self,
@@ -217,9 +219,9 @@ class GradientSum:
         for parameter in self.parameters:
             parameter.grad = None
 
-    def arm(self, shard: int) -> None:
-        """Announces that the next backward is this rank's last: full buckets may leave while it runs."""
-        if self._hooks:
+    def arm(self, shard: int, is_last: bool) -> None:
+        """Announces the next shard; during the backward of this rank's last full buckets may leave."""
+        if is_last and self._hooks:
             self._armed_shard = shard
             self._awaited = [set(bucket_sum.bucket.members) for bucket_sum in self._sums]
 
@@ -277,37 +279,29 @@ class GradientSum:
         ]
 
     def divide(self, divisor: float | Tensor) -> None:
-        """Divides the sums in place, in float32 at least: a count may be too large, or too long, for 16 bits."""
-        for flat in self.flats:
-            if flat.element_size() < 4:
-                flat.copy_(flat.float().div_(divisor))
-            else:
-                flat.div_(divisor if isinstance(divisor, float) else divisor.to(flat.dtype))
+        """Divides the sums in place."""
+        divide(self.flats, divisor)
 
     def scale(self, factor: float | Tensor) -> None:
         """Multiplies the sums in place."""
-        for flat in self.flats:
-            flat.mul_(factor if isinstance(factor, float) else factor.to(flat.dtype))
+        scale(self.flats, factor)
 
     def norm(self) -> Tensor:
         """The 2-norm of all sums: 0-d, of at least 32 bits.
 
-        It is made of fixed blocks: a small model is one for each dtype, of a large one every parameter is. So the bits
-        depend neither on the ranks nor on the size of the buckets.
+        Of which blocks it is made says `engine.norms`.
         """
         if self._is_one_block:
-            return _norm(self._trimmed(0))
+            return block_norm(self._trimmed(0))
         parts: list[Tensor] = []
         for group in self._groups:
             if sum(self._sums[number].bucket.length for number in group) <= NORM_ELEMENTS:
                 flats = [self._trimmed(number) for number in group]
-                parts.append(_norm(flats[0] if len(flats) == 1 else torch.cat(flats)))
+                parts.append(block_norm(flats[0] if len(flats) == 1 else torch.cat(flats)))
             else:
                 members = [view for number in group for view in self._sums[number].views(self.flats[number])]
-                parts.append(_norm(torch.stack(_norms(members))))
-        if len(parts) == 1:
-            return parts[0]
-        return _norm(torch.stack([part.to(parts[0].device, wide_dtype(part.device)) for part in parts]))
+                parts.append(block_norm(torch.stack(block_norms(members))))
+        return join_norms(parts)
 
     def assign(self, used: Sequence[bool]) -> None:
         """Gives each parameter that any shard used its gradient, as a view of the flat results; the others get None."""
@@ -433,19 +427,6 @@ def _by_dtype(buckets: Sequence[Bucket]) -> list[list[int]]:
     for number, bucket in enumerate(buckets):
         groups.setdefault((bucket.dtype, bucket.device), []).append(number)
     return list(groups.values())
-
-
-def _norm(flat: Tensor) -> Tensor:
-    """The 2-norm of a flat tensor, of at least 32 bits."""
-    norm: Tensor = torch.linalg.vector_norm(flat, dtype=torch.float32 if flat.element_size() < 4 else None)
-    return norm
-
-
-def _norms(tensors: list[Tensor]) -> list[Tensor]:
-    """The 2-norm of each tensor, of at least 32 bits."""
-    if tensors[0].element_size() < 4:
-        return [_norm(tensor) for tensor in tensors]
-    return list(torch._foreach_norm(tensors))
 
 
 def _remove(hooks: list[RemovableHandle]) -> None:

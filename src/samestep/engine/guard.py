@@ -1,5 +1,6 @@
 """The guard: a shard leaves the parameters and the modes of the modules as it found them."""
 
+from collections.abc import Mapping
 from itertools import chain
 
 import torch
@@ -16,11 +17,12 @@ class ModelGuard:
 
     Args:
         model: whose parameters and modules, those that no optimizer holds too.
+        parts: this rank's parts of the parameters, by name, where it has no more.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, parts: Mapping[str, Tensor] | None = None) -> None:
         self._model = model
-        named = dict(model.named_parameters())
+        named = dict(model.named_parameters()) if parts is None else parts
         self._names, self._parameters = list(named), list(named.values())
         self._modules = list(model.modules())
         self._modes: list[bool] = []

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from itertools import chain
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.optim import Optimizer
 
@@ -14,6 +14,11 @@ from samestep.data.batch import memory_border, tensor_checksum
 from samestep.errors import DeterminismError, UsageError
 
 UNINITIALIZED = (UninitializedParameter, UninitializedBuffer)
+
+
+def is_spread(tensor: Tensor) -> bool:
+    """Whether a parameter is a DTensor, of which this rank has a part only."""
+    return hasattr(tensor, "device_mesh")
 
 
 def named_parameters(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, nn.Parameter]:
@@ -50,19 +55,19 @@ def settle_model(model: nn.Module, device: torch.device) -> None:
     Raises:
         UsageError: a parameter or buffer is sparse, whose bytes cannot be compared.
     """
-    tensors = list(chain(model.parameters(), model.buffers()))
+    tensors = [tensor for tensor in chain(model.parameters(), model.buffers()) if not is_spread(tensor)]
     for name, tensor in chain(model.named_parameters(), model.named_buffers()):
         if tensor.layout != torch.strided:
             raise UsageError(f"{name} is sparse; keep it dense, or as a plain attribute and not as a buffer")
     if any(tensor.device != device for tensor in tensors):
         model.to(device)
     shared: dict[int, int] = {}
-    for tensor in chain(model.parameters(), model.buffers()):
+    for tensor in tensors:
         if not isinstance(tensor, UNINITIALIZED):
             key = tensor.untyped_storage().data_ptr()
             shared[key] = shared.get(key, 0) + 1
     border = memory_border(device)
-    for tensor in chain(model.parameters(), model.buffers()):
+    for tensor in tensors:
         if isinstance(tensor, UNINITIALIZED) or tensor.data_ptr() % border == 0:
             continue
         if shared[tensor.untyped_storage().data_ptr()] == 1:

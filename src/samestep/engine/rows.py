@@ -15,6 +15,7 @@ from samestep.comm.communicator import Communicator
 from samestep.comm.letters import letter_sizes, pack_letter, read_letters
 from samestep.comm.reduction import tree_sum_rows
 from samestep.engine.losses import ShardLoss, wide_dtype
+from samestep.plan.shards import in_shard_order
 from samestep.plan.tree import tree_sum
 
 WIDTH = 3  # total, count, sum of the gradient
@@ -30,7 +31,7 @@ class HostRows:
 
     def note(self, shard: int, loss: ShardLoss, gradient_sum: Tensor) -> None:
         """Writes a shard's row."""
-        place = WIDTH * (shard - self._mine.start)
+        place = WIDTH * self._mine.index(shard)
         row = (loss.value.item() * loss.weight, float(loss.count), gradient_sum.item())
         self._numbers[place : place + WIDTH] = row
 
@@ -41,7 +42,11 @@ class HostRows:
     def exchange(self, communicator: Communicator, ranges: Sequence[range], words: Sequence[int]) -> list[list[int]]:
         """Gives every rank the rows of all shards, and the words of all ranks."""
         counts = [WIDTH * len(shards) for shards in ranges]
-        self._numbers, by_rank = communicator.gather_numbers(self._numbers, counts, words)
+        numbers, by_rank = communicator.gather_numbers(self._numbers, counts, words)
+        order = in_shard_order(ranges)
+        if order is not None:
+            numbers = [number for place in order for number in numbers[WIDTH * place : WIDTH * (place + 1)]]
+        self._numbers = numbers
         return by_rank
 
     def exchange_by_letter(
@@ -86,7 +91,7 @@ class DeviceRows:
 
     def note(self, shard: int, loss: ShardLoss, gradient_sum: Tensor) -> None:
         """Writes a shard's row."""
-        row = self._rows[shard - self._mine.start]
+        row = self._rows[self._mine.index(shard)]
         torch.mul(loss.value.detach(), loss.weight, out=row[0])
         row[1] = loss.count
         row[2] = gradient_sum
@@ -98,7 +103,9 @@ class DeviceRows:
     def exchange(self, communicator: Communicator, ranges: Sequence[range], words: Sequence[int]) -> list[list[int]]:
         """Gives every rank the rows of all shards, and the words of all ranks."""
         counts = [len(shards) for shards in ranges]
-        self._rows, by_rank = communicator.gather_header(self._rows, counts, words)
+        rows, by_rank = communicator.gather_header(self._rows, counts, words)
+        order = in_shard_order(ranges)
+        self._rows = rows if order is None else rows[order]
         return by_rank
 
     def sums(self, num_leaves: int) -> tuple[Tensor, Tensor]:

@@ -1,7 +1,7 @@
 """The shards of a rank, one after another: forward, backward, and what each leaves, whichever rank runs it."""
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -16,12 +16,15 @@ from samestep.engine.gradients import GradientSum
 from samestep.engine.graphs import ShardGraphs
 from samestep.engine.guard import ModelGuard
 from samestep.engine.losses import LossFn, ShardLoss, read_loss
-from samestep.engine.memory import Shortage, free_memory, is_out_of_memory
+from samestep.engine.memory import Shortage, describe_lone_shortage, free_memory, is_out_of_memory
 from samestep.engine.precision import LossScale, autocast
 from samestep.engine.rows import DeviceRows, HostRows, quotient
-from samestep.errors import LossError
+from samestep.errors import LossError, OutOfMemoryError
 from samestep.plan.seeds import derive_seed
 from samestep.plan.shards import shard_bounds
+
+if TYPE_CHECKING:
+    from samestep.engine.sharding.gradients import ShardedGradientSum
 
 MANY_SEEDS = 64
 
@@ -48,7 +51,7 @@ class ShardRunner:
     """
 
     counts: GlobalCounts | None
-    gradients: GradientSum
+    gradients: "GradientSum | ShardedGradientSum"
     buffers: BufferMerge
     guard: ModelGuard
 
@@ -84,18 +87,18 @@ class ShardRunner:
         """
         counts = None if self.counts is None else self.counts.sum(batch, self._team.ranges)
         is_only = batch.length == 1 or self._team.num_shards == 1
-        last = max(batch.shards, default=None)
+        mine = sorted(shard for shard in batch.shards if shard in self._team.mine)
+        last = max(mine, default=None)
         bounds = shard_bounds(batch.length, self._team.num_shards)
         self._rows.begin(self._team.mine)
         self.guard.begin(step)
         graphs = self.graphs if self.graphs is not None and self.graphs.begin(self, batch.length) else None
         saved = self.generators.save()
         try:
-            for shard in sorted(batch.shards):
+            for shard in mine:
                 self.generators.seed(seed := derive_seed(self._seed, self._stream, step, shard))
                 num_samples = bounds[shard + 1] - bounds[shard]
-                if shard == last:
-                    self.gradients.arm(shard)
+                self.gradients.arm(shard, shard == last)
                 try:
                     if graphs is None:
                         loss = self.run_one(batch.shards[shard], num_samples, counts, is_only)
@@ -108,6 +111,8 @@ class ShardRunner:
                 except (RuntimeError, MemoryError) as error:
                     if not is_out_of_memory(error):
                         raise
+                    if self.gradients.is_spread:
+                        raise OutOfMemoryError(describe_lone_shortage(shard, num_samples, self._team.rank)) from error
                     value, phase = batch.shards[shard], self._team.pulse.phase
                     shortage = Shortage(shard, num_samples, value, phase, counts)
                 else:
@@ -121,9 +126,22 @@ class ShardRunner:
                 self.gradients.fill_up(self._team.rank)
                 self._rows.forget()
                 return shortage
+            self._run_along(batch, mine, counts, is_only)
         finally:
             self.generators.restore(saved)
         return None
+
+    def _run_along(self, batch: Batch, mine: list[int], counts: Any, is_only: bool) -> None:
+        """Runs a shard once more where the others have one left, who need this rank's part of the model for it."""
+        if len(mine) >= self._team.num_rounds(batch.length):
+            return
+        shard = mine[-1] if mine else next(iter(batch.shards))
+        bounds = shard_bounds(batch.length, self._team.num_shards)
+        self.gradients.arm(len(mine) * self._team.world_size + self._team.rank, True)
+        self.run_one(batch.shards[shard], bounds[shard + 1] - bounds[shard], counts, is_only)
+        self.gradients.collect(shard)
+        self.buffers.abandon()
+        self.guard.restore_modes()
 
     def run_one(self, value: Any, num_samples: int, counts: Any, is_only: bool = False) -> ShardLoss:
         """Forward and backward of one shard; leaves its gradient in the parameters' `.grad`.
@@ -201,11 +219,11 @@ def differentiate(value: Tensor, seed: Tensor, inputs: tuple[Tensor, ...]) -> No
     Args:
         value: to be differentiated.
         seed: the gradient that it begins with, of the same dtype and device.
-        inputs: the leaves.
+        inputs: the leaves; all that there are if it is empty.
     """
     is_replaced = getattr(torch.autograd.backward, "__globals__", None) is not vars(torch.autograd)
     if is_replaced or type(value) is not Tensor:
-        torch.autograd.backward(value, seed, inputs=inputs)
+        torch.autograd.backward(value, seed, inputs=inputs or None)
         return
     run = torch.autograd.graph._engine_run_backward
     run((value,), (seed,), False, False, inputs, allow_unreachable=True, accumulate_grad=True)

@@ -16,7 +16,7 @@ Nothing is written to the model before the whole exchange has arrived, and the s
 import sys
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -48,6 +48,7 @@ from samestep.engine.result import StepResult
 from samestep.engine.rows import DeviceRows, HostRows, is_finite, quotient
 from samestep.engine.settings import settings_of
 from samestep.engine.shards import ShardRunner
+from samestep.engine.strategies import Replicate, Sharded, Strategy
 from samestep.engine.update import FlatUpdate
 from samestep.errors import (
     DataError,
@@ -58,6 +59,10 @@ from samestep.errors import (
     UsageError,
 )
 from samestep.plan.tree import Block, rank_blocks
+
+if TYPE_CHECKING:
+    from samestep.engine.sharding.gradients import ShardedGradientSum
+    from samestep.engine.sharding.model import ShardedModel
 
 BUCKET_BYTES = 8 * 2**20
 MIN_SCALE = 2.0**-10
@@ -88,6 +93,7 @@ class TrainStep:
         bucket_bytes: int = BUCKET_BYTES,
         compile: bool = False,
         graphed_length: int | None = None,
+        strategy: Strategy = Replicate(),
     ) -> None:
         if not callable(loss_fn):
             raise UsageError(f"got {describe(loss_fn)} as loss_fn; it must be a function loss_fn(model, batch)")
@@ -117,8 +123,16 @@ class TrainStep:
             check_graphs(device)
         if team.communicator.reduction == "ordered" and "torch._dynamo" in sys.modules:  # the optimizer imported it
             fix_shapes()
+        self.strategy = strategy
+        self.sharded: ShardedModel | None = None
+        if isinstance(strategy, Sharded):
+            from samestep.engine.sharding.model import shard_model  # not before: it loads half of torch.distributed
+
+            team.perform(lambda: check_same_model(model, team.communicator))
+            self.sharded = shard_model(team, model, self.optimizers, strategy)
         settle_model(model, device)
-        team.perform(lambda: check_same_model(model, team.communicator))
+        if self.sharded is None:
+            team.perform(lambda: check_same_model(model, team.communicator))
         self._late = _can_check_late(device, self.optimizers) if late_check is None else late_check
         if self._late and not all(_honours_found_inf(optimizer) for optimizer in self.optimizers):
             raise UsageError(
@@ -131,7 +145,7 @@ class TrainStep:
         self._unread: deque[tuple[StepResult, _Schedule | None]] = deque()
         self._version = -1
         self._buffers: BufferMerge
-        self._gradients: GradientSum
+        self._gradients: GradientSum | ShardedGradientSum
         self._flat_update: FlatUpdate | None
         self.compile = compile
         run_loss = compile_loss(loss_fn) if compile else loss_fn
@@ -235,7 +249,7 @@ class TrainStep:
             return renewed
         compare = team.world_size > 1
         device = team.communicator.device
-        batch = split_batch(value, team.num_shards, team.mine, device, compare, team.version)
+        batch = split_batch(value, team.num_shards, team.to_fetch, device, compare, team.version)
         self._check_lengths(batch.length)
         return batch
 
@@ -492,9 +506,13 @@ class TrainStep:
 
     def _lay_out(self) -> None:
         """Makes the gradient sum over the parameters that the optimizers hold and that are trainable now."""
-        self._named = named_parameters(self.model, self.optimizers)
+        sharded = self.sharded
+        if sharded is None:
+            self._named = named_parameters(self.model, self.optimizers)
+        else:
+            self._named = sharded.named_parameters(self.optimizers)
         self._trained = self._what_is_trained()
-        self.runner.guard = ModelGuard(self.model)
+        self.runner.guard = ModelGuard(self.model, None if sharded is None else sharded.parts)
         if self.runner.graphs is not None:
             self.runner.graphs.drop()
         trainable = {name: p for name, p in self._named.items() if p.requires_grad}
@@ -502,6 +520,12 @@ class TrainStep:
             raise UsageError("no parameter of the optimizer is trainable; set requires_grad on those that should be")
         for parameter in self._named.values():
             parameter.grad = None
+        self._flat_update = None
+        if sharded is not None:
+            from samestep.engine.sharding.gradients import ShardedGradientSum
+
+            self._gradients = self.runner.gradients = ShardedGradientSum(sharded, trainable, self.communicator)
+            return
         self._gradients = self.runner.gradients = GradientSum(
             list(trainable.values()),
             list(trainable),
@@ -510,10 +534,9 @@ class TrainStep:
             self._overlap,
             self.team.pulse.recording,
         )
-        alone = len(self.optimizers) == 1 and not self._late
-        self._flat_update = (
-            FlatUpdate(self.optimizers[0], self._gradients.parameters, self._gradients.buckets) if alone else None
-        )
+        if len(self.optimizers) == 1 and not self._late:
+            gradients = self._gradients
+            self._flat_update = FlatUpdate(self.optimizers[0], gradients.parameters, gradients.buckets)
 
 
 def _divisor(count: Any) -> Any:

@@ -78,6 +78,32 @@ def shard_ranges(num_shards: int, world_size: int, shares: Sequence[float] | Non
     return _weighted_ranges(num_shards, shares)
 
 
+def dealt_ranges(num_shards: int, world_size: int) -> tuple[range, ...]:
+    """Which shards each rank executes where they are dealt in turn: rank r has r, r + D, r + 2D, …
+
+    In round k the ranks then execute the adjacent shards kD … kD + D - 1, so that whoever receives what all of them
+    made of one tensor can push it on the tree at once.
+
+    Args:
+        num_shards: V.
+        world_size: D, at most V.
+    """
+    return tuple(range(rank, num_shards, world_size) for rank in range(world_size))
+
+
+def num_rounds(num_leaves: int, world_size: int) -> int:
+    """How many shards the busiest rank executes of so many that hold samples, where they are dealt in turn."""
+    return -(-num_leaves // world_size)
+
+
+def in_shard_order(ranges: Sequence[range]) -> list[int] | None:
+    """Where each shard's entry lies in what the ranks have put one after another; None where it lies in order."""
+    if all(before.stop == after.start and before.step == 1 for before, after in pairwise(ranges)):
+        return None
+    shards = [shard for shards in ranges for shard in shards]
+    return sorted(range(len(shards)), key=shards.__getitem__)
+
+
 def active_shares(shares: Sequence[float] | None, world_size: int, spares: int) -> list[float] | None:
     """The shares of the ranks that work from the start, of those of all ranks.
 

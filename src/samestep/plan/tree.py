@@ -69,7 +69,7 @@ def are_siblings(left: Block, right: Block) -> bool:
 
 
 def aligned_blocks(shards: range) -> tuple[Block, ...]:
-    """The largest aligned blocks that make up a contiguous range of shards, from left to right."""
+    """The largest aligned blocks that make up some shards, from left to right."""
     counter: TreeSum[None] = TreeSum(lambda left, right: None)
     for shard in shards:
         counter.push(Block(shard, 1), None)
@@ -79,7 +79,7 @@ def aligned_blocks(shards: range) -> tuple[Block, ...]:
 @cache
 def rank_blocks(ranges: tuple[range, ...], num_leaves: int) -> tuple[tuple[Block, ...], ...]:
     """The blocks that each rank ships, when only the first `num_leaves` shards hold samples."""
-    return tuple(aligned_blocks(range(shards.start, min(shards.stop, num_leaves))) for shards in ranges)
+    return tuple(aligned_blocks(range(shards.start, min(shards.stop, num_leaves), shards.step)) for shards in ranges)
 
 
 def tree_sum(values: Sequence[T], add: Callable[[T, T], T]) -> T | None:

@@ -20,7 +20,7 @@ from samestep.engine.parameters import settle_model
 from samestep.engine.precision import autocast, check_precision
 from samestep.errors import UsageError
 from samestep.plan.seeds import derive_seed
-from samestep.plan.shards import shard_bounds
+from samestep.plan.shards import in_shard_order, shard_bounds
 from samestep.train.metrics import Metric, as_metric, sums
 
 SMALL_ELEMENTS = 2**16
@@ -77,7 +77,7 @@ def _evaluate(
         while len(rows) <= number:
             rows.append(empty.clone())
         measured = [sums(m, output, value, name=name, num_samples=num_samples) for name, m in named.items()]
-        rows[number][shard - mine.start] = torch.stack([part for pair in measured for part in pair])
+        rows[number][mine.index(shard)] = torch.stack([part for pair in measured for part in pair])
 
     num_batches = _forward_all(team, model, loader, forward, precision, measure)
     rows += [empty.clone() for _ in range(num_batches - len(rows))]
@@ -205,10 +205,17 @@ def _forward_all(
         for number, batch in enumerate(loader):
             team.pulse.enter("evaluate")
             bounds = shard_bounds(batch.length, team.num_shards)
+            rounds = team.num_rounds(batch.length)
             with generators.preserved():
                 for shard, value in batch.shards.items():
                     generators.seed(derive_seed(loader.seed, EVALUATION_STREAM, number, shard))
-                    take(number, shard, bounds[shard + 1] - bounds[shard], value, compute(model, value))
+                    output = compute(model, value)
+                    if shard in team.mine:
+                        take(number, shard, bounds[shard + 1] - bounds[shard], value, output)
+                    put_back()
+                    rounds -= 1
+                if rounds > 0:  # the others need this rank's part of the model once more
+                    compute(model, value)
                     put_back()
             num_batches += 1
     return num_batches
@@ -252,7 +259,9 @@ def _by_shard(communicator: Communicator, ranges: Sequence[range], blocks: list[
     ours = torch.stack(blocks)  # [batches, V of this rank, k]
     everyone = communicator.gather_rows(ours.reshape(-1, width), [len(blocks) * size for size in sizes])
     parts = everyone.split([len(blocks) * size for size in sizes])
-    return torch.cat([part.view(len(blocks), -1, width) for part in parts], dim=1).reshape(-1, width)
+    by_rank = torch.cat([part.view(len(blocks), -1, width) for part in parts], dim=1)
+    order = in_shard_order(ranges)
+    return (by_rank if order is None else by_rank[:, order]).reshape(-1, width)
 
 
 def _gather_columns(communicator: Communicator, pieces: list[tuple[int, list[Any]]]) -> list[Tensor]:

@@ -23,6 +23,7 @@ from samestep.data.randomness import seed_process
 from samestep.data.tensors import TensorData
 from samestep.engine.losses import LossFn, describe
 from samestep.engine.step import BUCKET_BYTES, OnNonFinite, TrainStep
+from samestep.engine.strategies import Strategy, as_strategy
 from samestep.errors import UsageError
 from samestep.plan.shards import active_shares, shard_ranges
 from samestep.train.agreement import check_contract_kept, differences
@@ -192,6 +193,7 @@ class Run:
         bucket_bytes: int = BUCKET_BYTES,
         compile: bool = False,
         cuda_graphs: bool = False,
+        strategy: str | Strategy = "replicate",
     ) -> TrainStep:
         """Makes a training step; several may share a model (a GAN has two). Tier `bitwise`.
 
@@ -217,6 +219,8 @@ class Run:
                 all numbers of devices, and others than without it.
             cuda_graphs: capture forward and backward of the shards of full batches as CUDA graphs, and replay them.
                 Batches are then made of dense tensors alone; what the loss does in Python happens at the capture only.
+            strategy: how the state lies on the ranks: "replicate" (each has all of it) or "sharded" (each has 1/D), or
+                one of `samestep.Replicate` and `samestep.Sharded` with options. Equal bits; see docs/strategies.md.
 
         Raises:
             UsageError: an argument that cannot be, SyncBatchNorm, LBFGS, or an optimizer of another model.
@@ -247,6 +251,7 @@ class Run:
             bucket_bytes=bucket_bytes,
             compile=compile,
             graphed_length=self.contract.global_batch_size if cuda_graphs else None,
+            strategy=as_strategy(strategy),
         )
 
     def loader(

@@ -1,0 +1,57 @@
+"""The mesh: torch's DeviceMesh over the ranks of a run, for strategies that stand on torch's own parallelism."""
+
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from samestep.comm.communicator import Communicator
+from samestep.comm.shared import SharedTransport
+from samestep.comm.transport import LocalTransport
+from samestep.errors import UsageError
+
+DATA_AXIS = "data"
+
+
+def data_mesh(communicator: Communicator, timeout: timedelta) -> DeviceMesh:
+    """A mesh of one axis, "data", over all ranks; all of them call it.
+
+    Ranks that talk through memory, and a rank alone, get a process group for it, over gloo.
+
+    Args:
+        communicator: this rank's voice.
+        timeout: for what travels through that group.
+
+    Raises:
+        UsageError: the ranks have no way to form a process group, or the script's own has another size.
+    """
+    rank, world_size = communicator.rank, communicator.world_size
+    if not dist.is_initialized():
+        store = _store(communicator)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
+    if dist.get_world_size() != world_size:
+        raise UsageError(
+            f"the process group has {dist.get_world_size()} ranks, the run {world_size}; a strategy that spreads the "
+            "model needs all of them"
+        )
+    return init_device_mesh(communicator.device.type, (world_size,), mesh_dim_names=(DATA_AXIS,))
+
+
+def close_mesh() -> None:
+    """Gives back the process group that a mesh stands on, if there is one."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _store(communicator: Communicator) -> dist.Store:
+    """Where the ranks can meet once more."""
+    transport = communicator.transport
+    if isinstance(transport, LocalTransport):
+        return dist.HashStore()
+    if isinstance(transport, SharedTransport) and transport.store is not None:
+        return dist.PrefixStore("mesh", transport.store)
+    raise UsageError(
+        f"ranks that talk by a {type(transport).__name__} cannot form a process group; a strategy that spreads the model "
+        "needs one process a rank"
+    )
+

@@ -1,0 +1,143 @@
+"""Pieces: tensors that are spread over the ranks, each of which has adjacent elements of every one of them."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from samestep.comm.communicator import Communicator
+from samestep.comm.transport import gather_parts
+
+
+@dataclass(frozen=True)
+class Spread:
+    """How a tensor is spread over the ranks.
+
+    Attributes:
+        shape: of the whole.
+        cuts: rank r has the elements cuts[r] … cuts[r + 1] - 1 in the order of their indices; D + 1 numbers.
+    """
+
+    shape: torch.Size
+    cuts: tuple[int, ...]
+
+    @property
+    def sizes(self) -> list[int]:
+        """How many elements each rank has."""
+        return [stop - start for start, stop in pairwise(self.cuts)]
+
+    def part(self, whole: Tensor, rank: int) -> Tensor:
+        """A rank's elements of the whole tensor, flat."""
+        return whole.reshape(-1)[self.cuts[rank] : self.cuts[rank + 1]]
+
+    @property
+    def holder(self) -> int | None:
+        """The rank that has all of it; None if it is divided."""
+        ranks = [rank for rank, size in enumerate(self.sizes) if size]
+        return ranks[0] if len(ranks) == 1 else None
+
+
+@dataclass(frozen=True)
+class Piece:
+    """This rank's part of a tensor.
+
+    Attributes:
+        local: its elements, of any shape, contiguous.
+        spread: how the whole is spread.
+    """
+
+    local: Tensor
+    spread: Spread
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of the whole."""
+        return self.spread.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the whole."""
+        return self.local.dtype
+
+    def gather(self, communicator: Communicator) -> Tensor:
+        """The whole tensor, on every rank; all of them call it."""
+        flat = self.local.detach().reshape(-1)
+        if communicator.world_size > 1:
+            at = communicator.transport if flat.device == communicator.device else communicator.control
+            flat = gather_parts(at, flat, self.spread.sizes).wait()
+        return flat.clone().view(self.shape)
+
+
+def by_rows(shape: torch.Size, world_size: int) -> Spread:
+    """The spread of FSDP2: rows (slices of dim 0) in chunks of equal length, as `torch.chunk` makes them."""
+    row = shape[1:].numel()
+    chunk = -(-shape[0] // world_size)
+    return Spread(shape, tuple(row * min(rank * chunk, shape[0]) for rank in range(world_size + 1)))
+
+
+def assembled(
+    communicator: Communicator, pieces: Sequence[tuple[Tensor, Spread]], batch_bytes: int
+) -> Iterator[tuple[int, Tensor]]:
+    """Brings divided tensors together, each on one rank; all ranks take all that it gives.
+
+    Tensors that one rank has already stay there. The others go to whoever has got the fewest bytes so far. They travel
+    some at a time, so that a rank holds little more than one of them.
+
+    Args:
+        communicator: this rank's voice.
+        pieces: this rank's part of each, flat and of one dtype, and how it is spread.
+        batch_bytes: how much travels at a time, unless one tensor alone is larger.
+
+    Yields:
+        The number and the whole of each tensor that came to this rank: flat, in the order of their indices.
+    """
+    rank, world_size = communicator.rank, communicator.world_size
+    owners = owners_of([spread for _, spread in pieces], world_size)
+    for numbers in _batches(pieces, batch_bytes):
+        to = [[k for k in numbers if owners[k] == other] for other in range(world_size)]
+        sent = [pieces[k][0] for theirs in to for k in theirs]
+        sizes = [sum(pieces[k][0].numel() for k in theirs) for theirs in to]
+        received = [sum(pieces[k][1].sizes[other] for k in to[rank]) for other in range(world_size)]
+        arrived = communicator.transport.exchange(torch.cat(sent), sizes, received).wait().split(received)
+        offsets = [0] * world_size
+        for k in to[rank]:
+            parts = []
+            for other, size in enumerate(pieces[k][1].sizes):
+                parts.append(arrived[other][offsets[other] : offsets[other] + size])
+                offsets[other] += size
+            yield k, torch.cat(parts)
+    for k, owner in enumerate(owners):
+        if owner == rank and pieces[k][1].holder is not None:
+            yield k, pieces[k][0]
+
+
+def owners_of(spreads: Sequence[Spread], world_size: int) -> list[int]:
+    """The rank that `assembled` brings each tensor to."""
+    loads = [0] * world_size
+    owners = []
+    for spread in spreads:
+        holder = spread.holder
+        owner = min(range(world_size), key=loads.__getitem__) if holder is None else holder
+        loads[owner] += 0 if holder is not None else spread.shape.numel()
+        owners.append(owner)
+    return owners
+
+
+def _batches(pieces: Sequence[tuple[Tensor, Spread]], batch_bytes: int) -> Iterator[list[int]]:
+    """The numbers of the divided tensors, as many at a time as may travel."""
+    batch: list[int] = []
+    filled = 0
+    for k, (piece, spread) in enumerate(pieces):
+        if spread.holder is not None:
+            continue
+        size = spread.shape.numel() * piece.element_size()
+        if batch and filled + size > batch_bytes:
+            yield batch
+            batch, filled = [], 0
+        batch.append(k)
+        filled += size
+    if batch:
+        yield batch
+

@@ -1,0 +1,104 @@
+"""The gradient's norm, made of fixed blocks: a small model is one for each dtype, of a large one every parameter is.
+
+So the bits depend neither on the ranks, nor on the size of the buckets, nor on which rank has which part.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from samestep.comm.buckets import Bucket, aligned_zeros, make_buckets
+from samestep.comm.communicator import Communicator
+from samestep.comm.pieces import Spread, assembled, owners_of
+from samestep.comm.transport import gather_parts
+from samestep.data.batch import memory_border
+from samestep.engine.losses import wide_dtype
+
+NORM_ELEMENTS = 2**21  # 8 MiB of float32
+TRAVEL_BYTES = 64 * 2**20
+
+
+def block_norm(flat: Tensor) -> Tensor:
+    """The 2-norm of one block, of at least 32 bits."""
+    norm: Tensor = torch.linalg.vector_norm(flat, dtype=torch.float32 if flat.element_size() < 4 else None)
+    return norm
+
+
+def block_norms(tensors: list[Tensor]) -> list[Tensor]:
+    """The 2-norm of each tensor, of at least 32 bits."""
+    if tensors[0].element_size() < 4:
+        return [block_norm(tensor) for tensor in tensors]
+    return list(torch._foreach_norm(tensors))
+
+
+def join_norms(norms: Sequence[Tensor]) -> Tensor:
+    """The norm of everything, of those of its dtypes."""
+    if len(norms) == 1:
+        return norms[0]
+    return block_norm(torch.stack([norm.to(norms[0].device, wide_dtype(norm.device)) for norm in norms]))
+
+
+class SpreadNorm:
+    """The norm of tensors of which each rank has a part: the bits are those of the whole tensors on one rank.
+
+    A small model comes together on every rank. Of a large one each parameter that is divided comes together on one
+    rank, one after another, which adds 1/D of the gradient to what a rank sends in a step.
+
+    Args:
+        communicator: this rank's voice.
+        spreads: how each parameter is spread, in the model's order.
+        dtypes: of each.
+    """
+
+    def __init__(self, communicator: Communicator, spreads: Sequence[Spread], dtypes: Sequence[torch.dtype]) -> None:
+        self._communicator = communicator
+        self._spreads = list(spreads)
+        forms = [torch.empty(s.shape, dtype=d, device="meta") for s, d in zip(spreads, dtypes, strict=True)]
+        self._buckets = make_buckets(forms, 2**62, 1)  # one a dtype, whatever travels in how many
+
+    def of(self, parts: Sequence[Tensor]) -> Tensor:
+        """The norm, 0-d, of at least 32 bits; the same on every rank.
+
+        Args:
+            parts: this rank's part of each, flat.
+        """
+        blocks = [
+            self._whole(bucket, parts) if bucket.length <= NORM_ELEMENTS else self._by_parameter(bucket, parts)
+            for bucket in self._buckets
+        ]
+        return join_norms(blocks)
+
+    def _whole(self, bucket: Bucket, parts: Sequence[Tensor]) -> Tensor:
+        """The norm of a small model: everything comes together on every rank, as one block."""
+        communicator = self._communicator
+        members = bucket.members
+        ours = torch.cat([parts[index] for index in members])
+        sizes = [sum(row) for row in zip(*(self._spreads[index].sizes for index in members), strict=True)]
+        by_rank = gather_parts(communicator.transport, ours, sizes).wait().split(sizes)
+        flat = aligned_zeros(bucket.length, bucket.dtype, communicator.device)
+        for rank, theirs in enumerate(by_rank):
+            pieces = theirs.split([self._spreads[index].sizes[rank] for index in members])
+            for index, offset, piece in zip(members, bucket.offsets, pieces, strict=True):
+                start = offset + self._spreads[index].cuts[rank]
+                flat[start : start + piece.numel()] = piece
+        return block_norm(flat)
+
+    def _by_parameter(self, bucket: Bucket, parts: Sequence[Tensor]) -> Tensor:
+        """The norm of a large model: each parameter is a block, and comes together on one rank."""
+        communicator, members = self._communicator, bucket.members
+        spreads = [self._spreads[index] for index in members]
+        wide = torch.float32 if bucket.dtype.itemsize < 4 else bucket.dtype
+        norms = torch.zeros(len(members), 1, dtype=wide, device=communicator.device)
+        divided = [(parts[index], spread) for index, spread in zip(members, spreads, strict=True)]
+        for k, whole in assembled(communicator, divided, TRAVEL_BYTES):
+            norms[k, 0] = block_norms([_on_border(whole).view(spreads[k].shape)])[0]
+        rows = communicator.gather_rows(norms, [len(members)] * communicator.world_size)
+        owners = torch.tensor(owners_of(spreads, communicator.world_size), device=rows.device)
+        own = rows.view(communicator.world_size, len(members))[owners, torch.arange(len(members), device=rows.device)]
+        return block_norm(own)
+
+
+def _on_border(flat: Tensor) -> Tensor:
+    """A flat tensor where torch's allocator would let it begin: vectorised kernels look at that."""
+    return flat if flat.data_ptr() % memory_border(flat.device) == 0 else flat.clone()

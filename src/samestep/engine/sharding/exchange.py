@@ -1,0 +1,68 @@
+"""The exchange under FSDP2: it hands over parameters and gradients by our transport, and never adds.
+
+FSDP2 gathers a module's parameters before its forward and backward, and after its backward asks for the sum of all
+ranks' gradients, of which each rank keeps its part. Here each rank gets the parts themselves, one a rank, and pushes
+them on the tree in the order of the shards; what FSDP2 then finds in `.grad` is dropped.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+
+from samestep.comm.communicator import Communicator
+
+
+class PartGather(AllGather):
+    """Gathers the parameters of one module by the transport.
+
+    Args:
+        communicator: this rank's voice.
+        note: called before each.
+    """
+
+    def __init__(self, communicator: Communicator, note: Callable[[], None]) -> None:
+        self._communicator = communicator
+        self._note = note
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory for what arrives."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> None:
+        """Fills the output with the inputs of all ranks."""
+        self._note()
+        output_tensor.copy_(self._communicator.transport.gather(input_tensor).wait())
+
+
+class PieceScatter(ReduceScatter):
+    """Hands over the gradients of one module, without adding them.
+
+    Args:
+        communicator: this rank's voice.
+        take: is given this rank's gradient, flat, and what arrived: this rank's part of the gradient of each rank, one
+            after another.
+    """
+
+    def __init__(self, communicator: Communicator, take: Callable[[Tensor, Tensor], None]) -> None:
+        self._communicator = communicator
+        self._take = take
+        self.last: Tensor | None = None
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory for what is sent, or for what FSDP2 takes to be the sum."""
+        self.last = torch.empty(*size, dtype=dtype, device=device)
+        return self.last
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    ) -> None:
+        """Exchanges the parts. The output is left as it is: nobody reads it."""
+        part, ranks = output_tensor.numel(), self._communicator.world_size
+        received = self._communicator.transport.exchange(input_tensor, [part] * ranks, [part] * ranks).wait()
+        self._take(input_tensor, received)

@@ -1,0 +1,232 @@
+"""The gradient of one step where the model is spread: each rank sums its part of all shards' gradients on the tree.
+
+In round k the ranks run the adjacent shards kD … kD + D - 1. As soon as a module's backward is through, each rank gets
+its part of the module's gradient from all of them, and pushes these parts on its counter in the order of the shards:
+the same tree as on one rank, of other parts. Where the last round has fewer shards than ranks, the others run along,
+and what they make is left out.
+"""
+
+import hashlib
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from samestep.comm.communicator import Communicator
+from samestep.comm.reduction import merge_blocks, merge_received
+from samestep.engine.norms import SpreadNorm
+from samestep.engine.scaling import divide, scale
+from samestep.engine.sharding.exchange import PartGather, PieceScatter
+from samestep.engine.sharding.model import ShardedModel, Together
+from samestep.errors import DeterminismError
+from samestep.plan.tree import Block, TreeSum
+
+
+class ShardedGradientSum:
+    """Sums the gradients of all shards of a step, each rank its part. What `GradientSum` says of its methods holds here.
+
+    Args:
+        sharded: the model.
+        trainable: this rank's parts of the parameters that the optimizers update, by name.
+        communicator: this rank's voice.
+
+    Attributes:
+        inputs: empty: which leaves there are FSDP2 knows.
+        is_spread: true.
+        used: for each parameter whether a shard of this rank used it.
+        flats: after `finish` this rank's part of the sums over all shards, a flat tensor a module.
+    """
+
+    is_spread = True
+    inputs: tuple[Tensor, ...] = ()
+
+    def __init__(self, sharded: ShardedModel, trainable: dict[str, nn.Parameter], communicator: Communicator) -> None:
+        self._sharded = sharded
+        self._communicator = communicator
+        self._names = list(trainable)
+        self.parameters = list(trainable.values())
+        self._index = {name: index for index, name in enumerate(self._names)}
+        self._groups = sharded.groups
+        self._sums: list[TreeSum[Tensor]] = []
+        self.flats: list[Tensor] = []
+        self.used = [False] * len(self._names)
+        self._totals: list[Tensor] = []
+        self._first = self._num_leaves = 0
+        self._is_out = False
+        self._order: list[int] = []
+        self._scatters = [self._connect(number, group) for number, group in enumerate(self._groups)]
+        self._hooks = [hook for group in self._groups for hook in self._watch(group)]
+        spreads = [sharded.spreads[name] for name in self._names]
+        self._norm = SpreadNorm(communicator, spreads, [parameter.dtype for parameter in self.parameters])
+
+    def begin(self, blocks_by_rank: Sequence[Sequence[Block]]) -> None:
+        """Starts a step."""
+        self._num_leaves = sum(block.size for blocks in blocks_by_rank for block in blocks)
+        self._sums = [TreeSum(Tensor.add_) for _ in self._groups]
+        self.flats = []
+        self.used = [False] * len(self._names)
+        self._order = []
+        self.forget()
+
+    def forget(self) -> None:
+        """Drops the parameters' gradients."""
+        self._totals = []
+        for parameter in self.parameters:
+            parameter.grad = None
+        self._sharded.forget_gradients()
+
+    def arm(self, shard: int, is_last: bool) -> None:
+        """Announces which shard comes next; one beyond the last stands for running along."""
+        ranks = self._communicator.world_size
+        self._first = shard // ranks * ranks
+        self._is_out = shard >= self._num_leaves
+
+    def collect(self, shard: int) -> Tensor:
+        """What the backward of a shard has left is on the tree already; drops the rest.
+
+        Returns:
+            The sum of all elements of its gradient, 0-d: not finite if one of them is not.
+        """
+        if self._communicator.world_size == 1:
+            self._take_own(shard)
+        totals = [total.float() for total in self._totals]
+        self._totals = []
+        self._sharded.forget_gradients()
+        return torch.stack(totals).sum() if totals else torch.zeros((), device=self._communicator.device)
+
+    def carries_letters(self) -> bool:
+        """False: nothing is left to be sent when the step is judged."""
+        return False
+
+    def start_rest(self) -> None:
+        """Makes sure that what the ranks have exchanged belongs together.
+
+        Raises:
+            DeterminismError: they ran other modules, or in another order.
+        """
+        if self._communicator.world_size == 1:
+            return
+        order = hashlib.blake2b(repr(self._order).encode(), digest_size=7).digest()
+        words = self._communicator.gather_words([int.from_bytes(order, "little")])
+        if len({word for (word,) in words}) > 1:
+            raise DeterminismError(
+                "the ranks ran different modules, or the same in another order (layers that are skipped at random, or "
+                "by what is in the batch, do so): strategy='sharded' needs every shard to run all that `wrap` names; "
+                "name larger modules, or use strategy='replicate'"
+            )
+
+    def finish(self) -> None:
+        """This rank's part of the sums over all shards: one flat tensor a module."""
+        self.flats = []
+        for group, counter in zip(self._groups, self._sums, strict=True):
+            total = counter.root()
+            self.flats.append(self._zeros(group) if total is None else total)
+
+    def divide(self, divisor: float | Tensor) -> None:
+        """Divides the sums in place."""
+        divide(self.flats, divisor)
+
+    def scale(self, factor: float | Tensor) -> None:
+        """Multiplies the sums in place."""
+        scale(self.flats, factor)
+
+    def norm(self) -> Tensor:
+        """The 2-norm of all sums on all ranks, of the same blocks as on one."""
+        by_name = dict(self._views())
+        return self._norm.of([by_name[name].reshape(-1) for name in self._names])
+
+    def assign(self, used: Sequence[bool]) -> None:
+        """Gives each part of a parameter that any shard used its gradient; the others get None."""
+        for name, view in self._views():
+            if name in self._index:
+                index = self._index[name]
+                self.parameters[index].grad = view.to(self.parameters[index].device) if used[index] else None
+
+    def drop_memory(self) -> None:
+        """Forgets the sums: after a step that left NaN in them."""
+        self._sums, self.flats = [], []
+
+    def abandon(self) -> None:
+        """Drops what a step that failed has left."""
+        self.drop_memory()
+        self.forget()
+
+    def remove_hooks(self) -> None:
+        """Takes the hooks off the parameters."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def _connect(self, number: int, group: Together) -> PieceScatter:
+        """Has FSDP2 exchange the parameters and gradients of a module by us."""
+        communicator, module = self._communicator, group.module
+        scatter = PieceScatter(communicator, partial(self._take, number))
+        module.set_custom_reduce_scatter(scatter)
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+        if communicator.device.type == "cpu":
+            module.set_custom_all_gather(PartGather(communicator, lambda: self._order.append(-1 - number)))
+        if hasattr(module, "set_reduce_scatter_unused_params"):
+            module.set_reduce_scatter_unused_params(True)
+        return scatter
+
+    def _watch(self, group: Together) -> list[RemovableHandle]:
+        """Notes which parameters get a gradient: FSDP2 fills the others up."""
+        names = {id(parameter): name for name, parameter in self._sharded.model.named_parameters()}
+        wanted = {member.name for member in group.members}
+        paths = {id(part): path for path, part in self._sharded.model.named_modules()}
+        prefix = paths[id(group.module)]
+        group.module.unshard()
+        hooks = []
+        for path, parameter in group.module.named_parameters():  # type: ignore[attr-defined]
+            name = f"{prefix}.{path}" if prefix else path
+            if name in wanted and name in self._index and id(parameter) not in names:
+                hooks.append(parameter.register_post_accumulate_grad_hook(self._note_use(self._index[name])))
+        group.module.reshard()
+        return hooks
+
+    def _note_use(self, index: int) -> Callable[[Tensor], None]:
+        def on_gradient(_: Tensor) -> None:
+            if not self._is_out:
+                self.used[index] = True
+
+        return on_gradient
+
+    def _take(self, number: int, sent: Tensor, received: Tensor) -> None:
+        """Pushes the parts that this rank got of the gradients of a module on the tree."""
+        self._order.append(number)
+        group = self._groups[number]
+        if sent.numel() != group.numel * self._communicator.world_size:
+            raise DeterminismError(
+                f"a parameter of module {type(group.module).__name__} got no gradient, for which this version of "
+                "PyTorch cannot stand in: use 2.13 or later, or strategy='replicate'"
+            )
+        if not self._is_out:
+            self._totals.append(sent.sum())
+        last = min(self._first + self._communicator.world_size, self._num_leaves)
+        blocks = [Block(shard, 1) for shard in range(self._first, last)]
+        sums = merge_received(blocks, received[: len(blocks) * group.numel], group.numel)
+        for block, value in zip(merge_blocks(blocks), sums, strict=True):
+            self._sums[number].push(block, value.clone())
+
+    def _take_own(self, shard: int) -> None:
+        """Pushes the gradient of a rank that is alone: FSDP2 asks nobody then, and leaves it as the sum."""
+        for number, (group, scatter) in enumerate(zip(self._groups, self._scatters, strict=True)):
+            flat = scatter.last if scatter.last is not None else self._zeros(group)
+            scatter.last = None
+            self._totals.append(flat.sum())
+            self._sums[number].push(Block(shard, 1), flat)
+
+    def _zeros(self, group: Together) -> Tensor:
+        part = self._sharded.parts[group.members[0].name]
+        return torch.zeros(group.numel, dtype=part.dtype, device=self._communicator.device)
+
+    def _views(self) -> list[tuple[str, Tensor]]:
+        """This rank's part of the gradient of each parameter, as a view of `flats`."""
+        views = []
+        for group, flat in zip(self._groups, self.flats, strict=True):
+            for member in group.members:
+                part = self._sharded.parts[member.name]
+                views.append((member.name, flat[member.offset : member.offset + part.numel()].view(part.shape)))
+        return views

@@ -1,0 +1,146 @@
+"""Wrapping: which modules of a model come together and go again as one, and handing them to FSDP2."""
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.nn.modules.batchnorm import _NormBase
+
+from samestep.engine.strategies import Sharded
+from samestep.errors import UsageError
+
+DEFAULT_GROUPS = 8  # by default a module has no more than this part of the parameters
+SMALL = 64  # what has fewer than this part of those goes with what is around it
+CONTAINERS = (nn.ModuleList, nn.ModuleDict)  # have no forward of their own
+OPAQUE = (nn.MultiheadAttention,)  # read the parameters of their children, and do not call these
+DTYPES = {None: None, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def shard_modules(model: nn.Module, mesh: DeviceMesh, options: Sharded) -> list[FSDPModule]:
+    """Spreads the parameters of a model over a mesh, in place: moves it to the device module by module.
+
+    Args:
+        model: with all its parameters.
+        mesh: of one axis.
+        options: how.
+
+    Returns:
+        The modules that come together as one, the inner ones first, the model last.
+
+    Raises:
+        UsageError: a parameter cannot be spread, or `wrap` names no module that can be.
+    """
+    check_parameters(model)
+    inner = choose_modules(model, options.wrap)
+    if options.activation_checkpointing:
+        _checkpoint_activations(inner or [model])
+    dtype = DTYPES[options.param_dtype]
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=None if dtype is None else torch.float32)
+    offloads = options.cpu_offload and mesh.device_type != "cpu"
+    offload = CPUOffloadPolicy() if offloads else OffloadPolicy()
+    for module in [*inner, model]:
+        fully_shard(
+            module,
+            mesh=mesh,
+            reshard_after_forward=options.reshard_after_forward,
+            mp_policy=policy,
+            offload_policy=offload,
+        )
+    return [module for module in [*inner, model] if isinstance(module, FSDPModule)]
+
+
+def check_parameters(model: nn.Module) -> None:
+    """Checks that FSDP2 can spread every parameter.
+
+    Raises:
+        UsageError: names the first that it cannot.
+    """
+    kinds: dict[torch.dtype, str] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 0:
+            raise UsageError(f"parameter {name} has no dimension to divide; make it of shape [1] (strategy='sharded')")
+        if not parameter.is_contiguous():
+            raise UsageError(
+                f"parameter {name} is not contiguous (channels_last, or a view of another?); call .contiguous() on it, "
+                "or keep the whole model on each device (strategy='replicate')"
+            )
+        if parameter.requires_grad:
+            kinds.setdefault(parameter.dtype, name)
+    if len(kinds) > 1:
+        named = " and ".join(f"{name} {str(dtype).removeprefix('torch.')}" for dtype, name in kinds.items())
+        raise UsageError(f"the parameters are of several types ({named}); strategy='sharded' needs one: use model.float()")
+
+
+def choose_modules(model: nn.Module, wrap: Callable[[nn.Module], bool] | int | None) -> list[nn.Module]:
+    """The modules inside a model that come together as one, the inner ones first.
+
+    By size they are the largest that have no more than so many parameters; those with a small part of that go with what
+    is around them. A module that shares a parameter with another one goes with both.
+
+    Raises:
+        UsageError: a function named no module, or one that cannot be.
+    """
+    if callable(wrap):
+        chosen = [module for module in _below(model) if wrap(module)]
+        for module in chosen:
+            if isinstance(module, CONTAINERS):
+                raise UsageError(f"wrap names a {type(module).__name__}, which is never called; name what is in it")
+        if not chosen:
+            raise UsageError(f"wrap names no module inside the {type(model).__name__}; give a number of parameters")
+        return [module for module in reversed(chosen) if not _shares(module, model)]
+    limit = wrap or max(1, _size(model) // DEFAULT_GROUPS)
+    return [module for module in reversed(list(_by_size(model, limit, limit // SMALL))) if not _shares(module, model)]
+
+
+def _by_size(module: nn.Module, limit: int, least: int) -> Iterator[nn.Module]:
+    """The largest modules inside one that have no more than so many parameters, and no less than a few."""
+    for child in module.children():
+        size = _size(child)
+        is_leaf = isinstance(child, OPAQUE) or not any(_size(part) for part in child.children())
+        if size == 0 or size < least:
+            continue
+        if not isinstance(child, CONTAINERS) and (size <= limit or is_leaf):
+            yield child
+        elif not is_leaf:
+            yield from _by_size(child, limit, least)
+
+
+def _below(model: nn.Module) -> Iterator[nn.Module]:
+    """All modules inside one that have parameters and are called, outer ones first."""
+    hidden = {id(part) for module in model.modules() if isinstance(module, OPAQUE) for part in module.modules()}
+    hidden -= {id(module) for module in model.modules() if isinstance(module, OPAQUE)}
+    for module in model.modules():
+        if module is not model and id(module) not in hidden and _size(module):
+            yield module
+
+
+def _size(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def _shares(module: nn.Module, model: nn.Module) -> bool:
+    """Whether a parameter of a module is used outside it, too."""
+    inside = {id(part) for part in module.modules()}
+    own = {id(parameter) for parameter in module.parameters()}
+    outside = (part for part in model.modules() if id(part) not in inside)
+    return any(id(p) in own for part in outside for p in part._parameters.values())
+
+
+def _checkpoint_activations(modules: list[nn.Module]) -> None:
+    """Lets modules keep their inputs only, and run anew in the backward.
+
+    Raises:
+        UsageError: one of them would then count its statistics twice.
+    """
+    from torch.distributed._composable import checkpoint
+
+    for module in modules:
+        for name, part in module.named_modules():
+            if isinstance(part, _NormBase) and part.track_running_stats:
+                raise UsageError(
+                    f"{type(module).__name__}.{name} keeps running statistics, which a second forward would count "
+                    "twice; use GroupNorm or LayerNorm, or leave activation_checkpointing out"
+                )
+        checkpoint(module)
