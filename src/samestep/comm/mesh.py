@@ -51,7 +51,6 @@ def _store(communicator: Communicator) -> dist.Store:
     if isinstance(transport, SharedTransport) and transport.store is not None:
         return dist.PrefixStore("mesh", transport.store)
     raise UsageError(
-        f"ranks that talk by a {type(transport).__name__} cannot form a process group; a strategy that spreads the model "
-        "needs one process a rank"
+        f"ranks that talk by a {type(transport).__name__} cannot form a process group; a strategy that spreads the "
+        "model needs one process a rank"
     )
-

@@ -140,4 +140,3 @@ def _batches(pieces: Sequence[tuple[Tensor, Spread]], batch_bytes: int) -> Itera
         filled += size
     if batch:
         yield batch
-

@@ -133,8 +133,8 @@ class Team:
         """
         if self._num_active < self.world_size or self._shares is not None:
             raise UsageError(
-                "where the state is spread over the ranks all of them do the same, and none can be lost: leave --spares "
-                "and --shares out, or keep the whole state on each (strategy='replicate')"
+                "where the state is spread over the ranks all of them do the same, and none can be lost: leave "
+                "--spares and --shares out, or keep the whole state on each (strategy='replicate')"
             )
         if not self.is_dealt:
             self.is_dealt = True
@@ -152,8 +152,8 @@ class Team:
     def to_fetch(self, num_leaves: int) -> range:
         """The shards whose samples this rank needs, of so many that hold samples.
 
-        They are its own; where shards are dealt in turn and it has none, the first: it runs along with the others, since
-        they need its part of the model.
+        They are its own; where shards are dealt in turn and it has none, the first: it runs along with the others,
+        since they need its part of the model.
         """
         mine = self.mine
         if self.is_dealt and mine.start >= num_leaves:

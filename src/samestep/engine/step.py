@@ -48,6 +48,7 @@ from samestep.engine.result import StepResult
 from samestep.engine.rows import DeviceRows, HostRows, is_finite, quotient
 from samestep.engine.settings import settings_of
 from samestep.engine.shards import ShardRunner
+from samestep.engine.spread import SpreadState
 from samestep.engine.strategies import Replicate, Sharded, Strategy
 from samestep.engine.update import FlatUpdate
 from samestep.errors import (
@@ -159,6 +160,11 @@ class TrainStep:
     def communicator(self) -> Communicator:
         """This rank's voice, as the team is now."""
         return self.team.communicator
+
+    @property
+    def spread(self) -> SpreadState | None:
+        """What of the state is spread over the ranks; None where each has all of it."""
+        return None if self.sharded is None else self.sharded.state
 
     def __call__(self, batch: Any) -> StepResult:
         """Takes one optimizer step on a global batch.
@@ -510,9 +516,9 @@ class TrainStep:
         if sharded is None:
             self._named = named_parameters(self.model, self.optimizers)
         else:
-            self._named = sharded.named_parameters(self.optimizers)
+            self._named = sharded.state.held(self.optimizers)
         self._trained = self._what_is_trained()
-        self.runner.guard = ModelGuard(self.model, None if sharded is None else sharded.parts)
+        self.runner.guard = ModelGuard(self.model, None if sharded is None else sharded.state.parts)
         if self.runner.graphs is not None:
             self.runner.graphs.drop()
         trainable = {name: p for name, p in self._named.items() if p.requires_grad}

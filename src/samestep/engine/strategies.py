@@ -52,7 +52,9 @@ class Sharded:
         if self.wrap is not None and not callable(self.wrap) and not is_size:
             raise UsageError(f"got wrap={self.wrap!r}; it is a function of a module, or a number of parameters")
         if self.param_dtype is not None and self.param_dtype not in PARAM_DTYPES:
-            raise UsageError(f"got param_dtype={self.param_dtype!r}; it is {' or '.join(map(repr, PARAM_DTYPES))}, or None")
+            raise UsageError(
+                f"got param_dtype={self.param_dtype!r}; it is {' or '.join(map(repr, PARAM_DTYPES))}, or None"
+            )
 
 
 Strategy = Replicate | Sharded

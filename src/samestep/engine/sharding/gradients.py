@@ -25,7 +25,7 @@ from samestep.plan.tree import Block, TreeSum
 
 
 class ShardedGradientSum:
-    """Sums the gradients of all shards of a step, each rank its part. What `GradientSum` says of its methods holds here.
+    """Sums the gradients of all shards of a step, each rank its part; what `GradientSum` says of its methods holds.
 
     Args:
         sharded: the model.
@@ -58,7 +58,7 @@ class ShardedGradientSum:
         self._order: list[int] = []
         self._scatters = [self._connect(number, group) for number, group in enumerate(self._groups)]
         self._hooks = [hook for group in self._groups for hook in self._watch(group)]
-        spreads = [sharded.spreads[name] for name in self._names]
+        spreads = [sharded.state.spreads[name] for name in self._names]
         self._norm = SpreadNorm(communicator, spreads, [parameter.dtype for parameter in self.parameters])
 
     def begin(self, blocks_by_rank: Sequence[Sequence[Block]]) -> None:
@@ -219,7 +219,7 @@ class ShardedGradientSum:
             self._sums[number].push(Block(shard, 1), flat)
 
     def _zeros(self, group: Together) -> Tensor:
-        part = self._sharded.parts[group.members[0].name]
+        part = self._sharded.state.parts[group.members[0].name]
         return torch.zeros(group.numel, dtype=part.dtype, device=self._communicator.device)
 
     def _views(self) -> list[tuple[str, Tensor]]:
@@ -227,6 +227,6 @@ class ShardedGradientSum:
         views = []
         for group, flat in zip(self._groups, self.flats, strict=True):
             for member in group.members:
-                part = self._sharded.parts[member.name]
+                part = self._sharded.state.parts[member.name]
                 views.append((member.name, flat[member.offset : member.offset + part.numel()].view(part.shape)))
         return views

@@ -1,0 +1,97 @@
+"""State that is spread over the ranks: which part of what this rank has, for whoever saves, loads or compares it."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from samestep.comm.pieces import Piece, Spread
+from samestep.errors import UsageError
+
+ELEMENTWISE = ("SGD", "Adam", "AdamW", "Adamax", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD")
+"""Whose update of an element depends on that element alone, and on a CPU not on where a tensor begins or ends."""
+
+
+@dataclass(frozen=True)
+class SpreadState:
+    """The parts of parameters that this rank updates.
+
+    Attributes:
+        parts: this rank's part of every parameter, by name, in the model's order: what the optimizers hold.
+        spreads: how every parameter is spread, by name.
+        has_whole_parameters: whether every rank has all parameters, and only the optimizers' state is spread.
+    """
+
+    parts: Mapping[str, nn.Parameter]
+    spreads: Mapping[str, Spread]
+    has_whole_parameters: bool
+
+    def held(self, optimizers: Sequence[Optimizer]) -> dict[str, nn.Parameter]:
+        """The parts that some optimizers update, by name, in the model's order.
+
+        Raises:
+            UsageError: an optimizer holds something else.
+        """
+        held = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+        named = {name: part for name, part in self.parts.items() if id(part) in held}
+        if len(named) < len(held):
+            raise UsageError(
+                "an optimizer holds a parameter that is not in the model, or from before it was spread over the ranks; "
+                "add no parameters to an optimizer once the training step is made"
+            )
+        return named
+
+    def hand_over(self, optimizers: Sequence[Optimizer], names: Mapping[int, str]) -> None:
+        """Gives the optimizers this rank's parts in place of the parameters that they hold.
+
+        Args:
+            optimizers: without state.
+            names: of the parameters, by their ids.
+        """
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["params"][:] = [self.parts[names[id(parameter)]] for parameter in group["params"]]
+
+    def parameters(self) -> Iterator[tuple[str, Piece]]:
+        """This rank's piece of every parameter."""
+        for name, part in self.parts.items():
+            yield name, Piece(part.detach(), self.spreads[name])
+
+    def state_of(self, optimizer: Optimizer) -> dict[str, dict[str, Any]]:
+        """An optimizer's state, by the names of parameters; of what is as large as a part, the piece."""
+        return {
+            name: {key: self._piece(name, value) for key, value in sorted(optimizer.state[part].items())}
+            for name, part in self.parts.items()
+            if part in optimizer.state
+        }
+
+    def _piece(self, name: str, value: Any) -> Any:
+        is_part = isinstance(value, Tensor) and value.shape == self.parts[name].shape and value.ndim > 0
+        return Piece(value, self.spreads[name]) if is_part else value
+
+
+def check_elementwise(optimizers: Sequence[Optimizer], device: torch.device) -> None:
+    """Checks that optimizers give the same bits whichever part of a parameter they see.
+
+    Raises:
+        UsageError: names the one that does not.
+    """
+    for optimizer in optimizers:
+        name = type(optimizer).__name__
+        if name not in ELEMENTWISE or type(optimizer).__module__.split(".")[:2] != ["torch", "optim"]:
+            raise UsageError(
+                f"{name} may need the whole of a parameter, or depend on where it begins: where its state is spread "
+                f"over the ranks use one of {', '.join(ELEMENTWISE)}, else strategy='replicate' without shard_optimizer"
+            )
+        if device.type == "cpu" and any(group.get("fused") for group in optimizer.param_groups):
+            raise UsageError(
+                f"{name} with fused=True rounds on a CPU by where a tensor begins and ends; where its state is spread "
+                "over the ranks leave fused out, or give foreach=True"
+            )
+        if optimizer.state:
+            raise UsageError(
+                f"{name} has taken steps already; make the training step first, and load its state by load_checkpoint"
+            )
