@@ -49,7 +49,7 @@ from samestep.engine.rows import DeviceRows, HostRows, is_finite, quotient
 from samestep.engine.settings import settings_of
 from samestep.engine.shards import ShardRunner
 from samestep.engine.spread import SpreadState
-from samestep.engine.strategies import Replicate, Sharded, Strategy
+from samestep.engine.strategies import REPLICATE, Sharded, Strategy
 from samestep.engine.update import FlatUpdate
 from samestep.errors import (
     DataError,
@@ -94,7 +94,7 @@ class TrainStep:
         bucket_bytes: int = BUCKET_BYTES,
         compile: bool = False,
         graphed_length: int | None = None,
-        strategy: Strategy = Replicate(),
+        strategy: Strategy = REPLICATE,
     ) -> None:
         if not callable(loss_fn):
             raise UsageError(f"got {describe(loss_fn)} as loss_fn; it must be a function loss_fn(model, batch)")
@@ -532,7 +532,7 @@ class TrainStep:
 
             self._gradients = self.runner.gradients = ShardedGradientSum(sharded, trainable, self.communicator)
             return
-        self._gradients = self.runner.gradients = GradientSum(
+        gradients = self._gradients = self.runner.gradients = GradientSum(
             list(trainable.values()),
             list(trainable),
             self.communicator,
@@ -541,7 +541,6 @@ class TrainStep:
             self.team.pulse.recording,
         )
         if len(self.optimizers) == 1 and not self._late:
-            gradients = self._gradients
             self._flat_update = FlatUpdate(self.optimizers[0], gradients.parameters, gradients.buckets)
 
 

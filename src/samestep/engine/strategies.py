@@ -58,6 +58,7 @@ class Sharded:
 
 
 Strategy = Replicate | Sharded
+REPLICATE = Replicate()
 STRATEGIES: dict[str, type[Strategy]] = {"replicate": Replicate, "sharded": Sharded}
 
 

@@ -2,10 +2,12 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import cast
 
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from samestep.comm.communicator import Communicator
@@ -116,7 +118,7 @@ def shard_model(team: Team, model: nn.Module, optimizers: Sequence[Optimizer], o
 
 def _part(parameter: nn.Parameter) -> nn.Parameter:
     """This rank's part of a DTensor, in the same memory."""
-    local: Tensor = parameter.detach().to_local()  # type: ignore[operator]
+    local = cast(DTensor, parameter.detach()).to_local()
     return nn.Parameter(local, requires_grad=parameter.requires_grad)
 
 
