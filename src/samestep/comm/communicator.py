@@ -11,7 +11,7 @@ from samestep.comm.connecting import connect
 from samestep.comm.environment import Environment
 from samestep.comm.hierarchy import HierarchicalReduction
 from samestep.comm.letters import LetterBox, letter_sizes, pack_letter, read_letters
-from samestep.comm.reduction import REDUCTIONS, Reduction, takes_one_message, tree_sum_rows
+from samestep.comm.reduction import REDUCTIONS, PartReduction, Reduction, takes_one_message, tree_sum_rows
 from samestep.comm.stream import StreamReduction
 from samestep.comm.transport import LocalTransport, Transport, gather_parts
 from samestep.plan.shards import in_shard_order
@@ -63,6 +63,13 @@ class Communicator:
         if stream is None:
             return self._reduce(blocks_by_rank, sums, like)
         return StreamReduction(stream, lambda: self._reduce(blocks_by_rank, sums, like), sums)
+
+    def reduce_part(self, blocks_by_rank: Sequence[Sequence[Block]], sums: Sequence[Tensor], like: Tensor) -> Reduction:
+        """Starts a reduction of which this rank gets its part; see `PartReduction`."""
+        stream = self.transport.stream
+        if stream is None:
+            return PartReduction(self.transport, blocks_by_rank, sums, like)
+        return StreamReduction(stream, lambda: PartReduction(self.transport, blocks_by_rank, sums, like), sums)
 
     def _reduce(self, blocks_by_rank: Sequence[Sequence[Block]], sums: Sequence[Tensor], like: Tensor) -> Reduction:
         transport = self.transport

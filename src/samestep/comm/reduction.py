@@ -104,6 +104,38 @@ class OrderedReduction:
         return self._gathering.wait()
 
 
+class PartReduction:
+    """The reduction of one flat tensor of which each rank gets the sum of its part: the same sums, without the gather.
+
+    Args: as those of `OrderedReduction`.
+    """
+
+    num_folds = 1
+
+    def __init__(
+        self,
+        transport: Transport,
+        blocks_by_rank: Sequence[Sequence[Block]],
+        sums: Sequence[Tensor],
+        like: Tensor,
+    ) -> None:
+        self._blocks = [block for blocks in blocks_by_rank for block in blocks]
+        self._length = like.numel() // transport.world_size
+        self._scattering: Pending | None = scatter(transport, blocks_by_rank, sums, like)
+        self._folded: Tensor | None = None
+
+    def fold(self) -> None:
+        """Adds up what has arrived along the tree."""
+        if self._scattering is not None:
+            self._folded = fold_received(self._blocks, self._scattering.wait(), self._length)
+            self._scattering = None
+
+    def finish(self) -> Tensor:
+        """The sum over all shards of this rank's part, [length / D]."""
+        assert self._folded is not None, "fold() comes before finish()"
+        return self._folded
+
+
 def takes_one_message(transport: Transport, blocks_by_rank: Sequence[Sequence[Block]], like: Tensor) -> bool:
     """Whether everyone gets all blocks at once: where the bytes that this adds cost less than a second message.
 

@@ -65,6 +65,7 @@ class Team:
         pulse: says what this rank is doing.
         give: hands out the state to ranks that join, `give(communicator, source rank)`; None while nobody can join.
         is_late: whether this worker still waits to join.
+        needs_all: whether each rank has state that no other has.
         is_dealt: whether shards are dealt to the ranks in turn, as `plan.shards.dealt_ranges` has it.
         timeout: how long to wait for other ranks.
         stop: the signal by which the run was asked to stop, once all ranks know it, after the same step; 0 before.
@@ -95,7 +96,7 @@ class Team:
         self._slots = tuple(range(communicator.world_size))
         self._num_shards = num_shards
         self._num_active = communicator.world_size - spares
-        self.is_dealt = False
+        self.is_dealt = self.needs_all = False
         self._shares = None if shares is None else list(shares)
         self.timeout = timedelta(seconds=timeout_seconds)
         connection = communicator.transport if isinstance(communicator.transport, Connection) else None
@@ -125,25 +126,36 @@ class Team:
         """V."""
         return self._num_shards
 
+    def rely_on_all(self) -> None:
+        """Notes that each rank has state that no other has: from now on the run cannot go on without one.
+
+        Raises:
+            UsageError: the run has spares, which could take no one's place.
+        """
+        if self._num_active < self.world_size:
+            raise UsageError(
+                "where the state is spread over the ranks none can take another's place: leave --spares out, or keep "
+                "the whole state on each (strategy='replicate')"
+            )
+        self.needs_all = True
+        self.pulse.set_flags(self.pulse.flags & ~HEALS)
+        for transport in (self.communicator.transport, self.communicator.control):
+            if isinstance(transport, GroupTransport):
+                transport.names_missing = True
+
     def deal_in_turn(self) -> None:
-        """Deals the shards to the ranks in turn from now on; without spares and shares, and for good.
+        """Deals the shards to the ranks in turn from now on, for good.
 
         Raises:
             UsageError: the run has spares, or shares.
         """
-        if self._num_active < self.world_size or self._shares is not None:
-            raise UsageError(
-                "where the state is spread over the ranks all of them do the same, and none can be lost: leave "
-                "--spares and --shares out, or keep the whole state on each (strategy='replicate')"
-            )
+        self.rely_on_all()
+        if self._shares is not None:
+            raise UsageError("strategy='sharded' gives every device equally much to do: leave --shares out")
         if not self.is_dealt:
             self.is_dealt = True
             self.ranges = self._divide()
             self.version += 1
-            self.pulse.set_flags(self.pulse.flags & ~HEALS)
-            for transport in (self.communicator.transport, self.communicator.control):
-                if isinstance(transport, GroupTransport):
-                    transport.names_missing = True
 
     def num_rounds(self, num_samples: int) -> int:
         """How often each rank runs the model for a batch, where all of them must do so equally often; else 0."""
@@ -172,7 +184,7 @@ class Team:
     @property
     def can_heal(self) -> bool:
         """Whether a supervisor says who is left, and there is a place to meet."""
-        return self.pulse.board is not None and self._meeting is not None and not self.is_dealt
+        return self.pulse.board is not None and self._meeting is not None and not self.needs_all
 
     def perform(self, attempt: Callable[[], T]) -> T:
         """Carries out an operation of all ranks, as often as it takes.

@@ -20,6 +20,7 @@ from samestep.comm.letters import LetterBox
 from samestep.comm.recording import Recording
 from samestep.comm.reduction import Reduction, fold, fold_all
 from samestep.engine.norms import NORM_ELEMENTS, block_norm, block_norms, join_norms
+from samestep.engine.owning import OwnedParts
 from samestep.engine.scaling import divide, scale
 from samestep.errors import DeterminismError
 from samestep.plan.tree import Block, TreeSum
@@ -71,9 +72,12 @@ class BucketSum:
             leaf.flat.zero_()
             self.push(block, leaf)
 
-    def start(self, communicator: Communicator, blocks_by_rank: Sequence[Sequence[Block]]) -> Reduction:
+    def start(
+        self, communicator: Communicator, blocks_by_rank: Sequence[Sequence[Block]], keeps_part: bool
+    ) -> Reduction:
         """Sends this rank's partial sums on their way."""
-        return communicator.reduce(blocks_by_rank, self._counter.sums, self.like)
+        reduce = communicator.reduce_part if keeps_part else communicator.reduce
+        return reduce(blocks_by_rank, self._counter.sums, self.like)
 
     def start_with_letter(
         self,
@@ -178,6 +182,7 @@ class GradientSum:
         self._blocks_by_rank: Sequence[Sequence[Block]] = ()
         self.used = [False] * len(self.parameters)
         self._hooks: list[RemovableHandle] = []
+        self._owned: OwnedParts | None = None
         if overlap and communicator.world_size > 1 and len(buckets) > 1:
             self._hooks = [
                 parameter.register_post_accumulate_grad_hook(self._make_hook(index))
@@ -194,6 +199,11 @@ class GradientSum:
     def bucket_bytes(self) -> list[int]:
         """What the gradient of one shard takes, by bucket."""
         return [bucket.numel * bucket.dtype.itemsize for bucket in self.buckets]
+
+    def keep_parts(self) -> OwnedParts:
+        """Lets this rank keep the sums of its part only, from now on."""
+        self._owned = OwnedParts(self.parameters, self._names, self.buckets, self._communicator)
+        return self._owned
 
     def begin(self, blocks_by_rank: Sequence[Sequence[Block]]) -> None:
         """Starts a step.
@@ -251,6 +261,7 @@ class GradientSum:
         return (
             len(self._sums) == 1
             and not self._started
+            and self._owned is None
             and self._communicator.carries_letters(self._blocks_by_rank, self._sums[0].like)
         )
 
@@ -269,11 +280,14 @@ class GradientSum:
         return box.letters
 
     def finish(self) -> None:
-        """Waits for the sums over all shards: one flat tensor a bucket."""
+        """Waits for the sums over all shards: one flat tensor a bucket; this rank's part of it where that is all."""
         if self._communicator.world_size == 1:
             self.flats = [bucket_sum.total(self._blocks_by_rank[0]) for bucket_sum in self._sums]
             return
         fold_all(self._started)
+        if self._owned is not None:
+            self.flats = [reduction.finish() for reduction in self._started]
+            return
         self.flats = [
             bucket_sum.land(reduction.finish()) for bucket_sum, reduction in zip(self._sums, self._started, strict=True)
         ]
@@ -291,6 +305,8 @@ class GradientSum:
 
         Of which blocks it is made says `engine.norms`.
         """
+        if self._owned is not None:
+            return self._owned.norm(self.flats)
         if self._is_one_block:
             return block_norm(self._trimmed(0))
         parts: list[Tensor] = []
@@ -305,6 +321,9 @@ class GradientSum:
 
     def assign(self, used: Sequence[bool]) -> None:
         """Gives each parameter that any shard used its gradient, as a view of the flat results; the others get None."""
+        if self._owned is not None:
+            self._owned.assign(self.flats, used)
+            return
         for bucket_sum, flat in zip(self._sums, self.flats, strict=True):
             for index, view in zip(bucket_sum.bucket.members, bucket_sum.views(flat), strict=True):
                 self.parameters[index].grad = view if used[index] else None
@@ -384,7 +403,8 @@ class GradientSum:
         if self._communicator.folds_beside:
             for reduction in self._started:
                 reduction.fold()
-        self._started.append(self._sums[number].start(self._communicator, self._blocks_by_rank))
+        keeps_part = self._owned is not None
+        self._started.append(self._sums[number].start(self._communicator, self._blocks_by_rank, keeps_part))
 
     def _make_hook(self, index: int) -> Callable[[Tensor], None]:
         number, _ = self._place[index]

@@ -173,7 +173,7 @@ def describe_lone_shortage(shard: int, num_samples: int, rank: int) -> str:
     """The message where nothing can be measured, since a rank alone has not the whole model."""
     return (
         f"out of memory: shard {shard} ({num_samples} samples) does not fit in the memory of rank {rank} beside its "
-        "part of the model: use more shards (--num-shards; it is part of the contract), more devices, a smaller `wrap`, "
+        "part of the model: use more shards (--num-shards; it is part of the contract), more devices, smaller `wrap`, "
         "or Sharded(activation_checkpointing=True)"
     )
 

@@ -53,7 +53,8 @@ class SpreadState:
         """
         for optimizer in optimizers:
             for group in optimizer.param_groups:
-                group["params"][:] = [self.parts[names[id(parameter)]] for parameter in group["params"]]
+                held: list[nn.Parameter] = group["params"]
+                held[:] = [self.parts.get(names[id(parameter)], parameter) for parameter in held]
 
     def parameters(self) -> Iterator[tuple[str, Piece]]:
         """This rank's piece of every parameter."""
@@ -73,8 +74,13 @@ class SpreadState:
         return Piece(value, self.spreads[name]) if is_part else value
 
 
-def check_elementwise(optimizers: Sequence[Optimizer], device: torch.device) -> None:
+def check_elementwise(optimizers: Sequence[Optimizer], device: torch.device, by_rows: bool) -> None:
     """Checks that optimizers give the same bits whichever part of a parameter they see.
+
+    Args:
+        optimizers: without state yet.
+        device: where they compute.
+        by_rows: whether parts end anywhere, and not at multiples of 64 elements.
 
     Raises:
         UsageError: names the one that does not.
@@ -86,7 +92,7 @@ def check_elementwise(optimizers: Sequence[Optimizer], device: torch.device) -> 
                 f"{name} may need the whole of a parameter, or depend on where it begins: where its state is spread "
                 f"over the ranks use one of {', '.join(ELEMENTWISE)}, else strategy='replicate' without shard_optimizer"
             )
-        if device.type == "cpu" and any(group.get("fused") for group in optimizer.param_groups):
+        if by_rows and device.type == "cpu" and any(group.get("fused") for group in optimizer.param_groups):
             raise UsageError(
                 f"{name} with fused=True rounds on a CPU by where a tensor begins and ends; where its state is spread "
                 "over the ranks leave fused out, or give foreach=True"

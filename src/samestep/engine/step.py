@@ -42,14 +42,15 @@ from samestep.engine.memory import (
     missing_state_bytes,
     num_sums_alive,
 )
+from samestep.engine.owning import OwnedParts
 from samestep.engine.parameters import check_same_model, named_parameters, settle_model
 from samestep.engine.precision import LossScale, check_precision
 from samestep.engine.result import StepResult
 from samestep.engine.rows import DeviceRows, HostRows, is_finite, quotient
 from samestep.engine.settings import settings_of
 from samestep.engine.shards import ShardRunner
-from samestep.engine.spread import SpreadState
-from samestep.engine.strategies import REPLICATE, Sharded, Strategy
+from samestep.engine.spread import SpreadState, check_elementwise
+from samestep.engine.strategies import REPLICATE, Replicate, Sharded, Strategy
 from samestep.engine.update import FlatUpdate
 from samestep.errors import (
     DataError,
@@ -125,7 +126,13 @@ class TrainStep:
         if team.communicator.reduction == "ordered" and "torch._dynamo" in sys.modules:  # the optimizer imported it
             fix_shapes()
         self.strategy = strategy
+        if graphed_length is not None and strategy != REPLICATE:
+            raise UsageError("CUDA graphs replay a step in which every rank has the whole state: leave strategy=… out")
         self.sharded: ShardedModel | None = None
+        self.owned: OwnedParts | None = None
+        if isinstance(strategy, Replicate) and strategy.shard_optimizer:
+            check_elementwise(self.optimizers, device, by_rows=False)
+            team.rely_on_all()
         if isinstance(strategy, Sharded):
             from samestep.engine.sharding.model import shard_model  # not before: it loads half of torch.distributed
 
@@ -164,7 +171,9 @@ class TrainStep:
     @property
     def spread(self) -> SpreadState | None:
         """What of the state is spread over the ranks; None where each has all of it."""
-        return None if self.sharded is None else self.sharded.state
+        if self.sharded is not None:
+            return self.sharded.state
+        return None if self.owned is None else self.owned.state
 
     def __call__(self, batch: Any) -> StepResult:
         """Takes one optimizer step on a global batch.
@@ -425,6 +434,8 @@ class TrainStep:
         Raises:
             OutOfMemoryError: it did not fit, and the model may be half updated.
         """
+        if self.owned is not None:
+            self.owned.settle()
         for optimizer in self.optimizers:
             try:
                 if self._flat_update is None:
@@ -437,6 +448,8 @@ class TrainStep:
                 self._failed = True
                 name = type(optimizer).__name__
                 raise OutOfMemoryError(describe_update_shortage(name, self.num_steps, self.team.rank)) from error
+        if self.owned is not None:
+            self.owned.hand_out()
 
     def _make_result(self, batch: Batch, scalars: Tensor | list[float]) -> StepResult:
         """Starts the copy of the scalars to the host, if they are not there, without waiting for it."""
@@ -505,6 +518,14 @@ class TrainStep:
         self.num_steps = int(state["num_steps"])
         self._scale.load_state_dict(state["loss_scale"])
 
+    def _own_parts(self, gradients: GradientSum) -> None:
+        """Has the optimizers update this rank's part of the parameters only."""
+        if self.owned is not None:
+            raise UsageError("with shard_optimizer=True what is trained stays as it was when the step was made")
+        self.owned = gradients.keep_parts()
+        self.owned.state.hand_over(self.optimizers, {id(p): name for name, p in self._named.items()})
+        self._trained = self._what_is_trained()
+
     def _what_is_trained(self) -> tuple[Any, ...]:
         """Changes when parameters are frozen or unfrozen, or join an optimizer."""
         held = [id(p) for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]]
@@ -540,7 +561,9 @@ class TrainStep:
             self._overlap,
             self.team.pulse.recording,
         )
-        if len(self.optimizers) == 1 and not self._late:
+        if isinstance(self.strategy, Replicate) and self.strategy.shard_optimizer and self.team.world_size > 1:
+            self._own_parts(gradients)
+        elif len(self.optimizers) == 1 and not self._late:
             self._flat_update = FlatUpdate(self.optimizers[0], gradients.parameters, gradients.buckets)
 
 

@@ -62,15 +62,23 @@ REPLICATE = Replicate()
 STRATEGIES: dict[str, type[Strategy]] = {"replicate": Replicate, "sharded": Sharded}
 
 
-def as_strategy(value: str | Strategy) -> Strategy:
+def as_strategy(value: str | Strategy, shard_optimizer: bool = False) -> Strategy:
     """A strategy by its name, or as it is.
 
+    Args:
+        value: "replicate", "sharded", or an object of theirs.
+        shard_optimizer: the option of `Replicate`.
+
     Raises:
-        UsageError: there is no such strategy.
+        UsageError: there is no such strategy, or it has no such option.
     """
-    if isinstance(value, Replicate | Sharded):
-        return value
-    if value not in STRATEGIES:
-        names = ", ".join(map(repr, STRATEGIES))
-        raise UsageError(f"got strategy={value!r}; it is {names}, or one of these with options: samestep.Sharded(…)")
-    return STRATEGIES[value]()
+    if isinstance(value, str):
+        if value not in STRATEGIES:
+            names = ", ".join(map(repr, STRATEGIES))
+            raise UsageError(f"got strategy={value!r}; it is {names}, or one with options: samestep.Sharded(…)")
+        value = STRATEGIES[value]()
+    if not isinstance(value, Replicate | Sharded):
+        raise UsageError(f"got strategy={value!r}; it is a name, or samestep.Replicate(…) or samestep.Sharded(…)")
+    if shard_optimizer and isinstance(value, Sharded):
+        raise UsageError("strategy='sharded' spreads the optimizer's state already: leave shard_optimizer out")
+    return Replicate(shard_optimizer=True) if shard_optimizer else value

@@ -194,6 +194,7 @@ class Run:
         compile: bool = False,
         cuda_graphs: bool = False,
         strategy: str | Strategy = "replicate",
+        shard_optimizer: bool = False,
     ) -> TrainStep:
         """Makes a training step; several may share a model (a GAN has two). Tier `bitwise`.
 
@@ -221,6 +222,7 @@ class Run:
                 Batches are then made of dense tensors alone; what the loss does in Python happens at the capture only.
             strategy: how the state lies on the ranks: "replicate" (each has all of it) or "sharded" (each has 1/D), or
                 one of `samestep.Replicate` and `samestep.Sharded` with options. Equal bits; see docs/strategies.md.
+            shard_optimizer: with "replicate", let each rank keep and update the optimizer's state of its part only.
 
         Raises:
             UsageError: an argument that cannot be, SyncBatchNorm, LBFGS, or an optimizer of another model.
@@ -251,7 +253,7 @@ class Run:
             bucket_bytes=bucket_bytes,
             compile=compile,
             graphed_length=self.contract.global_batch_size if cuda_graphs else None,
-            strategy=as_strategy(strategy),
+            strategy=as_strategy(strategy, shard_optimizer),
         )
 
     def loader(

@@ -78,7 +78,7 @@ class ShardedModel:
         mesh: DeviceMesh,
         options: Sharded,
     ) -> None:
-        check_elementwise(optimizers, communicator.device)
+        check_elementwise(optimizers, communicator.device, by_rows=True)
         named_parameters(model, optimizers)
         before = dict(model.named_parameters())
         names = {id(parameter): name for name, parameter in before.items()}

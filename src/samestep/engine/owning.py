@@ -1,0 +1,129 @@
+"""Owning: each rank updates its part of the parameters only, and the ranks give each other what came of it.
+
+A gradient bucket is cut into D parts, at multiples of 64 elements. After the reduction each rank keeps the sum of its
+part, so that this moves (D-1)/D of the gradient a rank instead of twice as much; after the update the parameters'
+parts go to everyone, which moves as much again: together what an all-reduce does. The optimizer's state is 1/D.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from samestep.comm.buckets import Bucket
+from samestep.comm.communicator import Communicator
+from samestep.comm.pieces import Spread
+from samestep.engine.norms import SpreadNorm
+from samestep.engine.spread import SpreadState
+from samestep.errors import UsageError
+
+
+class OwnedParts:
+    """This rank's part of the parameters of a step.
+
+    Args:
+        parameters: whole on every rank, contiguous.
+        names: of each.
+        buckets: how their gradients lie.
+        communicator: this rank's voice.
+
+    Attributes:
+        state: the parts.
+
+    Raises:
+        UsageError: a parameter's elements do not lie in the order of their indices.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        names: Sequence[str],
+        buckets: Sequence[Bucket],
+        communicator: Communicator,
+    ) -> None:
+        self._parameters, self._names, self._buckets = list(parameters), list(names), list(buckets)
+        self._communicator = communicator
+        for name, parameter in zip(names, parameters, strict=True):
+            _check_order(name, parameter)
+        spreads = [Spread(torch.Size(), ())] * len(parameters)
+        for bucket in buckets:
+            for index, offset in zip(bucket.members, bucket.offsets, strict=True):
+                spreads[index] = _cut(parameters[index], offset, bucket.numel // communicator.world_size, communicator)
+        parts = {
+            name: nn.Parameter(_own(parameter, spread, communicator.rank), requires_grad=parameter.requires_grad)
+            for name, parameter, spread in zip(names, parameters, spreads, strict=True)
+        }
+        self.state = SpreadState(parts, dict(zip(names, spreads, strict=True)), has_whole_parameters=True)
+        self._norm = SpreadNorm(communicator, spreads, [parameter.dtype for parameter in parameters])
+
+    def settle(self) -> None:
+        """Makes sure that the parts lie in the parameters: somebody may have given these other memory."""
+        rank = self._communicator.rank
+        for name, parameter in zip(self._names, self._parameters, strict=True):
+            spread, part = self.state.spreads[name], self.state.parts[name]
+            if part.data_ptr() != parameter.data_ptr() + spread.cuts[rank] * parameter.element_size():
+                part.data = _own(parameter, spread, rank)
+
+    def norm(self, flats: Sequence[Tensor]) -> Tensor:
+        """The 2-norm of the sums of which this rank has these parts; the same blocks as where it has all."""
+        views = self._views(flats)
+        return self._norm.of([views[name] for name in self._names])
+
+    def assign(self, flats: Sequence[Tensor], used: Sequence[bool]) -> None:
+        """Gives each part of a parameter that any shard used its gradient; the others get None."""
+        views = self._views(flats)
+        for name, is_used in zip(self._names, used, strict=True):
+            self.state.parts[name].grad = views[name] if is_used else None
+
+    @torch.no_grad()
+    def hand_out(self) -> None:
+        """Gives every rank the parameters' parts of all ranks."""
+        pending = []
+        for bucket in self._buckets:
+            ours = bucket.empty()[: bucket.numel // self._communicator.world_size]
+            views = self._views_of(bucket, ours)
+            parts = [self.state.parts[self._names[index]] for index in bucket.members]
+            torch._foreach_copy_(views, [part.detach() for part in parts])
+            pending.append(self._communicator.transport.gather(ours))
+        for bucket, gathering in zip(self._buckets, pending, strict=True):
+            whole = gathering.wait()
+            targets = [self._parameters[index].detach() for index in bucket.members]
+            torch._foreach_copy_(targets, bucket.views(whole, self._parameters))
+
+    def _views(self, flats: Sequence[Tensor]) -> dict[str, Tensor]:
+        return {
+            self._names[index]: view
+            for bucket, flat in zip(self._buckets, flats, strict=True)
+            for index, view in zip(bucket.members, self._views_of(bucket, flat), strict=True)
+        }
+
+    def _views_of(self, bucket: Bucket, flat: Tensor) -> list[Tensor]:
+        """This rank's parts of the members, as views of its part of a bucket."""
+        rank, begin = self._communicator.rank, self._communicator.rank * flat.numel()
+        views = []
+        for index, offset in zip(bucket.members, bucket.offsets, strict=True):
+            cuts = self.state.spreads[self._names[index]].cuts
+            start = min(max(offset + cuts[rank] - begin, 0), flat.numel())
+            views.append(flat[start : start + cuts[rank + 1] - cuts[rank]])
+        return views
+
+
+def _check_order(name: str, parameter: nn.Parameter) -> None:
+    """Raises a `UsageError` where a parameter's elements do not lie in the order of their indices."""
+    if not parameter.is_contiguous():
+        raise UsageError(
+            f"parameter {name} is not contiguous (channels_last, or a view of another?); call .contiguous() on it, or "
+            "leave shard_optimizer out"
+        )
+
+
+def _cut(parameter: nn.Parameter, offset: int, part: int, communicator: Communicator) -> Spread:
+    """Where the borders of a bucket's parts cut one of its members."""
+    numel = parameter.numel()
+    cuts = (min(max(rank * part - offset, 0), numel) for rank in range(communicator.world_size + 1))
+    return Spread(parameter.shape, tuple(cuts))
+
+
+def _own(parameter: nn.Parameter, spread: Spread, rank: int) -> Tensor:
+    """A rank's part of a parameter, in its memory."""
+    return parameter.detach().view(-1)[spread.cuts[rank] : spread.cuts[rank + 1]]
