@@ -49,7 +49,8 @@ def _store(communicator: Communicator) -> dist.Store:
     if isinstance(transport, LocalTransport):
         return dist.HashStore()
     if isinstance(transport, SharedTransport) and transport.store is not None:
-        return dist.PrefixStore("mesh", transport.store)
+        number = transport.store.add(f"mesh/{communicator.rank}", 1)  # a store may outlive a group
+        return dist.PrefixStore(f"mesh {number}", transport.store)
     raise UsageError(
         f"ranks that talk by a {type(transport).__name__} cannot form a process group; a strategy that spreads the "
         "model needs one process a rank"

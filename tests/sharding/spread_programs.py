@@ -1,0 +1,250 @@
+"""Models and loops for states that are spread over the ranks: `program(communicator, …)`."""
+
+import hashlib
+from collections import Counter
+
+import torch
+from programs import RECIPE_BATCH, RECIPE_OPTIONS, RECIPE_SAMPLES, FirstSamples, masked_loss
+from torch import nn
+from torch.nn import functional
+
+from samestep.comm.mesh import close_mesh
+from samestep.comm.pieces import Piece
+from samestep.engine.strategies import Replicate, Sharded
+from samestep.errors import SamestepError
+from samestep.recipes.catalog import load
+from samestep.recipes.job import make_optimizer
+from samestep.recipes.recipe import DataOptions
+from samestep.train.metrics import accuracy, cross_entropy
+from samestep.train.run import Run
+
+
+class Chain(nn.Module):
+    """Blocks with residuals, dropout, BatchNorm, tied ends, and layers with fewer rows than there are ranks."""
+
+    def __init__(self, width=16, norm=nn.BatchNorm1d):
+        super().__init__()
+        self.first = nn.Linear(5, width)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, 33), nn.GELU(), nn.Dropout(0.1), nn.Linear(33, width)) for _ in range(3)
+        )
+        self.norm = norm(width)
+        self.twice = nn.Linear(width, width, bias=False)
+        self.last = nn.Linear(width, 2)
+        self.again = nn.Linear(width, width, bias=False)
+        self.again.weight = self.twice.weight
+
+    def forward(self, x):
+        """[n, 5] -> [n, 2]."""
+        x = self.first(x)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.last(self.again(torch.tanh(self.twice(self.norm(x)))))
+
+
+class Fickle(nn.Module):
+    """Whether a bias inside a block takes part depends on the shard; another never does, and one is frozen."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(5, 8)
+        self.extra = nn.Parameter(torch.ones(8))
+        self.unused = nn.Parameter(torch.ones(3, 4))
+        self.fixed = nn.Linear(8, 8)
+        self.fixed.requires_grad_(False)
+        self.last = nn.Linear(8, 2)
+
+    def forward(self, x):
+        """[n, 5] -> [n, 2]."""
+        x = self.fixed(torch.tanh(self.first(x)))
+        if x.detach().sum() > 0:
+            x = x + self.extra
+        return self.last(x)
+
+
+class Skipping(nn.Module):
+    """Which of two equal blocks runs depends on the shard."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(5, 8)
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        self.last = nn.Linear(8, 2)
+
+    def forward(self, x):
+        """[n, 5] -> [n, 2]."""
+        x = self.first(x)
+        return self.last(self.blocks[int(x.detach().sum() > 0)](x))
+
+
+def layer_normed():
+    """A chain for shards of a single sample."""
+    return Chain(norm=nn.LayerNorm)
+
+
+def table(num_samples):
+    """Features and labels, drawn once and for all."""
+    generator = torch.Generator().manual_seed(3)
+    return torch.randn(num_samples, 5, generator=generator), torch.randint(0, 2, (num_samples,), generator=generator)
+
+
+def classify(model, batch):
+    """A mean over the shard."""
+    return functional.cross_entropy(model(batch[0]), batch[1])
+
+
+def by_counts(model, batch, counts):
+    """Its share of a loss with two denominators."""
+    scores = model(batch[0])
+    first = functional.cross_entropy(scores, batch[1], reduction="sum") / counts["all"]
+    return first + scores[batch[1] == 1].square().sum() / counts["ones"]
+
+
+def counted(batch):
+    """The denominators of `by_counts`."""
+    return {"all": len(batch[1]), "ones": 1 + (batch[1] == 1).sum()}
+
+
+LOSSES = {"mean": classify, "masked": masked_loss}
+MODELS = {"chain": Chain, "fickle": Fickle, "skipping": Skipping, "layer normed": layer_normed}
+STRATEGIES = {
+    "replicate": Replicate(),
+    "sharded": Sharded(),
+    "blocks": Sharded(wrap=lambda module: isinstance(module, nn.Sequential)),
+    "tiny groups": Sharded(wrap=40),
+    "kept": Sharded(reshard_after_forward=False),
+    "recomputed": Sharded(activation_checkpointing=True, wrap=lambda module: isinstance(module, nn.Sequential)),
+    "offloaded": Sharded(cpu_offload=True),
+    "half": Sharded(param_dtype="bf16"),
+    "owned": Replicate(shard_optimizer=True),
+}
+OPTIMIZERS = {
+    "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2),
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.01),
+    "foreach": lambda p: torch.optim.Adam(p, lr=1e-2, foreach=True),
+    "fused": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),
+    "adamax": lambda p: torch.optim.Adamax(p, lr=1e-2),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2),
+    "adadelta": lambda p: torch.optim.Adadelta(p),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=1e-3, momentum=0.5, centered=True),
+    "rprop": lambda p: torch.optim.Rprop(p, lr=1e-3),
+    "asgd": lambda p: torch.optim.ASGD(p, lr=1e-2),
+    "nadam": lambda p: torch.optim.NAdam(p),
+    "adafactor": lambda p: torch.optim.Adafactor(p),
+}
+
+
+def bits(communicator, step, optimizer):
+    """SHA-256 over parameters, buffers and optimizer state, brought together piece by piece."""
+    hasher = hashlib.sha256()
+
+    def add(name, value):
+        if isinstance(value, Piece):
+            value = value.gather(communicator)
+        if isinstance(value, torch.Tensor):
+            value = value.detach().contiguous().view(-1).numpy().tobytes()
+        hasher.update(repr((name, value)).encode())
+
+    spread = step.spread
+    whole = spread is None or spread.has_whole_parameters
+    for name, value in step.model.named_parameters() if whole else spread.parameters():
+        add(name, value)
+    for name, value in step.model.named_buffers():
+        add(name, value)
+    if spread is not None:
+        state = spread.state_of(optimizer)
+    else:
+        held = {name: p for name, p in step.model.named_parameters() if p in optimizer.state}
+        state = {name: dict(sorted(optimizer.state[p].items())) for name, p in held.items()}
+    for name, values in state.items():
+        for key, value in values.items():
+            add(f"{name} {key}", value)
+    return hasher.hexdigest()
+
+
+def train(communicator, strategy, options):
+    """Trains a small model.
+
+    Returns:
+        Bits, losses and norms as hex, the shards that this rank ran by step, the scores, and the elements of optimizer
+        state that this rank has.
+    """
+    defaults = {"model": "chain", "num_shards": 8, "batch": 32, "samples": 82, "optimizer": "adamw", "loss": "mean"}
+    o = {**defaults, **options}
+    run = Run(o["batch"], o["num_shards"], 3, communicator=communicator)
+    model = MODELS[o["model"]]()
+    groups = [{"params": list(model.parameters())[:3], "weight_decay": 0.1}, {"params": list(model.parameters())[3:]}]
+    optimizer = OPTIMIZERS[o["optimizer"]](groups)
+    step_options = {k: o[k] for k in ("max_grad_norm", "precision", "bucket_bytes", "overlap") if k in o}
+    loss = by_counts if o["loss"] == "counts" else LOSSES[o["loss"]]
+    if o["loss"] == "counts":
+        step_options["counts_fn"] = counted
+    if "gamma" in o:
+        step_options["scheduler"] = torch.optim.lr_scheduler.ExponentialLR(optimizer, o["gamma"])
+    try:
+        step = run.train_step(model, optimizer, loss, strategy=STRATEGIES[strategy], **step_options)
+        ran = Counter()
+        collect = step.runner.buffers.collect  # is told of every shard whose gradient counts, and of no other
+
+        def count(shard, num_samples):
+            ran.update([(step.num_steps, shard)])
+            collect(shard, num_samples)
+
+        loader = run.loader(table(o["samples"]), shuffle=True)
+        steps = []
+        for _ in range(o.get("epochs", 2)):
+            for batch in loader:
+                step.runner.buffers.collect = count
+                result = step(batch)
+                steps.append((result.loss.hex(), result.grad_norm.hex()))
+        scores = run.evaluate(model, table(o["samples"] + 1), {"accuracy": accuracy, "loss": cross_entropy})
+        outputs = run.predict(model, table(21)[0])
+        steps.append((step(loader_batch(o)).loss.hex(), "after evaluation"))
+        state = sum(t.numel() for s in optimizer.state.values() for t in s.values() if isinstance(t, torch.Tensor))
+        return bits(communicator, step, optimizer), steps, dict(ran), (scores, outputs.tolist()), state
+    finally:
+        close_mesh_of(communicator)
+
+
+def loader_batch(options):
+    """A global batch of the script's own."""
+    return table(options["batch"])
+
+
+def close_mesh_of(communicator):
+    """Gives back the process group of a mesh; that of a transport stays."""
+    if type(communicator.transport).__name__ != "GroupTransport":
+        close_mesh()
+
+
+def train_recipe_spread(communicator, strategy, name, options):
+    """Trains a recipe on a part of its embedded data; the bits, the losses and the scores."""
+    recipe = load(name)
+    run = Run(RECIPE_BATCH[name], options.get("num_shards", 8), 0, communicator=communicator)
+    content = recipe.data(DataOptions(seed=0, options=RECIPE_OPTIONS.get(name, {})))
+    model = recipe.model(content)
+    optimizer = make_optimizer(model, options.get("optimizer", "adam"), 1e-3)
+    try:
+        step = run.train_step(
+            model,
+            optimizer,
+            recipe.loss,
+            max_grad_norm=options.get("max_grad_norm"),
+            precision=options.get("precision", "32-true"),
+            strategy=STRATEGIES[strategy],
+        )
+        loader = run.loader(FirstSamples(content.train, RECIPE_SAMPLES[name]), shuffle=True)
+        losses = [step(batch).loss.hex() for batch in loader]
+        scores = run.evaluate(model, FirstSamples(content.eval, 50), recipe.metrics)
+        return bits(communicator, step, optimizer), losses, scores
+    finally:
+        close_mesh_of(communicator)
+
+
+def refused(communicator, strategy, options):
+    """The sentence with which a step, or its making, is refused."""
+    try:
+        train(communicator, strategy, options)
+    except SamestepError as error:
+        return f"{type(error).__name__}: {error}"
+    return None

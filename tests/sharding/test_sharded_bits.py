@@ -1,0 +1,180 @@
+"""`strategy="sharded"` and `shard_optimizer`: the same bits as one device that has everything; with twins that fail."""
+
+from collections import Counter
+from unittest import mock
+
+import pytest
+from spread_programs import refused, train, train_recipe_spread
+
+from samestep.comm import pieces as pieces_module
+from samestep.engine.sharding import gradients as gradients_module
+
+WORLD_SIZES = [1, 2, 3, 4]
+CASES = [
+    {},
+    {"num_shards": 7, "max_grad_norm": 0.1, "optimizer": "momentum"},
+    {"model": "fickle", "max_grad_norm": 0.5},
+    {"model": "layer normed", "samples": 67, "num_shards": 4, "epochs": 1},
+    {"model": "layer normed", "num_shards": 32, "samples": 33, "loss": "counts"},
+    {"precision": "bf16-mixed", "gamma": 0.9},
+    {"precision": "16-mixed", "optimizer": "momentum"},
+    {"loss": "masked", "optimizer": "foreach"},
+]
+
+
+@pytest.fixture(scope="module")
+def references():
+    """What one device gives that has everything, by case."""
+    return {}
+
+
+def reference_of(references, worlds, options):
+    key = str(options)
+    if key not in references:
+        references[key] = worlds(1).run(train, "replicate", options)[0]
+        assert len({loss for loss, _ in references[key][1]}) > 1, "a model whose loss does not move proves nothing"
+    return references[key]
+
+
+def agree(reference, results):
+    """All ranks give what one device gives, and together they ran each shard of each step once."""
+    for result in results:
+        assert result[0] == reference[0]
+        assert result[1] == reference[1]
+        assert result[3] == reference[3]
+    ran = Counter()
+    for result in results:
+        ran.update(result[2])
+    assert ran == Counter(reference[2])
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("strategy", ["sharded", "owned"])
+@pytest.mark.parametrize("options", CASES, ids=str)
+def test_a_spread_state_has_the_bits_of_one_device(worlds, references, options, strategy, world_size):
+    agree(reference_of(references, worlds, options), worlds(world_size).run(train, strategy, options))
+
+
+@pytest.mark.parametrize("strategy", ["blocks", "tiny groups", "kept", "offloaded"])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_how_a_model_is_wrapped_does_not_change_the_bits(worlds, references, strategy, world_size):
+    options = {"max_grad_norm": 0.1}
+    agree(reference_of(references, worlds, options), worlds(world_size).run(train, strategy, options))
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_recomputed_activations_do_not_change_the_bits(worlds, references, world_size):
+    options = {"model": "layer normed"}
+    agree(reference_of(references, worlds, options), worlds(world_size).run(train, "recomputed", options))
+
+
+def test_ranks_that_talk_over_sockets_end_in_the_same_bits(worlds, references):
+    for strategy in ("sharded", "owned"):
+        agree(reference_of(references, worlds, {}), worlds(2, "gloo").run(train, strategy, {}))
+
+
+@pytest.mark.parametrize("optimizer", ["adamax", "adagrad", "adadelta", "rmsprop", "rprop", "asgd", "foreach"])
+@pytest.mark.parametrize("strategy", ["sharded", "owned"])
+def test_every_listed_optimizer_updates_its_part_as_it_updates_the_whole(worlds, references, optimizer, strategy):
+    options = {"optimizer": optimizer, "epochs": 1}
+    agree(reference_of(references, worlds, options), worlds(3).run(train, strategy, options))
+
+
+def test_fused_optimizers_update_parts_that_end_at_multiples_of_64_elements(worlds, references):
+    for options in ({"optimizer": "fused"}, {"optimizer": "fused", "bucket_bytes": 1000}):
+        agree(reference_of(references, worlds, options), worlds(3).run(train, "owned", options))
+
+
+@pytest.mark.parametrize("strategy", ["sharded", "owned"])
+def test_a_rank_has_its_part_of_the_optimizer_state(worlds, references, strategy):
+    (whole,) = worlds(1).run(train, "replicate", {})
+    parts = [result[4] for result in worlds(4).run(train, strategy, {})]
+    steps = 4 * 16  # each rank counts the steps of each parameter
+    assert whole[4] <= sum(parts) <= whole[4] + steps
+    assert max(parts) < 0.4 * whole[4]
+
+
+def test_overlap_and_bucket_size_do_not_change_the_bits_of_owned_parts(worlds, references):
+    for options in ({"bucket_bytes": 256}, {"bucket_bytes": 3000, "overlap": False}):
+        agree(reference_of(references, worlds, {}), worlds(2).run(train, "owned", options))
+
+
+def test_fsdps_own_mixed_precision_gives_equal_bits_on_all_numbers_of_devices(worlds, references):
+    (one,) = worlds(1).run(train, "half", {})
+    for world_size in (2, 3):
+        for result in worlds(world_size).run(train, "half", {}):
+            assert result[0] == one[0]
+    full = reference_of(references, worlds, {})
+    assert one[0] != full[0]
+    for (half, _), (exact, _) in zip(one[1][:3], full[1][:3], strict=True):
+        assert float.fromhex(half) == pytest.approx(float.fromhex(exact), rel=0.05)  # 8 bits of mantissa
+
+
+@pytest.mark.parametrize("name", ["lenet", "gpt"])
+@pytest.mark.parametrize("strategy", ["sharded", "owned"])
+def test_a_recipe_has_the_bits_of_one_device(worlds, references, name, strategy):
+    (reference,) = worlds(1).run(train_recipe_spread, "replicate", name, {"max_grad_norm": 1.0})
+    for result in worlds(3).run(train_recipe_spread, strategy, name, {"max_grad_norm": 1.0}):
+        assert result == reference
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("max_grad_norm", [None, 0.5])
+@pytest.mark.parametrize("optimizer", ["sgd", "adam", "adamw"])
+@pytest.mark.parametrize("name", ["lenet", "mlp", "vgg", "gpt"])
+@pytest.mark.parametrize("strategy", ["sharded", "owned"])
+def test_the_whole_matrix_of_strategies(
+    worlds, references, strategy, name, optimizer, max_grad_norm, precision, world_size
+):
+    options = {"optimizer": optimizer, "max_grad_norm": max_grad_norm, "precision": precision}
+    key = (name, str(options))
+    if key not in references:
+        references[key] = worlds(1).run(train_recipe_spread, "replicate", name, options)[0]
+    for result in worlds(world_size).run(train_recipe_spread, strategy, name, options):
+        assert result == references[key]
+
+
+# Twins: each breaks one thing on which the promise rests, and the comparison must notice.
+
+
+def added_in_rank_order(communicator, options):
+    """Training in which what arrives is added from left to right, as FSDP2 adds."""
+
+    def left_fold(self, block, value):
+        self._blocks, self._sums = [block], [value if not self._sums else self._sums[0] + value]
+
+    with mock.patch.object(gradients_module.TreeSum, "push", left_fold):
+        return train(communicator, "sharded", options)
+
+
+def counted_along(communicator, options):
+    """Training in which the gradients of ranks that only run along count."""
+    arm = gradients_module.ShardedGradientSum.arm
+
+    def arm_all(self, shard, is_last):
+        arm(self, shard, is_last)
+        self._num_leaves = 2**30
+
+    with mock.patch.object(gradients_module.ShardedGradientSum, "arm", arm_all):
+        return train(communicator, "sharded", options)
+
+
+def misplaced(communicator, options):
+    """Training in which the norm takes the parts of parameters in another order than that of their elements."""
+    split = pieces_module.Spread.sizes.fget
+    with mock.patch.object(pieces_module.Spread, "sizes", property(lambda self: split(self)[::-1])):
+        return train(communicator, "sharded", options)
+
+
+@pytest.mark.parametrize("broken", [added_in_rank_order, counted_along])
+def test_the_comparison_notices_another_sum(worlds, references, broken):
+    options = {"num_shards": 7}
+    reference = reference_of(references, worlds, options)
+    assert all(result[0] != reference[0] for result in worlds(2).run(broken, options))
+
+
+def test_modules_that_run_in_another_order_on_another_rank_are_noticed(worlds):
+    for sentence in worlds(2).run(refused, "tiny groups", {"model": "skipping"}):
+        assert sentence.startswith("DeterminismError: the ranks ran different modules")
