@@ -20,6 +20,7 @@ LAYERS = (
     "launcher",
     "adopt",
     "proof",
+    "doctor",
     "recipes",
     "cli",
 )

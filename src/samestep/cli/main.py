@@ -7,6 +7,7 @@ import typer
 
 from samestep.cli import ledger
 from samestep.cli.devices import devices
+from samestep.cli.doctor import doctor
 from samestep.cli.profile import profile
 from samestep.cli.replay import replay
 from samestep.cli.report import report
@@ -52,6 +53,7 @@ app.command("replay")(replay)
 app.command("profile")(profile)
 app.command("report")(report)
 app.command("runs")(runs)
+app.command("doctor")(doctor)
 app.add_typer(ledger.app, name="ledger")
 
 

@@ -35,7 +35,8 @@ class GlobalCounts:
         """
         device = self._communicator.device
         mine = ranges[self._communicator.rank]
-        values = {shard: self._numbers(self._counts_fn(value)) for shard, value in batch.shards.items()}
+        ours = {shard: value for shard, value in batch.shards.items() if shard in mine}
+        values = {shard: self._numbers(self._counts_fn(value)) for shard, value in ours.items()}
         width = max(row[0] for row in self._communicator.gather_words([max(map(len, values.values()), default=0)]))
         rows = torch.zeros(len(mine), width, dtype=wide_dtype(device), device=device)
         for shard, numbers in values.items():

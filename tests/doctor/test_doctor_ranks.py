@@ -1,0 +1,220 @@
+"""The examination of ranks: real ones pass it on every transport, and a broken one is found and named."""
+
+import os
+import re
+import tempfile
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import pytest
+import torch
+from doctor_programs import Broken
+from worlds import in_turns
+
+from samestep.comm.environment import Environment
+from samestep.devices.selection import select
+from samestep.doctor.clocks import Offset, check_offsets, measure_offsets
+from samestep.doctor.collectives import COLLECTIVES, Ranks, difference
+from samestep.doctor.starting import examine_ranks
+from samestep.doctor.survey import Verdict, judge, lost, ways
+from samestep.doctor.timing import describe_speed, speed
+
+TRANSPORT_OWN = [collective for collective in COLLECTIVES if not collective.is_torch]
+BY_NAME = {collective.name: collective for collective in COLLECTIVES}
+MOVING = [collective for collective in TRANSPORT_OWN if collective.name != "barrier"]
+
+
+@pytest.fixture
+def broken_programs(monkeypatch):
+    """Lets workers import the broken programs; they use shared memory alone, to save time."""
+    paths = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))
+    monkeypatch.setenv("SAMESTEP_TRANSPORT", "shared")
+
+
+@pytest.fixture
+def nothing_left(monkeypatch, tmp_path):
+    """Fails a test that leaves temporary files, files in /dev/shm, or processes."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    shared = set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
+    yield
+    assert list(tmp_path.iterdir()) == []
+    if os.path.isdir("/dev/shm"):
+        mine = [name for name in set(os.listdir("/dev/shm")) - shared if "samestep" in name]
+        assert mine == []
+    assert [child for child in psutil.Process().children(recursive=True) if child.name().startswith("python")] == []
+
+
+def states(findings):
+    return {finding.name: finding.state for finding in findings}
+
+
+def bad_of(findings):
+    return {finding.name: finding for finding in findings if finding.state == "bad"}
+
+
+@pytest.mark.slow
+def test_three_ranks_pass_on_every_transport(nothing_left, monkeypatch):
+    monkeypatch.delenv("SAMESTEP_TRANSPORT", raising=False)
+    findings, stopped = examine_ranks(select("cpu:3"), 60.0, False)
+    assert stopped == 0
+    names = ["ranks", "clocks of ranks"]
+    names += [f"shared: {collective.name}" for collective in TRANSPORT_OWN]
+    names += [f"gloo: {collective.name}" for collective in COLLECTIVES]
+    assert [finding.name for finding in findings] == names
+    assert {finding.state for finding in findings} == {"good"}
+    assert {finding.area for finding in findings} == {"ranks"}
+    measured = next(finding for finding in findings if finding.name == "gloo: ordered reduction").numbers
+    assert measured["bus_gb_per_s"] == pytest.approx(measured["algorithm_gb_per_s"] * 4 / 3)
+    assert measured["latency_us"] > 0
+
+
+def test_a_rank_that_gets_one_wrong_element_is_named(broken_programs, nothing_left):
+    findings, _ = examine_ranks(select("cpu:2"), 60.0, False, "doctor_programs:examine_broken")
+    wrong = bad_of(findings)
+    assert "shared: exchange (all-to-all)" in wrong
+    assert "shared: gather of words" not in wrong
+    found = wrong["shared: exchange (all-to-all)"]
+    assert re.match(
+        r"wrong on rank 1: rank 1: float32, .* element \d+ of .* should be .* in what rank \d sent", found.found
+    )
+    assert "SAMESTEP_TRANSPORT=gloo" in found.advice
+    for name in ("broadcast", "native all-reduce", "barrier"):
+        assert states(findings)[f"shared: {name}"] == "good"
+
+
+@pytest.mark.slow
+def test_a_rank_that_hangs_is_named_with_the_collective(broken_programs, nothing_left):
+    findings, _ = examine_ranks(select("cpu:2"), 1.5, False, "doctor_programs:examine_hanging")
+    wrong = bad_of(findings)
+    assert list(wrong) == ["shared: broadcast"]
+    assert wrong["shared: broadcast"].found.startswith("rank 1 does not answer")
+    assert states(findings)["shared: ordered reduction"] == "good"
+
+
+@pytest.mark.slow
+def test_a_hang_that_no_transport_notices_is_cut_off(broken_programs, nothing_left):
+    findings, _ = examine_ranks(select("cpu:2"), 1.0, False, "doctor_programs:examine_silent")
+    wrong = bad_of(findings)
+    assert list(wrong) == ["shared: broadcast"]
+    assert "does not end within 17 s: all 2 ranks are in it" in wrong["shared: broadcast"].found
+
+
+@pytest.mark.slow
+def test_a_rank_that_dies_is_named(broken_programs, nothing_left):
+    findings, _ = examine_ranks(select("cpu:2"), 5.0, False, "doctor_programs:examine_dying")
+    (found,) = bad_of(findings).values()
+    assert "rank 1" in found.found
+
+
+@pytest.mark.slow
+def test_ranks_that_fail_before_they_say_a_word_are_a_finding(nothing_left):
+    findings, _ = examine_ranks(select("cpu:1"), 5.0, True, "samestep.doctor.ranks:not_there")
+    (found,) = findings
+    assert (found.name, found.state) == ("ranks", "bad")
+    assert "not_there" in found.found
+
+
+def tried(communicator, names, wrap=lambda transport: transport):
+    """What is wrong with each collective, seen from one rank."""
+    transport = wrap(communicator.transport)
+    ours = type(communicator)(communicator.device, transport, transport)
+    ranks = Ranks(ours, torch.distributed.HashStore())
+    return {name: [wrong for wrong in BY_NAME[name].cases(ranks) if wrong] for name in names}
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 5])
+def test_every_collective_is_right_on_any_number_of_ranks(world_size):
+    names = [collective.name for collective in MOVING if collective.name != "native all-reduce"]
+    for found in in_turns(world_size, tried, names):
+        assert found == {name: [] for name in names}
+
+
+def test_one_wrong_bit_is_found_by_the_rank_that_got_it_alone():
+    first, second, third = in_turns(3, tried, ["exchange (all-to-all)", "ordered reduction"], Broken)
+    assert not any(first["exchange (all-to-all)"])
+    assert not any(third["exchange (all-to-all)"])
+    assert all("(1 wrong) in what rank" in wrong for wrong in second["exchange (all-to-all)"])
+    assert second["ordered reduction"]
+
+
+def test_bits_are_compared_not_values():
+    zero, minus_zero = torch.tensor([1.0, 0.0]), torch.tensor([1.0, -0.0])
+    assert difference(zero, zero.clone()) == ""
+    assert "element 1 of 2 is -0.0, should be 0.0" in difference(minus_zero, zero)
+    assert difference(torch.tensor([float("nan")]), torch.tensor([float("nan")])) == ""
+    assert "1 elements of torch.float32 arrived, should be 2" in difference(torch.zeros(1), zero)
+
+
+def test_verdicts_of_all_ranks_make_one_finding():
+    collective = BY_NAME["ordered reduction"]
+    fine = Verdict(12, small=1e-5, large=0.01)
+    slow = Verdict(12, small=2e-5, large=0.02)
+    found = judge("gloo: x", "gloo", collective, [fine, slow], 8 << 20)
+    assert found.state == "good"
+    assert found.numbers["latency_us"] == pytest.approx(20)
+    assert found.numbers["algorithm_gb_per_s"] == pytest.approx(0.419, rel=1e-2)
+    one = judge("gloo: x", "gloo", collective, [fine, Verdict(12, "element 3 is 1.0")], 8 << 20)
+    assert (one.state, one.found) == ("bad", "wrong on rank 1: rank 1: element 3 is 1.0")
+    every = judge("nccl: x", "nccl", collective, [Verdict(1, "no"), Verdict(1, "no")], 8 << 20)
+    assert every.found.startswith("wrong on all ranks")
+    assert "NCCL_DEBUG" in every.advice
+    assert lost("gloo", "barrier", (1, 3), "").found == "ranks 1, 3 do not answer"
+
+
+@pytest.mark.parametrize(
+    ("name", "factor"),
+    [
+        ("exchange (all-to-all)", 3 / 4),
+        ("gather (all-gather)", 3 / 4),
+        ("reduce-scatter", 3 / 4),
+        ("native all-reduce", 6 / 4),
+        ("ordered reduction", 6 / 4),
+        ("broadcast", 1.0),
+        ("send and receive", 1.0),
+    ],
+)
+def test_bus_bandwidth_is_that_of_nccl_tests(name, factor):
+    numbers = speed(BY_NAME[name], 1e-5, 0.5, 10**9, 4)
+    assert numbers["algorithm_gb_per_s"] == pytest.approx(2.0)
+    assert numbers["bus_gb_per_s"] == pytest.approx(2.0 * factor)
+    assert describe_speed(speed(BY_NAME[name], 1e-5, 0.0, 0, 4), 0) == "10 μs"
+
+
+def test_the_ways_to_talk_are_those_that_the_environment_allows():
+    cpu = torch.device("cpu")
+    assert [way.name for way in ways(Environment(0, 2, 0, 2), cpu)] == ["shared", "gloo"]
+    assert [way.name for way in ways(Environment(0, 2, 0, 2, transport="gloo"), cpu)] == ["gloo"]
+    (apart,) = ways(Environment(0, 4, 0, 2), cpu)
+    assert (apart.name, apart.choice) == ("gloo", "auto")
+
+
+def test_the_bounds_of_the_offset_hold_the_truth():
+    offsets = in_turns(3, lambda communicator: measure_offsets(communicator, 5))[0]
+    assert len(offsets) == 3
+    for offset in offsets:
+        assert abs(offset.seconds) <= offset.uncertainty + 1e-3  # one clock; it is read in whole microseconds at best
+
+
+def test_the_clock_of_another_machine_is_placed_within_its_bounds():
+    """Another machine's clock cannot be had here: two ranks whose clocks are three seconds apart answer at once."""
+    ahead = 3 * 10**9
+    both = SimpleNamespace(world_size=2, gather_words=lambda words: [words, [time.time_ns() + ahead]])
+    _, other = measure_offsets(both, 5)
+    assert abs(other.seconds - 3) <= other.uncertainty + 1e-6
+    assert other.uncertainty < 1
+    ahead = -ahead
+    assert measure_offsets(both, 5)[1].seconds < -2
+
+
+def test_clocks_that_are_apart_are_found_only_where_it_is_certain():
+    assert check_offsets([Offset(0, 0), Offset(0.001, 0.0001)]).state == "good"
+    assert check_offsets([Offset(0, 0), Offset(0.2, 0.3)]).state == "good"
+    behind = check_offsets([Offset(0, 0), Offset(-0.2, 0.01), Offset(0.1, 0.01)])
+    assert behind.state == "note"
+    assert "that of rank 1 is 0.2 s behind rank 0's (± 10 ms)" in behind.found
+    ahead = check_offsets([Offset(0, 0), Offset(3, 0.001)])
+    assert ahead.state == "bad"
+    assert "chronyc" in ahead.advice
