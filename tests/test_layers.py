@@ -21,6 +21,7 @@ LAYERS = (
     "adopt",
     "proof",
     "doctor",
+    "forecast",
     "recipes",
     "cli",
 )

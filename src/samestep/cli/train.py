@@ -152,7 +152,7 @@ def train(
         "reduction": reduction,
         "num_workers": num_workers,
         "num_threads": threads,
-        "options": _pairs(option) if option else None,
+        "options": pairs(option) if option else None,
         "checkpoint_steps": checkpoint_steps,
         "checkpoint_minutes": checkpoint_minutes,
         "keep": keep,
@@ -325,12 +325,12 @@ def _numbers(text: str | None) -> list[float] | None:
         ) from None
 
 
-def _pairs(texts: list[str]) -> dict[str, str]:
+def pairs(texts: list[str]) -> dict[str, str]:
     """`name=value` options as a dict."""
-    pairs = {}
+    found = {}
     for text in texts:
         name, equals, value = text.partition("=")
         if not equals or not name:
             raise UsageError(f"got --option {text!r}; needed: name=value")
-        pairs[name] = value
-    return pairs
+        found[name] = value
+    return found

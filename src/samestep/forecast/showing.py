@@ -1,0 +1,141 @@
+"""The forecast in the terminal: the layouts, the memory, the step, and the curve."""
+
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from samestep.forecast.forecast import Forecast
+from samestep.forecast.layout import Layout
+from samestep.forecast.search import Candidate, Point, in_gib
+
+MAX_LAYOUTS = 12
+
+
+def print_forecast(forecast: Forecast, console: Console | None = None) -> None:
+    """Prints all of it."""
+    if console is None:
+        console = Console(highlight=False)
+        if not console.is_terminal:
+            console.width = 200  # nothing is folded or cut in a file or a pipe
+    wish, kind = forecast.wish, forecast.machines.kind
+    size = f"{forecast.num_parameters:,} parameters, {forecast.flops / 1e9:,.4g} GFLOP a sample"
+    console.print(f"{forecast.subject}: {size}", markup=False)
+    batch = f"global batch {wish.batch_size:,}, {wish.precision}"
+    console.print(f"{forecast.machines}, {kind.memory_gib:g} GiB each; {batch}", markup=False)
+    console.print(layouts_table(forecast))
+    console.print(memory_table(forecast.chosen))
+    console.print(curve_table(forecast))
+    mark = "→" if forecast.chosen.fits else "✗"
+    console.print(f"{mark} {forecast.reason}", markup=False)
+    for line in forecast.advice:
+        console.print(f"  · {line}", markup=False)
+
+
+def layouts_table(forecast: Forecast) -> Table:
+    """The ways that were weighed; `→` is the one to take."""
+    table = Table(box=box.SIMPLE)
+    for name in ("", "strategy", "shards"):
+        table.add_column(name, overflow="fold")
+    for name in ("memory", "step", f"{forecast.unit}/s", "exposed"):
+        table.add_column(name, justify="right")
+    table.add_column("fits")
+    for candidate in _shown(forecast):
+        layout = candidate.layout
+        again = ", checkpointed" if layout.is_checkpointed else ""
+        table.add_row(
+            "→" if candidate is forecast.chosen else "",
+            escape(_named(layout) + again),
+            f"{layout.num_shards} of {layout.shard_size}",
+            in_gib(candidate.memory.total),
+            seconds(candidate.time.step),
+            _rate(forecast.rate(candidate)),
+            f"{100 * candidate.time.exposed / candidate.time.step:.0f} %",
+            "yes" if candidate.fits else "no",
+        )
+    return table
+
+
+def memory_table(chosen: Candidate) -> Table:
+    """The memory of the fullest device, by category."""
+    table = Table("memory of the fullest device", box=box.SIMPLE)
+    table.add_column(f"in the {chosen.memory.phase}", justify="right")
+    for name, value in chosen.memory.rows():
+        table.add_row(name, in_gib(value))
+    table.add_section()
+    table.add_row("total", in_gib(chosen.memory.total))
+    return table
+
+
+def curve_table(forecast: Forecast) -> Table:
+    """The chosen layout on other numbers of devices."""
+    table = Table(box=box.SIMPLE)
+    table.add_column("devices", justify="right")
+    for name in ("same batch: step", "efficiency", "memory"):
+        table.add_column(name, justify="right")
+    for name in ("batch grows along: " + forecast.unit + "/s", "efficiency"):
+        table.add_column(name, justify="right")
+    for point, same, larger in efficiencies(forecast):
+        own = point.same_batch
+        first = ("-", "-", "-") if own is None else (seconds(own.time.step), _percent(same), _memory(own))
+        rate = forecast.rate(point.larger_batch) if point.larger_batch.fits else 0.0
+        table.add_row(
+            f"{point.num_devices:,}",
+            *first,
+            _rate(rate) if rate else "does not fit",
+            _percent(larger) if rate else "-",
+        )
+    return table
+
+
+def efficiencies(forecast: Forecast) -> list[tuple[Point, float | None, float]]:
+    """The points with their speed a device, as a part of the first point's: same batch, and batch that grows along."""
+    first = forecast.curve[0]
+    base_same = None if first.same_batch is None else forecast.rate(first.same_batch) / first.num_devices
+    base_larger = forecast.rate(first.larger_batch) / first.num_devices
+    found = []
+    for point in forecast.curve:
+        same = None
+        if point.same_batch is not None and base_same is not None:
+            same = forecast.rate(point.same_batch) / point.num_devices / base_same
+        found.append((point, same, forecast.rate(point.larger_batch) / point.num_devices / base_larger))
+    return found
+
+
+def seconds(value: float) -> str:
+    """`1.23 s` or `45.6 ms`."""
+    return f"{value:,.3g} s" if value >= 1 else f"{1000 * value:,.3g} ms"
+
+
+def _shown(forecast: Forecast) -> list[Candidate]:
+    """Those that fit, and the others as far as there is room."""
+    fitting = sum(candidate.fits for candidate in forecast.candidates)
+    room = max(0, MAX_LAYOUTS - fitting)
+    shown = []
+    for candidate in forecast.candidates:
+        if candidate.fits or candidate is forecast.chosen:
+            shown.append(candidate)
+        elif room:
+            room -= 1
+            shown.append(candidate)
+    return shown
+
+
+def _named(layout: Layout) -> str:
+    """The strategy, with the sizes of the mesh where it has more than one axis."""
+    if layout.tensor == layout.pipe == 1:
+        return layout.strategy
+    kind = "sharded, " if layout.is_sharded else "shard_optimizer, " if layout.is_optimizer_sharded else ""
+    return kind + layout.mesh
+
+
+def _rate(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:,.3g}"
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{100 * value:.0f} %"
+
+
+def _memory(candidate: Candidate) -> str:
+    return in_gib(candidate.memory.total) + ("" if candidate.fits else " (too much)")

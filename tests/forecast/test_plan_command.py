@@ -1,0 +1,156 @@
+"""`samestep plan`: what it prints, and what it refuses with which sentence."""
+
+import json
+import sys
+
+import pytest
+
+from samestep.cli.main import main
+
+MODELS = """
+import torch
+from torch import nn
+from torch.nn import functional
+
+def plain():
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+
+def triple():
+    return plain(), lambda model, batch: functional.cross_entropy(model(batch[0]), batch[1]), (
+        torch.zeros(2, 8), torch.zeros(2, dtype=torch.int64))
+
+class Choosy(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 4)
+
+    def forward(self, x):
+        if x.sum() > 0:  # CHOICE
+            return self.layer(x)
+        return self.layer(-x)
+
+def number():
+    return 3
+"""
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "models_to_plan.py"
+    path.write_text(MODELS, encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def plan(capsys, monkeypatch):
+    """`plan(words…)`: the exit code, and what was said."""
+
+    def call(*words):
+        monkeypatch.setattr(sys, "argv", ["samestep", "plan", *map(str, words)])
+        with pytest.raises(SystemExit) as caught:
+            main()
+        said = capsys.readouterr()
+        return caught.value.code, said.out, said.err
+
+    return call
+
+
+def test_a_recipe_is_planned_in_the_terminal(plan):
+    code, out, _ = plan("gpt", "--devices", "4xL4")
+    assert code == 0
+    assert "834,304 parameters" in out
+    assert "4 × L4, 22 GiB each" in out
+    assert "→ replicate" in out
+    for name in ("parameters", "activations", "communication", "1,024"):
+        assert name in out
+
+
+def test_json_has_the_same_and_adds_up(plan):
+    code, out, _ = plan("lenet", "--devices", "8xH100", "--nodes", 2, "--global-batch-size", 256, "--json")
+    found = json.loads(out)
+    assert code == 0
+    assert found["devices"] == {"kind": "H100", "count": 16, "nodes": 2, "memory": 79.1 * 2**30}
+    assert found["fits"] is True
+    memory = dict(found["recommended"]["memory"])
+    del memory["phase"]
+    assert memory.pop("total") == pytest.approx(sum(memory.values()))
+    assert [point["devices"] for point in found["curve"]][:3] == [1, 2, 4]
+
+
+def test_a_function_of_ones_own_is_planned_with_shapes_or_with_its_own_batch(plan, file):
+    shapes = ("--input-shape", "8", "--target-shape", "")
+    first = plan(f"{file}:plain", "--devices", "2xA100", *shapes, "--json")
+    second = plan(f"{file}:triple", "--devices", "2xA100", "--json")
+    assert (first[0], second[0]) == (0, 0)
+    own, given = (json.loads(said[1])["recommended"]["memory"] for said in (first, second))
+    assert own == given
+
+
+def test_a_picture_is_drawn_where_it_is_asked_for(plan, tmp_path):
+    path = tmp_path / "plan.png"
+    assert plan("lenet", "--devices", "2xH100", "--png", path)[0] == 0
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_nothing_fits_is_exit_code_1(plan, file):
+    code, out, _ = plan(f"{file}:triple", "--devices", "1xL4", "--global-batch-size", 10**10, "--num-shards", 1)
+    assert code == 1
+    assert "✗ nothing fits" in out
+    assert "--num-shards 2" in out
+
+
+REFUSED = {
+    "an unknown device": (["lenet", "--devices", "8xH101"], "did you mean H100?"),
+    "no device at all": (["lenet", "--devices", "many"], "8xH100"),
+    "devices that no nodes hold": (["lenet", "--devices", "9xH100"], "do not divide among nodes of 8"),
+    "an unknown model": (["lenett", "--devices", "1xH100"], "did you mean 'lenet'?"),
+    "a mesh of other devices": (["gpt", "--devices", "8xH100", "--tensor", "3"], "their product must be the number"),
+    "heads that do not divide": (["gpt", "--devices", "8xH100", "--tensor", "8"], "does not divide 4"),
+    "more stages than blocks": (["gpt", "--devices", "8xH100", "--pipe", "8"], "too few for 8 stages"),
+    "a batch smaller than devices": (["lenet", "--devices", "8xH100", "--global-batch-size", "4"], "4 samples"),
+    "shards fewer than devices": (["lenet", "--devices", "8xH100", "--num-shards", "4"], "--num-shards 8"),
+    "no blocks to split": (["lenet", "--devices", "2xH100", "--strategy", "tensor"], "use --strategy sharded"),
+    "no blocks to recompute": (["lenet", "--devices", "2xH100", "--checkpointing"], "leave --checkpointing out"),
+    "an unknown strategy": (["lenet", "--devices", "2xH100", "--strategy", "magic"], "one of replicate"),
+    "an unknown precision": (["lenet", "--devices", "2xH100", "--precision", "8"], "32-true"),
+    "two measurements": (["lenet", "--devices", "1xL4", "--rate", "1", "--measured-step-seconds", "1"], "the same"),
+}
+
+
+@pytest.mark.parametrize(("words", "sentence"), REFUSED.values(), ids=REFUSED)
+def test_what_cannot_be_is_refused_with_what_would_do(plan, words, sentence):
+    code, _, err = plan(*words)
+    assert code == 2
+    assert sentence in err
+    assert "Traceback" not in err
+
+
+def test_a_program_that_depends_on_values_is_refused_with_its_line(plan, file):
+    line = MODELS[: MODELS.index("# CHOICE")].count("\n") + 1
+    code, _, err = plan(f"{file}:Choosy", "--devices", "1xH100", "--input-shape", "8")
+    assert code == 2
+    assert f"{file}:{line}" in err
+    assert "_local_scalar_dense" in err
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "sentence"),
+    [
+        ("plain", (), "--input-shape"),
+        ("number", ("--input-shape", "8"), "returns a int"),
+        ("absent", (), "it has plain, triple, Choosy, number"),
+        ("plain", ("--input-shape", "9"), "failed on a batch of 2 samples"),
+    ],
+)
+def test_a_function_that_does_not_fit_is_refused(plan, file, name, words, sentence):
+    code, _, err = plan(f"{file}:{name}", "--devices", "1xH100", *words)
+    assert code == 2
+    assert sentence in err
+
+
+def test_a_published_model_has_the_parameters_of_its_paper():
+    from samestep.forecast.shapes import published
+    from samestep.forecast.trace import trace
+
+    counts = {"gpt2": 124_439_808, "vgg-16": 138_357_544}
+    assert {name: trace(published(name), 2, True, with_update=False).num_parameters for name in counts} == counts
