@@ -1,12 +1,25 @@
 """`samestep run`: an existing script or module on all devices."""
 
-import os
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from samestep.cli.healing import HangTimeout, Heal, MaxRestarts, MinDevices, Replace
+from samestep.cli.nodes import (
+    Backend,
+    Conf,
+    Endpoint,
+    MasterAddress,
+    MasterPort,
+    NodeRank,
+    NumNodes,
+    NumProcPerNode,
+    RunId,
+    chosen_cluster,
+    chosen_devices,
+)
 from samestep.cli.profiling import Profile, ProfileDir, profiled, show_profile
 from samestep.cli.scripts import Adopt, Module, Wrap
 from samestep.cli.spelling import SPELLINGS
@@ -24,14 +37,7 @@ def run(
     program: Annotated[list[str] | None, typer.Argument(metavar="SCRIPT ARGS", show_default=False)] = None,
     module: Module = False,
     devices: Devices = None,
-    nproc_per_node: Annotated[
-        str | None,
-        typer.Option(
-            "--nproc-per-node",
-            metavar="N",
-            help="torchrun's spelling of --devices: a number, auto, gpu or cpu (one worker a core).",
-        ),
-    ] = None,
+    nproc_per_node: NumProcPerNode = None,
     threads: Threads = 1,
     start_method: StartMethod = None,
     num_shards: Annotated[
@@ -56,6 +62,14 @@ def run(
     max_restarts: MaxRestarts = 0,
     hang_timeout: HangTimeout = HANG_TIMEOUT_SECONDS,
     replace: Replace = False,
+    nnodes: NumNodes = None,
+    node_rank: NodeRank = None,
+    rdzv_endpoint: Endpoint = None,
+    rdzv_id: RunId = None,
+    rdzv_backend: Backend = None,
+    rdzv_conf: Conf = None,
+    master_addr: MasterAddress = None,
+    master_port: MasterPort = None,
     profile: Profile = False,
     profile_dir: ProfileDir = None,
 ) -> None:
@@ -76,22 +90,24 @@ def run(
     from samestep.train.profile.files import PROFILE_FOLDER
 
     policy = Policy(heal, min_devices, max_restarts, hang_timeout, replace)
+    cluster = chosen_cluster(
+        nnodes, node_rank, rdzv_endpoint, rdzv_id, rdzv_backend, rdzv_conf, master_addr, master_port
+    )
     launcher = read_environment().launcher
-    if launcher != "none":
+    if launcher != "none" and cluster is None:
         raise UsageError(
             f"these processes were started by {'torchrun or the like' if launcher == 'other' else launcher} already; "
             "under it start the script with python instead of samestep run"
         )
     if not program:
         raise UsageError("there is no script to run; give one: samestep run train.py, or samestep run -m package.train")
-    if devices is not None and nproc_per_node is not None:
-        raise UsageError(f"got --devices {devices} and --nproc-per-node {nproc_per_node}; give one of the two")
+    words = shlex.join([*(["-m"] if module else []), *program])
     job = Job("module" if module else "script", program[0], tuple(program[1:]), log_dir=log_dir)
-    spec = _devices_of(nproc_per_node) if nproc_per_node is not None else devices or "auto"
+    spec = chosen_devices(devices, nproc_per_node) or "auto"
     selection = select(spec)
     reading = reads_as(program[0], is_module=module)
     if adopt if adopt is not None else reading.kind == "adopted":
-        asked = spec.startswith("cpu") or selection.count > 1 or num_shards is not None
+        asked = spec.startswith("cpu") or selection.count > 1 or num_shards is not None or cluster is not None
         is_virtual = asked and selection.kind == "cpu"
         options = {"num_shards": num_shards, "seed": seed, "wrap": wrap, "virtual": is_virtual}
         job = _called(job, "samestep.adopt.script", "run_adopted", options)
@@ -107,8 +123,17 @@ def run(
     folder = profile_dir or (Path(PROFILE_FOLDER) if profile else None)
     if folder is not None:
         selection = profiled(selection, folder)
-    outcome = supervise(job, selection, threads=threads, start_method=start_method, policy=policy)
-    if folder is not None:
+    if cluster is None:
+        outcome, node = supervise(job, selection, threads=threads, start_method=start_method, policy=policy), 0
+    else:
+        from samestep.launcher.nodes import Program, run_on_nodes
+
+        options = {name: value for name, value in job.kwargs.items() if name not in ("kind", "target", "argv")}
+        what = Program(job, " ".join([words, *(f"{name}={value}" for name, value in sorted(options.items()))]))
+        outcome, node = run_on_nodes(
+            what, selection, cluster, threads=threads, start_method=start_method, policy=policy
+        )
+    if folder is not None and node == 0:
         show_profile(folder, to_stderr=True)
     if outcome.failure is not None:
         typer.echo(f"samestep: error: {outcome.failure}", err=True)
@@ -121,11 +146,3 @@ def _called(job: "Job", module: str, function: str, options: dict[str, Any]) -> 
 
     kwargs = {"kind": job.kind, "target": job.target, "argv": list(job.argv), **options}
     return Job("function", f"{module}:{function}", kwargs=kwargs, log_dir=job.log_dir, preload=(module,))
-
-
-def _devices_of(nproc_per_node: str) -> str:
-    """What torchrun's `--nproc-per-node` means in our words."""
-    text = nproc_per_node.strip().lower()
-    if text == "cpu":
-        return f"cpu:{os.cpu_count() or 1}"
-    return "cuda" if text == "gpu" else text

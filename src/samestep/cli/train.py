@@ -2,21 +2,38 @@
 
 import json
 import os
+import shlex
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from samestep.cli.healing import HangTimeout, Heal, MaxRestarts, MinDevices, Replace
+from samestep.cli.nodes import (
+    Backend,
+    Conf,
+    Endpoint,
+    MasterAddress,
+    MasterPort,
+    NodeRank,
+    NumNodes,
+    NumProcPerNode,
+    RunId,
+    chosen_cluster,
+    chosen_devices,
+)
 from samestep.cli.profiling import Profile, show_profile
 from samestep.cli.workers import Devices, StartMethod, ThreadsOrRecorded
+from samestep.devices.device import counted
 from samestep.errors import UsageError
 from samestep.launcher.policy import HANG_TIMEOUT_SECONDS
 from samestep.recipes.catalog import NAMES
 from samestep.recipes.options import own_options_in_words
 
 if TYPE_CHECKING:
+    from samestep.launcher.cluster import Cluster
     from samestep.launcher.policy import Policy
 
 PANEL = "Run folder, checkpoints and resuming"
@@ -45,6 +62,7 @@ def train(
         int | None, typer.Option(help="Slices of a global batch, at least one a device; 8 by default.")
     ] = None,
     devices: Devices = None,
+    nproc_per_node: NumProcPerNode = None,
     shares: Annotated[str | None, typer.Option(help="How much each device does, such as 3,1; same bits.")] = None,
     seed: Annotated[int | None, typer.Option(help="Of weights, order and dropout; 0 by default.")] = None,
     optimizer: Annotated[str | None, typer.Option(help="sgd, adam or adamw.")] = None,
@@ -118,6 +136,14 @@ def train(
     hang_timeout: HangTimeout = HANG_TIMEOUT_SECONDS,
     heal: Heal = True,
     replace: Replace = False,
+    nnodes: NumNodes = None,
+    node_rank: NodeRank = None,
+    rdzv_endpoint: Endpoint = None,
+    rdzv_id: RunId = None,
+    rdzv_backend: Backend = None,
+    rdzv_conf: Conf = None,
+    master_addr: MasterAddress = None,
+    master_port: MasterPort = None,
     start_method: StartMethod = None,
     profile: Profile = False,
     as_json: Annotated[bool, typer.Option("--json", help="End with one JSON object on stdout.")] = False,
@@ -131,6 +157,9 @@ def train(
     from samestep.train.profile.files import PROFILE_FOLDER
 
     policy = Policy(heal, min_devices, max_restarts, hang_timeout, replace)
+    cluster = chosen_cluster(
+        nnodes, node_rank, rdzv_endpoint, rdzv_id, rdzv_backend, rdzv_conf, master_addr, master_port
+    )
     given: dict[str, Any] = {
         "recipe": recipe,
         "data": data,
@@ -159,12 +188,14 @@ def train(
         "digest_every": digest_every,
     }
     asked = {name: value for name, value in given.items() if value is not None}
+    words = shlex.join(["train", *(f"{name}={value}" for name, value in asked.items())])
     job, source = _resumed(asked, resume, run_dir)
     if "recipe" not in job:
         raise UsageError(f"there is no recipe to train; give one of {', '.join(NAMES)}, or a run with --resume")
     check_name(job["recipe"])
     folder = run_dir or source or new_folder_name(job["recipe"])
-    if source is None or folder.resolve() != source.resolve():
+    # On several nodes it may have been made by another one, or before this one came back: the workers check it.
+    if cluster is None and (source is None or folder.resolve() != source.resolve()):
         check_untaken(folder)
     check_options(job)
     if source is not None and not allow_contract_change:
@@ -179,14 +210,16 @@ def train(
         "profile": str(folder.resolve() / PROFILE_FOLDER) if profile else None,
     }
     environment = read_environment()
-    if environment.launcher != "none":
-        if devices not in (None, "auto"):
+    if environment.launcher != "none" and cluster is None:
+        if (devices or nproc_per_node) not in (None, "auto"):
             raise UsageError(
-                f"got --devices {devices} under {environment.launcher}, which has chosen the devices already"
+                f"got --devices {devices or nproc_per_node} under {environment.launcher}, which has chosen the devices "
+                "already"
             )
         _train_here(job, environment.rank, as_json)
         return
-    _train_by_workers(job, devices, start_method, policy, as_json)
+    spec = chosen_devices(devices, nproc_per_node)
+    _train_by_workers(job, spec, start_method, policy, as_json, cluster, words)
 
 
 def _resumed(asked: dict[str, Any], resume: str | None, run_dir: Path | None) -> tuple[dict[str, Any], Path | None]:
@@ -240,9 +273,15 @@ def _check_kept(asked: dict[str, Any], source: Path, resume: Path) -> None:
 
 
 def _train_by_workers(
-    job: dict[str, Any], devices: str | None, start_method: str | None, policy: "Policy", as_json: bool
+    job: dict[str, Any],
+    devices: str | None,
+    start_method: str | None,
+    policy: "Policy",
+    as_json: bool,
+    cluster: "Cluster | None",
+    words: str,
 ) -> None:
-    """Starts a worker a device, and shows what they do."""
+    """Starts a worker a device, and shows what they do; `words` tells nodes apart that train something else."""
     from samestep.devices.selection import select
     from samestep.launcher.job import Job
     from samestep.launcher.supervisor import supervise
@@ -255,10 +294,11 @@ def _train_by_workers(
         raise UsageError(
             f"got --cuda-graphs on {selection.kind}: only CUDA devices have graphs; leave it out (--no-cuda-graphs)"
         )
-    num_active = selection.count - job.get("spares", 0)
+    count = selection.count * (1 if cluster is None else cluster.max_nodes)
+    num_active = count - job.get("spares", 0)
     if num_active < 1:
-        raise UsageError(f"got --spares {job['spares']} of {selection.count} devices; one at least must work")
-    shard_ranges(num_shards, num_active, active_shares(job.get("shares"), selection.count, job.get("spares", 0)))
+        raise UsageError(f"got --spares {job['spares']} of {count} devices; one at least must work")
+    shard_ranges(num_shards, num_active, active_shares(job.get("shares"), count, job.get("spares", 0)))
     threads = job.pop("num_threads", None)
     folder = Path(job["run_dir"])
     work = Job(
@@ -270,10 +310,22 @@ def _train_by_workers(
         restart_kwargs={"resume": "auto"},
         resume_hint=f"samestep train {job['recipe']} --resume {folder}",
     )
-    outcome = supervise(work, selection, threads=threads or 1, start_method=start_method, policy=policy)
+    if cluster is None:
+        outcome, node = supervise(work, selection, threads=threads or 1, start_method=start_method, policy=policy), 0
+    else:
+        from samestep.launcher.nodes import Program, run_on_nodes
+
+        outcome, node = run_on_nodes(
+            Program(work, words, is_shared=True),
+            selection,
+            cluster,
+            threads=threads or 1,
+            start_method=start_method,
+            policy=policy,
+        )
     is_ended = outcome.exit_code == 0
     profile = None
-    if job["profile"] is not None:
+    if job["profile"] is not None and node == 0:
         profile = show_profile(Path(job["profile"]), to_stderr=as_json or not is_ended, silent=as_json and is_ended)
     if outcome.failure is not None:
         typer.echo(f"samestep: error: {outcome.failure}", err=True)
@@ -283,8 +335,15 @@ def _train_by_workers(
         if outcome.failure is None and folder.exists():
             typer.echo(f"samestep: stopped; what there is of the run: {folder}", err=True)
         raise typer.Exit(outcome.exit_code)
+    if node > 0:  # it is told where rank 0 is
+        return
     result = outcome.result if job["profile"] is None else {**outcome.result, "profile": profile}
-    _show(result, selection.describe(), as_json)
+    _show(result, selection.describe() + _on_nodes(cluster, selection.count, result), as_json)
+
+
+def _on_nodes(cluster: "Cluster | None", count: int, result: Mapping[str, Any]) -> str:
+    """On how many nodes that was, in words."""
+    return "" if cluster is None else f" on each of {counted(len(result['devices']) // count, 'node')}"
 
 
 def _train_here(job: dict[str, Any], rank: int, as_json: bool) -> None:

@@ -96,7 +96,8 @@ def connect_at(
     has_own_gpu = device.type == "cuda" and place.local_world_size <= torch.cuda.device_count()
     backend = "nccl" if has_own_gpu and place.transport == "auto" else "gloo"
     host = store_host(place)
-    meeting = store if host is None else None
+    # One supervisor must see all ranks to say who is left: over several nodes nobody heals.
+    meeting = store if host is None and place.local_world_size == place.world_size else None
     shared = None
     try:
         segment = _share(dist.PrefixStore("shared", store), place, connect_timeout)

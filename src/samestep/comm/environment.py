@@ -19,6 +19,10 @@ TRANSPORTS = ("auto", "gloo", "shared")
 NODES_VARIABLE = "SAMESTEP_NODES"
 NODES = ("auto", "flat")
 PROFILE_VARIABLE = "SAMESTEP_PROFILE"
+TORCHRUN_OPTIONS = (
+    *("NNODES", "NPROC_PER_NODE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "MAX_RESTARTS"),
+    *("RDZV_ENDPOINT", "RDZV_ID", "RDZV_BACKEND", "RDZV_CONF"),
+)
 
 
 @dataclass(frozen=True)
@@ -172,6 +176,18 @@ def chosen_profile(variables: Mapping[str, str] | None = None) -> str | None:
         variables: the environment variables; `os.environ` if None.
     """
     return (os.environ if variables is None else variables).get(PROFILE_VARIABLE) or None
+
+
+def torchrun_defaults(variables: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The defaults of torchrun's options by their names with underscores, as PET_NNODES, PET_NODE_RANK and so on say.
+
+    Kubeflow's runtime for PyTorch sets them (`torch/distributed/argparse_util.py` tells how torchrun reads them).
+
+    Args:
+        variables: the environment variables; `os.environ` if None.
+    """
+    env = os.environ if variables is None else variables
+    return {name.lower(): env["PET_" + name] for name in TORCHRUN_OPTIONS if env.get("PET_" + name)}
 
 
 def _number(env: Mapping[str, str], name: str, default: int | None = None) -> int:

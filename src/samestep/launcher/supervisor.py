@@ -117,7 +117,7 @@ def supervise_crew(
     restarts = Restarts(policy.max_restarts)
     events: list[Mapping[str, Any]] = []
     run_id = uuid.uuid4().hex
-    with _stop_requests() as requests, contextlib.closing(Display(job.quiet, job.lines_to)) as display:
+    with stop_requests() as requests, contextlib.closing(Display(job.quiet, job.lines_to)) as display:
         crew = open_crew()
         for attempt in itertools.count():
             again = False
@@ -150,7 +150,7 @@ def supervise_crew(
 
 
 @contextlib.contextmanager
-def _stop_requests() -> Iterator[int | None]:
+def stop_requests() -> Iterator[int | None]:
     """Turns SIGINT, SIGTERM and SIGHUP into bytes on a pipe; those that this process ignores stay ignored.
 
     Yields the pipe's read end; None outside the main thread, where Python has no signals.

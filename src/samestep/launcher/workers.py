@@ -67,10 +67,12 @@ class Workers:
 
     Args:
         board: the board; its first view holds those that the attempt begins with.
+        first_rank: the lowest rank on this machine.
     """
 
-    def __init__(self, board: Board) -> None:
+    def __init__(self, board: Board, first_rank: int = 0) -> None:
         self.board = board
+        self.first_rank = first_rank
         self.view: View = board.view()
         self.all: list[Worker] = []
 
@@ -114,7 +116,7 @@ class Workers:
     def rank(self, worker: Worker) -> int:
         """Its rank in the view in force; the one that it was started with if it is in none."""
         slots = self.view.slots
-        return slots.index(worker.slot) if worker.slot in slots else worker.place.rank
+        return self.first_rank + slots.index(worker.slot) if worker.slot in slots else worker.place.rank
 
     def announce(self, slots: tuple[int, ...], lost: Sequence[Mapping[str, Any]]) -> None:
         """Posts a new view."""

@@ -1,0 +1,68 @@
+"""Scripts that tests run on several nodes."""
+
+SMALL = """
+import torch
+import samestep
+
+run = samestep.Run(global_batch_size=32)
+layers = torch.nn.Linear(8, 512), torch.nn.Dropout(0.1), torch.nn.Linear(512, 512), torch.nn.Linear(512, 1)
+model = torch.nn.Sequential(*layers)
+optimizer = torch.optim.Adam(model.parameters())
+step = run.train_step(model, optimizer, lambda model, batch: (model(batch[0]) - batch[1]).square().mean())
+nodes, by_rail = getattr(run.communicator.transport, "nodes", None), []
+if nodes is not None:
+    exchange = nodes.rail.inner.exchange
+    nodes.rail.inner.exchange = lambda *parts: by_rail.append(1) or exchange(*parts)
+for batch in run.loader((torch.randn(96, 8), torch.randn(96, 1))):
+    step(batch)
+run.print("digest", samestep.state_digest(model, optimizer))
+run.print("by nodes", len(by_rail) > 0)
+"""
+"""Trains with large enough a model for sums to go by nodes, and says whether they did."""
+
+TRAINER = """
+import os, sys, time
+import torch
+import samestep
+
+run = samestep.Run(global_batch_size=32)
+model = torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.Dropout(0.1), torch.nn.Linear(64, 1))
+data = torch.randn(320, 8), torch.randn(320, 1)
+pace = float(os.environ.get("PACE", "0"))
+loss = lambda model, batch: (time.sleep(pace), (model(batch[0]) - batch[1]).square().mean())[1]
+optimizer = torch.optim.Adam(model.parameters())
+with samestep.Trainer(run, model, optimizer, loss, run_dir="mine", checkpoint_steps=5) as trainer:
+    trainer.fit(data, epochs=int(sys.argv[1]), resume="auto")
+    run.print("digest", trainer.digest)
+"""
+"""A script with a Trainer, which goes on from its own newest checkpoint when it is started again."""
+
+PARALLEL = """
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+model = nn.DataParallel(nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 1)))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(3):
+    loss = (model(torch.randn(16, 8)) - 1).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+print("digest", sum(p.double().sum().item() for p in model.parameters()).hex())
+"""
+"""A script for one process with nn.DataParallel."""
+
+WAITING = """
+import os, sys, time
+import torch, torch.distributed as dist
+
+dist.init_process_group("gloo")
+total = torch.ones(1)
+dist.all_reduce(total)
+open(f"met-{dist.get_rank()}", "w").close()
+if os.environ["RANK"] == sys.argv[1]:
+    sys.exit(7)
+time.sleep(600)
+"""
+"""A script of torch.distributed; one rank fails once all have met, the others wait."""

@@ -1,0 +1,189 @@
+"""Nodes as torchrun, Slurm and Kubeflow start them, and in two networks: the bits of one process."""
+
+import os
+import shutil
+import socket
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from node_scripts import SMALL
+
+pytestmark = pytest.mark.slow
+
+CLUSTER = Path(__file__).resolve().parents[2] / "examples" / "cluster"
+TRAINER_FIELDS = {"image", "command", "args", "env", "numNodes", "numProcPerNode", "resourcesPerNode"}
+"""Of spec.trainer in trainer.kubeflow.org/v1alpha1 (`trainjob_types.go` of kubeflow/trainer)."""
+
+SRUN = """#!/bin/bash
+# Stands in for Slurm's: starts two tasks, one a node, with the variables that a task finds.
+while [[ $1 == --* ]]; do shift; done
+for task in 0 1; do
+    SLURM_STEP_ID=0 SLURM_PROCID=$task SLURM_LOCALID=0 SLURM_NODEID=$task SLURM_STEP_NUM_TASKS=2 \\
+        SLURM_STEP_TASKS_PER_NODE="1(x2)" SLURM_STEP_NODELIST=localhost "$@" > "task-$task" 2>&1 &
+    tasks="$tasks $!"
+done
+for task in $tasks; do wait "$task" || failed=$?; done
+exit "${failed:-0}"
+"""
+SCONTROL = "#!/bin/bash\necho localhost\necho othernode\n"
+SAMESTEP = '#!/bin/bash\nexec {python} -m samestep "$@"\n'
+
+
+def digest(text):
+    return next(line.split()[-1] for line in text.splitlines() if line.startswith("digest"))
+
+
+def commands_in(folder, **texts):
+    folder.mkdir()
+    for name, text in texts.items():
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o755 | stat.S_IXUSR)
+    return f"{folder}:{os.environ['PATH']}"
+
+
+def free_job_id():
+    """A job whose port, as the batch script makes it, is free."""
+    for job in range(os.getpid(), os.getpid() + 100):
+        try:
+            socket.create_server(("", 20_000 + job % 12_000)).close()
+            return str(job)
+        except OSError:
+            continue
+    raise AssertionError("no port is free")
+
+
+@pytest.mark.parametrize("own_script", [False, True])
+def test_the_batch_script_trains_on_two_nodes_with_a_stand_in_for_srun(nodes, own_script):
+    path = commands_in(
+        nodes.folder / "bin", srun=SRUN, scontrol=SCONTROL, samestep=SAMESTEP.format(python=sys.executable)
+    )
+    slurm = {
+        "SLURM_JOB_ID": free_job_id(),
+        "SLURM_JOB_NAME": "samestep",
+        "SLURM_JOB_NUM_NODES": "2",
+        "SLURM_JOB_NODELIST": "localhost,othernode",
+    }
+    script = [str(nodes.script(SMALL))] if own_script else []
+    command = ["bash", str(CLUSTER / "train.sbatch"), *script]
+    if not own_script:
+        command = ["bash", "-c", f"sed 's/train lenet/train lenet --epochs 1/' {CLUSTER / 'train.sbatch'} | bash -s"]
+    variables = {**slurm, "PATH": path, "DEVICES": "cpu:1", "DATA": "digits"}
+    batch = nodes.end_of(nodes.start_program(command, **variables))
+    first, second = ((nodes.folder / f"task-{task}").read_text() for task in (0, 1))
+    assert batch.code == 0, batch.stderr + first + second
+    if own_script:
+        one = nodes.end_of(nodes.start_program([sys.executable, *script]))
+    else:
+        one = nodes.run("train", "lenet", "--data", "digits", "--epochs", "1", "--devices", "cpu:1", "--run-dir", "one")
+    digests = [digest(text) for text in (first, second) if "digest" in text]
+    assert digests == [one.digest]
+
+
+def test_the_manifest_has_the_fields_of_a_trainjob_and_its_command_runs_on_two_nodes(nodes):
+    yaml = pytest.importorskip("yaml")
+    manifest = yaml.safe_load((CLUSTER / "trainjob.yaml").read_text())
+    assert (manifest["apiVersion"], manifest["kind"]) == ("trainer.kubeflow.org/v1alpha1", "TrainJob")
+    assert set(manifest) == {"apiVersion", "kind", "metadata", "spec"}
+    assert set(manifest["spec"]) == {"runtimeRef", "trainer"}
+    assert set(manifest["spec"]["runtimeRef"]) <= {"name", "apiGroup", "kind"}
+    trainer = manifest["spec"]["trainer"]
+    assert set(trainer) <= TRAINER_FIELDS
+    assert all(isinstance(word, str) for word in trainer["command"] + trainer["args"])
+    assert trainer["command"][0] == "samestep"
+    given = {"mnist": "digits", "/runs/lenet": "many"}
+    words = [*trainer["command"][1:], *(given.get(word, word) for word in trainer["args"]), "--epochs", "1"]
+    runtime = {
+        "PET_NNODES": str(trainer["numNodes"]),
+        "PET_NPROC_PER_NODE": "cpu" if os.cpu_count() == 1 else "1",
+        "PET_MASTER_ADDR": "localhost",
+        "PET_MASTER_PORT": str(nodes.port),
+    }
+    started = [nodes.start(*words, PET_NODE_RANK=rank, CUDA_VISIBLE_DEVICES="", **runtime) for rank in ("0", "1")]
+    first, second = map(nodes.end_of, started)
+    assert (first.code, second.code) == (0, 0), first.stderr + second.stderr
+    one = nodes.run("train", "lenet", "--data", "digits", "--epochs", "1", "--devices", "cpu:1", "--run-dir", "one")
+    assert first.digest == one.digest
+
+
+def test_torchruns_own_agents_start_nodes_that_sum_by_nodes(nodes):
+    script = nodes.script(SMALL)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "2"]
+    meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", nodes.endpoint, "--log-dir", str(nodes.folder / "torch")]
+    started = [nodes.start_program([*torchrun, *meeting, str(script)]) for _ in range(2)]
+    ended = [nodes.end_of(process) for process in started]
+    assert [node.code for node in ended] == [0, 0], ended[0].stderr
+    told = "".join(node.stdout for node in ended)
+    assert "by nodes True" in told
+    assert digest(told) == nodes.end_of(nodes.start_program([sys.executable, str(script)])).digest
+
+
+def test_tasks_of_srun_on_two_nodes_sum_by_nodes(nodes):
+    script = nodes.script(SMALL)
+    slurm = {
+        "SLURM_JOB_ID": "77",
+        "SLURM_STEP_ID": "0",
+        "SLURM_STEP_NUM_TASKS": "4",
+        "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+        "SLURM_STEP_NODELIST": "localhost",
+        "MASTER_PORT": str(nodes.port),
+    }
+    started = [
+        nodes.start_program(
+            [sys.executable, str(script)],
+            **slurm,
+            SLURM_PROCID=str(rank),
+            SLURM_LOCALID=str(rank % 2),
+            SLURM_NODEID=str(rank // 2),
+        )
+        for rank in range(4)
+    ]
+    ended = [nodes.end_of(process) for process in started]
+    assert [task.code for task in ended] == [0] * 4, ended[0].stderr
+    assert "by nodes True" in ended[0].stdout
+    assert ended[0].digest == nodes.end_of(nodes.start_program([sys.executable, str(script)])).digest
+
+
+@pytest.fixture
+def networks() -> Iterator[list[list[str]]]:
+    """Two network namespaces with a cable between them: what to start a program with to run it in each."""
+    if not all(shutil.which(name) for name in ("unshare", "nsenter", "ip")):
+        pytest.skip("unshare, nsenter or ip is not here")
+    holders = [subprocess.Popen(["unshare", "-n", "sleep", "600"], stderr=subprocess.DEVNULL) for _ in range(2)]
+    inside = [["nsenter", "-t", str(holder.pid), "-n"] for holder in holders]
+    ends = [f"st{os.getpid()}{letter}" for letter in "ab"]
+    commands = [["ip", "link", "add", ends[0], "type", "veth", "peer", "name", ends[1]]]
+    for number, (end, holder, enter) in enumerate(zip(ends, holders, inside, strict=True)):
+        commands += [
+            ["ip", "link", "set", end, "netns", str(holder.pid)],
+            [*enter, "ip", "addr", "add", f"10.213.77.{number + 1}/24", "dev", end],
+            [*enter, "ip", "link", "set", end, "up"],
+            [*enter, "ip", "link", "set", "lo", "up"],
+        ]
+    try:
+        for _ in range(100):  # until the holders have left this one's network
+            links = [os.readlink(f"/proc/{holder.pid}/ns/net") for holder in holders if holder.poll() is None]
+            if len(links) < 2 or len({*links, os.readlink("/proc/self/ns/net")}) == 3:
+                break
+        for command in commands:
+            if subprocess.run(command, capture_output=True).returncode:
+                subprocess.run(["ip", "link", "del", ends[0]], capture_output=True)
+                pytest.skip("this machine lets nobody make network namespaces")
+        yield inside
+    finally:
+        for holder in holders:
+            holder.kill()
+            holder.wait()
+
+
+def test_nodes_in_two_networks_find_each_other_by_the_interface_between_them(nodes, networks):
+    script = nodes.script(SMALL)
+    meeting = ["run", "--nnodes", "2", "--rdzv-endpoint", f"10.213.77.1:{nodes.port}", "--devices", "cpu:2", script]
+    first, second = [nodes.end_of(p) for p in [nodes.start(*meeting, prefix=enter) for enter in networks]]
+    assert (first.code, second.code) == (0, 0), first.stderr + second.stderr
+    told = first.stdout + second.stdout
+    assert "by nodes True" in told
+    assert digest(told) == nodes.end_of(nodes.start_program([sys.executable, str(script)])).digest
