@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from samestep.engine.losses import Mean
     from samestep.engine.result import StepResult
     from samestep.engine.step import TrainStep
+    from samestep.engine.strategies import Replicate, Sharded
     from samestep.errors import SamestepError
     from samestep.launcher.notebook import launch
     from samestep.train import metrics
@@ -43,8 +44,10 @@ _HOMES = {
     "EpochRecord": "samestep.train.epoch",
     "Loader": "samestep.data.loader",
     "Mean": "samestep.engine.losses",
+    "Replicate": "samestep.engine.strategies",
     "Run": "samestep.train.run",
     "SamestepError": "samestep.errors",
+    "Sharded": "samestep.engine.strategies",
     "StepResult": "samestep.engine.result",
     "TensorData": "samestep.data.tensors",
     "TrainStep": "samestep.engine.step",
@@ -69,8 +72,10 @@ __all__ = [
     "EpochRecord",
     "Loader",
     "Mean",
+    "Replicate",
     "Run",
     "SamestepError",
+    "Sharded",
     "StepResult",
     "TensorData",
     "TrainStep",

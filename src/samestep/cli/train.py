@@ -80,6 +80,14 @@ def train(
     reduction: Annotated[
         str | None, typer.Option(help="ordered (the default: same bits on any devices) or native.")
     ] = None,
+    strategy: Annotated[
+        str | None,
+        typer.Option(help="replicate (the default) or sharded: 1/D of the state on each device; same bits."),
+    ] = None,
+    shard_optimizer: Annotated[
+        bool | None,
+        typer.Option("--shard-optimizer/--no-shard-optimizer", help="Each device has 1/D of the optimizer's state."),
+    ] = None,
     num_workers: Annotated[
         int | None, typer.Option(help="Processes a rank that fetch samples; none by default.")
     ] = None,
@@ -179,6 +187,8 @@ def train(
         "compile": compile,
         "cuda_graphs": cuda_graphs,
         "reduction": reduction,
+        "strategy": strategy,
+        "shard_optimizer": shard_optimizer,
         "num_workers": num_workers,
         "num_threads": threads,
         "options": pairs(option) if option else None,

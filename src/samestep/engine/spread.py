@@ -44,17 +44,32 @@ class SpreadState:
             )
         return named
 
-    def hand_over(self, optimizers: Sequence[Optimizer], names: Mapping[int, str]) -> None:
-        """Gives the optimizers this rank's parts in place of the parameters that they hold.
+    def hand_over(self, optimizers: Sequence[Optimizer], names: Mapping[int, str], rank: int) -> None:
+        """Gives the optimizers this rank's parts in place of the parameters that they hold, and of their state.
 
         Args:
-            optimizers: without state.
+            optimizers: over whole parameters.
             names: of the parameters, by their ids.
+            rank: this one.
         """
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 held: list[nn.Parameter] = group["params"]
-                held[:] = [self.parts.get(names[id(parameter)], parameter) for parameter in held]
+                for index, whole in enumerate(held):
+                    name = names[id(whole)]
+                    held[index] = part = self.parts.get(name, whole)
+                    if whole in optimizer.state and part is not whole:
+                        optimizer.state[part] = self._cut(name, optimizer.state.pop(whole), rank)
+
+    def _cut(self, name: str, state: Mapping[str, Any], rank: int) -> dict[str, Any]:
+        """This rank's part of what an optimizer keeps of a parameter."""
+        spread, shape = self.spreads[name], self.parts[name].shape
+        return {
+            key: spread.part(value, rank).clone().view(shape)
+            if isinstance(value, Tensor) and value.ndim > 0 and value.shape == spread.shape
+            else value
+            for key, value in state.items()
+        }
 
     def parameters(self) -> Iterator[tuple[str, Piece]]:
         """This rank's piece of every parameter."""
@@ -78,7 +93,7 @@ def check_elementwise(optimizers: Sequence[Optimizer], device: torch.device, by_
     """Checks that optimizers give the same bits whichever part of a parameter they see.
 
     Args:
-        optimizers: without state yet.
+        optimizers: some.
         device: where they compute.
         by_rows: whether parts end anywhere, and not at multiples of 64 elements.
 
@@ -96,8 +111,4 @@ def check_elementwise(optimizers: Sequence[Optimizer], device: torch.device, by_
             raise UsageError(
                 f"{name} with fused=True rounds on a CPU by where a tensor begins and ends; where its state is spread "
                 "over the ranks leave fused out, or give foreach=True"
-            )
-        if optimizer.state:
-            raise UsageError(
-                f"{name} has taken steps already; make the training step first, and load its state by load_checkpoint"
             )

@@ -523,7 +523,8 @@ class TrainStep:
         if self.owned is not None:
             raise UsageError("with shard_optimizer=True what is trained stays as it was when the step was made")
         self.owned = gradients.keep_parts()
-        self.owned.state.hand_over(self.optimizers, {id(p): name for name, p in self._named.items()})
+        names = {id(parameter): name for name, parameter in self._named.items()}
+        self.owned.state.hand_over(self.optimizers, names, self.team.rank)
         self._trained = self._what_is_trained()
 
     def _what_is_trained(self) -> tuple[Any, ...]:

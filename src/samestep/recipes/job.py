@@ -47,6 +47,8 @@ def train(
     compile: bool = False,
     cuda_graphs: bool = False,
     reduction: str = "ordered",
+    strategy: str = "replicate",
+    shard_optimizer: bool = False,
     num_workers: int = 0,
     num_threads: int | None = None,
     options: Mapping[str, str] | None = None,
@@ -79,7 +81,9 @@ def train(
         profile=profile,
     )
     content = chosen.data(DataOptions(data=data, data_dir=data_dir, seed=seed, options=options or {}))
-    model = chosen.model(content).to(run.device)
+    model = chosen.model(content)
+    if strategy == "replicate":  # else its parts go there, one after another
+        model = model.to(run.device)
     settings = optimizer_settings(chosen, optimizer, lr, momentum, weight_decay)
     clip = chosen.max_grad_norm if max_grad_norm is None else max_grad_norm
     num_epochs = chosen.epochs if epochs is None else epochs
@@ -117,6 +121,8 @@ def train(
             precision=precision,
             compile=compile,
             cuda_graphs=cuda_graphs,
+            strategy=strategy,
+            shard_optimizer=shard_optimizer,
         ) as trainer,
         stopping_on_request(run.team),  # asked to when training is done, it leaves the result first
     ):

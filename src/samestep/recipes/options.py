@@ -23,6 +23,7 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "optimizer": ("sgd", "adam", "adamw"),
     "precision": ("32-true", "bf16-mixed", "16-mixed"),
     "reduction": ("ordered", "native"),
+    "strategy": ("replicate", "sharded"),
 }
 LEAST: Mapping[str, int] = {
     "epochs": 1,

@@ -15,7 +15,7 @@ from samestep.comm.mesh import data_mesh
 from samestep.comm.pieces import by_rows
 from samestep.comm.team import Team
 from samestep.engine.parameters import named_parameters
-from samestep.engine.sharding.wrapping import shard_modules
+from samestep.engine.sharding.wrapping import plan_modules, shard_modules
 from samestep.engine.spread import SpreadState, check_elementwise
 from samestep.engine.strategies import Sharded
 
@@ -55,19 +55,16 @@ class ShardedModel:
 
     Args:
         model: equal on all ranks; its parameters become DTensors.
-        optimizers: over its parameters, without state yet; their parameters become this rank's parts.
+        optimizers: over its parameters, which become this rank's parts.
         communicator: this rank's voice.
         mesh: over all ranks.
+        inner: the modules inside it that come together as one, from `plan_modules`.
         options: how.
 
     Attributes:
         model: the model.
         state: this rank's parts.
         groups: the modules that come together as one, the model last.
-
-    Raises:
-        UsageError: an optimizer whose update needs the whole of a parameter, or that has state; or a parameter that
-            cannot be spread.
     """
 
     def __init__(
@@ -76,13 +73,12 @@ class ShardedModel:
         optimizers: Sequence[Optimizer],
         communicator: Communicator,
         mesh: DeviceMesh,
+        inner: Sequence[nn.Module],
         options: Sharded,
     ) -> None:
-        check_elementwise(optimizers, communicator.device, by_rows=True)
-        named_parameters(model, optimizers)
         before = dict(model.named_parameters())
         names = {id(parameter): name for name, parameter in before.items()}
-        modules = shard_modules(model, mesh, options)
+        modules = shard_modules(model, inner, mesh, options)
         self.model = model
         self._dtensors = dict(model.named_parameters())
         for module in modules:  # from here on FSDP2 keeps each part where it is
@@ -95,7 +91,7 @@ class ShardedModel:
             {name: by_rows(parameter.shape, communicator.world_size) for name, parameter in self._dtensors.items()},
             has_whole_parameters=False,
         )
-        self.state.hand_over(optimizers, names)
+        self.state.hand_over(optimizers, names, communicator.rank)
 
     def forget_gradients(self) -> None:
         """Drops what FSDP2 has left in `.grad`."""
@@ -111,9 +107,14 @@ class ShardedModel:
 
 def shard_model(team: Team, model: nn.Module, optimizers: Sequence[Optimizer], options: Sharded) -> ShardedModel:
     """Spreads a model over the ranks of a team, which deals its shards in turn from then on."""
-    team.deal_in_turn()
     communicator = team.communicator
-    return ShardedModel(model, optimizers, communicator, data_mesh(communicator, team.timeout), options)
+    check_elementwise(
+        optimizers, communicator.device, by_rows=True
+    )  # before the ranks connect
+    named_parameters(model, optimizers)
+    inner = plan_modules(model, options)
+    team.deal_in_turn()
+    return ShardedModel(model, optimizers, communicator, data_mesh(communicator, team.timeout), inner, options)
 
 
 def _part(parameter: nn.Parameter) -> nn.Parameter:

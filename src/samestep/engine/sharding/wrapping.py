@@ -1,6 +1,6 @@
 """Wrapping: which modules of a model come together and go again as one, and handing them to FSDP2."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import nn
@@ -18,24 +18,36 @@ OPAQUE = (nn.MultiheadAttention,)  # read the parameters of their children, and 
 DTYPES = {None: None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def shard_modules(model: nn.Module, mesh: DeviceMesh, options: Sharded) -> list[FSDPModule]:
+def plan_modules(model: nn.Module, options: Sharded) -> list[nn.Module]:
+    """The modules inside a model that are to come together as one; nothing is changed.
+
+    Raises:
+        UsageError: a parameter cannot be spread, `wrap` names no module that can be, or one cannot be run anew.
+    """
+    check_parameters(model)
+    inner = choose_modules(model, options.wrap)
+    if options.activation_checkpointing:
+        _check_statistics(inner or [model])
+    return inner
+
+
+def shard_modules(model: nn.Module, inner: Sequence[nn.Module], mesh: DeviceMesh, options: Sharded) -> list[FSDPModule]:
     """Spreads the parameters of a model over a mesh, in place: moves it to the device module by module.
 
     Args:
         model: with all its parameters.
+        inner: from `plan_modules`.
         mesh: of one axis.
         options: how.
 
     Returns:
         The modules that come together as one, the inner ones first, the model last.
-
-    Raises:
-        UsageError: a parameter cannot be spread, or `wrap` names no module that can be.
     """
-    check_parameters(model)
-    inner = choose_modules(model, options.wrap)
     if options.activation_checkpointing:
-        _checkpoint_activations(inner or [model])
+        from torch.distributed._composable import checkpoint
+
+        for module in inner or [model]:
+            checkpoint(module)
     dtype = DTYPES[options.param_dtype]
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=None if dtype is None else torch.float32)
     offloads = options.cpu_offload and mesh.device_type != "cpu"
@@ -130,14 +142,8 @@ def _shares(module: nn.Module, model: nn.Module) -> bool:
     return any(id(p) in own for part in outside for p in part._parameters.values())
 
 
-def _checkpoint_activations(modules: list[nn.Module]) -> None:
-    """Lets modules keep their inputs only, and run anew in the backward.
-
-    Raises:
-        UsageError: one of them would then count its statistics twice.
-    """
-    from torch.distributed._composable import checkpoint
-
+def _check_statistics(modules: Sequence[nn.Module]) -> None:
+    """Raises a `UsageError` where a module that is run anew in the backward would count its statistics twice."""
     for module in modules:
         for name, part in module.named_modules():
             if isinstance(part, _NormBase) and part.track_running_stats:
@@ -145,4 +151,3 @@ def _checkpoint_activations(modules: list[nn.Module]) -> None:
                     f"{type(module).__name__}.{name} keeps running statistics, which a second forward would count "
                     "twice; use GroupNorm or LayerNorm, or leave activation_checkpointing out"
                 )
-        checkpoint(module)

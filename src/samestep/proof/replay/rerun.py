@@ -167,6 +167,8 @@ class Rerun:
             run: Run = args[0] if args else options["run"]
             if run.device.type != "cuda":  # another kind of device, of other bits in any case
                 options.pop("cuda_graphs", None)
+            if getattr(options.get("strategy"), "param_dtype", None) is None:  # others have the same bits
+                options = {**options, "strategy": "replicate", "shard_optimizer": False}
             make_trainer(this, *args, **{**options, "loggers": (), "run_dir": None})
 
         def fit_from_the_checkpoint(this: Trainer, *args: Any, **options: Any) -> Any:

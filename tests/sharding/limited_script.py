@@ -1,0 +1,39 @@
+"""Trains a model of 48 MiB under a limit of memory: `limited_script.py STRATEGY MIB` (0: no limit); prints a digest."""
+
+import re
+import resource
+import sys
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+import samestep
+
+WIDTH = 1024
+
+
+def data_bytes():
+    """The private memory that this process has asked for."""
+    return 1024 * int(re.search(r"VmData:\s*(\d+)", Path("/proc/self/status").read_text())[1])
+
+
+def loss(model, batch):
+    """A mean over the shard."""
+    return functional.mse_loss(model(batch), batch)
+
+
+strategy, limit = sys.argv[1], int(sys.argv[2])
+run = samestep.Run(global_batch_size=16, num_shards=8, seed=1)
+if limit:
+    resource.setrlimit(resource.RLIMIT_DATA, (data_bytes() + (limit << 20), resource.RLIM_INFINITY))
+model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(12)))
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+options = {"shard_optimizer": True} if strategy == "owned" else {"strategy": strategy}
+step = run.train_step(model, optimizer, loss, **options)
+norms = []
+for _ in range(3):
+    result = step(torch.randn(16, WIDTH))
+    norms.append((result.loss.hex(), result.grad_norm.hex()))
+run.print("norms", *norms[-1])

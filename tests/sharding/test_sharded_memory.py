@@ -1,0 +1,37 @@
+"""What a spread state needs: a model that does not fit under a worker's limit of memory trains when it is spread."""
+
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).with_name("limited_script.py")
+LIMIT_MIB = 256
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the limit of private memory is Linux's")
+
+
+def limited(strategy, num_devices, limit):
+    """Runs the script; its exit code and what it says."""
+    # By default glibc keeps what was freed in pieces of a few MiB, which would count as used.
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "1000000"}
+    command = [sys.executable, "-m", "samestep", "run", "--devices", f"cpu:{num_devices}", SCRIPT, strategy, str(limit)]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    return ended.returncode, ended.stdout, ended.stderr
+
+
+def norms(said):
+    """The last loss and gradient norm that a script printed."""
+    return next(line for line in said.splitlines() if line.startswith("norms"))
+
+
+def test_a_model_that_does_not_fit_a_workers_memory_trains_when_it_is_spread():
+    runs = [("sharded", 2, LIMIT_MIB), ("replicate", 2, LIMIT_MIB), ("replicate", 1, 0)]
+    with ThreadPoolExecutor() as pool:
+        spread, whole, unlimited = pool.map(lambda run: limited(*run), runs)
+    assert spread[0] == 0, spread[2]
+    assert norms(spread[1]) == norms(unlimited[1])
+    assert whole[0] == 1
+    assert "memory" in whole[2]

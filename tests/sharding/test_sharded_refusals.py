@@ -1,0 +1,142 @@
+"""What cannot be spread is refused by name, with what would work; and which modules come together as one."""
+
+import pytest
+import torch
+from spread_programs import Chain, classify, close_mesh_of, refused, table
+from torch import nn
+from worlds import in_turns
+
+import samestep
+from samestep.engine.sharding.wrapping import check_parameters, choose_modules
+from samestep.engine.strategies import Replicate, Sharded, as_strategy
+from samestep.errors import SamestepError, UsageError
+
+
+@pytest.mark.parametrize("optimizer", ["nadam", "adafactor"])
+@pytest.mark.parametrize("strategy", ["sharded", "owned"])
+def test_optimizers_that_need_the_whole_of_a_parameter_are_refused_on_any_number_of_devices(
+    worlds, strategy, optimizer
+):
+    name = {"nadam": "NAdam", "adafactor": "Adafactor"}[optimizer]
+    for world_size in (1, 2):
+        for sentence in worlds(world_size).run(refused, strategy, {"optimizer": optimizer}):
+            assert sentence.startswith(f"UsageError: {name} may need the whole of a parameter")
+            assert "AdamW" in sentence
+
+
+def test_fused_optimizers_on_a_cpu_are_refused_where_parts_end_anywhere(worlds):
+    (sentence,) = worlds(1).run(refused, "sharded", {"optimizer": "fused"})
+    assert "fused=True rounds on a CPU by where a tensor begins and ends" in sentence
+
+
+def test_ranks_that_take_turns_cannot_form_a_process_group():
+    assert "needs one process a rank" in in_turns(2, refused, "sharded", {})[0]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda m: m.register_parameter("scale", nn.Parameter(torch.tensor(1.0))), "scale has no dimension"),
+        (lambda m: m.first.to(torch.float64), "of several types"),
+        (lambda m: m.register_parameter("t", nn.Parameter(torch.ones(3, 4).t())), "t is not contiguous"),
+    ],
+)
+def test_parameters_that_cannot_be_spread_are_named(change, words):
+    model = Chain()
+    change(model)
+    with pytest.raises(UsageError, match=words):
+        check_parameters(model)
+
+
+def test_owned_parameters_that_are_not_contiguous_are_named():
+    def program(communicator):
+        run = samestep.Run(32, 8, communicator=communicator)
+        model = nn.Sequential(nn.Conv2d(3, 4, 3)).to(memory_format=torch.channels_last)
+        with pytest.raises(UsageError, match=r"0\.weight is not contiguous"):
+            run.train_step(model, torch.optim.SGD(model.parameters()), classify, shard_optimizer=True)
+
+    in_turns(2, program)
+
+
+def test_a_run_that_spreads_its_state_has_no_spares_and_no_shares():
+    def program(communicator, strategy, options):
+        run = samestep.Run(32, 8, communicator=communicator, **options)
+        model = Chain()
+        optimizer = torch.optim.SGD(model.parameters())
+        with pytest.raises(UsageError, match="--spares" if "spares" in options else "--shares"):
+            run.train_step(model, optimizer, classify, strategy=strategy)
+
+    in_turns(3, program, Replicate(shard_optimizer=True), {"spares": 1})
+    in_turns(3, program, "sharded", {"spares": 1})
+    in_turns(3, program, "sharded", {"shares": [1, 2, 1]})
+
+
+@pytest.mark.parametrize(
+    ("value", "option", "words"),
+    [
+        ("fsdp", False, "it is 'replicate', 'sharded', or one with options"),
+        (3, False, r"samestep\.Sharded"),
+        ("sharded", True, "leave shard_optimizer out"),
+        (Sharded(), True, "leave shard_optimizer out"),
+    ],
+)
+def test_strategies_that_do_not_exist_are_refused(value, option, words):
+    with pytest.raises(UsageError, match=words):
+        as_strategy(value, option)
+
+
+@pytest.mark.parametrize("options", [{"wrap": 0}, {"wrap": True}, {"wrap": "Linear"}, {"param_dtype": "fp8"}])
+def test_options_that_cannot_be_are_refused(options):
+    with pytest.raises(UsageError, match=next(iter(options))):
+        Sharded(**options)
+
+
+def test_a_strategy_with_options_is_taken_as_it_is():
+    assert as_strategy(Sharded(wrap=5)) == Sharded(wrap=5)
+    assert as_strategy("replicate", True) == Replicate(shard_optimizer=True)
+
+
+def named(model, wrap):
+    """The names of the modules that come together as one."""
+    names = {id(module): name for name, module in model.named_modules()}
+    return [names[id(module)] for module in choose_modules(model, wrap)]
+
+
+def test_by_size_the_largest_modules_below_it_come_together():
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)) for _ in range(4)), nn.Linear(8, 1))
+    assert set(named(model, 144)) == {"0", "1", "2", "3", "4"}
+    assert set(named(model, 80)) == {f"{block}.{layer}" for block in range(4) for layer in range(2)} | {"4"}
+
+
+def test_modules_that_share_a_parameter_stay_together_and_opaque_ones_whole():
+    model = Chain()
+    assert not {"twice", "again"} & set(named(model, 300))
+    attention = nn.Sequential(nn.TransformerEncoderLayer(16, 2, 32), nn.Linear(16, 16))
+    assert "0.self_attn.out_proj" not in named(attention, 10)
+    assert "0.self_attn" in named(attention, 10)
+
+
+def test_a_function_that_names_nothing_or_a_container_is_refused():
+    with pytest.raises(UsageError, match="wrap names no module"):
+        choose_modules(Chain(), lambda module: False)
+    with pytest.raises(UsageError, match="ModuleList, which is never called"):
+        choose_modules(Chain(), lambda module: isinstance(module, nn.ModuleList))
+
+
+def test_running_statistics_and_recomputed_activations_do_not_go_together(worlds):
+    for sentence in worlds(2).run(recomputed_statistics):
+        assert "keeps running statistics, which a second forward would count twice" in sentence
+
+
+def recomputed_statistics(communicator):
+    """The sentence with which recomputing a BatchNorm is refused."""
+    run = samestep.Run(32, 8, communicator=communicator)
+    model = nn.Sequential(nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8)), nn.Linear(8, 2))
+    strategy = Sharded(activation_checkpointing=True, wrap=lambda module: isinstance(module, nn.Sequential))
+    try:
+        run.train_step(model, torch.optim.SGD(model.parameters()), classify, strategy=strategy)(table(32))
+    except SamestepError as error:
+        return str(error)
+    finally:
+        close_mesh_of(communicator)
+    return None
