@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from state_changes import trained
 from torch import nn
 
-from samestep.train import checksum as module
-from samestep.train.checksum import ROW_WORDS, StateChecksum, as_hex
+from samestep.train import rowsums as module
+from samestep.train.checksum import StateChecksum, as_hex
 from samestep.train.digest import state_digest
+from samestep.train.rowsums import ROW_WORDS
 
 WIDE = 3 * ROW_WORDS + 17
 MASK = 2**64 - 1
@@ -99,7 +100,7 @@ def test_plain_numbers_are_in_it_as_json():
 
 
 def test_the_weights_and_keys_keep_the_promise_of_certain_detection():
-    weights = module._random_words(0, ROW_WORDS)
+    weights = module.random_words(0, ROW_WORDS)
     low = weights & 0xFFFFFFFF
     assert len(set(low.tolist())) == ROW_WORDS
     assert 0 not in low.tolist()
@@ -308,7 +309,7 @@ def test_the_number_of_threads_does_not_count(threads):
 def test_blocks_of_any_size_give_the_same_row_sums(rows, limit):
     generator = torch.Generator().manual_seed(0)
     matrices = [torch.randint(-(2**31), 2**31, (n, ROW_WORDS), generator=generator).int() for n in rows]
-    weights = module._random_words(0, ROW_WORDS)
+    weights = module.random_words(0, ROW_WORDS)
     scratch = torch.empty(limit, ROW_WORDS, dtype=torch.int64)
     expected = (torch.cat(matrices).long() * weights).sum(1)
     assert torch.equal(module._sums_in_cache(matrices, weights, scratch), expected)

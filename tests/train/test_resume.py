@@ -314,7 +314,7 @@ TWINS = {
     "momentum": ("plain", 4, state, "load_optimizer", nothing),
     "precision of the optimizer's state": (
         *("float64 momentum", 4, state, "load_optimizer"),
-        lambda optimizer, saved: optimizer.load_state_dict(saved),
+        lambda optimizer, saved, *_: optimizer.load_state_dict(saved),
     ),
     "parameters and buffers": ("plain", 4, state, "load_model", nothing),
     "buffers that are not persistent": (

@@ -8,6 +8,7 @@ import typer
 from samestep.cli import ledger
 from samestep.cli.devices import devices
 from samestep.cli.doctor import doctor
+from samestep.cli.export import export
 from samestep.cli.plan import plan
 from samestep.cli.profile import profile
 from samestep.cli.replay import replay
@@ -56,6 +57,7 @@ app.command("profile")(profile)
 app.command("report")(report)
 app.command("runs")(runs)
 app.command("doctor")(doctor)
+app.command("export")(export)
 app.add_typer(ledger.app, name="ledger")
 
 

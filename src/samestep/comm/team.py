@@ -69,6 +69,8 @@ class Team:
         is_dealt: whether shards are dealt to the ranks in turn, as `plan.shards.dealt_ranges` has it.
         timeout: how long to wait for other ranks.
         stop: the signal by which the run was asked to stop, once all ranks know it, after the same step; 0 before.
+        asks_checkpoint: whether this rank wants all of them to write a checkpoint after the next step.
+        checkpoint_agreed: whether one of them did before the last step; the same on all ranks.
     """
 
     def __init__(
@@ -87,6 +89,8 @@ class Team:
         self.num_operations = 0
         self.pulse = Pulse() if pulse is None else pulse
         self.stop = 0
+        self.asks_checkpoint = False
+        self.checkpoint_agreed = False
         self._own_stop = 0
         self.healed: list[tuple[View, float]] = []
         self.give: Callable[[Communicator, int], None] | None = None

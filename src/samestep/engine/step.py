@@ -308,9 +308,9 @@ class TrainStep:
         if team.world_size == 1:
             if shortage is not None:
                 self._explain_shortage(batch, shortage)
-            team.stop = team.stop_asked
+            team.stop, team.checkpoint_agreed = team.stop_asked, team.asks_checkpoint
             return used, touched
-        flags = [*touched, *used]
+        flags = [*touched, team.asks_checkpoint, *used]
         said = write_header(batch, self.num_steps, team.stop_asked, shortage is not None, flags)
         if not self._late and self._gradients.carries_letters():
             headers = self._rows.exchange_by_letter(self._gradients.send_with_letter, team.ranges, said)
@@ -320,8 +320,8 @@ class TrainStep:
         heard = read_headers(headers, len(flags))
         if heard.is_short:
             self._explain_shortage(batch, shortage)
-        team.stop = heard.stop
-        return heard.flags[2:], (heard.flags[0], heard.flags[1])
+        team.stop, team.checkpoint_agreed = heard.stop, heard.flags[2]
+        return heard.flags[3:], (heard.flags[0], heard.flags[1])
 
     def _explain_shortage(self, batch: Batch, shortage: Shortage | None) -> NoReturn:
         """Measures, on every rank whose memory ran out, which number of shards fits, and raises alike on all ranks.

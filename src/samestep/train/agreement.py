@@ -32,6 +32,7 @@ BREAKING: Final[Mapping[str, str]] = {
     "scheduler": "the learning rate",
     "max_grad_norm": "the update",
     "precision": "the rounding",
+    "param_dtype": "the rounding",
     "compile": "which kernels run, and how they round",
     "cuda_graphs": "how kernels are launched",
     "reduction": "the order of sums between devices",

@@ -1,12 +1,13 @@
 """Checkpoints: the state of a run in a folder of its own, written whole or not at all, and trusted only once verified.
 
     checkpoints/step-00001200/model.safetensors  optimizer.safetensors  …  state.json  manifest.json
+                              model.shard-00001-of-00004.safetensors  …    where the state is spread over the ranks
     checkpoints/latest                           the name of the one written last, for people
 
 A checkpoint is made under a temporary name: each file is written and synced to the disk, then the manifest with their
 checksums, then the folder is renamed. Whatever kills the writer, a folder called `step-…` is complete; whatever happens
-to the disk later, the manifest tells. The manifest lists files whoever wrote them: a strategy that shards state can
-have `torch.distributed.checkpoint` write its files into the same folder.
+to the disk later, the manifest tells. The manifest lists files whoever wrote them: where the state is spread over the
+ranks each of them writes its part; see `samestep.train.spreading`.
 """
 
 import errno
@@ -23,12 +24,12 @@ from torch import Tensor
 from samestep.errors import CheckpointError, UsageError
 from samestep.train.manifest import MANIFEST_FILE, Manifest, manifest_bytes, read_manifest
 from samestep.train.naming import FACTS_FILE
+from samestep.train.partfile import SUFFIX, parts_by_file, read_parts
 from samestep.train.temporary import remove_entry, remove_leftovers, temporary_name
-from samestep.train.tensorfile import check_bytes, read_bytes, read_tensors, tensor_pieces, write_pieces
+from samestep.train.tensorfile import Written, check_bytes, read_bytes, read_tensors, tensor_pieces, write_pieces
 from samestep.train.writing import writing
 
 LATEST_FILE = "latest"
-_TENSORS_SUFFIX = ".safetensors"
 _NAME = re.compile(r"step-(\d{8,})")
 _OCCUPIED = {errno.ENOTEMPTY, errno.EEXIST, errno.EACCES}  # EACCES: Windows, where a rename replaces no folder
 _RENAMES = 3
@@ -95,22 +96,64 @@ def write_checkpoint(folder: Path, snapshot: Snapshot, keep: int = 3, replace: b
         RunFolderError: it cannot be written; nothing that was good is lost.
     """
     check_keep(keep)
-    target = folder / checkpoint_name(snapshot.step)
+    temporary = begin_checkpoint(folder, snapshot.step, replace)
+    try:
+        return complete_checkpoint(folder, snapshot, temporary, {}, keep, replace)
+    finally:
+        if temporary is not None:
+            remove_entry(temporary)
+
+
+def begin_checkpoint(folder: Path, step: int, replace: bool) -> Path | None:
+    """Makes the folder, under a temporary name, that a checkpoint is written to.
+
+    Args:
+        folder: of the checkpoints.
+        step: of the checkpoint.
+        replace: see `write_checkpoint`.
+
+    Returns:
+        None if there is a good one of this step.
+
+    Raises:
+        RunFolderError: it cannot be made.
+    """
+    target = folder / checkpoint_name(step)
     with writing(target):
         if not folder.is_dir():
             folder.mkdir(parents=True, exist_ok=True)
             _sync_folder(folder.parent)
         remove_leftovers(folder)
-        if replace or verify_checkpoint(target) is not None:
-            temporary = temporary_name(folder, target.name, os.getpid())
-            try:
-                temporary.mkdir()
-                _fill(temporary, snapshot)
-                if replace and not _says_the_same(temporary, target):
-                    _discard(target)
-                _move_into_place(temporary, target)
-            finally:
-                remove_entry(temporary)
+        if not replace and verify_checkpoint(target) is None:
+            return None
+        temporary = temporary_name(folder, target.name, os.getpid())
+        temporary.mkdir()
+    return temporary
+
+
+def complete_checkpoint(
+    folder: Path, snapshot: Snapshot, temporary: Path | None, parts: Mapping[str, Written], keep: int, replace: bool
+) -> Path:
+    """Writes what is left to write of a checkpoint, gives it its name, and removes older ones.
+
+    Args:
+        folder: of the checkpoints.
+        snapshot: what is to be written.
+        temporary: of `begin_checkpoint`; whoever called that removes it, if it is still there.
+        parts: files that are in it already.
+        keep: see `write_checkpoint`.
+        replace: see `write_checkpoint`.
+
+    Raises:
+        RunFolderError: it cannot be written; nothing that was good is lost.
+    """
+    target = folder / checkpoint_name(snapshot.step)
+    with writing(target):
+        if temporary is not None:
+            _fill(temporary, snapshot, parts)
+            if replace and not _says_the_same(temporary, target):
+                _discard(target)
+            _move_into_place(temporary, target)
             _sync_folder(folder)
         _point_latest(folder, target.name)
         _remove_older(folder, snapshot.step, keep)
@@ -137,8 +180,12 @@ def verify_checkpoint(path: Path) -> str | None:
     return None
 
 
-def read_checkpoint(path: Path) -> Snapshot:
+def read_checkpoint(path: Path, only: str | None = None) -> Snapshot:
     """Reads a checkpoint; the very bytes that it gives are those whose checksums were verified.
+
+    Args:
+        path: its folder.
+        only: of the tensors, those of this file alone.
 
     Returns:
         The state; its tensors are contiguous, each in memory of its own.
@@ -147,7 +194,7 @@ def read_checkpoint(path: Path) -> Snapshot:
         CheckpointError: it is not there, damaged, incomplete, or of a newer format.
     """
     try:
-        return _read(path)
+        return _read(path, only)
     except (CheckpointError, OSError) as error:
         message = f"{_sentence(path, error)}; take another checkpoint, or a copy of this one"
         raise CheckpointError(message) from error
@@ -198,16 +245,23 @@ def _listed(folder: Path) -> list[tuple[int, Path]]:
     return sorted((int(match[1]), path) for match, path in matches if match and path.is_dir())
 
 
-def _read(path: Path) -> Snapshot:
+def _read(path: Path, only: str | None = None) -> Snapshot:
     manifest = _checked_manifest(path)
-    files, facts = {}, None
+    parts = parts_by_file(manifest.files)
+    divided = {name for names in parts.values() for name in names}
+    files: dict[str, dict[str, Tensor]] = {}
+    facts = None
     for name, written in manifest.files.items():
-        if name.endswith(_TENSORS_SUFFIX):
-            files[name.removesuffix(_TENSORS_SUFFIX)] = read_tensors(path / name, written)
+        if name.endswith(SUFFIX):
+            if name not in divided and only in (None, name.removesuffix(SUFFIX)):
+                files[name.removesuffix(SUFFIX)] = read_tensors(path / name, written)
         elif name == FACTS_FILE:
             facts = json.loads(read_bytes(path / name, written))
         else:
             check_bytes(path / name, written)
+    for file, names in parts.items():
+        if only in (None, file):
+            files[file] = {**files.get(file, {}), **read_parts(path, names, manifest.files)}
     return Snapshot(manifest.step, files, facts)
 
 
@@ -228,12 +282,11 @@ def _sentence(path: Path, error: Exception) -> str:
     return f"{path} is no good checkpoint: {(error.strerror if isinstance(error, OSError) else None) or error}"
 
 
-def _fill(folder: Path, snapshot: Snapshot) -> None:
-    """Writes all files, the manifest last."""
-    files = {
-        f"{name}{_TENSORS_SUFFIX}": write_pieces(folder / f"{name}{_TENSORS_SUFFIX}", tensor_pieces(tensors))
-        for name, tensors in snapshot.files.items()
-    }
+def _fill(folder: Path, snapshot: Snapshot, parts: Mapping[str, Written]) -> None:
+    """Writes all files that are not there yet, the manifest last."""
+    files = dict(parts)
+    for name, tensors in snapshot.files.items():
+        files[f"{name}{SUFFIX}"] = write_pieces(folder / f"{name}{SUFFIX}", tensor_pieces(tensors))
     facts = json.dumps(snapshot.facts, allow_nan=False, separators=(",", ":")).encode()
     files[FACTS_FILE] = write_pieces(folder / FACTS_FILE, [facts])
     write_pieces(folder / MANIFEST_FILE, [manifest_bytes(Manifest(snapshot.step, files))])

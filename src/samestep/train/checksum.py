@@ -14,13 +14,15 @@ dtypes, shapes and plain numbers enter through BLAKE2. Nobody who wants to is ke
 checksum: it finds accidents. `samestep.train.digest` is the one for proof against intent.
 
 Integer sums modulo 2^64 do not depend on their order, so neither does the result: any device, any number of threads,
-any layout in memory. A word is read and multiplied once; what is between stays in the cache of a CPU, and on an
-accelerator in blocks that are large enough to hide the start of a kernel.
+any layout in memory. A row's sum is linear in its words: where the ranks have different parts of the state, each sums
+its own words, these sums are exchanged, 8 bytes for 16 KiB of state, and added. A word is read and multiplied once;
+what is between stays in the cache of a CPU, and on an accelerator in blocks that are large enough to hide the start of
+a kernel.
 """
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,17 +30,24 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from samestep.data.batch import flattened
+from samestep.comm.pieces import Piece
+from samestep.engine.step import TrainStep
 from samestep.train.digest import named_state
-
-ROW_WORDS = 4096
-ROW_BYTES = 4 * ROW_WORDS
-SLOT_BYTES = 16  # what the longest dtype, complex128, must be aligned to
-CPU_BLOCK_ROWS = 32  # 1 MiB of products: they stay in the cache
-BLOCK_ROWS = 1024
-
-_GOLDEN = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio, SplitMix64's increment
-_FIRST, _SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+from samestep.train.rowsums import (
+    ROW_BYTES,
+    ROW_WORDS,
+    RowSums,
+    carried,
+    flat,
+    last,
+    main_device,
+    places_of,
+    random_words,
+    rows_of,
+    scattered,
+    signed,
+)
+from samestep.train.spreadsum import SpreadSum
 
 
 @dataclass(frozen=True)
@@ -88,15 +97,19 @@ class StateChecksum:
     do not. Tier `bitwise`.
 
     Args:
-        model: its parameters and all its buffers count.
+        model: its parameters and all its buffers count; or a training step, whose state it is. Only a step knows what
+            of it is spread over the ranks: all of them compute it together then.
         optimizers: state is named after the parameter that it belongs to; settings such as learning rates do not count.
+            None for a step's own.
     """
 
-    def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-        self._model = model
-        self._optimizers = tuple(optimizers)
+    def __init__(self, model: nn.Module | TrainStep, optimizers: Sequence[Optimizer] = ()) -> None:
+        self._step = model if isinstance(model, TrainStep) else None
+        self._model = model.model if isinstance(model, TrainStep) else model
+        self._optimizers = model.optimizers if isinstance(model, TrainStep) else tuple(optimizers)
         self._plan: _Plan | None = None
-        self._scratch = torch.empty(0, ROW_WORDS, dtype=torch.int64)
+        self._sums = RowSums()
+        self._spread_sum = SpreadSum(self._sums)
 
     @torch.no_grad()
     def compute(self) -> Tensor:
@@ -105,13 +118,24 @@ class StateChecksum:
         Returns:
             A 0-d int64 tensor on the device; nobody waits for it until it is read. See `as_hex`.
         """
-        names, tensors, plain = [], [], []
-        for name, value in named_state(self._model, self._optimizers):
-            if isinstance(value, Tensor):
+        step = self._step
+        names: list[str] = []
+        tensors: list[Tensor] = []
+        pieces: dict[int, Piece] = {}
+        plain: list[tuple[str, Any]] = []
+        spread, world_size = (None, 1) if step is None else (step.spread, step.communicator.world_size)
+        for name, value in named_state(self._model, self._optimizers, spread, world_size):
+            if isinstance(value, Piece):
+                pieces[len(names)] = value
+            if isinstance(value, Tensor | Piece):
                 names.append(name)
-                tensors.append(value)
+                tensors.append(value.local if isinstance(value, Piece) else value)
             else:
                 plain.append((name, value))
+        if step is not None and pieces:
+            forms = [(names[k], t.dtype, pieces[k].shape if k in pieces else t.shape) for k, t in enumerate(tensors)]
+            total = self._spread_sum.of(tensors, pieces, step.communicator)
+            return scattered(total + signed(_fingerprint(forms) + _hash(json.dumps(plain))))
         plan = self._fitting_plan(names, tensors)
         total = torch.zeros((), dtype=torch.int64, device=plan.main)
         rest = torch.zeros_like(plan.stage_keys)
@@ -119,22 +143,14 @@ class StateChecksum:
             weights, keys = plan.weights[device], plan.keys[device]
             if keys.numel():
                 counted = zip(tensors, plan.full, strict=True)
-                rows = (_rows(tensor, count) for tensor, count in counted if count and tensor.device == device)
-                sums = self._row_sums(rows, weights)
-                total += _carried(_scattered(sums + keys).sum(), plan.main)
+                rows = (_first_rows(tensor, count) for tensor, count in counted if count and tensor.device == device)
+                sums = self._sums.of(rows, weights)
+                total += carried(scattered(sums + keys).sum(), plan.main)
             for parts, slots in stage.groups:
-                torch._foreach_copy_(slots, [_last(tensors[k], n) if n else tensors[k] for k, n in parts])
-            rest += _carried(self._row_sums([stage.words], weights), plan.main)
-        total += _scattered(rest + plan.stage_keys).sum()
-        return _scattered(total + _signed(plan.fingerprint + _hash(json.dumps(plain))))
-
-    def _row_sums(self, rows: Iterable[Tensor], weights: Tensor) -> Tensor:
-        """The weighted sum of each row of some matrices, int32 [rows, ROW_WORDS], one after another: int64 [rows]."""
-        if weights.device.type != "cpu":
-            return _sums_of_large_blocks(rows, weights)
-        if self._scratch.numel() == 0:
-            self._scratch = torch.empty(CPU_BLOCK_ROWS, ROW_WORDS, dtype=torch.int64)
-        return _sums_in_cache(rows, weights, self._scratch)
+                torch._foreach_copy_(slots, [last(tensors[k], n) if n else tensors[k] for k, n in parts])
+            rest += carried(self._sums.of([stage.words], weights), plan.main)
+        total += scattered(rest + plan.stage_keys).sum()
+        return scattered(total + signed(plan.fingerprint + _hash(json.dumps(plain))))
 
     def _fitting_plan(self, names: list[str], tensors: list[Tensor]) -> _Plan:
         """The plan of last time, if it fits; optimizers make their state in their first step."""
@@ -152,22 +168,14 @@ def as_hex(value: int) -> str:
 
 def _make_plan(layout: list[tuple[Any, ...]]) -> _Plan:
     """Gives every word of the state its place: whole rows tensor by tensor, then what is left of all of them."""
-    devices = list(dict.fromkeys(device for *_, device in layout)) or [torch.device("cpu")]
-    main = next((device for device in devices if device.type != "cpu"), devices[0])
-    full, places, end = [], [], 0
-    for _, dtype, shape, _ in layout:
-        size = shape.numel() * dtype.itemsize
-        full.append(size // ROW_BYTES)
-        places.append((end, size % ROW_BYTES))
-        end += -(-(size % ROW_BYTES) // SLOT_BYTES) * SLOT_BYTES
-    num_rest = max(1, -(-end // ROW_BYTES))
-    keys = _random_words(ROW_WORDS, sum(full) + num_rest)
+    devices, main = main_device(device for *_, device in layout)
+    full, places, num_rest = places_of(shape.numel() * dtype.itemsize for _, dtype, shape, _ in layout)
+    keys = random_words(ROW_WORDS, sum(full) + num_rest)
     keys_of = dict(zip(range(len(full)), keys[num_rest:].split(full), strict=True))
-    described = [(name, str(dtype), list(shape)) for name, dtype, shape, _ in layout]
-    weights = _random_words(0, ROW_WORDS)
+    weights = random_words(0, ROW_WORDS)
     return _Plan(
         layout=layout,
-        fingerprint=_hash(json.dumps(described)),
+        fingerprint=_fingerprint([form[:3] for form in layout]),
         full=tuple(full),
         keys={
             device: torch.cat([keys[:0], *(keys_of[k] for k, row in enumerate(layout) if row[3] == device)]).to(device)
@@ -199,94 +207,14 @@ def _make_stage(
     return _Stage(buffer.view(torch.int32).view(num_rows, ROW_WORDS), tuple(groups.values()))
 
 
-def _flat(tensor: Tensor) -> Tensor:
-    """The elements in their logical order, in a row; a copy only where they lie otherwise."""
-    if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
-        return tensor.view(-1)
-    return flattened(tensor.resolve_conj().resolve_neg())
-
-
-def _last(tensor: Tensor, count: int) -> Tensor:
-    """The last elements, [count], without the rest of a copy."""
-    flat = _flat(tensor)
-    last = flat[flat.numel() - count :]
-    return last if flat.data_ptr() == tensor.data_ptr() else last.clone()
-
-
-def _rows(tensor: Tensor, count: int) -> Tensor:
+def _first_rows(tensor: Tensor, count: int) -> Tensor:
     """The first rows of a tensor's words, as int32 [count, ROW_WORDS]."""
-    head = _flat(tensor)[: count * ROW_BYTES // tensor.element_size()]
-    if head.storage_offset() * head.element_size() % 4:
-        head = head.clone()  # words of 32 bits begin at multiples of 4 bytes
-    return head.view(torch.int32).view(count, ROW_WORDS)
+    return rows_of(flat(tensor)[: count * ROW_BYTES // tensor.element_size()])
 
 
-def _sums_of_large_blocks(rows: Iterable[Tensor], weights: Tensor) -> Tensor:
-    """Row sums in few and large operations, for accelerators; the conversion to 64 bits is a part of the product."""
-    sums = []
-    for block in _blocks(rows, BLOCK_ROWS):
-        words = block[0] if len(block) == 1 else torch.cat(block)
-        sums.append((words * weights).sum(1))
-    return torch.cat(sums)
-
-
-def _sums_in_cache(rows: Iterable[Tensor], weights: Tensor, products: Tensor) -> Tensor:
-    """Row sums by way of a small buffer that is used again and again, int64 [some rows, ROW_WORDS]."""
-    sums = []
-    for block in _blocks(rows, products.shape[0]):
-        counts = [words.shape[0] for words in block]
-        part = products[: sum(counts)]
-        for target, words in zip(part.split(counts), block, strict=True):
-            target.copy_(words)
-        sums.append(part.mul_(weights).sum(1))
-    return torch.cat(sums)
-
-
-def _blocks(rows: Iterable[Tensor], limit: int) -> Iterator[list[Tensor]]:
-    """The rows of some matrices in blocks of at most `limit` rows."""
-    block: list[Tensor] = []
-    room = limit
-    for matrix in rows:
-        start, count = 0, matrix.shape[0]
-        while start < count:
-            size = min(room, count - start)
-            block.append(matrix[start : start + size])
-            start += size
-            room -= size
-            if room == 0:
-                yield block
-                block, room = [], limit
-    if block:
-        yield block
-
-
-def _random_words(start: int, count: int) -> Tensor:
-    """Some numbers of SplitMix64 from seed 0: the first `ROW_WORDS` are the weights, the others keys of rows.
-
-    No two of the weights agree modulo 2^32, and none is 0 there: with this seed that is so, and a test looks.
-    """
-    return _scattered(torch.arange(start + 1, start + count + 1) * _signed(_GOLDEN))
-
-
-def _scattered(words: Tensor) -> Tensor:
-    """The finalizer of SplitMix64, a bijection of 64-bit words: int64 of any shape."""
-    words = (words ^ ((words >> 30) & 0x3FFFFFFFF)) * _signed(_FIRST)  # >> copies the sign, & removes the copies
-    words = (words ^ ((words >> 27) & 0x1FFFFFFFFF)) * _signed(_SECOND)
-    return words ^ ((words >> 31) & 0x1FFFFFFFF)
-
-
-def _carried(value: Tensor, device: torch.device) -> Tensor:
-    """Moves a small tensor to a device without waiting for it."""
-    if value.device == device:
-        return value
-    if device.type == "cuda":
-        value = value.pin_memory()
-    return value.to(device, non_blocking=True)
-
-
-def _signed(value: int) -> int:
-    """The 64-bit word as a tensor of int64 holds it."""
-    return (value + 2**63) % 2**64 - 2**63
+def _fingerprint(forms: Sequence[tuple[Any, ...]]) -> int:
+    """64 bits over names, dtypes and shapes."""
+    return _hash(json.dumps([(name, str(dtype), list(shape)) for name, dtype, shape in forms]))
 
 
 def _hash(text: str) -> int:

@@ -96,8 +96,10 @@ def precision_flags() -> dict[str, Any]:
 
 def step_contract(step: TrainStep) -> dict[str, Any]:
     """What a step adds to the contract: the model, the loss, the update."""
+    param_dtype = getattr(step.strategy, "param_dtype", None)
     return {
         "precision": step.precision,
+        **({} if param_dtype is None else {"param_dtype": param_dtype}),
         "compile": step.compile,
         "cuda_graphs": step.cuda_graphs,
         "max_grad_norm": step.max_grad_norm,
@@ -128,10 +130,18 @@ def model_form(model: nn.Module) -> dict[str, Any]:
     named = list(chain(model.named_parameters(), model.named_buffers()))
     text = "\n".join(f"{name} {tensor.dtype} {list(tensor.shape)}" for name, tensor in named)
     elements = sum(parameter.numel() for parameter in model.parameters())
-    classes = {kind for module in model.modules() if not (kind := type(module)).__module__.startswith("torch.")}
+    classes = {kind for module in model.modules() if not (kind := class_of(module)).__module__.startswith("torch.")}
     codes = sorted(f"{kind.__qualname__} {code_hash(kind)}" for kind in classes)
-    form = {"class": type(model).__qualname__, "elements": elements, "form": _short_hash(text)}
+    form = {"class": class_of(model).__qualname__, "elements": elements, "form": _short_hash(text)}
     return {**form, "code": _short_hash("\n".join(codes))} if codes else form
+
+
+def class_of(module: nn.Module) -> type[nn.Module]:
+    """The class of a module as its author wrote it: FSDP2 gives what it spreads a class of its own, of two bases."""
+    kind = type(module)
+    first, *others = kind.__bases__
+    is_derived = first.__name__ == "FSDPModule" and first.__module__.startswith("torch.")
+    return others[0] if is_derived and others else kind
 
 
 def code_hash(function: Callable[..., Any]) -> str | None:

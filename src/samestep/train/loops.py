@@ -1,4 +1,7 @@
-"""Checkpoints of loops of one's own: all ranks call, rank 0 writes and reads, and everything is put back to the bit."""
+"""Checkpoints of loops of one's own: all ranks call, and everything is put back to the bit.
+
+Rank 0 writes and reads; where the state is spread over the ranks each of them writes its part.
+"""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -12,9 +15,11 @@ from samestep.engine.step import TrainStep
 from samestep.errors import UsageError
 from samestep.train.checkpoint import Snapshot, check_keep, list_checkpoints, write_checkpoint
 from samestep.train.contract import loader_contract, step_contract
+from samestep.train.parts import divided, is_spread
 from samestep.train.resume import check_state, find_checkpoint, hand_out, names_checkpoint
 from samestep.train.saving import to_host_copy
-from samestep.train.state import Steps, capture, restore
+from samestep.train.spreading import write_together
+from samestep.train.state import Steps, capture, layout_of, restore
 from samestep.train.together import on_main, share_text
 
 Loaders = Loader | DataLoader[Any] | None
@@ -53,20 +58,27 @@ def save(
         "rest": rest,
     }
 
-    def write() -> str:
+    def check_ours() -> None:
         if list_checkpoints(folder) and not is_ours:
             raise UsageError(
                 f"{folder} holds checkpoints of another run; go on from them by run.load_checkpoint, or choose another "
                 "folder"
             )
+
+    def write() -> str:
+        check_ours()
         before = team.pulse.enter("checkpoint")
         state = capture(step, values)
-        snapshot = Snapshot(number, to_host_copy(state.files), state.facts)
+        snapshot = Snapshot(number, to_host_copy(divided(state.files)[0]), state.facts)
         name = write_checkpoint(folder, snapshot, keep, replace=True).name
         team.pulse.enter(before)
         return name
 
     def attempt() -> str:
+        if is_spread(step):
+            on_main(team.communicator, check_ours)
+            state = capture(step, values)
+            return write_together(team.communicator, folder, number, state, keep, replace=True).name
         return share_text(team.communicator, on_main(team.communicator, write) or "")
 
     before = team.pulse.enter("exchange")  # who waits for the one that writes is not silent for want of life
@@ -102,7 +114,7 @@ def load(
 
     def attempt() -> Any:
         found = on_main(team.communicator, lambda: find_checkpoint(place, tell))
-        return hand_out(team.communicator, found)
+        return hand_out(team.communicator, found, layout=layout_of(step))
 
     state = team.perform(attempt)
     if state is None:

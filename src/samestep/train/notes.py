@@ -22,8 +22,11 @@ from samestep.train.epoch import EpochRecord, EpochSoFar
 from samestep.train.folder import create_folder
 from samestep.train.lock import LOCK_SECONDS, FolderLock, take_lock
 from samestep.train.loggers import Logger
-from samestep.train.naming import check_untaken
+from samestep.train.naming import CHECKPOINT_FOLDER, check_untaken
+from samestep.train.parts import gathered, is_spread
 from samestep.train.recorder import Recorder, StepNote
+from samestep.train.saving import SavedCheckpoint
+from samestep.train.spreading import has_part_files, write_together
 from samestep.train.state import State
 
 REMEMBERED_STEPS = 1024
@@ -75,7 +78,7 @@ class Notes:
         self._digest_every = digest_every
         self._checkpoint_steps = checkpoint_steps
         self._checkpoint_seconds = None if checkpoint_minutes is None else 60 * checkpoint_minutes
-        self._checksum = StateChecksum(step.model, step.optimizers)
+        self._checksum = StateChecksum(step)
         self._lock: FolderLock | None = None
         self._recent: deque[StepNote] = deque(maxlen=REMEMBERED_STEPS)
         self._unread: deque[StepNote] = deque()
@@ -193,13 +196,18 @@ class Notes:
         recorder.catch_up(self._recent)
 
     def is_checkpoint_due(self) -> bool:
-        """Whether this rank is to write one now."""
-        if self.folder is None or self._team.rank != 0:
+        """Whether this rank is to write one now; where all write, all say the same after the same step."""
+        team, all_write = self._team, is_spread(self._step)
+        if self.folder is None or (team.rank != 0 and not all_write):
             return False
         step, when = self._last_checkpoint
         if self._checkpoint_steps is not None and self._step.num_steps % self._checkpoint_steps == 0:
             return step != self._step.num_steps
-        return self._checkpoint_seconds is not None and time.monotonic() - when >= self._checkpoint_seconds
+        is_old = self._checkpoint_seconds is not None and time.monotonic() - when >= self._checkpoint_seconds
+        if not all_write:
+            return is_old
+        team.asks_checkpoint = is_old and team.rank == 0  # the others hear of it in the next step
+        return team.checkpoint_agreed and step != self._step.num_steps
 
     @property
     def has_checkpoint(self) -> bool:
@@ -209,23 +217,42 @@ class Notes:
     def count_checkpoint(self) -> None:
         """Notes that the state of the last step is kept, from now on."""
         self._last_checkpoint = (self._step.num_steps, time.monotonic())
+        self._team.asks_checkpoint = False
 
     def checkpoint(self, epoch: EpochSoFar, capture: Callable[[], State]) -> None:
-        """Has the state written, on the rank that writes.
+        """Has the state written, on the rank that writes; where it is spread, by all ranks.
 
         Args:
             epoch: under way.
             capture: gives the state, when all steps are settled.
         """
-        if self.recorder is None or self.folder is None:
+        all_write = is_spread(self._step)
+        if self.folder is None or (self.recorder is None and not all_write):
             return
         self.settle(epoch, wait=True)
         pulse = self._team.pulse
         before = pulse.enter("checkpoint")
-        self.recorder.flush()
-        self.recorder.checkpoint(self._step.num_steps, capture())
+        if self.recorder is not None:
+            self.recorder.flush()
+        if all_write:
+            self._checkpoint_together(self.folder / CHECKPOINT_FOLDER, capture())
+        elif self.recorder is not None:
+            self.recorder.checkpoint(self._step.num_steps, capture())
         self.count_checkpoint()
         pulse.enter(before)
+
+    def _checkpoint_together(self, folder: Path, state: State) -> None:
+        """Writes a state of which each rank has a part."""
+        number, communicator = self._step.num_steps, self._team.communicator
+        if not has_part_files(state):
+            state = State(gathered(state.files, communicator), state.facts)
+            if self.recorder is not None:
+                self.recorder.checkpoint(number, state)
+            return
+        start = time.perf_counter()
+        path = write_together(communicator, folder, number, state, self._keep)
+        if self.recorder is not None:
+            self.recorder.wrote(SavedCheckpoint(path.name, number, time.perf_counter() - start))
 
     def draw(self, history: Sequence[EpochRecord], name: str) -> None:
         """Draws the losses so far, on the rank that writes."""

@@ -12,6 +12,7 @@ from samestep.data.loader import Loader
 from samestep.engine.step import TrainStep
 from samestep.train.agreement import Change
 from samestep.train.notes import Notes
+from samestep.train.parts import divided
 from samestep.train.progress import Progress
 from samestep.train.resume import Resumed, find_run, hand_out, is_same_run
 from samestep.train.saving import to_host_copy
@@ -90,7 +91,8 @@ def give_state(
         notes.settle(progress.epoch, wait=True)
         cursor = {"epoch": batch.epoch, "position": batch.position} if isinstance(loader, Loader) else None
         captured = progress.capture(loader, cursor, contract)
-        state = Resumed(f"rank {source}", step.num_steps, to_host_copy(captured.files), captured.facts)
+        files = to_host_copy(divided(captured.files)[0])
+        state = Resumed(f"rank {source}", step.num_steps, files, captured.facts)
     hand_out(communicator, state, source)
 
 

@@ -17,14 +17,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from samestep.comm.pieces import Piece, Spread
 from samestep.errors import CheckpointError, UsageError
-from samestep.train.tensorfile import DTYPE_NAMES
+from samestep.train.tensorfile import DTYPE_NAMES, METADATA
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _FACTORIES: dict[str, Callable[[], Any]] = {f.__name__: f for f in (bool, int, float, complex, str, bytes)}
 _FACTORIES |= {f.__name__: f for f in (list, tuple, dict, set, OrderedDict, Counter, deque)}
 _ARRAY_KINDS = "biufcSUMmV"
-_RESERVED = "__metadata__"  # the one name that a safetensors file keeps for itself
 
 
 @dataclass(frozen=True)
@@ -33,11 +33,11 @@ class Packed:
 
     Attributes:
         tensors: by name, such as "optimizer.0.state.3.exp_avg"; on their devices and sharing the state's memory, so
-            they change as it does: copy them before the next step.
+            they change as it does: copy them before the next step. A piece of a spread tensor stays one.
         facts: JSON (dicts, lists, str, int, finite float, bool, None); a tensor's place holds {"$tensor": name, …}.
     """
 
-    tensors: dict[str, Tensor]
+    tensors: dict[str, Any]
     facts: Any
 
 
@@ -47,7 +47,8 @@ def pack(value: Any, prefix: str) -> Packed:
     It may hold, nested in any way: tensors and parameters, NumPy arrays and scalars, None, bool, int, float, complex,
     str, bytes, torch.Size, torch.dtype, torch.device; dict, OrderedDict, Counter, defaultdict (of a built-in type),
     list, tuple, set, frozenset, deque. Of a tensor, dtype, shape, the strides of dense memory and `requires_grad` are
-    kept, device and graph are not; one that occurs twice, as the same memory seen the same way, is stored once.
+    kept, device and graph are not; one that occurs twice, as the same memory seen the same way, is stored once. A
+    `Piece` of a tensor that is spread over the ranks has the facts of the whole.
 
     Args:
         value: the state.
@@ -61,8 +62,10 @@ def pack(value: Any, prefix: str) -> Packed:
     return Packed(packer.tensors, facts)
 
 
-def unpack(facts: Any, tensors: Mapping[str, Tensor]) -> Any:
+def unpack(facts: Any, tensors: Mapping[str, Any]) -> Any:
     """The state that was packed; its tensors are new ones in host memory, whatever becomes of those given.
+
+    In the place of a tensor of which a piece is given is a piece.
 
     Raises:
         CheckpointError: facts and tensors do not fit together, or a newer version wrote them.
@@ -83,7 +86,7 @@ class _Packer:
     """What one packing gathers: the tensors by name, and which memory has a name already."""
 
     def __init__(self) -> None:
-        self.tensors: dict[str, Tensor] = {}
+        self.tensors: dict[str, Any] = {}
         self._names: dict[object, str] = {}
         self._open: set[int] = set()
 
@@ -94,6 +97,8 @@ class _Packer:
             return value
         if isinstance(value, Tensor):
             return self._tensor(value, path)
+        if kind is Piece:
+            return self._piece(value, path)
         if kind is np.ndarray:
             return self._array(value, path)
         if isinstance(value, np.generic):
@@ -165,6 +170,16 @@ class _Packer:
             entry["requires_grad"] = True
         return entry
 
+    def _piece(self, value: Piece, path: str) -> dict[str, Any]:
+        entry = self._tensor(value.local, path)
+        stored = self.tensors[entry["$tensor"]]
+        if isinstance(stored, Tensor):
+            spread = value.spread
+            if stored.ndim > value.local.ndim:  # complex numbers as pairs
+                spread = Spread(torch.Size([*spread.shape, 2]), tuple(2 * cut for cut in spread.cuts))
+            self.tensors[entry["$tensor"]] = Piece(stored, spread)
+        return entry
+
     def _array(self, value: np.ndarray[Any, Any], path: str) -> dict[str, Any]:
         kind = _array_kind(value.dtype, path)
         name = self._free_name(path)
@@ -177,7 +192,7 @@ class _Packer:
     def _free_name(self, path: str) -> str:
         stem = path.encode("utf-8", "backslashreplace").decode() or "value"
         name, number = stem, 2
-        while name in self.tensors or name == _RESERVED:
+        while name in self.tensors or name == METADATA:
             name = f"{stem}#{number}"
             number += 1
         return name
@@ -186,7 +201,7 @@ class _Packer:
 class _Unpacker:
     """What one unpacking remembers: the memory and the tensors that it made, by name."""
 
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+    def __init__(self, tensors: Mapping[str, Any]) -> None:
         self._tensors = tensors
         self._memory: dict[str, Tensor] = {}
         self._made: dict[tuple[str, bool, bool], Tensor] = {}
@@ -232,14 +247,17 @@ class _Unpacker:
             table._metadata = self.unpack(facts["metadata"])
         return table
 
-    def _tensor(self, facts: dict[str, Any]) -> Tensor:
+    def _tensor(self, facts: dict[str, Any]) -> Any:
+        stored = self._tensors[facts["$tensor"]]
+        if isinstance(stored, Piece):
+            return Piece(_restored(stored.local, facts.get("dtype"), None), stored.spread)
         name, parameter, requires_grad = (
             facts["$tensor"],
             facts.get("parameter", False),
             facts.get("requires_grad", False),
         )
         if name not in self._memory:
-            self._memory[name] = _restored(self._tensors[name], facts.get("dtype"), facts.get("stride"))
+            self._memory[name] = _restored(stored, facts.get("dtype"), facts.get("stride"))
         key = (name, parameter, requires_grad)
         if key not in self._made:
             memory = self._memory[name].detach()

@@ -9,7 +9,7 @@ from typing import Any
 
 import psutil
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from samestep.comm.board import View
 from samestep.comm.team import Team
@@ -19,7 +19,7 @@ from samestep.train.agreement import Change
 from samestep.train.checkpoint import Snapshot
 from samestep.train.checksum import as_hex
 from samestep.train.epoch import EpochRecord
-from samestep.train.folder import read_losses, write_json, write_weights
+from samestep.train.folder import read_losses, write_json
 from samestep.train.ledger import LedgerWriter, ledger_entry
 from samestep.train.loggers import JsonlLogger, Logger, TensorBoardLogger
 from samestep.train.naming import (
@@ -30,10 +30,10 @@ from samestep.train.naming import (
     PICTURE_FILE,
     RESULT_FILE,
     TENSORBOARD_FOLDER,
-    WEIGHTS_FILE,
 )
 from samestep.train.origin import origin
-from samestep.train.saving import CheckpointSaver
+from samestep.train.parts import divided
+from samestep.train.saving import CheckpointSaver, SavedCheckpoint
 from samestep.train.state import State
 
 TIMING_SECONDS = 1.0
@@ -191,7 +191,7 @@ class Recorder:
         if self._saver is None:
             self._saver = CheckpointSaver(self._folder / CHECKPOINT_FOLDER, self._keep)
         start = time.perf_counter()
-        copies = self._saver.to_host_copy(state.files)
+        copies = self._saver.to_host_copy(divided(state.files)[0])
         self._saver.save(Snapshot(step, copies, state.facts))
         self._blocked[step] = time.perf_counter() - start
         self.log(step, {"checkpoint/blocked_milliseconds": 1000 * self._blocked[step]})
@@ -203,10 +203,12 @@ class Recorder:
             RunFolderError: a checkpoint could not be written.
         """
         for saved in [] if self._saver is None else self._saver.poll():
-            blocked = round(self._blocked.pop(saved.step, 0.0), 6)
-            self.event(
-                "checkpoint", saved.step, name=saved.name, blocked_seconds=blocked, seconds=round(saved.seconds, 6)
-            )
+            self._note_checkpoint(saved, self._blocked.pop(saved.step, 0.0))
+
+    def wrote(self, saved: SavedCheckpoint) -> None:
+        """Writes down a checkpoint that all ranks have written, while training waited."""
+        self.log(saved.step, {"checkpoint/blocked_milliseconds": 1000 * saved.seconds})
+        self._note_checkpoint(saved, saved.seconds)
 
     def finish_checkpoints(self) -> None:
         """Waits until the last checkpoint is complete; raises as `poll` does."""
@@ -215,16 +217,14 @@ class Recorder:
             self.poll()
             self._saver = None
 
-    def end(self, step: int, digest: str, model: nn.Module) -> None:
-        """Writes down the end of a run, when all its checkpoints are complete, and leaves the weights.
+    def end(self, step: int, digest: str) -> None:
+        """Writes down the end of a run, when all its checkpoints are complete.
 
         Raises:
             RunFolderError: something could not be written.
         """
         self.finish_checkpoints()
         self.event("end", step, digest=digest)
-        if self._folder is not None:
-            write_weights(self._folder / WEIGHTS_FILE, model)
 
     def draw(self, evals: Sequence[tuple[int, float]], name: str) -> None:
         """Draws the losses so far.
@@ -257,6 +257,10 @@ class Recorder:
             for logger in self._loggers:
                 logger.close()
             self._ledger, self._loggers = None, []
+
+    def _note_checkpoint(self, saved: SavedCheckpoint, blocked_seconds: float) -> None:
+        seconds = {"blocked_seconds": round(blocked_seconds, 6), "seconds": round(saved.seconds, 6)}
+        self.event("checkpoint", saved.step, name=saved.name, **seconds)
 
     def _log_times(self, step: int) -> None:
         """Host seconds a step since the last time, and memory."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from samestep.comm.communicator import Communicator
+from samestep.comm.pieces import Piece, Spread
 from samestep.comm.team import Team
 from samestep.errors import CheckpointError, ContractError, UsageError
 from samestep.train.agreement import Change, check_contract_kept, differences, explain, shown
@@ -23,7 +24,8 @@ from samestep.train.checkpoint import (
 )
 from samestep.train.folder import holds_run
 from samestep.train.naming import CHECKPOINT_FOLDER
-from samestep.train.state import Steps, check_fits, rest_of
+from samestep.train.parts import Layout, Stored, StoredFiles, divided
+from samestep.train.state import Steps, check_fits, layout_of, rest_of
 from samestep.train.together import on_main, share_text
 
 AUTO = "auto"
@@ -36,7 +38,7 @@ class Resumed:
     Attributes:
         name: of its checkpoint, or where else it is from.
         step: updates that it has seen.
-        files: tensors by name, for each file; in host memory.
+        files: tensors by name, for each file; in host memory. Of what is spread a rank may have its pieces only.
         state: what `state.capture` gave as facts.
         folder: its checkpoint is in; None for none.
         newer: the newest checkpoint in that folder, if it is another; else None.
@@ -44,7 +46,7 @@ class Resumed:
 
     name: str
     step: int
-    files: Mapping[str, Mapping[str, Tensor]]
+    files: StoredFiles
     state: Mapping[str, Any]
     folder: Path | None = None
     newer: str | None = None
@@ -89,7 +91,8 @@ def find_run(
     """
 
     def attempt() -> Resumed | None:
-        return hand_out(team.communicator, on_main(team.communicator, lambda: find_state(resume, folder, tell)))
+        found = on_main(team.communicator, lambda: find_state(resume, folder, tell))
+        return hand_out(team.communicator, found, layout=layout_of(step))
 
     state = team.perform(attempt)
     if state is None:
@@ -213,13 +216,16 @@ def is_in(state: Resumed, folder: Path | None) -> bool:
     return folder is not None and state.folder is not None and folder.resolve() == state.folder.resolve()
 
 
-def hand_out(communicator: Communicator, state: Resumed | None, source: int = 0) -> Resumed | None:
+def hand_out(
+    communicator: Communicator, state: Resumed | None, source: int = 0, layout: Layout | None = None
+) -> Resumed | None:
     """Gives every rank the state that one of them has.
 
     Args:
         communicator: this rank's voice.
         state: on rank `source`: the state, or None if there is none; not read on others.
         source: the rank that has it.
+        layout: of what is spread, each rank but that one keeps its piece only; one tensor at a time is whole on all.
     """
     if communicator.world_size == 1:
         return state
@@ -227,15 +233,18 @@ def hand_out(communicator: Communicator, state: Resumed | None, source: int = 0)
     value = json.loads(share_text(communicator, json.dumps(_head(state)) if ours else "", source))
     if not value:
         return None
-    files: dict[str, dict[str, Tensor]] = {}
+    files: dict[str, dict[str, Stored]] = {}
     for name, forms in value.pop("forms").items():
         files[name] = {}
         for key, (dtype, shape, stride) in forms.items():
             tensor = state.files[name][key] if ours and state is not None else None
-            files[name][key] = home = torch.empty_strided(shape, stride, dtype=getattr(torch, dtype))
+            assert not isinstance(tensor, Piece), "who hands out a state has it whole"
+            home = torch.empty_strided(shape, stride, dtype=getattr(torch, dtype))
             if home.numel() > 0:
                 sent = None if tensor is None else _raw(tensor).to(communicator.device)
                 home.untyped_storage().copy_(communicator.share(sent, source).cpu().untyped_storage())
+            spread = None if ours or layout is None else layout.spread_of(name, key, home.shape)
+            files[name][key] = home if spread is None else _piece(home, spread, communicator.rank)
     folder = value.pop("folder")
     return Resumed(**value, files=files, folder=None if folder is None else Path(folder))
 
@@ -244,7 +253,7 @@ def _head(state: Resumed | None) -> dict[str, Any]:
     """All of a state but its tensors, as JSON."""
     if state is None:
         return {}
-    forms = {name: _forms(tensors) for name, tensors in state.files.items()}
+    forms = {name: _forms(tensors) for name, tensors in divided(state.files)[0].items()}
     folder = None if state.folder is None else str(state.folder)
     head = {"name": state.name, "step": state.step, "state": state.state, "folder": folder, "newer": state.newer}
     return {**head, "forms": forms}
@@ -274,6 +283,11 @@ def _forms(tensors: Mapping[str, Tensor]) -> dict[str, tuple[str, list[int], lis
         name: (str(tensor.dtype).removeprefix("torch."), list(tensor.shape), list(tensor.stride()))
         for name, tensor in tensors.items()
     }
+
+
+def _piece(whole: Tensor, spread: Spread, rank: int) -> Piece:
+    """A rank's piece, in memory of its own, so that that of the whole goes."""
+    return Piece(spread.part(whole, rank).clone(), spread)
 
 
 def _raw(tensor: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """The state of a run at a step boundary: taken apart into tensors and JSON, and put back exactly.
 
-Nothing in it depends on the number of devices.
+Nothing in it depends on the number of devices. Where the ranks have different parts of the state, each has its own.
 """
 
 import random
@@ -15,17 +15,28 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.optim import Optimizer
 
+from samestep.comm.pieces import Piece, Spread
 from samestep.data.nested import leaves
 from samestep.data.randomness import Generators
 from samestep.engine.settings import Settings, take_new_settings
+from samestep.engine.spread import SpreadState
 from samestep.engine.step import TrainStep
 from samestep.errors import CheckpointError
 from samestep.train.packing import pack, unpack
+from samestep.train.parts import (
+    Layout,
+    Stored,
+    StoredFiles,
+    held_by,
+    local_part,
+    optimizer_state_dict,
+    own_tensors,
+    with_local_parts,
+)
 
 FORMAT = 1
 
 Steps = TrainStep | Sequence[TrainStep]
-Files = Mapping[str, Mapping[str, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -33,11 +44,11 @@ class State:
     """A state that still shares the memory of what it was taken from: copy it before the next step.
 
     Attributes:
-        files: tensors by name, for each file of a checkpoint.
-        facts: the rest, as JSON.
+        files: tensors by name, for each file of a checkpoint; of what is spread over the ranks this rank's pieces.
+        facts: the rest, as JSON; the same on all ranks.
     """
 
-    files: dict[str, dict[str, Tensor]]
+    files: StoredFiles
     facts: dict[str, Any]
 
 
@@ -48,6 +59,18 @@ class _Parts:
     steps: tuple[TrainStep, ...]
     models: dict[str, nn.Module]
     optimizers: tuple[Optimizer, ...]
+
+    @property
+    def model_spreads(self) -> dict[str, SpreadState | None]:
+        """How each model is spread."""
+        of = {id(each.model): each.spread for each in self.steps}
+        return {name: of[id(model)] for name, model in self.models.items()}
+
+    @property
+    def optimizer_spreads(self) -> list[SpreadState | None]:
+        """How what each optimizer updates is spread."""
+        of = {id(optimizer): each.spread for each in self.steps for optimizer in each.optimizers}
+        return [of[id(optimizer)] for optimizer in self.optimizers]
 
     @property
     def settings(self) -> list[dict[str, Any]]:
@@ -68,7 +91,12 @@ def capture(step: Steps, rest: Mapping[str, Any]) -> State:
     """
     parts = _parts(step)
     progress = [each.state_dict() for each in parts.steps]
-    packed = [pack(optimizer.state_dict(), f"optimizer.{i}") for i, optimizer in enumerate(parts.optimizers)]
+    world_size = parts.steps[0].communicator.world_size
+    states = [
+        optimizer_state_dict(optimizer, spread, world_size)
+        for optimizer, spread in zip(parts.optimizers, parts.optimizer_spreads, strict=True)
+    ]
+    packed = [pack(state, f"optimizer.{i}") for i, state in enumerate(states)]
     schedules = [None if each.scheduler is None else each.scheduler.state_dict() for each in parts.steps]
     others = {
         "steps": progress,
@@ -78,14 +106,31 @@ def capture(step: Steps, rest: Mapping[str, Any]) -> State:
         "rest": dict(rest),
     }
     remaining = pack(others, "run")
-    files = {name: dict(model_tensors(model)) for name, model in parts.models.items()}
+    files: dict[str, dict[str, Stored]] = {
+        name: model_tensors(model, parts.model_spreads[name], world_size) for name, model in parts.models.items()
+    }
     files["optimizer"] = {name: tensor for each in packed for name, tensor in each.tensors.items()}
     files["rest"] = remaining.tensors
     facts = {"format": FORMAT, "optimizers": [each.facts for each in packed], "run": remaining.facts}
+    facts["not_persistent"] = {name: not_persistent(model) for name, model in parts.models.items()}
     return State(files, facts)
 
 
-def rest_of(files: Files, facts: Mapping[str, Any]) -> dict[str, Any]:
+def layout_of(step: Steps) -> Layout:
+    """Which tensors of a captured state are spread over the ranks in this program."""
+    parts = _parts(step)
+    models = {
+        name: {} if spread is None or spread.has_whole_parameters else dict(spread.spreads)
+        for name, spread in parts.model_spreads.items()
+    }
+    optimizers: list[list[Spread | None]] = []
+    for optimizer, spread in zip(parts.optimizers, parts.optimizer_spreads, strict=True):
+        of = {} if spread is None else {id(part): spread.spreads[name] for name, part in spread.parts.items()}
+        optimizers.append([of.get(id(parameter)) for parameter in held_by(optimizer)])
+    return Layout(models, optimizers)
+
+
+def rest_of(files: StoredFiles, facts: Mapping[str, Any]) -> dict[str, Any]:
     """The `rest` that was given to `capture`.
 
     Raises:
@@ -95,7 +140,7 @@ def rest_of(files: Files, facts: Mapping[str, Any]) -> dict[str, Any]:
     return rest
 
 
-def check_fits(step: Steps, files: Files, facts: Mapping[str, Any]) -> None:
+def check_fits(step: Steps, files: StoredFiles, facts: Mapping[str, Any]) -> None:
     """Checks that a captured state is that of these models, optimizers and schedulers; nothing is changed.
 
     Raises:
@@ -127,13 +172,13 @@ def check_fits(step: Steps, files: Files, facts: Mapping[str, Any]) -> None:
             )
 
 
-def restore(step: Steps, files: Files, facts: Mapping[str, Any]) -> dict[str, Any]:
+def restore(step: Steps, files: StoredFiles, facts: Mapping[str, Any]) -> dict[str, Any]:
     """Puts a captured state back, to the bit.
 
     Args:
         step: one or several, made from the same models and optimizers. Settings of optimizers and schedulers that they
             were built with, and the captured ones were not, stay.
-        files: of the captured state.
+        files: of the captured state: whole tensors, or this rank's pieces of them.
         facts: of the captured state.
 
     Returns:
@@ -144,10 +189,14 @@ def restore(step: Steps, files: Files, facts: Mapping[str, Any]) -> dict[str, An
     """
     check_fits(step, files, facts)
     parts, others = _parts(step), _others(files, facts)
+    rank = parts.steps[0].communicator.rank
     for name, model in parts.models.items():
-        load_model(model, files[name])
-    for optimizer, packed in zip(parts.optimizers, facts["optimizers"], strict=True):
-        load_optimizer(optimizer, unpack(packed, files["optimizer"]))
+        load_model(model, files[name], parts.model_spreads[name], rank)
+    for each in parts.steps:
+        if each.sharded is not None:
+            each.sharded.reshard()  # what is together still is what was
+    for optimizer, packed, spread in zip(parts.optimizers, facts["optimizers"], parts.optimizer_spreads, strict=True):
+        load_optimizer(optimizer, unpack(packed, files["optimizer"]), spread, rank)
     seen: set[int] = set()  # an optimizer may belong to several steps
     for each, progress, schedule, old in zip(
         parts.steps, others["steps"], others["schedulers"], others["settings"], strict=True
@@ -163,19 +212,26 @@ def restore(step: Steps, files: Files, facts: Mapping[str, Any]) -> dict[str, An
     return rest
 
 
-def model_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
-    """Parameters and all buffers, those that `state_dict` leaves out too, by name; tied ones once."""
-    named = chain(model.named_parameters(), model.named_buffers())
-    return [(name, t.detach()) for name, t in named if not isinstance(t, UninitializedParameter | UninitializedBuffer)]
+def model_tensors(model: nn.Module, spread: SpreadState | None = None, world_size: int = 1) -> dict[str, Stored]:
+    """Parameters and all buffers, those that `state_dict` leaves out too, by name; tied ones once.
+
+    Args:
+        model: theirs.
+        spread: how its parameters are spread: of these, this rank's pieces.
+        world_size: the number of ranks.
+    """
+    lazy = UninitializedParameter | UninitializedBuffer
+    named = own_tensors(model, spread, world_size)
+    return {name: t if isinstance(t, Piece) else t.detach() for name, t in named if not isinstance(t, lazy)}
 
 
-def check_model(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+def check_model(model: nn.Module, tensors: Mapping[str, Stored]) -> None:
     """Checks that names, shapes and dtypes are those of a model; only buffers may come and go, and change their form.
 
     Raises:
         CheckpointError: names what is another.
     """
-    own, buffers = dict(model_tensors(model)), _buffer_names(model)
+    own, buffers = model_tensors(model), _buffer_names(model)
     missing = [name for name in own if name not in tensors and name not in buffers]
     strange = [name for name in tensors if name not in own and name not in buffers]
     if missing or strange:
@@ -189,36 +245,59 @@ def check_model(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
 
 
 @torch.no_grad()
-def load_model(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+def load_model(
+    model: nn.Module, tensors: Mapping[str, Stored], spread: SpreadState | None = None, rank: int = 0
+) -> None:
     """Writes parameters and buffers, in place.
+
+    Args:
+        model: to write to.
+        tensors: whole ones, or of spread parameters this rank's pieces.
+        spread: how its parameters are spread; what of it is together must be let go of then.
+        rank: this rank.
 
     Raises:
         CheckpointError: names, shapes or dtypes are those of another model; nothing is written then.
     """
     check_model(model, tensors)
-    own = dict(model_tensors(model))
+    own = dict(chain(model.named_parameters(), model.named_buffers()))
     device = next((tensor.device for tensor in own.values()), torch.device("cpu"))
+    parts = {} if spread is None else spread.parts
     for name in own.keys() | tensors.keys():
-        if name in own and name in tensors and _form(own[name]) == _form(tensors[name]):
-            own[name].copy_(tensors[name])
+        there = tensors.get(name)
+        if spread is not None and name in parts and there is not None:
+            parts[name].view(-1).copy_(local_part(there, spread.spreads[name], rank))
+            if not spread.has_whole_parameters:
+                continue
+        assert not isinstance(there, Piece), "what is not spread here is whole"
+        if name in own and there is not None and _form(own[name]) == _form(there):
+            own[name].copy_(there)
         else:
             path, _, key = name.rpartition(".")
-            there = tensors.get(name)
             model.get_submodule(path)._buffers[key] = None if there is None else there.to(device, copy=True)
 
 
 @torch.no_grad()
-def load_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:
+def load_optimizer(
+    optimizer: Optimizer, state: dict[str, Any], spread: SpreadState | None = None, rank: int = 0
+) -> None:
     """Loads an optimizer's state exactly: torch's own loading casts it to the parameters' dtype.
+
+    Args:
+        optimizer: to write to.
+        state: with whole tensors, or this rank's pieces of them.
+        spread: how what it updates is spread.
+        rank: this rank.
 
     Raises:
         CheckpointError: it is the state of an optimizer over other parameters.
     """
+    state = with_local_parts(optimizer, state, spread, rank)
     try:
         optimizer.load_state_dict(state)
     except ValueError as error:
         raise CheckpointError(f"the checkpoint is of another optimizer: {error}") from error
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    parameters = held_by(optimizer)
     indices = [index for group in state["param_groups"] for index in group["params"]]
     for index, parameter in zip(indices, parameters, strict=True):
         saved, loaded = leaves(state["state"].get(index, {})), leaves(optimizer.state.get(parameter, {}))
@@ -252,7 +331,7 @@ def _parts(step: Steps) -> _Parts:
     return _Parts(steps, dict(zip(names, models, strict=True)), tuple(optimizers.values()))
 
 
-def _others(files: Files, facts: Mapping[str, Any]) -> dict[str, Any]:
+def _others(files: StoredFiles, facts: Mapping[str, Any]) -> dict[str, Any]:
     """What is neither of a model nor of an optimizer."""
     if facts.get("format") != FORMAT:
         raise CheckpointError(f"the state has format {facts.get('format')}; this version reads format {FORMAT}")
@@ -290,5 +369,14 @@ def _tensors_as_arrays(value: Any) -> Any:
     return value.numpy().view(f"u{value.element_size()}") if isinstance(value, Tensor) else value
 
 
-def _form(tensor: Tensor) -> str:
+def not_persistent(model: nn.Module) -> list[str]:
+    """The names of the buffers that `state_dict` leaves out."""
+    return [
+        f"{path}.{key}" if path else key
+        for path, module in model.named_modules()
+        for key in sorted(module._non_persistent_buffers_set)
+    ]
+
+
+def _form(tensor: Stored) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"

@@ -9,7 +9,7 @@ so that what was verified is what is handed on, in memory of each tensor's own.
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from io import FileIO
 from math import prod
@@ -41,6 +41,7 @@ DTYPE_NAMES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
+METADATA = "__metadata__"  # the one name that a safetensors file keeps for itself
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 _PIECE = 4 << 20  # bytes hashed and written at a time: small enough to stay in the processor's cache
 
@@ -72,19 +73,30 @@ def write_pieces(path: Path, pieces: Iterable[bytes | memoryview]) -> Written:
     return Written(size, hasher.hexdigest())
 
 
-def tensor_pieces(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
-    """The bytes of a safetensors file of these tensors: in host memory, of the dtypes in `DTYPE_NAMES`."""
-    ordered = sorted(tensors.items(), key=lambda item: -item[1].itemsize)  # so that each is aligned, without gaps
-    header, end = {}, 0
+def tensor_pieces(
+    tensors: Mapping[str, Any],
+    metadata: Mapping[str, str] | None = None,
+    fetch: Callable[[Any], Tensor] = lambda tensor: tensor,
+) -> Iterator[bytes | memoryview]:
+    """The bytes of a safetensors file of these tensors, of the dtypes in `DTYPE_NAMES`; on the host one at a time.
+
+    Args:
+        tensors: by name, or whatever has their `shape` and `dtype`.
+        metadata: texts to go with them.
+        fetch: gives the tensor itself, when its turn comes.
+    """
+    ordered = sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize)  # so that each is aligned, without gaps
+    header: dict[str, Any] = {} if metadata is None else {METADATA: dict(metadata)}
+    end = 0
     for name, tensor in ordered:
-        start, end = end, end + tensor.numel() * tensor.itemsize
+        start, end = end, end + tensor.shape.numel() * tensor.dtype.itemsize
         places = {"dtype": DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
         header[name] = places
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     yield len(text).to_bytes(8, "little") + text
     for _, tensor in ordered:
-        yield _bytes_of(tensor.detach().contiguous())
+        yield bytes_of(fetch(tensor).detach().cpu().contiguous())
 
 
 def read_bytes(path: Path, expected: Written) -> bytes:
@@ -95,7 +107,7 @@ def read_bytes(path: Path, expected: Written) -> bytes:
         OSError: it cannot be read.
     """
     with path.open("rb", buffering=0) as file:
-        reader = _Reader(file, path.name, expected)
+        reader = Reader(file, path.name, expected)
         data = bytearray(expected.size)
         reader.read_into(memoryview(data))
         reader.check_end()
@@ -105,21 +117,11 @@ def read_bytes(path: Path, expected: Written) -> bytes:
 def read_tensors(path: Path, expected: Written) -> dict[str, Tensor]:
     """The tensors of a safetensors file, each in memory of its own; raises as `read_bytes` does."""
     with path.open("rb", buffering=0) as file:
-        reader = _Reader(file, path.name, expected)
-        length = bytearray(8)
-        reader.read_into(memoryview(length))
-        size = int.from_bytes(length, "little")
-        if size > reader.remaining:
-            raise _damaged(path.name)
-        text = bytearray(size)
-        reader.read_into(memoryview(text))
+        reader = Reader(file, path.name, expected)
         tensors = {}
-        for name, dtype, shape in _layout(bytes(text), reader.remaining, path.name):
-            try:
-                tensors[name] = torch.empty(shape, dtype=dtype, device="cpu")
-            except (RuntimeError, TypeError) as error:  # sizes beyond what torch can count, in a tensor without data
-                raise _damaged(path.name) from error
-            reader.read_into(_bytes_of(tensors[name]))
+        for name, (dtype, shape) in reader.read_header().tensors.items():
+            tensors[name] = empty(dtype, shape, path.name)
+            reader.read_into(bytes_of(tensors[name]))
         reader.check_end()
     return tensors
 
@@ -127,14 +129,27 @@ def read_tensors(path: Path, expected: Written) -> dict[str, Tensor]:
 def check_bytes(path: Path, expected: Written) -> None:
     """Raises as `read_bytes` does, without keeping the file in memory."""
     with path.open("rb", buffering=0) as file:
-        reader = _Reader(file, path.name, expected)
+        reader = Reader(file, path.name, expected)
         piece = bytearray(min(_PIECE, expected.size))
         while reader.remaining:
             reader.read_into(memoryview(piece)[: reader.remaining])
         reader.check_end()
 
 
-class _Reader:
+@dataclass(frozen=True)
+class Header:
+    """What a safetensors file says of itself; nobody has verified it yet.
+
+    Attributes:
+        tensors: dtype and shape by name, in the order of the data.
+        metadata: texts that go with them.
+    """
+
+    tensors: dict[str, tuple[torch.dtype, list[int]]]
+    metadata: dict[str, Any]
+
+
+class Reader:
     """A file that is hashed while it is read."""
 
     def __init__(self, file: FileIO, name: str, expected: Written) -> None:
@@ -151,14 +166,25 @@ class _Reader:
         while memory:
             count = self._file.readinto(memory[:_PIECE])
             if not count:
-                raise _damaged(self._name)
+                raise damaged(self._name)
             self._hasher.update(memory[:count])
             memory = memory[count:]
+
+    def read_header(self) -> Header:
+        """What comes before the data of a safetensors file."""
+        length = bytearray(8)
+        self.read_into(memoryview(length))
+        size = int.from_bytes(length, "little")
+        if size > self.remaining:
+            raise damaged(self._name)
+        text = bytearray(size)
+        self.read_into(memoryview(text))
+        return _header(bytes(text), self.remaining, self._name)
 
     def check_end(self) -> None:
         """Raises a `CheckpointError` unless all that was written has been read, as it was written."""
         if not matches(self._hasher.hexdigest(), self._expected.sha256):
-            raise _damaged(self._name)
+            raise damaged(self._name)
 
 
 def matches(found: str, written: str) -> bool:
@@ -166,29 +192,41 @@ def matches(found: str, written: str) -> bool:
     return found == written
 
 
-def _bytes_of(tensor: Tensor) -> memoryview:
+def empty(dtype: torch.dtype, shape: list[int], file_name: str) -> Tensor:
+    """Memory for a tensor that a file says it has.
+
+    Raises:
+        CheckpointError: of sizes beyond what torch can count: it has no such data.
+    """
+    try:
+        return torch.empty(shape, dtype=dtype, device="cpu")
+    except (RuntimeError, TypeError) as error:
+        raise damaged(file_name) from error
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
     """The memory of a contiguous tensor."""
     return memoryview(cast(Any, tensor.reshape(-1).view(torch.uint8).numpy()))
 
 
-def _layout(text: bytes, data_size: int, file_name: str) -> list[tuple[str, torch.dtype, list[int]]]:
-    """Names, dtypes and shapes in the order of the data, from a header that nobody has verified yet."""
+def _header(text: bytes, data_size: int, file_name: str) -> Header:
     try:
         header = cast(dict[str, Any], json.loads(text))
-        header.pop("__metadata__", None)
+        metadata = dict(header.pop(METADATA, None) or {})
         entries = sorted(header.items(), key=lambda item: item[1]["data_offsets"])
         layout = [(name, _DTYPES[entry["dtype"]], [int(size) for size in entry["shape"]]) for name, entry in entries]
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise _damaged(file_name) from error
+        raise damaged(file_name) from error
     end = 0
     for (_, dtype, shape), (_, entry) in zip(layout, entries, strict=True):
         start, end = end, end + prod(shape) * dtype.itemsize
         if min(shape, default=0) < 0 or entry["data_offsets"] != [start, end]:
-            raise _damaged(file_name)
+            raise damaged(file_name)
     if end != data_size:
-        raise _damaged(file_name)
-    return layout
+        raise damaged(file_name)
+    return Header({name: (dtype, shape) for name, dtype, shape in layout}, metadata)
 
 
-def _damaged(file_name: str) -> CheckpointError:
+def damaged(file_name: str) -> CheckpointError:
+    """The error of a file that is not what was written."""
     return CheckpointError(f"{file_name} is damaged: its bytes are not those that were written")

@@ -44,6 +44,15 @@ def on_main(communicator: Communicator, action: Callable[[], T]) -> T | None:
     return value
 
 
+def raise_together(communicator: Communicator, error: SamestepError | None) -> None:
+    """Raises, on all ranks, the error of the first that has one; each gives its own, if it has one."""
+    failed = [rank for rank, (has,) in enumerate(communicator.gather_words([error is not None])) if has]
+    if not failed:
+        return
+    theirs = share_bytes(communicator, NOTHING if error is None else packed(error), failed[0])
+    raise unpacked(theirs) if error is None or failed[0] != communicator.rank else error
+
+
 def share_text(communicator: Communicator, text: str, source: int = 0) -> str:
     """Gives every rank the text of one of them; that of the others is not looked at."""
     return share_bytes(communicator, text.encode(), source).decode()

@@ -19,13 +19,16 @@ from samestep.train.digest import state_digest
 from samestep.train.epoch import EpochRecord, batches_left, begin_epoch, make_eval_loader, make_loader, num_batches
 from samestep.train.ledger import learning_rates
 from samestep.train.loggers import Logger
+from samestep.train.naming import WEIGHTS_FILE
 from samestep.train.notes import Notes
 from samestep.train.opening import give_state, join_run, open_run
+from samestep.train.parts import is_spread
 from samestep.train.progress import Progress
 from samestep.train.run import Run
 from samestep.train.state import State
 from samestep.train.stopping import stopping_on_request
 from samestep.train.together import on_main
+from samestep.train.weights import leave_weights
 
 DIGEST_EVERY = 100
 CHECKPOINT_MINUTES = 5.0
@@ -110,8 +113,8 @@ class Trainer:
 
     @property
     def digest(self) -> str:
-        """SHA-256 over parameters, buffers and optimizer state; see `state_digest`."""
-        return state_digest(self.model, self.step.optimizers)
+        """SHA-256 over parameters, buffers and optimizer state; see `state_digest`, also for when all ranks ask."""
+        return state_digest(self.step)
 
     def fit(
         self,
@@ -260,7 +263,7 @@ class Trainer:
             self._checkpoint(loader)
 
     def _checkpoint(self, loader: Loader | DataLoader[Any]) -> None:
-        """Has the state written, on the rank that writes."""
+        """Has the state written, on the rank that writes; where it is spread, by all ranks."""
         progress = self._progress
 
         def capture() -> State:
@@ -276,10 +279,13 @@ class Trainer:
         def write() -> None:
             if notes.recorder is None:
                 notes.take_over()
-            self._checkpoint(loader)
+            if not is_spread(self.step):
+                self._checkpoint(loader)
             if notes.recorder is not None:
                 notes.recorder.finish_checkpoints()
 
+        if is_spread(self.step):
+            self._checkpoint(loader)
         self.run.team.perform(lambda: on_main(self.run.communicator, write))
         if notes.recorder is not None:
             notes.recorder.event("stop", self.step.num_steps, signal=signum)
@@ -305,19 +311,32 @@ class Trainer:
         notes, team = self._notes, self.run.team
         if notes.folder is None:
             return
+        weights = notes.folder / WEIGHTS_FILE
 
-        def leave() -> None:
+        def leave(digest: str) -> None:
+            if notes.recorder is not None:
+                notes.recorder.end(self.step.num_steps, digest)
+                notes.draw(self.history, self._name)
+
+        def leave_alone() -> None:
             if notes.recorder is None or self._left_at == self.step.num_steps:
                 return  # it was written, and another rank was lost before it heard of that
             if not notes.has_checkpoint or not self.history:
                 self._checkpoint(loader)
-            notes.recorder.end(self.step.num_steps, self.digest, self.model)
-            notes.draw(self.history, self._name)
+            leave(self.digest)
+            leave_weights(weights, self.step)
             self._left_at = self.step.num_steps
 
         def attempt() -> None:
             notes.note_losses(self._progress.epoch)
-            on_main(self.run.communicator, leave)
+            if not is_spread(self.step):
+                on_main(self.run.communicator, leave_alone)
+                return
+            if not notes.has_checkpoint or not self.history:
+                self._checkpoint(loader)
+            digest = self.digest
+            on_main(self.run.communicator, lambda: leave(digest))
+            leave_weights(weights, self.step)
 
         team.perform(attempt)
         team.perform(lambda: self.run.communicator.barrier())

@@ -108,9 +108,7 @@ class ShardedModel:
 def shard_model(team: Team, model: nn.Module, optimizers: Sequence[Optimizer], options: Sharded) -> ShardedModel:
     """Spreads a model over the ranks of a team, which deals its shards in turn from then on."""
     communicator = team.communicator
-    check_elementwise(
-        optimizers, communicator.device, by_rows=True
-    )  # before the ranks connect
+    check_elementwise(optimizers, communicator.device, by_rows=True)  # before the ranks connect
     named_parameters(model, optimizers)
     inner = plan_modules(model, options)
     team.deal_in_turn()

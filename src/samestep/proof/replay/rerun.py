@@ -176,7 +176,7 @@ class Rerun:
             if self.trainer is None and self._made_the_run(this):
                 self.trainer, resume = this, order.checkpoint
                 self._wanted = self._what_is_wanted(this)
-                self._checksum = StateChecksum(this.model, this.step.optimizers)
+                self._checksum = StateChecksum(this.step)
             return fit(this, *args, **{**options, "resume": resume, "allow_contract_change": True})
 
         def watched_step(this: TrainStep, batch: Any) -> StepResult:

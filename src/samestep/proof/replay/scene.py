@@ -259,7 +259,7 @@ class Scene:
         known = batch is not None and batch.epoch >= 0
         digest = None
         if result is not None:
-            digest = as_hex(int(StateChecksum(self.step.model, self.step.optimizers).compute()))
+            digest = as_hex(int(StateChecksum(self.step).compute()))
         return StepView(
             step=number,
             epoch=batch.epoch if batch is not None and known else None,
