@@ -128,6 +128,11 @@ def test_running_statistics_and_recomputed_activations_do_not_go_together(worlds
         assert "keeps running statistics, which a second forward would count twice" in sentence
 
 
+def test_running_statistics_and_weights_of_16_bits_do_not_go_together(worlds):
+    (sentence,) = worlds(1).run(refused, "half", {})
+    assert sentence.startswith("UsageError: norm keeps running statistics of 32 bits")
+
+
 def recomputed_statistics(communicator):
     """The sentence with which recomputing a BatchNorm is refused."""
     run = samestep.Run(32, 8, communicator=communicator)

@@ -28,6 +28,11 @@ def plan_modules(model: nn.Module, options: Sharded) -> list[nn.Module]:
     inner = choose_modules(model, options.wrap)
     if options.activation_checkpointing:
         _check_statistics(inner or [model])
+    if options.param_dtype is not None and (name := _first_statistics(model)) is not None:
+        raise UsageError(
+            f"{name} keeps running statistics of 32 bits, beside which its weights cannot have 16: leave param_dtype "
+            "out and use precision (autocast), or use GroupNorm or LayerNorm"
+        )
     return inner
 
 
@@ -145,9 +150,14 @@ def _shares(module: nn.Module, model: nn.Module) -> bool:
 def _check_statistics(modules: Sequence[nn.Module]) -> None:
     """Raises a `UsageError` where a module that is run anew in the backward would count its statistics twice."""
     for module in modules:
-        for name, part in module.named_modules():
-            if isinstance(part, _NormBase) and part.track_running_stats:
-                raise UsageError(
-                    f"{type(module).__name__}.{name} keeps running statistics, which a second forward would count "
-                    "twice; use GroupNorm or LayerNorm, or leave activation_checkpointing out"
-                )
+        if (name := _first_statistics(module)) is not None:
+            raise UsageError(
+                f"{type(module).__name__}.{name} keeps running statistics, which a second forward would count "
+                "twice; use GroupNorm or LayerNorm, or leave activation_checkpointing out"
+            )
+
+
+def _first_statistics(module: nn.Module) -> str | None:
+    """The name of the first part that keeps running statistics."""
+    parts = module.named_modules()
+    return next((name for name, part in parts if isinstance(part, _NormBase) and part.track_running_stats), None)
