@@ -70,6 +70,18 @@ def pictures():
     return subject(Pictures, 3, 16, 16, optimizer="sgd", settings={"momentum": 0.9})
 
 
+def plain_stack():
+    """Twelve layers of 1024 × 1024 that learn to give what they get."""
+
+    def loss(model, batch):
+        return functional.mse_loss(model(batch), batch)
+
+    def build():
+        return nn.Sequential(*(nn.Sequential(nn.Linear(1024, 1024), nn.Tanh()) for _ in range(12)))
+
+    return Subject("model", build, loss, lambda count: torch.zeros(count, 1024), optimizer="adamw")
+
+
 def measured_peak(trained, batch_size, num_shards, checkpointing=False):
     """Bytes that the CPU's allocator has handed out at most in the third of three real steps."""
     batch = trained.make_batch(batch_size)

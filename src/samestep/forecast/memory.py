@@ -77,7 +77,8 @@ def _of_stage(trace: Trace, layout: Layout, kind: DeviceKind, stage: int | None)
     gradient = weights[GRADIENT] * part
     sums, received = _sums(layout)
     # What a rank gets of all blocks, and the total that is gathered (see `samestep.comm.reduction`).
-    on_the_way = (received + 1) * gradient if layout.data > 1 and not layout.is_sharded else 0.0
+    total = 0 if layout.is_optimizer_sharded else 1
+    on_the_way = (received + total) * gradient if layout.data > 1 and not layout.is_sharded else 0.0
     gathered = _gathered(trace, layout) if layout.is_sharded and layout.data > 1 else 0.0
     activations, fresh = _busiest(trace, layout, stage)
     own_gradient = weights[GRADIENT] if not layout.is_sharded else 0.0
@@ -108,6 +109,8 @@ def _sums(layout: Layout) -> tuple[int, float]:
 
     The buckets keep the memory of all gradients that were alive on the tree at once, and one that shows their layout.
     """
+    if layout.is_sharded:  # each rank has its part of the sums over all shards
+        return num_sums_alive(range(layout.num_shards)), 0.0
     ranges = shard_ranges(layout.num_shards, layout.data)
     alive = max(num_sums_alive(shards) for shards in ranges)
     return alive + 1, sum(map(len, rank_blocks(tuple(ranges), layout.num_shards))) / layout.data
