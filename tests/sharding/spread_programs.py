@@ -77,6 +77,23 @@ class Skipping(nn.Module):
         return self.last(self.blocks[int(x.detach().sum() > 0)](x))
 
 
+class Looped(nn.Module):
+    """Blocks that are called several times, one of them with what needs no gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(5, 8)
+        self.block = nn.Sequential(nn.Linear(8, 12), nn.GELU(), nn.Dropout(0.1), nn.Linear(12, 8))
+        self.last = nn.Linear(8, 2)
+
+    def forward(self, x):
+        """[n, 5] -> [n, 2]."""
+        x = self.first(x) + self.first(x * x)
+        for _ in range(3):
+            x = x + self.block(x)
+        return self.last(x)
+
+
 def layer_normed():
     """A chain for shards of a single sample."""
     return Chain(norm=nn.LayerNorm)
@@ -105,8 +122,16 @@ def counted(batch):
     return {"all": len(batch[1]), "ones": 1 + (batch[1] == 1).sum()}
 
 
-LOSSES = {"mean": classify, "masked": masked_loss}
-MODELS = {"chain": Chain, "fickle": Fickle, "skipping": Skipping, "layer normed": layer_normed}
+def twice(model, batch):
+    """A loss that calls the model twice."""
+    with torch.no_grad():
+        teacher = model(batch[0])
+    other = functional.mse_loss(model(-batch[0]), teacher)
+    return classify(model, batch) + other
+
+
+LOSSES = {"mean": classify, "masked": masked_loss, "twice": twice}
+MODELS = {"chain": Chain, "looped": Looped, "fickle": Fickle, "skipping": Skipping, "layer normed": layer_normed}
 STRATEGIES = {
     "replicate": Replicate(),
     "sharded": Sharded(),

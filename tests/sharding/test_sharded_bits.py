@@ -19,6 +19,7 @@ CASES = [
     {"precision": "bf16-mixed", "gamma": 0.9},
     {"precision": "16-mixed", "optimizer": "momentum"},
     {"loss": "masked", "optimizer": "foreach"},
+    {"model": "looped", "loss": "twice", "samples": 67},
 ]
 
 

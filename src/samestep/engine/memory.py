@@ -88,13 +88,22 @@ class Shortage:
         return True
 
 
-def num_sums_alive(shards: range) -> int:
-    """How many gradients a rank holds at once while it sums those of its shards along the tree."""
+def num_sums_alive(shards: range, at_once: int = 1) -> int:
+    """How many gradients a rank holds at once while it sums those of its shards along the tree.
+
+    Args:
+        shards: adjacent ones.
+        at_once: how many of them come together; they are added up, as far as the tree has it, before they are kept.
+    """
     counter: TreeSum[None] = TreeSum(lambda left, right: None)
     most = 1
-    for shard in shards:
-        most = max(most, 1 + len(counter.blocks))
-        counter.push(Block(shard, 1), None)
+    for first in range(shards.start, shards.stop, at_once):
+        arrived: TreeSum[None] = TreeSum(lambda left, right: None)
+        for shard in range(first, min(first + at_once, shards.stop)):
+            arrived.push(Block(shard, 1), None)
+        for block in arrived.blocks:
+            most = max(most, 1 + len(counter.blocks))
+            counter.push(block, None)
     return most
 
 

@@ -110,7 +110,7 @@ def _sums(layout: Layout) -> tuple[int, float]:
     The buckets keep the memory of all gradients that were alive on the tree at once, and one that shows their layout.
     """
     if layout.is_sharded:  # each rank has its part of the sums over all shards
-        return num_sums_alive(range(layout.num_shards)), 0.0
+        return num_sums_alive(range(layout.num_shards), at_once=layout.data), 0.0
     ranges = shard_ranges(layout.num_shards, layout.data)
     alive = max(num_sums_alive(shards) for shards in ranges)
     return alive + 1, sum(map(len, rank_blocks(tuple(ranges), layout.num_shards))) / layout.data

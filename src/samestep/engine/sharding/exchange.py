@@ -52,12 +52,10 @@ class PieceScatter(ReduceScatter):
     def __init__(self, communicator: Communicator, take: Callable[[Tensor, Tensor], None]) -> None:
         self._communicator = communicator
         self._take = take
-        self.last: Tensor | None = None
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Memory for what is sent, or for what FSDP2 takes to be the sum."""
-        self.last = torch.empty(*size, dtype=dtype, device=device)
-        return self.last
+        return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False

@@ -56,8 +56,11 @@ class ShardedGradientSum:
         self._first = self._num_leaves = 0
         self._is_out = False
         self._order: list[int] = []
-        self._scatters = [self._connect(number, group) for number, group in enumerate(self._groups)]
-        self._hooks = [hook for group in self._groups for hook in self._watch(group)]
+        self._calls = [0] * len(self._groups)
+        self._waiting: dict[int, Tensor] = {}
+        for number, group in enumerate(self._groups):
+            self._connect(number, group)
+        self._hooks = [hook for number, group in enumerate(self._groups) for hook in self._watch(number, group)]
         spreads = [sharded.state.spreads[name] for name in self._names]
         self._norm = SpreadNorm(communicator, spreads, [parameter.dtype for parameter in self.parameters])
 
@@ -73,6 +76,7 @@ class ShardedGradientSum:
     def forget(self) -> None:
         """Drops the parameters' gradients."""
         self._totals = []
+        self._waiting = {}
         for parameter in self.parameters:
             parameter.grad = None
         self._sharded.forget_gradients()
@@ -82,6 +86,7 @@ class ShardedGradientSum:
         ranks = self._communicator.world_size
         self._first = shard // ranks * ranks
         self._is_out = shard >= self._num_leaves
+        self._calls = [0] * len(self._groups)
 
     def collect(self, shard: int) -> Tensor:
         """What the backward of a shard has left is on the tree already; drops the rest.
@@ -90,7 +95,13 @@ class ShardedGradientSum:
             The sum of all elements of its gradient, 0-d: not finite if one of them is not.
         """
         if self._communicator.world_size == 1:
-            self._take_own(shard)
+            for number, group in enumerate(self._groups):
+                flat = self._sharded.own_gradient(group)
+                self._totals.append(flat.sum())
+                self._sums[number].push(Block(shard, 1), flat)
+        for number, received in self._waiting.items():
+            self._push(number, received)
+        self._waiting = {}
         totals = [total.float() for total in self._totals]
         self._totals = []
         self._sharded.forget_gradients()
@@ -175,33 +186,38 @@ class ShardedGradientSum:
         for hook in self._hooks:
             hook.remove()
 
-    def _connect(self, number: int, group: Together) -> PieceScatter:
+    def _connect(self, number: int, group: Together) -> None:
         """Has FSDP2 exchange the parameters and gradients of a module by us."""
         communicator, module = self._communicator, group.module
-        scatter = PieceScatter(communicator, partial(self._take, number))
-        module.set_custom_reduce_scatter(scatter)
+        module.set_custom_reduce_scatter(PieceScatter(communicator, partial(self._take, number)))
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
         if communicator.device.type == "cpu":
             module.set_custom_all_gather(PartGather(communicator, lambda: self._order.append(-1 - number)))
         if hasattr(module, "set_reduce_scatter_unused_params"):
             module.set_reduce_scatter_unused_params(True)
-        return scatter
 
-    def _watch(self, group: Together) -> list[RemovableHandle]:
-        """Notes which parameters get a gradient: FSDP2 fills the others up."""
+    def _watch(self, number: int, group: Together) -> list[RemovableHandle]:
+        """Notes how often a module is called, and which parameters get a gradient: FSDP2 fills the others up."""
         names = {id(parameter): name for name, parameter in self._sharded.model.named_parameters()}
         wanted = {member.name for member in group.members}
         paths = {id(part): path for path, part in self._sharded.model.named_modules()}
         prefix = paths[id(group.module)]
         group.module.unshard()
-        hooks = []
+        hooks = [group.module.register_forward_pre_hook(self._note_call(number))]  # type: ignore[attr-defined]
         for path, parameter in group.module.named_parameters():  # type: ignore[attr-defined]
             name = f"{prefix}.{path}" if prefix else path
             if name in wanted and name in self._index and id(parameter) not in names:
                 hooks.append(parameter.register_post_accumulate_grad_hook(self._note_use(self._index[name])))
         group.module.reshard()
         return hooks
+
+    def _note_call(self, number: int) -> Callable[..., None]:
+        def on_call(*_: object) -> None:
+            is_run_anew = torch._C._current_graph_task_id() != -1  # in the backward, by activation checkpointing
+            self._calls[number] += torch.is_grad_enabled() and not is_run_anew
+
+        return on_call
 
     def _note_use(self, index: int) -> Callable[[Tensor], None]:
         def on_gradient(_: Tensor) -> None:
@@ -211,7 +227,10 @@ class ShardedGradientSum:
         return on_gradient
 
     def _take(self, number: int, sent: Tensor, received: Tensor) -> None:
-        """Pushes the parts that this rank got of the gradients of a module on the tree."""
+        """Takes the parts that this rank got of the gradients of a module.
+
+        A module that was called several times hands over its gradient as often; first these are added up.
+        """
         self._order.append(number)
         group = self._groups[number]
         if sent.numel() != group.numel * self._communicator.world_size:
@@ -221,19 +240,21 @@ class ShardedGradientSum:
             )
         if not self._is_out:
             self._totals.append(sent.sum())
+        if number in self._waiting:
+            self._waiting[number].add_(received)
+        elif self._calls[number] > 1:
+            self._waiting[number] = received
+        else:
+            self._push(number, received)
+
+    def _push(self, number: int, received: Tensor) -> None:
+        """Pushes what came of the shards of a round on the tree of a module."""
+        group = self._groups[number]
         last = min(self._first + self._communicator.world_size, self._num_leaves)
         blocks = [Block(shard, 1) for shard in range(self._first, last)]
         sums = merge_received(blocks, received[: len(blocks) * group.numel], group.numel)
         for block, value in zip(merge_blocks(blocks), sums, strict=True):
             self._sums[number].push(block, value.clone())
-
-    def _take_own(self, shard: int) -> None:
-        """Pushes the gradient of a rank that is alone: FSDP2 asks nobody then, and leaves it as the sum."""
-        for number, (group, scatter) in enumerate(zip(self._groups, self._scatters, strict=True)):
-            flat = scatter.last if scatter.last is not None else self._zeros(group)
-            scatter.last = None
-            self._totals.append(flat.sum())
-            self._sums[number].push(Block(shard, 1), flat)
 
     def _zeros(self, group: Together) -> Tensor:
         part = self._sharded.state.parts[group.members[0].name]

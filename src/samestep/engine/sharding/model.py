@@ -4,7 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -92,6 +93,16 @@ class ShardedModel:
             has_whole_parameters=False,
         )
         self.state.hand_over(optimizers, names, communicator.rank)
+
+    def own_gradient(self, group: Together) -> Tensor:
+        """What FSDP2 has left in `.grad` of a module's parameters, flat: the sum, where this rank is alone."""
+        parts = []
+        for member in group.members:
+            gradient = self._dtensors[member.name].grad
+            part = self.state.parts[member.name]
+            local = torch.zeros_like(part) if gradient is None else cast(DTensor, gradient).to_local()
+            parts.append(local.reshape(-1))
+        return torch.cat(parts)
 
     def forget_gradients(self) -> None:
         """Drops what FSDP2 has left in `.grad`."""
