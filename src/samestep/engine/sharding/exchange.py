@@ -47,14 +47,22 @@ class PieceScatter(ReduceScatter):
         communicator: this rank's voice.
         take: is given this rank's gradient, flat, and what arrived: this rank's part of the gradient of each rank, one
             after another.
+        unread: memory of at least one part, for what FSDP2 takes to be the sum: all modules may have the same.
     """
 
-    def __init__(self, communicator: Communicator, take: Callable[[Tensor, Tensor], None]) -> None:
+    def __init__(
+        self, communicator: Communicator, take: Callable[[Tensor, Tensor], None], unread: Callable[[int], Tensor]
+    ) -> None:
         self._communicator = communicator
         self._take = take
+        self._unread = unread
+        self._is_sum_next = False
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory for what is sent, or for what FSDP2 takes to be the sum."""
+        """Memory for what is sent, and then for what FSDP2 takes to be the sum, which it keeps to the end."""
+        is_sum, self._is_sum_next = self._is_sum_next, not self._is_sum_next
+        if is_sum and self._communicator.world_size > 1:
+            return self._unread(int(size[0]))
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(

@@ -56,6 +56,7 @@ class ShardedGradientSum:
         self._first = self._num_leaves = 0
         self._is_out = False
         self._order: list[int] = []
+        self._unread: Tensor | None = None
         self._calls = [0] * len(self._groups)
         self._waiting: dict[int, Tensor] = {}
         for number, group in enumerate(self._groups):
@@ -189,7 +190,7 @@ class ShardedGradientSum:
     def _connect(self, number: int, group: Together) -> None:
         """Has FSDP2 exchange the parameters and gradients of a module by us."""
         communicator, module = self._communicator, group.module
-        module.set_custom_reduce_scatter(PieceScatter(communicator, partial(self._take, number)))
+        module.set_custom_reduce_scatter(PieceScatter(communicator, partial(self._take, number), self._unread_part))
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
         if communicator.device.type == "cpu":
@@ -255,6 +256,14 @@ class ShardedGradientSum:
         sums = merge_received(blocks, received[: len(blocks) * group.numel], group.numel)
         for block, value in zip(merge_blocks(blocks), sums, strict=True):
             self._sums[number].push(block, value.clone())
+
+    def _unread_part(self, numel: int) -> Tensor:
+        """Memory that FSDP2 may take for the sum of a module; nobody reads it."""
+        if self._unread is None:
+            part = self._sharded.state.parts[self._groups[0].members[0].name]
+            most = max(group.numel for group in self._groups)
+            self._unread = torch.zeros(most, dtype=part.dtype, device=self._communicator.device)
+        return self._unread[:numel]
 
     def _zeros(self, group: Together) -> Tensor:
         part = self._sharded.state.parts[group.members[0].name]
