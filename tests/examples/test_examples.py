@@ -134,6 +134,14 @@ def test_ddp_native_is_one_process_where_nobody_started_more(tmp_path):
     assert list(torch.load(tmp_path / "net.pt")) == ["0.weight", "0.bias", "2.weight", "2.bias"]
 
 
+def test_model_parallel_gives_by_hand_the_bits_that_it_gives_by_a_pipeline_of_whole_batches(tmp_path):
+    options = ["--samples", 200, "--batch-size", 30, "--epochs", 2]
+    said = run_script("model_parallel", [*options, "--save", "hand.pt"], tmp_path)
+    learns(said, 2)
+    run_script("model_parallel", [*options, "--pipeline", "--num-shards", 1, "--save", "pipeline.pt"], tmp_path)
+    assert torch.load(tmp_path / "hand.pt") == torch.load(tmp_path / "pipeline.pt")
+
+
 def test_detection_finds_boxes_in_pictures_of_different_sizes(tmp_path):
     options = ["--samples", 60, "--epochs", 8, "--batch-size", 4, "--save", "net.pt"]
     said = run_script("detection", options, tmp_path)

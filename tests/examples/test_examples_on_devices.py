@@ -124,6 +124,18 @@ def test_the_command_shares_a_batch_out_over_three_devices(tmp_path):
 
 
 @pytest.mark.slow
+def test_the_parts_of_a_model_on_several_devices_give_the_losses_of_one(tmp_path):
+    arguments = [FOLDER / "model_parallel.py", "--epochs", 2, "--samples", 200, "--pipeline", "--save"]
+    by_count = []
+    for count in (1, 2, 4):
+        command(tmp_path, "run", "--devices", f"cpu:{count}", *arguments, f"{count}.pt")
+        by_count.append(torch.load(tmp_path / f"{count}.pt"))
+    assert by_count[0] == by_count[1] == by_count[2]
+    by_hand = command(tmp_path, "run", "--devices", "cpu:2", *arguments[:-2])
+    assert re.findall(r"loss ([\d.]+)", by_hand) == [f"{loss:.4f}" for loss in by_count[0]]
+
+
+@pytest.mark.slow
 def test_the_command_leaves_a_script_with_processes_of_its_own_alone(tmp_path):
     said = command(tmp_path, "run", "--devices", "cpu:2", FOLDER / "ddp_native.py", "--epochs", 2, "--save", "net.pt")
     losses = re.findall(r"loss ([\d.]+), test accuracy [\d.]+, processes 2\n", said)

@@ -168,8 +168,8 @@ def _connect_nodes(
             memory = dist.PrefixStore(f"node {ours.start}", store)
             within = _share_in_node(control, memory, place, connect_timeout, timeout)
         if within is None:
-            within = _subgroup(nodes, rank, backend, store, timeout)
-        between = _subgroup(rails, rank, backend, store, timeout)
+            within = subgroup(nodes, rank, backend, store, timeout)
+        between = subgroup(rails, rank, backend, store, timeout)
     except (RuntimeError, PeerLostError) as error:
         if within is not None:
             within.abandon()
@@ -192,9 +192,7 @@ def _share_in_node(
     return transport if have else None
 
 
-def _subgroup(
-    groups: Sequence[range], rank: int, backend: str, store: dist.Store, timeout: timedelta
-) -> GroupTransport:
+def subgroup(groups: Sequence[range], rank: int, backend: str, store: dist.Store, timeout: timedelta) -> GroupTransport:
     """The transport of the group that this rank is in; all ranks make all groups, in the same order."""
     made = [dist.new_group(list(ranks), timeout=timeout, backend=backend) for ranks in groups]
     number = next(number for number, ranks in enumerate(groups) if rank in ranks)

@@ -36,6 +36,8 @@ class GroupTransport:
         meeting: where its ranks can meet anew after a loss; None if they cannot.
 
     Attributes:
+        group: as given.
+        numbers: of its ranks among all, for messages, and how many these are; None if they are all.
         nodes: the same ranks by their nodes, where `connecting` has connected them so; closed with this one.
         stream: of the exchange, which `connecting` makes where the backend is NCCL.
     """
@@ -50,11 +52,12 @@ class GroupTransport:
     ) -> None:
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
-        self._group = group
+        self.group = group
         self._store = store
         self._timeout = timeout
         self._store_host = store_host
         self.meeting = meeting
+        self.numbers: tuple[Sequence[int], int] | None = None
         self.names_missing = True
         self._backend = dist.get_backend(group)
         self._through_host = self._backend == "gloo"
@@ -76,7 +79,7 @@ class GroupTransport:
                 parts.contiguous().view(torch.uint8),
                 [size * width for size in receive_sizes],
                 [size * width for size in sizes],
-                group=self._group,
+                group=self.group,
                 async_op=True,
             )
         except RuntimeError as error:
@@ -91,7 +94,7 @@ class GroupTransport:
         received = part.new_empty(part.numel() * self.world_size)
         try:
             work = dist.all_gather_into_tensor(
-                received.view(torch.uint8), part.contiguous().view(torch.uint8), group=self._group, async_op=True
+                received.view(torch.uint8), part.contiguous().view(torch.uint8), group=self.group, async_op=True
             )
         except RuntimeError as error:
             raise self.peers_lost(error) from error
@@ -101,7 +104,7 @@ class GroupTransport:
         """The backend's own all-reduce."""
         moved = tensor.cpu() if self._through_host else tensor
         try:
-            work = dist.all_reduce(moved, group=self._group, async_op=True)
+            work = dist.all_reduce(moved, group=self.group, async_op=True)
         except RuntimeError as error:
             raise self.peers_lost(error) from error
         return GroupPending(self, work, moved, moved, tensor.device)
@@ -111,7 +114,7 @@ class GroupTransport:
         ours = tensor.detach()
         moved = (ours.cpu() if self._through_host else ours).contiguous()
         try:
-            dist.broadcast(moved.view(-1).view(torch.uint8), source, group=self._group)
+            dist.broadcast(moved.view(-1).view(torch.uint8), group=self.group, group_src=source)
         except RuntimeError as error:
             raise self.peers_lost(error) from error
         if moved is not ours:
@@ -123,7 +126,7 @@ class GroupTransport:
             self.nodes.close()
             self.nodes = None
         if dist.is_initialized():
-            dist.destroy_process_group(self._group)
+            dist.destroy_process_group(self.group)
 
     def abandon(self) -> None:
         """Drops all process groups after a transfer failed, without waiting for what is under way.
@@ -154,7 +157,9 @@ class GroupTransport:
             return PeerLostError(f"the exchange failed and the store of the ranks is gone: {error}")
         if not missing:
             return PeerLostError(f"the exchange failed although all ranks are alive: {error}")
-        return peers_lost(self.rank, self.world_size, missing, self._timeout.total_seconds())
+        numbers, count = self.numbers or (range(self.world_size), self.world_size)
+        named = tuple(numbers[rank] for rank in missing)
+        return peers_lost(numbers[self.rank], count, named, self._timeout.total_seconds())
 
 
 def roll_call(

@@ -25,6 +25,23 @@ def data_mesh(communicator: Communicator, timeout: timedelta) -> DeviceMesh:
     Raises:
         UsageError: the ranks have no way to form a process group, or the script's own has another size.
     """
+    join_group(communicator, timeout)
+    return init_device_mesh(communicator.device.type, (communicator.world_size,), mesh_dim_names=(DATA_AXIS,))
+
+
+def join_group(communicator: Communicator, timeout: timedelta) -> dist.Store:
+    """Makes sure that all ranks have a process group; all of them call it.
+
+    Args:
+        communicator: this rank's voice.
+        timeout: for what travels through the group, where it is made here: over gloo.
+
+    Returns:
+        A store that they share.
+
+    Raises:
+        UsageError: the ranks have no way to form a process group, or the script's own has another size.
+    """
     rank, world_size = communicator.rank, communicator.world_size
     if not dist.is_initialized():
         store = _store(communicator)
@@ -34,7 +51,7 @@ def data_mesh(communicator: Communicator, timeout: timedelta) -> DeviceMesh:
             f"the process group has {dist.get_world_size()} ranks, the run {world_size}; a strategy that spreads the "
             "model needs all of them"
         )
-    return init_device_mesh(communicator.device.type, (world_size,), mesh_dim_names=(DATA_AXIS,))
+    return dist.distributed_c10d._get_default_store()
 
 
 def close_mesh() -> None:

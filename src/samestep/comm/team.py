@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch.distributed as dist
 
@@ -33,7 +33,12 @@ from samestep.comm.group import GroupTransport, roll_call
 from samestep.comm.pulse import Pulse
 from samestep.comm.transport import LocalTransport
 from samestep.errors import PeerLostError, UsageError
+from samestep.plan.mesh import Mesh
 from samestep.plan.shards import dealt_ranges, num_rounds, shard_ranges
+
+if TYPE_CHECKING:
+    from samestep.comm.axes import Axes
+    from samestep.comm.relay import Relay
 
 T = TypeVar("T")
 
@@ -55,10 +60,13 @@ class Team:
         pulse: says what this rank is doing.
         timeout_seconds: how long to wait for other ranks.
         meeting: where a worker that was started late will find the others; None for one that was there from the start.
+        mesh: how the ranks divide the work; along "data" alone if None.
 
     Attributes:
         communicator: this rank's voice now; another one after a loss.
-        ranges: the shards of every rank, by rank; empty ones for spares.
+        mesh: as given; None where there is no axis but "data".
+        ranges: the shards of every rank, by rank; empty ones for spares. Where several ranks execute the same shards,
+            together, they are the first one's, which says what came of them.
         version: grows whenever the ranks change.
         num_operations: how many have been carried out.
         healed: what the healings so far were about, oldest first: (view, seconds that it took).
@@ -83,8 +91,10 @@ class Team:
         pulse: Pulse | None = None,
         timeout_seconds: float = 600.0,
         meeting: dist.Store | None = None,
+        mesh: Mesh | None = None,
     ) -> None:
         self.communicator = communicator
+        self.mesh = mesh if mesh is not None and mesh.num_inner > 1 else None
         self.version = 0
         self.num_operations = 0
         self.pulse = Pulse() if pulse is None else pulse
@@ -105,6 +115,12 @@ class Team:
         self.timeout = timedelta(seconds=timeout_seconds)
         connection = communicator.transport if isinstance(communicator.transport, Connection) else None
         self._meeting = meeting if connection is None else connection.meeting
+        self._axes: Axes | None = None
+        if self.mesh is not None:
+            from samestep.comm.axes import connect_axes  # not before: it loads half of torch.distributed
+
+            self.rely_on_all()
+            self._axes = connect_axes(communicator, self.mesh, self.timeout)
         self.ranges = self._divide()
         if self.can_heal and connection is not None:
             _leave_naming(communicator)
@@ -130,6 +146,35 @@ class Team:
         """V."""
         return self._num_shards
 
+    @property
+    def data(self) -> Communicator:
+        """This rank's voice among those that execute other shards as it does these: who sum their gradients."""
+        return self.communicator if self._axes is None else self._axes.voices["data"]
+
+    @property
+    def data_ranges(self) -> tuple[range, ...]:
+        """The shards of every rank of `data`."""
+        return self.ranges if self.mesh is None else self.ranges[:: self.mesh.num_inner]
+
+    @property
+    def executed(self) -> range:
+        """The shards that this rank executes, by itself or together with others."""
+        return self.data_ranges[self.data.rank]
+
+    @property
+    def relay(self) -> "Relay":
+        """Hands values on along the mesh's axis "pipe"."""
+        assert self._axes is not None, "only ranks along an axis hand values on"
+        assert self._axes.relay is not None, "the axis is that of the stages"
+        return self._axes.relay
+
+    def along(self, axis: str) -> Communicator:
+        """This rank's voice among those along an axis of the mesh."""
+        if self._axes is None:
+            alone = LocalTransport()
+            return self.communicator if axis == "data" else replace(self.communicator, transport=alone, control=alone)
+        return self._axes.voices[axis]
+
     def rely_on_all(self) -> None:
         """Notes that each rank has state that no other has: from now on the run cannot go on without one.
 
@@ -154,6 +199,10 @@ class Team:
             UsageError: the run has spares, or shares.
         """
         self.rely_on_all()
+        if self.mesh is not None:
+            raise UsageError(
+                "strategy='sharded' spreads the model along \"data\" alone: leave the mesh's other axes out"
+            )
         if self._shares is not None:
             raise UsageError("strategy='sharded' gives every device equally much to do: leave --shares out")
         if not self.is_dealt:
@@ -171,7 +220,7 @@ class Team:
         They are its own; where shards are dealt in turn and it has none, the first: it runs along with the others,
         since they need its part of the model.
         """
-        mine = self.mine
+        mine = self.executed
         if self.is_dealt and mine.start >= num_leaves:
             return range(1)
         return range(mine.start, min(mine.stop, num_leaves), mine.step)
@@ -400,6 +449,10 @@ class Team:
         """The shards of each rank: all to the first ones, as many as are wanted; none to the spares after them."""
         if self.is_dealt:
             return dealt_ranges(self._num_shards, len(self._slots))
+        if self.mesh is not None:
+            by_data = shard_ranges(self._num_shards, self.mesh.sizes["data"], self._shares)
+            silent = self.mesh.num_inner - 1
+            return tuple(r for mine in by_data for r in (mine, *[range(mine.stop, mine.stop)] * silent))
         num_active = min(self._num_active, len(self._slots))
         shares = None if self._shares is None else [self._share(slot) for slot in self._slots[:num_active]]
         rest = range(self._num_shards, self._num_shards)

@@ -199,7 +199,7 @@ class Loader:
     def _most_rows(self) -> int:
         """The most samples that this rank has of a batch."""
         cut = shard_bounds(self.global_batch_size, self._num_shards)
-        return max(1, sum(cut[shard + 1] - cut[shard] for shard in self.team.mine))
+        return max(1, sum(cut[shard + 1] - cut[shard] for shard in self.team.executed))
 
     def _one_by_one(self) -> Iterator[Batch]:
         epoch, first = self.cursor.epoch, self.cursor.position

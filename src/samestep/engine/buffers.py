@@ -50,6 +50,11 @@ def refuse_sync_batchnorm(model: nn.Module) -> None:
             )
 
 
+def is_mean_buffer(module: nn.Module, key: str) -> bool:
+    """Whether a module's buffer holds running statistics, which end as the mean over the shards."""
+    return isinstance(module, _NormBase) and key in MEAN_BUFFERS
+
+
 class BufferMerge:
     """Restores the buffers before each shard and merges what the shards left of them.
 
@@ -67,7 +72,7 @@ class BufferMerge:
         self._others: list[BufferPlace] = []
         for prefix, module in model.named_modules():
             for key, buffer in module._buffers.items():
-                is_mean = isinstance(module, _NormBase) and key in MEAN_BUFFERS
+                is_mean = is_mean_buffer(module, key)
                 if is_mean and buffer is None:
                     continue  # a norm that tracks no statistics
                 place = BufferPlace(module, key, f"{prefix}.{key}" if prefix else key)
@@ -126,26 +131,43 @@ class BufferMerge:
             self._places[index].put(end)
             self._versions[index] = -1
 
+    def check_start(self) -> None:
+        """Looks, in the first steps and every so often, whether the buffers are still as a shard was to find them.
+
+        Raises:
+            BufferMergeError: names one that is not.
+        """
+        for index, place in enumerate(self._places if self._compare_all else ()):
+            tensor, start = place.get(), self._starts[index]
+            if tensor is not None and start is not None and tensor_checksum(tensor) != tensor_checksum(start):
+                raise BufferMergeError(
+                    f"buffer {place.name} was written to in a backward (recomputing a BatchNorm's forward does so), "
+                    "while other shards were on their way; keep it out of activation checkpointing, or use GroupNorm"
+                )
+
     def abandon(self) -> None:
         """Puts the step's start back after a shard that failed."""
         for index in range(len(self._places)):
             if self._is_changed(index):
                 self._restore(index)
 
-    def exchange(
-        self, touched_means: bool, touched_others: bool, blocks_by_rank: Sequence[Sequence[Block]], num_samples: int
-    ) -> None:
+    @property
+    def touched(self) -> list[bool]:
+        """Whether a shard of this rank changed running statistics, and other buffers."""
+        return [self.touched_means, self.touched_others]
+
+    def exchange(self, touched: Sequence[bool], blocks_by_rank: Sequence[Sequence[Block]], num_samples: int) -> None:
         """Merges over the ranks; nothing is written to the model yet.
 
         Args:
-            touched_means: whether any shard on any rank changed running statistics.
-            touched_others: the same for the other buffers.
+            touched: for each of `touched` whether it is so on any rank.
             blocks_by_rank: the blocks that each rank ships.
             num_samples: samples of the global batch.
 
         Raises:
             BufferMergeError: a buffer without a rule ended differently on different shards.
         """
+        touched_means, touched_others = touched
         if touched_means:
             self._merged_means = self._sum_means(blocks_by_rank) / num_samples
         if touched_others:

@@ -7,7 +7,7 @@ of the last layers runs beside the backward of the first.
 import sys
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -324,9 +324,13 @@ class GradientSum:
         if self._owned is not None:
             self._owned.assign(self.flats, used)
             return
+        for index, view in self.views():
+            self.parameters[index].grad = view if used[index] else None
+
+    def views(self) -> Iterator[tuple[int, Tensor]]:
+        """The number of each parameter, and its sum as a view of the flat results."""
         for bucket_sum, flat in zip(self._sums, self.flats, strict=True):
-            for index, view in zip(bucket_sum.bucket.members, bucket_sum.views(flat), strict=True):
-                self.parameters[index].grad = view if used[index] else None
+            yield from zip(bucket_sum.bucket.members, bucket_sum.views(flat), strict=True)
 
     def drop_memory(self) -> None:
         """Forgets the reused memory: after a step that left NaN in it."""

@@ -85,7 +85,7 @@ class ShardRunner:
         Returns:
             The shard for which memory ran out, if one did.
         """
-        counts = None if self.counts is None else self.counts.sum(batch, self._team.ranges)
+        counts = None if self.counts is None else self.counts.sum(batch, self._team.data_ranges)
         is_only = batch.length == 1 or self._team.num_shards == 1
         mine = sorted(shard for shard in batch.shards if shard in self._team.mine)
         last = max(mine, default=None)
@@ -155,30 +155,38 @@ class ShardRunner:
         """
 
         def forward() -> ShardLoss:
-            with self._autocast():
-                if counts is None:
-                    return read_loss(self._loss_fn(self._model, value), num_samples)
-                loss = self._loss_fn(self._model, value, counts)
-                if not (isinstance(loss, Tensor) and loss.ndim == 0):
-                    raise LossError("with counts_fn the loss function must return a 0-d tensor: its share of the loss")
-                return read_loss(loss, 1)
+            with self.autocast():
+                return self.forward(self._model, value, num_samples, counts)
 
         pulse = self._team.pulse
         pulse.enter("forward")
         try:
             loss = forward()
-            if not loss.value.requires_grad:
-                raise LossError(
-                    "the loss does not depend on any trainable parameter: check detach(), no_grad, requires_grad"
-                )
+            check_differentiable(loss)
             pulse.enter("backward")
-            differentiate(loss.value, self._seed_of(loss, is_only), self.gradients.inputs)
+            differentiate(loss.value, self.seed_of(loss, is_only), self.gradients.inputs)
         except RuntimeError as error:
             explained = explain_nondeterminism(error, self._model, lambda: forward().value)
             if explained is None:
                 raise
             raise explained from None
         return loss
+
+    def forward(self, model: Any, value: Any, num_samples: int, counts: Any) -> ShardLoss:
+        """What the loss function says of a shard.
+
+        Args:
+            model: what it is given as the model.
+            value: the samples.
+            num_samples: how many.
+            counts: the global counts, or None.
+        """
+        if counts is None:
+            return read_loss(self._loss_fn(model, value), num_samples)
+        loss = self._loss_fn(model, value, counts)
+        if not (isinstance(loss, Tensor) and loss.ndim == 0):
+            raise LossError("with counts_fn the loss function must return a 0-d tensor: its share of the loss")
+        return read_loss(loss, 1)
 
     def run_slice(self, value: Any, num_samples: int, counts: Any) -> None:
         """Forward and backward of some samples, as a step would run them; leaves nothing behind."""
@@ -192,12 +200,13 @@ class ShardRunner:
         """What the backward of a shard reads besides the shard and the model."""
         return [self._scale.scale, *self._seeds.values()]
 
-    def _autocast(self) -> AbstractContextManager[Any]:
+    def autocast(self) -> AbstractContextManager[Any]:
+        """What a forward runs in."""
         if self._dtype is None and not torch.is_autocast_enabled(self._device.type):
             return nullcontext()
         return autocast(self._device, self._dtype)
 
-    def _seed_of(self, loss: ShardLoss, is_only: bool) -> Tensor:
+    def seed_of(self, loss: ShardLoss, is_only: bool) -> Tensor:
         """The gradient that the backward begins with: what makes a sum of the value, or the mean, and the scale."""
         weight = quotient(loss.weight, loss.count) if is_only and self.counts is None else loss.weight
         dtype = loss.value.dtype
@@ -208,6 +217,12 @@ class ShardRunner:
                 self._seeds.clear()
             self._seeds[weight, dtype] = torch.full((), weight, dtype=dtype, device=self._device)
         return self._scale.apply(self._seeds[weight, dtype])
+
+
+def check_differentiable(loss: ShardLoss) -> None:
+    """Raises a `LossError` if a loss cannot be differentiated."""
+    if not loss.value.requires_grad:
+        raise LossError("the loss does not depend on any trainable parameter: check detach(), no_grad, requires_grad")
 
 
 def differentiate(value: Tensor, seed: Tensor, inputs: tuple[Tensor, ...]) -> None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from samestep.comm.communicator import Communicator
 from samestep.comm.pieces import Piece, Spread
 from samestep.errors import UsageError
 
@@ -23,11 +24,13 @@ class SpreadState:
         parts: this rank's part of every parameter, by name, in the model's order: what the optimizers hold.
         spreads: how every parameter is spread, by name.
         has_whole_parameters: whether every rank has all parameters, and only the optimizers' state is spread.
+        communicator: among the ranks over which it is spread, those of the `spreads`; None for all ranks of the run.
     """
 
     parts: Mapping[str, nn.Parameter]
     spreads: Mapping[str, Spread]
     has_whole_parameters: bool
+    communicator: Communicator | None = None
 
     def held(self, optimizers: Sequence[Optimizer]) -> dict[str, nn.Parameter]:
         """The parts that some optimizers update, by name, in the model's order.

@@ -50,7 +50,7 @@ from samestep.engine.rows import DeviceRows, HostRows, is_finite, quotient
 from samestep.engine.settings import settings_of
 from samestep.engine.shards import ShardRunner
 from samestep.engine.spread import SpreadState, check_elementwise
-from samestep.engine.strategies import REPLICATE, Replicate, Sharded, Strategy
+from samestep.engine.strategies import REPLICATE, Pipeline, Replicate, Sharded, Strategy
 from samestep.engine.update import FlatUpdate
 from samestep.errors import (
     DataError,
@@ -63,6 +63,9 @@ from samestep.errors import (
 from samestep.plan.tree import Block, rank_blocks
 
 if TYPE_CHECKING:
+    from samestep.engine.pipelining.buffers import StageBuffers
+    from samestep.engine.pipelining.gradients import PipelinedGradientSum
+    from samestep.engine.pipelining.model import PipelinedModel
     from samestep.engine.sharding.gradients import ShardedGradientSum
     from samestep.engine.sharding.model import ShardedModel
 
@@ -128,7 +131,9 @@ class TrainStep:
         self.strategy = strategy
         if graphed_length is not None and strategy != REPLICATE:
             raise UsageError("CUDA graphs replay a step in which every rank has the whole state: leave strategy=… out")
+        check_mesh(team, strategy, compile)
         self.sharded: ShardedModel | None = None
+        self.pipelined: PipelinedModel | None = None
         self.owned: OwnedParts | None = None
         if isinstance(strategy, Replicate) and strategy.shard_optimizer:
             check_elementwise(self.optimizers, device, by_rows=False)
@@ -138,8 +143,13 @@ class TrainStep:
 
             team.perform(lambda: check_same_model(model, team.communicator))
             self.sharded = shard_model(team, model, self.optimizers, strategy)
+        if isinstance(strategy, Pipeline) and team.mesh is not None:
+            from samestep.engine.pipelining.model import pipeline_model
+
+            team.perform(lambda: check_same_model(model, team.communicator))
+            self.pipelined = pipeline_model(team, model, self.optimizers, strategy)
         settle_model(model, device)
-        if self.sharded is None:
+        if self.sharded is None and self.pipelined is None:
             team.perform(lambda: check_same_model(model, team.communicator))
         self._late = _can_check_late(device, self.optimizers) if late_check is None else late_check
         if self._late and not all(_honours_found_inf(optimizer) for optimizer in self.optimizers):
@@ -152,12 +162,16 @@ class TrainStep:
         self._poisoned: Any = torch.zeros((), dtype=torch.bool, device=device) if self._late else False
         self._unread: deque[tuple[StepResult, _Schedule | None]] = deque()
         self._version = -1
-        self._buffers: BufferMerge
-        self._gradients: GradientSum | ShardedGradientSum
+        self._buffers: BufferMerge | StageBuffers
+        self._gradients: GradientSum | ShardedGradientSum | PipelinedGradientSum
         self._flat_update: FlatUpdate | None
         self.compile = compile
         run_loss = compile_loss(loss_fn) if compile else loss_fn
-        self.runner = ShardRunner(team, seed, stream, model, run_loss, dtype, self._scale, self._rows)
+        self.runner: Any = ShardRunner(team, seed, stream, model, run_loss, dtype, self._scale, self._rows)
+        if self.pipelined is not None:
+            from samestep.engine.pipelining.runner import PipelineRunner
+
+            self.runner = PipelineRunner(self.pipelined, team, seed, stream, self.runner, self._rows)
         self.cuda_graphs = graphed_length is not None
         if graphed_length is not None:
             self.runner.graphs = ShardGraphs(graphed_length, device)
@@ -173,6 +187,8 @@ class TrainStep:
         """What of the state is spread over the ranks; None where each has all of it."""
         if self.sharded is not None:
             return self.sharded.state
+        if self.pipelined is not None:
+            return self.pipelined.state
         return None if self.owned is None else self.owned.state
 
     def __call__(self, batch: Any) -> StepResult:
@@ -226,7 +242,7 @@ class TrainStep:
             team.pulse.enter("exchange")
             used, touched = self._exchange_header(batch, shortage)
             self._gradients.finish()
-            self._buffers.exchange(touched[0], touched[1], blocks_by_rank, batch.length)
+            self._buffers.exchange(touched, blocks_by_rank, batch.length)
         except (PeerLostError, OutOfMemoryError):
             self._abandon()
             raise
@@ -236,18 +252,22 @@ class TrainStep:
     def _blocks(self, num_leaves: int) -> tuple[tuple[Block, ...], ...]:
         """The blocks that each rank ships, of so many shards that hold samples."""
         if num_leaves not in self._blocks_by_leaves:
-            self._blocks_by_leaves[num_leaves] = rank_blocks(self.team.ranges, num_leaves)
+            self._blocks_by_leaves[num_leaves] = rank_blocks(self.team.data_ranges, num_leaves)
         return self._blocks_by_leaves[num_leaves]
 
     def _settle_in_team(self) -> None:
         """Lays out what depends on the ranks."""
-        communicator = self.team.communicator
         if self._version >= 0:
             self._gradients.remove_hooks()
         self._version = self.team.version
         self._blocks_by_leaves: dict[int, tuple[tuple[Block, ...], ...]] = {}
-        self.runner.counts = None if self._counts_fn is None else GlobalCounts(self._counts_fn, communicator)
-        self._buffers = self.runner.buffers = BufferMerge(self.model, communicator)
+        self.runner.counts = None if self._counts_fn is None else GlobalCounts(self._counts_fn, self.team.data)
+        if self.pipelined is None:
+            self._buffers = self.runner.buffers = BufferMerge(self.model, self.team.communicator)
+        else:
+            from samestep.engine.pipelining.buffers import StageBuffers
+
+            self._buffers = self.runner.buffers = StageBuffers(self.pipelined, self.team)
         self._lay_out()
 
     def _own_shards(self, value: Any) -> Batch:
@@ -296,15 +316,14 @@ class TrainStep:
                 "number decides the bits: leave it alone, or give it by Run(num_threads=…) (--threads)"
             )
 
-    def _exchange_header(self, batch: Batch, shortage: Shortage | None) -> tuple[list[bool], tuple[bool, bool]]:
+    def _exchange_header(self, batch: Batch, shortage: Shortage | None) -> tuple[list[bool], list[bool]]:
         """Sends the gradient on its way, and gathers the rows of all shards and what the ranks must agree on.
 
         Returns:
-            For each trainable parameter whether any shard used it; whether any shard changed running statistics, and
-            other buffers.
+            For each trainable parameter whether any shard used it; what is `touched` of the buffers by any shard.
         """
         team, used = self.team, self._gradients.used
-        touched = (self._buffers.touched_means, self._buffers.touched_others)
+        touched = self._buffers.touched
         if team.world_size == 1:
             if shortage is not None:
                 self._explain_shortage(batch, shortage)
@@ -320,8 +339,9 @@ class TrainStep:
         heard = read_headers(headers, len(flags))
         if heard.is_short:
             self._explain_shortage(batch, shortage)
-        team.stop, team.checkpoint_agreed = heard.stop, heard.flags[2]
-        return heard.flags[3:], (heard.flags[0], heard.flags[1])
+        count = len(touched)
+        team.stop, team.checkpoint_agreed = heard.stop, heard.flags[count]
+        return heard.flags[count + 1 :], heard.flags[:count]
 
     def _explain_shortage(self, batch: Batch, shortage: Shortage | None) -> NoReturn:
         """Measures, on every rank whose memory ran out, which number of shards fits, and raises alike on all ranks.
@@ -534,11 +554,13 @@ class TrainStep:
 
     def _lay_out(self) -> None:
         """Makes the gradient sum over the parameters that the optimizers hold and that are trainable now."""
-        sharded = self.sharded
-        if sharded is None:
-            self._named = named_parameters(self.model, self.optimizers)
-        else:
+        sharded, pipelined = self.sharded, self.pipelined
+        if sharded is not None:
             self._named = sharded.state.held(self.optimizers)
+        elif pipelined is not None:
+            self._named = pipelined.state.held(self.optimizers)
+        else:
+            self._named = named_parameters(self.model, self.optimizers)
         self._trained = self._what_is_trained()
         self.runner.guard = ModelGuard(self.model, None if sharded is None else sharded.state.parts)
         if self.runner.graphs is not None:
@@ -554,6 +576,13 @@ class TrainStep:
 
             self._gradients = self.runner.gradients = ShardedGradientSum(sharded, trainable, self.communicator)
             return
+        if pipelined is not None:
+            from samestep.engine.pipelining.gradients import PipelinedGradientSum
+
+            self._gradients = self.runner.gradients = PipelinedGradientSum(
+                pipelined, trainable, self.team, self._bucket_bytes, self.team.pulse.recording
+            )
+            return
         gradients = self._gradients = self.runner.gradients = GradientSum(
             list(trainable.values()),
             list(trainable),
@@ -566,6 +595,27 @@ class TrainStep:
             self._own_parts(gradients)
         elif len(self.optimizers) == 1 and not self._late:
             self._flat_update = FlatUpdate(self.optimizers[0], gradients.parameters, gradients.buckets)
+
+
+def check_mesh(team: Team, strategy: Strategy, compile: bool) -> None:
+    """Raises a `UsageError` unless the strategy has work for all ranks of the mesh."""
+    sizes = {"data": team.world_size} if team.mesh is None else team.mesh.sizes
+    if not isinstance(strategy, Pipeline):
+        if team.mesh is not None:
+            raise UsageError(
+                f"got mesh={dict(sizes)} with strategy='{type(strategy).__name__.lower()}', which knows the axis "
+                "\"data\" alone: use strategy='pipeline', or leave mesh=… out"
+            )
+        return
+    if sizes.get("tensor", 1) > 1:
+        raise UsageError(f'got mesh={dict(sizes)}; strategy=\'pipeline\' knows the axes "data" and "pipe" alone')
+    if team.mesh is None and team.world_size > 1:
+        raise UsageError(
+            "strategy='pipeline' needs to know how many ranks are the stages of one pipeline: for example "
+            f'Run(…, mesh={{"data": -1, "pipe": {team.world_size}}})'
+        )
+    if compile:
+        raise UsageError("strategy='pipeline' runs the stages by themselves: leave compile=True out")
 
 
 def _divisor(count: Any) -> Any:

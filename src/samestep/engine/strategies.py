@@ -1,13 +1,16 @@
 """The strategies: how the state of a step lies on the ranks. What is computed is the same."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
 from samestep.errors import UsageError
 
 PARAM_DTYPES = ("bf16", "fp16")
+STAGES_PER_RANK = {"gpipe": (1, 1), "1f1b": (1, 1), "interleaved": (2, None), "zero-bubble": (1, None), "zbv": (2, 2)}
+"""The schedules of a pipeline, each with the fewest and the most stages that a rank may have by it."""
 
 
 @dataclass(frozen=True)
@@ -57,16 +60,55 @@ class Sharded:
             )
 
 
-Strategy = Replicate | Sharded
+@dataclass(frozen=True)
+class Pipeline:
+    """The model is cut into stages, one rank has one or a few of them, and the shards go through. Tier `bitwise`.
+
+    The ranks are those along the axis "pipe" of the run's mesh: `Run(…, mesh={"data": -1, "pipe": 4})`. The model is an
+    `nn.Sequential`, or says by a method `pipeline_stages()` which modules it applies one after another.
+
+    Attributes:
+        split: the names of the modules at which a new stage begins. None cuts so that the largest stage is as small as
+            can be: by the time that forward and backward of each module take, if there is an `example`, else by the
+            number of parameters.
+        schedule: in which order a rank runs forwards and backwards: "gpipe", "1f1b", "interleaved", "zero-bubble" or
+            "zbv"; see docs/pipeline.md. The bits do not depend on it.
+        stages_per_rank: how many stages each rank has: 1 with "gpipe" and "1f1b", 2 with "zbv".
+        example: what `loss_fn` gives to the model for one shard; only read to measure how long modules take.
+    """
+
+    split: Sequence[str] | None = None
+    schedule: str = "1f1b"
+    stages_per_rank: int = 1
+    example: Any = None
+
+    def __post_init__(self) -> None:
+        if self.schedule not in STAGES_PER_RANK:
+            names = ", ".join(map(repr, STAGES_PER_RANK))
+            raise UsageError(f"got schedule={self.schedule!r}; it is one of {names}")
+        count = self.stages_per_rank
+        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+            raise UsageError(f"got stages_per_rank={count!r}; it must be 1 or more")
+        fewest, most = STAGES_PER_RANK[self.schedule]
+        if count < fewest or (most is not None and count > most):
+            needed = f"{fewest}" if most == fewest else f"{fewest} or more"
+            raise UsageError(f"got stages_per_rank={count} with schedule={self.schedule!r}, which needs {needed}")
+        if self.split is not None:
+            is_names = not isinstance(self.split, str) and all(isinstance(name, str) for name in self.split)
+            if not is_names or len(set(self.split)) < len(self.split):
+                raise UsageError(f'got split={self.split!r}; it is a list of different names, such as ["blocks.4"]')
+
+
+Strategy = Replicate | Sharded | Pipeline
 REPLICATE = Replicate()
-STRATEGIES: dict[str, type[Strategy]] = {"replicate": Replicate, "sharded": Sharded}
+STRATEGIES: dict[str, type[Strategy]] = {"replicate": Replicate, "sharded": Sharded, "pipeline": Pipeline}
 
 
 def as_strategy(value: str | Strategy, shard_optimizer: bool = False) -> Strategy:
     """A strategy by its name, or as it is.
 
     Args:
-        value: "replicate", "sharded", or an object of theirs.
+        value: "replicate", "sharded", "pipeline", or an object of theirs.
         shard_optimizer: the option of `Replicate`.
 
     Raises:
@@ -77,8 +119,13 @@ def as_strategy(value: str | Strategy, shard_optimizer: bool = False) -> Strateg
             names = ", ".join(map(repr, STRATEGIES))
             raise UsageError(f"got strategy={value!r}; it is {names}, or one with options: samestep.Sharded(…)")
         value = STRATEGIES[value]()
-    if not isinstance(value, Replicate | Sharded):
-        raise UsageError(f"got strategy={value!r}; it is a name, or samestep.Replicate(…) or samestep.Sharded(…)")
+    if not isinstance(value, Replicate | Sharded | Pipeline):
+        raise UsageError(
+            f"got strategy={value!r}; it is a name, or samestep.Replicate(…), samestep.Sharded(…) or "
+            "samestep.Pipeline(…)"
+        )
+    if shard_optimizer and isinstance(value, Pipeline):
+        raise UsageError("strategy='pipeline' keeps the optimizer's state by stages: leave shard_optimizer out")
     if shard_optimizer and isinstance(value, Sharded):
         raise UsageError("strategy='sharded' spreads the optimizer's state already: leave shard_optimizer out")
     return Replicate(shard_optimizer=True) if shard_optimizer else value

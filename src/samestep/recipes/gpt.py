@@ -75,10 +75,47 @@ class Block(nn.Module):
         return mixed.transpose(1, 2).reshape(samples, length, width)
 
 
-class Gpt(nn.Module):
-    """Bytes `[N, T]`, T up to `context`, to scores of each next byte `[N, T, 256]`."""
+class Input(nn.Module):
+    """Bytes to what the first block takes: `[N, T]` -> `[N, T, width]`."""
 
-    def __init__(self, layers: int, width: int, heads: int, context: int, dropout: float) -> None:
+    def __init__(self, bytes_of: nn.Embedding, places: nn.Embedding, dropout: nn.Dropout) -> None:
+        super().__init__()
+        self.byte_embedding = bytes_of
+        self.position_embedding = places
+        self.dropout = dropout
+
+    def forward(self, x: Tensor) -> Tensor:
+        """int64 `[N, T]` -> `[N, T, width]`."""
+        hidden: Tensor = self.dropout(self.byte_embedding(x) + self.position_embedding.weight[: x.shape[1]])
+        return hidden
+
+
+class Output(nn.Module):
+    """What the last block gives to scores: `[N, T, width]` -> `[N, T, 256]`."""
+
+    def __init__(self, norm: nn.LayerNorm, weights: nn.Embedding | nn.Linear) -> None:
+        super().__init__()
+        self.norm = norm
+        self.weights = weights
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[N, T, width]` -> `[N, T, 256]`."""
+        return functional.linear(self.norm(x), self.weights.weight)
+
+
+class Gpt(nn.Module):
+    """Bytes `[N, T]`, T up to `context`, to scores of each next byte `[N, T, 256]`.
+
+    Args:
+        layers: blocks.
+        width: of each position's vector.
+        heads: of the attention; a divisor of `width`.
+        context: the most bytes of a window.
+        dropout: the share of entries that it drops.
+        tied: whether the output has the byte embedding's weights. Stages of a pipeline cannot share them.
+    """
+
+    def __init__(self, layers: int, width: int, heads: int, context: int, dropout: float, *, tied: bool = True) -> None:
         super().__init__()
         self.byte_embedding = nn.Embedding(NUM_BYTES, width)
         self.position_embedding = nn.Embedding(context, width)
@@ -86,6 +123,7 @@ class Gpt(nn.Module):
         blocks = [Block(width, heads, dropout) for _ in range(layers)]
         self.blocks = nn.Sequential(*blocks)
         self.norm = nn.LayerNorm(width)
+        self.head = None if tied else nn.Linear(width, NUM_BYTES, bias=False)
         self.apply(_initialize)
         for block in blocks:
             # Two parts a layer are added to the sum, whose size shall not grow with the layers.
@@ -96,7 +134,16 @@ class Gpt(nn.Module):
         """int64 `[N, T]` -> `[N, T, 256]`."""
         places = self.position_embedding.weight[: x.shape[1]]
         hidden: Tensor = self.norm(self.blocks(self.dropout(self.byte_embedding(x) + places)))
-        return functional.linear(hidden, self.byte_embedding.weight)
+        return functional.linear(hidden, self._output_weights().weight)
+
+    def pipeline_stages(self) -> list[tuple[str, nn.Module]]:
+        """What the forward applies one after another."""
+        blocks = [(f"blocks.{name}", block) for name, block in self.blocks.named_children()]
+        first = Input(self.byte_embedding, self.position_embedding, self.dropout)
+        return [("input", first), *blocks, ("output", Output(self.norm, self._output_weights()))]
+
+    def _output_weights(self) -> nn.Embedding | nn.Linear:
+        return self.byte_embedding if self.head is None else self.head
 
 
 def model(data: RecipeData) -> Gpt:
@@ -115,7 +162,7 @@ def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Mean:
 def _initialize(module: nn.Module) -> None:
     if isinstance(module, (nn.Linear, nn.Embedding)):
         nn.init.normal_(module.weight, std=INIT_STD)
-    if isinstance(module, nn.Linear):
+    if isinstance(module, nn.Linear) and module.bias is not None:
         nn.init.zeros_(module.bias)
 
 

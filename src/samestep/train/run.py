@@ -25,6 +25,7 @@ from samestep.engine.losses import LossFn, describe
 from samestep.engine.step import BUCKET_BYTES, OnNonFinite, TrainStep
 from samestep.engine.strategies import Strategy, as_strategy
 from samestep.errors import UsageError
+from samestep.plan.mesh import make_mesh
 from samestep.plan.shards import active_shares, shard_ranges
 from samestep.train.agreement import check_contract_kept, differences
 from samestep.train.contract import Contract, check_contract
@@ -61,6 +62,9 @@ class Run:
         communicator: this rank's voice, instead of one from the environment; for tests and special transports.
         profile: a folder for a profile of where the time goes, written when the process ends; that of the environment
             variable SAMESTEP_PROFILE (which `samestep run --profile` sets) by default, and none without it.
+        mesh: how the devices divide the work: `{"data": 2, "pipe": 4}` trains two copies of a model in four stages each
+            (`strategy="pipeline"`). One size may be -1: what is left. By default all are on "data"; `shares` and
+            `num_shards` are about "data". On one device it is not looked at. The bits do not depend on it.
 
     Attributes:
         profile_facts: what the advice of a profile goes by, besides times; JSON.
@@ -84,6 +88,7 @@ class Run:
         timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
         communicator: Communicator | None = None,
         profile: str | Path | None = None,
+        mesh: Mapping[str, int] | None = None,
     ) -> None:
         count = check_contract(global_batch_size, num_shards, reduction, seed)
         if num_threads is not None and (not isinstance(num_threads, int) or num_threads < 1):
@@ -93,7 +98,14 @@ class Run:
         environment = read_environment() if communicator is None else Environment()
         world_size = environment.world_size if communicator is None else communicator.world_size
         _check_spares(spares, world_size)
-        shard_ranges(count, world_size - spares, active_shares(shares, world_size, spares))
+        grid = make_mesh(mesh, world_size)
+        if spares and grid.num_inner > 1:
+            raise UsageError(
+                f"got spares={spares} with mesh={dict(mesh or {})}: where each rank has another part of the model none "
+                "can take another's place; leave --spares out"
+            )
+        num_data = world_size if grid.num_inner == 1 else grid.sizes["data"]
+        shard_ranges(count, num_data - spares, active_shares(shares, num_data, spares))
         self.device = own_device(device, environment) if communicator is None else communicator.device
         threads = (num_threads or environment.num_threads or 1) if self.device.type == "cpu" else 0
         self.contract = Contract(global_batch_size, count, seed, reduction, self.device.type, threads)
@@ -117,6 +129,7 @@ class Run:
             pulse=pulse,
             timeout_seconds=timeout_seconds,
             meeting=meeting,
+            mesh=grid,
         )
         if environment.joins:
             self.team.will_share(world_size - spares, shares)
@@ -129,6 +142,7 @@ class Run:
         self._until_end = ExitStack()
         self._leaves_by_itself = False
         self._num_streams = 0
+        self._in_stages: dict[nn.Module, nn.Module] = {}  # models that are cut, and what runs them whole
         self._folders: set[Path] = set()  # of checkpoints that are this run's
         seed_process(seed)
 
@@ -220,8 +234,9 @@ class Run:
                 all numbers of devices, and others than without it.
             cuda_graphs: capture forward and backward of the shards of full batches as CUDA graphs, and replay them.
                 Batches are then made of dense tensors alone; what the loss does in Python happens at the capture only.
-            strategy: how the state lies on the ranks: "replicate" (each has all of it) or "sharded" (each has 1/D), or
-                one of `samestep.Replicate` and `samestep.Sharded` with options. Equal bits; see docs/strategies.md.
+            strategy: how the state lies on the ranks: "replicate" (each has all of it), "sharded" (each has 1/D) or
+                "pipeline" (each has some layers; needs `mesh`), or one of `samestep.Replicate`, `samestep.Sharded` and
+                `samestep.Pipeline` with options. Equal bits; see docs/strategies.md and docs/pipeline.md.
             shard_optimizer: with "replicate", let each rank keep and update the optimizer's state of its part only.
 
         Raises:
@@ -236,7 +251,7 @@ class Run:
         stream = self._num_streams
         self._num_streams += 1
         self.profile_facts["compiles"] = compile or self.profile_facts.get("compiles", False)
-        return TrainStep(
+        step = TrainStep(
             self.team,
             self.contract.seed,
             stream,
@@ -255,6 +270,9 @@ class Run:
             graphed_length=self.contract.global_batch_size if cuda_graphs else None,
             strategy=as_strategy(strategy, shard_optimizer),
         )
+        if step.pipelined is not None:
+            self._in_stages[model] = step.pipelined.whole
+        return step
 
     def loader(
         self,
@@ -313,7 +331,9 @@ class Run:
     ) -> dict[str, float]:
         """Measures a model on a dataset; see `samestep.train.evaluation.evaluate`. Tier `bitwise`."""
         loader = data if isinstance(data, Loader) else self.loader(data, num_workers=num_workers)
-        return evaluate(self.team, model, loader, metrics, forward=forward, precision=precision)
+        return evaluate(
+            self.team, self._in_stages.get(model, model), loader, metrics, forward=forward, precision=precision
+        )
 
     def predict(
         self,
@@ -326,7 +346,7 @@ class Run:
     ) -> Any:
         """The model's outputs on a dataset, in its order, in host memory; see `samestep.train.evaluation.predict`."""
         loader = data if isinstance(data, Loader) else self.loader(data, num_workers=num_workers)
-        return predict(self.team, model, loader, forward=forward, precision=precision)
+        return predict(self.team, self._in_stages.get(model, model), loader, forward=forward, precision=precision)
 
     def save_checkpoint(
         self,

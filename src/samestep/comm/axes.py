@@ -1,0 +1,93 @@
+"""The axes of a mesh: for each the communicator among the ranks of a line, and what hands values on along it."""
+
+from dataclasses import dataclass, replace
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from samestep.comm.communicator import Communicator
+from samestep.comm.connecting import subgroup
+from samestep.comm.group import GroupTransport
+from samestep.comm.mesh import join_group
+from samestep.comm.relay import Relay
+from samestep.comm.transport import LocalTransport
+from samestep.plan.mesh import AXES, Mesh
+
+RELAYED = "pipe"
+
+
+@dataclass(frozen=True)
+class Axes:
+    """This rank's voices along the axes of a mesh.
+
+    Attributes:
+        voices: by axis, among the ranks of the line that this rank is in.
+        relay: hands values on along "pipe"; None where that has one rank.
+    """
+
+    voices: dict[str, Communicator]
+    relay: Relay | None
+
+
+def connect_axes(communicator: Communicator, mesh: Mesh, timeout: timedelta) -> Axes:
+    """Connects the ranks along each axis; all ranks call it.
+
+    Along an axis they talk through process groups: NCCL where all ranks do, gloo else. With NCCL this has not been run.
+
+    Args:
+        communicator: this rank's voice among all.
+        mesh: over all ranks.
+        timeout: of every transfer.
+
+    Raises:
+        UsageError: the ranks have no way to form a process group.
+    """
+    voices: dict[str, Communicator] = {}
+    groups: dict[str, GroupTransport] = {}
+    store: dist.Store | None = None
+    backend = _backend(communicator)
+    for axis in AXES:
+        if mesh.sizes[axis] == communicator.world_size:
+            voices[axis] = communicator
+        if mesh.sizes[axis] == 1:
+            alone = LocalTransport()
+            voices[axis] = replace(communicator, transport=alone, control=alone)
+        if axis in voices and (axis != RELAYED or mesh.sizes[axis] == 1):
+            continue
+        store = join_group(communicator, timeout) if store is None else store
+        lines = mesh.lines(axis)
+        calls = dist.PrefixStore(f"mesh {axis}", store)
+        control = subgroup(lines, communicator.rank, "gloo", calls, timeout)
+        groups[axis] = transport = control
+        if backend == "nccl" and axis not in voices:
+            transport = subgroup(lines, communicator.rank, backend, dist.PrefixStore("device", calls), timeout)
+            transport.stream = torch.cuda.Stream(communicator.device)
+        for made in (control, transport):
+            made.numbers = mesh.along(axis, communicator.rank), communicator.world_size
+        if axis not in voices:
+            voices[axis] = replace(communicator, transport=transport, control=control)
+    relay = None
+    if RELAYED in groups:
+        lanes = _lanes(mesh, communicator.rank, timeout) if backend == "nccl" else {}
+        relay = Relay(groups[RELAYED], communicator.device, lanes)
+    return Axes(voices, relay)
+
+
+def _backend(communicator: Communicator) -> str:
+    """What tensors on the device travel through."""
+    return "nccl" if communicator.transport.stream is not None else "gloo"
+
+
+def _lanes(mesh: Mesh, rank: int, timeout: timedelta) -> dict[tuple[int, int], dist.ProcessGroup]:
+    """For each two neighbours along "pipe", in both directions, a group of their own: NCCL keeps the order of what a
+    group does, and what goes one way must not wait for what comes the other way."""
+    size = mesh.sizes[RELAYED]
+    pairs = dict.fromkeys(pair for k in range(size) for pair in ((k, (k + 1) % size), ((k + 1) % size, k)))
+    lanes = {}
+    for line in mesh.lines(RELAYED):
+        for source, target in pairs:
+            group = dist.new_group([line[source], line[target]], timeout=timeout, backend="nccl")
+            if rank in line and rank in (line[source], line[target]):
+                lanes[source, target] = group
+    return lanes

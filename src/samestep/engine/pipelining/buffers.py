@@ -1,0 +1,90 @@
+"""Module buffers where the model is in stages: merged by stage, then handed to the ranks that have other stages."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from samestep.comm.team import Team
+from samestep.data.batch import flattened
+from samestep.engine.buffers import BufferMerge, is_mean_buffer
+from samestep.engine.pipelining.model import PipelinedModel
+from samestep.plan.tree import Block
+
+
+class StageBuffers:
+    """Merges what the shards left in the buffers of this rank's stages, as `BufferMerge` does.
+
+    Afterwards every rank has the buffers of all stages: they are small, and a checkpoint holds them.
+
+    Args:
+        pipelined: the model.
+        team: the ranks.
+    """
+
+    def __init__(self, pipelined: PipelinedModel, team: Team) -> None:
+        self._pipelined = pipelined
+        self._pipe = team.along("pipe")
+        self._merges = {stage: BufferMerge(pipelined.stages[stage], team.data) for stage in pipelined.own}
+        self._touched: Sequence[bool] = ()
+
+    @property
+    def touched(self) -> list[bool]:
+        """For each stage of the model whether a shard of this rank changed running statistics, and other buffers."""
+        untouched = [False, False]
+        merges = (self._merges.get(stage) for stage in range(len(self._pipelined.stages)))
+        return [flag for merge in merges for flag in (untouched if merge is None else merge.touched)]
+
+    def begin(self, step: int) -> None:
+        """Remembers the buffers at the start of a step."""
+        for merge in self._merges.values():
+            merge.begin(step)
+
+    def collect(self, stage: int, shard: int, num_samples: int) -> None:
+        """Takes what the forward of a shard left in the buffers of a stage, and puts the step's start back."""
+        self._merges[stage].collect(shard, num_samples)
+
+    def check_start(self, stage: int) -> None:
+        """Looks whether a backward has left the buffers of a stage alone."""
+        self._merges[stage].check_start()
+
+    def abandon(self) -> None:
+        """Puts the step's start back after a shard that failed."""
+        for merge in self._merges.values():
+            merge.abandon()
+
+    def exchange(self, touched: Sequence[bool], blocks_by_rank: Sequence[Sequence[Block]], num_samples: int) -> None:
+        """Merges over the ranks that have the same stages; nothing is written to the model yet."""
+        self._touched = touched
+        for stage, merge in self._merges.items():
+            merge.exchange(touched[2 * stage : 2 * stage + 2], blocks_by_rank, num_samples)
+
+    def write(self, ok: Tensor | None) -> None:
+        """Puts the merged values in the model, of all stages."""
+        for merge in self._merges.values():
+            merge.write(ok)
+        for number, stage in enumerate(self._pipelined.stages):
+            has_means, has_others = self._touched[2 * number : 2 * number + 2]
+            owner = self._pipelined.owners[number]
+            places = _places(stage)
+            if has_means:
+                self._hand_out(owner, [place for place in places if is_mean_buffer(*place)])
+            if has_others:
+                for module, key in (place for place in places if not is_mean_buffer(*place)):
+                    module._buffers[key] = self._pipe.share(module._buffers[key], owner)
+
+    def _hand_out(self, owner: int, places: Sequence[tuple[nn.Module, str]]) -> None:
+        """Gives buffers to all ranks along the pipeline, in one message."""
+        tensors = [module._buffers[key] for module, key in places]
+        rows = [flattened(tensor).view(torch.uint8) for tensor in tensors if tensor is not None]
+        sent = torch.cat(rows)
+        self._pipe.broadcast(sent, owner)
+        if self._pipe.rank != owner:
+            for row, raw in zip(rows, sent.split([row.numel() for row in rows]), strict=True):
+                row.copy_(raw)
+
+
+def _places(stage: nn.Module) -> list[tuple[nn.Module, str]]:
+    """Where the buffers of a stage are that there are."""
+    everything = ((module, key) for module in stage.modules() for key in module._buffers)
+    return [(module, key) for module, key in everything if module._buffers[key] is not None]

@@ -1,0 +1,169 @@
+"""The gradient of one step where the model is in stages: that of each stage on a tree of its own."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from samestep.comm.recording import Recording
+from samestep.comm.team import Team
+from samestep.engine.gradients import GradientSum
+from samestep.engine.norms import SpreadNorm
+from samestep.engine.pipelining.model import PipelinedModel
+from samestep.plan.tree import Block
+
+
+class PipelinedGradientSum:
+    """Sums the gradients of all shards of a step, of this rank's stages; what `GradientSum` says of its methods holds.
+
+    Args:
+        pipelined: the model.
+        trainable: the parameters that the optimizers update, of all stages, by name.
+        team: the ranks.
+        bucket_bytes: how much travels in one message.
+        recording: is told when messages leave.
+
+    Attributes:
+        parameters: the trainable ones, of all stages; those of other ranks have no elements.
+        stage_parameters: of each of this rank's stages, by its number, the trainable ones.
+        inputs: empty: each stage has its own.
+        is_spread: true.
+        used: for each parameter whether a shard of this rank used it.
+    """
+
+    is_spread = True
+    inputs: tuple[Tensor, ...] = ()
+
+    def __init__(
+        self,
+        pipelined: PipelinedModel,
+        trainable: dict[str, nn.Parameter],
+        team: Team,
+        bucket_bytes: int,
+        recording: Recording | None,
+    ) -> None:
+        self._data = team.data
+        self.parameters = list(trainable.values())
+        self._index = {name: index for index, name in enumerate(trainable)}
+        self._sums: dict[int, GradientSum] = {}
+        self._places: dict[int, list[int]] = {}
+        self.stage_parameters: dict[int, list[nn.Parameter]] = {}
+        for stage in pipelined.own:
+            names = [name for name in pipelined.names[stage] if name in trainable]
+            self.stage_parameters[stage] = [trainable[name] for name in names]
+            self._places[stage] = [self._index[name] for name in names]
+            if names:
+                self._sums[stage] = GradientSum(
+                    self.stage_parameters[stage], names, team.data, bucket_bytes, False, recording
+                )
+        spreads = [pipelined.state.spreads[name] for name in trainable]
+        self._norm = SpreadNorm(team.along("pipe"), spreads, [parameter.dtype for parameter in self.parameters])
+
+    @property
+    def used(self) -> list[bool]:
+        """For each parameter whether a shard of this rank used it."""
+        used = [False] * len(self.parameters)
+        for stage, gradients in self._sums.items():
+            for place, is_used in zip(self._places[stage], gradients.used, strict=True):
+                used[place] = is_used
+        return used
+
+    @property
+    def flats(self) -> list[Tensor]:
+        """After `finish` the sums over all shards, of this rank's stages."""
+        return [flat for gradients in self._sums.values() for flat in gradients.flats]
+
+    @property
+    def bucket_bytes(self) -> list[int]:
+        """What the gradient of one shard takes, by bucket."""
+        return [size for gradients in self._sums.values() for size in gradients.bucket_bytes]
+
+    def begin(self, blocks_by_rank: Sequence[Sequence[Block]]) -> None:
+        """Starts a step; the blocks are those of the ranks of `team.data`."""
+        self.forget()
+        for gradients in self._sums.values():
+            gradients.begin(blocks_by_rank)
+
+    def forget(self) -> None:
+        """Drops the parameters' gradients."""
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def collect(self, stage: int, shard: int) -> Tensor:
+        """Pushes what the backward of a shard left in the `.grad` of a stage's parameters on its tree.
+
+        Returns:
+            The sum of all its elements, 0-d.
+        """
+        if stage not in self._sums:
+            return torch.zeros((), device=self._data.device)
+        return self._sums[stage].collect(shard)
+
+    def carries_letters(self) -> bool:
+        """False: what the ranks have to say concerns all of them, and the gradient some."""
+        return False
+
+    def send_with_letter(self, letter: bytes, sizes: list[int]) -> list[memoryview]:
+        """Not called; see `carries_letters`."""
+        raise AssertionError("where the model is in stages no gradient carries letters")
+
+    def start_rest(self) -> None:
+        """Sends every bucket on its way, if this rank's stages are others', too."""
+        for gradients in self._sums.values() if self._data.world_size > 1 else ():
+            gradients.start_rest()
+
+    def finish(self) -> None:
+        """Waits for the sums over all shards."""
+        for gradients in self._sums.values():
+            gradients.finish()
+
+    def divide(self, divisor: float | Tensor) -> None:
+        """Divides the sums in place."""
+        for gradients in self._sums.values():
+            gradients.divide(divisor)
+
+    def scale(self, factor: float | Tensor) -> None:
+        """Multiplies the sums in place."""
+        for gradients in self._sums.values():
+            gradients.scale(factor)
+
+    def norm(self) -> Tensor:
+        """The 2-norm of all sums on all ranks, of the same blocks as on one."""
+        flat = [parameter.detach().reshape(-1) for parameter in self.parameters]  # empty, of other ranks
+        for stage, gradients in self._sums.items():
+            for number, view in gradients.views():
+                flat[self._places[stage][number]] = view.reshape(-1)
+        return self._norm.of(flat)
+
+    def assign(self, used: Sequence[bool]) -> None:
+        """Gives each parameter that any shard used its gradient; the others get None.
+
+        Parameters of other ranks get gradients without elements, so that the optimizers have state of all alike.
+        """
+        for parameter, is_used in zip(self.parameters, used, strict=True):
+            parameter.grad = torch.empty_like(parameter) if is_used and not parameter.numel() else None
+        for stage, gradients in self._sums.items():
+            gradients.assign([used[place] for place in self._places[stage]])
+
+    def drop_memory(self) -> None:
+        """Forgets the reused memory: after a step that left NaN in it."""
+        for gradients in self._sums.values():
+            gradients.drop_memory()
+
+    def fill_up(self, rank: int) -> None:
+        """Not called: a rank that cannot run its shards ends, since the others need its stages."""
+        raise AssertionError("where the model is in stages no rank takes part without running its shards")
+
+    def drain(self) -> None:
+        """Waits for the exchanges that every rank has begun, and drops what came of them."""
+        for gradients in self._sums.values():
+            gradients.drain()
+
+    def abandon(self) -> None:
+        """Drops what a step that failed has left."""
+        for gradients in self._sums.values():
+            gradients.abandon()
+        self.forget()
+
+    def remove_hooks(self) -> None:
+        """There are none."""

@@ -1,0 +1,128 @@
+"""A model in stages: what this rank has of it, and how all of it runs where nothing is trained."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from samestep.comm.pieces import Spread
+from samestep.comm.team import Team
+from samestep.data.randomness import Generators
+from samestep.engine.parameters import named_parameters
+from samestep.engine.pipelining.parcel import packed, unpacked
+from samestep.engine.pipelining.schedule import owners_of_stages
+from samestep.engine.pipelining.splitting import Stage, cut, parts_of
+from samestep.engine.spread import SpreadState, check_elementwise
+from samestep.engine.strategies import Pipeline
+from samestep.errors import UsageError
+
+
+class PipelinedModel:
+    """Cuts a model into stages, and lets go of the parameters of those that other ranks have.
+
+    Args:
+        team: the ranks; those along "pipe" have different stages.
+        model: equal on all ranks.
+        optimizers: over its parameters, without state yet; those of other stages have no elements from then on.
+        options: where to cut.
+
+    Attributes:
+        model: the model.
+        options: as given.
+        owners: of each stage, the rank along "pipe" that has it.
+        stages: all of them; those of other ranks have buffers, but no parameters.
+        own: the numbers of this rank's.
+        names: of the parameters of each stage.
+        state: this rank's parameters.
+        whole: runs all stages, as the model; all ranks that execute the same shards call it.
+
+    Raises:
+        UsageError: the model cannot be cut, or the optimizer's state cannot be spread.
+    """
+
+    def __init__(self, team: Team, model: nn.Module, optimizers: Sequence[Optimizer], options: Pipeline) -> None:
+        check_elementwise(optimizers, team.communicator.device, by_rows=False)
+        named_parameters(model, optimizers)
+        pipe = team.along("pipe")
+        self.model = model
+        self.options = options
+        num_stages = pipe.world_size * options.stages_per_rank
+        self.owners = owners_of_stages(options.schedule, pipe.world_size, options.stages_per_rank)
+        self.stages = [Stage(parts) for parts in cut(model, parts_of(model), options, num_stages, team.communicator)]
+        self.own = [number for number, owner in enumerate(self.owners) if owner == pipe.rank]
+        parameters = dict(model.named_parameters())
+        names = {id(parameter): name for name, parameter in parameters.items()}
+        self.names = [[names[id(parameter)] for parameter in stage.parameters()] for stage in self.stages]
+        homes = {name: self.owners[number] for number, own in enumerate(self.names) for name in own}
+        spreads = {}
+        for name, parameter in parameters.items():
+            if not parameter.is_contiguous():
+                raise UsageError(
+                    f"parameter {name} is not contiguous (channels_last, or a view of another?); call .contiguous() on "
+                    "it, or keep the whole model on each device (strategy='replicate')"
+                )
+            cuts = (0,) * (homes[name] + 1) + (parameter.numel(),) * (pipe.world_size - homes[name])
+            spreads[name] = Spread(parameter.shape, cuts)
+        for name, parameter in parameters.items():
+            if homes[name] != pipe.rank:
+                parameter.data = torch.empty(0, dtype=parameter.dtype, device=team.communicator.device)
+        self.state = SpreadState(parameters, spreads, has_whole_parameters=False, communicator=pipe)
+        self.whole = Whole(team, model, self.stages, self.owners)
+
+
+def pipeline_model(team: Team, model: nn.Module, optimizers: Sequence[Optimizer], options: Pipeline) -> PipelinedModel:
+    """Cuts a model into stages for the ranks of a team."""
+    return PipelinedModel(team, model, optimizers, options)
+
+
+class Whole(nn.Module):
+    """The model, of which no rank has all: its stages run one after another, each on its rank.
+
+    Args:
+        team: the ranks.
+        model: whose buffers and modes are this module's.
+        stages: all stages.
+        owners: of each, the rank along "pipe".
+    """
+
+    def __init__(self, team: Team, model: nn.Module, stages: Sequence[Stage], owners: Sequence[int]) -> None:
+        super().__init__()
+        self.model = model
+        self._team = team
+        self._stages = tuple(stages)
+        self._owners = tuple(owners)
+        self._generators = Generators(team.communicator.device)
+
+    def forward(self, value: Any) -> Any:
+        """The model's output, on every rank that executes the same shards.
+
+        Raises:
+            UsageError: the output is neither a tensor nor a tuple of tensors.
+            PeerLostError: a rank is lost, or has failed.
+        """
+        relay = self._team.relay
+        try:
+            output = self._through_stages(value)
+        except BaseException as error:
+            relay.fail(f"rank {self._team.rank}, which has another stage, failed: {error}")
+            raise
+        relay.settle()
+        return output
+
+    def _through_stages(self, value: Any) -> Any:
+        relay = self._team.relay
+        holder = 0
+        for stage, owner in zip(self._stages, self._owners, strict=True):
+            if relay.rank == owner:
+                value = stage(value if holder == owner else unpacked(self._generators, *relay.receive(holder)))
+            elif relay.rank == holder:
+                relay.send(owner, *packed(self._generators, value))
+            holder = owner
+        if relay.rank != holder:
+            return unpacked(self._generators, *relay.receive(holder))
+        for target in range(relay.world_size):
+            if target != holder:
+                relay.send(target, *packed(self._generators, value))
+        return value

@@ -1,0 +1,351 @@
+"""Programs for ranks that train a model in stages, and the same training on one device."""
+
+import hashlib
+from collections import Counter
+from contextlib import nullcontext
+from unittest import mock
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from samestep.comm.mesh import close_mesh
+from samestep.comm.pieces import Piece
+from samestep.comm.relay import Relay
+from samestep.comm.shared import SharedTransport
+from samestep.engine import gradients
+from samestep.engine.pipelining import parcel
+from samestep.engine.pipelining.splitting import parts_of
+from samestep.engine.strategies import Pipeline
+from samestep.errors import NonFiniteError, SamestepError
+from samestep.recipes.gpt import Gpt
+from samestep.train.metrics import accuracy, cross_entropy
+from samestep.train.run import Run
+
+NUM_CLASSES = 10
+
+
+def mlp():
+    """Dropout in every part, a layer that no gradient reaches, and a frozen parameter."""
+    layers = [nn.Flatten()]
+    for inputs, outputs in ((64, 33), (33, 48), (48, 24), (24, 40)):
+        layers.append(nn.Sequential(nn.Linear(inputs, outputs), nn.Tanh(), nn.Dropout(0.2)))
+    model = nn.Sequential(*layers, nn.Linear(40, NUM_CLASSES))
+    model[3][0].bias.requires_grad_(False)
+    return model
+
+
+def convolutions():
+    """BatchNorm in two stages, an activation that overwrites its input, strides that are not the usual ones."""
+    return nn.Sequential(
+        nn.Conv2d(1, 6, 3, padding=1, bias=False),
+        nn.BatchNorm2d(6),
+        nn.ReLU(inplace=True),
+        nn.Conv2d(6, 8, 3, bias=False),
+        Transposed(),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Dropout(0.3),
+        nn.Linear(288, NUM_CLASSES),
+    )
+
+
+class Transposed(nn.Module):
+    """Gives its input back with its last two dimensions exchanged, in the same memory."""
+
+    def forward(self, x):
+        return x.transpose(2, 3)
+
+
+class TwoStreams(nn.Module):
+    """Parts that hand on tuples, one entry of which no later part uses, and one that needs no gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = Fork()
+        self.middle = nn.ModuleList([Mix(), Mix()])
+        self.last = Join()
+
+    def pipeline_stages(self):
+        middle = [(f"middle.{number}", part) for number, part in enumerate(self.middle)]
+        return [("first", self.first), *middle, ("last", self.last)]
+
+    def forward(self, x):
+        for _, part in self.pipeline_stages():
+            x = part(x)
+        return x
+
+
+class Fork(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.left, self.right, self.unused = nn.Linear(64, 16), nn.Linear(64, 16), nn.Linear(64, 3)
+
+    def forward(self, x):
+        x = x.flatten(1)
+        return self.left(x), self.right(x).t(), self.unused(x), x.abs().mean(1, keepdim=True)
+
+
+class Mix(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.scale = nn.Linear(16, 16), nn.Parameter(torch.rand(16))
+
+    def forward(self, x):
+        left, right, unused, size = x
+        mixed = torch.tanh(self.linear(left) + right.t() * self.scale) * size
+        return mixed + left, functional.dropout(right.t(), 0.2, self.training).t() * 0.5, unused, size
+
+
+class Join(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(32, NUM_CLASSES)
+
+    def forward(self, x):
+        return self.linear(torch.cat([x[0], x[1].t()], 1))
+
+
+def gpt():
+    """Four blocks, dropout, and output weights of its own."""
+    return Gpt(layers=4, width=16, heads=2, context=8, dropout=0.1, tied=False)
+
+
+MODELS = {"mlp": mlp, "convolutions": convolutions, "two streams": TwoStreams, "gpt": gpt}
+
+
+def images(count):
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randn(count, 1, 8, 8, generator=generator)
+    return x, torch.randint(0, NUM_CLASSES, (count,), generator=generator)
+
+
+def texts(count):
+    generator = torch.Generator().manual_seed(6)
+    x = torch.randint(0, 256, (count, 8), generator=generator)
+    return x, x.roll(-1, 1)
+
+
+def loss(model, batch):
+    """Noise on what is real, drawn before the model is called, and more of it afterwards."""
+    x = batch[0] + 0.1 * torch.rand(batch[0].shape) if batch[0].is_floating_point() else batch[0]
+    scores = model(x)
+    scores = scores + 0.01 * torch.rand(scores.shape)
+    return functional.cross_entropy(scores.flatten(0, -2), batch[1].flatten())
+
+
+def whole(piece, communicator):
+    return piece.gather(communicator) if isinstance(piece, Piece) else piece
+
+
+def digest(step, model, optimizer):
+    """SHA-256 of parameters, buffers and optimizer state, of those of all ranks if they are spread."""
+    hasher = hashlib.sha256()
+    spread = step.spread
+    if spread is None:
+        named = dict(model.named_parameters())
+        state = {name: optimizer.state[p] for name, p in named.items() if p in optimizer.state}
+        gather = None
+    else:
+        named, state, gather = dict(spread.parameters()), spread.state_of(optimizer), spread.communicator
+    entries = [*named.items(), *model.named_buffers()]
+    entries += [(f"{name}.{key}", value) for name, of in state.items() for key, value in sorted(of.items())]
+    for name, value in entries:
+        tensor = torch.as_tensor(whole(value, gather)).detach().contiguous()
+        hasher.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+        hasher.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
+    return hasher.hexdigest()
+
+
+def make_optimizer(model, kind):
+    if kind == "adamw":
+        return torch.optim.AdamW(model.parameters(), lr=0.01)
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-3)
+
+
+class LeftFold:
+    """Adds leaves from left to right, as a plain accumulation of gradients does, in the place of a `TreeSum`."""
+
+    def __init__(self, add):
+        self._add, self.sums, self.blocks = add, (), ()
+
+    def push(self, block, value):
+        self.sums = (self._add(self.sums[0], value) if self.sums else value,)
+        self.blocks = (block,)
+
+
+BREAKERS = {
+    None: nullcontext,
+    "randomness": lambda: mock.patch.object(parcel, "read_generators", return_value=None),
+    "order": lambda: mock.patch.object(gradients, "TreeSum", LeftFold),
+}
+
+
+def close_pipeline(communicator):
+    """Gives back the process group that a mesh has made; one that the ranks had is theirs."""
+    if isinstance(communicator.transport, SharedTransport):
+        close_mesh()
+
+
+def train(communicator, name, options):
+    """Trains a model, in stages where there is a mesh.
+
+    Returns:
+        The digest, losses and norms by step, scores and outputs, how often this rank ran each part by step, the parts
+        of its stages, and how many numbers its parameters hold.
+    """
+    o = {"num_shards": 8, "batch": 24, "samples": 70, "optimizer": "sgd", "epochs": 1, **options}
+    try:
+        run = Run(o["batch"], o["num_shards"], 3, communicator=communicator, mesh=o.get("mesh"))
+        model = MODELS[name]()
+        optimizer = make_optimizer(model, o["optimizer"])
+        ran = Counter()
+
+        def count(part):
+            part[1].register_forward_hook(lambda *_: ran.update([(part[0], step.num_steps)] * model.training))
+
+        for part in parts_of(model):
+            count(part)
+        strategy = Pipeline(**o.get("pipeline", {})) if o.get("mesh") else "replicate"
+        keys = ("max_grad_norm", "precision", "counts_fn", "bucket_bytes")
+        extra = {key: o[key] for key in keys if key in o}
+        step = run.train_step(model, optimizer, o.get("loss", loss), strategy=strategy, **extra)
+        data = texts(o["samples"]) if name == "gpt" else images(o["samples"])
+        loader = run.loader(data, shuffle=True)
+        with BREAKERS[o.get("breaker")]():
+            results = [step(batch) for _ in range(o["epochs"]) for batch in loader]
+        scores = {} if name == "gpt" else run.evaluate(model, data, {"accuracy": accuracy, "loss": cross_entropy})
+        own = () if step.pipelined is None else [step.pipelined.stages[number] for number in step.pipelined.own]
+        return {
+            "digest": digest(step, model, optimizer),
+            "steps": [(result.loss.hex(), result.grad_norm.hex(), result.num_samples) for result in results],
+            "scores": scores,
+            "outputs": run.predict(model, data).numpy().tobytes(),
+            "ran": dict(ran),
+            "parts": [name for stage in own for name in stage.names],
+            "held": sum(parameter.numel() for parameter in model.parameters()),
+        }
+    finally:
+        close_pipeline(communicator)
+
+
+def most_on_their_way(communicator, schedule):
+    """The most messages that this rank held at once because they may not have arrived."""
+    seen, send = [], Relay.send
+
+    def noted(self, *arguments):
+        sent = send(self, *arguments)
+        seen.append(len(self._under_way))
+        return sent
+
+    with mock.patch.object(Relay, "send", noted):
+        train(communicator, "mlp", {"mesh": {"pipe": 2}, "pipeline": {"schedule": schedule}, "num_shards": 24})
+    return max(seen)
+
+
+def counts_of(batch):
+    """How many of a shard's labels are below five."""
+    return (batch[1] < 5).sum()
+
+
+def counted_loss(model, batch, counts):
+    """A share of the loss over the labels below five of the whole batch."""
+    losses = functional.cross_entropy(model(batch[0]), batch[1], reduction="none")
+    return (losses * (batch[1] < 5)).sum() / counts
+
+
+def twice(model, batch):
+    """Calls the model twice."""
+    return functional.cross_entropy(model(batch[0]) + model(-batch[0]), batch[1])
+
+
+def infinite(model, batch):
+    """Is no number."""
+    return functional.cross_entropy(model(batch[0]), batch[1]) * float("inf")
+
+
+def never(model, batch):
+    """Does not call the model."""
+    return batch[0].sum()
+
+
+def by_two(model, batch):
+    """Gives the model two values."""
+    return model(batch[0], batch[1]).sum()
+
+
+def with_weights(model, batch):
+    """Reads a parameter."""
+    return functional.cross_entropy(model(batch[0]), batch[1]) + sum(p.square().sum() for p in model.parameters())
+
+
+class Recurrent(nn.Module):
+    """Says nothing of what it applies one after another."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(64, NUM_CLASSES)
+
+    def forward(self, x):
+        return self.linear(x.flatten(1))
+
+
+class Leftover(nn.Module):
+    """Has a parameter in none of its parts."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(64, 8), nn.Linear(8, NUM_CLASSES))
+        self.shift = nn.Parameter(torch.zeros(1))
+
+    def pipeline_stages(self):
+        return list(self.layers.named_children())
+
+
+class Recomputed(nn.Module):
+    """Runs its forward anew in the backward, with a BatchNorm in it."""
+
+    def __init__(self, *layers):
+        super().__init__()
+        self.layers = nn.Sequential(*layers)
+
+    def forward(self, x):
+        return checkpoint(self.layers, x, use_reentrant=False)
+
+
+def recomputed():
+    """Statistics that a backward changes."""
+    middle = Recomputed(nn.Linear(16, 16), nn.BatchNorm1d(16))
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 16), middle, nn.Linear(16, NUM_CLASSES))
+
+
+def tied_gpt():
+    """Output weights that are the embedding's."""
+    return Gpt(layers=2, width=16, heads=2, context=8, dropout=0.0)
+
+
+MODELS |= {"recurrent": Recurrent, "leftover": Leftover, "tied": tied_gpt, "recomputed": recomputed}
+
+
+def refusal(communicator, name, options):
+    """What a rank says of a training that cannot be."""
+    try:
+        spares = options.get("spares", 0)
+        run = Run(24, 8, 3, communicator=communicator, mesh=options.get("mesh"), spares=spares)
+        model = MODELS[name]()
+        optimizer = options.get("optimizer", torch.optim.SGD)(model.parameters(), lr=0.1)
+        strategy = options.get("strategy", Pipeline(**options.get("pipeline", {})))
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+        step = run.train_step(model, optimizer, options.get("loss", loss), strategy=strategy, **options.get("more", {}))
+        for batch in run.loader(images(24)):
+            step(batch)
+    except SamestepError as error:
+        if type(error) is NonFiniteError:
+            left = [parameter for parameter in model.parameters() if parameter.numel()]
+            assert all(any(torch.equal(parameter, start) for start in before) for parameter in left)
+        return f"{type(error).__name__}: {error}"
+    finally:
+        close_pipeline(communicator)
+    return "nothing"

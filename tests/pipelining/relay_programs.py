@@ -1,0 +1,82 @@
+"""Programs for ranks that hand tensors on."""
+
+from datetime import timedelta
+
+import torch
+from pipeline_programs import close_pipeline
+
+from samestep.comm.axes import connect_axes
+from samestep.errors import PeerLostError
+from samestep.plan.mesh import Mesh
+
+TIMEOUT = timedelta(seconds=60)
+
+
+def tensors():
+    """Of many dtypes, strides and places in memory, some of which need a gradient."""
+    base = torch.arange(240, dtype=torch.float32).view(4, 6, 10)
+    return [
+        base,
+        base.transpose(0, 2),
+        base[1:, 2:5, 3],
+        torch.ones(1).expand(7, 5),
+        base[:0],
+        torch.tensor(3.5, dtype=torch.float64),
+        torch.randn(3, 8, 4, 4, generator=torch.Generator().manual_seed(1)).to(memory_format=torch.channels_last),
+        base.bfloat16()[2].t(),
+        torch.arange(9) > 4,
+        torch.view_as_complex(torch.randn(3, 2, generator=torch.Generator().manual_seed(2))).conj(),
+        base.clone().requires_grad_(),
+        None,
+    ]
+
+
+def form(tensor):
+    if tensor is None:
+        return None
+    place = tensor.data_ptr() % 64 if tensor.numel() else 0
+    values = tensor.detach().resolve_conj().tolist()
+    return tensor.dtype, tuple(tensor.shape), tensor.stride(), place, values, tensor.requires_grad
+
+
+def hand_round(communicator):
+    """Each rank sends to the next, more than once before it receives; what left and what came."""
+    try:
+        relay = connect_axes(communicator, Mesh({"pipe": communicator.world_size}), TIMEOUT).relay
+        following, before = (relay.rank + 1) % relay.world_size, (relay.rank - 1) % relay.world_size
+        for number in range(3):
+            relay.send(following, tensors(), f"note {number} of {relay.rank}".encode())
+        came = [relay.receive(before) for _ in range(3)]
+        relay.settle()
+        return [form(tensor) for tensor in tensors()], [([form(t) for t in got], note.decode()) for got, note in came]
+    finally:
+        close_pipeline(communicator)
+
+
+def fail(communicator):
+    """One rank fails while the others wait for it; what these are told."""
+    try:
+        relay = connect_axes(communicator, Mesh({"pipe": communicator.world_size}), TIMEOUT).relay
+        if relay.rank == 0:
+            relay.fail("the first is out of order")
+            communicator.barrier()
+            return ""
+        try:
+            relay.receive(0)
+        except PeerLostError as error:
+            communicator.barrier()
+            return str(error)
+        return "nothing"
+    finally:
+        close_pipeline(communicator)
+
+
+def sums_along(communicator, sizes):
+    """What the ranks along each axis say together."""
+    try:
+        voices = connect_axes(communicator, Mesh(sizes), TIMEOUT).voices
+        shared = voices["data"].share(torch.tensor([communicator.rank]) if voices["data"].rank == 1 else None, 1)
+        words = {axis: [row[0] for row in voice.gather_words([communicator.rank])] for axis, voice in voices.items()}
+        return words, shared.item()
+    finally:
+        close_pipeline(communicator)

@@ -1,0 +1,121 @@
+"""A model in stages on several ranks: the bits of one device, each shard once through each stage."""
+
+from collections import Counter
+from functools import cache
+
+import pytest
+from pipeline_programs import counted_loss, counts_of, most_on_their_way, train
+from worlds import in_turns
+
+COMPARED = ("digest", "steps", "scores", "outputs")
+PIPE_2, GRID = {"pipe": 2}, {"data": 2, "pipe": 2}
+
+QUICK = {
+    "gpipe": (2, "mlp", {"pipeline": {"schedule": "gpipe"}, "num_shards": 7, "max_grad_norm": 0.3}),
+    "1f1b": (2, "gpt", {"optimizer": "adamw", "max_grad_norm": 0.5}),
+    "interleaved": (2, "two streams", {"pipeline": {"schedule": "interleaved", "stages_per_rank": 2}, "num_shards": 7}),
+    "zero-bubble": (2, "mlp", {"pipeline": {"schedule": "zero-bubble"}}),
+    "zbv": (2, "convolutions", {"pipeline": {"schedule": "zbv", "stages_per_rank": 2}, "epochs": 2}),
+    "views at the border": (2, "convolutions", {"pipeline": {"split": ["5"], "schedule": "zero-bubble"}}),
+    "named split": (2, "mlp", {"pipeline": {"split": ["3"]}, "num_shards": 1}),
+    "bf16": (2, "mlp", {"precision": "bf16-mixed"}),
+    "fewer samples than stages": (3, "gpt", {"samples": 8, "batch": 3}),
+    "three ranks": (3, "convolutions", {"num_shards": 7, "batch": 25, "samples": 53}),
+    "grid": (4, "convolutions", {"mesh": GRID, "num_shards": 7, "batch": 25, "samples": 26, "epochs": 2}),
+    "grid of many stages": (4, "mlp", {"mesh": GRID, "pipeline": {"schedule": "zero-bubble", "stages_per_rank": 2}}),
+    "four ranks": (4, "mlp", {}),
+}
+SLOW = {
+    f"{name}, {schedule} x {count}, {ranks} ranks, V={shards}": (
+        ranks,
+        name,
+        {"pipeline": {"schedule": schedule, "stages_per_rank": count}, "num_shards": shards, "max_grad_norm": 0.4},
+    )
+    for schedule, count, all_ranks in (
+        ("gpipe", 1, (2, 4)),
+        ("1f1b", 1, (2, 3, 4)),
+        ("interleaved", 2, (2,)),
+        ("zero-bubble", 1, (2, 3)),
+        ("zero-bubble", 2, (2,)),
+        ("zbv", 2, (2,)),
+    )
+    for ranks in all_ranks
+    for name in ("mlp", "convolutions", "two streams", "gpt")
+    for shards in (7, 8)
+}
+
+
+@cache
+def _on_one_device(name, options):
+    return in_turns(1, train, name, dict(options))[0]
+
+
+def one_device(name, options):
+    """The same training by strategy="replicate"."""
+    kept = {key: value for key, value in options.items() if key not in ("mesh", "pipeline", "breaker")}
+    return _on_one_device(name, tuple(sorted(kept.items())))
+
+
+def in_stages(worlds, ranks, name, options, transport="auto"):
+    """The training by all ranks; what each returned."""
+    return worlds(ranks, transport).run(train, name, {"mesh": {"pipe": ranks}, **options})
+
+
+def check_equal(by_rank, alone):
+    for got in by_rank:
+        assert {key: got[key] for key in COMPARED} == {key: alone[key] for key in COMPARED}
+
+
+@pytest.mark.parametrize("case", QUICK)
+def test_stages_on_several_ranks_give_the_bits_of_one_device(worlds, case):
+    ranks, name, options = QUICK[case]
+    check_equal(in_stages(worlds, ranks, name, options), one_device(name, options))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", SLOW)
+def test_every_schedule_gives_the_bits_of_one_device(worlds, case):
+    ranks, name, options = SLOW[case]
+    check_equal(in_stages(worlds, ranks, name, options), one_device(name, options))
+
+
+def test_ranks_that_talk_by_gloo_give_the_bits_of_one_device(worlds):
+    options = {"mesh": GRID, "num_shards": 7}
+    check_equal(in_stages(worlds, 4, "convolutions", options, "gloo"), one_device("convolutions", options))
+
+
+def test_a_loss_with_global_counts_gives_the_bits_of_one_device(worlds):
+    options = {"mesh": GRID, "loss": counted_loss, "counts_fn": counts_of}
+    check_equal(in_stages(worlds, 4, "convolutions", options), one_device("convolutions", options))
+
+
+@pytest.mark.parametrize(("ranks", "mesh", "copies"), [(2, PIPE_2, 1), (4, GRID, 2)])
+def test_every_shard_runs_once_through_every_stage_on_the_rank_that_has_it(worlds, ranks, mesh, copies):
+    by_rank = in_stages(worlds, ranks, "mlp", {"mesh": mesh, "num_shards": 7})
+    total = Counter()
+    for got in by_rank:
+        assert {part for part, _ in got["ran"]} == set(got["parts"])
+        total.update(got["ran"])
+    num_steps = len(by_rank[0]["steps"])
+    assert total == {(part, step): 7 for part, _ in total for step in range(num_steps)}
+    parts = Counter(part for got in by_rank for part in got["parts"])
+    assert set(parts.values()) == {copies}
+
+
+def test_no_rank_keeps_the_parameters_of_stages_that_it_does_not_have(worlds):
+    by_rank = in_stages(worlds, 4, "gpt", {})
+    alone = one_device("gpt", {})
+    assert sum(got["held"] for got in by_rank) == alone["held"]
+    assert max(got["held"] for got in by_rank) < alone["held"] / 2
+
+
+def test_what_was_sent_is_kept_no_longer_than_until_it_has_arrived(worlds):
+    assert max(worlds(2).run(most_on_their_way, "1f1b")) <= 4
+    assert max(worlds(2).run(most_on_their_way, "gpipe")) >= 24
+
+
+@pytest.mark.parametrize("breaker", ["randomness", "order"])
+def test_the_bits_differ_where_a_breaker_is_switched_on(worlds, breaker):
+    by_rank = in_stages(worlds, 2, "mlp", {"breaker": breaker})
+    alone = one_device("mlp", {})
+    assert by_rank[0]["digest"] == by_rank[1]["digest"] != alone["digest"]
