@@ -228,10 +228,10 @@ def write_without_a_folder(communicator, folder):
     spread = by_rows(torch.Size([4, 2]), communicator.world_size)
     piece = Piece(spread.part(torch.arange(8.0).view(4, 2), communicator.rank).clone(), spread)
     state = State({"model": {"weight": piece}}, {})
-    write_together(communicator, folder, 1, state)
+    write_together(communicator, communicator, folder, 1, state)
     place = folder if communicator.rank == 0 else folder / "elsewhere"
     try:
-        write_together(communicator, place, 2, state)
+        write_together(communicator, communicator, place, 2, state)
     except RunFolderError as error:
         return f"{type(error).__name__}: {error}"
     return ""

@@ -191,6 +191,12 @@ class TrainStep:
             return self.pipelined.state
         return None if self.owned is None else self.owned.state
 
+    @property
+    def spread_over(self) -> Communicator:
+        """Among the ranks over which the state is spread; several groups of ranks may have the same."""
+        spread = self.spread
+        return self.communicator if spread is None or spread.communicator is None else spread.communicator
+
     def __call__(self, batch: Any) -> StepResult:
         """Takes one optimizer step on a global batch.
 

@@ -123,7 +123,7 @@ class StateChecksum:
         tensors: list[Tensor] = []
         pieces: dict[int, Piece] = {}
         plain: list[tuple[str, Any]] = []
-        spread, world_size = (None, 1) if step is None else (step.spread, step.communicator.world_size)
+        spread, world_size = (None, 1) if step is None else (step.spread, step.spread_over.world_size)
         for name, value in named_state(self._model, self._optimizers, spread, world_size):
             if isinstance(value, Piece):
                 pieces[len(names)] = value
@@ -134,7 +134,7 @@ class StateChecksum:
                 plain.append((name, value))
         if step is not None and pieces:
             forms = [(names[k], t.dtype, pieces[k].shape if k in pieces else t.shape) for k, t in enumerate(tensors)]
-            total = self._spread_sum.of(tensors, pieces, step.communicator)
+            total = self._spread_sum.of(tensors, pieces, step.spread_over)
             return scattered(total + signed(_fingerprint(forms) + _hash(json.dumps(plain))))
         plan = self._fitting_plan(names, tensors)
         total = torch.zeros((), dtype=torch.int64, device=plan.main)

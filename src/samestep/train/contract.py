@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
-from itertools import chain, groupby
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -20,9 +20,11 @@ from torch.utils.data import DataLoader, RandomSampler
 
 from samestep.comm.reduction import REDUCTIONS
 from samestep.data.loader import Loader
+from samestep.engine.spread import SpreadState
 from samestep.engine.step import TrainStep
 from samestep.errors import UsageError
 from samestep.plan.shards import check_num_shards
+from samestep.train.parts import SEVERAL, own_tensors
 from samestep.version import __version__
 
 DOCUMENTED = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
@@ -103,7 +105,7 @@ def step_contract(step: TrainStep) -> dict[str, Any]:
         "compile": step.compile,
         "cuda_graphs": step.cuda_graphs,
         "max_grad_norm": step.max_grad_norm,
-        "model": model_form(step.model),
+        "model": model_form(step.model, step.spread),
         "loss_code": code_hash(step.loss_fn),
         **step.settings.as_json(),
     }
@@ -122,14 +124,14 @@ def loader_contract(loader: Loader | DataLoader[Any]) -> dict[str, Any]:
     return fields
 
 
-def model_form(model: nn.Module) -> dict[str, Any]:
+def model_form(model: nn.Module, spread: SpreadState | None = None) -> dict[str, Any]:
     """What a model is, but for its values: class, number of elements, and hashes of its tensors' form and of its code.
 
     Code is that of the classes of its modules, those of torch aside.
     """
-    named = list(chain(model.named_parameters(), model.named_buffers()))
-    text = "\n".join(f"{name} {tensor.dtype} {list(tensor.shape)}" for name, tensor in named)
-    elements = sum(parameter.numel() for parameter in model.parameters())
+    named = dict(own_tensors(model, spread, SEVERAL))
+    text = "\n".join(f"{name} {tensor.dtype} {list(tensor.shape)}" for name, tensor in named.items())
+    elements = sum(named[name].shape.numel() for name, _ in model.named_parameters())
     classes = {kind for module in model.modules() if not (kind := class_of(module)).__module__.startswith("torch.")}
     codes = sorted(f"{kind.__qualname__} {code_hash(kind)}" for kind in classes)
     form = {"class": class_of(model).__qualname__, "elements": elements, "form": _short_hash(text)}

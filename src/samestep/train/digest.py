@@ -33,7 +33,7 @@ def state_digest(model: nn.Module | TrainStep, optimizers: Optimizer | Sequence[
         UsageError: the model is spread over the ranks, or there are optimizers neither here nor in a step.
     """
     if isinstance(model, TrainStep):
-        communicator = model.communicator
+        communicator = model.spread_over
         state = named_state(model.model, model.optimizers, model.spread, communicator.world_size)
         return _digest((name, whole_of(value, communicator)) for name, value in state)
     if optimizers is None:

@@ -78,7 +78,8 @@ def save(
         if is_spread(step):
             on_main(team.communicator, check_ours)
             state = capture(step, values)
-            return write_together(team.communicator, folder, number, state, keep, replace=True).name
+            over = _listed(step)[0].spread_over
+            return write_together(team.communicator, over, folder, number, state, keep, replace=True).name
         return share_text(team.communicator, on_main(team.communicator, write) or "")
 
     before = team.pulse.enter("exchange")  # who waits for the one that writes is not silent for want of life

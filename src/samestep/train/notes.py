@@ -245,12 +245,12 @@ class Notes:
         """Writes a state of which each rank has a part."""
         number, communicator = self._step.num_steps, self._team.communicator
         if not has_part_files(state):
-            state = State(gathered(state.files, communicator), state.facts)
+            state = State(gathered(state.files, self._step.spread_over, communicator.rank == 0), state.facts)
             if self.recorder is not None:
                 self.recorder.checkpoint(number, state)
             return
         start = time.perf_counter()
-        path = write_together(communicator, folder, number, state, self._keep)
+        path = write_together(communicator, self._step.spread_over, folder, number, state, self._keep)
         if self.recorder is not None:
             self.recorder.wrote(SavedCheckpoint(path.name, number, time.perf_counter() - start))
 

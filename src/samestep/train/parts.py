@@ -18,6 +18,7 @@ from samestep.comm.pieces import Piece, Spread
 from samestep.engine.spread import SpreadState
 from samestep.engine.step import TrainStep
 
+SEVERAL = 2  # ranks: for who asks for the forms of what is spread, however many there are
 Stored = Tensor | Piece
 StoredFiles = Mapping[str, Mapping[str, Stored]]
 _OPTIMIZER_FILE = "optimizer"
@@ -31,10 +32,12 @@ class Layout:
     Attributes:
         models: for the file of each model the spreads of its parameters, by name; none where each rank has them whole.
         optimizers: for each optimizer the spread of each parameter that it updates, in its order; None for whole ones.
+        rank: this one's among those over which they are spread.
     """
 
     models: Mapping[str, Mapping[str, Spread]]
     optimizers: Sequence[Sequence[Spread | None]]
+    rank: int
 
     def spread_of(self, file: str, name: str, shape: torch.Size) -> Spread | None:
         """How a tensor of a file is spread; None if it is whole everywhere, or not one of this program's."""
@@ -140,14 +143,14 @@ def has_rows(piece: Piece) -> bool:
 
 
 @torch.no_grad()
-def gathered(files: StoredFiles, communicator: Communicator) -> dict[str, dict[str, Tensor]]:
-    """Brings all tensors together on rank 0, one at a time, in host memory; all ranks call it, the others get none."""
+def gathered(files: StoredFiles, over: Communicator, is_taker: bool) -> dict[str, dict[str, Tensor]]:
+    """Brings all tensors together, one at a time, in host memory; all ranks call it, those that take none get none."""
     wholes: dict[str, dict[str, Tensor]] = {}
     for file, tensors in files.items():
         wholes[file] = {}
         for name, value in tensors.items():
-            whole = whole_of(value, communicator)
-            if communicator.rank == 0:
+            whole = whole_of(value, over)
+            if is_taker:
                 wholes[file][name] = whole.cpu() if isinstance(value, Piece) else whole
     return wholes
 

@@ -244,7 +244,7 @@ def hand_out(
                 sent = None if tensor is None else _raw(tensor).to(communicator.device)
                 home.untyped_storage().copy_(communicator.share(sent, source).cpu().untyped_storage())
             spread = None if ours or layout is None else layout.spread_of(name, key, home.shape)
-            files[name][key] = home if spread is None else _piece(home, spread, communicator.rank)
+            files[name][key] = home if spread is None or layout is None else _piece(home, spread, layout.rank)
     folder = value.pop("folder")
     return Resumed(**value, files=files, folder=None if folder is None else Path(folder))
 

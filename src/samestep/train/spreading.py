@@ -31,12 +31,19 @@ def has_part_files(state: State) -> bool:
 
 
 def write_together(
-    communicator: Communicator, folder: Path, step: int, state: State, keep: int = 3, replace: bool = False
+    communicator: Communicator,
+    over: Communicator,
+    folder: Path,
+    step: int,
+    state: State,
+    keep: int = 3,
+    replace: bool = False,
 ) -> Path:
     """Writes a checkpoint; all ranks call it, and none goes on before it is complete.
 
     Args:
         communicator: this rank's voice.
+        over: the same among those over which the state is spread; where several groups have it, the first one writes.
         folder: see `write_checkpoint`; on a file system that all ranks share.
         step: of the checkpoint.
         state: with this rank's pieces.
@@ -52,13 +59,13 @@ def write_together(
     """
     check_keep(keep)
     if not has_part_files(state):
-        state = State(gathered(state.files, communicator), state.facts)
+        state = State(gathered(state.files, over, communicator.rank == 0), state.facts)
     whole, pieces = divided(state.files)
     begun = on_main(communicator, lambda: begin_checkpoint(folder, step, replace))
     name = json.loads(share_text(communicator, json.dumps(None if begun is None else begun.name)))
     temporary = None if name is None else folder / name
     try:
-        parts = {} if temporary is None else _write_parts(communicator, temporary, pieces)
+        parts = {} if temporary is None else _write_parts(communicator, over, temporary, pieces)
         snapshot = Snapshot(step, whole, state.facts)
         path = on_main(
             communicator, lambda: str(complete_checkpoint(folder, snapshot, temporary, parts, keep, replace))
@@ -71,24 +78,26 @@ def write_together(
 
 @torch.no_grad()
 def _write_parts(
-    communicator: Communicator, temporary: Path, pieces: Mapping[str, Mapping[str, Piece]]
+    communicator: Communicator, over: Communicator, temporary: Path, pieces: Mapping[str, Mapping[str, Piece]]
 ) -> dict[str, Written]:
     """Writes this rank's parts; what all ranks have written, by the names of files."""
-    rank, ranks = communicator.rank, communicator.world_size
+    rank, ranks = over.rank, over.world_size
+    writes = communicator.rank < ranks  # ranks of the first group are the first ones
     mine, error = [], None
     try:
-        if not temporary.is_dir():
+        if writes and not temporary.is_dir():
             raise RunFolderError(
-                f"rank {rank} does not see {temporary}, which rank 0 has made: every rank writes its part of the state "
-                "there; give a folder on a file system that all of them share (--run-dir)"
+                f"rank {communicator.rank} does not see {temporary}, which rank 0 has made: every rank writes its part "
+                "of the state there; give a folder on a file system that all of them share (--run-dir)"
             )
         with writing(temporary):
-            for file, own in pieces.items():
+            for file, own in pieces.items() if writes else ():
                 mine.append(write_part(temporary / part_name(file, rank, ranks), own, rank))
     except RunFolderError as failure:
         error = failure
     raise_together(communicator, error)
-    rows = communicator.gather_words([word for written in mine for word in _as_words(written)])
+    words = [word for written in mine for word in _as_words(written)] if writes else [0] * _WORDS * len(pieces)
+    rows = communicator.gather_words(words)[:ranks]
     return {
         part_name(file, other, ranks): _from_words(row[_WORDS * number : _WORDS * (number + 1)])
         for other, row in enumerate(rows)

@@ -24,6 +24,7 @@ from samestep.engine.step import TrainStep
 from samestep.errors import CheckpointError
 from samestep.train.packing import pack, unpack
 from samestep.train.parts import (
+    SEVERAL,
     Layout,
     Stored,
     StoredFiles,
@@ -91,7 +92,7 @@ def capture(step: Steps, rest: Mapping[str, Any]) -> State:
     """
     parts = _parts(step)
     progress = [each.state_dict() for each in parts.steps]
-    world_size = parts.steps[0].communicator.world_size
+    world_size = parts.steps[0].spread_over.world_size
     states = [
         optimizer_state_dict(optimizer, spread, world_size)
         for optimizer, spread in zip(parts.optimizers, parts.optimizer_spreads, strict=True)
@@ -127,7 +128,7 @@ def layout_of(step: Steps) -> Layout:
     for optimizer, spread in zip(parts.optimizers, parts.optimizer_spreads, strict=True):
         of = {} if spread is None else {id(part): spread.spreads[name] for name, part in spread.parts.items()}
         optimizers.append([of.get(id(parameter)) for parameter in held_by(optimizer)])
-    return Layout(models, optimizers)
+    return Layout(models, optimizers, parts.steps[0].spread_over.rank)
 
 
 def rest_of(files: StoredFiles, facts: Mapping[str, Any]) -> dict[str, Any]:
@@ -156,7 +157,7 @@ def check_fits(step: Steps, files: StoredFiles, facts: Mapping[str, Any]) -> Non
         if there != here:
             raise CheckpointError(f"the checkpoint has the state of {there} {what}, this program has {here}")
     for name, model in parts.models.items():
-        check_model(model, files[name])
+        check_model(model, files[name], parts.model_spreads[name])
     for was, now in zip(others["settings"], parts.settings, strict=True):
         kinds = [name for name, _ in was["optimizers"]], [name for name, _ in now["optimizers"]]
         if kinds[0] != kinds[1]:
@@ -189,7 +190,7 @@ def restore(step: Steps, files: StoredFiles, facts: Mapping[str, Any]) -> dict[s
     """
     check_fits(step, files, facts)
     parts, others = _parts(step), _others(files, facts)
-    rank = parts.steps[0].communicator.rank
+    rank = parts.steps[0].spread_over.rank
     for name, model in parts.models.items():
         load_model(model, files[name], parts.model_spreads[name], rank)
     for each in parts.steps:
@@ -225,13 +226,13 @@ def model_tensors(model: nn.Module, spread: SpreadState | None = None, world_siz
     return {name: t if isinstance(t, Piece) else t.detach() for name, t in named if not isinstance(t, lazy)}
 
 
-def check_model(model: nn.Module, tensors: Mapping[str, Stored]) -> None:
+def check_model(model: nn.Module, tensors: Mapping[str, Stored], spread: SpreadState | None = None) -> None:
     """Checks that names, shapes and dtypes are those of a model; only buffers may come and go, and change their form.
 
     Raises:
         CheckpointError: names what is another.
     """
-    own, buffers = model_tensors(model), _buffer_names(model)
+    own, buffers = model_tensors(model, spread, SEVERAL), _buffer_names(model)
     missing = [name for name in own if name not in tensors and name not in buffers]
     strange = [name for name in tensors if name not in own and name not in buffers]
     if missing or strange:
@@ -259,7 +260,7 @@ def load_model(
     Raises:
         CheckpointError: names, shapes or dtypes are those of another model; nothing is written then.
     """
-    check_model(model, tensors)
+    check_model(model, tensors, spread)
     own = dict(chain(model.named_parameters(), model.named_buffers()))
     device = next((tensor.device for tensor in own.values()), torch.device("cpu"))
     parts = {} if spread is None else spread.parts

@@ -28,9 +28,9 @@ def leave_weights(path: Path, step: TrainStep) -> None:
             write_weights(path, step.model)
         return
     left_out = set(not_persistent(step.model))
-    named = model_tensors(step.model, spread, communicator.world_size)
+    named = model_tensors(step.model, spread, step.spread_over.world_size)
     weights = {name: value for name, value in named.items() if name not in left_out}
-    data = tensor_pieces(weights, {"format": "pt"}, lambda value: whole_of(value, communicator))
+    data = tensor_pieces(weights, {"format": "pt"}, lambda value: whole_of(value, step.spread_over))
 
     def write() -> None:
         try:
