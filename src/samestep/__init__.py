@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from samestep.engine.losses import Mean
     from samestep.engine.result import StepResult
     from samestep.engine.step import TrainStep
-    from samestep.engine.strategies import Replicate, Sharded
+    from samestep.engine.strategies import Pipeline, Replicate, Sharded
     from samestep.errors import SamestepError
     from samestep.launcher.notebook import launch
     from samestep.train import metrics
@@ -44,6 +44,7 @@ _HOMES = {
     "EpochRecord": "samestep.train.epoch",
     "Loader": "samestep.data.loader",
     "Mean": "samestep.engine.losses",
+    "Pipeline": "samestep.engine.strategies",
     "Replicate": "samestep.engine.strategies",
     "Run": "samestep.train.run",
     "SamestepError": "samestep.errors",
@@ -72,6 +73,7 @@ __all__ = [
     "EpochRecord",
     "Loader",
     "Mean",
+    "Pipeline",
     "Replicate",
     "Run",
     "SamestepError",

@@ -27,6 +27,7 @@ EXPORTED = [
     "EpochRecord",
     "Loader",
     "Mean",
+    "Pipeline",
     "Replicate",
     "Run",
     "SamestepError",

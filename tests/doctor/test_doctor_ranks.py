@@ -39,12 +39,14 @@ def nothing_left(monkeypatch, tmp_path):
     """Fails a test that leaves temporary files, files in /dev/shm, or processes."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     shared = set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
+    before = {child.pid for child in psutil.Process().children(recursive=True)}
     yield
     assert list(tmp_path.iterdir()) == []
     if os.path.isdir("/dev/shm"):
         mine = [name for name in set(os.listdir("/dev/shm")) - shared if "samestep" in name]
         assert mine == []
-    assert [child for child in psutil.Process().children(recursive=True) if child.name().startswith("python")] == []
+    left = [child for child in psutil.Process().children(recursive=True) if child.pid not in before]
+    assert [child for child in left if child.name().startswith("python")] == []
 
 
 def states(findings):

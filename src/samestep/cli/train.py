@@ -82,11 +82,17 @@ def train(
     ] = None,
     strategy: Annotated[
         str | None,
-        typer.Option(help="replicate (the default) or sharded: 1/D of the state on each device; same bits."),
+        typer.Option(
+            help="How the state lies on the devices, with the same bits: replicate (the default), sharded (1/D of it "
+            "on each) or pipeline (some layers on each; needs --mesh)."
+        ),
+    ] = None,
+    mesh: Annotated[
+        str | None, typer.Option(help="Devices along each axis, such as data=2,pipe=4; -1 for what is left.")
     ] = None,
     shard_optimizer: Annotated[
         bool | None,
-        typer.Option("--shard-optimizer/--no-shard-optimizer", help="Each device has 1/D of the optimizer's state."),
+        typer.Option("--shard-optimizer", help="Under replicate: each device has 1/D of the optimizer's state."),
     ] = None,
     num_workers: Annotated[
         int | None, typer.Option(help="Processes a rank that fetch samples; none by default.")
@@ -188,6 +194,7 @@ def train(
         "cuda_graphs": cuda_graphs,
         "reduction": reduction,
         "strategy": strategy,
+        "mesh": None if mesh is None else _sizes(mesh),
         "shard_optimizer": shard_optimizer,
         "num_workers": num_workers,
         "num_threads": threads,
@@ -255,6 +262,8 @@ def _resumed(asked: dict[str, Any], resume: str | None, run_dir: Path | None) ->
         raise UsageError(f"{source} is not a run of `samestep train`; the program that made it can resume it")
     if asked.get("recipe", own["recipe"]) != own["recipe"]:
         raise UsageError(f"got the recipe {asked['recipe']}, and {source} is a run of {own['recipe']}; leave it out")
+    if "strategy" in asked:  # these go with the strategy that the run had
+        own = {name: value for name, value in own.items() if name not in ("mesh", "shard_optimizer")}
     return {**own, **asked}, source
 
 
@@ -295,20 +304,14 @@ def _train_by_workers(
     from samestep.devices.selection import select
     from samestep.launcher.job import Job
     from samestep.launcher.supervisor import supervise
-    from samestep.plan.shards import active_shares, check_num_shards, shard_ranges
     from samestep.train.naming import LOG_FOLDER, remove_if_unused
 
-    num_shards = check_num_shards(job.get("num_shards"), job.get("global_batch_size"))
     selection = select("auto" if devices is None else devices)
     if job.get("cuda_graphs") and selection.kind != "cuda":
         raise UsageError(
             f"got --cuda-graphs on {selection.kind}: only CUDA devices have graphs; leave it out (--no-cuda-graphs)"
         )
-    count = selection.count * (1 if cluster is None else cluster.max_nodes)
-    num_active = count - job.get("spares", 0)
-    if num_active < 1:
-        raise UsageError(f"got --spares {job['spares']} of {count} devices; one at least must work")
-    shard_ranges(num_shards, num_active, active_shares(job.get("shares"), count, job.get("spares", 0)))
+    _check_division(job, selection.count * (1 if cluster is None else cluster.max_nodes))
     threads = job.pop("num_threads", None)
     folder = Path(job["run_dir"])
     work = Job(
@@ -351,6 +354,28 @@ def _train_by_workers(
     _show(result, selection.describe() + _on_nodes(cluster, selection.count, result), as_json)
 
 
+def _check_division(job: dict[str, Any], count: int) -> None:
+    """Checks that so many devices can share the work.
+
+    Raises:
+        UsageError: more of them than shards, a mesh that they do not fill, or nobody left to work.
+    """
+    from samestep.plan.mesh import make_mesh
+    from samestep.plan.shards import active_shares, check_num_shards, shard_ranges
+
+    num_shards = check_num_shards(job.get("num_shards"), job.get("global_batch_size"))
+    grid = make_mesh(job.get("mesh"), count)
+    if count > 1 and (job.get("strategy") == "pipeline") != (grid.num_inner > 1):
+        raise UsageError(
+            "--strategy pipeline and a --mesh with stages go together, for example: "
+            f"--strategy pipeline --mesh pipe={count}"
+        )
+    num_groups, spares = count // grid.num_inner, job.get("spares", 0)
+    if num_groups - spares < 1:
+        raise UsageError(f"got --spares {spares} of {count} devices; one at least must work")
+    shard_ranges(num_shards, num_groups - spares, active_shares(job.get("shares"), num_groups, spares))
+
+
 def _on_nodes(cluster: "Cluster | None", count: int, result: Mapping[str, Any]) -> str:
     """On how many nodes that was, in words."""
     return "" if cluster is None else f" on each of {counted(len(result['devices']) // count, 'node')}"
@@ -380,6 +405,14 @@ def _show(result: dict[str, Any], devices: str, as_json: bool) -> None:
         return
     for name, value in (("devices", devices), ("run", result["run"]), ("digest", result["digest"])):
         print(f"{name:<8} {value}", flush=True)
+
+
+def _sizes(text: str) -> dict[str, int]:
+    """`data=2,pipe=4` as sizes by axis."""
+    try:
+        return {axis.strip(): int(size) for axis, size in (part.split("=") for part in text.split(","))}
+    except ValueError:
+        raise UsageError(f"got --mesh {text!r}; needed: devices along each axis, such as data=2,pipe=4") from None
 
 
 def _numbers(text: str | None) -> list[float] | None:

@@ -19,7 +19,7 @@ from samestep.engine.losses import LossFn, ShardLoss, read_loss
 from samestep.engine.memory import Shortage, describe_lone_shortage, free_memory, is_out_of_memory
 from samestep.engine.precision import LossScale, autocast
 from samestep.engine.rows import DeviceRows, HostRows, quotient
-from samestep.errors import LossError, OutOfMemoryError
+from samestep.errors import LossError, OutOfMemoryError, UsageError
 from samestep.plan.seeds import derive_seed
 from samestep.plan.shards import shard_bounds
 
@@ -27,6 +27,10 @@ if TYPE_CHECKING:
     from samestep.engine.sharding.gradients import ShardedGradientSum
 
 MANY_SEEDS = 64
+PARTLY_TOGETHER = (
+    "a parameter was used while its module was not called (an output that reads the embedding's weights does so), and "
+    "this rank has a part of it only: with Sharded(wrap=…) name modules that hold both, or none of the two"
+)
 
 
 class ShardRunner:
@@ -166,6 +170,8 @@ class ShardRunner:
             pulse.enter("backward")
             differentiate(loss.value, self.seed_of(loss, is_only), self.gradients.inputs)
         except RuntimeError as error:
+            if self.gradients.is_spread and "torch.Tensor and DTensor" in str(error):
+                raise UsageError(PARTLY_TOGETHER) from error
             explained = explain_nondeterminism(error, self._model, lambda: forward().value)
             if explained is None:
                 raise

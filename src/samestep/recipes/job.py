@@ -48,6 +48,7 @@ def train(
     cuda_graphs: bool = False,
     reduction: str = "ordered",
     strategy: str = "replicate",
+    mesh: Mapping[str, int] | None = None,
     shard_optimizer: bool = False,
     num_workers: int = 0,
     num_threads: int | None = None,
@@ -77,6 +78,7 @@ def train(
         shares=shares,
         spares=spares,
         reduction=reduction,
+        mesh=mesh,
         num_threads=num_threads,
         profile=profile,
     )

@@ -11,7 +11,7 @@ Option = bool | int | float | str
 OWN_OPTIONS: Mapping[str, Mapping[str, Option]] = {
     "mlp": {"target": "", "scale_target": False},
     "vgg": {"width": 1.0, "dropout": 0.5},
-    "gpt": {"layers": 4, "width": 128, "heads": 4, "context": 64, "dropout": 0.1},
+    "gpt": {"layers": 4, "width": 128, "heads": 4, "context": 64, "dropout": 0.1, "tied": True},
 }
 """The options of each recipe that has some, with their defaults; a value is of its default's type."""
 
@@ -23,7 +23,7 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "optimizer": ("sgd", "adam", "adamw"),
     "precision": ("32-true", "bf16-mixed", "16-mixed"),
     "reduction": ("ordered", "native"),
-    "strategy": ("replicate", "sharded"),
+    "strategy": ("replicate", "sharded", "pipeline"),
 }
 LEAST: Mapping[str, int] = {
     "epochs": 1,

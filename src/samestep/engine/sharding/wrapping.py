@@ -15,6 +15,7 @@ DEFAULT_GROUPS = 8  # by default a module has no more than this part of the para
 SMALL = 64  # what has fewer than this part of those goes with what is around it
 CONTAINERS = (nn.ModuleList, nn.ModuleDict)  # have no forward of their own
 OPAQUE = (nn.MultiheadAttention,)  # read the parameters of their children, and do not call these
+READ = (nn.Embedding, nn.EmbeddingBag)  # whose weights are often read by others, as those of the output
 DTYPES = {None: None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -96,7 +97,7 @@ def choose_modules(model: nn.Module, wrap: Callable[[nn.Module], bool] | int | N
     """The modules inside a model that come together as one, the inner ones first.
 
     By size they are the largest that have no more than so many parameters; those with a small part of that go with what
-    is around them. A module that shares a parameter with another one goes with both.
+    is around them, and so do embeddings. A module that shares a parameter with another one goes with both.
 
     Raises:
         UsageError: a function named no module, or one that cannot be.
@@ -118,7 +119,7 @@ def _by_size(module: nn.Module, limit: int, least: int) -> Iterator[nn.Module]:
     for child in module.children():
         size = _size(child)
         is_leaf = isinstance(child, OPAQUE) or not any(_size(part) for part in child.children())
-        if size == 0 or size < least:
+        if size == 0 or size < least or isinstance(child, READ):
             continue
         if not isinstance(child, CONTAINERS) and (size <= limit or is_leaf):
             yield child
