@@ -37,6 +37,8 @@ bench: $(READY)
 	$(BIN)/python benchmarks/bench.py
 	$(BIN)/python benchmarks/startup.py
 	$(BIN)/python benchmarks/growth.py
+	$(BIN)/python benchmarks/strategies.py
+	$(BIN)/python benchmarks/forecast.py
 	$(BIN)/python benchmarks/invariance.py --json benchmarks/results/invariance.json
 	$(BIN)/python benchmarks/page.py
 
@@ -45,6 +47,7 @@ bench-quick: $(READY)
 	folder=$$(mktemp -d) && $(BIN)/python benchmarks/bench.py --quick --output $$folder && \
 	$(BIN)/python benchmarks/startup.py --rounds 1 --output $$folder && \
 	$(BIN)/python benchmarks/growth.py --quick --output $$folder && \
+	$(BIN)/python benchmarks/strategies.py --quick --output $$folder && \
 	$(BIN)/python benchmarks/page.py --results $$folder --docs $$folder; code=$$?; rm -rf $$folder; exit $$code
 
 clean:

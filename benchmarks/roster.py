@@ -62,7 +62,8 @@ def _python(_: int) -> list[str]:
     return [sys.executable]
 
 
-def _torchrun(num_processes: int) -> list[str]:
+def torchrun(num_processes: int) -> list[str]:
+    """Started by torchrun; alone by Python."""
     if num_processes == 1:
         return [sys.executable]
     return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_processes)]
@@ -93,27 +94,26 @@ def _free_port() -> int:
         return port
 
 
-def _ours(name: str, title: str, counts: Sequence[int], *options: str) -> Entrant:
+def ours(name: str, title: str, counts: Sequence[int], *options: str) -> Entrant:
+    """One of samestep's."""
     return Entrant(name, title, "samestep_loop", _samestep, "samestep", options, counts, "ours")
 
 
 ROSTER = (
-    Entrant(LIMIT, "limit", "limit", _torchrun, role="limit"),
-    Entrant(
-        LIMIT_IN_8, "limit, in 8 micro-batches", "limit", _torchrun, options=("--micro-batches", "8"), role="limit"
-    ),
-    Entrant("tensor", "raw loop, data in one tensor", "tensor_loop", _torchrun),
-    Entrant("plain", "PyTorch tutorial (DataLoader, DDP)", "plain", _torchrun),
+    Entrant(LIMIT, "limit", "limit", torchrun, role="limit"),
+    Entrant(LIMIT_IN_8, "limit, in 8 micro-batches", "limit", torchrun, options=("--micro-batches", "8"), role="limit"),
+    Entrant("tensor", "raw loop, data in one tensor", "tensor_loop", torchrun),
+    Entrant("plain", "PyTorch tutorial (DataLoader, DDP)", "plain", torchrun),
     Entrant("accelerate", "Accelerate", "accelerate_loop", _accelerate, "accelerate"),
     Entrant("lightning", "Lightning Trainer", "lightning_trainer", _python, "lightning"),
     Entrant("fabric", "Lightning Fabric", "fabric_loop", _python, "lightning"),
-    Entrant("ignite", "Ignite", "ignite_loop", _torchrun, "pytorch-ignite"),
-    Entrant("hf", "Transformers Trainer", "hf_trainer", _torchrun, "transformers"),
-    _ours("samestep-v1", "samestep, 1 shard", (1,), "--num-shards", "1"),
-    _ours("samestep-v2", "samestep, 2 shards", (1, 2), "--num-shards", "2"),
-    _ours(DEFAULT, "samestep, 8 shards (default)", (1, 2, 4)),
-    _ours("samestep-v2-native", "samestep, 2 shards, native", (2,), "--num-shards", "2", "--reduction", "native"),
-    _ours("samestep-native", "samestep, 8 shards, native", (2, 4), "--reduction", "native"),
+    Entrant("ignite", "Ignite", "ignite_loop", torchrun, "pytorch-ignite"),
+    Entrant("hf", "Transformers Trainer", "hf_trainer", torchrun, "transformers"),
+    ours("samestep-v1", "samestep, 1 shard", (1,), "--num-shards", "1"),
+    ours("samestep-v2", "samestep, 2 shards", (1, 2), "--num-shards", "2"),
+    ours(DEFAULT, "samestep, 8 shards (default)", (1, 2, 4)),
+    ours("samestep-v2-native", "samestep, 2 shards, native", (2,), "--num-shards", "2", "--reduction", "native"),
+    ours("samestep-native", "samestep, 8 shards, native", (2, 4), "--reduction", "native"),
 )
 BY_NAME = {entrant.name: entrant for entrant in ROSTER}
 PACKAGES = sorted({entrant.package for entrant in ROSTER} | {"numpy"})

@@ -13,6 +13,8 @@ def options(parser: argparse.ArgumentParser) -> None:
     """What a run may be told."""
     parser.add_argument("--num-shards", type=int)
     parser.add_argument("--reduction", default="ordered")
+    parser.add_argument("--strategy", default="replicate")
+    parser.add_argument("--shard-optimizer", action="store_true")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
 
 
@@ -26,7 +28,13 @@ run = samestep.Run(
 assert run.world_size == told.num_processes
 model = told.workload.make_model()
 optimizer = told.workload.make_optimizer(model.parameters())
-step = run.train_step(model, optimizer, told.workload.loss_of)
+step = run.train_step(
+    model,
+    optimizer,
+    told.workload.loss_of,
+    strategy=told.options.strategy,
+    shard_optimizer=told.options.shard_optimizer,
+)
 loader = run.loader((told.inputs, told.targets), shuffle=True)
 gate = Gate(told.gate, told.warm_up)
 while True:
