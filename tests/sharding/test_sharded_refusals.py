@@ -133,6 +133,33 @@ def test_running_statistics_and_weights_of_16_bits_do_not_go_together(worlds):
     assert sentence.startswith("UsageError: norm keeps running statistics of 32 bits")
 
 
+def penalized(communicator, mesh, strategy):
+    """The sentence with which a penalty on parameters is refused."""
+    run = samestep.Run(32, 8, communicator=communicator, mesh=mesh)
+    model = nn.Sequential(nn.Linear(5, 8), nn.Linear(8, 2))
+
+    def loss(given, batch):
+        penalty = sum(p.square().sum() for p in model.parameters())
+        return classify(given, batch) + (penalty.full_tensor() if strategy == "sharded" else penalty)
+
+    try:
+        run.train_step(model, torch.optim.SGD(model.parameters()), loss, strategy=strategy)(table(32))
+    except SamestepError as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        close_mesh_of(communicator)
+    return None
+
+
+@pytest.mark.parametrize(
+    ("world_size", "mesh", "strategy"), [(1, None, "sharded"), (2, None, "sharded"), (2, {"pipe": 2}, "pipeline")]
+)
+def test_a_loss_that_reads_parameters_by_itself_is_refused(worlds, world_size, mesh, strategy):
+    sentences = worlds(world_size).run(penalized, mesh, strategy)
+    assert any(s.startswith("LossError: the loss reads parameter") and "weight_decay" in s for s in sentences)
+    assert None not in sentences
+
+
 def recomputed_statistics(communicator):
     """The sentence with which recomputing a BatchNorm is refused."""
     run = samestep.Run(32, 8, communicator=communicator)

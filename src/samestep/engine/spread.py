@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from samestep.comm.communicator import Communicator
 from samestep.comm.pieces import Piece, Spread
-from samestep.errors import UsageError
+from samestep.errors import LossError, UsageError
 
 ELEMENTWISE = ("SGD", "Adam", "AdamW", "Adamax", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD")
 """Whose update of an element depends on that element alone, and on a CPU not on where a tensor begins or ends."""
@@ -90,6 +91,24 @@ class SpreadState:
     def _piece(self, name: str, value: Any) -> Any:
         is_part = isinstance(value, Tensor) and value.shape == self.parts[name].shape and value.ndim > 0
         return Piece(value, self.spreads[name]) if is_part else value
+
+
+def reads_itself(name: str) -> str:
+    """The sentence for a loss that reads a parameter outside the forward of its module."""
+    return (
+        f"the loss reads parameter {name} by itself, of which this rank has only a part, or nothing: leave that to the "
+        "optimizer (weight_decay), do it in the forward of its module, or use strategy='replicate'"
+    )
+
+
+def refuse_reading(name: str, parameter: Tensor) -> RemovableHandle:
+    """Lets the backward of a loss raise a `LossError` where it has read a parameter of which this rank has not all."""
+
+    def on_gradient(_: Tensor) -> None:
+        raise LossError(reads_itself(name))
+
+    handle: RemovableHandle = parameter.register_hook(on_gradient)
+    return handle
 
 
 def check_elementwise(optimizers: Sequence[Optimizer], device: torch.device, by_rows: bool) -> None:

@@ -4,7 +4,7 @@ The two parts are those of the zero-bubble schedules (Qi et al., arXiv 2401.1024
 waits for comes first, and the weights' gradients fill the time in which nothing else could be done.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from samestep.engine.losses import ShardLoss
+from samestep.engine.spread import reads_itself
+from samestep.errors import LossError
 
 
 @dataclass
@@ -104,6 +106,25 @@ def weight_backward(shard: ShardInStage, parameters: Sequence[nn.Parameter]) -> 
     stage_backward_weight(iter(parameters), shard.groups)
     for parameter, gradient in shard.early:
         parameter.grad = gradient
+
+
+def check_read(loss: Tensor, foreign: Mapping[int, str]) -> None:
+    """Raises a `LossError` where a loss depends on parameters of other stages, which have no elements here.
+
+    Args:
+        loss: of the last stage.
+        foreign: names of those parameters, by their ids.
+    """
+    seen: set[Any] = set()
+    waiting = [loss.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if (name := foreign.get(id(getattr(node, "variable", None)))) is not None:
+            raise LossError(reads_itself(name))
+        waiting += [other for other, _ in node.next_functions]
 
 
 def _spread_out(shard: ShardInStage, found: Sequence[Tensor | None]) -> list[Tensor | None]:

@@ -35,6 +35,7 @@ class PipelinedModel:
         stages: all of them; those of other ranks have buffers, but no parameters.
         own: the numbers of this rank's.
         names: of the parameters of each stage.
+        foreign: the names of the parameters that other ranks have, by their ids.
         state: this rank's parameters.
         whole: runs all stages, as the model; all ranks that execute the same shards call it.
 
@@ -68,6 +69,7 @@ class PipelinedModel:
         for name, parameter in parameters.items():
             if homes[name] != pipe.rank:
                 parameter.data = torch.empty(0, dtype=parameter.dtype, device=team.communicator.device)
+        self.foreign = {id(p): name for name, p in parameters.items() if homes[name] != pipe.rank}
         self.state = SpreadState(parameters, spreads, has_whole_parameters=False, communicator=pipe)
         self.whole = Whole(team, model, self.stages, self.owners)
 

@@ -13,7 +13,13 @@ from samestep.engine.counts import GlobalCounts
 from samestep.engine.guard import ModelGuard
 from samestep.engine.losses import ShardLoss, wide_dtype
 from samestep.engine.memory import describe_lone_shortage, is_out_of_memory
-from samestep.engine.pipelining.backward import ShardInStage, input_backward, weight_backward, whole_backward
+from samestep.engine.pipelining.backward import (
+    ShardInStage,
+    check_read,
+    input_backward,
+    weight_backward,
+    whole_backward,
+)
 from samestep.engine.pipelining.buffers import StageBuffers
 from samestep.engine.pipelining.gradients import PipelinedGradientSum
 from samestep.engine.pipelining.mail import Contents, Mail
@@ -28,6 +34,7 @@ from samestep.errors import OutOfMemoryError
 from samestep.plan.seeds import derive_seed
 from samestep.plan.shards import shard_bounds
 
+LOOKED_STEPS = 2
 LOSS_WEIGHT = struct.Struct("=d")
 
 
@@ -165,6 +172,8 @@ class PipelineRunner:
             return
         stand_in.check_called()
         check_differentiable(loss)
+        if self._step < LOOKED_STEPS:
+            check_read(loss.value, self._pipelined.foreign)
         kept.loss, kept.outputs = loss, [loss.value]
 
     def _backward(self, action: Action, shard: int) -> None:

@@ -61,7 +61,8 @@ class ShardedGradientSum:
         self._waiting: dict[int, Tensor] = {}
         for number, group in enumerate(self._groups):
             self._connect(number, group)
-        self._hooks = [hook for number, group in enumerate(self._groups) for hook in self._watch(number, group)]
+        self._hooks = sharded.refuse_reading()
+        self._hooks += [hook for number, group in enumerate(self._groups) for hook in self._watch(number, group)]
         spreads = [sharded.state.spreads[name] for name in self._names]
         self._norm = SpreadNorm(communicator, spreads, [parameter.dtype for parameter in self.parameters])
 

@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from samestep.comm.communicator import Communicator
 from samestep.comm.mesh import data_mesh
@@ -17,7 +18,7 @@ from samestep.comm.pieces import by_rows
 from samestep.comm.team import Team
 from samestep.engine.parameters import named_parameters
 from samestep.engine.sharding.wrapping import plan_modules, shard_modules
-from samestep.engine.spread import SpreadState, check_elementwise
+from samestep.engine.spread import SpreadState, check_elementwise, refuse_reading
 from samestep.engine.strategies import Sharded
 
 
@@ -93,6 +94,10 @@ class ShardedModel:
             has_whole_parameters=False,
         )
         self.state.hand_over(optimizers, names, communicator.rank)
+
+    def refuse_reading(self) -> list[RemovableHandle]:
+        """Refuses losses that read parameters by themselves: such a gradient would come to nothing."""
+        return [refuse_reading(name, p) for name, p in self._dtensors.items() if p.requires_grad]
 
     def own_gradient(self, group: Together) -> Tensor:
         """What FSDP2 has left in `.grad` of a module's parameters, flat: the sum, where this rank is alone."""
