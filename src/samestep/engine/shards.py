@@ -91,7 +91,9 @@ class ShardRunner:
         """
         counts = None if self.counts is None else self.counts.sum(batch, self._team.data_ranges)
         is_only = batch.length == 1 or self._team.num_shards == 1
-        mine = sorted(shard for shard in batch.shards if shard in self._team.mine)
+        mine = sorted(batch.shards)
+        if self._team.is_dealt:  # there may be one to run along with
+            mine = [shard for shard in mine if shard in self._team.mine]
         last = max(mine, default=None)
         bounds = shard_bounds(batch.length, self._team.num_shards)
         self._rows.begin(self._team.mine)
@@ -130,7 +132,8 @@ class ShardRunner:
                 self.gradients.fill_up(self._team.rank)
                 self._rows.forget()
                 return shortage
-            self._run_along(batch, mine, counts, is_only)
+            if self._team.is_dealt:
+                self._run_along(batch, mine, counts, is_only)
         finally:
             self.generators.restore(saved)
         return None
