@@ -14,8 +14,7 @@ from samestep.comm.buckets import Bucket
 from samestep.comm.communicator import Communicator
 from samestep.comm.pieces import Spread
 from samestep.engine.norms import SpreadNorm
-from samestep.engine.spread import SpreadState
-from samestep.errors import UsageError
+from samestep.engine.spread import SpreadState, check_contiguous
 
 
 class OwnedParts:
@@ -44,7 +43,7 @@ class OwnedParts:
         self._parameters, self._names, self._buckets = list(parameters), list(names), list(buckets)
         self._communicator = communicator
         for name, parameter in zip(names, parameters, strict=True):
-            _check_order(name, parameter)
+            check_contiguous(name, parameter, "leave shard_optimizer out")
         spreads = [Spread(torch.Size(), ())] * len(parameters)
         for bucket in buckets:
             for index, offset in zip(bucket.members, bucket.offsets, strict=True):
@@ -106,15 +105,6 @@ class OwnedParts:
             start = min(max(offset + cuts[rank] - begin, 0), flat.numel())
             views.append(flat[start : start + cuts[rank + 1] - cuts[rank]])
         return views
-
-
-def _check_order(name: str, parameter: nn.Parameter) -> None:
-    """Raises a `UsageError` where a parameter's elements do not lie in the order of their indices."""
-    if not parameter.is_contiguous():
-        raise UsageError(
-            f"parameter {name} is not contiguous (channels_last, or a view of another?); call .contiguous() on it, or "
-            "leave shard_optimizer out"
-        )
 
 
 def _cut(parameter: nn.Parameter, offset: int, part: int, communicator: Communicator) -> Spread:

@@ -93,6 +93,21 @@ class SpreadState:
         return Piece(value, self.spreads[name]) if is_part else value
 
 
+def check_contiguous(name: str, parameter: Tensor, otherwise: str) -> None:
+    """Raises a `UsageError` where a parameter's elements do not lie in the order of their indices.
+
+    Args:
+        name: of the parameter.
+        parameter: whole.
+        otherwise: what to do where they have to lie as they do.
+    """
+    if not parameter.is_contiguous():
+        raise UsageError(
+            f"parameter {name} is not contiguous (channels_last, or a view of another?); call .contiguous() on it, or "
+            f"{otherwise}"
+        )
+
+
 def reads_itself(name: str) -> str:
     """The sentence for a loss that reads a parameter outside the forward of its module."""
     return (

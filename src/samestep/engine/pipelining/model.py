@@ -14,9 +14,8 @@ from samestep.engine.parameters import named_parameters
 from samestep.engine.pipelining.parcel import packed, unpacked
 from samestep.engine.pipelining.schedule import owners_of_stages
 from samestep.engine.pipelining.splitting import Stage, cut, parts_of
-from samestep.engine.spread import SpreadState, check_elementwise
+from samestep.engine.spread import SpreadState, check_contiguous, check_elementwise
 from samestep.engine.strategies import Pipeline
-from samestep.errors import UsageError
 
 
 class PipelinedModel:
@@ -59,11 +58,7 @@ class PipelinedModel:
         homes = {name: self.owners[number] for number, own in enumerate(self.names) for name in own}
         spreads = {}
         for name, parameter in parameters.items():
-            if not parameter.is_contiguous():
-                raise UsageError(
-                    f"parameter {name} is not contiguous (channels_last, or a view of another?); call .contiguous() on "
-                    "it, or keep the whole model on each device (strategy='replicate')"
-                )
+            check_contiguous(name, parameter, "keep the whole model on each device (strategy='replicate')")
             cuts = (0,) * (homes[name] + 1) + (parameter.numel(),) * (pipe.world_size - homes[name])
             spreads[name] = Spread(parameter.shape, cuts)
         for name, parameter in parameters.items():

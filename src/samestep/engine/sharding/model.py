@@ -29,12 +29,10 @@ class Member:
     Attributes:
         name: of the parameter.
         offset: where its part begins in the flat part of the module, in elements.
-        padded: elements that this takes, the same on all ranks.
     """
 
     name: str
     offset: int
-    padded: int
 
 
 @dataclass(frozen=True)
@@ -146,7 +144,6 @@ def _together(module: FSDPModule, names: Mapping[int, str]) -> Together:
     for group in groups:
         for held in [] if group is None else group.fsdp_params:
             if held.sharded_param.requires_grad:
-                padded = held.padded_sharded_param_size.numel()
-                members.append(Member(names[id(held.sharded_param)], offset, padded))
-                offset += padded
+                members.append(Member(names[id(held.sharded_param)], offset))
+                offset += held.padded_sharded_param_size.numel()
     return Together(module, tuple(members), offset)

@@ -8,6 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.nn.modules.batchnorm import _NormBase
 
+from samestep.engine.spread import check_contiguous
 from samestep.engine.strategies import Sharded
 from samestep.errors import UsageError
 
@@ -79,11 +80,7 @@ def check_parameters(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if parameter.ndim == 0:
             raise UsageError(f"parameter {name} has no dimension to divide; make it of shape [1] (strategy='sharded')")
-        if not parameter.is_contiguous():
-            raise UsageError(
-                f"parameter {name} is not contiguous (channels_last, or a view of another?); call .contiguous() on it, "
-                "or keep the whole model on each device (strategy='replicate')"
-            )
+        check_contiguous(name, parameter, "keep the whole model on each device (strategy='replicate')")
         if parameter.requires_grad:
             kinds.setdefault(parameter.dtype, name)
     if len(kinds) > 1:
