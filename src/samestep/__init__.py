@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from samestep.engine.losses import Mean
     from samestep.engine.result import StepResult
     from samestep.engine.step import TrainStep
-    from samestep.engine.strategies import Pipeline, Replicate, Sharded
+    from samestep.engine.strategies import Pipeline, Replicate, Sharded, TensorParallel
     from samestep.errors import SamestepError
     from samestep.launcher.notebook import launch
     from samestep.train import metrics
@@ -51,6 +51,7 @@ _HOMES = {
     "Sharded": "samestep.engine.strategies",
     "StepResult": "samestep.engine.result",
     "TensorData": "samestep.data.tensors",
+    "TensorParallel": "samestep.engine.strategies",
     "TrainStep": "samestep.engine.step",
     "Trainer": "samestep.train.trainer",
     "allreduce": "samestep.adopt.scratch",
@@ -80,6 +81,7 @@ __all__ = [
     "Sharded",
     "StepResult",
     "TensorData",
+    "TensorParallel",
     "TrainStep",
     "Trainer",
     "__version__",

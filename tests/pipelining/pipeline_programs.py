@@ -16,6 +16,7 @@ from samestep.comm.relay import Relay
 from samestep.comm.shared import SharedTransport
 from samestep.engine import gradients
 from samestep.engine.pipelining import parcel
+from samestep.engine.pipelining.placement import PipelinedPlacement
 from samestep.engine.pipelining.splitting import parts_of
 from samestep.engine.strategies import Pipeline
 from samestep.errors import NonFiniteError, SamestepError
@@ -217,7 +218,9 @@ def train(communicator, name, options):
         with BREAKERS[o.get("breaker")]():
             results = [step(batch) for _ in range(o["epochs"]) for batch in loader]
         scores = {} if name == "gpt" else run.evaluate(model, data, {"accuracy": accuracy, "loss": cross_entropy})
-        own = () if step.pipelined is None else [step.pipelined.stages[number] for number in step.pipelined.own]
+        placed = step.placement
+        pipelined = placed.pipelined if isinstance(placed, PipelinedPlacement) else None
+        own = () if pipelined is None else [pipelined.stages[number] for number in pipelined.own]
         return {
             "digest": digest(step, model, optimizer),
             "steps": [(result.loss.hex(), result.grad_norm.hex(), result.num_samples) for result in results],

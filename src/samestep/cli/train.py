@@ -35,6 +35,7 @@ from samestep.recipes.options import own_options_in_words
 if TYPE_CHECKING:
     from samestep.launcher.cluster import Cluster
     from samestep.launcher.policy import Policy
+    from samestep.plan.mesh import Mesh
 
 PANEL = "Run folder, checkpoints and resuming"
 COMPARED = (
@@ -83,12 +84,14 @@ def train(
     strategy: Annotated[
         str | None,
         typer.Option(
-            help="How the state lies on the devices, with the same bits: replicate (the default), sharded (1/D of it "
-            "on each) or pipeline (some layers on each; needs --mesh)."
+            help="How the state lies on the devices: replicate (the default), sharded (1/D of it on each), pipeline "
+            "(some layers on each; needs --mesh), with the same bits; tensor (a part of each matrix on each; needs "
+            "--mesh), up to rounding."
         ),
     ] = None,
     mesh: Annotated[
-        str | None, typer.Option(help="Devices along each axis, such as data=2,pipe=4; -1 for what is left.")
+        str | None,
+        typer.Option(help="Devices along each axis, data=2,pipe=4 or data=-1,tensor=2; -1: what is left."),
     ] = None,
     shard_optimizer: Annotated[
         bool | None,
@@ -365,15 +368,40 @@ def _check_division(job: dict[str, Any], count: int) -> None:
 
     num_shards = check_num_shards(job.get("num_shards"), job.get("global_batch_size"))
     grid = make_mesh(job.get("mesh"), count)
-    if count > 1 and (job.get("strategy") == "pipeline") != (grid.num_inner > 1):
-        raise UsageError(
-            "--strategy pipeline and a --mesh with stages go together, for example: "
-            f"--strategy pipeline --mesh pipe={count}"
-        )
+    _check_strategy(job, grid)
     num_groups, spares = count // grid.num_inner, job.get("spares", 0)
     if num_groups - spares < 1:
         raise UsageError(f"got --spares {spares} of {count} devices; one at least must work")
     shard_ranges(num_shards, num_groups - spares, active_shares(job.get("shares"), num_groups, spares))
+
+
+def _check_strategy(job: dict[str, Any], grid: "Mesh") -> None:
+    """Checks that a recipe's model can be laid out on a mesh by the strategy.
+
+    Raises:
+        UsageError: the mesh is another strategy's, or the model has too few parts.
+    """
+    from samestep.recipes.options import check_stages, check_tensor, own_options
+
+    strategy = job.get("strategy") or "replicate"
+    axes = {"pipeline": "pipe", "tensor": "tensor"}
+    own = axes.get(strategy)
+    for other, axis in axes.items():
+        if grid.sizes[axis] > 1 and axis != own:
+            raise UsageError(
+                f"got --mesh {axis}={grid.sizes[axis]} with --strategy {strategy}; that axis needs --strategy {other}, "
+                "and is its alone"
+            )
+    if own is None or grid.world_size == 1:
+        return
+    size = grid.sizes[own]
+    if size == 1:
+        raise UsageError(
+            f"--strategy {strategy} needs to know how many devices share one model, for example: "
+            f"--strategy {strategy} --mesh {own}={grid.world_size}"
+        )
+    options = own_options(job["recipe"], job.get("options") or {})
+    (check_stages if own == "pipe" else check_tensor)(job["recipe"], options, size)
 
 
 def _on_nodes(cluster: "Cluster | None", count: int, result: Mapping[str, Any]) -> str:

@@ -9,6 +9,7 @@ from samestep.comm.communicator import Communicator
 from samestep.comm.shared import SharedTransport
 from samestep.comm.transport import LocalTransport
 from samestep.errors import UsageError
+from samestep.plan.mesh import Mesh
 
 DATA_AXIS = "data"
 
@@ -27,6 +28,25 @@ def data_mesh(communicator: Communicator, timeout: timedelta) -> DeviceMesh:
     """
     join_group(communicator, timeout)
     return init_device_mesh(communicator.device.type, (communicator.world_size,), mesh_dim_names=(DATA_AXIS,))
+
+
+def line_mesh(communicator: Communicator, mesh: Mesh, axis: str, timeout: timedelta) -> DeviceMesh:
+    """A mesh of one axis over the ranks along that axis through this rank; all ranks call it.
+
+    Args:
+        communicator: this rank's voice.
+        mesh: over all ranks.
+        axis: one of its axes.
+        timeout: for what travels among these ranks.
+
+    Raises:
+        UsageError: see `data_mesh`.
+    """
+    join_group(communicator, timeout)
+    groups = {line: dist.new_group(list(line), timeout=timeout) for line in mesh.lines(axis)}
+    own = groups[mesh.along(axis, communicator.rank)]
+    assert isinstance(own, dist.ProcessGroup), "this rank is in it"
+    return DeviceMesh.from_group(own, communicator.device.type, mesh_dim_names=(axis,))
 
 
 def join_group(communicator: Communicator, timeout: timedelta) -> dist.Store:

@@ -1,4 +1,4 @@
-"""Pieces: tensors that are spread over the ranks, each of which has adjacent elements of every one of them."""
+"""Pieces: tensors that are spread over the ranks, each of which has some elements of every one of them."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -8,29 +8,52 @@ import torch
 from torch import Tensor
 
 from samestep.comm.communicator import Communicator
-from samestep.comm.transport import gather_parts
+from samestep.comm.transport import Transport, gather_parts
 
 
 @dataclass(frozen=True)
 class Spread:
     """How a tensor is spread over the ranks.
 
+    Its elements, in the order of their indices, are one block, or several of equal length, each of which is cut alike:
+    slices of dim 0 are one block, slices of dim 1 as many as there are rows.
+
     Attributes:
         shape: of the whole.
-        cuts: rank r has the elements cuts[r] … cuts[r + 1] - 1 in the order of their indices; D + 1 numbers.
+        cuts: rank r has the elements cuts[r] … cuts[r + 1] - 1 of each block; D + 1 numbers.
+        blocks: how many there are.
     """
 
     shape: torch.Size
     cuts: tuple[int, ...]
+    blocks: int = 1
 
     @property
     def sizes(self) -> list[int]:
         """How many elements each rank has."""
-        return [stop - start for start, stop in pairwise(self.cuts)]
+        return [self.blocks * (stop - start) for start, stop in pairwise(self.cuts)]
 
     def part(self, whole: Tensor, rank: int) -> Tensor:
-        """A rank's elements of the whole tensor, flat."""
-        return whole.reshape(-1)[self.cuts[rank] : self.cuts[rank + 1]]
+        """A rank's elements of the whole tensor, flat; a view, where it is one block."""
+        start, stop = self.cuts[rank : rank + 2]
+        if self.blocks == 1:
+            return whole.reshape(-1)[start:stop]
+        return whole.reshape(self.blocks, -1)[:, start:stop].reshape(-1)
+
+    def whole(self, parts: Sequence[Tensor]) -> Tensor:
+        """The whole tensor, in memory of its own.
+
+        Args:
+            parts: of all ranks, flat.
+        """
+        return torch.cat([part.view(self.blocks, -1) for part in parts], 1).view(self.shape)
+
+    @property
+    def by_blocks(self) -> "Spread":
+        """Another spread of such a tensor, over as many ranks: each has adjacent blocks, whole ones."""
+        length, ranks = self.shape.numel() // self.blocks, len(self.cuts) - 1
+        share = -(-self.blocks // ranks)
+        return Spread(self.shape, tuple(length * min(rank * share, self.blocks) for rank in range(ranks + 1)))
 
     @property
     def holder(self) -> int | None:
@@ -44,7 +67,7 @@ class Piece:
     """This rank's part of a tensor.
 
     Attributes:
-        local: its elements, of any shape, contiguous.
+        local: its elements, of any shape, contiguous; of several blocks one after the other.
         spread: how the whole is spread.
     """
 
@@ -65,9 +88,31 @@ class Piece:
         """The whole tensor, on every rank; all of them call it."""
         flat = self.local.detach().reshape(-1)
         if communicator.world_size > 1:
-            at = communicator.transport if flat.device == communicator.device else communicator.control
-            flat = gather_parts(at, flat, self.spread.sizes).wait()
+            sizes = self.spread.sizes
+            return self.spread.whole(gather_parts(_carrier(flat, communicator), flat, sizes).wait().split(sizes))
         return flat.clone().view(self.shape)
+
+    def in_order(self, communicator: Communicator) -> "Piece":
+        """A piece of the same tensor that is one block: adjacent elements. Where there are several all ranks call it.
+
+        Every rank has adjacent blocks then.
+        """
+        spread, target = self.spread, self.spread.by_blocks
+        if spread.blocks == 1:
+            return self
+        length = spread.shape.numel() // spread.blocks
+        counts = [size // length for size in target.sizes]
+        own, widths = counts[communicator.rank], [stop - start for start, stop in pairwise(spread.cuts)]
+        flat = self.local.detach().reshape(-1)
+        sent = [count * widths[communicator.rank] for count in counts]
+        received = [own * width for width in widths]
+        arrived = _carrier(flat, communicator).exchange(flat, sent, received).wait().split(received)
+        return Piece(torch.cat([part.view(own, width) for part, width in zip(arrived, widths, strict=True)], 1), target)
+
+
+def _carrier(tensor: Tensor, communicator: Communicator) -> Transport:
+    """What a tensor travels by."""
+    return communicator.transport if tensor.device == communicator.device else communicator.control
 
 
 def by_rows(shape: torch.Size, world_size: int) -> Spread:

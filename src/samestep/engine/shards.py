@@ -1,5 +1,6 @@
 """The shards of a rank, one after another: forward, backward, and what each leaves, whichever rank runs it."""
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,7 @@ from samestep.engine.losses import LossFn, ShardLoss, read_loss
 from samestep.engine.memory import Shortage, describe_lone_shortage, free_memory, is_out_of_memory
 from samestep.engine.precision import LossScale, autocast
 from samestep.engine.rows import DeviceRows, HostRows, quotient
-from samestep.errors import LossError, OutOfMemoryError, UsageError
+from samestep.errors import LossError, OutOfMemoryError
 from samestep.plan.seeds import derive_seed
 from samestep.plan.shards import shard_bounds
 
@@ -27,10 +28,6 @@ if TYPE_CHECKING:
     from samestep.engine.sharding.gradients import ShardedGradientSum
 
 MANY_SEEDS = 64
-PARTLY_TOGETHER = (
-    "a parameter was used while its module was not called (an output that reads the embedding's weights does so), and "
-    "this rank has a part of it only: with Sharded(wrap=…) name modules that hold both, or none of the two"
-)
 
 
 class ShardRunner:
@@ -52,6 +49,7 @@ class ShardRunner:
         buffers: what the shards' buffers are merged by.
         guard: watches the model while shards run.
         graphs: by which shards of full batches run; None without.
+        explain: what an error means where the ranks compute together; None where each computes alone.
     """
 
     counts: GlobalCounts | None
@@ -82,6 +80,7 @@ class ShardRunner:
         self._seeds: dict[tuple[float, torch.dtype], Tensor] = {}
         self.generators = Generators(self._device)
         self.graphs: ShardGraphs | None = None
+        self.explain: Callable[[RuntimeError], Exception | None] | None = None
 
     def run(self, batch: Batch, step: int) -> Shortage | None:
         """Forward and backward of this rank's shards.
@@ -112,7 +111,9 @@ class ShardRunner:
                         self._team.pulse.enter("forward")
                         loss = graphs.run(self, batch.shards[shard], num_samples, counts, is_only, seed)
                     self.guard.check()
-                    self._rows.note(shard, loss, self.gradients.collect(shard))
+                    total = self.gradients.collect(shard)
+                    if self._team.mine:  # else another rank, which executes it too, speaks for this one
+                        self._rows.note(shard, loss, total)
                     self.buffers.collect(shard, num_samples)
                 except (RuntimeError, MemoryError) as error:
                     if not is_out_of_memory(error):
@@ -129,6 +130,7 @@ class ShardRunner:
                 if graphs is not None:
                     graphs.drop()
                 free_memory(self._device)
+                assert isinstance(self.gradients, GradientSum), "else it has raised"
                 self.gradients.fill_up(self._team.rank)
                 self._rows.forget()
                 return shortage
@@ -173,8 +175,8 @@ class ShardRunner:
             pulse.enter("backward")
             differentiate(loss.value, self.seed_of(loss, is_only), self.gradients.inputs)
         except RuntimeError as error:
-            if self.gradients.is_spread and "torch.Tensor and DTensor" in str(error):
-                raise UsageError(PARTLY_TOGETHER) from error
+            if self.explain is not None and (spread := self.explain(error)) is not None:
+                raise spread from error
             explained = explain_nondeterminism(error, self._model, lambda: forward().value)
             if explained is None:
                 raise

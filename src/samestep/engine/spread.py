@@ -23,7 +23,7 @@ class SpreadState:
 
     Attributes:
         parts: this rank's part of every parameter, by name, in the model's order: what the optimizers hold.
-        spreads: how every parameter is spread, by name.
+        spreads: how the parameters are spread, by name; every rank has all of those that are not in it.
         has_whole_parameters: whether every rank has all parameters, and only the optimizers' state is spread.
         communicator: among the ranks over which it is spread, those of the `spreads`; None for all ranks of the run.
     """
@@ -67,6 +67,8 @@ class SpreadState:
 
     def _cut(self, name: str, state: Mapping[str, Any], rank: int) -> dict[str, Any]:
         """This rank's part of what an optimizer keeps of a parameter."""
+        if name not in self.spreads:
+            return dict(state)
         spread, shape = self.spreads[name], self.parts[name].shape
         return {
             key: spread.part(value, rank).clone().view(shape)
@@ -75,10 +77,11 @@ class SpreadState:
             for key, value in state.items()
         }
 
-    def parameters(self) -> Iterator[tuple[str, Piece]]:
-        """This rank's piece of every parameter."""
+    def parameters(self) -> Iterator[tuple[str, Tensor | Piece]]:
+        """This rank's piece of every parameter; the whole of one that every rank has."""
         for name, part in self.parts.items():
-            yield name, Piece(part.detach(), self.spreads[name])
+            own = part.detach()
+            yield name, Piece(own, self.spreads[name]) if name in self.spreads else own
 
     def state_of(self, optimizer: Optimizer) -> dict[str, dict[str, Any]]:
         """An optimizer's state, by the names of parameters; of what is as large as a part, the piece."""
@@ -90,7 +93,7 @@ class SpreadState:
 
     def _piece(self, name: str, value: Any) -> Any:
         is_part = isinstance(value, Tensor) and value.shape == self.parts[name].shape and value.ndim > 0
-        return Piece(value, self.spreads[name]) if is_part else value
+        return Piece(value, self.spreads[name]) if is_part and name in self.spreads else value
 
 
 def check_contiguous(name: str, parameter: Tensor, otherwise: str) -> None:

@@ -26,12 +26,11 @@ from torch.optim.lr_scheduler import LRScheduler
 from samestep.comm.communicator import Communicator
 from samestep.comm.team import Team
 from samestep.data.batch import Batch, split_batch
-from samestep.engine.buffers import BufferMerge, refuse_sync_batchnorm
+from samestep.engine.buffers import refuse_sync_batchnorm
 from samestep.engine.compiled import compile_loss, fix_shapes
 from samestep.engine.counts import GlobalCounts
 from samestep.engine.gradients import GradientSum
 from samestep.engine.graphs import ShardGraphs, check_graphs
-from samestep.engine.guard import ModelGuard
 from samestep.engine.header import read_headers, write_header
 from samestep.engine.losses import LossFn, describe
 from samestep.engine.memory import (
@@ -42,15 +41,14 @@ from samestep.engine.memory import (
     missing_state_bytes,
     num_sums_alive,
 )
-from samestep.engine.owning import OwnedParts
-from samestep.engine.parameters import check_same_model, named_parameters, settle_model
+from samestep.engine.placement import check_mesh, place
 from samestep.engine.precision import LossScale, check_precision
 from samestep.engine.result import StepResult
 from samestep.engine.rows import DeviceRows, HostRows, is_finite, quotient
 from samestep.engine.settings import settings_of
 from samestep.engine.shards import ShardRunner
-from samestep.engine.spread import SpreadState, check_elementwise
-from samestep.engine.strategies import REPLICATE, Pipeline, Replicate, Sharded, Strategy
+from samestep.engine.spread import SpreadState
+from samestep.engine.strategies import REPLICATE, Strategy
 from samestep.engine.update import FlatUpdate
 from samestep.errors import (
     DataError,
@@ -63,11 +61,7 @@ from samestep.errors import (
 from samestep.plan.tree import Block, rank_blocks
 
 if TYPE_CHECKING:
-    from samestep.engine.pipelining.buffers import StageBuffers
-    from samestep.engine.pipelining.gradients import PipelinedGradientSum
-    from samestep.engine.pipelining.model import PipelinedModel
-    from samestep.engine.sharding.gradients import ShardedGradientSum
-    from samestep.engine.sharding.model import ShardedModel
+    from samestep.engine.placement import Gradients
 
 BUCKET_BYTES = 8 * 2**20
 MIN_SCALE = 2.0**-10
@@ -132,25 +126,7 @@ class TrainStep:
         if graphed_length is not None and strategy != REPLICATE:
             raise UsageError("CUDA graphs replay a step in which every rank has the whole state: leave strategy=… out")
         check_mesh(team, strategy, compile)
-        self.sharded: ShardedModel | None = None
-        self.pipelined: PipelinedModel | None = None
-        self.owned: OwnedParts | None = None
-        if isinstance(strategy, Replicate) and strategy.shard_optimizer:
-            check_elementwise(self.optimizers, device, by_rows=False)
-            team.rely_on_all()
-        if isinstance(strategy, Sharded):
-            from samestep.engine.sharding.model import shard_model  # not before: it loads half of torch.distributed
-
-            team.perform(lambda: check_same_model(model, team.communicator))
-            self.sharded = shard_model(team, model, self.optimizers, strategy)
-        if isinstance(strategy, Pipeline) and team.mesh is not None:
-            from samestep.engine.pipelining.model import pipeline_model
-
-            team.perform(lambda: check_same_model(model, team.communicator))
-            self.pipelined = pipeline_model(team, model, self.optimizers, strategy)
-        settle_model(model, device)
-        if self.sharded is None and self.pipelined is None:
-            team.perform(lambda: check_same_model(model, team.communicator))
+        self.placement = place(team, model, self.optimizers, strategy)
         self._late = _can_check_late(device, self.optimizers) if late_check is None else late_check
         if self._late and not all(_honours_found_inf(optimizer) for optimizer in self.optimizers):
             raise UsageError(
@@ -162,16 +138,13 @@ class TrainStep:
         self._poisoned: Any = torch.zeros((), dtype=torch.bool, device=device) if self._late else False
         self._unread: deque[tuple[StepResult, _Schedule | None]] = deque()
         self._version = -1
-        self._buffers: BufferMerge | StageBuffers
-        self._gradients: GradientSum | ShardedGradientSum | PipelinedGradientSum
+        self._buffers: Any
+        self._gradients: Gradients
         self._flat_update: FlatUpdate | None
         self.compile = compile
         run_loss = compile_loss(loss_fn) if compile else loss_fn
-        self.runner: Any = ShardRunner(team, seed, stream, model, run_loss, dtype, self._scale, self._rows)
-        if self.pipelined is not None:
-            from samestep.engine.pipelining.runner import PipelineRunner
-
-            self.runner = PipelineRunner(self.pipelined, team, seed, stream, self.runner, self._rows)
+        inner = ShardRunner(team, seed, stream, model, run_loss, dtype, self._scale, self._rows)
+        self.runner: Any = self.placement.make_runner(inner, seed, stream, self._rows)
         self.cuda_graphs = graphed_length is not None
         if graphed_length is not None:
             self.runner.graphs = ShardGraphs(graphed_length, device)
@@ -185,17 +158,12 @@ class TrainStep:
     @property
     def spread(self) -> SpreadState | None:
         """What of the state is spread over the ranks; None where each has all of it."""
-        if self.sharded is not None:
-            return self.sharded.state
-        if self.pipelined is not None:
-            return self.pipelined.state
-        return None if self.owned is None else self.owned.state
+        return self.placement.state
 
     @property
     def spread_over(self) -> Communicator:
         """Among the ranks over which the state is spread; several groups of ranks may have the same."""
-        spread = self.spread
-        return self.communicator if spread is None or spread.communicator is None else spread.communicator
+        return self.placement.communicator
 
     def __call__(self, batch: Any) -> StepResult:
         """Takes one optimizer step on a global batch.
@@ -268,12 +236,7 @@ class TrainStep:
         self._version = self.team.version
         self._blocks_by_leaves: dict[int, tuple[tuple[Block, ...], ...]] = {}
         self.runner.counts = None if self._counts_fn is None else GlobalCounts(self._counts_fn, self.team.data)
-        if self.pipelined is None:
-            self._buffers = self.runner.buffers = BufferMerge(self.model, self.team.communicator)
-        else:
-            from samestep.engine.pipelining.buffers import StageBuffers
-
-            self._buffers = self.runner.buffers = StageBuffers(self.pipelined, self.team)
+        self._buffers = self.runner.buffers = self.placement.make_buffers()
         self._lay_out()
 
     def _own_shards(self, value: Any) -> Batch:
@@ -337,10 +300,11 @@ class TrainStep:
             return used, touched
         flags = [*touched, team.asks_checkpoint, *used]
         said = write_header(batch, self.num_steps, team.stop_asked, shortage is not None, flags)
-        if not self._late and self._gradients.carries_letters():
-            headers = self._rows.exchange_by_letter(self._gradients.send_with_letter, team.ranges, said)
+        gradients = self._gradients
+        if not self._late and isinstance(gradients, GradientSum) and gradients.carries_letters():
+            headers = self._rows.exchange_by_letter(gradients.send_with_letter, team.ranges, said)
         else:
-            self._gradients.start_rest()
+            gradients.start_rest()
             headers = self._rows.exchange(self.communicator, team.ranges, said)
         heard = read_headers(headers, len(flags))
         if heard.is_short:
@@ -460,8 +424,7 @@ class TrainStep:
         Raises:
             OutOfMemoryError: it did not fit, and the model may be half updated.
         """
-        if self.owned is not None:
-            self.owned.settle()
+        self.placement.begin_update()
         for optimizer in self.optimizers:
             try:
                 if self._flat_update is None:
@@ -474,8 +437,7 @@ class TrainStep:
                 self._failed = True
                 name = type(optimizer).__name__
                 raise OutOfMemoryError(describe_update_shortage(name, self.num_steps, self.team.rank)) from error
-        if self.owned is not None:
-            self.owned.hand_out()
+        self.placement.end_update()
 
     def _make_result(self, batch: Batch, scalars: Tensor | list[float]) -> StepResult:
         """Starts the copy of the scalars to the host, if they are not there, without waiting for it."""
@@ -544,15 +506,6 @@ class TrainStep:
         self.num_steps = int(state["num_steps"])
         self._scale.load_state_dict(state["loss_scale"])
 
-    def _own_parts(self, gradients: GradientSum) -> None:
-        """Has the optimizers update this rank's part of the parameters only."""
-        if self.owned is not None:
-            raise UsageError("with shard_optimizer=True what is trained stays as it was when the step was made")
-        self.owned = gradients.keep_parts()
-        names = {id(parameter): name for name, parameter in self._named.items()}
-        self.owned.state.hand_over(self.optimizers, names, self.team.rank)
-        self._trained = self._what_is_trained()
-
     def _what_is_trained(self) -> tuple[Any, ...]:
         """Changes when parameters are frozen or unfrozen, or join an optimizer."""
         held = [id(p) for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]]
@@ -560,15 +513,9 @@ class TrainStep:
 
     def _lay_out(self) -> None:
         """Makes the gradient sum over the parameters that the optimizers hold and that are trainable now."""
-        sharded, pipelined = self.sharded, self.pipelined
-        if sharded is not None:
-            self._named = sharded.state.held(self.optimizers)
-        elif pipelined is not None:
-            self._named = pipelined.state.held(self.optimizers)
-        else:
-            self._named = named_parameters(self.model, self.optimizers)
-        self._trained = self._what_is_trained()
-        self.runner.guard = ModelGuard(self.model, None if sharded is None else sharded.state.parts)
+        placement = self.placement
+        self._named = placement.held(self.optimizers)
+        self.runner.guard = placement.make_guard()
         if self.runner.graphs is not None:
             self.runner.graphs.drop()
         trainable = {name: p for name, p in self._named.items() if p.requires_grad}
@@ -576,52 +523,12 @@ class TrainStep:
             raise UsageError("no parameter of the optimizer is trainable; set requires_grad on those that should be")
         for parameter in self._named.values():
             parameter.grad = None
+        gradients = placement.make_gradients(trainable, self.optimizers, self._bucket_bytes, self._overlap)
+        self._gradients = self.runner.gradients = gradients
+        self._trained = self._what_is_trained()
         self._flat_update = None
-        if sharded is not None:
-            from samestep.engine.sharding.gradients import ShardedGradientSum
-
-            self._gradients = self.runner.gradients = ShardedGradientSum(sharded, trainable, self.communicator)
-            return
-        if pipelined is not None:
-            from samestep.engine.pipelining.gradients import PipelinedGradientSum
-
-            self._gradients = self.runner.gradients = PipelinedGradientSum(
-                pipelined, trainable, self.team, self._bucket_bytes, self.team.pulse.recording
-            )
-            return
-        gradients = self._gradients = self.runner.gradients = GradientSum(
-            list(trainable.values()),
-            list(trainable),
-            self.communicator,
-            self._bucket_bytes,
-            self._overlap,
-            self.team.pulse.recording,
-        )
-        if isinstance(self.strategy, Replicate) and self.strategy.shard_optimizer and self.team.world_size > 1:
-            self._own_parts(gradients)
-        elif len(self.optimizers) == 1 and not self._late:
-            self._flat_update = FlatUpdate(self.optimizers[0], gradients.parameters, gradients.buckets)
-
-
-def check_mesh(team: Team, strategy: Strategy, compile: bool) -> None:
-    """Raises a `UsageError` unless the strategy has work for all ranks of the mesh."""
-    sizes = {"data": team.world_size} if team.mesh is None else team.mesh.sizes
-    if not isinstance(strategy, Pipeline):
-        if team.mesh is not None:
-            raise UsageError(
-                f"got mesh={dict(sizes)} with strategy='{type(strategy).__name__.lower()}', which knows the axis "
-                "\"data\" alone: use strategy='pipeline', or leave mesh=… out"
-            )
-        return
-    if sizes.get("tensor", 1) > 1:
-        raise UsageError(f'got mesh={dict(sizes)}; strategy=\'pipeline\' knows the axes "data" and "pipe" alone')
-    if team.mesh is None and team.world_size > 1:
-        raise UsageError(
-            "strategy='pipeline' needs to know how many ranks are the stages of one pipeline: for example "
-            f'Run(…, mesh={{"data": -1, "pipe": {team.world_size}}})'
-        )
-    if compile:
-        raise UsageError("strategy='pipeline' runs the stages by themselves: leave compile=True out")
+        if len(self.optimizers) == 1 and not self._late:
+            self._flat_update = placement.make_flat_update(self.optimizers[0], gradients)
 
 
 def _divisor(count: Any) -> Any:

@@ -1,8 +1,8 @@
 """The strategies: how the state of a step lies on the ranks. What is computed is the same."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import nn
 
@@ -22,6 +22,8 @@ class Replicate:
             ranks give each other the results: the same bytes as without it, 1/D of the optimizer's memory and time.
     """
 
+    name: ClassVar[str] = "replicate"
+    axis: ClassVar[None] = None
     shard_optimizer: bool = False
 
 
@@ -44,6 +46,8 @@ class Sharded:
             which is the tier `allclose` to it. None leaves it to `precision`.
     """
 
+    name: ClassVar[str] = "sharded"
+    axis: ClassVar[None] = None
     wrap: Callable[[nn.Module], bool] | int | None = None
     reshard_after_forward: bool = True
     activation_checkpointing: bool = False
@@ -77,6 +81,8 @@ class Pipeline:
         example: what `loss_fn` gives to the model for one shard; only read to measure how long modules take.
     """
 
+    name: ClassVar[str] = "pipeline"
+    axis: ClassVar[str] = "pipe"
     split: Sequence[str] | None = None
     schedule: str = "1f1b"
     stages_per_rank: int = 1
@@ -99,16 +105,47 @@ class Pipeline:
                 raise UsageError(f'got split={self.split!r}; it is a list of different names, such as ["blocks.4"]')
 
 
-Strategy = Replicate | Sharded | Pipeline
+@dataclass(frozen=True)
+class TensorParallel:
+    """Every rank has a part of each matrix, by PyTorch's DTensor, and the ranks execute each shard together.
+
+    The ranks are those along the axis "tensor" of the run's mesh: `Run(…, mesh={"data": -1, "tensor": 2})`. Tier
+    `bitwise` between numbers of ranks along "data", `allclose` between numbers of ranks along "tensor": sums within a
+    layer are added up in parts.
+
+    Attributes:
+        plan: what is divided, and how: from names of modules, as `torch.distributed.tensor.parallel` takes them
+            (`blocks.*.feed_in`), to one of `STYLES` or a `ParallelStyle` of torch's own. None takes what the model's
+            method `tensor_plan()` returns, and adds every `nn.TransformerEncoderLayer` in it. See docs/tensor.md.
+        sequence: between the divided layers each rank has a part of the positions (dim 1) only, where the plan says so:
+            less memory for activations, the same bytes on the way.
+    """
+
+    name: ClassVar[str] = "tensor"
+    axis: ClassVar[str] = "tensor"
+    plan: Mapping[str, Any] | None = None
+    sequence: bool = False
+
+    def __post_init__(self) -> None:
+        if self.plan is not None and not (isinstance(self.plan, Mapping) and self.plan):
+            raise UsageError(
+                f"got plan={self.plan!r}; it is a dict from names of modules to styles, such as "
+                '{"blocks.*.feed_in": "colwise", "blocks.*.feed_out": "rowwise"}'
+            )
+        if not isinstance(self.sequence, bool):
+            raise UsageError(f"got sequence={self.sequence!r}; it is True or False")
+
+
+Strategy = Replicate | Sharded | Pipeline | TensorParallel
 REPLICATE = Replicate()
-STRATEGIES: dict[str, type[Strategy]] = {"replicate": Replicate, "sharded": Sharded, "pipeline": Pipeline}
+STRATEGIES: dict[str, type[Strategy]] = {each.name: each for each in (Replicate, Sharded, Pipeline, TensorParallel)}
 
 
 def as_strategy(value: str | Strategy, shard_optimizer: bool = False) -> Strategy:
     """A strategy by its name, or as it is.
 
     Args:
-        value: "replicate", "sharded", "pipeline", or an object of theirs.
+        value: "replicate", "sharded", "pipeline", "tensor", or an object of theirs.
         shard_optimizer: the option of `Replicate`.
 
     Raises:
@@ -119,13 +156,15 @@ def as_strategy(value: str | Strategy, shard_optimizer: bool = False) -> Strateg
             names = ", ".join(map(repr, STRATEGIES))
             raise UsageError(f"got strategy={value!r}; it is {names}, or one with options: samestep.Sharded(…)")
         value = STRATEGIES[value]()
-    if not isinstance(value, Replicate | Sharded | Pipeline):
+    if not isinstance(value, Strategy):
         raise UsageError(
-            f"got strategy={value!r}; it is a name, or samestep.Replicate(…), samestep.Sharded(…) or "
-            "samestep.Pipeline(…)"
+            f"got strategy={value!r}; it is a name, or samestep.Replicate(…), samestep.Sharded(…), "
+            "samestep.Pipeline(…) or samestep.TensorParallel(…)"
         )
-    if shard_optimizer and isinstance(value, Pipeline):
-        raise UsageError("strategy='pipeline' keeps the optimizer's state by stages: leave shard_optimizer out")
-    if shard_optimizer and isinstance(value, Sharded):
-        raise UsageError("strategy='sharded' spreads the optimizer's state already: leave shard_optimizer out")
+    if shard_optimizer and not isinstance(value, Replicate):
+        how = {"sharded": "spreads it already", "pipeline": "keeps it by stages", "tensor": "keeps it by parts"}
+        raise UsageError(
+            f"shard_optimizer spreads the optimizer's state, and strategy={value.name!r} {how[value.name]}: leave "
+            "shard_optimizer out"
+        )
     return Replicate(shard_optimizer=True) if shard_optimizer else value

@@ -48,13 +48,14 @@ class Block(nn.Module):
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
-        self.heads = heads
+        self.head_width = width // heads
         self.attention_norm = nn.LayerNorm(width)
         self.queries_keys_values = nn.Linear(width, 3 * width)
         self.attention_out = nn.Linear(width, width)
         self.feed_norm = nn.LayerNorm(width)
         self.feed_in = nn.Linear(width, 4 * width)
         self.feed_out = nn.Linear(4 * width, width)
+        self.attention_dropout = nn.Dropout(dropout)
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -65,14 +66,15 @@ class Block(nn.Module):
 
     def _attend(self, x: Tensor) -> Tensor:
         """Written out: the fused kernels for CUDA have a backward that is not deterministic, or are chosen by shape."""
-        samples, length, width = x.shape
-        split = self.queries_keys_values(x).view(samples, length, 3, self.heads, width // self.heads)
+        together = self.queries_keys_values(x)
+        samples, length, _ = together.shape  # of all heads, or of some
+        split = together.view(samples, length, 3, -1, self.head_width)
         queries, keys, values = split.permute(2, 0, 3, 1, 4)
-        scores = queries @ keys.transpose(-2, -1) * (width // self.heads) ** -0.5
+        scores = queries @ keys.transpose(-2, -1) * self.head_width**-0.5
         later = torch.ones(length, length, dtype=torch.bool, device=x.device).triu(1)
-        weights = self.dropout(scores.masked_fill(later, float("-inf")).softmax(-1))
+        weights = self.attention_dropout(scores.masked_fill(later, float("-inf")).softmax(-1))
         mixed: Tensor = weights @ values
-        return mixed.transpose(1, 2).reshape(samples, length, width)
+        return mixed.transpose(1, 2).reshape(samples, length, -1)
 
 
 class Input(nn.Module):
@@ -141,6 +143,20 @@ class Gpt(nn.Module):
         blocks = [(f"blocks.{name}", block) for name, block in self.blocks.named_children()]
         first = Input(self.byte_embedding, self.position_embedding, self.dropout)
         return [("input", first), *blocks, ("output", Output(self.norm, self._output_weights()))]
+
+    def tensor_plan(self) -> dict[str, str]:
+        """What `strategy="tensor"` divides: attention by heads, the feed-forward network by features."""
+        return {
+            "blocks": "sequence_region",
+            "blocks.*.attention_norm": "sequence",
+            "blocks.*.queries_keys_values": "packed_colwise:3",
+            "blocks.*.attention_dropout": "dropout:1",
+            "blocks.*.attention_out": "rowwise",
+            "blocks.*.feed_norm": "sequence",
+            "blocks.*.feed_in": "colwise",
+            "blocks.*.feed_out": "rowwise",
+            "blocks.*.dropout": "sequence",
+        }
 
     def _output_weights(self) -> nn.Embedding | nn.Linear:
         return self.byte_embedding if self.head is None else self.head

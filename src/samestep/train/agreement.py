@@ -33,6 +33,7 @@ BREAKING: Final[Mapping[str, str]] = {
     "max_grad_norm": "the update",
     "precision": "the rounding",
     "param_dtype": "the rounding",
+    "tensor": "where sums within a layer are cut, and so the rounding",
     "compile": "which kernels run, and how they round",
     "cuda_graphs": "how kernels are launched",
     "reduction": "the order of sums between devices",

@@ -126,6 +126,8 @@ class StateChecksum:
         spread, world_size = (None, 1) if step is None else (step.spread, step.spread_over.world_size)
         for name, value in named_state(self._model, self._optimizers, spread, world_size):
             if isinstance(value, Piece):
+                assert step is not None, "only a step has state that is spread"
+                value = value.in_order(step.spread_over)
                 pieces[len(names)] = value
             if isinstance(value, Tensor | Piece):
                 names.append(name)

@@ -98,10 +98,9 @@ def precision_flags() -> dict[str, Any]:
 
 def step_contract(step: TrainStep) -> dict[str, Any]:
     """What a step adds to the contract: the model, the loss, the update."""
-    param_dtype = getattr(step.strategy, "param_dtype", None)
     return {
         "precision": step.precision,
-        **({} if param_dtype is None else {"param_dtype": param_dtype}),
+        **step.placement.contract,
         "compile": step.compile,
         "cuda_graphs": step.cuda_graphs,
         "max_grad_norm": step.max_grad_norm,

@@ -23,7 +23,7 @@ from samestep.train.folder import create_folder
 from samestep.train.lock import LOCK_SECONDS, FolderLock, take_lock
 from samestep.train.loggers import Logger
 from samestep.train.naming import CHECKPOINT_FOLDER, check_untaken
-from samestep.train.parts import gathered, is_spread
+from samestep.train.parts import gathered, in_order, is_spread
 from samestep.train.recorder import Recorder, StepNote
 from samestep.train.saving import SavedCheckpoint
 from samestep.train.spreading import has_part_files, write_together
@@ -244,6 +244,7 @@ class Notes:
     def _checkpoint_together(self, folder: Path, state: State) -> None:
         """Writes a state of which each rank has a part."""
         number, communicator = self._step.num_steps, self._team.communicator
+        state = State(in_order(state.files, self._step.spread_over), state.facts)
         if not has_part_files(state):
             state = State(gathered(state.files, self._step.spread_over, communicator.rank == 0), state.facts)
             if self.recorder is not None:

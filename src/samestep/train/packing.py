@@ -176,7 +176,7 @@ class _Packer:
         if isinstance(stored, Tensor):
             spread = value.spread
             if stored.ndim > value.local.ndim:  # complex numbers as pairs
-                spread = Spread(torch.Size([*spread.shape, 2]), tuple(2 * cut for cut in spread.cuts))
+                spread = Spread(torch.Size([*spread.shape, 2]), tuple(2 * cut for cut in spread.cuts), spread.blocks)
             self.tensors[entry["$tensor"]] = Piece(stored, spread)
         return entry
 

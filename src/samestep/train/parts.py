@@ -97,7 +97,7 @@ def with_local_parts(
     for index, entry in entries.items():
         part = parts.get(index)
         name = names.get(id(part))
-        if part is not None and name is not None:
+        if part is not None and name is not None and name in spread.spreads:
             of = spread.spreads[name]
             entries[index] = {key: _localized(value, part, of, rank) for key, value in entry.items()}
     return {**state, "state": entries}
@@ -139,7 +139,15 @@ def divided(files: StoredFiles) -> tuple[dict[str, dict[str, Tensor]], dict[str,
 def has_rows(piece: Piece) -> bool:
     """Whether every rank has whole rows (slices of dim 0)."""
     row = max(1, piece.shape[1:].numel())
-    return all(cut % row == 0 for cut in piece.spread.cuts)
+    return piece.spread.blocks == 1 and all(cut % row == 0 for cut in piece.spread.cuts)
+
+
+def in_order(files: StoredFiles, over: Communicator) -> dict[str, dict[str, Stored]]:
+    """The same files with pieces of adjacent elements only; all ranks over which they are spread call it."""
+    return {
+        file: {name: t.in_order(over) if isinstance(t, Piece) else t for name, t in tensors.items()}
+        for file, tensors in files.items()
+    }
 
 
 @torch.no_grad()

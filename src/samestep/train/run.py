@@ -63,7 +63,8 @@ class Run:
         profile: a folder for a profile of where the time goes, written when the process ends; that of the environment
             variable SAMESTEP_PROFILE (which `samestep run --profile` sets) by default, and none without it.
         mesh: how the devices divide the work: `{"data": 2, "pipe": 4}` trains two copies of a model in four stages each
-            (`strategy="pipeline"`). One size may be -1: what is left. By default all are on "data"; `shares` and
+            (`strategy="pipeline"`), `{"data": 2, "tensor": 2}` two copies with each matrix on two devices
+            (`strategy="tensor"`). One size may be -1: what is left. By default all are on "data"; `shares` and
             `num_shards` are about "data". On one device it is not looked at. The bits do not depend on it.
 
     Attributes:
@@ -142,7 +143,7 @@ class Run:
         self._until_end = ExitStack()
         self._leaves_by_itself = False
         self._num_streams = 0
-        self._in_stages: dict[nn.Module, nn.Module] = {}  # models that are cut, and what runs them whole
+        self._forwards: dict[nn.Module, nn.Module] = {}  # what runs a model where nothing is trained
         self._folders: set[Path] = set()  # of checkpoints that are this run's
         seed_process(seed)
 
@@ -234,9 +235,10 @@ class Run:
                 all numbers of devices, and others than without it.
             cuda_graphs: capture forward and backward of the shards of full batches as CUDA graphs, and replay them.
                 Batches are then made of dense tensors alone; what the loss does in Python happens at the capture only.
-            strategy: how the state lies on the ranks: "replicate" (each has all of it), "sharded" (each has 1/D) or
-                "pipeline" (each has some layers; needs `mesh`), or one of `samestep.Replicate`, `samestep.Sharded` and
-                `samestep.Pipeline` with options. Equal bits; see docs/strategies.md and docs/pipeline.md.
+            strategy: how the state lies on the ranks: "replicate" (each has all of it), "sharded" (each has 1/D),
+                "pipeline" (each has some layers; needs `mesh`) or "tensor" (each has a part of each matrix; needs
+                `mesh`), or one of `samestep.Replicate`, `samestep.Sharded`, `samestep.Pipeline` and
+                `samestep.TensorParallel` with options. Equal bits, but for "tensor"; see docs/strategies.md.
             shard_optimizer: with "replicate", let each rank keep and update the optimizer's state of its part only.
 
         Raises:
@@ -270,8 +272,8 @@ class Run:
             graphed_length=self.contract.global_batch_size if cuda_graphs else None,
             strategy=as_strategy(strategy, shard_optimizer),
         )
-        if step.pipelined is not None:
-            self._in_stages[model] = step.pipelined.whole
+        if step.placement.forward is not model:
+            self._forwards[model] = step.placement.forward
         return step
 
     def loader(
@@ -332,7 +334,7 @@ class Run:
         """Measures a model on a dataset; see `samestep.train.evaluation.evaluate`. Tier `bitwise`."""
         loader = data if isinstance(data, Loader) else self.loader(data, num_workers=num_workers)
         return evaluate(
-            self.team, self._in_stages.get(model, model), loader, metrics, forward=forward, precision=precision
+            self.team, self._forwards.get(model, model), loader, metrics, forward=forward, precision=precision
         )
 
     def predict(
@@ -346,7 +348,7 @@ class Run:
     ) -> Any:
         """The model's outputs on a dataset, in its order, in host memory; see `samestep.train.evaluation.predict`."""
         loader = data if isinstance(data, Loader) else self.loader(data, num_workers=num_workers)
-        return predict(self.team, self._in_stages.get(model, model), loader, forward=forward, precision=precision)
+        return predict(self.team, self._forwards.get(model, model), loader, forward=forward, precision=precision)
 
     def save_checkpoint(
         self,

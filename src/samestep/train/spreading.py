@@ -14,7 +14,7 @@ from samestep.comm.pieces import Piece
 from samestep.errors import RunFolderError
 from samestep.train.checkpoint import Snapshot, begin_checkpoint, check_keep, complete_checkpoint
 from samestep.train.partfile import part_name, write_part
-from samestep.train.parts import divided, gathered, has_rows
+from samestep.train.parts import divided, gathered, has_rows, in_order
 from samestep.train.state import State
 from samestep.train.temporary import remove_entry
 from samestep.train.tensorfile import Written
@@ -58,6 +58,7 @@ def write_together(
         RunFolderError: a rank cannot write; nothing that was good is lost. Raised on all ranks.
     """
     check_keep(keep)
+    state = State(in_order(state.files, over), state.facts)
     if not has_part_files(state):
         state = State(gathered(state.files, over, communicator.rank == 0), state.facts)
     whole, pieces = divided(state.files)

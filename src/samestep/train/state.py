@@ -126,7 +126,7 @@ def layout_of(step: Steps) -> Layout:
     }
     optimizers: list[list[Spread | None]] = []
     for optimizer, spread in zip(parts.optimizers, parts.optimizer_spreads, strict=True):
-        of = {} if spread is None else {id(part): spread.spreads[name] for name, part in spread.parts.items()}
+        of = {} if spread is None else {id(part): spread.spreads.get(name) for name, part in spread.parts.items()}
         optimizers.append([of.get(id(parameter)) for parameter in held_by(optimizer)])
     return Layout(models, optimizers, parts.steps[0].spread_over.rank)
 
@@ -194,8 +194,7 @@ def restore(step: Steps, files: StoredFiles, facts: Mapping[str, Any]) -> dict[s
     for name, model in parts.models.items():
         load_model(model, files[name], parts.model_spreads[name], rank)
     for each in parts.steps:
-        if each.sharded is not None:
-            each.sharded.reshard()  # what is together still is what was
+        each.placement.note_loaded()
     for optimizer, packed, spread in zip(parts.optimizers, facts["optimizers"], parts.optimizer_spreads, strict=True):
         load_optimizer(optimizer, unpack(packed, files["optimizer"]), spread, rank)
     seen: set[int] = set()  # an optimizer may belong to several steps
@@ -261,12 +260,14 @@ def load_model(
         CheckpointError: names, shapes or dtypes are those of another model; nothing is written then.
     """
     check_model(model, tensors, spread)
-    own = dict(chain(model.named_parameters(), model.named_buffers()))
+    own: dict[str, Tensor] = dict(chain(model.named_parameters(), model.named_buffers()))
+    if spread is not None and not spread.has_whole_parameters:
+        own |= spread.parts
     device = next((tensor.device for tensor in own.values()), torch.device("cpu"))
     parts = {} if spread is None else spread.parts
     for name in own.keys() | tensors.keys():
         there = tensors.get(name)
-        if spread is not None and name in parts and there is not None:
+        if spread is not None and name in spread.spreads and there is not None:
             parts[name].view(-1).copy_(local_part(there, spread.spreads[name], rank))
             if not spread.has_whole_parameters:
                 continue

@@ -99,14 +99,6 @@ class PipelinedGradientSum:
             return torch.zeros((), device=self._data.device)
         return self._sums[stage].collect(shard)
 
-    def carries_letters(self) -> bool:
-        """False: what the ranks have to say concerns all of them, and the gradient some."""
-        return False
-
-    def send_with_letter(self, letter: bytes, sizes: list[int]) -> list[memoryview]:
-        """Not called; see `carries_letters`."""
-        raise AssertionError("where the model is in stages no gradient carries letters")
-
     def start_rest(self) -> None:
         """Sends every bucket on its way, if this rank's stages are others', too."""
         for gradients in self._sums.values() if self._data.world_size > 1 else ():
@@ -149,10 +141,6 @@ class PipelinedGradientSum:
         """Forgets the reused memory: after a step that left NaN in it."""
         for gradients in self._sums.values():
             gradients.drop_memory()
-
-    def fill_up(self, rank: int) -> None:
-        """Not called: a rank that cannot run its shards ends, since the others need its stages."""
-        raise AssertionError("where the model is in stages no rank takes part without running its shards")
 
     def drain(self) -> None:
         """Waits for the exchanges that every rank has begun, and drops what came of them."""

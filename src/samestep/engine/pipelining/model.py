@@ -69,11 +69,6 @@ class PipelinedModel:
         self.whole = Whole(team, model, self.stages, self.owners)
 
 
-def pipeline_model(team: Team, model: nn.Module, optimizers: Sequence[Optimizer], options: Pipeline) -> PipelinedModel:
-    """Cuts a model into stages for the ranks of a team."""
-    return PipelinedModel(team, model, optimizers, options)
-
-
 class Whole(nn.Module):
     """The model, of which no rank has all: its stages run one after another, each on its rank.
 

@@ -109,14 +109,6 @@ class ShardedGradientSum:
         self._sharded.forget_gradients()
         return torch.stack(totals).sum() if totals else torch.zeros((), device=self._communicator.device)
 
-    def carries_letters(self) -> bool:
-        """False: nothing is left to be sent when the step is judged."""
-        return False
-
-    def send_with_letter(self, letter: bytes, sizes: list[int]) -> list[memoryview]:
-        """Not called; see `carries_letters`."""
-        raise AssertionError("where the model is spread no gradient carries letters")
-
     def start_rest(self) -> None:
         """Makes sure that what the ranks have exchanged belongs together.
 
@@ -164,10 +156,6 @@ class ShardedGradientSum:
     def drop_memory(self) -> None:
         """Forgets the sums: after a step that left NaN in them."""
         self._sums, self.flats = [], []
-
-    def fill_up(self, rank: int) -> None:
-        """Not called: a rank that cannot run its shards ends, since the others need its part of the model."""
-        raise AssertionError("where the model is spread no rank takes part without running its shards")
 
     def drain(self) -> None:
         """Drops what came of the exchanges so far."""

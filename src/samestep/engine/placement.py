@@ -1,0 +1,191 @@
+"""The placement: how the state of a step lies on the ranks, and what follows from it for each part of the step.
+
+whole         every rank has everything               here, with `engine.owning`
+sharded       every rank has 1/D                      engine.sharding.placement
+pipelined     every rank has some layers              engine.pipelining.placement
+divided       every rank has a part of each matrix    engine.tensor_parallel.placement
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from samestep.comm.communicator import Communicator
+from samestep.comm.team import Team
+from samestep.engine.buffers import BufferMerge
+from samestep.engine.gradients import GradientSum
+from samestep.engine.guard import ModelGuard
+from samestep.engine.owning import OwnedParts
+from samestep.engine.parameters import check_same_model, named_parameters, settle_model
+from samestep.engine.shards import ShardRunner
+from samestep.engine.spread import SpreadState, check_elementwise
+from samestep.engine.strategies import Pipeline, Replicate, Sharded, Strategy, TensorParallel
+from samestep.engine.update import FlatUpdate
+from samestep.errors import UsageError
+
+if TYPE_CHECKING:
+    from samestep.engine.pipelining.gradients import PipelinedGradientSum
+    from samestep.engine.sharding.gradients import ShardedGradientSum
+
+    Gradients = GradientSum | ShardedGradientSum | PipelinedGradientSum
+
+
+class Placement:
+    """Every rank has the whole state; subclasses say what is otherwise.
+
+    Args:
+        team: the ranks.
+        model: that is trained.
+        shard_optimizer: each rank updates its part of the parameters only.
+
+    Attributes:
+        state: what of the state is spread over the ranks; None where each has all of it.
+        forward: what runs the model where nothing is trained.
+    """
+
+    def __init__(self, team: Team, model: nn.Module, shard_optimizer: bool = False) -> None:
+        self.team = team
+        self.model = model
+        self.forward = model
+        self.state: SpreadState | None = None
+        self._shards_optimizer = shard_optimizer
+        self._owned: OwnedParts | None = None
+
+    @property
+    def communicator(self) -> Communicator:
+        """Among the ranks over which the state is spread, if it is; several groups of ranks may have the same."""
+        inner = None if self.state is None else self.state.communicator
+        return self.team.communicator if inner is None else inner
+
+    @property
+    def contract(self) -> dict[str, Any]:
+        """What of the placement decides the bits: nothing."""
+        return {}
+
+    def held(self, optimizers: Sequence[Optimizer]) -> dict[str, nn.Parameter]:
+        """What the optimizers hold, by name: of spread parameters this rank's parts."""
+        return named_parameters(self.model, optimizers)
+
+    def make_guard(self) -> ModelGuard:
+        """What watches the model while shards run."""
+        return ModelGuard(self.model)
+
+    def make_buffers(self) -> Any:
+        """What merges the buffers of the shards."""
+        return BufferMerge(self.model, self.team.data)
+
+    def make_runner(self, inner: ShardRunner, seed: int, stream: int, rows: Any) -> Any:
+        """What runs this rank's shards, if it is not the one that knows how one shard is computed."""
+        return inner
+
+    def make_gradients(
+        self, trainable: dict[str, nn.Parameter], optimizers: Sequence[Optimizer], bucket_bytes: int, overlap: bool
+    ) -> "Gradients":
+        """What sums the shards' gradients.
+
+        Args:
+            trainable: what of `held` is trained.
+            optimizers: they get this rank's parts to hold, where they have not got them yet.
+            bucket_bytes: how much travels in one message.
+            overlap: whether messages leave during the backward.
+
+        Raises:
+            UsageError: with `shard_optimizer` other parameters are trained than before.
+        """
+        team = self.team
+        gradients = GradientSum(
+            list(trainable.values()), list(trainable), team.communicator, bucket_bytes, overlap, team.pulse.recording
+        )
+        if self._shards_optimizer and team.world_size > 1:
+            if self._owned is not None:
+                raise UsageError("with shard_optimizer=True what is trained stays as it was when the step was made")
+            names = {id(parameter): name for name, parameter in self.held(optimizers).items()}
+            self._owned = gradients.keep_parts()
+            self.state = self._owned.state
+            self.state.hand_over(optimizers, names, team.rank)
+        return gradients
+
+    def make_flat_update(self, optimizer: Optimizer, gradients: "Gradients") -> FlatUpdate | None:
+        """What updates all parameters in one call, where there is such a thing."""
+        if self.state is not None or not isinstance(gradients, GradientSum):
+            return None
+        return FlatUpdate(optimizer, gradients.parameters, gradients.buckets)
+
+    def begin_update(self) -> None:
+        """Called before the optimizers."""
+        if self._owned is not None:
+            self._owned.settle()
+
+    def end_update(self) -> None:
+        """Called after the optimizers."""
+        if self._owned is not None:
+            self._owned.hand_out()
+
+    def note_loaded(self) -> None:
+        """Called when other values were written to the parameters."""
+
+
+def place(team: Team, model: nn.Module, optimizers: Sequence[Optimizer], strategy: Strategy) -> Placement:
+    """Lays the state of a step out on the ranks: moves the model to the device, and changes it as the strategy says.
+
+    Args:
+        team: the ranks.
+        model: the same on all of them.
+        optimizers: over its parameters.
+        strategy: how.
+
+    Raises:
+        UsageError: it cannot be laid out so.
+        DeterminismError: the ranks have built different models.
+    """
+    device = team.communicator.device
+    if isinstance(strategy, Replicate):
+        if strategy.shard_optimizer:
+            check_elementwise(optimizers, device, by_rows=False)
+            team.rely_on_all()
+    elif isinstance(strategy, Sharded) or team.mesh is not None:
+        team.perform(lambda: check_same_model(model, team.communicator))
+        placement = _spread(team, model, optimizers, strategy)
+        settle_model(model, device)
+        return placement
+    settle_model(model, device)
+    team.perform(lambda: check_same_model(model, team.communicator))
+    return Placement(team, model, isinstance(strategy, Replicate) and strategy.shard_optimizer)
+
+
+def _spread(team: Team, model: nn.Module, optimizers: Sequence[Optimizer], strategy: Strategy) -> Placement:
+    """Spreads a model; each module is loaded when it is needed, since they load half of torch.distributed."""
+    if isinstance(strategy, Sharded):
+        from samestep.engine.sharding.placement import ShardedPlacement
+
+        return ShardedPlacement(team, model, optimizers, strategy)
+    if isinstance(strategy, Pipeline):
+        from samestep.engine.pipelining.placement import PipelinedPlacement
+
+        return PipelinedPlacement(team, model, optimizers, strategy)
+    assert isinstance(strategy, TensorParallel), "the others keep the whole state on each rank"
+    from samestep.engine.tensor_parallel.placement import DividedPlacement
+
+    return DividedPlacement(team, model, optimizers, strategy)
+
+
+def check_mesh(team: Team, strategy: Strategy, compile: bool) -> None:
+    """Raises a `UsageError` unless the strategy has work for all ranks of the mesh."""
+    name, axis = strategy.name, strategy.axis
+    sizes = {} if team.mesh is None else {key: size for key, size in team.mesh.sizes.items() if size > 1}
+    if strange := [key for key in sizes if key not in ("data", axis)]:
+        known = 'the axis "data"' if axis is None else f'the axes "data" and "{axis}"'
+        other = {"pipe": "pipeline", "tensor": "tensor"}[strange[0]]
+        advice = f"use strategy='{other}', or leave mesh=… out" if axis is None else f'leave "{strange[0]}" out'
+        raise UsageError(f"got mesh={sizes} with strategy='{name}', which knows {known} alone: {advice}")
+    if axis is None:
+        return
+    if team.mesh is None and team.world_size > 1:
+        raise UsageError(
+            f"strategy='{name}' needs to know how many ranks share one model: for example "
+            f'Run(…, mesh={{"data": -1, "{axis}": {team.world_size}}})'
+        )
+    if compile:
+        raise UsageError(f"strategy='{name}' runs parts of the model by themselves: leave compile=True out")

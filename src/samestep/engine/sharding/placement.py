@@ -1,0 +1,67 @@
+"""The placement of a sharded model: what follows from it for each part of the step."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from samestep.comm.team import Team
+from samestep.engine.guard import ModelGuard
+from samestep.engine.placement import Placement
+from samestep.engine.sharding.gradients import ShardedGradientSum
+from samestep.engine.sharding.model import shard_model
+from samestep.engine.shards import ShardRunner
+from samestep.engine.strategies import Sharded
+from samestep.errors import UsageError
+
+MIXED = "torch.Tensor and DTensor"  # torch's words
+PARTLY_TOGETHER = (
+    "a parameter was used while its module was not called (an output that reads the embedding's weights does so), and "
+    "this rank has a part of it only: with Sharded(wrap=…) name modules that hold both, or none of the two"
+)
+
+
+class ShardedPlacement(Placement):
+    """Every rank has 1/D of the state, and the model comes together module by module.
+
+    Args:
+        team: the ranks, to which shards are dealt in turn from now on.
+        model: spread over them.
+        optimizers: over its parameters.
+        options: how.
+    """
+
+    def __init__(self, team: Team, model: nn.Module, optimizers: Sequence[Optimizer], options: Sharded) -> None:
+        super().__init__(team, model)
+        self.sharded = shard_model(team, model, optimizers, options)
+        self.state = self.sharded.state
+        self._param_dtype = options.param_dtype
+
+    @property
+    def contract(self) -> dict[str, Any]:
+        """The type in which modules compute, if it is not that of the parameters."""
+        return {} if self._param_dtype is None else {"param_dtype": self._param_dtype}
+
+    def held(self, optimizers: Sequence[Optimizer]) -> dict[str, nn.Parameter]:
+        """This rank's parts of what the optimizers hold, by name."""
+        return self.sharded.state.held(optimizers)
+
+    def make_guard(self) -> ModelGuard:
+        """What watches the parts while shards run."""
+        return ModelGuard(self.model, self.sharded.state.parts)
+
+    def make_runner(self, inner: ShardRunner, seed: int, stream: int, rows: Any) -> ShardRunner:
+        """The same, which knows what breaks where a module is not together."""
+        inner.explain = lambda error: UsageError(PARTLY_TOGETHER) if MIXED in str(error) else None
+        return inner
+
+    def make_gradients(
+        self, trainable: dict[str, nn.Parameter], optimizers: Sequence[Optimizer], bucket_bytes: int, overlap: bool
+    ) -> ShardedGradientSum:
+        """What sums the shards' gradients: each module is a message of its own."""
+        return ShardedGradientSum(self.sharded, trainable, self.team.communicator)
+
+    def note_loaded(self) -> None:
+        """Lets go of what is together: it is what was."""
+        self.sharded.reshard()

@@ -1,0 +1,55 @@
+"""The placement of a divided model: what follows from it for each part of the step."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from samestep.comm.team import Team
+from samestep.engine.guard import ModelGuard
+from samestep.engine.placement import Placement
+from samestep.engine.shards import ShardRunner
+from samestep.engine.strategies import TensorParallel
+from samestep.engine.tensor_parallel.gradients import DividedGradientSum
+from samestep.engine.tensor_parallel.model import DividedModel
+
+
+class DividedPlacement(Placement):
+    """Every rank along "tensor" has a part of each matrix.
+
+    Args:
+        team: the ranks.
+        model: divided.
+        optimizers: over its parameters.
+        options: how.
+    """
+
+    def __init__(self, team: Team, model: nn.Module, optimizers: Sequence[Optimizer], options: TensorParallel) -> None:
+        super().__init__(team, model)
+        self.divided = DividedModel(team, model, optimizers, options)
+        self.state = self.divided.state
+
+    @property
+    def contract(self) -> dict[str, Any]:
+        """How many ranks share each matrix, and how: where sums are cut."""
+        return {"tensor": self.divided.contract}
+
+    def held(self, optimizers: Sequence[Optimizer]) -> dict[str, nn.Parameter]:
+        """This rank's parts of what the optimizers hold, by name."""
+        return self.divided.state.held(optimizers)
+
+    def make_guard(self) -> ModelGuard:
+        """What watches the parts while shards run."""
+        return ModelGuard(self.model, self.divided.state.parts)
+
+    def make_runner(self, inner: ShardRunner, seed: int, stream: int, rows: Any) -> ShardRunner:
+        """The same, which turns what breaks where the ranks compute together into what has happened."""
+        inner.explain = self.divided.explain
+        return inner
+
+    def make_gradients(
+        self, trainable: dict[str, nn.Parameter], optimizers: Sequence[Optimizer], bucket_bytes: int, overlap: bool
+    ) -> DividedGradientSum:
+        """What sums the shards' gradients, of this rank's parts."""
+        return DividedGradientSum(self.divided, trainable, self.team, bucket_bytes)
