@@ -34,6 +34,7 @@ EXPORTED = [
     "Sharded",
     "StepResult",
     "TensorData",
+    "TensorParallel",
     "TrainStep",
     "Trainer",
     "__version__",

@@ -48,6 +48,7 @@ class Block(nn.Module):
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
+        self.heads = heads
         self.head_width = width // heads
         self.attention_norm = nn.LayerNorm(width)
         self.queries_keys_values = nn.Linear(width, 3 * width)
@@ -146,10 +147,11 @@ class Gpt(nn.Module):
 
     def tensor_plan(self) -> dict[str, str]:
         """What `strategy="tensor"` divides: attention by heads, the feed-forward network by features."""
+        heads = next(iter(self.blocks)).heads
         return {
             "blocks": "sequence_region",
             "blocks.*.attention_norm": "sequence",
-            "blocks.*.queries_keys_values": "packed_colwise:3",
+            "blocks.*.queries_keys_values": f"packed_colwise:3x{heads}",
             "blocks.*.attention_dropout": "dropout:1",
             "blocks.*.attention_out": "rowwise",
             "blocks.*.feed_norm": "sequence",

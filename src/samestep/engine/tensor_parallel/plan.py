@@ -1,8 +1,9 @@
 """The plan: which modules are divided, and how. Reading one changes nothing, and needs no other rank."""
 
 import hashlib
+import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from typing import Any
 
@@ -25,6 +26,13 @@ STYLES: dict[str, tuple[type[nn.Module], ...]] = {
 }
 """What each style divides."""
 ELEMENTWISE = (nn.ReLU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.LeakyReLU, nn.ELU, nn.Identity)
+FORMS = {
+    COLWISE: re.compile("([1-9][0-9]*)"),
+    PACKED: re.compile("([2-9]|[1-9][0-9]+)(?:x([1-9][0-9]*))?"),
+    DROPOUT: re.compile("(-?[0-7])"),
+    REGION: re.compile("([0-7])"),
+}
+"""What may follow a style and a colon."""
 DEFAULT_DIM = {DROPOUT: -1, REGION: 1}
 
 
@@ -36,11 +44,13 @@ class Division:
         style: one of `STYLES`; a `ParallelStyle` of torch's own, for which samestep answers for nothing.
         number: "packed_colwise": how many matrices lie in one; "dropout" and "sequence_region": the dimension that is
             divided. Else 0.
+        heads: "colwise" and "packed_colwise": of how many heads a matrix is, which stay together; 0 for none.
         sequence_dim: along which its inputs or outputs are divided by positions; None where each rank has them all.
     """
 
     style: Any
     number: int = 0
+    heads: int = 0
     sequence_dim: int | None = None
 
 
@@ -66,7 +76,7 @@ def read_plan(model: nn.Module, options: TensorParallel, size: int) -> dict[str,
         dim = next((dim for region, dim in regions.items() if _is_in(name, region)), None) if options.sequence else None
         if each.style in (SEQUENCE, REGION) and dim is None:
             continue
-        division = Division(each.style, each.number, dim)
+        division = replace(each, sequence_dim=dim)
         if each.style == SEQUENCE and isinstance(model.get_submodule(name), nn.Dropout):
             assert dim is not None, "else it is left as it is"
             division = Division(DROPOUT, dim)
@@ -78,10 +88,10 @@ def read_plan(model: nn.Module, options: TensorParallel, size: int) -> dict[str,
 
 def describe_plan(divisions: Mapping[str, Division]) -> str:
     """A hash of what is divided and how."""
-    lines = [
-        f"{name} {each.style if each.style in STYLES else type(each.style).__name__} {each.number} {each.sequence_dim}"
-        for name, each in divisions.items()
-    ]
+    lines = []
+    for name, each in divisions.items():
+        style = each.style if each.style in STYLES else type(each.style).__name__
+        lines.append(f"{name} {style} {each.number} {each.heads} {each.sequence_dim}")
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
 
@@ -172,17 +182,17 @@ def _read_style(pattern: str, style: Any) -> Division:
         )
     if not colon and name != PACKED:
         return Division(name, DEFAULT_DIM.get(name, 0))
-    try:
-        number = int(text)
-    except ValueError:
-        number = 0 if name == PACKED else -99
-    fits = number >= 2 if name == PACKED else name in DEFAULT_DIM and -8 <= number < 8
-    if not fits:
+    match = FORMS[name].fullmatch(text) if name in FORMS else None
+    if match is None:
         raise UsageError(
-            f"the plan has {style!r} for {pattern!r}; needed: how many matrices lie in one "
-            f'("{PACKED}:3"), or the dimension that is divided ("{DROPOUT}:-1", "{REGION}:1")'
+            f"the plan has {style!r} for {pattern!r}; what follows the colon is how many matrices lie in one, and of "
+            f'how many heads each is ("{PACKED}:3", "{PACKED}:3x12", "{COLWISE}:12"), or the dimension that is divided '
+            f'("{DROPOUT}:-1", "{REGION}:1")'
         )
-    return Division(name, number)
+    numbers = [int(number) if number else 0 for number in match.groups()]
+    if name == COLWISE:
+        return Division(name, heads=numbers[0])
+    return Division(name, *numbers)
 
 
 def _check_division(name: str, module: nn.Module, division: Division, size: int) -> None:
@@ -212,12 +222,14 @@ def _divided_sizes(module: nn.Module, division: Division) -> Iterable[tuple[str,
     elif isinstance(module, nn.Linear):
         if style == ROWWISE:
             yield "inputs", module.in_features
-        elif style == PACKED:
-            if module.out_features % division.number:
-                raise UsageError(f"{module.out_features} outputs are not those of {division.number} equal matrices")
-            yield "outputs in each part", module.out_features // division.number
         else:
-            yield "outputs", module.out_features
+            count = division.number if style == PACKED else 1
+            if module.out_features % (count * max(1, division.heads)):
+                of = f"{division.heads} heads in each of {count}" if division.heads else f"{count}"
+                raise UsageError(f"{module.out_features} outputs are not those of {of} equal matrices")
+            if division.heads:
+                yield "heads", division.heads
+            yield "outputs" if count == 1 else "outputs in each matrix", module.out_features // count
     elif isinstance(module, nn.Embedding):
         yield ("entries", module.num_embeddings) if style == ROWWISE else ("features", module.embedding_dim)
 
