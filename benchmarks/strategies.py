@@ -1,4 +1,4 @@
-"""What do strategies cost? samestep's, against FSDP2 and DDP as their tutorials write them, with two processes.
+"""What do strategies cost? samestep's, against FSDP2, DTensor and DDP as their tutorials write them, two processes.
 
     python benchmarks/strategies.py [--rounds 9] [--quick] [--output benchmarks/results]
 
@@ -24,18 +24,22 @@ from workloads import WORKLOADS
 
 WORKLOAD, PROCESSES = "W3", 2
 TWO = ("--num-shards", "2")
+DIVIDED = ("--strategy", "tensor", "--mesh", '{"tensor": 2}')
 SHARDED, OWNED = ("--strategy", "sharded"), ("--shard-optimizer",)
 ENTRANTS = (
     BY_NAME[LIMIT],
     BY_NAME[LIMIT_IN_8],
     BY_NAME["plain"],
     Entrant("fsdp", "PyTorch tutorial (FSDP2)", "fsdp", torchrun, counts=(2,)),
+    Entrant("dtensor", "PyTorch tutorial (DTensor)", "dtensor", torchrun, counts=(2,)),
+    ours("samestep-v1-tensor", "samestep, 1 shard, tensor", (2,), "--num-shards", "1", *DIVIDED),
     BY_NAME["samestep-v2"],
     ours("samestep-v2-owned", "samestep, 2 shards, shard_optimizer", (2,), *TWO, *OWNED),
     ours("samestep-v2-sharded", "samestep, 2 shards, sharded", (2,), *TWO, *SHARDED),
     BY_NAME[DEFAULT],
     ours("samestep-owned", "samestep, 8 shards, shard_optimizer", (2,), *OWNED),
     ours("samestep-sharded", "samestep, 8 shards, sharded", (2,), *SHARDED),
+    ours("samestep-tensor", "samestep, 8 shards, tensor", (2,), *DIVIDED),
 )
 
 

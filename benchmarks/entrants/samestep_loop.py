@@ -1,6 +1,7 @@
 """samestep: the loop of its README. The ledger, checkpoints and logs are the trainer's; this loop has none."""
 
 import argparse
+import json
 
 import torch
 from gate import Gate
@@ -15,6 +16,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--reduction", default="ordered")
     parser.add_argument("--strategy", default="replicate")
     parser.add_argument("--shard-optimizer", action="store_true")
+    parser.add_argument("--mesh", type=json.loads, help="as JSON")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
 
 
@@ -23,6 +25,7 @@ run = samestep.Run(
     told.workload.global_batch_size,
     told.options.num_shards,
     reduction=told.options.reduction,
+    mesh=told.options.mesh,
     num_threads=told.options.threads,
 )
 assert run.world_size == told.num_processes
