@@ -34,6 +34,7 @@ STOPS_ON_REQUEST = 1  # flags: finishes its step and leaves when the board asks 
 HEALS = 2  # goes on with the others when one is lost
 READY_TO_JOIN = 4  # started late, and waits for a view that counts it in
 LEAVES_EARLY = 8  # was told that it is time to leave, and so may end well before all is done
+SHOWS_LIFE = 16  # does not heal, but its beats tell whether it hangs
 
 MAX_SLOTS = 1024
 MAX_LOST = 20
@@ -72,7 +73,7 @@ class Beat:
         seconds: when, on the clock of `time.monotonic`; 0 before its first beat.
         step: the step that it is in.
         phase: one of `PHASES`.
-        flags: `STOPS_ON_REQUEST`, `HEALS`, `READY_TO_JOIN` and `LEAVES_EARLY`, or-ed.
+        flags: `STOPS_ON_REQUEST`, `HEALS`, `READY_TO_JOIN`, `LEAVES_EARLY` and `SHOWS_LIFE`, or-ed.
         view: the number of the view that it works in.
     """
 

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch.distributed as dist
 
-from samestep.comm.board import HEALS, READY_TO_JOIN, View
+from samestep.comm.board import HEALS, READY_TO_JOIN, SHOWS_LIFE, View
 from samestep.comm.communicator import Communicator
 from samestep.comm.connecting import Connection, reconnect
 from samestep.comm.group import GroupTransport, roll_call
@@ -121,6 +121,7 @@ class Team:
 
             self.rely_on_all()
             self._axes = connect_axes(communicator, self.mesh, self.timeout)
+            self.pulse.set_flags(self.pulse.flags | SHOWS_LIFE)
         self.ranges = self._divide()
         if self.can_heal and connection is not None:
             _leave_naming(communicator)

@@ -7,7 +7,7 @@ timeout decides. Time is counted in looks, so that hours in which the whole mach
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from samestep.comm.board import HEALS, Beat
+from samestep.comm.board import HEALS, SHOWS_LIFE, Beat
 
 WORKING = frozenset({"data", "forward", "backward", "update", "checkpoint", "evaluate"})
 MAX_LOOK_SECONDS = 1.0
@@ -21,7 +21,7 @@ class Silence:
         beat: its last.
         silent_seconds: since it changed.
         stuck_seconds: since phase, step or view changed; a worker that waits may show signs of life.
-        watched: whether it has ever said that it heals.
+        watched: whether it has ever said that it heals, or shows signs of life without.
     """
 
     beat: Beat
@@ -58,7 +58,7 @@ class Silences:
             is_stuck = (beat.phase, beat.step, beat.view) == (before.phase, before.step, before.view)
             silence.silent_seconds = silence.silent_seconds + elapsed if beat == before else 0.0
             silence.stuck_seconds = silence.stuck_seconds + elapsed if is_stuck else 0.0
-            silence.watched = silence.watched or bool(beat.flags & HEALS)
+            silence.watched = silence.watched or bool(beat.flags & (HEALS | SHOWS_LIFE))
             silence.beat = beat
 
     def hanging(self, is_stopped: Callable[[int], bool]) -> list[int]:

@@ -22,6 +22,7 @@ from samestep.engine.spread import SpreadState, check_contiguous, check_elementw
 from samestep.engine.strategies import TensorParallel
 from samestep.engine.tensor_parallel.plan import HEADS, PACKED, Division, describe_plan, read_plan
 from samestep.engine.tensor_parallel.styles import make_style
+from samestep.engine.tensor_parallel.waiting import tell_waiting
 from samestep.errors import PeerLostError, UsageError
 
 LOST = ("gloo/transport", "Connection closed by peer", "NCCL")  # torch's words for a transfer that failed
@@ -59,6 +60,8 @@ class DividedModel:
         assert team.mesh is not None, "a rank that is alone has everything"
         mesh = line_mesh(team.communicator, team.mesh, "tensor", team.timeout)
         _divide(model, divisions, mesh)
+        for name in divisions:
+            tell_waiting(model.get_submodule(name), team.pulse)
         self.leaves: dict[str, nn.Parameter] = dict(model.named_parameters())
         parts, spreads = {}, {}
         packed = _packed(model, divisions)

@@ -1,0 +1,61 @@
+"""Waiting for the other ranks, at the borders of divided modules: who waits says so, and is not the one that hangs.
+
+Collectives of DTensor are started where a module begins or ends, and waited for where somebody reads the result, which
+would look like computing. In the backward the sums of the inputs' gradients are told; what sequence parallelism gathers
+there is not.
+"""
+
+from typing import Any
+
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.tensor import DTensor
+
+from samestep.comm.pulse import Pulse
+
+
+def tell_waiting(module: nn.Module, pulse: Pulse) -> None:
+    """Waits where a divided module begins and ends, as an exchange.
+
+    Args:
+        module: whose hooks are there.
+        pulse: says what this rank is doing.
+    """
+
+    def wait_behind(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        borders = {  # attention is given one value three times
+            id(x): Border.apply(x, pulse)  # type: ignore[no-untyped-call]
+            for x in inputs
+            if isinstance(x, Tensor) and x.requires_grad
+        }
+        return tuple(borders.get(id(x), x) for x in inputs)
+
+    module.register_forward_pre_hook(wait_behind, prepend=True)
+    module.register_forward_pre_hook(lambda _, inputs: tuple(waited_for(value, pulse) for value in inputs))
+    module.register_forward_hook(lambda _, __, output: waited_for(output, pulse))
+
+
+class Border(Function):
+    """Hands a value on; waits for its gradient in the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, pulse: Pulse) -> Tensor:
+        """The value itself."""
+        ctx.pulse = pulse
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        """Its gradient, when it is there."""
+        return waited_for(gradient, ctx.pulse), None
+
+
+def waited_for(value: Any, pulse: Pulse) -> Any:
+    """A value, when what of it was under way is there."""
+    local = value._local_tensor if isinstance(value, DTensor) else value
+    if isinstance(local, AsyncCollectiveTensor):
+        before = pulse.enter("exchange")
+        local.wait()
+        pulse.enter(before)
+    return value
