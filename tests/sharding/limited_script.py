@@ -31,13 +31,17 @@ def loss(model, batch):
 
 
 strategy, limit = sys.argv[1], int(sys.argv[2])
-run = samestep.Run(global_batch_size=16, num_shards=8, seed=1)
+mesh = {"tensor": 2} if strategy == "tensor" else None
+run = samestep.Run(global_batch_size=16, num_shards=8, seed=1, mesh=mesh)
 if limit:
     resource.setrlimit(resource.RLIMIT_DATA, (data_bytes() + (limit << 20), resource.RLIM_INFINITY))
 begin, peak = data_bytes(), []
 model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(12)))
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-options = {"shard_optimizer": True} if strategy == "owned" else {"strategy": strategy}
+options = {
+    "owned": {"shard_optimizer": True},
+    "tensor": {"strategy": samestep.TensorParallel({f"{k}.0": ("colwise", "rowwise")[k % 2] for k in range(12)})},
+}.get(strategy, {"strategy": strategy})
 step = run.train_step(model, optimizer, loss, **options)
 for _ in range(3):
     result = step(torch.randn(16, WIDTH))

@@ -1,6 +1,7 @@
 """The run: the contract and the topology, built once and passed down. The loop stays the user's."""
 
 import atexit
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from datetime import timedelta
@@ -22,6 +23,7 @@ from samestep.data.loader import Loader
 from samestep.data.randomness import seed_process
 from samestep.data.tensors import TensorData
 from samestep.engine.losses import LossFn, describe
+from samestep.engine.parameters import is_spread
 from samestep.engine.step import BUCKET_BYTES, OnNonFinite, TrainStep
 from samestep.engine.strategies import Strategy, as_strategy
 from samestep.errors import UsageError
@@ -143,6 +145,7 @@ class Run:
         self._until_end = ExitStack()
         self._leaves_by_itself = False
         self._num_streams = 0
+        self._spread: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # models that are no longer whole
         self._forwards: dict[nn.Module, nn.Module] = {}  # what runs a model where nothing is trained
         self._folders: set[Path] = set()  # of checkpoints that are this run's
         seed_process(seed)
@@ -246,6 +249,11 @@ class Run:
             DeterminismError: the ranks built different models.
         """
         optimizers = _checked_optimizers(optimizer)
+        if model in self._spread or any(is_spread(parameter) for parameter in model.parameters()):
+            raise UsageError(
+                "a training step has spread this model over the ranks already, and its parameters are no longer whole; "
+                "several steps over one model need strategy='replicate' for each of them"
+            )
         if isinstance(scheduler, ReduceLROnPlateau):
             raise UsageError(
                 "ReduceLROnPlateau follows a measured value: leave scheduler=… out, and call its step(value) yourself"
@@ -272,6 +280,8 @@ class Run:
             graphed_length=self.contract.global_batch_size if cuda_graphs else None,
             strategy=as_strategy(strategy, shard_optimizer),
         )
+        if step.spread is not None and not step.spread.has_whole_parameters:
+            self._spread.add(model)
         if step.placement.forward is not model:
             self._forwards[model] = step.placement.forward
         return step
