@@ -3,8 +3,9 @@
 PYTHON ?= python3
 BIN := .venv/bin
 export NO_MKDOCS_2_WARNING := 1
-# Two processes test, each file in one of them; a fixed hash seed gives both the same names of tests.
-PYTEST := PYTHONHASHSEED=0 $(BIN)/python -m pytest -n 2 --dist loadfile
+# Two processes test, each file in one of them, in the order of conftest.py; a fixed hash seed gives both the same
+# names of tests.
+PYTEST := PYTHONHASHSEED=0 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 READY := .venv/.ready
 
 .PHONY: train test test-all check format docs bench bench-quick clean

@@ -1,11 +1,13 @@
 """What all tests share: pools of real processes, the data folder, and a check that nothing is left behind."""
 
+import compileall
 import os
 import signal
 import sys
 from pathlib import Path
 
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # workers are forked from a process without threads
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # on cores that others use too, threads spin while they wait for another
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell starts it so in the background, and children inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -18,6 +20,19 @@ sys.path.insert(0, str(Path(__file__).parent))
 from worlds import World
 
 SHARED_DATA = Path(__file__).resolve().parents[1] / ".." / "shared" / "data"
+SOURCE = Path(__file__).resolve().parents[1] / "src"
+STARTING_PROGRAMS = {"benchmarks", "cli", "doctor", "healing", "launcher", "nodes", "profile"}
+
+
+def pytest_configure(config):
+    """Compiles the package: where Python is told to keep no bytecode, each of hundreds of programs would do so anew."""
+    if not hasattr(config, "workerinput"):
+        compileall.compile_dir(SOURCE, quiet=2)
+
+
+def pytest_collection_modifyitems(items):
+    """Files of folders whose tests start programs come first: a long one at the end would keep one process waiting."""
+    items.sort(key=lambda item: item.path.parent.name not in STARTING_PROGRAMS)
 
 
 @pytest.fixture(scope="session")
@@ -45,6 +60,23 @@ def shared_data():
     if not SHARED_DATA.is_dir():
         pytest.skip("the folder of real data, ../shared/data, is not here")
     return SHARED_DATA.resolve()
+
+
+@pytest.fixture
+def refused(capsys, monkeypatch):
+    """`refused(*words)`: calls `samestep WORDS` here, which must refuse them as bad usage; what it says on stderr."""
+    from samestep.cli.main import main
+
+    def call(*words):
+        monkeypatch.setenv("COLUMNS", "200")
+        monkeypatch.setattr(sys, "argv", ["samestep", *map(str, words)])
+        with pytest.raises(SystemExit) as caught:
+            main()
+        said = capsys.readouterr()
+        assert (caught.value.code, said.out) == (2, "")
+        return said.err
+
+    return call
 
 
 @pytest.fixture(autouse=True)

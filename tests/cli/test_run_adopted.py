@@ -8,7 +8,6 @@ import textwrap
 import pytest
 
 import samestep
-from samestep.cli.main import main
 
 OURS = os.path.dirname(samestep.__file__)
 SAMESTEP = [sys.executable, "-m", "samestep"]
@@ -140,21 +139,14 @@ def test_a_name_to_wrap_that_is_never_called_is_an_error_that_says_what_was(tmp_
 @pytest.mark.parametrize(
     "source", [pytest.param(NATIVE, id="native"), pytest.param(PLAIN, id="plain, but not to be adopted")]
 )
-def test_options_of_adopted_scripts_are_refused_for_scripts_that_deal_with_ranks(
-    tmp_path, monkeypatch, capsys, option, source
-):
+def test_options_of_adopted_scripts_are_refused_for_scripts_that_deal_with_ranks(tmp_path, refused, option, source):
     adopt = ["--no-adopt"] if source is PLAIN else []
     path = script(tmp_path, source)
-    monkeypatch.setattr(sys, "argv", ["samestep", "run", "--devices", "cpu:2", *adopt, *option, str(path)])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert ended.value.code == 2
-    said = capsys.readouterr()
-    assert said.out == ""
-    assert said.err.startswith("samestep: error: --num-shards, --seed and --wrap are for ")
-    assert len(said.err.splitlines()) == 1
+    said = refused("run", "--devices", "cpu:2", *adopt, *option, path)
+    assert said.startswith("samestep: error: --num-shards, --seed and --wrap are for ")
+    assert len(said.splitlines()) == 1
     if source is NATIVE:
-        assert f"train.py, line {line_of(NATIVE, 'init_process_group')}" in said.err
+        assert f"train.py, line {line_of(NATIVE, 'init_process_group')}" in said
 
 
 LOST = """

@@ -21,7 +21,7 @@ def worker(rank, world_size):
 
 
 if __name__ == "__main__":
-    mp.spawn(worker, args=(2,), nprocs=2)  # here
+    mp.spawn(worker, args=(2,), nprocs=1)  # here
 """
 PROCESSES = """
 import os

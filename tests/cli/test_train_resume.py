@@ -8,8 +8,6 @@ import sys
 
 import pytest
 
-from samestep.cli.main import main
-
 SAMESTEP = [sys.executable, "-m", "samestep"]
 
 
@@ -154,7 +152,7 @@ def test_more_epochs_after_the_end_are_those_of_a_run_that_had_them_from_the_sta
         (["--resume", "a", "--epochs", "0"], "--epochs must be 1 or more"),
     ],
 )
-def test_a_mistake_gets_one_sentence_before_anything_starts(recorded, tmp_path, monkeypatch, capsys, args, sentence):
+def test_a_mistake_gets_one_sentence_before_anything_starts(recorded, tmp_path, monkeypatch, refused, args, sentence):
     monkeypatch.chdir(tmp_path)
     for name in ("a", "table.csv"):
         os.symlink(recorded[0] / name, name)
@@ -162,11 +160,6 @@ def test_a_mistake_gets_one_sentence_before_anything_starts(recorded, tmp_path, 
         os.makedirs(os.path.dirname(name))
         with open(name, "w") as file:
             file.write(text)
-    monkeypatch.setattr(sys, "argv", ["samestep", "train", *args])
-    with pytest.raises(SystemExit) as caught:
-        main()
-    assert caught.value.code == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.startswith("samestep: error: ")
-    assert sentence in err
+    said = refused("train", *args)
+    assert said.startswith("samestep: error: ")
+    assert sentence in said

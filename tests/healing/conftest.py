@@ -1,16 +1,21 @@
 """What the tests of healing share: runs of the faulty script under a real supervisor, and what is left of them."""
 
+import importlib
 import json
 import os
 import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from samestep.devices.selection import select
+from samestep.launcher.assignment import process_variables
+from samestep.launcher.crew import ForkCrew
 from samestep.launcher.job import Job
 from samestep.launcher.policy import Policy
-from samestep.launcher.supervisor import supervise
+from samestep.launcher.program import run_program
+from samestep.launcher.supervisor import supervise, supervise_crew
 
 SCRIPT = str(Path(__file__).with_name("faulty_training.py"))
 COMPARED = ("step", "epoch", "position", "num_samples", "ids", "loss", "grad_norm", "lr", "skipped", "digest")
@@ -35,14 +40,28 @@ class Told:
 
 
 SHARED_SECONDS = 30
+IMPORTED_LATE = ("torch._dynamo", "matplotlib.pyplot", "torch.utils.tensorboard")  # by every run, for seconds
 
 
 def run_script(script, devices, told, policy=None, start_method=None):
-    """Runs a script that is told something on CPU workers; nothing stays in shared memory."""
+    """Runs a script that is told something on CPU workers; nothing stays in shared memory.
+
+    Without a start method they are forks of this process, which imports once what each would import. Where there are
+    GPUs a backward in it may have started threads, and no fork of it could do one: there they are forks of a clean one.
+    """
     policy = Policy(hang_timeout_seconds=5.0) if policy is None else policy
     before = shared_memory()
     job = Job("script", script, (json.dumps(told),), quiet=True)
-    outcome = supervise(job, select(f"cpu:{devices}"), policy=policy, start_method=start_method)
+    selection = select(f"cpu:{devices}")
+    if start_method is None and not torch.cuda.is_available():
+        for name in IMPORTED_LATE:
+            importlib.import_module(name)
+        variables = process_variables(selection, 1)
+        outcome = supervise_crew(
+            lambda: ForkCrew.forked(lambda: run_program(job, {}), variables), job, selection, threads=1, policy=policy
+        )
+    else:
+        outcome = supervise(job, selection, policy=policy, start_method=start_method)
     deadline = time.monotonic() + SHARED_SECONDS
     while shared_memory() - before and time.monotonic() < deadline:
         time.sleep(0.1)  # what other tests use beside this one goes by itself

@@ -23,9 +23,9 @@ def alone(kind, folder):
     return in_turns(1, lambda communicator: train(Run(32, 8, 3, communicator=communicator), kind, None, folder))[0]
 
 
-def check(kind, devices, faults, tmp_path, policy=None):
+def check(kind, devices, faults, tmp_path, policy=None, start_method=None):
     told = {"folder": str(tmp_path / "run"), "kind": kind, "faults": faults}
-    outcome = run_script(SCRIPT, devices, told, policy)
+    outcome = run_script(SCRIPT, devices, told, policy, start_method)
     assert outcome.exit_code == 0, outcome.failure
     assert len(list(tmp_path.glob("struck-*.json"))) == len(faults)
     ended = [json.loads(path.read_text()) for path in tmp_path.glob("ended-*.json")]
@@ -51,7 +51,8 @@ def test_a_loop_of_ones_own_goes_on_with_the_same_bits(kind, fault, tmp_path):
 def test_a_replacement_does_not_train_alone_where_nobody_hands_it_the_state(tmp_path, capfd):
     """It is told so, and the others end as if it had never been."""
     fault = {"rank": 1, "step": 0, "phase": "backward", "kind": "SIGKILL"}
-    check("slow", 2, [fault], tmp_path, Policy(replace=True, max_restarts=1))
+    # A fork of this process would be there and gone again before the others wait for it.
+    check("slow", 2, [fault], tmp_path, Policy(replace=True, max_restarts=1), start_method="fork")
     assert "in a loop of your own nobody hands it the state" in capfd.readouterr().err
     assert len(list(tmp_path.glob("ended-*.json"))) == 1
 

@@ -68,6 +68,8 @@ def test_ctrl_c_leaves_a_checkpoint_of_the_step_and_says_how_to_go_on(tmp_path):
     assert (folder / "checkpoints" / "latest").read_text().strip() == f"step-{len(steps):08d}"
     assert not (folder / "result.json").exists()
     assert f"samestep train mlp --resume {folder}" in out + err
+    assert f"what there is of the run: {folder}" in err
+    assert (folder / "loss.png").exists()
     assert "Traceback" not in out + err
     assert "exited with code" not in err  # nobody failed: they left as they were asked to
 

@@ -38,12 +38,6 @@ def fail_on(rank: int) -> None:
     time.sleep(60)
 
 
-def launch_inside() -> None:
-    from samestep.launcher.notebook import launch
-
-    launch(give_tensor)
-
-
 def fail_unless(resume: str | None, factor: int) -> dict[str, Any]:
     """Needs a second attempt, and meets its peers there in the same store."""
     import torch.distributed as dist

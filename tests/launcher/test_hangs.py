@@ -176,6 +176,7 @@ def test_a_hang_where_nobody_heals_after_it_is_told_as_the_failure(tmp_path):
         if member.slot == 1:
             member.do(17)
             sleep_in_python()
+        wait_until(lambda: member.board.beat(1).step == 17)  # until then it waits for all to have flags
         wait_until(lambda: bool(member.pulse.set_flags(0)))  # signs of life: were both silent, it would be a pause
 
     outcome = run_members(tmp_path, play, "cpu:2", Policy(hang_timeout_seconds=1.5))

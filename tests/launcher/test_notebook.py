@@ -24,7 +24,7 @@ def test_an_importable_function_runs_in_clean_workers(capsys):
 
 
 def test_an_importable_function_runs_in_spawned_workers():
-    result = launch(steps.give_tensor, devices="cpu:2", start_method="spawn")
+    result = launch(steps.give_tensor, devices="cpu:1", start_method="spawn")
     assert torch.equal(result, torch.arange(3))
 
 
@@ -69,7 +69,7 @@ def test_a_closure_cannot_be_spawned_and_the_message_says_what_to_do():
 
 def test_launch_in_a_worker_is_refused():
     with pytest.raises(WorkerError, match="is a worker already"):
-        launch(steps.launch_inside, devices="cpu:1")
+        launch(lambda: launch(steps.give_tensor), devices="cpu:1")
 
 
 def test_what_is_no_function_is_refused():

@@ -4,6 +4,8 @@ import json
 import subprocess
 import sys
 
+import pytest
+
 FIRST_STEP = """
 import importlib, json, sys
 from samestep.launcher.zygote import PRELOADED
@@ -34,6 +36,7 @@ def test_after_the_fork_a_first_step_imports_next_to_nothing():
     assert len([name for name in later if name.startswith("torch")]) < 5
 
 
+@pytest.mark.slow
 def test_twin_without_torch_dynamo_every_worker_would_import_it(monkeypatch):
     shorter = FIRST_STEP.replace("PRELOADED:", '[n for n in PRELOADED if n != "torch._dynamo"]:')
     monkeypatch.setitem(globals(), "FIRST_STEP", shorter)

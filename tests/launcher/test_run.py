@@ -104,16 +104,16 @@ def test_a_module_runs_as_python_m_does(starter):
     assert fact["pickled"]
 
 
-def test_an_unchanged_script_meets_its_peers_and_four_runs_at_once_do_not_collide(starter):
+def test_an_unchanged_script_meets_its_peers_and_three_runs_at_once_do_not_collide(starter):
     starter.script("meet.py", MEET)
-    runs = [starter.start("--devices", f"cpu:{size}", "meet.py") for size in (1, 2, 3, 3)]
+    runs = [starter.start("--devices", f"cpu:{size}", "meet.py") for size in (1, 3, 3)]
     outputs = [run.communicate(timeout=120) for run in runs]
-    assert [run.returncode for run in runs] == [0, 0, 0, 0]
-    assert [out for out, _ in outputs] == ["sum 1.0 of 1\n", "sum 3.0 of 2\n", "sum 6.0 of 3\n", "sum 6.0 of 3\n"]
-    assert [err for _, err in outputs] == ["", "", "", ""]
+    assert [run.returncode for run in runs] == [0, 0, 0]
+    assert [out for out, _ in outputs] == ["sum 1.0 of 1\n", "sum 6.0 of 3\n", "sum 6.0 of 3\n"]
+    assert [err for _, err in outputs] == ["", "", ""]
 
 
-@pytest.mark.parametrize("start_method", ["fork", "spawn"])
+@pytest.mark.parametrize("start_method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_an_exception_is_told_once_with_rank_device_and_the_scripts_own_lines(starter, start_method):
     script = starter.script(
         "boom.py",
@@ -169,7 +169,10 @@ def test_a_samestep_error_is_told_by_its_message_and_the_users_line(starter):
 
 @pytest.mark.parametrize(
     ("statement", "code", "said"),
-    [("sys.exit(7)", 7, "exited with code 7"), ('sys.exit("out of paper")', 1, "out of paper")],
+    [
+        ("sys.exit(7)", 7, "exited with code 7"),
+        pytest.param('sys.exit("out of paper")', 1, "out of paper", marks=pytest.mark.slow),
+    ],
 )
 def test_a_scripts_own_exit_code_is_kept(starter, statement, code, said):
     starter.script(

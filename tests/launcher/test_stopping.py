@@ -43,13 +43,17 @@ def wait_until_up(starter, num_ranks):
 
 
 @pytest.mark.parametrize(
-    ("signum", "start_method"),
-    [(signal.SIGINT, "fork"), (signal.SIGINT, "spawn"), pytest.param(signal.SIGTERM, "fork", marks=pytest.mark.slow)],
+    ("signum", "start_method", "num_ranks"),
+    [
+        (signal.SIGINT, "fork", 2),
+        (signal.SIGINT, "spawn", 1),  # each imports torch anew
+        pytest.param(signal.SIGTERM, "fork", 2, marks=pytest.mark.slow),
+    ],
 )
-def test_a_signal_ends_the_run_quietly_with_128_plus_its_number(starter, signum, start_method):
+def test_a_signal_ends_the_run_quietly_with_128_plus_its_number(starter, signum, start_method, num_ranks):
     starter.script("wait.py", WAIT)
-    process = starter.start("--devices", "cpu:2", "--start-method", start_method, "wait.py")
-    wait_until_up(starter, 2)
+    process = starter.start("--devices", f"cpu:{num_ranks}", "--start-method", start_method, "wait.py")
+    wait_until_up(starter, num_ranks)
     process.send_signal(signum)
     stdout, stderr = process.communicate(timeout=30)
     assert (process.returncode, stdout, stderr) == (128 + signum, "", "")
@@ -102,15 +106,17 @@ open("shared-" + os.environ["RANK"], "w").write(memory.name + " " + os.environ["
 """
 
 
-@pytest.mark.parametrize("start_method", ["fork", "spawn"])
-def test_within_five_seconds_of_the_supervisors_sudden_death_nothing_of_the_run_is_left(starter, start_method):
+@pytest.mark.parametrize(("start_method", "num_ranks"), [("fork", 2), ("spawn", 1)])
+def test_within_five_seconds_of_the_supervisors_sudden_death_nothing_of_the_run_is_left(
+    starter, start_method, num_ranks
+):
     starter.script("stubborn.py", SHARING + STUBBORN)
-    process = starter.start("--devices", "cpu:2", "--start-method", start_method, "stubborn.py")
-    wait_until_up(starter, 2)
+    process = starter.start("--devices", f"cpu:{num_ranks}", "--start-method", start_method, "stubborn.py")
+    wait_until_up(starter, num_ranks)
     process.kill()
     process.communicate(timeout=30)
     assert starter.wait_until_gone(5.0) == []
-    for rank in range(2):
+    for rank in range(num_ranks):
         name, port = (starter.folder / f"shared-{rank}").read_text().split()
         with pytest.raises(FileNotFoundError):
             SharedMemory(name)
@@ -229,7 +235,7 @@ open(f"left-{run.rank}-after-{step.num_steps}", "w").close()
 """
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_loop_of_one_s_own_that_asks_is_told_and_leaves_after_its_step(starter, num_ranks):
     starter.script("own_loop.py", OWN_LOOP)
     process = starter.start("--no-adopt", "--devices", f"cpu:{num_ranks}", "own_loop.py")

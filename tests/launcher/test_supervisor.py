@@ -44,7 +44,7 @@ def test_a_quiet_job_prints_no_lines(capsys):
     ("target", "code", "said"),
     [
         ("steps:nothing", 2, "the module steps has no function nothing"),
-        ("nowhere.steps:report", 2, "there is no module nowhere.steps"),
+        pytest.param("nowhere.steps:report", 2, "there is no module nowhere.steps", marks=pytest.mark.slow),
         ("steps:give_object", 1, "not JSON serializable"),
     ],
 )
