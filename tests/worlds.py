@@ -14,7 +14,14 @@ from samestep.comm.sequential import SequentialWorld
 
 PATIENCE_SECONDS = 400
 PRELOADED = [
-    *("torch", "torch._dynamo", "samestep.train.trainer", "samestep.recipes.job", "samestep.adopt.script"),
+    *(
+        "torch",
+        "torch._dynamo",
+        "torch.distributed.tensor.parallel",
+        "samestep.train.trainer",
+        "samestep.recipes.job",
+        "samestep.adopt.script",
+    ),
     *("sklearn.datasets", "matplotlib.pyplot", "torch.utils.tensorboard"),
 ]
 

@@ -64,6 +64,10 @@ class Placement:
         """What of the placement decides the bits: nothing."""
         return {}
 
+    def explain(self, error: RuntimeError) -> Exception | None:
+        """What an error means that a forward or backward met, where the ranks compute together; None for itself."""
+        return None
+
     def held(self, optimizers: Sequence[Optimizer]) -> dict[str, nn.Parameter]:
         """What the optimizers hold, by name: of spread parameters this rank's parts."""
         return named_parameters(self.model, optimizers)

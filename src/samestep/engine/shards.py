@@ -49,7 +49,7 @@ class ShardRunner:
         buffers: what the shards' buffers are merged by.
         guard: watches the model while shards run.
         graphs: by which shards of full batches run; None without.
-        explain: what an error means where the ranks compute together; None where each computes alone.
+        explain: what an error means, where the ranks compute together; None for itself.
     """
 
     counts: GlobalCounts | None
@@ -80,7 +80,7 @@ class ShardRunner:
         self._seeds: dict[tuple[float, torch.dtype], Tensor] = {}
         self.generators = Generators(self._device)
         self.graphs: ShardGraphs | None = None
-        self.explain: Callable[[RuntimeError], Exception | None] | None = None
+        self.explain: Callable[[RuntimeError], Exception | None] = lambda _: None
 
     def run(self, batch: Batch, step: int) -> Shortage | None:
         """Forward and backward of this rank's shards.
@@ -175,8 +175,8 @@ class ShardRunner:
             pulse.enter("backward")
             differentiate(loss.value, self.seed_of(loss, is_only), self.gradients.inputs)
         except RuntimeError as error:
-            if self.explain is not None and (spread := self.explain(error)) is not None:
-                raise spread from error
+            if (told := self.explain(error)) is not None:
+                raise told from error
             explained = explain_nondeterminism(error, self._model, lambda: forward().value)
             if explained is None:
                 raise

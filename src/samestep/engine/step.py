@@ -144,6 +144,7 @@ class TrainStep:
         self.compile = compile
         run_loss = compile_loss(loss_fn) if compile else loss_fn
         inner = ShardRunner(team, seed, stream, model, run_loss, dtype, self._scale, self._rows)
+        inner.explain = self.placement.explain
         self.runner: Any = self.placement.make_runner(inner, seed, stream, self._rows)
         self.cuda_graphs = graphed_length is not None
         if graphed_length is not None:

@@ -1,9 +1,8 @@
 """The run: the contract and the topology, built once and passed down. The loop stays the user's."""
 
 import atexit
-import weakref
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -24,9 +23,10 @@ from samestep.data.randomness import seed_process
 from samestep.data.tensors import TensorData
 from samestep.engine.losses import LossFn, describe
 from samestep.engine.parameters import is_spread
+from samestep.engine.placement import Placement
 from samestep.engine.step import BUCKET_BYTES, OnNonFinite, TrainStep
 from samestep.engine.strategies import Strategy, as_strategy
-from samestep.errors import UsageError
+from samestep.errors import SamestepError, UsageError
 from samestep.plan.mesh import make_mesh
 from samestep.plan.shards import active_shares, shard_ranges
 from samestep.train.agreement import check_contract_kept, differences
@@ -145,8 +145,7 @@ class Run:
         self._until_end = ExitStack()
         self._leaves_by_itself = False
         self._num_streams = 0
-        self._spread: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # models that are no longer whole
-        self._forwards: dict[nn.Module, nn.Module] = {}  # what runs a model where nothing is trained
+        self._spread: dict[nn.Module, Placement] = {}  # models that are no longer whole
         self._folders: set[Path] = set()  # of checkpoints that are this run's
         seed_process(seed)
 
@@ -281,9 +280,7 @@ class Run:
             strategy=as_strategy(strategy, shard_optimizer),
         )
         if step.spread is not None and not step.spread.has_whole_parameters:
-            self._spread.add(model)
-        if step.placement.forward is not model:
-            self._forwards[model] = step.placement.forward
+            self._spread[model] = step.placement
         return step
 
     def loader(
@@ -343,9 +340,8 @@ class Run:
     ) -> dict[str, float]:
         """Measures a model on a dataset; see `samestep.train.evaluation.evaluate`. Tier `bitwise`."""
         loader = data if isinstance(data, Loader) else self.loader(data, num_workers=num_workers)
-        return evaluate(
-            self.team, self._forwards.get(model, model), loader, metrics, forward=forward, precision=precision
-        )
+        with self._placed(model) as placed:
+            return evaluate(self.team, placed, loader, metrics, forward=forward, precision=precision)
 
     def predict(
         self,
@@ -358,7 +354,24 @@ class Run:
     ) -> Any:
         """The model's outputs on a dataset, in its order, in host memory; see `samestep.train.evaluation.predict`."""
         loader = data if isinstance(data, Loader) else self.loader(data, num_workers=num_workers)
-        return predict(self.team, self._forwards.get(model, model), loader, forward=forward, precision=precision)
+        with self._placed(model) as placed:
+            return predict(self.team, placed, loader, forward=forward, precision=precision)
+
+    @contextmanager
+    def _placed(self, model: nn.Module) -> Iterator[nn.Module]:
+        """What runs a model where nothing is trained; what its ranks meet there is told as in training."""
+        placement = self._spread.get(model)
+        if placement is None:
+            yield model
+            return
+        try:
+            yield placement.forward
+        except SamestepError:
+            raise
+        except RuntimeError as error:
+            if (told := placement.explain(error)) is not None:
+                raise told from error
+            raise
 
     def save_checkpoint(
         self,

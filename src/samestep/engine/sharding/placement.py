@@ -11,7 +11,6 @@ from samestep.engine.guard import ModelGuard
 from samestep.engine.placement import Placement
 from samestep.engine.sharding.gradients import ShardedGradientSum
 from samestep.engine.sharding.model import shard_model
-from samestep.engine.shards import ShardRunner
 from samestep.engine.strategies import Sharded
 from samestep.errors import UsageError
 
@@ -43,6 +42,10 @@ class ShardedPlacement(Placement):
         """The type in which modules compute, if it is not that of the parameters."""
         return {} if self._param_dtype is None else {"param_dtype": self._param_dtype}
 
+    def explain(self, error: RuntimeError) -> UsageError | None:
+        """A parameter that is not together was used."""
+        return UsageError(PARTLY_TOGETHER) if MIXED in str(error) else None
+
     def held(self, optimizers: Sequence[Optimizer]) -> dict[str, nn.Parameter]:
         """This rank's parts of what the optimizers hold, by name."""
         return self.sharded.state.held(optimizers)
@@ -50,11 +53,6 @@ class ShardedPlacement(Placement):
     def make_guard(self) -> ModelGuard:
         """What watches the parts while shards run."""
         return ModelGuard(self.model, self.sharded.state.parts)
-
-    def make_runner(self, inner: ShardRunner, seed: int, stream: int, rows: Any) -> ShardRunner:
-        """The same, which knows what breaks where a module is not together."""
-        inner.explain = lambda error: UsageError(PARTLY_TOGETHER) if MIXED in str(error) else None
-        return inner
 
     def make_gradients(
         self, trainable: dict[str, nn.Parameter], optimizers: Sequence[Optimizer], bucket_bytes: int, overlap: bool

@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.nn import functional
 
 from samestep.engine.tensor_parallel.dropout import kept_part
+from samestep.engine.tensor_parallel.leaving import writable
 from samestep.errors import LossError
 
 
@@ -62,7 +63,7 @@ class DividedAttention:
         output = output.redistribute(placements=[self._turned(self._outside)])
         if module.out_proj.bias is not None:
             output = cast(DTensor, output + module.out_proj.bias)
-        local = output.to_local()
+        local = writable(output.to_local())
         return local.transpose(0, 1) if module.batch_first else local, None
 
     def _turned(self, placement: Placement) -> Placement:

@@ -20,7 +20,8 @@ from samestep.data.batch import memory_border
 from samestep.engine.parameters import named_parameters
 from samestep.engine.spread import SpreadState, check_contiguous, check_elementwise
 from samestep.engine.strategies import TensorParallel
-from samestep.engine.tensor_parallel.plan import HEADS, PACKED, Division, describe_plan, read_plan
+from samestep.engine.tensor_parallel.leaving import make_writable
+from samestep.engine.tensor_parallel.plan import DROPOUT, HEADS, PACKED, REGION, Division, describe_plan, read_plan
 from samestep.engine.tensor_parallel.styles import make_style
 from samestep.engine.tensor_parallel.waiting import tell_waiting
 from samestep.errors import PeerLostError, UsageError
@@ -95,7 +96,10 @@ class DividedModel:
 def _divide(model: nn.Module, divisions: Mapping[str, Division], mesh: DeviceMesh) -> None:
     """Divides the modules; each one's rank and place in the model stay as they are."""
     for name, division in divisions.items():
-        parallelize_module(model.get_submodule(name), mesh, make_style(division), src_data_rank=None)
+        module = model.get_submodule(name)
+        parallelize_module(module, mesh, make_style(division, module), src_data_rank=None)
+        if division.style not in (HEADS, DROPOUT, REGION):  # what these give may be written to
+            module.register_forward_hook(make_writable)
     for module in model.modules():
         if isinstance(module, nn.TransformerEncoder):  # its short cut for padded inputs reads whole weights
             module.use_nested_tensor = False

@@ -9,7 +9,6 @@ from torch.optim import Optimizer
 from samestep.comm.team import Team
 from samestep.engine.guard import ModelGuard
 from samestep.engine.placement import Placement
-from samestep.engine.shards import ShardRunner
 from samestep.engine.strategies import TensorParallel
 from samestep.engine.tensor_parallel.gradients import DividedGradientSum
 from samestep.engine.tensor_parallel.model import DividedModel
@@ -35,6 +34,10 @@ class DividedPlacement(Placement):
         """How many ranks share each matrix, and how: where sums are cut."""
         return {"tensor": self.divided.contract}
 
+    def explain(self, error: RuntimeError) -> Exception | None:
+        """A rank was lost, or what is divided met what is not."""
+        return self.divided.explain(error)
+
     def held(self, optimizers: Sequence[Optimizer]) -> dict[str, nn.Parameter]:
         """This rank's parts of what the optimizers hold, by name."""
         return self.divided.state.held(optimizers)
@@ -42,11 +45,6 @@ class DividedPlacement(Placement):
     def make_guard(self) -> ModelGuard:
         """What watches the parts while shards run."""
         return ModelGuard(self.model, self.divided.state.parts)
-
-    def make_runner(self, inner: ShardRunner, seed: int, stream: int, rows: Any) -> ShardRunner:
-        """The same, which turns what breaks where the ranks compute together into what has happened."""
-        inner.explain = self.divided.explain
-        return inner
 
     def make_gradients(
         self, trainable: dict[str, nn.Parameter], optimizers: Sequence[Optimizer], bucket_bytes: int, overlap: bool

@@ -264,9 +264,9 @@ def _refuse_shared(model: nn.Module, divisions: Mapping[str, Division]) -> None:
 
 
 def _matches(name: str, pattern: str) -> bool:
-    """Whether a pattern names a module: part by part, as torch reads them."""
+    """Whether a pattern names a module: part by part, as torch reads them; the model itself has no part."""
     own, wanted = name.split("."), pattern.split(".")
-    return len(own) == len(wanted) and all(map(fnmatch, own, wanted))
+    return bool(name) == bool(pattern) and len(own) == len(wanted) and all(map(fnmatch, own, wanted))
 
 
 def _is_in(name: str, region: str) -> bool:

@@ -9,6 +9,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 
 from samestep.engine.tensor_parallel.attention import DividedAttention
 from samestep.engine.tensor_parallel.dropout import DividedDropout
+from samestep.engine.tensor_parallel.leaving import writable
 from samestep.engine.tensor_parallel.plan import (
     COLWISE,
     DROPOUT,
@@ -23,18 +24,19 @@ from samestep.engine.tensor_parallel.plan import (
 from samestep.errors import LossError
 
 
-def make_style(division: Division) -> ParallelStyle:
+def make_style(division: Division, module: nn.Module) -> ParallelStyle:
     """The style that divides a module."""
     style, number = division.style, division.number
     outside: Placement = Replicate() if division.sequence_dim is None else Shard(division.sequence_dim)
     if style == COLWISE:
         return ColwiseParallel(input_layouts=outside)
     if style == GATHERED:
-        return ColwiseParallel(output_layouts=Replicate())
+        return ColwiseParallel(input_layouts=outside, output_layouts=outside)
     if style == PACKED:
         return PackedColwise(number, input_layouts=outside)
     if style == ROWWISE:
-        return RowwiseParallel(output_layouts=outside)
+        inside = outside if isinstance(module, nn.Embedding) else Shard(-1)
+        return RowwiseParallel(input_layouts=inside, output_layouts=outside)
     if style == HEADS:
         return Heads(outside)
     if style == DROPOUT:
@@ -131,8 +133,7 @@ class SequenceRegion(ParallelStyle):
 def moved(local: Tensor, mesh: DeviceMesh, source: Placement, target: Placement) -> Tensor:
     """This rank's part of a tensor that lies on the ranks in one way, as it lies in another; with its gradient."""
     whole = DTensor.from_local(local, mesh, [source], run_check=False)
-    result: Tensor = whole.redistribute(placements=[target]).to_local()
-    return result
+    return writable(whole.redistribute(placements=[target]).to_local())
 
 
 def _distribute(module: nn.Module, name: str, mesh: DeviceMesh, placement: Placement) -> None:
