@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from samestep.comm.board import HEALS, Beat
+from samestep.comm.board import HEALS, SHOWS_LIFE, Beat
 from samestep.launcher.hangs import Silences
 from samestep.launcher.policy import Policy
 
@@ -90,6 +90,14 @@ def test_without_a_timeout_and_without_healing_nobody_hangs():
         for now in range(100):
             silences.look({0: Beat(1.0, 7, "forward", flags, 0)}, now)
         assert silences.hanging(lambda slot: True) == []
+
+
+@pytest.mark.parametrize("flags", [HEALS, SHOWS_LIFE])
+def test_a_worker_is_watched_that_heals_or_that_only_shows_signs_of_life(flags):
+    silences = Silences(TIMEOUT)
+    for now in range(20):
+        silences.look({0: Beat(1.0, 7, "forward", flags, 0), 1: Beat(1.0, 7, "exchange", flags, 0)}, now)
+    assert silences.hanging(lambda slot: False) == [0]
 
 
 def hang_of(slot, phase, freeze):

@@ -202,6 +202,17 @@ def said(communicator, name, options):
     return "nothing"
 
 
+@with_group_closed
+def second_step(communicator, name, options):
+    """What a rank says of a second training step over a model."""
+    run, step, _ = make(communicator, name, options)
+    try:
+        run.train_step(step.model, torch.optim.SGD(step.model.parameters()), step.loss_fn)
+    except SamestepError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
 def loses_rank_1(communicator, name, options):
     """What a rank says when rank 1 ends in the middle of its second shard."""
     try:

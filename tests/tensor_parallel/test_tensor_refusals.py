@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from tensor_programs import loses_rank_1, said, train
+from tensor_programs import loses_rank_1, said, second_step, train
 from worlds import World, in_turns
 
 MESH = {"mesh": {"tensor": 2}}
@@ -70,6 +70,21 @@ def test_what_only_a_step_can_see_is_refused_in_it_on_every_rank(worlds, case):
     for words in worlds(2).run(said, name, options):
         assert words.startswith(kind)
         assert text in words
+
+
+@pytest.mark.parametrize(
+    ("options", "refused"),
+    [
+        (MESH, True),
+        ({"mesh": {"pipe": 2}, "strategy": "pipeline"}, True),
+        ({"strategy": "sharded"}, True),
+        ({"strategy": "replicate"}, False),
+    ],
+    ids=str,
+)
+def test_a_second_step_over_a_model_that_is_not_whole_is_refused(worlds, options, refused):
+    for words in worlds(2).run(second_step, "gpt with a head", options):
+        assert ("several steps over one model need strategy='replicate'" in words) is refused
 
 
 @pytest.mark.parametrize("case", COPIES)
