@@ -39,6 +39,7 @@ from samestep.data.nested import leaves
 from samestep.engine import shards as engine_shards
 from samestep.engine.graphs import ShardGraphs, never_by_graphs
 from samestep.engine.step import TrainStep
+from samestep.engine.strategies import Pipeline
 from samestep.errors import UsageError
 from samestep.proof.causes.evidence import Recorder
 from samestep.proof.causes.table import CAUSES
@@ -47,6 +48,7 @@ from samestep.proof.watching.diary import Diary
 from samestep.proof.watching.ending import Ending, WatchedEnough
 from samestep.proof.watching.metrics import Metrics
 from samestep.proof.watching.modules import Modules
+from samestep.proof.watching.parts import parts_of
 from samestep.proof.watching.sketch import bits
 from samestep.proof.watching.steps import EPSILONS, Steps
 
@@ -212,6 +214,9 @@ def _train_step(watch: Steps, family: list[str]) -> list[Patch]:
 
     def noted(this: TrainStep, batch: Any) -> Any:
         family[0], watch.modules.in_shards, watch.in_train_step = "api", True, True
+        watch.parts = parts_of(this)
+        if this.team.mesh is not None:  # a module there gives a part of its output, or runs on some ranks alone
+            watch.is_noted, watch.modules.step = bool(this.team.mine), None
         if watch.number >= watch.num_wanted:
             watch.ending.end()
         try:
@@ -219,15 +224,30 @@ def _train_step(watch: Steps, family: list[str]) -> list[Patch]:
                 samples = _samples_of(batch)
                 if not isinstance(batch, Batch):
                     watch.inputs.append(checksum(batch))
-            result = call(this, batch)
+            with applied(_stages(watch, this)):
+                result = call(this, batch)
             watch.losses = [result.loss]
             watch.finish([this.model], {**samples, "num_samples": result.num_samples})
         finally:
-            watch.in_train_step = False
+            watch.in_train_step, watch.is_noted, watch.parts = False, True, None
             watch.modules.shard = -1
         return result
 
     return [Patch(TrainStep, "__call__", noted)]
+
+
+def _stages(watch: Steps, step: TrainStep) -> list[Patch]:
+    """Notes which shards the first stage of a pipeline runs, on the rank that has it."""
+    if not isinstance(step.strategy, Pipeline) or step.team.mesh is None:
+        return []
+    run_stage = step.runner._forward
+
+    def noted(action: Any, shard: int) -> None:
+        if action.stage == 0:
+            watch.shards.append([0, shard])
+        run_stage(action, shard)
+
+    return [Patch(step.runner, "_forward", noted)]
 
 
 def _samples_of(batch: Any) -> dict[str, Any]:
@@ -255,7 +275,8 @@ def _shards(watch: Steps, family: list[str]) -> list[Patch]:
     assert derive is not None, "the step seeds its shards by derive_seed"
 
     def noted_seed(*numbers: int) -> int:
-        watch.shards.append([numbers[1], numbers[-1]])
+        if watch.is_noted:
+            watch.shards.append([numbers[1], numbers[-1]])
         watch.modules.shard = numbers[-1]
         return derive(*numbers)
 

@@ -16,6 +16,7 @@ from samestep.proof.watching.ending import Ending
 from samestep.proof.watching.metrics import Metrics
 from samestep.proof.watching.modules import Modules
 from samestep.proof.watching.names import parameter_names, roots
+from samestep.proof.watching.parts import Parts
 from samestep.proof.watching.sketch import bits, local_part, norm, sketch
 
 NUDGE = 4 * 2.0**-23
@@ -54,6 +55,8 @@ class Steps:
         detail: the step whose modules are watched; None for none.
         nudge: whether gradients are changed by a rounding error.
         number: the step that comes next.
+        parts: what this rank has of the state, while a step of `samestep.Run` is under way that spreads it.
+        is_noted: whether this rank notes the shards of that step: of several that compute one together, one does.
         in_train_step: whether a step of `samestep.Run` is under way, which is written down as one.
         losses: roots of backward since the last step.
         inputs: checksums of what wrapped forwards were given since the last step.
@@ -72,6 +75,8 @@ class Steps:
     nudge: bool = False
     number: int = 0
     in_train_step: bool = False
+    parts: Parts | None = None
+    is_noted: bool = True
     losses: list[float] = field(default_factory=list)
     inputs: list[int] = field(default_factory=list)
     shards: list[list[int]] = field(default_factory=list)
@@ -92,17 +97,17 @@ class Steps:
             known = self._known.get(optimizer) or self._get_to_know(optimizer)
             if self.nudge:
                 nudge([p for p in known.parameters if p.grad is not None])
-            grads = [p.grad for p in known.parameters]
+            grads = [None if p.grad is None else self._whole(p, p.grad) for p in known.parameters]
             self._gradients.append({"optimizer": known.number, **_summary(grads)})
 
     def after(self, optimizer: Optimizer, *_: Any) -> None:
         """An optimizer has stepped."""
         with torch._C.DisableTorchFunction(), torch.no_grad():
             known = self._known[optimizer]
-            moments = [_moments(optimizer, parameter) for parameter in known.parameters]
+            moments = [self._moments(optimizer, parameter) for parameter in known.parameters]
             rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
             self._states.append(
-                {"optimizer": known.number, "lr": rates, "moments": moments, **_summary(known.parameters)}
+                {"optimizer": known.number, "lr": rates, "moments": moments, **self._summary(known.parameters)}
             )
         if not self.in_train_step:
             models = [model for ref in known.models if (model := ref()) is not None]
@@ -151,7 +156,7 @@ class Steps:
         """Looks at an optimizer's parameters before its first step."""
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         models = roots()
-        names = parameter_names(models)
+        names = {**parameter_names(models), **({} if self.parts is None else self.parts.names)}
         own = {id(parameter) for parameter in parameters}
         holders = [model for model in models if any(id(p) in own for p in model.parameters())]
         known = Known(len(self._known), parameters, [weakref.ref(model) for model in holders])
@@ -161,13 +166,33 @@ class Steps:
             optimizer=known.number,
             type=type(optimizer).__name__,
             names=[names.get(id(parameter), f"parameter {index}") for index, parameter in enumerate(parameters)],
-            numel=[parameter.numel() for parameter in parameters],
+            numel=[p.numel() if self.parts is None else self.parts.num_elements(p) for p in parameters],
             dtype=[str(parameter.dtype).removeprefix("torch.") for parameter in parameters],
-            **_summary(parameters),
+            **self._summary(parameters),
         )
         for parameter in parameters:
             self.epsilon = max(self.epsilon, EPSILONS.get(parameter.dtype, 0.0))
         return known
+
+    def _whole(self, parameter: Tensor, value: Tensor) -> Tensor:
+        """The whole of a parameter, its gradient, or what is kept of it."""
+        return value if self.parts is None else self.parts.whole(parameter, value)
+
+    def _summary(self, parameters: Sequence[Tensor]) -> dict[str, list[Any]]:
+        return _summary([self._whole(parameter, parameter) for parameter in parameters])
+
+    def _moments(self, optimizer: Optimizer, parameter: Tensor) -> int:
+        """A checksum of what an optimizer keeps about a parameter."""
+        state = optimizer.state.get(parameter, {})
+        total = 0
+        for key in sorted(state, key=str):
+            for leaf in leaves(state[key]):
+                if isinstance(leaf, Tensor):
+                    part = bits(self._whole(parameter, leaf))
+                else:
+                    part = hash(leaf) if isinstance(leaf, int | float) else 0
+                total = (total * 1_000_003 + part) % 2**63
+        return total
 
 
 def nudge(parameters: Sequence[Tensor]) -> None:
@@ -190,17 +215,6 @@ def _summary(tensors: Sequence[Tensor | None]) -> dict[str, list[Any]]:
         "norm": [None if tensor is None else norm(tensor) for tensor in tensors],
         "sketch": [None if tensor is None else sketch(tensor) for tensor in tensors],
     }
-
-
-def _moments(optimizer: Optimizer, parameter: Tensor) -> int:
-    """A checksum of what an optimizer keeps about a parameter."""
-    state = optimizer.state.get(parameter, {})
-    total = 0
-    for key in sorted(state, key=str):
-        for leaf in leaves(state[key]):
-            part = bits(leaf) if isinstance(leaf, Tensor) else hash(leaf) if isinstance(leaf, int | float) else 0
-            total = (total * 1_000_003 + part) % 2**63
-    return total
 
 
 def _buffers(models: Sequence[nn.Module]) -> dict[str, Any]:
