@@ -41,8 +41,8 @@ def test_every_strategy_ends_with_the_digest_of_one_device_and_goes_on_from_anot
     [
         (["--strategy", "fsdp"], "--strategy is one of replicate, sharded, pipeline, tensor"),
         (["--strategy", "pipeline"], "--strategy pipeline --mesh pipe=2"),
-        (["--mesh", "pipe=2"], "that axis needs --strategy pipeline"),
-        (["--mesh", "tensor=2", "--strategy", "pipeline"], "that axis needs --strategy tensor"),
+        (["--mesh", "pipe=2"], "is for --strategy pipeline"),
+        (["--mesh", "tensor=2", "--strategy", "pipeline"], "is for --strategy tensor"),
         (["--strategy", "tensor"], "--strategy tensor --mesh tensor=2"),
         (["--strategy", "tensor", "--mesh", "tensor=3", "--devices", "cpu:3"], "mlp has 16 hidden features"),
         (["--strategy", "pipeline", "--mesh", "pipe=6", "--devices", "cpu:6"], "mlp has 5 parts for 6 stages"),

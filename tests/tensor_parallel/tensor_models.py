@@ -114,6 +114,69 @@ class Positioned(nn.Module):
         return self.last(self.region(self.tokens(x)).mean(1))
 
 
+class Observed(Pieced):
+    """Remembers the highest of all features that a rank has."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = Observer()
+
+
+class Observer(nn.Module):
+    """A buffer that holds the highest feature of the last shard."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("highest", torch.zeros(()))
+
+    def forward(self, x):
+        if self.training:
+            self.highest.copy_(x.detach().abs().max())
+        return x / (1 + self.highest)
+
+
+class Named(Pieced):
+    """Calls a layer by the name of its argument."""
+
+    def forward(self, x):
+        return self.last(self.feed_out(input=self.feed_in(input=self.tokens(x).mean(1))))
+
+
+class OneByOne(nn.Module):
+    """Calls the layers of a chain itself, and mixes features between them."""
+
+    def __init__(self):
+        super().__init__()
+        self.tokens = nn.Embedding(VOCABULARY, 16)
+        self.chain = nn.Sequential(nn.Linear(16, 12), nn.ReLU(), nn.Linear(12, NUM_CLASSES))
+
+    def forward(self, x):
+        hidden = self.chain[1](self.chain[0](self.tokens(x).mean(1)))
+        return self.chain[2](functional.normalize(hidden, dim=-1))
+
+
+class Hooked(OneByOne):
+    """A hook on a parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.chain[0].weight.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
+
+
+class Crossed(nn.Module):
+    """A decoder layer that looks at something else."""
+
+    def __init__(self):
+        super().__init__()
+        self.tokens = nn.Embedding(VOCABULARY, 16)
+        self.region = nn.TransformerDecoderLayer(16, 4, 32, batch_first=True)
+        self.last = nn.Linear(16, NUM_CLASSES)
+
+    def forward(self, x):
+        hidden = self.tokens(x)
+        return self.last(self.region(hidden, hidden.roll(1, 1)).mean(1))
+
+
 class SharedLinear(nn.Module):
     """Two layers with one weight."""
 
@@ -223,6 +286,11 @@ MODELS = {
     "looking": Looking,
     "masked": Masked,
     "turned": Turned,
+    "hooked": Hooked,
+    "chain one by one": OneByOne,
+    "observed": Observed,
+    "named input": Named,
+    "crossed": Crossed,
     "gpt without the last": lambda: Shortened(gpt()),
 }
 FED = {"feed_in": "colwise", "feed_out": "rowwise"}
@@ -247,6 +315,14 @@ PLANS = {
     "norm left out": POSITIONED,
     "first": {"first": "colwise"},
     "heads": {"attention": "heads"},
+    "half a head": {"head": "colwise"},
+    "crossed": {
+        "region": "sequence_region",
+        "region.self_attn": "heads",
+        "region.multihead_attn": "heads",
+        "region.norm*": "sequence",
+        "region.dropout[123]": "sequence",
+    },
     "head": {"head": "colwise"},
     "gathered": {
         "region": "sequence_region",

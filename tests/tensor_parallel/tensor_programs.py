@@ -1,5 +1,6 @@
 """Programs for ranks of which each has a part of every matrix, and the same training on one device."""
 
+import copy
 import os
 from contextlib import contextmanager, nullcontext
 from unittest import mock
@@ -59,7 +60,28 @@ def with_weights(model, batch):
     return loss(model, batch) + sum(parameter.square().sum() for parameter in model.parameters())
 
 
-LOSSES = {"mean": loss, "counts": counted_loss, "infinite": infinite, "weights": with_weights}
+def with_hidden(model, batch):
+    """Reads what a hidden layer gave."""
+    seen = []
+    handle = model[3].register_forward_hook(lambda _, __, output: seen.append(output))
+    total = loss(model, batch)
+    handle.remove()
+    return total + seen[0].abs().mean()
+
+
+def of_scores(model, batch):
+    """Of as many scores as there are."""
+    return model(batch[0]).square().mean()
+
+
+LOSSES = {
+    "hidden": with_hidden,
+    "mean of scores": of_scores,
+    "mean": loss,
+    "counts": counted_loss,
+    "infinite": infinite,
+    "weights": with_weights,
+}
 OPTIMIZERS = {
     "momentum": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, weight_decay=1e-3),
     # Where a gradient is 0 but for rounding, as that of a key's bias, Adam would make the rounding as large as any.
@@ -232,3 +254,26 @@ def loses_rank_1(communicator, name, options):
     except PeerLostError as error:
         return f"{type(error).__name__}: {error}"
     return "nothing"
+
+
+@with_group_closed
+def unfrozen(communicator, mesh):
+    """The state after a first layer was unfrozen, and another frozen, in the middle of a training."""
+    run, step, _ = make(communicator, "chain", {"mesh": mesh, "optimizer": "plain"})
+    step.model[2].requires_grad_(False)
+    for number, batch in enumerate(run.loader(texts(27))):
+        if number == 1:
+            step.model[2].requires_grad_(True)
+            step.model[5].requires_grad_(False)
+        step(batch)
+    return whole_state(step)
+
+
+@with_group_closed
+def copied(communicator, mesh):
+    """What a copy of a model that does not train gives, while the model does."""
+    _, step, _ = make(communicator, "encoder", {"mesh": mesh})
+    average = copy.deepcopy(step.model).eval()
+    step.model.train()
+    with torch.no_grad():
+        return average(texts(4)[0]).numpy()

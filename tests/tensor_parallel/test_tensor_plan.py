@@ -28,6 +28,19 @@ def styles(model, plan=None):
     return {name: style for name, (style, *_) in planned(model, plan).items()}
 
 
+class GatedLayer(nn.TransformerEncoderLayer):
+    """An encoder layer whose features go together two by two."""
+
+    def _ff_block(self, x):
+        gate, value = self.linear1(x).chunk(2, -1)
+        return self.linear2(gate * value)
+
+
+def with_adapter(linear):
+    linear.low_rank = nn.Parameter(torch.zeros(8, 2))
+    return linear
+
+
 CHAINS = {
     "a pair": ([nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)], {"0": "colwise", "2": "rowwise"}),
     "side by side": ([nn.Linear(8, 8), nn.Linear(8, 8)], {"0": "colwise", "1": "rowwise"}),
@@ -50,6 +63,22 @@ CHAINS = {
     ),
     "none": ([nn.ReLU()], {}),
 }
+
+
+@pytest.mark.parametrize(
+    "wrapped",
+    [nn.utils.parametrizations.weight_norm, nn.utils.parametrizations.spectral_norm, with_adapter],
+    ids=["weight_norm", "spectral_norm", "adapter"],
+)
+def test_layers_whose_weights_are_made_of_others_are_left_whole_and_refused_where_they_are_named(wrapped):
+    chain = nn.Sequential(wrapped(nn.Linear(8, 8)), nn.ReLU(), nn.Linear(8, 8), nn.Linear(8, 8))
+    assert chain_plan(chain) == {"2": "colwise", "3": "rowwise"}
+    with pytest.raises(UsageError, match=r"0 \(.*Linear\) has more than a weight and a bias"):
+        read_plan(chain, TensorParallel({"0": "colwise"}), 2)
+
+
+def test_an_encoder_layer_that_computes_otherwise_is_left_alone():
+    assert encoder_layer_plan(GatedLayer(8, 2, 16)) == {}
 
 
 @pytest.mark.parametrize("case", CHAINS)

@@ -22,6 +22,7 @@ REFUSED = {
     "nadam": ("gpt", {**MESH, "optimizer": "nadam"}, "NAdam may need the whole of a parameter"),
     "lbfgs": ("gpt", {**MESH, "optimizer": "lbfgs"}, "LBFGS"),
     "shard_optimizer": ("gpt", {**MESH, "shard_optimizer": True}, "shard_optimizer out"),
+    "hooked": ("hooked", MESH, "chain.0.weight has a hook"),
     "turned": ("turned", MESH, "parameter chain.0.weight is not contiguous"),
 }
 IN_THE_STEP = {
@@ -43,6 +44,29 @@ IN_THE_STEP = {
         {**MESH, "plan": "head"},
         "UsageError",
         "while its module was not",
+    ),
+}
+IN_SILENCE = {
+    "chain one by one": ("chain one by one", MESH, "LossError", "called one by one"),
+    "by name": ("named input", {**MESH, "plan": "fed"}, "LossError", "without an argument by position"),
+    "attention to something else": (
+        "crossed",
+        {**MESH, "plan": "crossed", "sequence": True},
+        "LossError",
+        "something else within a sequence_region",
+    ),
+    "a hidden layer in the loss": ("chain", {**MESH, "loss": "hidden"}, "DeterminismError", "different losses of one"),
+    "a loss of some outputs": (
+        "embedded",
+        {**MESH, "plan": "half a head", "loss": "mean of scores"},
+        "DeterminismError",
+        "different losses of one shard",
+    ),
+    "a buffer": (
+        "observed",
+        {**MESH, "plan": "fed", "samples": 24, "num_shards": 1},
+        "DeterminismError",
+        "the buffer scale.highest",
     ),
 }
 COPIES = {
@@ -85,6 +109,14 @@ def test_what_only_a_step_can_see_is_refused_in_it_on_every_rank(worlds, case):
 def test_a_second_step_over_a_model_that_is_not_whole_is_refused(worlds, options, refused):
     for words in worlds(2).run(second_step, "gpt with a head", options):
         assert ("several steps over one model need strategy='replicate'" in words) is refused
+
+
+@pytest.mark.parametrize("case", IN_SILENCE)
+def test_what_would_be_computed_from_a_part_in_silence_is_told_on_every_rank(worlds, case):
+    name, options, kind, text = IN_SILENCE[case]
+    for words in worlds(2).run(said, name, options):
+        assert words.startswith(kind)
+        assert text in words
 
 
 @pytest.mark.parametrize("case", COPIES)

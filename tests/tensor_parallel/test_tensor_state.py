@@ -7,9 +7,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tensor_models import PLANS, gpt
-from tensor_programs import loss, texts, whole_state, with_group_closed
+from tensor_programs import copied, loss, texts, unfrozen, whole_state, with_group_closed
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.checkpoint import load as load_by_torch
+from worlds import in_turns
 
 from samestep.engine.strategies import Pipeline, Replicate, Sharded, TensorParallel
 from samestep.errors import ContractError
@@ -231,3 +232,16 @@ def test_a_trainer_leaves_the_same_weights_whatever_the_ranks_along_data(worlds,
     assert worlds(4).run(by_trainer, {"data": 2, "tensor": 2}, tmp_path / "four") == [expected] * 4
     files = [(tmp_path / name / "weights.safetensors").read_bytes() for name in ("two", "four")]
     assert files[0] == files[1]
+
+
+def test_what_is_frozen_or_unfrozen_in_the_model_later_is_so_for_its_parts(worlds):
+    alone = in_turns(1, unfrozen, None)[0]
+    for got in worlds(2).run(unfrozen, {"tensor": 2}):
+        for name, values in alone.items():
+            np.testing.assert_allclose(got[name], values, err_msg=name, **CLOSE)
+
+
+def test_a_copy_of_the_model_has_its_own_mode_in_what_drops_features(worlds):
+    alone = in_turns(1, copied, None)[0]
+    for got in worlds(2).run(copied, {"tensor": 2}):
+        np.testing.assert_allclose(got, alone, **CLOSE)

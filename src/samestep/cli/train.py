@@ -389,8 +389,8 @@ def _check_strategy(job: dict[str, Any], grid: "Mesh") -> None:
     for other, axis in axes.items():
         if grid.sizes[axis] > 1 and axis != own:
             raise UsageError(
-                f"got --mesh {axis}={grid.sizes[axis]} with --strategy {strategy}; that axis needs --strategy {other}, "
-                "and is its alone"
+                f'got --mesh {axis}={grid.sizes[axis]} with --strategy {strategy}; the axis "{axis}" is for --strategy '
+                f"{other}: add that, or leave --mesh {axis}=… out"
             )
     if own is None or grid.world_size == 1:
         return

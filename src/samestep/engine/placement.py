@@ -9,7 +9,7 @@ divided       every rank has a part of each matrix    engine.tensor_parallel.pla
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from samestep.comm.communicator import Communicator
@@ -126,6 +126,12 @@ class Placement:
         """Called after the optimizers."""
         if self._owned is not None:
             self._owned.hand_out()
+
+    def note_loss(self, loss: Tensor) -> None:
+        """Called after the backward of each shard, with what it began with."""
+
+    def note_frozen(self) -> None:
+        """Called before each step: what was frozen or unfrozen in the model is so for what the optimizers hold."""
 
     def note_loaded(self) -> None:
         """Called when other values were written to the parameters."""

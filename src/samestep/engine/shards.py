@@ -50,6 +50,7 @@ class ShardRunner:
         guard: watches the model while shards run.
         graphs: by which shards of full batches run; None without.
         explain: what an error means, where the ranks compute together; None for itself.
+        note_loss: hears the loss of each shard.
     """
 
     counts: GlobalCounts | None
@@ -81,6 +82,7 @@ class ShardRunner:
         self.generators = Generators(self._device)
         self.graphs: ShardGraphs | None = None
         self.explain: Callable[[RuntimeError], Exception | None] = lambda _: None
+        self.note_loss: Callable[[Tensor], None] = lambda _: None
 
     def run(self, batch: Batch, step: int) -> Shortage | None:
         """Forward and backward of this rank's shards.
@@ -174,6 +176,7 @@ class ShardRunner:
             check_differentiable(loss)
             pulse.enter("backward")
             differentiate(loss.value, self.seed_of(loss, is_only), self.gradients.inputs)
+            self.note_loss(loss.value)
         except RuntimeError as error:
             if (told := self.explain(error)) is not None:
                 raise told from error

@@ -144,7 +144,7 @@ class TrainStep:
         self.compile = compile
         run_loss = compile_loss(loss_fn) if compile else loss_fn
         inner = ShardRunner(team, seed, stream, model, run_loss, dtype, self._scale, self._rows)
-        inner.explain = self.placement.explain
+        inner.explain, inner.note_loss = self.placement.explain, self.placement.note_loss
         self.runner: Any = self.placement.make_runner(inner, seed, stream, self._rows)
         self.cuda_graphs = graphed_length is not None
         if graphed_length is not None:
@@ -509,6 +509,7 @@ class TrainStep:
 
     def _what_is_trained(self) -> tuple[Any, ...]:
         """Changes when parameters are frozen or unfrozen, or join an optimizer."""
+        self.placement.note_frozen()
         held = [id(p) for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]]
         return held, [p.requires_grad for p in self._named.values()]
 

@@ -41,13 +41,19 @@ class DividedAttention:
         """What `nn.MultiheadAttention.forward` says, but for the weights.
 
         Raises:
-            LossError: the weights are asked for, or the inputs have no batch dimension.
+            LossError: the weights are asked for, or the inputs have no batch dimension, or keys are not the queries in
+                a region by positions.
         """
         module = self._module
         if need_weights:
             raise LossError("attention that is divided by heads has no rank with all weights: use need_weights=False")
         if query.ndim != 3:
             raise LossError("attention that is divided by heads needs inputs with a batch dimension")
+        if isinstance(self._outside, Shard) and key is not query:
+            raise LossError(
+                "attention to something else within a sequence_region: each rank has a part of the queries' positions, "
+                "and whether of the others is not known; leave sequence=True out, or this module out of the region"
+            )
         wholes = {id(x): self._whole(x) for x in (query, key, value)}
         inputs = [wholes[id(x)] for x in (query, key, value)]
         weights = _local(module.in_proj_weight).chunk(3)

@@ -21,14 +21,29 @@ class DividedDropout(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         assert isinstance(module, nn.Dropout), "the plan has been checked"
 
-        def forward(x: Tensor) -> Tensor:
-            if not module.training or module.p == 0:
-                return x
-            kept = kept_part(x, self._dim, module.p, device_mesh)
-            return x.mul_(kept) if module.inplace else x * kept
-
-        module.forward = forward  # type: ignore[method-assign, assignment]
+        module.forward = DroppedPart(module, self._dim, device_mesh)  # type: ignore[method-assign, assignment]
         return module
+
+
+class DroppedPart:
+    """Takes the place of the forward of an `nn.Dropout`; a copy of the module has a copy, which asks the copy's mode.
+
+    Args:
+        module: whose `p`, `inplace` and `training` count.
+        dim: along which the activations are divided.
+        mesh: of the ranks that have the parts.
+    """
+
+    def __init__(self, module: nn.Dropout, dim: int, mesh: DeviceMesh) -> None:
+        self._module, self._dim, self._mesh = module, dim, mesh
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The activations, some of them dropped."""
+        module = self._module
+        if not module.training or module.p == 0:
+            return x
+        kept = kept_part(x, self._dim, module.p, self._mesh)
+        return x.mul_(kept) if module.inplace else x * kept
 
 
 def kept_part(like: Tensor, dim: int, p: float, mesh: DeviceMesh) -> Tensor:

@@ -4,7 +4,7 @@ Parameters that every rank along "tensor" has get the same gradient on each of t
 (DTensor says which). Copies that drift apart would be noticed by nobody, so they are compared.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import cast
 
 import torch
@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from samestep.comm.team import Team
 from samestep.data.batch import tensor_checksum
+from samestep.engine.buffers import COMPARED_ELEMENTS
 from samestep.engine.gradients import GradientSum
 from samestep.engine.losses import wide_dtype
 from samestep.engine.norms import block_norm, block_norms
@@ -46,14 +47,21 @@ class DividedGradientSum(GradientSum):
         )
         self.inputs = tuple(divided.leaves[name] for name in trainable)
         self._tensor = divided.communicator
+        self._model = divided.model
         self._is_divided = [name in divided.state.spreads for name in trainable]
         self._num_compared = 0
+        self._losses: list[Tensor] = []
 
     def forget(self) -> None:
         """Drops the gradients, of the model's own parameters too."""
         super().forget()
         for leaf in self.inputs:
             leaf.grad = None
+
+    def note_loss(self, loss: Tensor) -> None:
+        """Keeps the loss of a shard until it is compared."""
+        if self._compares:
+            self._losses.append(loss.detach().double().nan_to_num())
 
     def collect(self, shard: int) -> Tensor:
         """Pushes what the backward of a shard left on the tree; shares of a gradient are added up before."""
@@ -87,7 +95,8 @@ class DividedGradientSum(GradientSum):
             DeterminismError: the ranks along "tensor" have different gradients of a parameter that each of them has.
         """
         super().finish()
-        if self._num_compared < COMPARED_STEPS or self._num_compared % COMPARED_EVERY == 0:
+        if self._compares:
+            self._compare_state()
             self._compare()
         self._num_compared += 1
 
@@ -113,6 +122,33 @@ class DividedGradientSum(GradientSum):
             total += other
         parts = total.split([share.numel() for share in shares])
         return [part.view(share.shape) for part, share in zip(parts, shares, strict=True)]
+
+    @property
+    def _compares(self) -> bool:
+        """Whether the ranks along "tensor" compare what each of them has in this step."""
+        return self._num_compared < COMPARED_STEPS or self._num_compared % COMPARED_EVERY == 0
+
+    def _compare_state(self) -> None:
+        """Compares the losses of the shards, and the buffers."""
+        losses, self._losses = self._losses, []
+        buffers = dict(self._buffers())
+        words = [int(tensor_checksum(tensor)) for tensor in (*losses, *buffers.values())]
+        names = [None] * len(losses) + list(buffers)
+        for name, row in zip(names, zip(*self._tensor.gather_words(words), strict=True), strict=True):
+            if len(set(row)) > 1:
+                what = "losses of one shard" if name is None else f"values in the buffer {name}"
+                raise DeterminismError(
+                    f"the ranks that share one model have different {what}: computed from a part of the features or "
+                    'positions; bring these together first ("rowwise", "colwise_gathered"), or leave what divides '
+                    "them out of the plan"
+                )
+
+    def _buffers(self) -> Iterator[tuple[str, Tensor]]:
+        """The small buffers by name; large ones are tables."""
+        for name, buffer in self._model.named_buffers():
+            if buffer.numel() > COMPARED_ELEMENTS:
+                continue
+            yield name, buffer.to_local() if isinstance(buffer, DTensor) else buffer
 
     def _compare(self) -> None:
         """Compares the gradients of parameters that every rank along "tensor" has."""

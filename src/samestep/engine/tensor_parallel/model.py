@@ -20,6 +20,7 @@ from samestep.data.batch import memory_border
 from samestep.engine.parameters import named_parameters
 from samestep.engine.spread import SpreadState, check_contiguous, check_elementwise
 from samestep.engine.strategies import TensorParallel
+from samestep.engine.tensor_parallel.chains import call_as_a_whole
 from samestep.engine.tensor_parallel.leaving import make_writable
 from samestep.engine.tensor_parallel.plan import DROPOUT, HEADS, PACKED, REGION, Division, describe_plan, read_plan
 from samestep.engine.tensor_parallel.styles import make_style
@@ -41,6 +42,7 @@ class DividedModel:
     Attributes:
         communicator: among the ranks along "tensor".
         contract: what decides the bits: how many these are, and a hash of what is divided and how.
+        model: the same, divided.
         leaves: what autograd gives gradients to, by name: DTensors, or parameters that every rank has.
         state: this rank's parts; parameters that every rank has are whole.
 
@@ -51,6 +53,7 @@ class DividedModel:
     def __init__(self, team: Team, model: nn.Module, optimizers: Sequence[Optimizer], options: TensorParallel) -> None:
         check_elementwise(optimizers, team.communicator.device, by_rows=False)
         named_parameters(model, optimizers)
+        self.model = model
         self.communicator = team.along("tensor")
         size = self.communicator.world_size
         divisions = read_plan(model, options, size)
@@ -58,9 +61,12 @@ class DividedModel:
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         for name, parameter in model.named_parameters():
             check_contiguous(name, parameter, "keep the whole model on each device (strategy='replicate')")
+        _refuse_hooks(model, divisions)
         assert team.mesh is not None, "a rank that is alone has everything"
         mesh = line_mesh(team.communicator, team.mesh, "tensor", team.timeout)
         _divide(model, divisions, mesh)
+        if options.plan is None and not callable(getattr(model, "tensor_plan", None)):
+            call_as_a_whole(model, divisions)
         for name in divisions:
             tell_waiting(model.get_submodule(name), team.pulse)
         self.leaves: dict[str, nn.Parameter] = dict(model.named_parameters())
@@ -76,6 +82,14 @@ class DividedModel:
                 spreads[name] = spread
         self.state = SpreadState(parts, spreads, has_whole_parameters=False, communicator=self.communicator)
         self.state.hand_over(optimizers, names, self.communicator.rank)
+        self._trainable = {name: leaf.requires_grad for name, leaf in self.leaves.items()}
+
+    def note_frozen(self) -> None:
+        """Freezes or unfreezes parts as the parameters of the model were since the last call."""
+        for name, leaf in self.leaves.items():
+            if leaf.requires_grad != self._trainable[name]:
+                self.state.parts[name].requires_grad_(leaf.requires_grad)
+        self._trainable = {name: leaf.requires_grad for name, leaf in self.leaves.items()}
 
     def explain(self, error: RuntimeError) -> Exception | None:
         """What an error means that the ranks met while they computed together; None if it is none of theirs."""
@@ -103,6 +117,22 @@ def _divide(model: nn.Module, divisions: Mapping[str, Division], mesh: DeviceMes
     for module in model.modules():
         if isinstance(module, nn.TransformerEncoder):  # its short cut for padded inputs reads whole weights
             module.use_nested_tensor = False
+
+
+def _refuse_hooks(model: nn.Module, divisions: Mapping[str, Division]) -> None:
+    """Raises a `UsageError` that names the first divided parameter with a hook, which would be left behind."""
+    for path in divisions:
+        for name, parameter in model.get_submodule(path).named_parameters(path):
+            if divisions[path].style != REGION and (parameter._backward_hooks or _post_hooks(parameter)):
+                raise UsageError(
+                    f"parameter {name} has a hook (register_hook), which would not come along where it is divided: "
+                    "register hooks after train_step, where they see DTensors, clip by max_grad_norm, or leave its "
+                    "module out of the plan"
+                )
+
+
+def _post_hooks(parameter: nn.Parameter) -> object:
+    return getattr(parameter, "_post_accumulate_grad_hooks", None)
 
 
 def _packed(model: nn.Module, divisions: Mapping[str, Division]) -> dict[str, int]:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from samestep.comm.team import Team
@@ -28,6 +28,7 @@ class DividedPlacement(Placement):
         super().__init__(team, model)
         self.divided = DividedModel(team, model, optimizers, options)
         self.state = self.divided.state
+        self._gradients: DividedGradientSum | None = None
 
     @property
     def contract(self) -> dict[str, Any]:
@@ -46,8 +47,18 @@ class DividedPlacement(Placement):
         """What watches the parts while shards run."""
         return ModelGuard(self.model, self.divided.state.parts)
 
+    def note_loss(self, loss: Tensor) -> None:
+        """The ranks that share the model compare it."""
+        assert self._gradients is not None, "a step has been laid out"
+        self._gradients.note_loss(loss)
+
+    def note_frozen(self) -> None:
+        """A parameter of the model that was frozen or unfrozen since: this rank's part is so, too."""
+        self.divided.note_frozen()
+
     def make_gradients(
         self, trainable: dict[str, nn.Parameter], optimizers: Sequence[Optimizer], bucket_bytes: int, overlap: bool
     ) -> DividedGradientSum:
         """What sums the shards' gradients, of this rank's parts."""
-        return DividedGradientSum(self.divided, trainable, self.team, bucket_bytes)
+        self._gradients = DividedGradientSum(self.divided, trainable, self.team, bucket_bytes)
+        return self._gradients

@@ -34,6 +34,7 @@ FORMS = {
 }
 """What may follow a style and a colon."""
 DEFAULT_DIM = {DROPOUT: -1, REGION: 1}
+_ENCODER_FORWARD = ("forward", "_sa_block", "_ff_block")
 
 
 @dataclass(frozen=True)
@@ -117,7 +118,14 @@ def _own_plan(model: nn.Module) -> dict[str, Any]:
 
 
 def encoder_layer_plan(layer: nn.TransformerEncoderLayer) -> dict[str, str]:
-    """What divides an encoder layer: attention by heads, the network behind it by features."""
+    """What divides an encoder layer: attention by heads, the network behind it by features.
+
+    Nothing where a subclass computes otherwise, or layers have been exchanged: what lies between them is not known.
+    """
+    if any(getattr(type(layer), name) is not getattr(nn.TransformerEncoderLayer, name) for name in _ENCODER_FORWARD):
+        return {}
+    if not (_is_plain(layer.linear1) and _is_plain(layer.linear2) and isinstance(layer.dropout, nn.Dropout)):
+        return {}
     places = 1 if layer.self_attn.batch_first else 0
     return {
         "": f"{REGION}:{places}",
@@ -142,7 +150,7 @@ def chain_plan(chain: nn.Sequential) -> dict[str, str]:
     plan: dict[str, str] = {}
     first, between = "", dict[str, str]()
     for name, module in chain.named_children():
-        if isinstance(module, nn.Linear):
+        if isinstance(module, nn.Linear) and _is_plain(module):
             if first:
                 plan |= {first: COLWISE, **between, name: ROWWISE}
             first, between = "" if first else name, {}
@@ -206,12 +214,24 @@ def _check_division(name: str, module: nn.Module, division: Division, size: int)
         raise UsageError(f'the plan has "{style}" for {title}, which must be of class {needed}')
     if style == HEADS:
         _check_attention(title, module)
+    elif isinstance(module, nn.Linear | nn.Embedding) and not _is_plain(module):
+        raise UsageError(
+            f"{title} has more than a weight and a bias, or computes these from other parameters (weight_norm, "
+            "spectral_norm, a parametrization, an adapter), which do not lie on the ranks as it would: leave it out of "
+            "the plan, or take that off"
+        )
     for what, number in _divided_sizes(module, division):
         if number % size:
             raise UsageError(
                 f'{title} has {number} {what}, which {size} ranks along "tensor" cannot share equally: use '
                 f"{_divisors(number)} of them, or leave it out of the plan"
             )
+
+
+def _is_plain(module: nn.Module) -> bool:
+    """Whether a linear layer or a table has a weight, perhaps a bias, and nothing of which these are made."""
+    names = {name for name, parameter in module.named_parameters() if parameter is not None}
+    return "weight" in names and names <= {"weight", "bias"} and isinstance(module, nn.Linear | nn.Embedding)
 
 
 def _divided_sizes(module: nn.Module, division: Division) -> Iterable[tuple[str, int]]:

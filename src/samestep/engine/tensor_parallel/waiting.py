@@ -13,6 +13,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 
 from samestep.comm.pulse import Pulse
+from samestep.errors import LossError
 
 
 def tell_waiting(module: nn.Module, pulse: Pulse) -> None:
@@ -23,7 +24,12 @@ def tell_waiting(module: nn.Module, pulse: Pulse) -> None:
         pulse: says what this rank is doing.
     """
 
-    def wait_behind(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    def wait_behind(called: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        if not inputs and not isinstance(called, nn.MultiheadAttention):
+            raise LossError(
+                f"a divided {type(called).__name__} was called without an argument by position: what comes by name "
+                "(input=x) is not brought to the ranks; call module(x)"
+            )
         borders = {  # attention is given one value three times
             id(x): Border.apply(x, pulse)  # type: ignore[no-untyped-call]
             for x in inputs
