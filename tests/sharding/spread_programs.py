@@ -131,7 +131,31 @@ def twice(model, batch):
 
 
 LOSSES = {"mean": classify, "masked": masked_loss, "twice": twice}
-MODELS = {"chain": Chain, "looped": Looped, "fickle": Fickle, "skipping": Skipping, "layer normed": layer_normed}
+
+
+class Written(nn.Module):
+    """Writes to what its modules give: to views, of which FSDP2 warns, since its hooks on them would get lost."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.last = nn.Linear(5, 16), nn.Linear(16, 16), nn.Linear(16, 2)
+
+    def forward(self, x):
+        """[n, 5] -> [n, 2]."""
+        x = self.first(torch.stack([x, -x, 2 * x], 1)).relu_()
+        y = self.second(x)
+        y += 0.5
+        return self.last(y * x).mul_(2).sum(1)
+
+
+MODELS = {
+    "written": Written,
+    "chain": Chain,
+    "looped": Looped,
+    "fickle": Fickle,
+    "skipping": Skipping,
+    "layer normed": layer_normed,
+}
 STRATEGIES = {
     "replicate": Replicate(),
     "sharded": Sharded(),

@@ -56,6 +56,13 @@ def test_a_spread_state_has_the_bits_of_one_device(worlds, references, options, 
     agree(reference_of(references, worlds, options), worlds(world_size).run(train, strategy, options))
 
 
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_model_may_write_to_what_its_modules_give(worlds, references, world_size):
+    options = {"model": "written"}
+    results = worlds(world_size).run(train, "tiny groups", options)
+    agree(reference_of(references, worlds, options), results)
+
+
 @pytest.mark.parametrize("strategy", ["blocks", "tiny groups", "kept", "offloaded"])
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_how_a_model_is_wrapped_does_not_change_the_bits(worlds, references, strategy, world_size):

@@ -8,6 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.nn.modules.batchnorm import _NormBase
 
+from samestep.engine.leaving import make_views_writable
 from samestep.engine.spread import check_contiguous
 from samestep.engine.strategies import Sharded
 from samestep.errors import UsageError
@@ -60,6 +61,7 @@ def shard_modules(model: nn.Module, inner: Sequence[nn.Module], mesh: DeviceMesh
     offloads = options.cpu_offload and mesh.device_type != "cpu"
     offload = CPUOffloadPolicy() if offloads else OffloadPolicy()
     for module in [*inner, model]:
+        module.register_forward_hook(make_views_writable)  # before that of FSDP2
         fully_shard(
             module,
             mesh=mesh,

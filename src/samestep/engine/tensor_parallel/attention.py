@@ -9,8 +9,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.nn import functional
 
+from samestep.engine.leaving import writable
 from samestep.engine.tensor_parallel.dropout import kept_part
-from samestep.engine.tensor_parallel.leaving import writable
 from samestep.errors import LossError
 
 

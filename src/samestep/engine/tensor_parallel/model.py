@@ -17,11 +17,11 @@ from samestep.comm.mesh import line_mesh
 from samestep.comm.pieces import Spread
 from samestep.comm.team import Team
 from samestep.data.batch import memory_border
+from samestep.engine.leaving import make_writable
 from samestep.engine.parameters import named_parameters
 from samestep.engine.spread import SpreadState, check_contiguous, check_elementwise
 from samestep.engine.strategies import TensorParallel
 from samestep.engine.tensor_parallel.chains import call_as_a_whole
-from samestep.engine.tensor_parallel.leaving import make_writable
 from samestep.engine.tensor_parallel.plan import DROPOUT, HEADS, PACKED, REGION, Division, describe_plan, read_plan
 from samestep.engine.tensor_parallel.styles import make_style
 from samestep.engine.tensor_parallel.waiting import tell_waiting

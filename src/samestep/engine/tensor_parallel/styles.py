@@ -7,9 +7,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, SequenceParallel
 
+from samestep.engine.leaving import writable
 from samestep.engine.tensor_parallel.attention import DividedAttention
 from samestep.engine.tensor_parallel.dropout import DividedDropout
-from samestep.engine.tensor_parallel.leaving import writable
 from samestep.engine.tensor_parallel.plan import (
     COLWISE,
     DROPOUT,

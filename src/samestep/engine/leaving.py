@@ -1,10 +1,15 @@
-"""What leaves a divided module: a tensor like any, which the model may write to."""
+"""What leaves a module that is spread over the ranks: a tensor like any, which the model may write to.
+
+To views that a Function has made autograd refuses writes, and a write to a view would take off the hook by which FSDP2
+brings a module together for its backward.
+"""
 
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map
 
 
 class _Same(torch.autograd.Function):
@@ -30,3 +35,15 @@ def writable(local: Tensor) -> Tensor:
 def make_writable(module: nn.Module, _: Any, output: Any) -> Any:
     """A forward hook: what leaves the module may be written to; a DTensor leaves as it is."""
     return writable(output) if isinstance(output, Tensor) and not isinstance(output, DTensor) else output
+
+
+def make_views_writable(module: nn.Module, _: Any, output: Any) -> Any:
+    """A forward hook: the same for views, also within tuples, lists and dicts."""
+    if not torch.is_grad_enabled():
+        return output
+
+    def own(leaf: Any) -> Any:
+        is_view = isinstance(leaf, Tensor) and leaf.requires_grad and leaf._base is not None
+        return writable(leaf) if is_view else leaf
+
+    return tree_map(own, output)
