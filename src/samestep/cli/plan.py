@@ -131,6 +131,7 @@ def plan(
         measured_seconds=measured_step_seconds,
         rate=rate,
     )
+    typer.echo(f"samestep: tracing {subject.name}; large models take a minute", err=True)
     found = forecast(subject, machines, wish)
     if png is not None:
         from samestep.forecast.picture import write_picture

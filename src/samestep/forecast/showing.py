@@ -19,7 +19,7 @@ def print_forecast(forecast: Forecast, console: Console | None = None) -> None:
         if not console.is_terminal:
             console.width = 200  # nothing is folded or cut in a file or a pipe
     wish, kind = forecast.wish, forecast.machines.kind
-    size = f"{forecast.num_parameters:,} parameters, {forecast.flops / 1e9:,.4g} GFLOP a sample"
+    size = f"{forecast.num_parameters:,} parameters, {operations(forecast.flops)} a sample"
     console.print(f"{forecast.subject}: {size}", markup=False)
     batch = f"global batch {wish.batch_size:,}, {wish.precision}"
     console.print(f"{forecast.machines}, {kind.memory_gib:g} GiB each; {batch}", markup=False)
@@ -139,3 +139,11 @@ def _percent(value: float | None) -> str:
 
 def _memory(candidate: Candidate) -> str:
     return in_gib(candidate.memory.total) + ("" if candidate.fits else " (too much)")
+
+
+def operations(count: float) -> str:
+    """A number of floating-point operations in the largest unit of which there is one: 532 TFLOP."""
+    for unit, size in (("PFLOP", 1e15), ("TFLOP", 1e12), ("GFLOP", 1e9), ("MFLOP", 1e6)):
+        if count >= size:
+            return f"{count / size:.4g} {unit}"
+    return f"{count:,.0f} FLOP"
