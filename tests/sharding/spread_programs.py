@@ -297,3 +297,21 @@ def refused(communicator, strategy, options):
     except SamestepError as error:
         return f"{type(error).__name__}: {error}"
     return None
+
+
+def frozen_later(communicator, strategy):
+    """What a step says after a parameter of the model was frozen."""
+    run = Run(8, 4, 1, communicator=communicator)
+    model = Chain()
+    step = run.train_step(model, OPTIMIZERS["momentum"](model.parameters()), classify, strategy=strategy)
+    try:
+        batches = list(run.loader(table(16)))
+        step(batches[0])
+        model.last.weight.requires_grad_(False)
+        try:
+            step(batches[1])
+        except SamestepError as error:
+            return f"{type(error).__name__}: {error}"
+        return "went on"
+    finally:
+        close_mesh_of(communicator)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from spread_programs import Chain, classify, close_mesh_of, refused, table
+from spread_programs import Chain, classify, close_mesh_of, frozen_later, refused, table
 from torch import nn
 from worlds import in_turns
 
@@ -56,6 +56,13 @@ def test_owned_parameters_that_are_not_contiguous_are_named():
             run.train_step(model, torch.optim.SGD(model.parameters()), classify, shard_optimizer=True)
 
     in_turns(2, program)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_what_a_sharded_step_trains_stays_as_it_was(worlds, world_size):
+    for sentence in worlds(world_size).run(frozen_later, "sharded"):
+        assert "UsageError: parameter last.weight was frozen after train_step" in sentence
+    assert worlds(world_size).run(frozen_later, "replicate") == ["went on"] * world_size
 
 
 def test_a_run_that_spreads_its_state_has_no_spares_and_no_shares():

@@ -20,6 +20,7 @@ from samestep.engine.parameters import named_parameters
 from samestep.engine.sharding.wrapping import plan_modules, shard_modules
 from samestep.engine.spread import SpreadState, check_elementwise, refuse_reading
 from samestep.engine.strategies import Sharded
+from samestep.errors import UsageError
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,20 @@ class ShardedModel:
             has_whole_parameters=False,
         )
         self.state.hand_over(optimizers, names, communicator.rank)
+
+    def check_trained(self) -> None:
+        """Checks that nothing was frozen or unfrozen since: how gradients travel was laid out before.
+
+        Raises:
+            UsageError: names the first parameter that was.
+        """
+        for name, parameter in self._dtensors.items():
+            if parameter.requires_grad != self.state.parts[name].requires_grad:
+                what = "unfrozen" if parameter.requires_grad else "frozen"
+                raise UsageError(
+                    f"parameter {name} was {what} after train_step; with strategy='sharded' what is trained stays as "
+                    "it was then: set requires_grad before, or use strategy='replicate'"
+                )
 
     def refuse_reading(self) -> list[RemovableHandle]:
         """Refuses losses that read parameters by themselves: such a gradient would come to nothing."""

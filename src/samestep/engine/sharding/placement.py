@@ -60,6 +60,10 @@ class ShardedPlacement(Placement):
         """What sums the shards' gradients: each module is a message of its own."""
         return ShardedGradientSum(self.sharded, trainable, self.team.communicator)
 
+    def note_frozen(self) -> None:
+        """What is trained stays as it was."""
+        self.sharded.check_trained()
+
     def note_loaded(self) -> None:
         """Lets go of what is together: it is what was."""
         self.sharded.reshard()
