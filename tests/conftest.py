@@ -11,6 +11,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # on cores that others use too, t
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell starts it so in the background, and children inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -87,7 +88,10 @@ def _nothing_left_behind(request):
     before = {child.pid for child in psutil.Process().children(recursive=True)}
     threads = torch.get_num_threads()
     tf32 = torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32
+    drawing = np.random.get_bit_generator()
     yield
+    if np.random.get_bit_generator() is not drawing:  # ranks that take turns put it back in each other's place
+        np.random.set_bit_generator(drawing)
     torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32 = tf32
     torch.set_num_threads(threads)
     torch.set_deterministic_debug_mode("default")

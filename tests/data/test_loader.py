@@ -17,7 +17,7 @@ from samestep.data import fetch as fetch_module
 from samestep.data import loader as loader_module
 from samestep.data.cache import check_fits
 from samestep.data.fetch import SeededSamples
-from samestep.data.randomness import Generators
+from samestep.data.randomness import Generators, seed_process
 from samestep.errors import DataError, OutOfMemoryError, UsageError
 from samestep.plan.shards import shard_bounds
 from samestep.train.run import Run
@@ -247,6 +247,15 @@ def test_the_scripts_own_draws_do_not_see_the_loader(kind, num_workers, masking)
     reference = draws("tensors", 0)
     assert len({str(drawn) for drawn in reference}) == len(reference)
     assert draws(kind, num_workers) == reference
+
+
+def test_another_bit_generator_of_numpy_is_seeded_as_wholly():
+    np.random.set_bit_generator(np.random.Philox(3))
+    drawn = []
+    for _ in range(2):
+        seed_process(5)
+        drawn.append([np.random.randn() for _ in range(3)])  # half of a pair is pending
+    assert drawn[0] == drawn[1]
 
 
 def test_ranks_without_a_shard_draw_what_the_others_draw():

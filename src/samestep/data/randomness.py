@@ -215,4 +215,5 @@ def seed_process(seed: int) -> None:
     """Seeds every global generator of this process alike on all ranks: what the script draws itself is replicated."""
     torch.manual_seed(seed)
     np.random.seed(seed % 2**32)  # noqa: NPY002 - the legacy generator is what scripts draw from
+    mtrand.set_bit_generator(mtrand.get_bit_generator())  # drops half of a normal pair, if it is not NumPy's own, too
     random.seed(seed)

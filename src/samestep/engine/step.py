@@ -199,6 +199,7 @@ class TrainStep:
         batch = self._own_shards(value)
         if batch.length < 1:
             raise DataError("the batch holds no samples; leave empty batches out")
+        self.placement.note_frozen()
         if self._what_is_trained() != self._trained:
             self._gradients.remove_hooks()
             self._lay_out()
@@ -509,7 +510,6 @@ class TrainStep:
 
     def _what_is_trained(self) -> tuple[Any, ...]:
         """Changes when parameters are frozen or unfrozen, or join an optimizer."""
-        self.placement.note_frozen()
         held = [id(p) for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]]
         return held, [p.requires_grad for p in self._named.values()]
 
