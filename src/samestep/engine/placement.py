@@ -60,6 +60,11 @@ class Placement:
         return self.team.communicator if inner is None else inner
 
     @property
+    def _spread(self) -> SpreadState | None:
+        """The state, where the parameters themselves are spread."""
+        return None if self.state is None or self.state.has_whole_parameters else self.state
+
+    @property
     def contract(self) -> dict[str, Any]:
         """What of the placement decides the bits: nothing."""
         return {}
@@ -70,11 +75,11 @@ class Placement:
 
     def held(self, optimizers: Sequence[Optimizer]) -> dict[str, nn.Parameter]:
         """What the optimizers hold, by name: of spread parameters this rank's parts."""
-        return named_parameters(self.model, optimizers)
+        return named_parameters(self.model, optimizers) if self._spread is None else self._spread.held(optimizers)
 
     def make_guard(self) -> ModelGuard:
-        """What watches the model while shards run."""
-        return ModelGuard(self.model)
+        """What watches the model while shards run: of spread parameters this rank's parts."""
+        return ModelGuard(self.model, None if self._spread is None else self._spread.parts)
 
     def make_buffers(self) -> Any:
         """What merges the buffers of the shards."""

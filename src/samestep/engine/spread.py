@@ -13,6 +13,7 @@ from samestep.comm.communicator import Communicator
 from samestep.comm.pieces import Piece, Spread
 from samestep.errors import LossError, UsageError
 
+MIXED = "torch.Tensor and DTensor"  # torch's words where what is spread meets what is not
 ELEMENTWISE = ("SGD", "Adam", "AdamW", "Adamax", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD")
 """Whose update of an element depends on that element alone, and on a CPU not on where a tensor begins or ends."""
 

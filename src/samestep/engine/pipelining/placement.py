@@ -35,10 +35,6 @@ class PipelinedPlacement(Placement):
         self.state = self.pipelined.state
         self.forward = self.pipelined.whole
 
-    def held(self, optimizers: Sequence[Optimizer]) -> dict[str, nn.Parameter]:
-        """What the optimizers hold, by name; that of other ranks is empty."""
-        return self.pipelined.state.held(optimizers)
-
     def make_buffers(self) -> StageBuffers:
         """What merges the buffers of the shards, stage by stage."""
         return StageBuffers(self.pipelined, self.team)

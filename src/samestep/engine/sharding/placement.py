@@ -7,14 +7,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 from samestep.comm.team import Team
-from samestep.engine.guard import ModelGuard
 from samestep.engine.placement import Placement
 from samestep.engine.sharding.gradients import ShardedGradientSum
 from samestep.engine.sharding.model import shard_model
+from samestep.engine.spread import MIXED
 from samestep.engine.strategies import Sharded
 from samestep.errors import UsageError
 
-MIXED = "torch.Tensor and DTensor"  # torch's words
 PARTLY_TOGETHER = (
     "a parameter was used while its module was not called (an output that reads the embedding's weights does so), and "
     "this rank has a part of it only: with Sharded(wrap=…) name modules that hold both, or none of the two"
@@ -45,14 +44,6 @@ class ShardedPlacement(Placement):
     def explain(self, error: RuntimeError) -> UsageError | None:
         """A parameter that is not together was used."""
         return UsageError(PARTLY_TOGETHER) if MIXED in str(error) else None
-
-    def held(self, optimizers: Sequence[Optimizer]) -> dict[str, nn.Parameter]:
-        """This rank's parts of what the optimizers hold, by name."""
-        return self.sharded.state.held(optimizers)
-
-    def make_guard(self) -> ModelGuard:
-        """What watches the parts while shards run."""
-        return ModelGuard(self.model, self.sharded.state.parts)
 
     def make_gradients(
         self, trainable: dict[str, nn.Parameter], optimizers: Sequence[Optimizer], bucket_bytes: int, overlap: bool

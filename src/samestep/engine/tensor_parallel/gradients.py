@@ -13,14 +13,12 @@ from torch.distributed.tensor import DTensor
 
 from samestep.comm.team import Team
 from samestep.data.batch import tensor_checksum
-from samestep.engine.buffers import COMPARED_ELEMENTS
+from samestep.engine.buffers import COMPARED_ELEMENTS, COMPARED_EVERY, COMPARED_STEPS
 from samestep.engine.gradients import GradientSum
 from samestep.engine.losses import wide_dtype
 from samestep.engine.norms import block_norm, block_norms
 from samestep.engine.tensor_parallel.model import DividedModel
 from samestep.errors import DeterminismError
-
-COMPARED_STEPS, COMPARED_EVERY = 2, 100
 
 
 class DividedGradientSum(GradientSum):

@@ -19,7 +19,7 @@ from samestep.comm.team import Team
 from samestep.data.batch import memory_border
 from samestep.engine.leaving import make_writable
 from samestep.engine.parameters import named_parameters
-from samestep.engine.spread import SpreadState, check_contiguous, check_elementwise
+from samestep.engine.spread import MIXED, SpreadState, check_contiguous, check_elementwise
 from samestep.engine.strategies import TensorParallel
 from samestep.engine.tensor_parallel.chains import call_as_a_whole
 from samestep.engine.tensor_parallel.plan import DROPOUT, HEADS, PACKED, REGION, Division, describe_plan, read_plan
@@ -94,7 +94,7 @@ class DividedModel:
     def explain(self, error: RuntimeError) -> Exception | None:
         """What an error means that the ranks met while they computed together; None if it is none of theirs."""
         text = str(error)
-        if "torch.Tensor and DTensor" in text:
+        if MIXED in text:
             return UsageError(
                 "a parameter that is divided was used while its module was not called, or together with one that is "
                 'not: name both in the plan (norms as "sequence"), or none of the two'

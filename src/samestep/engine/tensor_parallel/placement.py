@@ -7,7 +7,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from samestep.comm.team import Team
-from samestep.engine.guard import ModelGuard
 from samestep.engine.placement import Placement
 from samestep.engine.strategies import TensorParallel
 from samestep.engine.tensor_parallel.gradients import DividedGradientSum
@@ -38,14 +37,6 @@ class DividedPlacement(Placement):
     def explain(self, error: RuntimeError) -> Exception | None:
         """A rank was lost, or what is divided met what is not."""
         return self.divided.explain(error)
-
-    def held(self, optimizers: Sequence[Optimizer]) -> dict[str, nn.Parameter]:
-        """This rank's parts of what the optimizers hold, by name."""
-        return self.divided.state.held(optimizers)
-
-    def make_guard(self) -> ModelGuard:
-        """What watches the parts while shards run."""
-        return ModelGuard(self.model, self.divided.state.parts)
 
     def note_loss(self, loss: Tensor) -> None:
         """The ranks that share the model compare it."""
