@@ -179,7 +179,7 @@ def write_images(folder: Path, labels=bytes(range(10)) * 2, magic=b"\x00\x00\x08
     [
         pytest.param({"cut": 100}, ["train-images-idx3-ubyte"], marks=pytest.mark.slow),
         pytest.param({"magic": b"\x00\x00\x09\x03"}, ["train-images-idx3-ubyte"], marks=pytest.mark.slow),
-        ({"labels": bytes([11] * 20)}, ["11"]),
+        ({"labels": bytes([11] * 20)}, ["label 11"]),
     ],
     ids=["truncated", "wrong magic", "label out of range"],
 )
