@@ -164,6 +164,7 @@ def place(team: Team, model: nn.Module, optimizers: Sequence[Optimizer], strateg
         team.perform(lambda: check_same_model(model, team.communicator))
         placement = _spread(team, model, optimizers, strategy)
         settle_model(model, device)
+        _speak_of_the_whole(placement)
         return placement
     settle_model(model, device)
     team.perform(lambda: check_same_model(model, team.communicator))
@@ -184,6 +185,14 @@ def _spread(team: Team, model: nn.Module, optimizers: Sequence[Optimizer], strat
     from samestep.engine.tensor_parallel.placement import DividedPlacement
 
     return DividedPlacement(team, model, optimizers, strategy)
+
+
+def _speak_of_the_whole(placement: Placement) -> None:
+    """Has `state_dict` and `load_state_dict` of the model mean the whole one."""
+    from samestep.engine.loading import speak_of_the_whole
+
+    assert placement.state is not None, "each rank has a part of the model"
+    speak_of_the_whole(placement.model, placement.state, placement.communicator)
 
 
 def check_mesh(team: Team, strategy: Strategy, compile: bool) -> None:

@@ -1,5 +1,8 @@
 """The forecast in the terminal: the layouts, the memory, the step, and the curve."""
 
+import math
+from collections.abc import Sequence
+
 from rich import box
 from rich.console import Console
 from rich.markup import escape
@@ -34,13 +37,14 @@ def print_forecast(forecast: Forecast, console: Console | None = None) -> None:
 
 def layouts_table(forecast: Forecast) -> Table:
     """The ways that were weighed; `→` is the one to take."""
-    table = Table(box=box.SIMPLE)
+    table = Table(box=box.SIMPLE, pad_edge=False, padding=0)
     for name in ("", "strategy", "shards"):
         table.add_column(name, overflow="fold")
     for name in ("memory", "step", f"{forecast.unit}/s", "exposed"):
         table.add_column(name, justify="right")
     table.add_column("fits")
-    for candidate in _shown(forecast):
+    shown = _shown(forecast)
+    for candidate, step in zip(shown, in_one_unit([each.time.step for each in shown]), strict=True):
         layout = candidate.layout
         again = ", checkpointed" if layout.is_checkpointed else ""
         table.add_row(
@@ -48,7 +52,7 @@ def layouts_table(forecast: Forecast) -> Table:
             escape(_named(layout) + again),
             f"{layout.num_shards} of {layout.shard_size}",
             in_gib(candidate.memory.total),
-            seconds(candidate.time.step),
+            step,
             _rate(forecast.rate(candidate)),
             f"{100 * candidate.time.exposed / candidate.time.step:.0f} %",
             "yes" if candidate.fits else "no",
@@ -68,16 +72,27 @@ def memory_table(chosen: Candidate) -> Table:
 
 
 def curve_table(forecast: Forecast) -> Table:
-    """The chosen layout on other numbers of devices."""
-    table = Table(box=box.SIMPLE)
-    table.add_column("devices", justify="right")
-    for name in ("same batch: step", "efficiency", "memory"):
+    """The chosen layout on other numbers of devices: with the same global batch, and with one that grows along."""
+    points = efficiencies(forecast)
+    same_batches = [point.same_batch for point, *_ in points]
+    has_gaps = None in same_batches
+    table = Table(
+        box=box.SIMPLE,
+        pad_edge=False,
+        padding=0,
+        caption=f"- : a global batch of {forecast.wish.batch_size:,} has no shard for each of them"
+        if has_gaps
+        else None,
+        caption_justify="left",
+    )
+    for name in ("devices", "same batch:\nstep", "\nefficiency", "\nmemory"):
         table.add_column(name, justify="right")
-    for name in ("batch grows along: " + forecast.unit + "/s", "efficiency"):
+    for name in (f"batch grows:\n{forecast.unit}/s", "\nefficiency"):
         table.add_column(name, justify="right")
-    for point, same, larger in efficiencies(forecast):
+    steps = iter(in_one_unit([own.time.step for own in same_batches if own is not None]))
+    for point, same, larger in points:
         own = point.same_batch
-        first = ("-", "-", "-") if own is None else (seconds(own.time.step), _percent(same), _memory(own))
+        first = ("-", "-", "-") if own is None else (next(steps), _percent(same), _memory(own))
         rate = forecast.rate(point.larger_batch) if point.larger_batch.fits else 0.0
         table.add_row(
             f"{point.num_devices:,}",
@@ -102,9 +117,12 @@ def efficiencies(forecast: Forecast) -> list[tuple[Point, float | None, float]]:
     return found
 
 
-def seconds(value: float) -> str:
-    """`1.23 s` or `45.6 ms`."""
-    return f"{value:,.3g} s" if value >= 1 else f"{1000 * value:,.3g} ms"
+def in_one_unit(times: Sequence[float]) -> list[str]:
+    """Seconds as `12.34 s` or `1,234.5 ms`: all in one unit, the shortest to three digits."""
+    shortest = min(times, default=1.0)
+    unit, scale = ("s", 1) if shortest >= 1 else ("ms", 1000)
+    digits = max(0, 2 - math.floor(math.log10(scale * shortest)))
+    return [f"{scale * time:,.{digits}f} {unit}" for time in times]
 
 
 def _shown(forecast: Forecast) -> list[Candidate]:

@@ -1,0 +1,110 @@
+"""Programs that give whole weights to models of which each rank has a part, and take them."""
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from samestep.comm.mesh import close_mesh
+from samestep.comm.shared import SharedTransport
+from samestep.engine.strategies import Sharded
+from samestep.recipes.gpt import Block, Gpt
+from samestep.train.digest import state_digest
+from samestep.train.run import Run
+
+MESHES = {"replicate": None, "sharded": None, "tensor": "tensor", "pipeline": "pipe"}
+LENGTH = 8
+PACKED = "blocks.0.queries_keys_values.weight"
+
+
+def texts(count=16):
+    return torch.randint(0, 24, (count, LENGTH), generator=torch.Generator().manual_seed(6))
+
+
+def loss(model, batch):
+    scores = model(batch)
+    return nn.functional.cross_entropy(scores.flatten(0, -2), batch.roll(-1, 1).flatten())
+
+
+def weights(seed=9):
+    """Whole weights, under the names that the model gives them."""
+    torch.manual_seed(seed)
+    return {name: tensor.clone() for name, tensor in make_model().state_dict().items()}
+
+
+def make_model():
+    return Gpt(layers=2, width=16, heads=4, context=LENGTH, dropout=0.0, tied=False)
+
+
+def make_step(communicator, strategy):
+    size = communicator.world_size
+    axis = MESHES[strategy]
+    run = Run(8, 4, 5, communicator=communicator, mesh=None if axis is None or size == 1 else {axis: size})
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    chosen = Sharded(wrap=lambda module: isinstance(module, Block)) if strategy == "sharded" else strategy
+    return run.train_step(model, optimizer, loss, strategy=chosen), run.loader(texts(), shuffle=True)
+
+
+def step_over(step, loader):
+    for batch in loader:
+        step(batch)
+
+
+def given_back(program):
+    """Gives back the process group that a mesh has made."""
+
+    def run(communicator, *args):
+        try:
+            return program(communicator, *args)
+        finally:
+            if isinstance(communicator.transport, SharedTransport):
+                close_mesh()
+
+    run.__module__, run.__qualname__ = program.__module__, program.__qualname__
+    return run
+
+
+@given_back
+def loaded(communicator, strategy, when, part="", spoil=""):
+    """Loads whole weights before or between steps; digests before and after, and after two more steps."""
+    step, loader = make_step(communicator, strategy)
+    if when == "between":
+        step_over(step, loader)
+    before = state_digest(step)
+    given = weights()
+    if spoil:
+        given[spoil][-1] += 1
+    inside = {name.removeprefix(f"{part}."): t for name, t in given.items() if name.startswith(part)}
+    step.model.get_submodule(part).load_state_dict(inside)
+    after = state_digest(step)
+    step_over(step, loader)
+    return before, after, state_digest(step)
+
+
+@given_back
+def taken(communicator, strategy):
+    """What `state_dict` gives after training, whole; and digests of the model: trained, emptied, given it again."""
+    step, loader = make_step(communicator, strategy)
+    step_over(step, loader)
+    state = {name: tensor.detach().clone() for name, tensor in step.model.state_dict().items()}
+    digests = [state_digest(step)]
+    with torch.no_grad():
+        for parameter in step.spread.parts.values() if step.spread else step.model.parameters():
+            parameter.zero_()
+    digests.append(state_digest(step))
+    step.model.load_state_dict(state)
+    digests.append(state_digest(step))
+    return {name: (t.full_tensor() if isinstance(t, DTensor) else t).numpy() for name, t in state.items()}, digests
+
+
+@given_back
+def refused(communicator, strategy):
+    """What is said of weights of another shape, and of another name."""
+    step, _ = make_step(communicator, strategy)
+    said = []
+    for wrong in ({PACKED: torch.zeros(12, 16)}, {"another": torch.zeros(2)}):
+        with pytest.raises(RuntimeError) as caught:
+            step.model.load_state_dict(weights() | wrong)
+        said.append(str(caught.value))
+    return said

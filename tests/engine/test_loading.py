@@ -1,0 +1,62 @@
+"""Weights of a model that is spread over the ranks are loaded and read as those of the whole model."""
+
+import numpy as np
+import pytest
+from loading_programs import PACKED, loaded, refused, taken, weights
+
+CASES = [("sharded", 2), ("tensor", 2), ("pipeline", 2)]
+SLOW = [("sharded", 3), ("tensor", 4), ("pipeline", 4)]
+ALL = [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
+BITWISE = ("sharded", "pipeline")
+
+
+@pytest.mark.parametrize("when", ["before", "between"])
+@pytest.mark.parametrize(("strategy", "size"), ALL)
+def test_whole_weights_are_loaded_into_a_model_that_is_spread(worlds, strategy, size, when):
+    one = worlds(1).run(loaded, "replicate", when)[0]
+    for before, after, later in worlds(size).run(loaded, strategy, when):
+        assert before != after
+        if when == "before" or strategy in BITWISE:
+            assert after == one[1]
+        if strategy in BITWISE:
+            assert later == one[2]
+
+
+@pytest.mark.parametrize(("strategy", "size"), CASES)
+def test_one_module_of_it_takes_whole_weights_too(worlds, strategy, size):
+    one = worlds(1).run(loaded, "replicate", "before", "blocks.1")[0]
+    for before, after, _ in worlds(size).run(loaded, strategy, "before", "blocks.1"):
+        assert before == one[0] != after == one[1]
+
+
+@pytest.mark.parametrize(("strategy", "size"), CASES)
+def test_twin_another_last_row_is_another_digest(worlds, strategy, size):
+    one = worlds(1).run(loaded, "replicate", "before")[0]
+    for _, after, _ in worlds(size).run(loaded, strategy, "before", "", PACKED):
+        assert after != one[1]
+
+
+@pytest.mark.parametrize(("strategy", "size"), [*CASES[:2], pytest.param("tensor", 4, marks=pytest.mark.slow)])
+def test_state_dict_gives_matrices_in_their_own_order(worlds, strategy, size):
+    expected, _ = worlds(1).run(taken, "replicate")[0]
+    for whole, _ in worlds(size).run(taken, strategy):
+        assert whole.keys() == expected.keys()
+        assert all(np.allclose(whole[name], expected[name], rtol=1e-4, atol=1e-5) for name in whole)
+
+
+@pytest.mark.parametrize(("strategy", "size"), [("replicate", 1), *CASES])
+def test_what_state_dict_gives_is_loaded_again(worlds, strategy, size):
+    for _, (trained, emptied, again) in worlds(size).run(taken, strategy):
+        assert trained == again != emptied
+
+
+@pytest.mark.parametrize(("strategy", "size"), CASES)
+def test_other_shapes_and_names_are_refused_as_those_of_any_model(worlds, strategy, size):
+    for shape, name in worlds(size).run(refused, strategy):
+        assert PACKED in shape
+        assert "size mismatch" in shape
+        assert "another" in name
+
+
+def test_the_weights_are_not_those_of_the_models():
+    assert any((weights(9)[name] != weights(10)[name]).any() for name in weights())
