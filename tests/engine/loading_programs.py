@@ -7,8 +7,8 @@ from torch.distributed.tensor import DTensor
 
 from samestep.comm.mesh import close_mesh
 from samestep.comm.shared import SharedTransport
-from samestep.engine.strategies import Sharded
-from samestep.recipes.gpt import Block, Gpt
+from samestep.errors import UsageError
+from samestep.recipes.gpt import Gpt
 from samestep.train.digest import state_digest
 from samestep.train.run import Run
 
@@ -42,8 +42,7 @@ def make_step(communicator, strategy):
     run = Run(8, 4, 5, communicator=communicator, mesh=None if axis is None or size == 1 else {axis: size})
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    chosen = Sharded(wrap=lambda module: isinstance(module, Block)) if strategy == "sharded" else strategy
-    return run.train_step(model, optimizer, loss, strategy=chosen), run.loader(texts(), shuffle=True)
+    return run.train_step(model, optimizer, loss, strategy=strategy), run.loader(texts(), shuffle=True)
 
 
 def step_over(step, loader):
@@ -108,3 +107,17 @@ def refused(communicator, strategy):
             step.model.load_state_dict(weights() | wrong)
         said.append(str(caught.value))
     return said
+
+
+@given_back
+def assigned(communicator, strategy):
+    """What is said of weights that would take the parameters' place."""
+    step, loader = make_step(communicator, strategy)
+
+    def go_on():
+        step.model.load_state_dict(weights(), assign=True)
+        step_over(step, loader)
+
+    with pytest.raises(UsageError) as caught:
+        go_on()
+    return str(caught.value)

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from loading_programs import PACKED, loaded, refused, taken, weights
+from loading_programs import PACKED, assigned, loaded, refused, taken, weights
 
 CASES = [("sharded", 2), ("tensor", 2), ("pipeline", 2)]
 SLOW = [("sharded", 3), ("tensor", 4), ("pipeline", 4)]
@@ -56,6 +56,12 @@ def test_other_shapes_and_names_are_refused_as_those_of_any_model(worlds, strate
         assert PACKED in shape
         assert "size mismatch" in shape
         assert "another" in name
+
+
+@pytest.mark.parametrize(("strategy", "size"), [("replicate", 1), ("replicate", 2), *CASES])
+def test_weights_that_take_the_parameters_place_are_refused(worlds, strategy, size):
+    for said in worlds(size).run(assigned, strategy):
+        assert "assign=True" in said
 
 
 def test_the_weights_are_not_those_of_the_models():

@@ -187,3 +187,66 @@ def test_a_forward_that_writes_to_a_parameter_is_refused_by_name():
 
     with pytest.raises(DeterminismError, match=r"0\.weight was written to while a shard ran"):
         in_turns(2, program)
+
+
+def train_changed(change, strategy="replicate"):
+    """Trains two steps before and two after a change to the model; whether its parameters were trained after it."""
+
+    def program(communicator):
+        run = Run(24, 4, communicator=communicator)
+        model = nn.Sequential(nn.Linear(5, 3), nn.Sequential(nn.Tanh(), nn.Linear(3, 1)))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        step = run.train_step(model, optimizer, mean_squared, shard_optimizer=strategy == "owned")
+        loader = run.loader(table(48))
+        for batch in loader:
+            step(batch)
+        change(model, optimizer)
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+        for batch in loader:
+            step(batch)
+        return all(not torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+
+    return program
+
+
+def put_another_parameter(model, optimizer):
+    model[1][1].weight = nn.Parameter(torch.ones(1, 3))
+
+
+def put_another_layer(model, optimizer):
+    model[1] = nn.Linear(3, 1)
+
+
+def put_other_weights(model, optimizer):
+    model.load_state_dict({name: torch.ones(t.shape) for name, t in model.state_dict().items()}, assign=True)
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [(put_another_parameter, "1.1.weight"), (put_another_layer, "1.1.weight"), (put_other_weights, "0.weight")],
+)
+@pytest.mark.parametrize(("world_size", "strategy"), [(1, "replicate"), (2, "replicate"), (2, "owned")])
+def test_a_parameter_that_was_replaced_is_named(change, name, world_size, strategy):
+    said = refusal(train_changed(change, strategy), world_size)
+    assert said.startswith(f"parameter {name} was replaced in the model")
+
+
+def give_another_parameter_to_both(model, optimizer):
+    put_another_parameter(model, optimizer)
+    optimizer.param_groups[0]["params"][2] = model[1][1].weight
+
+
+def put_another_function(model, optimizer):
+    model[1][0] = nn.Sigmoid()
+
+
+def put_a_parameter_back(model, optimizer):
+    own = model[1][1].weight
+    put_another_parameter(model, optimizer)
+    model[1][1].weight = own
+
+
+@pytest.mark.parametrize("change", [give_another_parameter_to_both, put_another_function, put_a_parameter_back])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_other_changes_to_a_model_go_on(change, world_size):
+    assert all(in_turns(world_size, train_changed(change)))

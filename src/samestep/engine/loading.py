@@ -1,5 +1,6 @@
 """Weights in and out of a model that is spread over the ranks: what is loaded is whole, as for any model."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch.distributed.tensor import DTensor, Shard
 from samestep.comm.communicator import Communicator
 from samestep.comm.pieces import Piece, Spread
 from samestep.engine.spread import SpreadState
+from samestep.errors import UsageError
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,12 @@ def speak_of_the_whole(model: nn.Module, state: SpreadState, communicator: Commu
 def _hook(module: nn.Module, held: dict[str, Held]) -> None:
     """Stands between a module and the weights that it is given, and gives."""
 
-    def take(_: nn.Module, state_dict: dict[str, Any], prefix: str, *__: Any) -> None:
+    def take(_: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Mapping[str, Any], *__: Any) -> None:
+        if metadata.get("assign_to_params_buffers"):
+            raise UsageError(
+                "load_state_dict(assign=True) would put other parameters in the place of those that are spread over "
+                "the ranks; leave assign=True out, or load before train_step"
+            )
         for key, parameter in held.items():
             if prefix + key in state_dict:
                 state_dict[prefix + key] = parameter.own_part(state_dict[prefix + key])

@@ -1,6 +1,6 @@
 """The parameters of a step: which they are, where they lie, and that all ranks begin with the same."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 
 import torch
@@ -47,6 +47,46 @@ def named_parameters(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[
             "model that holds them all, for example torch.nn.ModuleList([generator, discriminator])"
         )
     return named
+
+
+class Homes:
+    """Where a model has the parameters that are trained: one that it has no more would be updated, and never used.
+
+    Args:
+        model: whose modules have them.
+        trained: some of its parameters, by name.
+    """
+
+    def __init__(self, model: nn.Module, trained: Mapping[str, nn.Parameter]) -> None:
+        self._model = model
+        self._trained = dict(trained)
+        self._note()
+
+    def _note(self) -> None:
+        self._places = [
+            (members, key, member)
+            for module in self._model.modules()
+            for members in (module._parameters, module._modules)
+            for key, member in members.items()
+        ]
+
+    def check(self) -> None:
+        """Looks whether all of them are where they were.
+
+        Raises:
+            UsageError: names the first one that is not in the model any more.
+        """
+        if all(members.get(key) is member for members, key, member in self._places):
+            return
+        present = {id(parameter) for parameter in self._model.parameters()}
+        for name, parameter in self._trained.items():
+            if id(parameter) not in present:
+                raise UsageError(
+                    f"parameter {name} was replaced in the model (a new layer, load_state_dict(assign=True)), but the "
+                    "optimizer holds the one from before, which is not used any more: give the optimizer the new one, "
+                    "write to the old one in place, or change the model before train_step"
+                )
+        self._note()
 
 
 def settle_model(model: nn.Module, device: torch.device) -> None:

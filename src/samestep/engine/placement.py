@@ -18,7 +18,7 @@ from samestep.engine.buffers import BufferMerge
 from samestep.engine.gradients import GradientSum
 from samestep.engine.guard import ModelGuard
 from samestep.engine.owning import OwnedParts
-from samestep.engine.parameters import check_same_model, named_parameters, settle_model
+from samestep.engine.parameters import Homes, check_same_model, named_parameters, settle_model
 from samestep.engine.shards import ShardRunner
 from samestep.engine.spread import SpreadState, check_elementwise
 from samestep.engine.strategies import Pipeline, Replicate, Sharded, Strategy, TensorParallel
@@ -52,6 +52,7 @@ class Placement:
         self.state: SpreadState | None = None
         self._shards_optimizer = shard_optimizer
         self._owned: OwnedParts | None = None
+        self._homes: Homes | None = None
 
     @property
     def communicator(self) -> Communicator:
@@ -104,6 +105,7 @@ class Placement:
             UsageError: with `shard_optimizer` other parameters are trained than before.
         """
         team = self.team
+        self._homes = Homes(self.model, trainable)
         gradients = GradientSum(
             list(trainable.values()), list(trainable), team.communicator, bucket_bytes, overlap, team.pulse.recording
         )
@@ -115,6 +117,15 @@ class Placement:
             self.state = self._owned.state
             self.state.hand_over(optimizers, names, team.rank)
         return gradients
+
+    def check_in_use(self) -> None:
+        """Checks that what is trained is still in the model, where each rank has the whole of it.
+
+        Raises:
+            UsageError: it was replaced.
+        """
+        if self._homes is not None:
+            self._homes.check()
 
     def make_flat_update(self, optimizer: Optimizer, gradients: "Gradients") -> FlatUpdate | None:
         """What updates all parameters in one call, where there is such a thing."""

@@ -203,6 +203,7 @@ class TrainStep:
         if self._what_is_trained() != self._trained:
             self._gradients.remove_hooks()
             self._lay_out()
+        self.placement.check_in_use()
 
         num_leaves = min(team.num_shards, batch.length)
         blocks_by_rank = self._blocks(num_leaves)

@@ -103,7 +103,7 @@ class Output(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """`[N, T, width]` -> `[N, T, 256]`."""
-        return functional.linear(self.norm(x), self.weights.weight)
+        return _scores(self.norm(x), self.weights)
 
 
 class Gpt(nn.Module):
@@ -137,7 +137,7 @@ class Gpt(nn.Module):
         """int64 `[N, T]` -> `[N, T, 256]`."""
         places = self.position_embedding.weight[: x.shape[1]]
         hidden: Tensor = self.norm(self.blocks(self.dropout(self.byte_embedding(x) + places)))
-        return functional.linear(hidden, self._output_weights().weight)
+        return _scores(hidden, self._output_weights())
 
     def pipeline_stages(self) -> list[tuple[str, nn.Module]]:
         """What the forward applies one after another."""
@@ -162,6 +162,12 @@ class Gpt(nn.Module):
 
     def _output_weights(self) -> nn.Embedding | nn.Linear:
         return self.byte_embedding if self.head is None else self.head
+
+
+def _scores(hidden: Tensor, weights: nn.Embedding | nn.Linear) -> Tensor:
+    """The output layer, called as such where it is one: what spreads a model brings weights together by that."""
+    scores: Tensor = weights(hidden) if isinstance(weights, nn.Linear) else functional.linear(hidden, weights.weight)
+    return scores
 
 
 def model(data: RecipeData) -> Gpt:
