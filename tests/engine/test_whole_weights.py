@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from loading_programs import PACKED, assigned, loaded, refused, taken, weights
+from weights_programs import PACKED, assigned, loaded, refused, taken, weights
 
 CASES = [("sharded", 2), ("tensor", 2), ("pipeline", 2)]
 SLOW = [("sharded", 3), ("tensor", 4), ("pipeline", 4)]
