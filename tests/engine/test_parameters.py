@@ -6,6 +6,7 @@ from engine_programs import bits, mean_squared, table
 from torch import nn
 from worlds import in_turns
 
+from samestep.comm.mesh import close_mesh
 from samestep.engine.parameters import named_parameters, settle_model
 from samestep.errors import DeterminismError, UsageError
 from samestep.train.run import Run
@@ -250,3 +251,65 @@ def put_a_parameter_back(model, optimizer):
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_other_changes_to_a_model_go_on(change, world_size):
     assert all(in_turns(world_size, train_changed(change)))
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_with_a_shared_optimizer_what_is_trained_stays_and_a_change_that_is_undone_goes_on(world_size):
+    def program(communicator):
+        run = Run(24, 4, communicator=communicator)
+        model = nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        step = run.train_step(model, optimizer, mean_squared, shard_optimizer=True, bucket_bytes=16)
+        step(table())
+        model[0].weight.requires_grad_(False)
+        with pytest.raises(UsageError, match="with shard_optimizer=True what is trained stays"):
+            step(table())
+        model[0].weight.requires_grad_(True)
+        return step(table()).loss.hex()
+
+    assert set(in_turns(world_size, program)) == set(in_turns(1, program))
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_when_nothing_is_trained_any_more_it_is_said_and_undone_it_goes_on(world_size):
+    def program(communicator):
+        run = Run(24, 4, communicator=communicator)
+        model = nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 1))
+        step = run.train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), mean_squared, bucket_bytes=16)
+        step(table())
+        model.requires_grad_(False)
+        with pytest.raises(UsageError, match="no parameter of the optimizer is trainable"):
+            step(table())
+        model.requires_grad_(True)
+        return step(table()).loss.hex()
+
+    assert set(in_turns(world_size, program)) == set(in_turns(1, program))
+
+
+@pytest.fixture
+def alone():
+    """A run of this process, in which a model may be spread over one rank."""
+    yield Run(24, 4, num_threads=torch.get_num_threads())
+    close_mesh()
+
+
+@pytest.mark.parametrize(("first", "second"), [("replicate", "sharded"), ("sharded", "replicate")])
+def test_one_run_deals_its_shards_in_one_way(alone, first, second):
+    models = nn.Linear(5, 1), nn.Linear(5, 1)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    alone.train_step(models[0], optimizers[0], mean_squared, strategy=first)
+    with pytest.raises(UsageError, match="strategy='sharded' deals the shards to the ranks in turn, for all"):
+        alone.train_step(models[1], optimizers[1], mean_squared, strategy=second)
+
+
+@pytest.mark.parametrize("strategy", ["replicate", "sharded"])
+def test_a_call_of_train_step_that_was_refused_is_corrected(alone, strategy):
+    model = nn.Linear(5, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model.requires_grad_(False)
+    with pytest.raises(UsageError, match="no parameter of the optimizer is trainable"):
+        alone.train_step(model, optimizer, mean_squared, strategy=strategy)
+    model.requires_grad_(True)
+    with pytest.raises(UsageError, match="late_check=True needs Adam or AdamW"):
+        alone.train_step(model, optimizer, mean_squared, strategy=strategy, late_check=True)
+    assert alone.train_step(model, optimizer, mean_squared, strategy=strategy)(table()).loss > 0

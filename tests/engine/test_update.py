@@ -39,9 +39,9 @@ def _one_thread():
 class Training:
     """Some steps of a small model."""
 
-    def __init__(self, communicator, name, dtype=torch.float32, num_shards=4, interested=False):
+    def __init__(self, communicator, name, dtype=torch.float32, num_shards=4, interested=False, model=None):
         run = Run(24, num_shards, communicator=communicator)
-        self.model = model_of(dtype)
+        self.model = model_of(dtype) if model is None else model()
         self.optimizer = OPTIMIZERS[name](self.model.parameters())
         if interested:
             self.optimizer.register_step_post_hook(lambda *_: None)
@@ -209,6 +209,31 @@ def test_a_parameter_without_gradient_is_left_out_and_comes_back():
         training.take(2)
         frozen.requires_grad_(True)
         return training.take(2).bits
+
+    assert alone(program, False) == alone(program, True)
+
+
+class Skipping(nn.Module):
+    """Leaves its second layer out when it is told to."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(5, 1), nn.Linear(1, 1)
+        self.skips = False
+
+    def forward(self, x):
+        return self.first(x) if self.skips else self.second(self.first(x))
+
+
+@pytest.mark.parametrize("name", ["momentum", "adam", "adamw"])
+def test_a_parameter_that_a_step_does_not_use_counts_a_step_less(name):
+    def program(communicator, interested):
+        training = Training(communicator, name, interested=interested, model=Skipping)
+        digests = []
+        for number in range(7):
+            training.model.skips = number == 3
+            digests.append(training.take(1).bits)
+        return digests
 
     assert alone(program, False) == alone(program, True)
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from weights_programs import PACKED, assigned, loaded, refused, taken, weights
+from weights_programs import PACKED, assigned, kept, loaded, refused, taken, weights
 
 CASES = [("sharded", 2), ("tensor", 2), ("pipeline", 2)]
 SLOW = [("sharded", 3), ("tensor", 4), ("pipeline", 4)]
@@ -48,6 +48,12 @@ def test_state_dict_gives_matrices_in_their_own_order(worlds, strategy, size):
 def test_what_state_dict_gives_is_loaded_again(worlds, strategy, size):
     for _, (trained, emptied, again) in worlds(size).run(taken, strategy):
         assert trained == again != emptied
+
+
+@pytest.mark.parametrize(("strategy", "size"), [("replicate", 1), *CASES])
+def test_copies_of_the_parameters_themselves_are_loaded_as_they_are(worlds, strategy, size):
+    for before, between, again in worlds(size).run(kept, strategy):
+        assert before == again != between
 
 
 @pytest.mark.parametrize(("strategy", "size"), CASES)

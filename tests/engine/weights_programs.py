@@ -121,3 +121,21 @@ def assigned(communicator, strategy):
     with pytest.raises(UsageError) as caught:
         go_on()
     return str(caught.value)
+
+
+@given_back
+def kept(communicator, strategy):
+    """This rank's parameters before a step, after it, and when the model was given copies of those from before."""
+    step, loader = make_step(communicator, strategy)
+    step_over(step, loader)
+
+    def parameters():
+        held = step.spread.parts.values() if step.spread else step.model.parameters()
+        return [parameter.detach().numpy().tobytes() for parameter in held]
+
+    copies = {name: parameter.detach().clone() for name, parameter in step.model.named_parameters()}
+    seen = [parameters()]
+    step_over(step, loader)
+    seen.append(parameters())
+    step.model.load_state_dict(copies)
+    return [*seen, parameters()]

@@ -121,7 +121,6 @@ class Team:
 
             self.rely_on_all()
             self._axes = connect_axes(communicator, self.mesh, self.timeout)
-            self.pulse.set_flags(self.pulse.flags | SHOWS_LIFE)
         self.ranges = self._divide()
         if self.can_heal and connection is not None:
             _leave_naming(communicator)
@@ -177,7 +176,7 @@ class Team:
         return self._axes.voices[axis]
 
     def rely_on_all(self) -> None:
-        """Notes that each rank has state that no other has: from now on the run cannot go on without one.
+        """Notes that each rank has state that no other has: the run cannot go on without one, but tells who hangs.
 
         Raises:
             UsageError: the run has spares, which could take no one's place.
@@ -188,7 +187,8 @@ class Team:
                 "the whole state on each (strategy='replicate')"
             )
         self.needs_all = True
-        self.pulse.set_flags(self.pulse.flags & ~HEALS)
+        shows_life = SHOWS_LIFE if self.world_size > 1 else 0
+        self.pulse.set_flags(self.pulse.flags & ~HEALS | shows_life)
         for transport in (self.communicator.transport, self.communicator.control):
             if isinstance(transport, GroupTransport):
                 transport.names_missing = True

@@ -1,12 +1,13 @@
-"""Weights in and out of a model that is spread over the ranks: what is loaded is whole, as for any model."""
+"""Loading weights into a model that is spread over the ranks: they are whole, as for any model."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from samestep.comm.communicator import Communicator
 from samestep.comm.pieces import Piece, Spread
@@ -15,55 +16,58 @@ from samestep.errors import UsageError
 
 
 @dataclass(frozen=True)
-class Held:
-    """A parameter of a module.
+class Layout:
+    """How the parameter of a module lies in memory and on the ranks; nothing of it is kept alive.
 
     Attributes:
-        leaf: as the module has it: often a DTensor.
-        part: this rank's part of it.
-        spread: how it lies on the ranks; None if each has all of it.
+        shape: of this rank's part.
+        spread: of the whole over the ranks; None if each has all of it.
         communicator: among them.
+        mesh: where the module has a DTensor; else None.
+        placements: of the DTensor.
+        stride: of the DTensor.
     """
 
-    leaf: nn.Parameter
-    part: nn.Parameter
+    shape: torch.Size
     spread: Spread | None
     communicator: Communicator
+    mesh: DeviceMesh | None = None
+    placements: tuple[Placement, ...] = ()
+    stride: tuple[int, ...] = ()
+
+    @property
+    def whole_shape(self) -> torch.Size:
+        """Of what all ranks have together."""
+        return self.shape if self.spread is None else self.spread.shape
 
     @property
     def is_packed(self) -> bool:
-        """Whether the leaf says that a rank has adjacent rows, where it has some of each of several matrices."""
-        is_of_rows = isinstance(self.leaf, DTensor) and self.leaf.placements == (Shard(0),)
-        return is_of_rows and self.spread is not None and self.spread.blocks > 1
+        """Whether the DTensor says that a rank has adjacent rows, where it has some of each of several matrices."""
+        return self.placements == (Shard(0),) and self.spread is not None and self.spread.blocks > 1
 
     def own_part(self, given: Any) -> Any:
         """This rank's part of a whole tensor; whatever else is given as it is."""
-        if isinstance(given, DTensor) and self.is_packed:
-            given = given.full_tensor()
-        shape = self.part.shape if self.spread is None else self.spread.shape
-        if not isinstance(given, Tensor) or isinstance(given, DTensor) or given.shape != shape:
+        if isinstance(given, DTensor) and self.is_packed and given.placements == (Replicate(),):
+            given = given.to_local()
+        if not isinstance(given, Tensor) or isinstance(given, DTensor) or given.shape != self.whole_shape:
             return given
         if self.spread is not None:
-            given = self.spread.part(given, self.communicator.rank).view(self.part.shape)
-        return self._like_leaf(given)
+            given = self.spread.part(given, self.communicator.rank).view(self.shape)
+        return given if self.mesh is None else self._as_dtensor(given, self.placements)
 
-    def adjacent_rows(self, packed: DTensor) -> Tensor:
-        """The rows that this rank would have of a packed matrix if each had adjacent ones; all ranks call it."""
+    def whole(self, packed: DTensor) -> Tensor:
+        """A packed matrix with its rows in their own order; all ranks call it, and have it."""
         assert self.spread is not None, "it is packed"
-        whole = Piece(packed.to_local(), self.spread).gather(self.communicator)
-        return self._like_leaf(whole.chunk(self.communicator.world_size)[self.communicator.rank].clone())
+        return self._as_dtensor(Piece(packed.to_local(), self.spread).gather(self.communicator), (Replicate(),))
 
-    def _like_leaf(self, local: Tensor) -> Tensor:
-        """A tensor as this rank's part of one that lies on the ranks as the leaf does."""
-        leaf = self.leaf
-        if not isinstance(leaf, DTensor):
-            return local
-        local, shape, stride = local.to(leaf.device), leaf.shape, leaf.stride()
-        return DTensor.from_local(local, leaf.device_mesh, leaf.placements, run_check=False, shape=shape, stride=stride)
+    def _as_dtensor(self, local: Tensor, placements: Sequence[Placement]) -> Tensor:
+        assert self.mesh is not None, "the module has a DTensor"
+        shape = self.whole_shape
+        return DTensor.from_local(local, self.mesh, placements, run_check=False, shape=shape, stride=self.stride)
 
 
-def speak_of_the_whole(model: nn.Module, state: SpreadState, communicator: Communicator) -> None:
-    """Lets `load_state_dict` take whole tensors, and `state_dict` give packed matrices in their own order.
+def load_whole_weights(model: nn.Module, state: SpreadState, communicator: Communicator) -> None:
+    """Lets `load_state_dict` take whole tensors, and `state_dict` give packed matrices with rows in their own order.
 
     Args:
         model: spread over the ranks; weights may be given to it, or to any module in it.
@@ -72,16 +76,17 @@ def speak_of_the_whole(model: nn.Module, state: SpreadState, communicator: Commu
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for module in model.modules():
-        held = {}
+        layouts = {}
         for key, leaf in module._parameters.items():
             if leaf is not None:
                 name = names[id(leaf)]
-                held[key] = Held(leaf, state.parts[name], state.spreads.get(name), communicator)
-        if held:
-            _hook(module, held)
+                of_dtensor = (leaf.device_mesh, leaf.placements, leaf.stride()) if isinstance(leaf, DTensor) else ()
+                layouts[key] = Layout(state.parts[name].shape, state.spreads.get(name), communicator, *of_dtensor)
+        if layouts:
+            _hook(module, layouts)
 
 
-def _hook(module: nn.Module, held: dict[str, Held]) -> None:
+def _hook(module: nn.Module, layouts: dict[str, Layout]) -> None:
     """Stands between a module and the weights that it is given, and gives."""
 
     def take(_: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Mapping[str, Any], *__: Any) -> None:
@@ -90,18 +95,18 @@ def _hook(module: nn.Module, held: dict[str, Held]) -> None:
                 "load_state_dict(assign=True) would put other parameters in the place of those that are spread over "
                 "the ranks; leave assign=True out, or load before train_step"
             )
-        for key, parameter in held.items():
+        for key, layout in layouts.items():
             if prefix + key in state_dict:
-                state_dict[prefix + key] = parameter.own_part(state_dict[prefix + key])
+                state_dict[prefix + key] = layout.own_part(state_dict[prefix + key])
 
     @torch.no_grad()
     def give(_: nn.Module, state_dict: dict[str, Any], prefix: str, __: Any) -> None:
         for key in packed:
             given = state_dict.get(prefix + key)
             if isinstance(given, DTensor):
-                state_dict[prefix + key] = held[key].adjacent_rows(given)
+                state_dict[prefix + key] = layouts[key].whole(given)
 
     module.register_load_state_dict_pre_hook(take)
-    packed = [key for key, parameter in held.items() if parameter.is_packed]
+    packed = [key for key, layout in layouts.items() if layout.is_packed]
     if packed:
         module.register_state_dict_post_hook(give)

@@ -75,7 +75,14 @@ class Placement:
         return None
 
     def held(self, optimizers: Sequence[Optimizer]) -> dict[str, nn.Parameter]:
-        """What the optimizers hold, by name: of spread parameters this rank's parts."""
+        """What the optimizers hold, by name: of spread parameters this rank's parts.
+
+        Raises:
+            UsageError: they hold something else; with `shard_optimizer`, once it is laid out, they or what is trained
+                has changed.
+        """
+        if self._shards_optimizer and self._homes is not None:
+            raise UsageError("with shard_optimizer=True what is trained stays as it was when the step was made")
         return named_parameters(self.model, optimizers) if self._spread is None else self._spread.held(optimizers)
 
     def make_guard(self) -> ModelGuard:
@@ -101,21 +108,17 @@ class Placement:
             bucket_bytes: how much travels in one message.
             overlap: whether messages leave during the backward.
 
-        Raises:
-            UsageError: with `shard_optimizer` other parameters are trained than before.
         """
         team = self.team
-        self._homes = Homes(self.model, trainable)
         gradients = GradientSum(
             list(trainable.values()), list(trainable), team.communicator, bucket_bytes, overlap, team.pulse.recording
         )
         if self._shards_optimizer and team.world_size > 1:
-            if self._owned is not None:
-                raise UsageError("with shard_optimizer=True what is trained stays as it was when the step was made")
             names = {id(parameter): name for name, parameter in self.held(optimizers).items()}
             self._owned = gradients.keep_parts()
             self.state = self._owned.state
             self.state.hand_over(optimizers, names, team.rank)
+        self._homes = Homes(self.model, trainable)
         return gradients
 
     def check_in_use(self) -> None:
@@ -175,7 +178,7 @@ def place(team: Team, model: nn.Module, optimizers: Sequence[Optimizer], strateg
         team.perform(lambda: check_same_model(model, team.communicator))
         placement = _spread(team, model, optimizers, strategy)
         settle_model(model, device)
-        _speak_of_the_whole(placement)
+        _load_whole_weights(placement)
         return placement
     settle_model(model, device)
     team.perform(lambda: check_same_model(model, team.communicator))
@@ -198,12 +201,12 @@ def _spread(team: Team, model: nn.Module, optimizers: Sequence[Optimizer], strat
     return DividedPlacement(team, model, optimizers, strategy)
 
 
-def _speak_of_the_whole(placement: Placement) -> None:
-    """Has `state_dict` and `load_state_dict` of the model mean the whole one."""
-    from samestep.engine.loading import speak_of_the_whole
+def _load_whole_weights(placement: Placement) -> None:
+    """Has the model's `load_state_dict` take whole weights."""
+    from samestep.engine.loading import load_whole_weights
 
     assert placement.state is not None, "each rank has a part of the model"
-    speak_of_the_whole(placement.model, placement.state, placement.communicator)
+    load_whole_weights(placement.model, placement.state, placement.communicator)
 
 
 def check_mesh(team: Team, strategy: Strategy, compile: bool) -> None:

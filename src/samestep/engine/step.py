@@ -15,7 +15,7 @@ Nothing is written to the model before the whole exchange has arrived, and the s
 
 import sys
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import torch
@@ -41,6 +41,7 @@ from samestep.engine.memory import (
     missing_state_bytes,
     num_sums_alive,
 )
+from samestep.engine.parameters import named_parameters
 from samestep.engine.placement import check_mesh, place
 from samestep.engine.precision import LossScale, check_precision
 from samestep.engine.result import StepResult
@@ -126,12 +127,13 @@ class TrainStep:
         if graphed_length is not None and strategy != REPLICATE:
             raise UsageError("CUDA graphs replay a step in which every rank has the whole state: leave strategy=… out")
         check_mesh(team, strategy, compile)
-        self.placement = place(team, model, self.optimizers, strategy)
         self._late = _can_check_late(device, self.optimizers) if late_check is None else late_check
         if self._late and not all(_honours_found_inf(optimizer) for optimizer in self.optimizers):
             raise UsageError(
                 "late_check=True needs Adam or AdamW with fused=True, which can skip an update on the device"
             )
+        _check_trained(named_parameters(model, self.optimizers).values())
+        self.placement = place(team, model, self.optimizers, strategy)
         self._scale = LossScale(device, enabled=precision == "16-mixed")
         self._counts_fn = counts_fn
         self._rows: Any = DeviceRows(device) if self._late else HostRows()
@@ -201,8 +203,9 @@ class TrainStep:
             raise DataError("the batch holds no samples; leave empty batches out")
         self.placement.note_frozen()
         if self._what_is_trained() != self._trained:
-            self._gradients.remove_hooks()
+            before = self._gradients
             self._lay_out()
+            before.remove_hooks()
         self.placement.check_in_use()
 
         num_leaves = min(team.num_shards, batch.length)
@@ -517,13 +520,13 @@ class TrainStep:
     def _lay_out(self) -> None:
         """Makes the gradient sum over the parameters that the optimizers hold and that are trainable now."""
         placement = self.placement
-        self._named = placement.held(self.optimizers)
+        named = placement.held(self.optimizers)
+        trainable = {name: p for name, p in named.items() if p.requires_grad}
+        _check_trained(trainable.values())
+        self._named = named
         self.runner.guard = placement.make_guard()
         if self.runner.graphs is not None:
             self.runner.graphs.drop()
-        trainable = {name: p for name, p in self._named.items() if p.requires_grad}
-        if not trainable:
-            raise UsageError("no parameter of the optimizer is trainable; set requires_grad on those that should be")
         for parameter in self._named.values():
             parameter.grad = None
         gradients = placement.make_gradients(trainable, self.optimizers, self._bucket_bytes, self._overlap)
@@ -532,6 +535,12 @@ class TrainStep:
         self._flat_update = None
         if len(self.optimizers) == 1 and not self._late:
             self._flat_update = placement.make_flat_update(self.optimizers[0], gradients)
+
+
+def _check_trained(parameters: Iterable[Tensor]) -> None:
+    """Raises a `UsageError` if none of them is trained."""
+    if not any(parameter.requires_grad for parameter in parameters):
+        raise UsageError("no parameter of the optimizer is trainable; set requires_grad on those that should be")
 
 
 def _divisor(count: Any) -> Any:

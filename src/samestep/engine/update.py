@@ -67,7 +67,11 @@ class FlatUpdate:
             gradients: the flat ones, of which the parameters' `.grad` are views.
             used: for each parameter whether it has a gradient.
         """
-        if not self._is_possible or not all(used):
+        if not self._is_possible:
+            self._optimizer.step()
+        elif not all(used):
+            if self._counts:
+                self._flat = None  # who is left out counts fewer steps than the others from now on
             self._optimizer.step()
         elif self._flat is not None and self._is_ours():
             self._update(self._flat, gradients[0], self._state)

@@ -25,7 +25,7 @@ from samestep.engine.losses import LossFn, describe
 from samestep.engine.parameters import is_spread
 from samestep.engine.placement import Placement
 from samestep.engine.step import BUCKET_BYTES, OnNonFinite, TrainStep
-from samestep.engine.strategies import Strategy, as_strategy
+from samestep.engine.strategies import Sharded, Strategy, as_strategy
 from samestep.errors import SamestepError, UsageError
 from samestep.plan.mesh import make_mesh
 from samestep.plan.shards import active_shares, shard_ranges
@@ -146,6 +146,7 @@ class Run:
         self._leaves_by_itself = False
         self._num_streams = 0
         self._spread: dict[nn.Module, Placement] = {}  # models that are no longer whole
+        self._has_steps = False
         self._folders: set[Path] = set()  # of checkpoints that are this run's
         seed_process(seed)
 
@@ -257,6 +258,12 @@ class Run:
             raise UsageError(
                 "ReduceLROnPlateau follows a measured value: leave scheduler=… out, and call its step(value) yourself"
             )
+        chosen = as_strategy(strategy, shard_optimizer)
+        if self._has_steps and isinstance(chosen, Sharded) != self.team.is_dealt:
+            raise UsageError(
+                "strategy='sharded' deals the shards to the ranks in turn, for all training steps of a run alike: give "
+                "it to all of them or to none"
+            )
         stream = self._num_streams
         self._num_streams += 1
         self.profile_facts["compiles"] = compile or self.profile_facts.get("compiles", False)
@@ -277,8 +284,9 @@ class Run:
             bucket_bytes=bucket_bytes,
             compile=compile,
             graphed_length=self.contract.global_batch_size if cuda_graphs else None,
-            strategy=as_strategy(strategy, shard_optimizer),
+            strategy=chosen,
         )
+        self._has_steps = True
         if step.spread is not None and not step.spread.has_whole_parameters:
             self._spread[model] = step.placement
         return step

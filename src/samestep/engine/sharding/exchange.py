@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
 from samestep.comm.communicator import Communicator
+from samestep.comm.pulse import Pulse
 
 
 class PartGather(AllGather):
@@ -21,11 +22,13 @@ class PartGather(AllGather):
 
     Args:
         communicator: this rank's voice.
+        pulse: says that this rank waits for others.
         note: called before each.
     """
 
-    def __init__(self, communicator: Communicator, note: Callable[[], None]) -> None:
+    def __init__(self, communicator: Communicator, pulse: Pulse, note: Callable[[], None]) -> None:
         self._communicator = communicator
+        self._pulse = pulse
         self._note = note
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -37,7 +40,9 @@ class PartGather(AllGather):
     ) -> None:
         """Fills the output with the inputs of all ranks."""
         self._note()
+        before = self._pulse.enter("exchange")
         output_tensor.copy_(self._communicator.transport.gather(input_tensor).wait())
+        self._pulse.enter(before)
 
 
 class PieceScatter(ReduceScatter):
@@ -45,15 +50,21 @@ class PieceScatter(ReduceScatter):
 
     Args:
         communicator: this rank's voice.
+        pulse: says that this rank waits for others.
         take: is given this rank's gradient, flat, and what arrived: this rank's part of the gradient of each rank, one
             after another.
         unread: memory of at least one part, for what FSDP2 takes to be the sum: all modules may have the same.
     """
 
     def __init__(
-        self, communicator: Communicator, take: Callable[[Tensor, Tensor], None], unread: Callable[[int], Tensor]
+        self,
+        communicator: Communicator,
+        pulse: Pulse,
+        take: Callable[[Tensor, Tensor], None],
+        unread: Callable[[int], Tensor],
     ) -> None:
         self._communicator = communicator
+        self._pulse = pulse
         self._take = take
         self._unread = unread
         self._is_sum_next = False
@@ -70,5 +81,7 @@ class PieceScatter(ReduceScatter):
     ) -> None:
         """Exchanges the parts. The output is left as it is: nobody reads it."""
         part, ranks = output_tensor.numel(), self._communicator.world_size
+        before = self._pulse.enter("exchange")
         received = self._communicator.transport.exchange(input_tensor, [part] * ranks, [part] * ranks).wait()
+        self._pulse.enter(before)
         self._take(input_tensor, received)

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from samestep.comm.communicator import Communicator
 from samestep.comm.reduction import merge_blocks, merge_received
+from samestep.comm.team import Team
 from samestep.engine.norms import SpreadNorm
 from samestep.engine.scaling import divide, scale
 from samestep.engine.sharding.exchange import PartGather, PieceScatter
@@ -30,7 +30,7 @@ class ShardedGradientSum:
     Args:
         sharded: the model.
         trainable: this rank's parts of the parameters that the optimizers update, by name.
-        communicator: this rank's voice.
+        team: the ranks.
 
     Attributes:
         inputs: empty: which leaves there are FSDP2 knows.
@@ -42,9 +42,10 @@ class ShardedGradientSum:
     is_spread = True
     inputs: tuple[Tensor, ...] = ()
 
-    def __init__(self, sharded: ShardedModel, trainable: dict[str, nn.Parameter], communicator: Communicator) -> None:
+    def __init__(self, sharded: ShardedModel, trainable: dict[str, nn.Parameter], team: Team) -> None:
         self._sharded = sharded
-        self._communicator = communicator
+        self._communicator = communicator = team.communicator
+        self._pulse = team.pulse
         self._names = list(trainable)
         self.parameters = list(trainable.values())
         self._index = {name: index for index, name in enumerate(self._names)}
@@ -178,12 +179,13 @@ class ShardedGradientSum:
 
     def _connect(self, number: int, group: Together) -> None:
         """Has FSDP2 exchange the parameters and gradients of a module by us."""
-        communicator, module = self._communicator, group.module
-        module.set_custom_reduce_scatter(PieceScatter(communicator, partial(self._take, number), self._unread_part))
+        communicator, pulse, module = self._communicator, self._pulse, group.module
+        take = partial(self._take, number)
+        module.set_custom_reduce_scatter(PieceScatter(communicator, pulse, take, self._unread_part))
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
         if communicator.device.type == "cpu":
-            module.set_custom_all_gather(PartGather(communicator, lambda: self._order.append(-1 - number)))
+            module.set_custom_all_gather(PartGather(communicator, pulse, lambda: self._order.append(-1 - number)))
         if hasattr(module, "set_reduce_scatter_unused_params"):
             module.set_reduce_scatter_unused_params(True)
 

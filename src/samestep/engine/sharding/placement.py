@@ -49,7 +49,7 @@ class ShardedPlacement(Placement):
         self, trainable: dict[str, nn.Parameter], optimizers: Sequence[Optimizer], bucket_bytes: int, overlap: bool
     ) -> ShardedGradientSum:
         """What sums the shards' gradients: each module is a message of its own."""
-        return ShardedGradientSum(self.sharded, trainable, self.team.communicator)
+        return ShardedGradientSum(self.sharded, trainable, self.team)
 
     def note_frozen(self) -> None:
         """What is trained stays as it was."""

@@ -1,5 +1,6 @@
-"""Trains with matrices on two ranks, the second of which hangs in the forward of its third shard."""
+"""Trains a model that is spread over two ranks, the second of which hangs in the forward of its third shard."""
 
+import sys
 import time
 
 import torch
@@ -8,7 +9,8 @@ from torch.nn import functional
 
 import samestep
 
-run = samestep.Run(global_batch_size=8, num_shards=4, seed=1, mesh={"tensor": 2})
+strategy = sys.argv[1]
+run = samestep.Run(global_batch_size=8, num_shards=8, seed=1, mesh={"tensor": 2} if strategy == "tensor" else None)
 model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 2))
 shards = []
 
@@ -25,6 +27,6 @@ step = run.train_step(
     model,
     torch.optim.SGD(model.parameters(), lr=0.1),
     lambda model, batch: functional.cross_entropy(model(batch[0]), batch[1]),
-    strategy="tensor",
+    strategy=strategy,
 )
 step((torch.randn(8, 8), torch.randint(0, 2, (8,))))

@@ -9,11 +9,14 @@ from samestep.launcher.job import Job
 from samestep.launcher.policy import Policy
 from samestep.launcher.supervisor import supervise
 
-SCRIPT = str(Path(__file__).with_name("hanging_script.py"))
+SCRIPT = str(Path(__file__).with_name("spread_hanging_script.py"))
 
 
 @pytest.mark.timeout(120)
-def test_of_two_ranks_that_share_a_matrix_the_one_that_hangs_is_named():
-    outcome = supervise(Job("script", SCRIPT, (), quiet=True), select("cpu:2"), policy=Policy(hang_timeout_seconds=3.0))
+@pytest.mark.parametrize("strategy", ["tensor", "sharded"])
+def test_of_two_ranks_that_share_a_model_the_one_that_hangs_is_named(strategy):
+    outcome = supervise(
+        Job("script", SCRIPT, (strategy,), quiet=True), select("cpu:2"), policy=Policy(hang_timeout_seconds=3.0)
+    )
     assert "rank 1 on CPU worker 1 showed no sign of life" in outcome.failure
-    assert "hanging_script.py" in outcome.failure
+    assert "spread_hanging_script.py" in outcome.failure
