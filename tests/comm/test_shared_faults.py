@@ -191,7 +191,7 @@ def test_rank_zero_makes_less_where_it_may_map_less(tmp_path):
 
 
 def test_twin_an_operation_that_is_known_before_its_bytes_are_there_is_noticed(tmp_path):
-    with puppets(tmp_path, 2, {0: "announce_too_early"}) as ranks:
+    with puppets(tmp_path, 2, {0: "announce_too_early"}, seconds=10) as ranks:
         together(ranks, "connect")
         assert together(ranks, "exchange_many", 3)[1] != []
 

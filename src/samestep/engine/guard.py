@@ -46,6 +46,10 @@ class ModelGuard:
         self._modes = [module.training for module in self._modules]
         self._versions = [parameter._version for parameter in self._parameters]
 
+    def end(self) -> None:
+        """Lets go of the copies: the shards have run."""
+        self._copies = None
+
     def modes(self) -> list[bool]:
         """Which modules trained when the step began."""
         return self._modes

@@ -140,6 +140,7 @@ class ShardRunner:
                 self._run_along(batch, mine, counts, is_only)
         finally:
             self.generators.restore(saved)
+            self.guard.end()
         return None
 
     def _run_along(self, batch: Batch, mine: list[int], counts: Any, is_only: bool) -> None:

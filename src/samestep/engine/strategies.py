@@ -116,7 +116,8 @@ class TensorParallel:
     Attributes:
         plan: what is divided, and how: from names of modules, as `torch.distributed.tensor.parallel` takes them
             (`blocks.*.feed_in`), to one of `STYLES` or a `ParallelStyle` of torch's own. None takes what the model's
-            method `tensor_plan()` returns, and adds every `nn.TransformerEncoderLayer` in it. See docs/tensor.md.
+            method `tensor_plan()` returns, and adds every `nn.TransformerEncoderLayer` in it; without such a method
+            linear layers that follow each other in an `nn.Sequential`, too. See docs/tensor.md.
         sequence: between the divided layers each rank has a part of the positions (dim 1) only, where the plan says so:
             less memory for activations, the same bytes on the way.
     """

@@ -67,7 +67,8 @@ class Run:
         mesh: how the devices divide the work: `{"data": 2, "pipe": 4}` trains two copies of a model in four stages each
             (`strategy="pipeline"`), `{"data": 2, "tensor": 2}` two copies with each matrix on two devices
             (`strategy="tensor"`). One size may be -1: what is left. By default all are on "data"; `shares` and
-            `num_shards` are about "data". On one device it is not looked at. The bits do not depend on it.
+            `num_shards` are about "data". On one device it is not looked at. The bits do not depend on "data" and
+            "pipe"; they do on "tensor": see docs/tensor.md.
 
     Attributes:
         profile_facts: what the advice of a profile goes by, besides times; JSON.
