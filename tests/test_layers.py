@@ -4,6 +4,7 @@ import ast
 import json
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -97,6 +98,11 @@ def test_packages_offer_no_names_of_their_own():
         if path.parent != ROOT:
             (docstring,) = ast.parse(path.read_text(encoding="utf-8")).body
             assert isinstance(docstring, ast.Expr), path
+
+
+def test_no_two_modules_of_tests_have_the_same_name():
+    names = Counter(path.name for path in Path(__file__).parent.glob("*/*.py") if path.name != "conftest.py")
+    assert [name for name, count in names.items() if count > 1] == []
 
 
 def imported_by(code: str) -> set[str]:
