@@ -7,6 +7,8 @@ from engine_programs import table
 from torch import nn
 from worlds import in_turns
 
+from samestep.comm.mesh import close_mesh
+from samestep.comm.shared import SharedTransport
 from samestep.errors import LossError
 from samestep.train.run import Run
 
@@ -58,6 +60,25 @@ def test_the_counts_are_the_same_bits_on_every_number_of_devices(num_samples):
         for result in in_turns(world_size, run_detection, anchors, detection, num_samples):
             assert result[0] == reference[0]
             assert all(torch.equal(a, b) for a, b in zip(result[1], reference[1], strict=True))
+
+
+def run_sharded(communicator, strategy, num_samples):
+    """Two steps of so many samples; the losses."""
+    run = Run(24, 7, communicator=communicator)
+    model = nn.Linear(5, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    x, y = table()
+    try:
+        step = run.train_step(model, optimizer, detection, counts_fn=anchors, strategy=strategy)
+        return [step((x[:num_samples], y[:num_samples])).loss.hex() for _ in range(2)]
+    finally:
+        if isinstance(communicator.transport, SharedTransport):
+            close_mesh()
+
+
+def test_a_rank_that_only_runs_along_has_the_counts_in_their_structure(worlds):
+    losses = in_turns(1, run_sharded, "replicate", 3)[0]
+    assert worlds(4).run(run_sharded, "sharded", 3) == [losses] * 4
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from memory_programs import BATCH, run_fitting, run_large, run_short, run_update
 from torch import nn
 from worlds import World
 
-from samestep.engine.memory import is_out_of_memory, missing_state_bytes, num_sums_alive
+from samestep.engine.memory import describe_lone_shortage, is_out_of_memory, missing_state_bytes, num_sums_alive
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="limits of address space are Linux's")
 
@@ -122,6 +122,21 @@ def test_an_optimizer_that_cannot_be_asked_counts_nothing():
 def test_gradients_alive_at_once_are_those_of_a_binary_counter():
     assert [num_sums_alive(range(n)) for n in (0, 1, 2, 3, 4, 8)] == [1, 1, 2, 2, 3, 4]
     assert num_sums_alive(range(4, 8)) == 3
+
+
+@pytest.mark.parametrize(
+    ("strategy", "advice", "others"),
+    [
+        ("sharded", ("smaller `wrap`", "Sharded(activation_checkpointing=True)"), ("pipe", "sequence")),
+        ("pipeline", ('ranks along "pipe"', "torch.utils.checkpoint"), ("wrap", "Sharded", "sequence")),
+        ("tensor", ('ranks along "tensor"', "TensorParallel(sequence=True)"), ("wrap", "Sharded", "pipe")),
+    ],
+)
+def test_a_shard_beside_a_part_of_the_model_gets_the_advice_of_its_strategy(strategy, advice, others):
+    message = describe_lone_shortage(3, 20, 1, strategy)
+    assert "out of memory: shard 3 (20 samples) does not fit in the memory of rank 1" in message
+    assert all(text in message for text in ("--num-shards", *advice))
+    assert not any(text in message for text in others)
 
 
 def test_other_errors_are_no_shortage():

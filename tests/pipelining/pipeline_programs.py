@@ -1,6 +1,8 @@
 """Programs for ranks that train a model in stages, and the same training on one device."""
 
+import gc
 import hashlib
+import weakref
 from collections import Counter
 from contextlib import nullcontext
 from unittest import mock
@@ -114,7 +116,27 @@ def gpt():
     return Gpt(layers=4, width=16, heads=2, context=8, dropout=0.1, tied=False)
 
 
-MODELS = {"mlp": mlp, "convolutions": convolutions, "two streams": TwoStreams, "gpt": gpt}
+class Masked(nn.Module):
+    """Makes its mask in its first forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+        self.register_buffer("mask", None)
+        self.register_buffer("unused", None)
+
+    def forward(self, x):
+        if self.mask is None:
+            self.mask = torch.arange(16) % 3 != 0
+        return torch.tanh(self.linear(x * self.mask))
+
+
+def masked():
+    """Buffers of several stages that are there from the first forward on."""
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 16), Masked(), Masked(), Masked(), nn.Linear(16, NUM_CLASSES))
+
+
+MODELS = {"mlp": mlp, "convolutions": convolutions, "two streams": TwoStreams, "gpt": gpt, "masked": masked}
 
 
 def images(count):
@@ -163,6 +185,15 @@ def digest(step, model, optimizer):
 def make_optimizer(model, kind):
     if kind == "adamw":
         return torch.optim.AdamW(model.parameters(), lr=0.01)
+    if kind == "adagrad":
+        return torch.optim.Adagrad(model.parameters(), lr=0.02)
+    if kind == "adam with state":
+        earlier, optimizer = (torch.optim.Adam(model.parameters(), lr=0.01) for _ in range(2))
+        for parameter in model.parameters():
+            parameter.grad = parameter.detach().square() + 0.1
+        earlier.step()
+        optimizer.load_state_dict(earlier.state_dict())
+        return optimizer
     return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-3)
 
 
@@ -248,6 +279,41 @@ def most_on_their_way(communicator, schedule):
     return max(seen)
 
 
+def left_of_a_step(communicator, schedule, stages_per_rank):
+    """What one step leaves in memory of its batch, counts and messages, and how many of these were written to.
+
+    Returns:
+        How many tensors of the batch and its counts, and of what was sent, there were; how many of each are still
+        there after the step; how many of those that were sent held something else in the end than when they were sent.
+    """
+    given, sent, held, send = [], [], [], Relay.send
+
+    def noted(self, target, tensors, note=b""):
+        held.extend((tensor.detach(), tensor.detach().clone()) for tensor in tensors if tensor is not None)
+        on_their_way = send(self, target, tensors, note)
+        sent.extend(weakref.ref(raw) for _, raw in on_their_way)
+        return on_their_way
+
+    def noting_loss(model, batch, counts):
+        given.extend(weakref.ref(tensor) for tensor in (*batch, counts))
+        return counted_loss(model, batch, counts)
+
+    try:
+        run = Run(24, 8, 3, communicator=communicator, mesh={"pipe": communicator.world_size})
+        model = mlp()
+        strategy = Pipeline(schedule=schedule, stages_per_rank=stages_per_rank)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        step = run.train_step(model, optimizer, noting_loss, strategy=strategy, counts_fn=counts_of)
+        with mock.patch.object(Relay, "send", noted):
+            step(images(24))
+        gc.collect()
+        written_to = sum(not torch.equal(tensor, before) for tensor, before in held)
+        alive = [sum(ref() is not None for ref in refs) for refs in (given, sent)]
+        return len(given), len(sent), alive, written_to
+    finally:
+        close_pipeline(communicator)
+
+
 def counts_of(batch):
     """How many of a shard's labels are below five."""
     return (batch[1] < 5).sum()
@@ -324,12 +390,28 @@ def recomputed():
     return nn.Sequential(nn.Flatten(), nn.Linear(64, 16), middle, nn.Linear(16, NUM_CLASSES))
 
 
+class Gain(nn.Module):
+    """Multiplies by one number."""
+
+    def __init__(self):
+        super().__init__()
+        self.gain = nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, x):
+        return self.gain * x
+
+
+def scaled():
+    """Has a parameter of no dimension."""
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 8), Gain(), nn.Linear(8, NUM_CLASSES))
+
+
 def tied_gpt():
     """Output weights that are the embedding's."""
     return Gpt(layers=2, width=16, heads=2, context=8, dropout=0.0)
 
 
-MODELS |= {"recurrent": Recurrent, "leftover": Leftover, "tied": tied_gpt, "recomputed": recomputed}
+MODELS |= {"recurrent": Recurrent, "leftover": Leftover, "tied": tied_gpt, "recomputed": recomputed, "scaled": scaled}
 
 
 def refusal(communicator, name, options):

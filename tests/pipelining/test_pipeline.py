@@ -4,7 +4,7 @@ from collections import Counter
 from functools import cache
 
 import pytest
-from pipeline_programs import counted_loss, counts_of, most_on_their_way, train
+from pipeline_programs import counted_loss, counts_of, left_of_a_step, most_on_their_way, train
 from worlds import in_turns
 
 COMPARED = ("digest", "steps", "scores", "outputs")
@@ -19,6 +19,9 @@ QUICK = {
     "views at the border": (2, "convolutions", {"pipeline": {"split": ["5"], "schedule": "zero-bubble"}}),
     "named split": (2, "mlp", {"pipeline": {"split": ["3"]}, "num_shards": 1}),
     "bf16": (2, "mlp", {"precision": "bf16-mixed"}),
+    "state from the beginning": (2, "mlp", {"optimizer": "adagrad"}),
+    "state from before": (2, "two streams", {"optimizer": "adam with state"}),
+    "buffers made in a forward": (2, "masked", {}),
     "fewer samples than stages": (3, "gpt", {"samples": 8, "batch": 3}),
     "three ranks": (3, "convolutions", {"num_shards": 7, "batch": 25, "samples": 53}),
     "grid": (4, "convolutions", {"mesh": GRID, "num_shards": 7, "batch": 25, "samples": 26, "epochs": 2}),
@@ -112,6 +115,17 @@ def test_no_rank_keeps_the_parameters_of_stages_that_it_does_not_have(worlds):
 def test_what_was_sent_is_kept_no_longer_than_until_it_has_arrived(worlds):
     assert max(worlds(2).run(most_on_their_way, "1f1b")) <= 4
     assert max(worlds(2).run(most_on_their_way, "gpipe")) >= 24
+
+
+@pytest.mark.parametrize(("schedule", "stages_per_rank"), [("1f1b", 1), ("zero-bubble", 1), ("zbv", 2)])
+def test_a_step_leaves_nothing_of_its_batch_and_messages_and_writes_to_none_that_it_has_sent(
+    worlds, schedule, stages_per_rank
+):
+    for num_given, num_sent, alive, written_to in worlds(2).run(left_of_a_step, schedule, stages_per_rank):
+        assert num_given >= 24
+        assert num_sent >= 16
+        assert alive == [0, 0]
+        assert written_to == 0
 
 
 @pytest.mark.parametrize("breaker", ["randomness", "order"])

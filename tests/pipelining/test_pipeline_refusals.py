@@ -21,6 +21,13 @@ REFUSED = {
     "unknown split": ("mlp", {**MESH, "pipeline": {"split": ["head"]}}, "split names 'head'"),
     "split at the beginning": ("mlp", {**MESH, "pipeline": {"split": ["0"]}}, "no new stage can begin"),
     "too long a split": ("mlp", {**MESH, "pipeline": {"split": ["2", "3"]}}, "makes 3 stages"),
+    "example": (
+        "mlp",
+        {**MESH, "pipeline": {"example": torch.zeros(3, 7)}},
+        "Pipeline(example=…) does not fit the model: part 1.0 raised RuntimeError: mat1 and mat2",
+    ),
+    "example of no tensors": ("mlp", {**MESH, "pipeline": {"example": {"x": torch.zeros(3, 64)}}}, "a dict cannot go"),
+    "one number": ("scaled", MESH, "parameter 2.gain has no dimension to divide"),
     "compile": ("mlp", {**MESH, "more": {"compile": True}}, "leave compile=True out"),
     "another strategy": ("mlp", {**MESH, "strategy": "replicate"}, "use strategy='pipeline'"),
     "sharded": ("mlp", {**MESH, "strategy": "sharded"}, "use strategy='pipeline'"),

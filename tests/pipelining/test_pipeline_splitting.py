@@ -1,7 +1,9 @@
 """Splitting a model: the parts are those that its forward applies, and stages are as equal as can be."""
 
+import random
 from itertools import combinations
 
+import numpy as np
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,6 +11,7 @@ from pipeline_programs import gpt, mlp
 from torch import nn
 from worlds import in_turns
 
+from samestep.data.randomness import Generators
 from samestep.engine.pipelining.splitting import Stage, balanced_starts, cut, parts_of
 from samestep.engine.strategies import Pipeline
 from samestep.recipes.catalog import load
@@ -65,6 +68,26 @@ class Slow(nn.Module):
         for _ in range(30):
             x = x @ self.weight
         return x
+
+
+class Drawing(nn.Module):
+    """Draws from every generator."""
+
+    def forward(self, x):
+        return x + torch.rand(1) + random.random() + np.random.rand() + np.random.randn()
+
+
+def test_measuring_leaves_every_generator_as_it_was():
+    np.random.randn()  # of a pair, of which the other half is held back
+    options = Pipeline(example=torch.ones(2, 3))
+
+    def draw(communicator):
+        parts = parts_of(nn.Sequential(Drawing(), nn.Linear(3, 3)))
+        before = Generators(communicator.device).states_off_device(), torch.get_rng_state().tolist()
+        cut(nn.Sequential(), parts, options, 2, communicator)
+        return before == (Generators(communicator.device).states_off_device(), torch.get_rng_state().tolist())
+
+    assert in_turns(1, draw) == [True]
 
 
 def test_measured_stages_are_cut_by_time_and_others_by_parameters():

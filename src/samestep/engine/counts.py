@@ -35,14 +35,14 @@ class GlobalCounts:
         """
         device = self._communicator.device
         mine = ranges[self._communicator.rank]
-        ours = {shard: value for shard, value in batch.shards.items() if shard in mine}
-        values = {shard: self._numbers(self._counts_fn(value)) for shard, value in ours.items()}
+        values = {shard: self._numbers(self._counts_fn(value)) for shard, value in batch.shards.items()}
         width = max(row[0] for row in self._communicator.gather_words([max(map(len, values.values()), default=0)]))
         rows = torch.zeros(len(mine), width, dtype=wide_dtype(device), device=device)
         for shard, numbers in values.items():
             if len(numbers) != width:
                 raise LossError(f"counts_fn returned {len(numbers)} numbers for one shard and {width} for another")
-            rows[mine.index(shard)] = torch.stack(numbers)
+            if shard in mine:  # else this rank runs along with it, and needs its structure alone
+                rows[mine.index(shard)] = torch.stack(numbers)
         return self._structure(self._communicator.sum_rows(rows, ranges))
 
     def _numbers(self, value: Any) -> list[Tensor]:

@@ -15,6 +15,13 @@ from samestep.plan.tree import Block, TreeSum
 NOTHING_FITS, FAILS = 0, -1
 CPU_MESSAGES = ("can't allocate memory", "not enough memory", "Cannot allocate memory", "std::bad_alloc")
 
+LONE_ADVICE = {
+    "sharded": "more devices, smaller `wrap`, or Sharded(activation_checkpointing=True)",
+    "pipeline": 'more stages (ranks along "pipe"), or activation checkpointing (torch.utils.checkpoint)',
+    "tensor": 'more ranks along "tensor", or TensorParallel(sequence=True)',
+}
+"""What helps beside smaller shards, by strategy."""
+
 
 @dataclass(frozen=True)
 class Shortage:
@@ -178,12 +185,19 @@ def describe_shortage(rows: Sequence[Sequence[int]], length: int, num_shards: in
     )
 
 
-def describe_lone_shortage(shard: int, num_samples: int, rank: int) -> str:
-    """The message where nothing can be measured, since a rank alone has not the whole model."""
+def describe_lone_shortage(shard: int, num_samples: int, rank: int, strategy: str) -> str:
+    """The message where nothing can be measured, since a rank alone has not the whole model.
+
+    Args:
+        shard: that did not fit.
+        num_samples: how many it holds.
+        rank: this one.
+        strategy: "sharded", "pipeline" or "tensor", by which the model is spread.
+    """
     return (
         f"out of memory: shard {shard} ({num_samples} samples) does not fit in the memory of rank {rank} beside its "
-        "part of the model: use more shards (--num-shards; it is part of the contract), more devices, smaller `wrap`, "
-        "or Sharded(activation_checkpointing=True)"
+        "part of the model: use more shards, which are smaller (--num-shards; it is part of the contract), "
+        f"{LONE_ADVICE[strategy]}"
     )
 
 

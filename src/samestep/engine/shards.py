@@ -121,7 +121,9 @@ class ShardRunner:
                     if not is_out_of_memory(error):
                         raise
                     if self.gradients.is_spread:
-                        raise OutOfMemoryError(describe_lone_shortage(shard, num_samples, self._team.rank)) from error
+                        strategy = "sharded" if self._team.is_dealt else "tensor"
+                        text = describe_lone_shortage(shard, num_samples, self._team.rank, strategy)
+                        raise OutOfMemoryError(text) from error
                     value, phase = batch.shards[shard], self._team.pulse.phase
                     shortage = Shortage(shard, num_samples, value, phase, counts)
                 else:

@@ -52,8 +52,10 @@ class SpreadState:
     def hand_over(self, optimizers: Sequence[Optimizer], names: Mapping[int, str], rank: int) -> None:
         """Gives the optimizers this rank's parts in place of the parameters that they hold, and of their state.
 
+        A part may be the parameter itself, which was emptied where it lies: then only its state is cut.
+
         Args:
-            optimizers: over whole parameters.
+            optimizers: over whole parameters, or such parts; their state is that of whole ones.
             names: of the parameters, by their ids.
             rank: this one.
         """
@@ -63,8 +65,12 @@ class SpreadState:
                 for index, whole in enumerate(held):
                     name = names[id(whole)]
                     held[index] = part = self.parts.get(name, whole)
-                    if whole in optimizer.state and part is not whole:
+                    if whole in optimizer.state and (part is not whole or self._is_partial(name)):
                         optimizer.state[part] = self._cut(name, optimizer.state.pop(whole), rank)
+
+    def _is_partial(self, name: str) -> bool:
+        """Whether this rank has not all elements of a parameter."""
+        return name in self.spreads and self.parts[name].shape != self.spreads[name].shape
 
     def _cut(self, name: str, state: Mapping[str, Any], rank: int) -> dict[str, Any]:
         """This rank's part of what an optimizer keeps of a parameter."""
@@ -110,6 +116,12 @@ def check_contiguous(name: str, parameter: Tensor, otherwise: str) -> None:
             f"parameter {name} is not contiguous (channels_last, or a view of another?); call .contiguous() on it, or "
             f"{otherwise}"
         )
+
+
+def check_dimension(name: str, parameter: Tensor, strategy: str) -> None:
+    """Raises a `UsageError` where a parameter is one number: its optimizer's state could be told from no count."""
+    if parameter.ndim == 0:
+        raise UsageError(f"parameter {name} has no dimension to divide; make it of shape [1] (strategy={strategy!r})")
 
 
 def reads_itself(name: str) -> str:

@@ -325,6 +325,7 @@ class TrainStep:
         Raises:
             OutOfMemoryError: names the shard, and the `num_shards` that fits.
         """
+        assert isinstance(self._gradients, GradientSum), "where the model is spread the shard itself has raised"
         self._gradients.drain()
         fitting, num_samples = 0, 0
         if shortage is not None:
@@ -347,6 +348,7 @@ class TrainStep:
         """Bytes of the tensors that a step with so many shards needs beside a shard's, and after it for the update."""
         factor = num_shards // self.team.num_shards
         ours = range(factor * self.team.mine.start, factor * self.team.mine.stop)
+        assert isinstance(self._gradients, GradientSum), "where the model is spread nothing is measured"
         gradient = self._gradients.bucket_bytes
         on_their_way = 0 if self.team.world_size == 1 else 3
         state = [size for optimizer in self.optimizers for size in missing_state_bytes(optimizer)]

@@ -66,12 +66,17 @@ class StageBuffers:
         for number, stage in enumerate(self._pipelined.stages):
             has_means, has_others = self._touched[2 * number : 2 * number + 2]
             owner = self._pipelined.owners[number]
-            places = _places(stage)
+            places = [(module, key) for module in stage.modules() for key in module._buffers]
             if has_means:
                 self._hand_out(owner, [place for place in places if is_mean_buffer(*place)])
             if has_others:
-                for module, key in (place for place in places if not is_mean_buffer(*place)):
-                    module._buffers[key] = self._pipe.share(module._buffers[key], owner)
+                self._hand_out_whole(owner, [place for place in places if not is_mean_buffer(*place)])
+
+    def _hand_out_whole(self, owner: int, places: Sequence[tuple[nn.Module, str]]) -> None:
+        """Gives buffers to all ranks along the pipeline, which may have none yet, or others in their place."""
+        there = self._pipe.gather_words([module._buffers[key] is not None for module, key in places])[owner]
+        for (module, key), is_there in zip(places, there, strict=True):
+            module._buffers[key] = self._pipe.share(module._buffers[key], owner) if is_there else None
 
     def _hand_out(self, owner: int, places: Sequence[tuple[nn.Module, str]]) -> None:
         """Gives buffers to all ranks along the pipeline, in one message."""
@@ -82,9 +87,3 @@ class StageBuffers:
         if self._pipe.rank != owner:
             for row, raw in zip(rows, sent.split([row.numel() for row in rows]), strict=True):
                 row.copy_(raw)
-
-
-def _places(stage: nn.Module) -> list[tuple[nn.Module, str]]:
-    """Where the buffers of a stage are that there are."""
-    everything = ((module, key) for module in stage.modules() for key in module._buffers)
-    return [(module, key) for module, key in everything if module._buffers[key] is not None]

@@ -73,11 +73,6 @@ class PipelinedGradientSum:
         """After `finish` the sums over all shards, of this rank's stages."""
         return [flat for gradients in self._sums.values() for flat in gradients.flats]
 
-    @property
-    def bucket_bytes(self) -> list[int]:
-        """What the gradient of one shard takes, by bucket."""
-        return [size for gradients in self._sums.values() for size in gradients.bucket_bytes]
-
     def begin(self, blocks_by_rank: Sequence[Sequence[Block]]) -> None:
         """Starts a step; the blocks are those of the ranks of `team.data`."""
         self.forget()
@@ -141,11 +136,6 @@ class PipelinedGradientSum:
         """Forgets the reused memory: after a step that left NaN in it."""
         for gradients in self._sums.values():
             gradients.drop_memory()
-
-    def drain(self) -> None:
-        """Waits for the exchanges that every rank has begun, and drops what came of them."""
-        for gradients in self._sums.values():
-            gradients.drain()
 
     def abandon(self) -> None:
         """Drops what a step that failed has left."""

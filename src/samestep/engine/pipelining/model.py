@@ -14,7 +14,7 @@ from samestep.engine.parameters import named_parameters
 from samestep.engine.pipelining.parcel import packed, unpacked
 from samestep.engine.pipelining.schedule import owners_of_stages
 from samestep.engine.pipelining.splitting import Stage, cut, parts_of
-from samestep.engine.spread import SpreadState, check_contiguous, check_elementwise
+from samestep.engine.spread import SpreadState, check_contiguous, check_dimension, check_elementwise
 from samestep.engine.strategies import Pipeline
 
 
@@ -24,7 +24,7 @@ class PipelinedModel:
     Args:
         team: the ranks; those along "pipe" have different stages.
         model: equal on all ranks.
-        optimizers: over its parameters, without state yet; those of other stages have no elements from then on.
+        optimizers: over its parameters; those of other stages, and their state, have no elements from then on.
         options: where to cut.
 
     Attributes:
@@ -58,6 +58,7 @@ class PipelinedModel:
         homes = {name: self.owners[number] for number, own in enumerate(self.names) for name in own}
         spreads = {}
         for name, parameter in parameters.items():
+            check_dimension(name, parameter, "pipeline")
             check_contiguous(name, parameter, "keep the whole model on each device (strategy='replicate')")
             cuts = (0,) * (homes[name] + 1) + (parameter.numel(),) * (pipe.world_size - homes[name])
             spreads[name] = Spread(parameter.shape, cuts)
@@ -66,6 +67,7 @@ class PipelinedModel:
                 parameter.data = torch.empty(0, dtype=parameter.dtype, device=team.communicator.device)
         self.foreign = {id(p): name for name, p in parameters.items() if homes[name] != pipe.rank}
         self.state = SpreadState(parameters, spreads, has_whole_parameters=False, communicator=pipe)
+        self.state.hand_over(optimizers, names, pipe.rank)
         self.whole = Whole(team, model, self.stages, self.owners)
 
 

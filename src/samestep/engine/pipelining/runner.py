@@ -120,7 +120,9 @@ class PipelineRunner:
             raise
         finally:
             self.generators.restore(saved)
-            self._kept = {}
+            self.guard.end()
+            self._kept, self._counts = {}, None
+            del self._batch, self._mail
 
     def _do(self, action: Action) -> None:
         """Carries out one action."""
@@ -139,7 +141,7 @@ class PipelineRunner:
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
-            text = describe_lone_shortage(shard, self._num_samples(shard), self._team.rank)
+            text = describe_lone_shortage(shard, self._num_samples(shard), self._team.rank, "pipeline")
             raise OutOfMemoryError(text) from error
 
     def _num_samples(self, shard: int) -> int:
@@ -227,6 +229,7 @@ class PipelineRunner:
         value, stats = kept.row
         if stage:
             note = LOSS_WEIGHT.pack(kept.weight)
-            self._mail.send(Message(BACKWARD, stage - 1, place), [value, stats, *found], note)
+            sent = stats.clone()  # this stage adds to its own when its weights come later
+            self._mail.send(Message(BACKWARD, stage - 1, place), [value, sent, *found], note)
         elif self._team.mine:
             self._rows.note(self._shards[place], ShardLoss(value, kept.weight, stats[0]), stats[1])

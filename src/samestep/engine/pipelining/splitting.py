@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from samestep.comm.communicator import Communicator
+from samestep.data.randomness import Generators
 from samestep.engine.strategies import Pipeline
 from samestep.errors import UsageError
 
@@ -133,13 +134,33 @@ def _costs(parts: Parts, example: Any, communicator: Communicator) -> list[int]:
     """What each part costs: nanoseconds as rank 0 measures them, or else parameters."""
     if example is None:
         return [sum(parameter.numel() for parameter in module.parameters()) for _, module in parts]
-    costs = [0] * len(parts)
-    if communicator.rank == 0:
-        value = example
-        with torch.random.fork_rng(devices=[]):
+    costs, why = _measured(parts, example, communicator.device) if communicator.rank == 0 else ([0] * len(parts), b"")
+    size, *costs = communicator.gather_words([len(why), *costs])[0]
+    if size:
+        sent = torch.tensor(list(why), dtype=torch.uint8, device=communicator.device)
+        raise UsageError(bytes(communicator.share(sent).tolist()).decode())
+    return costs
+
+
+def _measured(parts: Parts, example: Any, device: torch.device) -> tuple[list[int], bytes]:
+    """How long each part takes; or why that cannot be told, in a sentence for all ranks, who wait for it."""
+    generators = Generators(device)
+    costs, value, number = [0] * len(parts), example, 0
+    try:
+        with generators.preserved(wholly=True):
+            generators.seed(0)
             for number, (_, module) in enumerate(parts):
-                costs[number], value = _measure(module, value, communicator.device)
-    return communicator.gather_words(costs)[0]
+                costs[number], value = _measure(module, value, device)
+    except UsageError as error:
+        return costs, str(error).encode()
+    except Exception as error:  # whatever the parts make of the example
+        what = f"part {parts[number][0]} raised {type(error).__name__}: {error}"
+        text = (
+            f"Pipeline(example=…) does not fit the model: {what}; give what loss_fn gives to the model for one shard, "
+            "or leave it out (stages are cut by parameters then)"
+        )
+        return costs, text.encode()
+    return costs, b""
 
 
 def _measure(module: nn.Module, value: Any, device: torch.device) -> tuple[int, Any]:

@@ -158,15 +158,6 @@ class ShardedGradientSum:
         """Forgets the sums: after a step that left NaN in them."""
         self._sums, self.flats = [], []
 
-    def drain(self) -> None:
-        """Drops what came of the exchanges so far."""
-        self.abandon()
-
-    @property
-    def bucket_bytes(self) -> list[int]:
-        """What this rank's part of the gradient takes, by module."""
-        return [group.numel * self.parameters[0].element_size() for group in self._groups]
-
     def abandon(self) -> None:
         """Drops what a step that failed has left."""
         self.drop_memory()

@@ -9,7 +9,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.nn.modules.batchnorm import _NormBase
 
 from samestep.engine.leaving import make_views_writable
-from samestep.engine.spread import check_contiguous
+from samestep.engine.spread import check_contiguous, check_dimension
 from samestep.engine.strategies import Sharded
 from samestep.errors import UsageError
 
@@ -80,8 +80,7 @@ def check_parameters(model: nn.Module) -> None:
     """
     kinds: dict[torch.dtype, str] = {}
     for name, parameter in model.named_parameters():
-        if parameter.ndim == 0:
-            raise UsageError(f"parameter {name} has no dimension to divide; make it of shape [1] (strategy='sharded')")
+        check_dimension(name, parameter, "sharded")
         check_contiguous(name, parameter, "keep the whole model on each device (strategy='replicate')")
         if parameter.requires_grad:
             kinds.setdefault(parameter.dtype, name)
