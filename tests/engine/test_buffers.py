@@ -9,6 +9,8 @@ from engine_programs import bits, mean_squared, table
 from torch import nn
 from worlds import in_turns
 
+from samestep.comm.communicator import Communicator
+from samestep.comm.transport import Arrived
 from samestep.engine import buffers as buffers_module
 from samestep.errors import BufferMergeError
 from samestep.plan.shards import shard_bounds
@@ -193,6 +195,38 @@ def keeps(update, expected, length):
         for _, model, _ in in_turns(world_size, run_steps, lambda: Counting(update), 3, length):
             assert torch.equal(model.calls, expected)
             assert model.calls.dtype == expected.dtype
+
+
+class Carrier:
+    """A transport of two ranks that notes the form of what it carries; what they say is what rank 0 says."""
+
+    world_size = 2
+
+    def __init__(self, rank, said):
+        self.rank, self.said, self.carried = rank, said, []
+
+    def gather(self, words):
+        self.said.append(words)
+        return Arrived(self.said[0].repeat(2))
+
+    def broadcast(self, tensor, source):
+        self.carried.append((tensor.device.type, tensor.dtype, tensor.shape))
+
+
+def test_a_buffer_that_is_shared_goes_the_same_way_on_all_ranks_wherever_the_source_has_it():
+    for on_host in (True, False):
+        said, seen = [], []
+        for rank in range(2):
+            transport, control = Carrier(rank, said), Carrier(rank, said)
+            communicator = Communicator(torch.device("meta"), transport, control)  # stands for an accelerator
+            tensor = torch.zeros(2, 3, device="cpu" if on_host else "meta") if rank == 0 else None
+            if on_host:  # it is given back in host memory, to which nothing comes from there
+                with pytest.raises(NotImplementedError, match="Cannot copy out of meta tensor"):
+                    communicator.share(tensor)
+            else:
+                assert communicator.share(tensor).is_meta
+            seen.append((transport.carried, control.carried))
+        assert seen == [([("meta", torch.float32, (2, 3))], [])] * 2
 
 
 def add_the_data(module, x):

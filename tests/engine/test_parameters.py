@@ -147,6 +147,30 @@ def test_stray_parameters_are_put_on_memory_borders_and_stay_the_same_parameters
     assert model[1].weight.stride() == strides
 
 
+class Straying(nn.Module):
+    """A buffer that is put somewhere between memory borders whenever it is moved."""
+
+    def __init__(self):
+        super().__init__()
+        self.last = nn.Linear(3, 1)
+        self.register_buffer("scale", torch.arange(3.0))
+
+    def _apply(self, fn, recurse=True):
+        super()._apply(fn, recurse)
+        self.scale = torch.cat([torch.zeros(1), self.scale])[1:]
+        return self
+
+
+def test_a_buffer_that_is_moved_to_the_device_is_put_on_a_memory_border_there():
+    model = Straying()
+    old, place = model.scale, model.scale.data_ptr()
+    settle_model(model, torch.device("cpu", 0))  # for torch this is another device than "cpu"
+    assert model.scale is not old
+    assert old.data_ptr() == place
+    assert model.scale.data_ptr() % 64 == 0
+    assert model.scale.tolist() == [0.0, 1.0, 2.0]
+
+
 def test_parameters_that_are_views_of_one_memory_stay_so():
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     flat = torch.randn(18)

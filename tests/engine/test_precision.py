@@ -7,6 +7,7 @@ from torch import nn
 from worlds import in_turns
 
 from samestep.engine import precision as precision_module
+from samestep.engine.norms import block_norm, block_norms
 from samestep.engine.precision import INITIAL_SCALE, LossScale, check_precision
 from samestep.errors import NonFiniteError, UsageError
 from samestep.train.run import Run
@@ -163,3 +164,14 @@ def test_an_inactive_step_leaves_the_scale_alone():
     scale = LossScale(torch.device("cpu"), enabled=True)
     scale.update(torch.tensor(True), torch.tensor(False))
     assert scale.state_dict() == {"scale": INITIAL_SCALE, "good_steps": 0.0}
+
+
+def test_each_norm_has_at_least_32_bits_whatever_stands_before_it():
+    half, rough = torch.full((4,), 60000.0, dtype=torch.float16), torch.tensor([1.0, 0.1], dtype=torch.bfloat16)
+    single, double = torch.tensor([3.0, 4.0]), torch.tensor([1.0, 1e-9], dtype=torch.float64)
+    for tensors in ([single, half, rough], [half, single, rough, double], [double, rough, half, single]):
+        norms = block_norms(tensors)
+        assert [norm.dtype for norm in norms] == [torch.promote_types(t.dtype, torch.float32) for t in tensors]
+        for norm, tensor in zip(norms, tensors, strict=True):
+            assert torch.equal(norm, block_norm(tensor))
+    assert block_norms([single, half])[1] == 120000

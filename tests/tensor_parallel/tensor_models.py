@@ -114,6 +114,31 @@ class Positioned(nn.Module):
         return self.last(self.region(self.tokens(x)).mean(1))
 
 
+class Mixed(nn.Module):
+    """A region by positions one of whose norms is in half precision, and a layer outside of it, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.tokens = nn.Embedding(VOCABULARY, 16)
+        norms = Cast(torch.bfloat16), nn.LayerNorm(16).bfloat16(), Cast(torch.float32), nn.LayerNorm(16)
+        self.region = nn.Sequential(*norms, nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
+        self.last = nn.Linear(16, NUM_CLASSES).bfloat16()
+
+    def forward(self, x):
+        return self.last(self.region(self.tokens(x)).mean(1).bfloat16()).float()
+
+
+class Cast(nn.Module):
+    """Goes on in another dtype."""
+
+    def __init__(self, dtype):
+        super().__init__()
+        self.dtype = dtype
+
+    def forward(self, x):
+        return x.to(self.dtype)
+
+
 class Observed(Pieced):
     """Remembers the highest of all features that a rank has."""
 
@@ -259,6 +284,13 @@ def chain():
     )
 
 
+def with_a_frozen_norm():
+    """A region by positions, whose norm is not trained."""
+    model = Positioned()
+    model.region[0].requires_grad_(False)
+    return model
+
+
 def gpt(p=0.2, tied=True):
     """Two blocks whose weights are larger than usual, so that rounding is not all that there is."""
     model = Gpt(layers=2, width=16, heads=4, context=LENGTH, dropout=p, tied=tied)
@@ -282,6 +314,8 @@ MODELS = {
     "fickle": Fickle,
     "pieced": Pieced,
     "positioned": Positioned,
+    "frozen norm": with_a_frozen_norm,
+    "mixed": Mixed,
     "shared": SharedLinear,
     "looking": Looking,
     "masked": Masked,
@@ -323,7 +357,7 @@ PLANS = {
         "region.norm*": "sequence",
         "region.dropout[123]": "sequence",
     },
-    "head": {"head": "colwise"},
+    "places": {"position_embedding": "colwise"},
     "gathered": {
         "region": "sequence_region",
         "region.0": "sequence",
@@ -331,6 +365,13 @@ PLANS = {
         "region.3": "colwise_gathered",
     },
     "norm": {**POSITIONED, "region.0": "sequence"},
+    "mixed": {
+        "region": "sequence_region",
+        "region.1": "sequence",
+        "region.3": "sequence",
+        "region.4": "colwise",
+        "region.6": "rowwise",
+    },
     "all of the gpt": {
         **GPT_PLAN,
         "blocks.*.attention_norm": "sequence",

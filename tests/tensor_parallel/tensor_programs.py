@@ -208,6 +208,16 @@ def train(communicator, name, options):
 
 
 @with_group_closed
+def in_two_dtypes(communicator, mesh):
+    """Losses and norms of a model of which some is in half precision, and where its parameters end, in Python."""
+    options = {"mesh": mesh, "plan": "mixed", "sequence": True, "optimizer": "plain", "max_grad_norm": 0.5}
+    run, step, _ = make(communicator, "mixed", options)
+    steps = [(result.loss, result.grad_norm) for result in map(step, run.loader(texts(27)))]
+    state = dict(step.model.named_parameters() if step.spread is None else step.spread.parts)
+    return steps, {name: state[name].tolist() for name in ("region.1.bias", "region.3.weight", "region.6.bias")}
+
+
+@with_group_closed
 def said(communicator, name, options):
     """What a rank says of a training that cannot be, and whether that has changed the model."""
     step = None
@@ -267,6 +277,16 @@ def unfrozen(communicator, mesh):
             step.model[5].requires_grad_(False)
         step(batch)
     return whole_state(step)
+
+
+@with_group_closed
+def frozen(communicator, mesh):
+    """Which parameters of a model with a frozen norm are trained, and the state after some steps."""
+    options = {"mesh": mesh, "plan": "norm", "sequence": True, "optimizer": "plain"}
+    run, step, _ = make(communicator, "frozen norm", options)
+    for batch in run.loader(texts(27)):
+        step(batch)
+    return [name for name, leaf in step.model.named_parameters() if leaf.requires_grad], whole_state(step)
 
 
 @with_group_closed

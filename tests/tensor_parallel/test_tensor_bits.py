@@ -5,7 +5,7 @@ from functools import cache
 
 import numpy as np
 import pytest
-from tensor_programs import train
+from tensor_programs import in_two_dtypes, train
 from worlds import in_turns
 
 TENSOR_2, GRID, GRID_OF_6 = {"tensor": 2}, {"data": 2, "tensor": 2}, {"data": 3, "tensor": 2}
@@ -141,6 +141,16 @@ def test_in_mixed_precision_it_is_one_device_up_to_rounding_in_that_precision(di
     assert is_close(divided(TENSOR_2, "chain", options)[0], one_device("chain", options), close)
     assert not is_close(divided(TENSOR_2, "chain", options)[0], one_device("chain", {"max_grad_norm": 0.5}))
     check_bits_along_data(divided, GRID, "chain", options)
+
+
+def test_parameters_of_two_dtypes_are_trained_as_on_one_device_up_to_rounding(worlds):
+    steps, state = in_turns(1, in_two_dtypes, None)[0]
+    assert state["region.1.bias"] != [0.0] * 16
+    for got_steps, got in worlds(2).run(in_two_dtypes, TENSOR_2):
+        # The norm and the last layer round to 8 bits, 4e-3 of each number.
+        np.testing.assert_allclose(got_steps, steps, rtol=0.02)
+        for name, values in state.items():
+            np.testing.assert_allclose(got[name], values, rtol=0.02, atol=1e-3, err_msg=name)
 
 
 @pytest.mark.parametrize(

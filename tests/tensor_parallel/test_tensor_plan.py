@@ -216,6 +216,35 @@ def test_a_parameter_that_a_module_outside_the_plan_has_too_is_refused_by_name()
         read_plan(tied, TensorParallel({"byte_embedding": "rowwise", "head": "colwise"}), 2)
 
 
+def two_norms():
+    """A region with two norms in it."""
+    model = MODELS["positioned"]()
+    model.region.append(nn.LayerNorm(16))
+    return model
+
+
+NORMS = {"region": "sequence_region", "region.0": "sequence", "region.4": "sequence"}
+
+
+@pytest.mark.parametrize("plan", [NORMS, {**NORMS, "region.4": "sequence_region"}], ids=["both", "one"])
+def test_norms_with_one_weight_are_refused_by_name_where_positions_are_divided(plan):
+    model = two_norms()
+    planned(model, plan, sequence=True)
+    model.region[4].weight = model.region[0].weight
+    with pytest.raises(UsageError, match=r"parameter region\.0\.weight is used in region\.0 and in region\.4"):
+        planned(model, plan, sequence=True)
+    assert planned(model, plan) == {}
+
+
+def test_one_norm_in_two_places_of_a_region_is_divided_once_and_outside_of_it_refused():
+    model, plan = two_norms(), {"region": "sequence_region", "region.0": "sequence"}
+    model.region[4] = model.region[0]
+    assert set(planned(model, plan, sequence=True)) == {"region", "region.0"}
+    model.norm = model.region[0]
+    with pytest.raises(UsageError, match=r"weight is used in region\.0 and in region\.4 and in norm"):
+        planned(model, plan, sequence=True)
+
+
 @pytest.mark.parametrize("options", [{"add_bias_kv": True}, {"add_zero_attn": True}, {"kdim": 4, "vdim": 8}], ids=str)
 def test_kinds_of_attention_that_are_not_divided_by_heads_are_refused(options):
     model = nn.ModuleDict({"attention": nn.MultiheadAttention(16, 4, **options)})

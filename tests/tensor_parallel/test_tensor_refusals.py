@@ -41,7 +41,7 @@ IN_THE_STEP = {
     ),
     "a table without its module": (
         "gpt with a head",
-        {**MESH, "plan": "head"},
+        {**MESH, "plan": "places"},
         "UsageError",
         "while its module was not",
     ),

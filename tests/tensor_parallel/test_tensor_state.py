@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tensor_models import PLANS, gpt
-from tensor_programs import copied, loss, texts, unfrozen, whole_state, with_group_closed
+from tensor_programs import copied, frozen, loss, texts, unfrozen, whole_state, with_group_closed
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.checkpoint import load as load_by_torch
 from worlds import in_turns
@@ -237,6 +237,16 @@ def test_a_trainer_leaves_the_same_weights_whatever_the_ranks_along_data(worlds,
 def test_what_is_frozen_or_unfrozen_in_the_model_later_is_so_for_its_parts(worlds):
     alone = in_turns(1, unfrozen, None)[0]
     for got in worlds(2).run(unfrozen, {"tensor": 2}):
+        for name, values in alone.items():
+            np.testing.assert_allclose(got[name], values, err_msg=name, **CLOSE)
+
+
+def test_a_norm_that_is_frozen_stays_so_where_positions_are_divided(worlds):
+    trained, alone = in_turns(1, frozen, None)[0]
+    assert "region.0.weight" not in trained
+    assert (alone["region.0.weight"] == 1).all()
+    for got_trained, got in worlds(2).run(frozen, {"tensor": 2}):
+        assert got_trained == trained
         for name, values in alone.items():
             np.testing.assert_allclose(got[name], values, err_msg=name, **CLOSE)
 

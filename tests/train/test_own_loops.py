@@ -304,3 +304,62 @@ def test_a_step_that_takes_up_a_state_forgets_what_was_bad_before(tmp_path):
         step.check()
 
     alone(program)
+
+
+@pytest.mark.parametrize(
+    ("of_groups", "allow", "sentence"),
+    [
+        (
+            lambda m: m.parameters(),
+            False,
+            r"has the state of Adam over 2 parameters, and this program's holds 6 parameters; give it the same",
+        ),
+        (
+            lambda m: [{"params": [p]} for p in m[-1].parameters()],
+            True,
+            r"over 2 parameters, and this program's holds 2 parameters in groups of 1 and 1;",
+        ),
+    ],
+    ids=["the whole model", "other groups"],
+)
+@pytest.mark.parametrize("shard_optimizer", [False, True])
+def test_a_checkpoint_of_an_optimizer_over_other_parameters_changes_nothing(
+    tmp_path, of_groups, allow, sentence, shard_optimizer
+):
+    def make(communicator, groups):
+        run = Run(BATCH, NUM_SHARDS, SEED, communicator=communicator)
+        model = plain()
+        optimizer = torch.optim.Adam(groups(model), 0.02)
+        return run, model, run.train_step(model, optimizer, classification, shard_optimizer=shard_optimizer)
+
+    def save(communicator):
+        run, _, step = make(communicator, lambda m: m[-1].parameters())
+        step(points(10))
+        run.save_checkpoint(tmp_path / "run", step)
+
+    def load(communicator):
+        run, model, step = make(communicator, of_groups)
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+        with pytest.raises(CheckpointError, match=sentence):
+            run.load_checkpoint(tmp_path / "run", step, allow_contract_change=allow)
+        assert step.num_steps == 0
+        return all(torch.equal(p, q) for p, q in zip(before, model.parameters(), strict=True))
+
+    in_turns(2, save)
+    assert in_turns(2, load) == [True, True]
+
+
+def test_a_whole_parameter_is_written_once_where_only_the_optimizers_state_is_spread(tmp_path):
+    def program(communicator):
+        run = Run(BATCH, NUM_SHARDS, SEED, communicator=communicator)
+        model = plain()
+        step = run.train_step(model, torch.optim.Adam(model.parameters(), 0.02), classification, shard_optimizer=True)
+        step(points(10))
+        path, digest = run.save_checkpoint(tmp_path / "run", step), state_digest(step)
+        step(points(10))
+        before = [part._version for part in step.spread.parts.values()]
+        run.load_checkpoint(path, step)
+        assert state_digest(step) == digest
+        return [part._version - was for part, was in zip(step.spread.parts.values(), before, strict=True)]
+
+    assert in_turns(2, program) == [[1] * 6] * 2

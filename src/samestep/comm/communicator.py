@@ -186,20 +186,24 @@ class Communicator:
         """Gives every rank the tensor of rank `source`, whose form the others need not know.
 
         Args:
-            tensor: read on rank `source` only; of at most 8 dimensions.
+            tensor: read on rank `source` only, on the device or in host memory; of at most 8 dimensions.
             source: the rank that has it.
+
+        Returns:
+            A copy: in host memory on every rank if the tensor of rank `source` is, else on the device.
         """
-        form = [0] * 10
+        form = [0] * 11
         if self.rank == source:
             assert tensor is not None, "the source has a tensor to share"
-            form = [DTYPES.index(tensor.dtype), tensor.ndim, *tensor.shape, *[0] * (8 - tensor.ndim)]
-        code, ndim, *shape = self.gather_words(form)[source]
+            form = [DTYPES.index(tensor.dtype), int(tensor.device.type == "cpu"), tensor.ndim, *tensor.shape]
+            form += [0] * (11 - len(form))
+        code, is_on_host, ndim, *shape = self.gather_words(form)[source]
         if self.rank != source:
             tensor = torch.empty(shape[:ndim], dtype=DTYPES[code], device=self.device)
         assert tensor is not None, "the form of the source's tensor has arrived"
-        shared = tensor.detach().clone()
-        self.broadcast(shared, source)
-        return shared
+        shared = tensor.detach().to(self.device, copy=True)  # by one way on all ranks, wherever the source has it
+        self.transport.broadcast(shared, source)
+        return shared.cpu() if is_on_host else shared
 
     def barrier(self) -> None:
         """Returns when every rank has called it."""

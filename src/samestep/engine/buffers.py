@@ -187,7 +187,7 @@ class BufferMerge:
             if target is None or target.shape != end.shape or target.dtype != end.dtype:
                 self._places[index].put(end)
             else:
-                target.copy_(end if ok is None else torch.where(ok, end, target))
+                target.copy_(end if ok is None else torch.where(ok, end.to(target.device), target))
 
     def _is_changed(self, index: int) -> bool:
         """Whether a buffer may differ from the step's start.

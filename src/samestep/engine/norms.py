@@ -26,10 +26,10 @@ def block_norm(flat: Tensor) -> Tensor:
 
 
 def block_norms(tensors: list[Tensor]) -> list[Tensor]:
-    """The 2-norm of each tensor, of at least 32 bits."""
-    if tensors[0].element_size() < 4:
-        return [block_norm(tensor) for tensor in tensors]
-    return list(torch._foreach_norm(tensors))
+    """The 2-norm of each tensor, of at least 32 bits; they may be of several dtypes."""
+    wide = [tensor for tensor in tensors if tensor.element_size() >= 4]
+    of_wide = iter(torch._foreach_norm(wide) if wide else ())
+    return [next(of_wide) if tensor.element_size() >= 4 else block_norm(tensor) for tensor in tensors]
 
 
 def join_norms(norms: Sequence[Tensor]) -> Tensor:

@@ -95,12 +95,12 @@ def settle_model(model: nn.Module, device: torch.device) -> None:
     Raises:
         UsageError: a parameter or buffer is sparse, whose bytes cannot be compared.
     """
-    tensors = [tensor for tensor in chain(model.parameters(), model.buffers()) if not is_spread(tensor)]
     for name, tensor in chain(model.named_parameters(), model.named_buffers()):
         if tensor.layout != torch.strided:
             raise UsageError(f"{name} is sparse; keep it dense, or as a plain attribute and not as a buffer")
-    if any(tensor.device != device for tensor in tensors):
+    if any(tensor.device != device for tensor in _own_tensors(model)):
         model.to(device)
+    tensors = _own_tensors(model)  # not before: a buffer that moves is another tensor
     shared: dict[int, int] = {}
     for tensor in tensors:
         if not isinstance(tensor, UNINITIALIZED):
@@ -114,6 +114,11 @@ def settle_model(model: nn.Module, device: torch.device) -> None:
             flat = aligned_zeros(tensor.numel(), tensor.dtype, device)
             home = flat.as_strided(tensor.shape, dense_strides(tensor), flat.storage_offset())
             tensor.data = home.copy_(tensor.data)
+
+
+def _own_tensors(model: nn.Module) -> list[Tensor]:
+    """Parameters and buffers that this rank has whole."""
+    return [tensor for tensor in chain(model.parameters(), model.buffers()) if not is_spread(tensor)]
 
 
 def check_same_model(model: nn.Module, communicator: Communicator) -> None:

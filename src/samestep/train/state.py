@@ -171,6 +171,14 @@ def check_fits(step: Steps, files: StoredFiles, facts: Mapping[str, Any]) -> Non
                 f"the checkpoint has the state of {schedulers[0]}, and this program has {schedulers[1]}; use the same "
                 "scheduler"
             )
+    for optimizer, packed in zip(parts.optimizers, facts["optimizers"], strict=True):
+        sizes = _group_sizes(unpack(packed.get("param_groups", []), files["optimizer"]))
+        own = _group_sizes(optimizer.param_groups)
+        if sizes and sizes != own:
+            raise CheckpointError(
+                f"the checkpoint has the state of {type(optimizer).__name__} over {_in_groups(sizes)}, and this "
+                f"program's holds {_in_groups(own)}; give it the same parameters"
+            )
 
 
 def restore(step: Steps, files: StoredFiles, facts: Mapping[str, Any]) -> dict[str, Any]:
@@ -261,16 +269,16 @@ def load_model(
     """
     check_model(model, tensors, spread)
     own: dict[str, Tensor] = dict(chain(model.named_parameters(), model.named_buffers()))
+    spreads: Mapping[str, Spread] = {}
     if spread is not None and not spread.has_whole_parameters:
         own |= spread.parts
+        spreads = spread.spreads
     device = next((tensor.device for tensor in own.values()), torch.device("cpu"))
-    parts = {} if spread is None else spread.parts
     for name in own.keys() | tensors.keys():
         there = tensors.get(name)
-        if spread is not None and name in spread.spreads and there is not None:
-            parts[name].view(-1).copy_(local_part(there, spread.spreads[name], rank))
-            if not spread.has_whole_parameters:
-                continue
+        if name in spreads and there is not None:
+            own[name].view(-1).copy_(local_part(there, spreads[name], rank))
+            continue
         assert not isinstance(there, Piece), "what is not spread here is whole"
         if name in own and there is not None and _form(own[name]) == _form(there):
             own[name].copy_(there)
@@ -339,6 +347,17 @@ def _others(files: StoredFiles, facts: Mapping[str, Any]) -> dict[str, Any]:
         raise CheckpointError(f"the state has format {facts.get('format')}; this version reads format {FORMAT}")
     others: dict[str, Any] = unpack(facts["run"], files["rest"])
     return others
+
+
+def _group_sizes(groups: Sequence[Mapping[str, Any]]) -> list[int]:
+    """How many parameters there are in each group of an optimizer."""
+    return [len(group["params"]) for group in groups]
+
+
+def _in_groups(sizes: Sequence[int]) -> str:
+    """How many parameters, for messages: 3 parameters in groups of 1 and 2."""
+    groups = f" in groups of {' and '.join(map(str, sizes))}" if len(sizes) > 1 else ""
+    return f"{sum(sizes)} parameter{'s' if sum(sizes) != 1 else ''}{groups}"
 
 
 def _schedulers(settings: Mapping[str, Any] | None) -> str:

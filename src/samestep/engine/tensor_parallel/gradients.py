@@ -111,15 +111,17 @@ class DividedGradientSum(GradientSum):
         return block_norm(torch.cat(parts)).to(norms[0].dtype)
 
     def _added(self, shares: Sequence[Tensor]) -> list[Tensor]:
-        """The sums of shares over the ranks along "tensor", in the order of the ranks, in one message."""
-        if not shares:
-            return []
-        flat = torch.cat([share.reshape(-1) for share in shares])
-        total, *others = self._tensor.transport.gather(flat).wait().clone().view(self._tensor.world_size, -1)
-        for other in others:
-            total += other
-        parts = total.split([share.numel() for share in shares])
-        return [part.view(share.shape) for part, share in zip(parts, shares, strict=True)]
+        """The sums of shares over the ranks along "tensor", in the order of the ranks, in one message a dtype."""
+        sums: dict[int, Tensor] = {}
+        for dtype in dict.fromkeys(share.dtype for share in shares):
+            members = [index for index, share in enumerate(shares) if share.dtype == dtype]
+            flat = torch.cat([shares[index].reshape(-1) for index in members])
+            total, *others = self._tensor.transport.gather(flat).wait().clone().view(self._tensor.world_size, -1)
+            for other in others:
+                total += other
+            parts = total.split([shares[index].numel() for index in members])
+            sums.update(zip(members, parts, strict=True))
+        return [sums[index].view(share.shape) for index, share in enumerate(shares)]
 
     @property
     def _compares(self) -> bool:

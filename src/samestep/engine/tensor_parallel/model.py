@@ -108,12 +108,15 @@ class DividedModel:
 
 
 def _divide(model: nn.Module, divisions: Mapping[str, Division], mesh: DeviceMesh) -> None:
-    """Divides the modules; each one's rank and place in the model stay as they are."""
+    """Divides the modules; each one's rank and place in the model stay as they are, and what is frozen is frozen."""
+    is_trained = {name: parameter.requires_grad for name, parameter in model.named_parameters(remove_duplicate=False)}
     for name, division in divisions.items():
         module = model.get_submodule(name)
         parallelize_module(module, mesh, make_style(division, module), src_data_rank=None)
         if division.style not in (HEADS, DROPOUT, REGION):  # what these give may be written to
             module.register_forward_hook(make_writable)
+    for name, parameter in model.named_parameters(remove_duplicate=False):  # styles of torch's own may unfreeze
+        parameter.requires_grad_(is_trained.get(name, parameter.requires_grad))
     for module in model.modules():
         if isinstance(module, nn.TransformerEncoder):  # its short cut for padded inputs reads whole weights
             module.use_nested_tensor = False

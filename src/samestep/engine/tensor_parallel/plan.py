@@ -2,7 +2,7 @@
 
 import hashlib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from typing import Any
@@ -266,21 +266,30 @@ def _check_attention(title: str, module: nn.Module) -> None:
 
 def _refuse_shared(model: nn.Module, divisions: Mapping[str, Division]) -> None:
     """Raises a `UsageError` that names the first divided parameter which another module has, too."""
-    owners: dict[int, list[str]] = {}
+    owners: dict[int, list[tuple[str, tuple[int, str]]]] = {}
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for path, module in model.named_modules(remove_duplicate=False):
-        for parameter in module._parameters.values():
+        for key, parameter in module._parameters.items():
             if parameter is not None:
-                owners.setdefault(id(parameter), []).append(path)
+                owners.setdefault(id(parameter), []).append((path, (id(module), key)))
     for name, division in divisions.items():
-        if division.style in (DROPOUT, SEQUENCE, REGION):
+        if division.style in (DROPOUT, REGION):
             continue
         for parameter in model.get_submodule(name).parameters():
-            if len(shared := owners[id(parameter)]) > 1:
+            shared = [path for path, _ in owners[id(parameter)]]
+            is_one = len({member for _, member in owners[id(parameter)]}) == 1
+            if len(shared) > 1 and not (division.style == SEQUENCE and is_one and _have_parts(shared, divisions)):
                 raise UsageError(
                     f"parameter {names[id(parameter)]} is used in {' and in '.join(shared)}, and would be divided in "
                     "one of them only: leave them out of the plan, or give each a parameter of its own"
                 )
+
+
+def _have_parts(paths: Sequence[str], divisions: Mapping[str, Division]) -> bool:
+    """Whether all modules at these places work on a part of the positions, along one dimension."""
+    regions = {name: each.number for name, each in divisions.items() if each.style == REGION}
+    dims = [next((dim for region, dim in regions.items() if _is_in(path, region)), None) for path in paths]
+    return None not in dims and len(set(dims)) == 1
 
 
 def _matches(name: str, pattern: str) -> bool:
