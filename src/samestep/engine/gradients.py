@@ -171,7 +171,7 @@ class GradientSum:
         self._sums = [BucketSum(bucket, self.parameters) for bucket in buckets]
         self._groups = _by_dtype(buckets)
         self._is_one_block = len(buckets) == 1 and buckets[0].length <= NORM_ELEMENTS
-        self._place = {i: (b, k) for b, bucket in enumerate(buckets) for k, i in enumerate(bucket.members)}
+        self._bucket_of = {index: number for number, bucket in enumerate(buckets) for index in bucket.members}
         self._started: list[Reduction] = []
         self.flats: list[Tensor] = []
         self._armed_shard: int | None = None
@@ -411,7 +411,7 @@ class GradientSum:
         self._started.append(self._sums[number].start(self._communicator, self._blocks_by_rank, keeps_part))
 
     def _make_hook(self, index: int) -> Callable[[Tensor], None]:
-        number, _ = self._place[index]
+        number = self._bucket_of[index]
         reference = weakref.ref(self)  # a parameter must not keep alive what sums its gradient
 
         def on_gradient(_: Tensor) -> None:
