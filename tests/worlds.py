@@ -1,11 +1,13 @@
 """Worlds for tests: ranks that take turns in this process, and pools of real processes that talk to each other."""
 
+import gc
 import importlib
 import multiprocessing
 import tempfile
 import traceback
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 
@@ -89,7 +91,11 @@ def _serve(rank, world_size, place, chosen, store_path, pipe):
     from samestep.comm.connecting import connect_at
     from samestep.comm.environment import Environment
     from samestep.comm.transport import LocalTransport
+    from samestep.train import run
 
+    # A rank outlives its runs. Each that it kept would keep threads of gloo, which wake a hundred times a second.
+    run.atexit = SimpleNamespace(register=lambda _: None, unregister=lambda _: None)
+    gc.freeze()
     torch.set_num_threads(1)
     multiprocessing.set_start_method("fork", force=True)  # of data workers: another fork server would start anew
     transport = LocalTransport()
@@ -110,4 +116,6 @@ def _serve(rank, world_size, place, chosen, store_path, pipe):
             pipe.send(("result", result))
         except Exception:
             pipe.send(("error", traceback.format_exc()))
+        result = None
+        gc.collect()
     transport.close()

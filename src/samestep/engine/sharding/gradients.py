@@ -7,6 +7,7 @@ and what they make is left out.
 """
 
 import hashlib
+import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -203,9 +204,12 @@ class ShardedGradientSum:
         return on_call
 
     def _note_use(self, index: int) -> Callable[[Tensor], None]:
+        reference = weakref.ref(self)  # a parameter must not keep alive what sums its gradient
+
         def on_gradient(_: Tensor) -> None:
-            if not self._is_out:
-                self.used[index] = True
+            owner = reference()
+            if owner is not None and not owner._is_out:
+                owner.used[index] = True
 
         return on_gradient
 
