@@ -1,12 +1,19 @@
 """What a spread state needs: a model that does not fit under a worker's limit of memory trains when it is spread."""
 
+import gc
 import os
 import subprocess
 import sys
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
+
+from samestep.comm.mesh import close_mesh
+from samestep.train.run import Run
 
 SCRIPT = Path(__file__).with_name("limited_script.py")
 LIMIT_MIB = 256
@@ -35,3 +42,16 @@ def test_a_model_that_does_not_fit_a_workers_memory_trains_when_it_is_spread():
     assert norms(spread[1]) == norms(unlimited[1])
     assert whole[0] == 1
     assert "memory" in whole[2]
+
+
+def test_a_model_is_let_go_of_with_its_step_and_its_run():
+    run = Run(8, 4, num_threads=torch.get_num_threads())
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = run.train_step(model, optimizer, lambda model, x: model(x).square().mean(), strategy="sharded")
+    step(torch.ones(8, 4))
+    alive = weakref.ref(model)
+    del run, model, optimizer, step
+    close_mesh()
+    gc.collect()
+    assert alive() is None
