@@ -26,9 +26,10 @@ def print_forecast(forecast: Forecast, console: Console | None = None) -> None:
     console.print(f"{forecast.subject}: {size}", markup=False)
     batch = f"global batch {wish.batch_size:,}, {wish.precision}"
     console.print(f"{forecast.machines}, {kind.memory_gib:g} GiB each; {batch}", markup=False)
-    console.print(layouts_table(forecast))
-    console.print(memory_table(forecast.chosen))
-    console.print(curve_table(forecast))
+    for table in (layouts_table(forecast), memory_table(forecast.chosen), curve_table(forecast)):
+        console.print()
+        console.print(table)
+    console.print()
     mark = "→" if forecast.chosen.fits else "✗"
     console.print(f"{mark} {forecast.reason}", markup=False)
     for line in forecast.advice:
@@ -37,7 +38,7 @@ def print_forecast(forecast: Forecast, console: Console | None = None) -> None:
 
 def layouts_table(forecast: Forecast) -> Table:
     """The ways that were weighed; `→` is the one to take."""
-    table = Table(box=box.SIMPLE, pad_edge=False, padding=0)
+    table = Table(box=box.SIMPLE, show_edge=False, pad_edge=False, padding=0)
     for name in ("", "strategy", "shards"):
         table.add_column(name, overflow="fold")
     for name in ("memory", "step", f"{forecast.unit}/s", "exposed"):
@@ -62,7 +63,7 @@ def layouts_table(forecast: Forecast) -> Table:
 
 def memory_table(chosen: Candidate) -> Table:
     """The memory of the fullest device, by category."""
-    table = Table("memory of the fullest device", box=box.SIMPLE)
+    table = Table("memory of the fullest device", box=box.SIMPLE, show_edge=False, pad_edge=False, padding=0)
     table.add_column(f"in the {chosen.memory.phase}", justify="right")
     for name, value in chosen.memory.rows():
         table.add_row(name, in_gib(value))
@@ -78,6 +79,7 @@ def curve_table(forecast: Forecast) -> Table:
     has_gaps = None in same_batches
     table = Table(
         box=box.SIMPLE,
+        show_edge=False,
         pad_edge=False,
         padding=0,
         caption=f"- : a global batch of {forecast.wish.batch_size:,} has no shard for each of them"
