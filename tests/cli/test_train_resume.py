@@ -42,7 +42,8 @@ def recorded(tmp_path_factory):
     (folder / "table.csv").write_text("a,b,c,target\n" + "\n".join(rows) + "\n")
     done = samestep(
         *("train", "mlp", "--data", folder / "table.csv", "--epochs", 4, "--seed", 3, "--lr", 0.02),
-        *("--devices", "cpu:2", "--run-dir", "a", "--checkpoint-steps", 3, "--keep", 9, "--digest-every", 1),
+        *("--devices", "cpu:2", "--shares", "2,1", "--run-dir", "a"),
+        *("--checkpoint-steps", 3, "--keep", 9, "--digest-every", 1),
         cwd=folder,
     )
     return folder, digest(done)
@@ -66,7 +67,8 @@ def test_a_checkpoint_is_gone_on_from_in_another_folder_on_other_devices_with_th
     for entry in again:
         assert {**entry, "world_size": 2} == steps[entry["step"]]
     first, second = (json.loads((folder / name / "run.json").read_text())["job"] for name in "ab")
-    assert {**first, "keep": 9} == second
+    assert {**first, "keep": 9} == {**second, "shares": [2, 1]}
+    assert "shares" not in second, "they were those of the devices"
 
 
 @pytest.mark.slow

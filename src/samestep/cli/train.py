@@ -209,7 +209,7 @@ def train(
     }
     asked = {name: value for name, value in given.items() if value is not None}
     words = shlex.join(["train", *(f"{name}={value}" for name, value in asked.items())])
-    job, source = _resumed(asked, resume, run_dir)
+    job, source = _resumed(asked, resume, run_dir, has_devices=(devices or nproc_per_node) is not None)
     if "recipe" not in job:
         raise UsageError(f"there is no recipe to train; give one of {', '.join(NAMES)}, or a run with --resume")
     check_name(job["recipe"])
@@ -242,7 +242,9 @@ def train(
     _train_by_workers(job, spec, start_method, policy, as_json, cluster, words)
 
 
-def _resumed(asked: dict[str, Any], resume: str | None, run_dir: Path | None) -> tuple[dict[str, Any], Path | None]:
+def _resumed(
+    asked: dict[str, Any], resume: str | None, run_dir: Path | None, has_devices: bool
+) -> tuple[dict[str, Any], Path | None]:
     """The options of a run that goes on, its own and those given now; and its folder, None for a new run.
 
     Raises:
@@ -267,6 +269,8 @@ def _resumed(asked: dict[str, Any], resume: str | None, run_dir: Path | None) ->
         raise UsageError(f"got the recipe {asked['recipe']}, and {source} is a run of {own['recipe']}; leave it out")
     if "strategy" in asked:  # these go with the strategy that the run had
         own = {name: value for name, value in own.items() if name not in ("mesh", "shard_optimizer")}
+    if has_devices:  # and these with the devices
+        own = {name: value for name, value in own.items() if name not in ("shares", "spares")}
     return {**own, **asked}, source
 
 
