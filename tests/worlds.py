@@ -90,6 +90,8 @@ def _serve(rank, world_size, place, chosen, store_path, pipe):
 
     from samestep.comm.connecting import connect_at
     from samestep.comm.environment import Environment
+    from samestep.comm.group import GroupTransport
+    from samestep.comm.mesh import close_mesh
     from samestep.comm.transport import LocalTransport
     from samestep.train import run
 
@@ -117,5 +119,7 @@ def _serve(rank, world_size, place, chosen, store_path, pipe):
         except Exception:
             pipe.send(("error", traceback.format_exc()))
         result = None
+        if not isinstance(transport, GroupTransport):  # what a program has made for its mesh; that of a transport stays
+            close_mesh()
         gc.collect()
     transport.close()

@@ -5,8 +5,6 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from samestep.comm.mesh import close_mesh
-from samestep.comm.shared import SharedTransport
 from samestep.errors import UsageError
 from samestep.recipes.gpt import Gpt
 from samestep.train.digest import state_digest
@@ -50,21 +48,6 @@ def step_over(step, loader):
         step(batch)
 
 
-def given_back(program):
-    """Gives back the process group that a mesh has made."""
-
-    def run(communicator, *args):
-        try:
-            return program(communicator, *args)
-        finally:
-            if isinstance(communicator.transport, SharedTransport):
-                close_mesh()
-
-    run.__module__, run.__qualname__ = program.__module__, program.__qualname__
-    return run
-
-
-@given_back
 def loaded(communicator, strategy, when, part="", spoil=""):
     """Loads whole weights before or between steps; digests before and after, and after two more steps."""
     step, loader = make_step(communicator, strategy)
@@ -81,7 +64,6 @@ def loaded(communicator, strategy, when, part="", spoil=""):
     return before, after, state_digest(step)
 
 
-@given_back
 def taken(communicator, strategy):
     """What `state_dict` gives after training, whole; and digests of the model: trained, emptied, given it again."""
     step, loader = make_step(communicator, strategy)
@@ -97,7 +79,6 @@ def taken(communicator, strategy):
     return {name: (t.full_tensor() if isinstance(t, DTensor) else t).numpy() for name, t in state.items()}, digests
 
 
-@given_back
 def refused(communicator, strategy):
     """What is said of weights of another shape, and of another name."""
     step, _ = make_step(communicator, strategy)
@@ -109,7 +90,6 @@ def refused(communicator, strategy):
     return said
 
 
-@given_back
 def assigned(communicator, strategy):
     """What is said of weights that would take the parameters' place."""
     step, loader = make_step(communicator, strategy)
@@ -123,7 +103,6 @@ def assigned(communicator, strategy):
     return str(caught.value)
 
 
-@given_back
 def kept(communicator, strategy):
     """This rank's parameters before a step, after it, and when the model was given copies of those from before."""
     step, loader = make_step(communicator, strategy)

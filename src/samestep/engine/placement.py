@@ -107,7 +107,6 @@ class Placement:
             optimizers: they get this rank's parts to hold, where they have not got them yet.
             bucket_bytes: how much travels in one message.
             overlap: whether messages leave during the backward.
-
         """
         team = self.team
         gradients = GradientSum(
