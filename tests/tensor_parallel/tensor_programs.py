@@ -10,9 +10,7 @@ from tensor_models import LENGTH, MODELS, NUM_CLASSES, PADDING, PLANS, VOCABULAR
 from torch import nn
 from torch.nn import functional
 
-from samestep.comm.mesh import close_mesh
 from samestep.comm.pieces import Piece
-from samestep.comm.shared import SharedTransport
 from samestep.engine.strategies import TensorParallel
 from samestep.engine.tensor_parallel import attention, dropout
 from samestep.errors import NonFiniteError, PeerLostError, SamestepError
@@ -118,20 +116,6 @@ BREAKERS = {
 }
 
 
-def with_group_closed(program):
-    """Gives back the process group that a mesh has made; one that the ranks had is theirs."""
-
-    def run(communicator, *args, **options):
-        try:
-            return program(communicator, *args, **options)
-        finally:
-            if isinstance(communicator.transport, SharedTransport):
-                close_mesh()
-
-    run.__module__, run.__qualname__ = program.__module__, program.__qualname__
-    return run
-
-
 def strategy_of(options):
     """The strategy: with a mesh the model is divided."""
     if "strategy" in options or not options.get("mesh"):
@@ -179,7 +163,6 @@ def make(communicator, name, options):
     return run, step, seen
 
 
-@with_group_closed
 def train(communicator, name, options):
     """Trains a model, divided where there is a mesh.
 
@@ -207,7 +190,6 @@ def train(communicator, name, options):
     }
 
 
-@with_group_closed
 def in_two_dtypes(communicator, mesh):
     """Losses and norms of a model of which some is in half precision, and where its parameters end, in Python."""
     options = {"mesh": mesh, "plan": "mixed", "sequence": True, "optimizer": "plain", "max_grad_norm": 0.5}
@@ -217,7 +199,6 @@ def in_two_dtypes(communicator, mesh):
     return steps, {name: state[name].tolist() for name in ("region.1.bias", "region.3.weight", "region.6.bias")}
 
 
-@with_group_closed
 def said(communicator, name, options):
     """What a rank says of a training that cannot be, and whether that has changed the model."""
     step = None
@@ -234,7 +215,6 @@ def said(communicator, name, options):
     return "nothing"
 
 
-@with_group_closed
 def second_step(communicator, name, options):
     """What a rank says of a second training step over a model."""
     run, step, _ = make(communicator, name, options)
@@ -266,7 +246,6 @@ def loses_rank_1(communicator, name, options):
     return "nothing"
 
 
-@with_group_closed
 def unfrozen(communicator, mesh):
     """The state after a first layer was unfrozen, and another frozen, in the middle of a training."""
     run, step, _ = make(communicator, "chain", {"mesh": mesh, "optimizer": "plain"})
@@ -279,7 +258,6 @@ def unfrozen(communicator, mesh):
     return whole_state(step)
 
 
-@with_group_closed
 def frozen(communicator, mesh):
     """Which parameters of a model with a frozen norm are trained, and the state after some steps."""
     options = {"mesh": mesh, "plan": "norm", "sequence": True, "optimizer": "plain"}
@@ -289,7 +267,6 @@ def frozen(communicator, mesh):
     return [name for name, leaf in step.model.named_parameters() if leaf.requires_grad], whole_state(step)
 
 
-@with_group_closed
 def copied(communicator, mesh):
     """What a copy of a model that does not train gives, while the model does."""
     _, step, _ = make(communicator, "encoder", {"mesh": mesh})

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tensor_models import PLANS, gpt
-from tensor_programs import copied, frozen, loss, texts, unfrozen, whole_state, with_group_closed
+from tensor_programs import copied, frozen, loss, texts, unfrozen, whole_state
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.checkpoint import load as load_by_torch
 from worlds import in_turns
@@ -50,7 +50,6 @@ def parts_of_run(communicator, strategy, mesh):
     return run, step, run.loader(texts(27), shuffle=True)
 
 
-@with_group_closed
 def trained(communicator, strategy, mesh, folder=None, resume=None, allow=False, num_steps=NUM_STEPS):
     """A loop that saves after each step.
 
@@ -77,7 +76,6 @@ def trained(communicator, strategy, mesh, folder=None, resume=None, allow=False,
     return seen, whole_state(step)
 
 
-@with_group_closed
 def spoilt(communicator, element):
     """Digest and checksum before and after one element of the last rank's part of a matrix is another."""
     _, step, _ = parts_of_run(communicator, *TENSOR_2[1:])
@@ -89,7 +87,6 @@ def spoilt(communicator, element):
     return before, (state_digest(step), int(checksum.compute()))
 
 
-@with_group_closed
 def by_trainer(communicator, mesh, run_dir):
     """Trains by a `Trainer`; the digest and the losses."""
     run = Run(12, 4, 5, communicator=communicator, mesh=mesh)
