@@ -233,10 +233,11 @@ def _put_back(cwd, environment):
 @contextmanager
 def _generators_preserved():
     """The time after which the process's generators are where they were."""
-    states = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    states, of_numpy = (torch.get_rng_state(), np.random.get_state(), random.getstate()), np.random.get_bit_generator()
     try:
         yield
     finally:
         torch.set_rng_state(states[0])
+        np.random.set_bit_generator(of_numpy)
         np.random.set_state(states[1])
         random.setstate(states[2])

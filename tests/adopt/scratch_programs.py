@@ -176,7 +176,7 @@ def run_script(communicator, path, wrap, num_shards=4, hint=False):
     with contextlib.ExitStack() as stack:
         stack.enter_context(activated(adoption))
         stack.enter_context(contextlib.redirect_stderr(said))
-        stack.enter_context(adoption.generators.preserved(wholly=True))
+        stack.enter_context(adoption.generators.preserved())
         torch.manual_seed(1)
         try:
             with contextlib.ExitStack() as parts:

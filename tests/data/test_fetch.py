@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 @pytest.fixture(autouse=True)
 def _generators_put_back():
     """Fetching seeds the global generators."""
-    with Generators(CPU).preserved(wholly=True):
+    with Generators(CPU).preserved():
         yield
 
 

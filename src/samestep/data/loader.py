@@ -272,7 +272,7 @@ class Loader:
             shards[shard] = settle(self._collate(samples[cut[shard] : cut[shard + 1]]), self._device)
 
         def renew() -> Batch:
-            with self._generators.preserved(wholly=True):
+            with self._generators.preserved():
                 return self._stream_batch(samples, epoch, position)
 
         ids = _Positions(position, len(samples))
@@ -335,7 +335,7 @@ def _length(dataset: Any) -> int:
 def _quiet(batches: Iterator[Batch], generators: Generators) -> Iterator[Batch]:
     """The batches, made while the script's own generators are out of reach."""
     while True:
-        with generators.preserved(wholly=True):
+        with generators.preserved():
             batch = next(batches, None)
         if batch is None:
             return

@@ -3,7 +3,8 @@
 A step seeds them by (seed, stream, step, shard), a loader by (seed, epoch, sample id). The generators are torch's (CPU
 and device), NumPy's and Python's global ones. Their states are saved before and restored after, so what a script draws
 elsewhere does not depend on who ran what. NumPy's state is not copied, which is slow, but its bit generator is
-exchanged for one of our own.
+exchanged for one of our own; the half of a normal pair that NumPy holds back after an odd draw is read and put back
+by itself.
 """
 
 import _random
@@ -13,6 +14,7 @@ import struct
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -45,26 +47,18 @@ class Generators:
         mtrand.set_bit_generator(self._numpy.generator)  # also drops the half of a normal pair that an odd draw left
 
     @contextmanager
-    def preserved(self, wholly: bool = False) -> Iterator[None]:
-        """Leaves every generator as it was, whatever the block seeds or draws.
-
-        Args:
-            wholly: also keep the half of a normal pair that NumPy holds back after an odd draw, which costs 0.1 ms.
-                Else it is dropped: enter the block equally often on every rank.
-        """
-        half = mtrand.get_state(legacy=False) if wholly else {"has_gauss": 0}
+    def preserved(self) -> Iterator[None]:
+        """Leaves every generator as it was, whatever the block seeds or draws."""
         saved = self.save()
         try:
             yield
         finally:
             self.restore(saved)
-            if half["has_gauss"]:
-                mtrand.set_state(half)
 
     def save(self) -> "SavedState":
-        """The state of every generator, but for the half of a normal pair that NumPy may hold back."""
+        """The state of every generator."""
         of_torch = [generator.get_state() for generator in self.of_torch]
-        return SavedState(of_torch, self._python.save(), mtrand.get_bit_generator())
+        return SavedState(of_torch, self._python.save(), mtrand.get_bit_generator(), _half_of_pair())
 
     def states_off_device(self) -> str:
         """The states of all generators but the device's own, written out for a comparison; takes a millisecond."""
@@ -74,6 +68,8 @@ class Generators:
     def restore(self, saved: "SavedState") -> None:
         """Puts every generator in the state that was saved."""
         mtrand.set_bit_generator(saved.of_numpy)
+        if saved.half["has_gauss"]:
+            _half_of_pair(saved.half)
         self._python.restore(saved.of_python)
         for generator, state in zip(self.of_torch, saved.of_torch, strict=True):
             generator.set_state(state)
@@ -193,11 +189,28 @@ class SavedState(NamedTuple):
         of_torch: a state a generator.
         of_python: as `PythonState.save` gives it.
         of_numpy: the bit generator itself, which is exchanged for one of our own.
+        half: what `_half_of_pair` gives.
     """
 
     of_torch: list[Tensor]
     of_python: Any
     of_numpy: Any
+    half: dict[str, Any]
+
+
+def _half_of_pair(half: dict[str, Any] | None = None) -> Any:
+    """What NumPy's global generator holds beside its bits, half of a normal pair; or puts it back.
+
+    `get_state` and `set_state` alone reach it, and both copy the bits, which takes 0.1 ms: so for their time there is
+    something else in the place of the bit generator.
+    """
+    holder: Any = mtrand._rand
+    own = holder._bit_generator
+    holder._bit_generator = SimpleNamespace(state={"bit_generator": "", "state": None})
+    try:
+        return holder.get_state(legacy=False) if half is None else holder.set_state(half)
+    finally:
+        holder._bit_generator = own
 
 
 def _device_generators(device: torch.device) -> list[torch.Generator]:

@@ -147,7 +147,7 @@ def _measured(parts: Parts, example: Any, device: torch.device) -> tuple[list[in
     generators = Generators(device)
     costs, value, number = [0] * len(parts), example, 0
     try:
-        with generators.preserved(wholly=True):
+        with generators.preserved():
             generators.seed(0)
             for number, (_, module) in enumerate(parts):
                 costs[number], value = _measure(module, value, device)

@@ -134,7 +134,7 @@ def _with_seeded_samples() -> Iterator[None]:
 
     def preserve(inner: Callable[..., Any]) -> Callable[..., Any]:
         def fetch(self: Any, index: Any) -> Any:
-            with generators.preserved(wholly=True):
+            with generators.preserved():
                 return inner(self, index)
 
         return fetch
