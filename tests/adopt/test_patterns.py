@@ -55,7 +55,8 @@ hessian_vector hooks inplace_relu inputs_of_all_kinds is_parameter l2_outside la
 list_of_tensors loader_with_workers logging_lines loss_inside models_dropped module_access nested_outputs nested_wrap
 next_parameters no_grad_evaluation no_inputs none_and_keywords output_device outputs_changed packed_sequence
 parameter_list part_wrap partly_detached parts_replaced prints_inside recurrent resume saved_bytes shared_encoder
-single_normals sparse_embedding spectral_norm three_forwards tied_outside transformer two_forwards two_heads_two_backwards
+single_normals sparse_embedding spectral_norm three_forwards tied_outside transformer two_forwards
+two_heads_two_backwards
 unused_parameter weight_norm weights_set_by_hand whole_model_saved
 """
 PATTERNS = dict.fromkeys(USUAL.split(), Pattern()) | {
