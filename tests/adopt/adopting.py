@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from reference import ReferenceDataParallel, from_the_left, in_pairs, reference_data_parallel
+from reference import ReferenceDataParallel, from_the_left, in_pairs, reference_data_parallel, replicate
 from torch import nn
 
 from samestep.adopt.adoption import Adoption
@@ -141,9 +141,36 @@ def _substitutes(num_shards, fold, counts):
         def __init__(self, module, device_ids=None, output_device=None, dim=0):
             super().__init__(module, number(device_ids), dim)
             self.device_ids = list(range(self.num_chunks))
+            self.output_device = 0
+
+        def forward(self, *inputs, **kwargs):
+            if all(getattr(type(self), name) is getattr(DataParallel, name) for name in ("scatter", "gather")):
+                return super().forward(*inputs, **kwargs)
+            inputs, kwargs = self.scatter(inputs, kwargs, self.device_ids)
+            replicas = self.replicate(self.module, self.device_ids[: len(inputs)])
+            return self.gather(self.parallel_apply(replicas, inputs, kwargs), self.output_device)
+
+        def scatter(self, inputs, kwargs, device_ids):
+            return nn.parallel.scatter_gather.scatter_kwargs(inputs, kwargs, device_ids, self.dim)
+
+        def replicate(self, module, device_ids):
+            return nn.parallel.replicate(module, device_ids)
+
+        def parallel_apply(self, replicas, inputs, kwargs):
+            return nn.parallel.parallel_apply(replicas, inputs, kwargs)
+
+        def gather(self, outputs, output_device):
+            return nn.parallel.gather(outputs, output_device, self.dim)
 
     def data_parallel(module, inputs, device_ids=None, output_device=None, dim=0, module_kwargs=None):
         return reference_data_parallel(module, inputs, number(device_ids), dim, module_kwargs, counts, fold)
+
+    def by_hand(replicas, inputs, kwargs_tup=None, devices=None):
+        counts.append(len(replicas))
+        calls = zip(replicas, inputs, kwargs_tup or [{}] * len(replicas), strict=True)
+        return [
+            replica(*(args if isinstance(args, list | tuple) else (args,)), **kwargs) for replica, args, kwargs in calls
+        ]
 
     DataParallel.log, DataParallel.fold = counts, staticmethod(fold)
     DataParallel.__module__, DataParallel.__qualname__ = "torch.nn", "DataParallel"  # so that it pickles
@@ -151,6 +178,8 @@ def _substitutes(num_shards, fold, counts):
     return [
         Patch(nn, "DataParallel", DataParallel, aliases=aliases),
         Patch(nn.parallel, "data_parallel", data_parallel, aliases=aliases[1:]),
+        Patch(nn.parallel, "replicate", lambda module, devices: replicate(module, len(devices), fold)),
+        Patch(nn.parallel, "parallel_apply", by_hand),
     ]
 
 

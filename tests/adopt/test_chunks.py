@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from samestep.adopt.wrapped.chunks import Chunks, chunk_sizes, cut, deal
+from samestep.adopt.wrapped.chunks import Chunks, already_cut, chunk_sizes, cut, deal
 from samestep.errors import UsageError
 
 
@@ -130,3 +130,13 @@ def test_different_lengths_that_give_equally_many_chunks_are_left_to_the_script_
 def test_a_dim_that_a_tensor_does_not_have_is_an_error_that_names_shape_and_dim(dim):
     with pytest.raises(UsageError, match=rf"\[6\] to cut along dim={dim}"):
         cut_all(torch.empty(6), dim=dim)
+
+
+def test_chunks_that_the_script_cut_keep_their_sizes_and_their_objects():
+    thing, first, second = object(), torch.zeros(2, 3), torch.zeros(5, 1)
+    chunks = already_cut([((thing, first), {}), ((), {"x": [second, torch.tensor(1.0)]}), ((thing,), {})])
+    assert [leaf.sizes for leaf in chunks.leaves] == [(2, 0, 0), (0, 5, 0), ()]
+    assert [chunks.num_rows(chunk) for chunk in range(3)] == [2, 5, 1], "what has no rows weighs one"
+    assert chunks.arguments(["a", "b", "c"], 0) == ((thing, "a"), {})
+    assert chunks.arguments(["a", "b", "c"], 1) == ((), {"x": ["b", "c"]})
+    assert chunks.arguments(["a", "b", "c"], 2) == ((thing,), {})

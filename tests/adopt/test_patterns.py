@@ -54,7 +54,8 @@ embedding empty_batch forward_called_directly frozen_backbone functional_call fu
 hessian_vector hooks inplace_relu inputs_of_all_kinds is_parameter l2_outside large_buffer_written lbfgs
 list_of_tensors loader_with_workers logging_lines loss_inside models_dropped module_access nested_outputs nested_wrap
 next_parameters no_grad_evaluation no_inputs none_and_keywords output_device outputs_changed packed_sequence
-parameter_list part_wrap partly_detached parts_replaced prints_inside recurrent resume saved_bytes shared_encoder
+parameter_list part_wrap partly_detached parts_replaced prints_inside recurrent resume saved_bytes scatter_overridden
+replicated_by_hand scattered_and_gathered shared_encoder
 single_normals sparse_embedding spectral_norm three_forwards tied_outside transformer two_forwards
 two_heads_two_backwards
 unused_parameter weight_norm weights_set_by_hand whole_model_saved
@@ -77,6 +78,7 @@ PATTERNS = dict.fromkeys(USUAL.split(), Pattern()) | {
     "last_batch_of_one": Pattern(worlds=(2, 3, 4)),
     "own_generators": Pattern(in_reference=False),
     "progress_bar": Pattern(needs="tqdm"),
+    "scatters_lists": Pattern(worlds=(2, 3, 4), in_reference=False),
     "seeds_inside": Pattern(worlds=(2, 3, 4), in_reference=False),
     "summary_writer": Pattern(worlds=(2,)),
     "ten_rows_over_eight": Pattern(num_shards=8, worlds=(2, 3, 4)),
@@ -88,7 +90,8 @@ OTHERS = """
 array_changed backward_on_a_thread checkpointing_reentrant data_written draws_by_process exit_in_forward forward_mode
 hidden_on_the_wrong_dim hook_collects keyboard_interrupt leaf_in_a_closure modules_in_a_list momentum_encoder
 named_by_the_clock noise_in_a_backward noise_in_a_hook parameter_in_a_list process_id prompt_computed_outside
-raises_in_a_chunk raises_on_one_rank scatter_overridden scripted_module state_beside_buffers sys_exit unseeded
+raises_in_a_chunk raises_on_one_rank replicas_used replicate_overridden scripted_module state_beside_buffers sys_exit
+unseeded
 """
 
 
@@ -329,7 +332,8 @@ def test_a_script_may_catch_an_interruption_and_be_ended_by_the_next(worlds, tmp
     [
         ("hidden_on_the_wrong_dim", "UsageError", ("hidden state", "[2, 12, 4]")),
         ("parameter_in_a_list", "DeterminismError", ("gain", "plain list")),
-        ("scatter_overridden", "UsageError", ("Balanced", "scatter")),
+        ("replicas_used", "UsageError", ("a replica of Linear itself", "parallel_apply as it is")),
+        ("replicate_overridden", "UsageError", ("by a function of its own", "torch.nn.parallel.replicate")),
         ("checkpointing_reentrant", "DeterminismError", ("use_reentrant=False",)),
         ("state_beside_buffers", "DeterminismError", ("level",)),
         ("scripted_module", "UsageError", ("jit",)),

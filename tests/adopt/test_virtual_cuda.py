@@ -5,7 +5,6 @@ import sys
 
 import pytest
 import torch
-from torch import nn
 from virtual_programs import alone, devices
 
 from samestep.adopt.visible import count_ids, num_visible
@@ -125,8 +124,6 @@ def test_the_seeds_of_devices_are_those_of_the_cpu():
         ("torch.cuda.cudart", lambda: torch.cuda.cudart()),
         ("torch.cuda.utilization", lambda: torch.cuda.utilization()),
         ("torch.cuda.nccl.version", lambda: torch.cuda.nccl.version()),
-        ("torch.nn.parallel.replicate", lambda: nn.parallel.replicate(nn.Linear(1, 1), [0, 1])),
-        ("torch.nn.parallel.parallel_apply", lambda: nn.parallel.parallel_apply([nn.Linear(1, 1)], [torch.ones(1)])),
     ],
 )
 def test_what_has_no_counterpart_is_refused_by_name(name, call):

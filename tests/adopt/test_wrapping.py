@@ -9,6 +9,7 @@ from torch import nn
 
 from samestep.adopt import wrapping
 from samestep.adopt.adoption import Adoption
+from samestep.adopt.parallel import DataParallel
 from samestep.adopt.wrapping import wrapped
 from samestep.comm.communicator import Communicator
 from samestep.comm.transport import LocalTransport
@@ -288,3 +289,12 @@ def test_no_hint_where_all_is_well(worlds, script, world_size, body, wrap):
     result = worlds(world_size).run(run_script, script(body), wrap, 4, True)[0]
     assert result["error"] is None
     assert result["said"] == ""
+
+
+def test_a_subclass_of_samesteps_own_wrapper_with_parts_of_its_own_is_refused_by_name():
+    class Own(DataParallel):
+        def scatter(self, inputs, kwargs, device_ids):
+            raise AssertionError("not reached")
+
+    with pytest.raises(UsageError, match=r"Own overrides DataParallel\.scatter"):
+        Own(nn.Linear(2, 1))(torch.ones(4, 2))

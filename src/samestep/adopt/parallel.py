@@ -1,7 +1,11 @@
-"""DataParallel: torch's own, made to share its chunks out over the ranks, and the same by samestep's name."""
+"""DataParallel: torch's own, made to share its chunks out over the ranks, and the same by samestep's name.
+
+The parts of which scripts make a DataParallel of their own are shared out as well: `replicate` gives stand-ins for the
+module, and `parallel_apply` runs each of them on the rank that its chunk is dealt to.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -11,7 +15,7 @@ from samestep.adopt.active import active
 from samestep.adopt.adoption import Adoption
 from samestep.adopt.table import Patch
 from samestep.adopt.visible import num_visible
-from samestep.adopt.wrapped.forward import sharded_forward
+from samestep.adopt.wrapped.forward import given_forward, sharded_forward
 from samestep.errors import UsageError
 
 OVERRIDABLE = ("scatter", "gather", "replicate", "parallel_apply")
@@ -59,7 +63,37 @@ class DataParallel(nn.DataParallel[Any]):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Runs the chunks; see `samestep.adopt.wrapped.forward.sharded_forward`."""
+        changed = _overridden(self)
+        if changed:
+            raise UsageError(
+                f"{type(self).__name__} overrides DataParallel.{changed[0]}, which samestep replaces as a whole; "
+                "derive it from nn.DataParallel, move what it does into the module's forward, or pass lists with "
+                "samestep.DataParallel(…, scatter='elements')"
+            )
         return _forward(active(), self, inputs, kwargs, self.num_shards, self.scatter_mode)
+
+
+class Replica:
+    """What `torch.nn.parallel.replicate` gives an adopted script: for `parallel_apply`, and for nothing else.
+
+    Args:
+        module: the module itself.
+        device: of this replica, as the script counts them.
+    """
+
+    _module: nn.Module
+    _device: int
+
+    def __init__(self, module: nn.Module, device: int) -> None:
+        self.__dict__.update(_module=module, _device=device)
+
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        raise UsageError(
+            f"the script uses a replica of {type(self._module).__name__} itself, and its chunk may run elsewhere; "
+            "needed: hand what torch.nn.parallel.replicate returns to torch.nn.parallel.parallel_apply as it is"
+        )
+
+    __call__ = __getattr__ = __setattr__ = _refuse
 
 
 def data_parallel(
@@ -100,7 +134,11 @@ def patches(adoption: Adoption) -> list[Patch]:
         self.module = module
         _set_devices(adoption, self, device_ids, output_device, dim)
 
+    by_parts = nn.DataParallel.forward
+
     def forward(self: Any, *inputs: Any, **kwargs: Any) -> Any:
+        if _overridden(self):
+            return by_parts(self, *inputs, **kwargs)
         return _forward(adoption, self, inputs, kwargs, None, "tensors")
 
     def functional(
@@ -117,7 +155,48 @@ def patches(adoption: Adoption) -> list[Patch]:
         Patch(nn.DataParallel, "__init__", init),
         Patch(nn.DataParallel, "forward", forward),
         Patch(torch_parallel, "data_parallel", functional, aliases=("torch.nn.parallel.data_parallel",)),
+        *_parts(adoption),
         *_random_states(adoption),
+    ]
+
+
+def _parts(adoption: Adoption) -> list[Patch]:
+    """The parts that deal with replicas; scattering and gathering are torch's own."""
+
+    def replicate(network: nn.Module, devices: Sequence[int | torch.device], detach: bool = False) -> list[Replica]:
+        if detach and torch.is_grad_enabled():
+            raise UsageError("got replicate(…, detach=True); needed: call it inside torch.no_grad() instead")
+        return [Replica(network, _index(device)) for device in devices]
+
+    def parallel_apply(
+        modules: Sequence[Any],
+        inputs: Sequence[Any],
+        kwargs_tup: Sequence[Mapping[str, Any]] | None = None,
+        devices: Sequence[Any] | None = None,
+    ) -> list[Any]:
+        owners = {id(module._module) if isinstance(module, Replica) else None for module in modules}
+        if len(owners) != 1 or None in owners:
+            raise UsageError(
+                "torch.nn.parallel.parallel_apply got modules that are not replicas of one; needed: what "
+                "torch.nn.parallel.replicate returned"
+            )
+        calls = [
+            (tuple(entry) if isinstance(entry, list | tuple) else (entry,), keywords or {})
+            for entry, keywords in zip(inputs, kwargs_tup or [{}] * len(modules), strict=True)
+        ]
+        return given_forward(adoption, modules[0]._module, calls, [module._device for module in modules])
+
+    def refuse(self: nn.Module) -> NoReturn:
+        raise UsageError(
+            "the script replicates a module by a function of its own; needed: torch.nn.parallel.replicate, whose "
+            "replicas are shared out over the devices, or nn.DataParallel"
+        )
+
+    within = "torch.nn.parallel.data_parallel"
+    return [
+        Patch(torch_parallel, "replicate", replicate, aliases=("torch.nn.parallel.replicate", within)),
+        Patch(torch_parallel, "parallel_apply", parallel_apply, aliases=("torch.nn.parallel.parallel_apply", within)),
+        Patch(nn.Module, "_replicate_for_data_parallel", refuse),
     ]
 
 
@@ -169,19 +248,13 @@ def _set_devices(
     wrapper.dim = dim
     wrapper.output_device = ids[0] if output_device is None else _index(output_device)
     kind = adoption.communicator.device.type
-    wrapper.src_device_obj = torch.device("cuda" if kind == "cpu" else kind, ids[0])
+    wrapper.src_device_obj = torch.device("cuda", ids[0]) if kind == "cpu" else adoption.communicator.device
 
 
 def _forward(
     adoption: Adoption, wrapper: Any, inputs: tuple[Any, ...], kwargs: dict[str, Any], asked: int | None, scatter: str
 ) -> Any:
     """The forward of a wrapper, torch's or ours."""
-    changed = [name for name in OVERRIDABLE if getattr(type(wrapper), name) is not getattr(nn.DataParallel, name)]
-    if changed:
-        raise UsageError(
-            f"{type(wrapper).__name__} overrides DataParallel.{changed[0]}, which samestep replaces as a whole; move "
-            "what it does into the module's forward, or pass lists with samestep.DataParallel(…, scatter='elements')"
-        )
     if not wrapper.device_ids:  # made where there was no device, as in torch
         return wrapper.module(*inputs, **kwargs)
     return sharded_forward(
@@ -195,6 +268,11 @@ def _forward(
         device_ids=wrapper.device_ids,
         output_device=wrapper.output_device,
     )
+
+
+def _overridden(wrapper: nn.DataParallel[Any]) -> list[str]:
+    """The parts of DataParallel that a subclass has of its own."""
+    return [name for name in OVERRIDABLE if getattr(type(wrapper), name) is not getattr(nn.DataParallel, name)]
 
 
 def _data_parallel(

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.random import mtrand
 
 from samestep.adopt.adoption import Adoption
 from samestep.adopt.files.callers import Caller, origin
@@ -58,7 +59,7 @@ def seeded(adoption: Adoption, seed: int | None) -> Iterator[None]:
         seed: seeds them at the start; None takes a number that rank 0 draws.
     """
     states = torch.get_rng_state(), np.random.get_state(), random.getstate()  # noqa: NPY002 - what scripts draw from
-    of_numpy = np.random.get_bit_generator()
+    of_numpy = mtrand.get_bit_generator()
     before = adoption.seeding
     adoption.seeding = _new_seeds(adoption) if seed is None else Seeds(seed, is_given=True)
     try:
@@ -67,7 +68,7 @@ def seeded(adoption: Adoption, seed: int | None) -> Iterator[None]:
     finally:
         adoption.seeding = before
         torch.set_rng_state(states[0])
-        np.random.set_bit_generator(of_numpy)  # the script may have chosen another
+        mtrand.set_bit_generator(of_numpy)  # the script may have chosen another
         np.random.set_state(states[1])  # noqa: NPY002
         random.setstate(states[2])
 

@@ -1,4 +1,4 @@
-"""Scatter, gather and broadcast by hand on virtual devices, and the parts of DataParallel that cannot be done by hand.
+"""Scatter, gather and broadcast by hand on virtual devices.
 
 They are made of differentiable operations, so gradients come back as they do from the functions of torch.
 """
@@ -11,19 +11,13 @@ import torch
 from torch import Tensor
 
 from samestep.adopt.table import Patch
-from samestep.adopt.virtual.refusals import refused
-
-_BY_HAND = (
-    "by hand makes one process drive several devices, which virtual devices cannot play; use torch.nn.DataParallel or "
-    "samestep.data_parallel, or samestep.replicate_params for lists of parameters"
-)
 
 
 def patches() -> list[Patch]:
     """`torch.nn.parallel` and its `comm`."""
     comm, functions = torch.nn.parallel.comm, "torch.nn.parallel._functions"
     within = torch.nn.parallel.scatter_gather
-    table = [
+    return [
         Patch(within, "Scatter", SimpleNamespace(apply=_scatter_apply), (functions,)),
         Patch(within, "Gather", SimpleNamespace(apply=_gather_apply), (functions,)),
         *(
@@ -31,11 +25,6 @@ def patches() -> list[Patch]:
             for replacement in (scatter, gather, broadcast, broadcast_coalesced, reduce_add, reduce_add_coalesced)
         ),
     ]
-    for name in ("replicate", "parallel_apply"):
-        original = getattr(torch.nn.parallel, name)
-        aliases = (f"torch.nn.parallel.{name}", "torch.nn.parallel.data_parallel")
-        table.append(Patch(torch.nn.parallel, name, refused(f"torch.nn.parallel.{name}", original, _BY_HAND), aliases))
-    return table
 
 
 def scatter(

@@ -37,21 +37,27 @@ class Chunks:
 
     Attributes:
         leaves: what is cut.
-        template: (args, kwargs) with slots for the leaves.
+        template: (args, kwargs) with slots for the leaves; one a chunk if the script cut them itself.
         num_chunks: how many chunks there are.
+        firsts: the first leaf of each chunk, if the script cut them itself: a leaf is of one chunk then.
     """
 
     leaves: tuple[Leaf, ...]
     template: Any
     num_chunks: int
+    firsts: tuple[int, ...] = ()
 
     def num_rows(self, chunk: int) -> int:
         """Rows of a chunk: what its BatchNorm statistics weigh."""
-        return next((leaf.sizes[chunk] for leaf in self.leaves if leaf.sizes), 1)
+        sizes = (leaf.sizes[chunk] for leaf in self.leaves if leaf.sizes)
+        return next((size for size in sizes if size or not self.firsts), 1)
 
-    def arguments(self, pieces: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def arguments(self, pieces: Sequence[Any], chunk: int = 0) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments of a chunk, made of its pieces of the leaves."""
-        args, kwargs = put_together(self.template, pieces)
+        if self.firsts:
+            args, kwargs = put_together(self.template[chunk], pieces[self.firsts[chunk] :])
+        else:
+            args, kwargs = put_together(self.template, pieces)
         return args, kwargs
 
 
@@ -79,6 +85,24 @@ def cut(args: tuple[Any, ...], kwargs: Mapping[str, Any], num_shards: int, dim: 
     if counts:
         return Chunks(leaves, template, counts.pop())
     return Chunks(leaves, template, num_shards if args or kwargs else 1)
+
+
+def already_cut(calls: Sequence[tuple[tuple[Any, ...], Mapping[str, Any]]]) -> Chunks:
+    """Chunks that the script cut itself.
+
+    Args:
+        calls: the (args, kwargs) of each chunk.
+    """
+    leaves: list[Leaf] = []
+    firsts, templates = [], []
+    for chunk, (args, kwargs) in enumerate(calls):
+        values, template = take_apart((args, dict(kwargs)), is_tensor)
+        firsts.append(len(leaves))
+        templates.append(template)
+        for value in values:
+            sizes = tuple(len(value) if k == chunk else 0 for k in range(len(calls))) if value.ndim else ()
+            leaves.append(Leaf(value, sizes, 0))
+    return Chunks(tuple(leaves), tuple(templates), len(calls), tuple(firsts))
 
 
 def chunk_sizes(length: int, num_chunks: int) -> tuple[int, ...]:

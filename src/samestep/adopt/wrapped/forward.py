@@ -15,7 +15,7 @@ from samestep.adopt.backward import generator_state
 from samestep.adopt.failures import raise_together
 from samestep.adopt.site import script_line
 from samestep.adopt.wrapped.buffers import Buffers
-from samestep.adopt.wrapped.chunks import Chunks, Leaf, cut, deal
+from samestep.adopt.wrapped.chunks import Chunks, Leaf, already_cut, cut, deal
 from samestep.adopt.wrapped.generators import OwnGenerators
 from samestep.adopt.wrapped.regions import Item, Region, enter
 from samestep.adopt.wrapped.replicas import Replicas, check_in_place_state, in_place_state, uninitialized
@@ -126,6 +126,46 @@ def sharded_forward(
     """
     if num_shards == 1 or not adoption.may_meet():
         return module(*args, **kwargs)
+    return _shared_out(adoption, module, cut(args, kwargs, num_shards, dim, scatter), dim, device_ids, [output_device])
+
+
+def given_forward(
+    adoption: Adoption,
+    module: nn.Module,
+    calls: Sequence[tuple[tuple[Any, ...], Mapping[str, Any]]],
+    device_ids: Sequence[int],
+) -> list[Any]:
+    """Runs a module's forward on chunks that the script cut itself, shared out over the ranks. Tier `bitwise`.
+
+    Args:
+        adoption: of this process.
+        module: whose forward.
+        calls: the (args, kwargs) of each chunk.
+        device_ids: the device of each chunk and of its results, as the script counts them.
+
+    Returns:
+        What each chunk returned, on every rank.
+
+    Raises:
+        UsageError: results of different structure.
+        DeterminismError: as of `sharded_forward`.
+        Exception: what a chunk raised, on all ranks.
+    """
+    if not adoption.may_meet():
+        return [module(*args, **kwargs) for args, kwargs in calls]
+    results: list[Any] = _shared_out(adoption, module, already_cut(calls), None, device_ids, device_ids)
+    return results
+
+
+def _shared_out(
+    adoption: Adoption,
+    module: nn.Module,
+    chunks: Chunks,
+    dim: int | None,
+    device_ids: Sequence[int],
+    output_devices: Sequence[int],
+) -> Any:
+    """The forward of chunks, with the module held for its time."""
     if torch.autograd.forward_ad._current_level >= 0:
         raise UsageError(
             "forward-mode differentiation does not pass a wrapped forward; use reverse mode, or the module"
@@ -133,9 +173,7 @@ def sharded_forward(
     seeding.say_seed(adoption)
     wrapped = _wrapped(adoption, module)
     try:
-        return _forward(
-            adoption, module, wrapped, cut(args, kwargs, num_shards, dim, scatter), dim, (device_ids, output_device)
-        )
+        return _forward(adoption, module, wrapped, chunks, dim, device_ids, output_devices)
     finally:
         wrapped.release()
 
@@ -145,11 +183,11 @@ def _forward(
     module: nn.Module,
     wrapped: Wrapped,
     chunks: Chunks,
-    dim: int,
-    devices: tuple[Sequence[int], int],
+    dim: int | None,
+    device_ids: Sequence[int],
+    output_devices: Sequence[int],
 ) -> Any:
     """The wrapped forward: chunks run, the ranks meet, results are joined."""
-    device_ids, output_device = devices
     with torch._C.DisableTorchFunction():  # virtual devices look on from inside the chunks only
         ranges = deal(chunks.num_chunks, adoption.world_size)
         entrance = _enter(adoption, wrapped, chunks, ranges)
@@ -180,7 +218,14 @@ def _forward(
         _say_lost(adoption, work.lost)
         words = [(row[9], row[10]) for row in rows]
         return gather_results(
-            adoption, work.results, words, parts, entrance.region, entrance.token, dim=dim, output_device=output_device
+            adoption,
+            work.results,
+            words,
+            parts,
+            entrance.region,
+            entrance.token,
+            dim=dim,
+            output_devices=output_devices,
         )
 
 
@@ -205,7 +250,7 @@ def _run_chunks(
             adoption.generators.seed(chunk_seed)
             wrapped.own_generators.seed(chunk_seed)
             pieces = [_marked(adoption, column[position], ids[chunk]) for column in entrance.inputs]
-            args, kwargs = chunks.arguments(pieces)
+            args, kwargs = chunks.arguments(pieces, chunk)
             stand_ins = {
                 number: adoption.mark(column[position], ids[chunk]) for number, column in entrance.stand_ins.items()
             }

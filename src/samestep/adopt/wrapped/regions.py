@@ -37,6 +37,7 @@ class Item:
         dtype: of whole and pieces.
         dim: where it is cut.
         sizes: what each chunk has along `dim`.
+        shapes: of each chunk's piece, if these are laid out flat one after another in the whole, a vector.
         is_sparse: whether the sum of "copied" pieces is to be sparse by rows, as an embedding's gradient may be.
     """
 
@@ -45,6 +46,7 @@ class Item:
     dtype: torch.dtype
     dim: int = 0
     sizes: tuple[int, ...] = ()
+    shapes: tuple[tuple[int, ...], ...] = ()
     like: Tensor | None = None
     is_sparse: bool = False
 
@@ -54,6 +56,8 @@ class Item:
             return ()
         if self.kind == "copied":
             return self.shape
+        if self.shapes:
+            return self.shapes[chunk]
         return (*self.shape[: self.dim], self.sizes[chunk], *self.shape[self.dim + 1 :])
 
     def piece(self, whole: Tensor, chunk: int) -> Tensor:
@@ -62,11 +66,14 @@ class Item:
             return whole.detach().clone() if whole.ndim == 0 else whole.detach()
         if self.kind == "stacked":
             return whole[chunk].clone()
-        return whole.narrow(self.dim, sum(self.sizes[:chunk]), self.sizes[chunk]).clone()
+        piece = whole.narrow(self.dim, sum(self.sizes[:chunk]), self.sizes[chunk]).clone()
+        return piece.view(self.shapes[chunk]) if self.shapes else piece
 
     def joined(self, pieces: Sequence[Tensor]) -> Tensor:
         """The whole of all chunks' pieces, contiguous ones; for "cut" and "stacked"."""
-        return torch.stack(list(pieces)) if self.kind == "stacked" else torch.cat(list(pieces), self.dim)
+        if self.kind == "stacked":
+            return torch.stack(list(pieces))
+        return torch.cat([piece.view(-1) for piece in pieces] if self.shapes else list(pieces), self.dim)
 
 
 @dataclass(frozen=True)

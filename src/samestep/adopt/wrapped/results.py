@@ -4,6 +4,7 @@ Tensors are joined along `dim`, a 0-d tensor becomes a vector with one entry a c
 and dataclasses are joined entry by entry; None, numbers and strings must be the same in every chunk.
 """
 
+import math
 import pickle
 import zlib
 from collections.abc import Sequence
@@ -82,8 +83,8 @@ def gather_results(
     region: Region,
     token: Tensor | None,
     *,
-    dim: int,
-    output_device: int,
+    dim: int | None,
+    output_devices: Sequence[int],
 ) -> Any:
     """Joins the results of all ranks.
 
@@ -94,8 +95,11 @@ def gather_results(
         packed_by_rank: each rank's `Results.packed`.
         region: the chunks ran in it.
         token: from `enter`; None if nothing that requires grad entered the region.
-        dim: along which tensors are joined.
-        output_device: where they are, as the script counts devices.
+        dim: along which tensors are joined; None leaves the results of each chunk by themselves.
+        output_devices: where they are, as the script counts devices: one, or one a chunk if they are not joined.
+
+    Returns:
+        The result; a list with that of each chunk if they are not joined.
 
     Raises:
         UsageError: the chunks returned what cannot be joined; on all ranks.
@@ -109,7 +113,7 @@ def gather_results(
     num_leaves, template_sum = busy[0]
     template = _shared_template(adoption, results, template_sum, has_idle=len(busy) < adoption.world_size)
     if num_leaves == 0:
-        return put_together(template, [])
+        return put_together(template, []) if dim is not None else [put_together(template, []) for _ in output_devices]
     if adoption.world_size == 1:
         forms = [[form_of(leaf) for leaf in row] for row in results.leaves]
         items = [_item(column, dim) for column in zip(*forms, strict=True)]
@@ -117,7 +121,19 @@ def gather_results(
     else:
         items, forms, wholes = _unpacked(packed_by_rank, num_leaves, dim, region)
     values = _differentiable(results, items, forms, wholes, region, token)
-    return put_together(template, [adoption.mark(value, output_device) for value in values])
+    if dim is not None:
+        return put_together(template, [adoption.mark(value, output_devices[0]) for value in values])
+    columns = [value.split(list(item.sizes)) for item, value in zip(items, values, strict=True)]
+    return [
+        put_together(
+            template,
+            [
+                adoption.mark(column[chunk].view(item.shapes[chunk]).clone(), device)
+                for item, column in zip(items, columns, strict=True)
+            ],
+        )
+        for chunk, device in enumerate(output_devices)
+    ]
 
 
 def describe(template: Any) -> bytes:
@@ -134,7 +150,7 @@ def form_of(leaf: Tensor) -> Form:
 
 
 def _unpacked(
-    buffers: Sequence[Tensor], num_leaves: int, dim: int, region: Region
+    buffers: Sequence[Tensor], num_leaves: int, dim: int | None, region: Region
 ) -> tuple[list[Item], list[list[Form]], list[Tensor]]:
     """Items, forms by chunk and leaf, and wholes, of the packed results of all ranks."""
     forms: list[list[Form]] = []
@@ -156,20 +172,23 @@ def _unpacked(
     return items, forms, [item.joined(row) for item, row in zip(items, pieces, strict=True)]
 
 
-def _item(forms: Sequence[Form], dim: int) -> Item:
+def _item(forms: Sequence[Form], dim: int | None) -> Item:
     """How the pieces of one leaf, chunk by chunk, make a whole."""
     shapes = [tuple(form[3 : 3 + form[2]]) for form in forms]
     dtypes = {form[0] for form in forms}
     ndim = len(shapes[0])
     dtype = DTYPES[forms[0][0]]
+    if dim is None and len(dtypes) == 1:
+        sizes = tuple(math.prod(shape) for shape in shapes)
+        return Item("cut", (sum(sizes),), dtype, 0, sizes, tuple(shapes))
     if ndim == 0 and len(set(shapes)) == 1 and len(dtypes) == 1:
         return Item("stacked", (len(forms),), dtype)
-    along = dim % ndim if ndim and -ndim <= dim < ndim else None
+    along = dim % ndim if dim is not None and ndim and -ndim <= dim < ndim else None
     if along is None or len(dtypes) > 1 or len({_without(shape, along) for shape in shapes}) > 1:
         found = ", ".join(sorted({f"{list(s)} {DTYPES[f[0]]}" for s, f in zip(shapes, forms, strict=True)}))
         raise UsageError(
-            f"the chunks of a wrapped forward returned tensors that cannot be joined along dim={dim}: {found}. Only "
-            "that dim may differ; return what has the batch along it, or pad to a fixed size"
+            f"the chunks of a wrapped forward returned tensors that cannot be joined along dim={dim or 0}: {found}. "
+            "Only that dim may differ; return what has the batch along it, or pad to a fixed size"
         )
     sizes = tuple(shape[along] for shape in shapes)
     return Item("cut", (*shapes[0][:along], sum(sizes), *shapes[0][along + 1 :]), dtype, along, sizes)
