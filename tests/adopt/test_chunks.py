@@ -140,3 +140,11 @@ def test_chunks_that_the_script_cut_keep_their_sizes_and_their_objects():
     assert chunks.arguments(["a", "b", "c"], 0) == ((thing, "a"), {})
     assert chunks.arguments(["a", "b", "c"], 1) == ((), {"x": ["b", "c"]})
     assert chunks.arguments(["a", "b", "c"], 2) == ((thing,), {})
+
+
+@pytest.mark.parametrize("sparse", [torch.eye(4).to_sparse(), torch.eye(4).to_sparse_csr()], ids=["coo", "csr"])
+def test_a_sparse_input_is_refused_in_a_sentence(sparse):
+    with pytest.raises(UsageError, match=r"layout torch\.sparse_\w+ .* cannot be cut into chunks"):
+        cut((torch.ones(4, 2), [sparse]), {}, 2, 0, "tensors")
+    with pytest.raises(UsageError, match="pass it dense, or keep it in an attribute of the module"):
+        already_cut([((sparse,), {})])

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from samestep.adopt.wrapped.structure import is_tensor, put_together, take_apart
@@ -72,7 +73,7 @@ def cut(args: tuple[Any, ...], kwargs: Mapping[str, Any], num_shards: int, dim: 
         scatter: "tensors" (torch's rule) or "elements": lists are cut by element, tensors along `dim`.
 
     Raises:
-        UsageError: the tensors give different numbers of chunks, or have no such dim.
+        UsageError: the tensors give different numbers of chunks, have no such dim, or are sparse.
     """
     by_element = scatter == "elements"
     values, template = take_apart(
@@ -100,6 +101,7 @@ def already_cut(calls: Sequence[tuple[tuple[Any, ...], Mapping[str, Any]]]) -> C
         firsts.append(len(leaves))
         templates.append(template)
         for value in values:
+            _check_dense(value)
             sizes = tuple(len(value) if k == chunk else 0 for k in range(len(calls))) if value.ndim else ()
             leaves.append(Leaf(value, sizes, 0))
     return Chunks(tuple(leaves), tuple(templates), len(calls), tuple(firsts))
@@ -130,15 +132,26 @@ def deal(num_chunks: int, world_size: int) -> tuple[range, ...]:
 def _leaf(value: Any, num_shards: int, dim: int) -> Leaf:
     if not isinstance(value, Tensor):
         return Leaf(value, chunk_sizes(len(value), num_shards), 0)
+    _check_dense(value)
     if value.ndim == 0:
         return Leaf(value, (), 0)
     if not -value.ndim <= dim < value.ndim:
         raise UsageError(
             f"got a tensor of shape {list(value.shape)} to cut along dim={dim}, which it does not have; "
-            "pass it as a plain number, or choose another dim (DataParallel(..., dim=…))"
+            "pass it as a plain number, or choose another dim (DataParallel(..., dim=…), --wrap NAME:DIM)"
         )
     dim %= value.ndim
     return Leaf(value, chunk_sizes(value.shape[dim], num_shards), dim)
+
+
+def _check_dense(value: Tensor) -> None:
+    """Raises for a sparse or nested tensor, which torch does not cut by rows either."""
+    if value.layout != torch.strided or value.is_nested:
+        raise UsageError(
+            f"got a tensor of layout {value.layout} as an input of the wrapped forward, which cannot be cut into "
+            "chunks (nor by torch's DataParallel); pass it dense, or keep it in an attribute of the module if every "
+            "chunk needs all of it"
+        )
 
 
 def _disagreement(leaves: Sequence[Leaf], num_shards: int, dim: int) -> str:
@@ -153,6 +166,7 @@ def _disagreement(leaves: Sequence[Leaf], num_shards: int, dim: int) -> str:
     return (
         f"the inputs of the wrapped forward do not split alike along dim={dim} over {num_shards} shards: "
         f"{'; '.join(parts)}. torch's DataParallel would silently leave rows out here. The batch must lie along the "
-        "same dim of every tensor: a recurrent network's hidden state [layers, batch, hidden], for one, must be passed "
+        "same dim of every tensor, which is 0 unless DataParallel(..., dim=…) or --wrap NAME:DIM says otherwise: a "
+        "recurrent network's hidden state [layers, batch, hidden], for one, must be passed "
         "as [batch, layers, hidden] and transposed inside the forward, or made there"
     )
