@@ -4,6 +4,7 @@ from textwrap import dedent
 
 import pytest
 import torch
+from adopting import Bits, run
 from scratch_programs import run_script
 from torch import nn
 
@@ -13,7 +14,7 @@ from samestep.adopt.parallel import DataParallel
 from samestep.adopt.wrapping import wrapped
 from samestep.comm.communicator import Communicator
 from samestep.comm.transport import LocalTransport
-from samestep.errors import UsageError
+from samestep.errors import DeterminismError, UsageError
 
 STEPS = 3
 PRELUDE = """
@@ -204,7 +205,7 @@ def test_a_script_that_fails_before_the_name_is_met_keeps_its_own_error(worlds, 
     assert worlds(1).run(run_script, script(ending), "model")[0]["error"] == error
 
 
-@pytest.mark.parametrize("name", ["", "my model", "model.", "1x", "model[0]"])
+@pytest.mark.parametrize("name", ["", "my model", "model.", "1x", "model[0]", "model:", "model:x", "model:1.0", ":1"])
 def test_what_can_be_no_name_is_refused(name):
     with pytest.raises(UsageError, match="give a variable or class of the script"), wrapped(alone(), name):
         pass
@@ -298,3 +299,128 @@ def test_a_subclass_of_samesteps_own_wrapper_with_parts_of_its_own_is_refused_by
 
     with pytest.raises(UsageError, match=r"Own overrides DataParallel\.scatter"):
         Own(nn.Linear(2, 1))(torch.ones(4, 2))
+
+
+ON_THE_HOST = """
+    class Net(nn.Linear):
+        def forward(self, x):
+            print("inside", x.device, self.weight.device, x.numpy().shape)
+            return super().forward(x)
+
+    torch.manual_seed(2)
+    model = Net(3, 2){cuda}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        y = model(torch.ones(8, 3){cuda})
+        loss = y.square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    print(y.device, loss.device, model.weight.grad.device)
+    RESULT = {{"y": y.detach().{numpy}, "weight": model.weight}}
+"""
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_a_model_on_the_cpu_has_its_inputs_and_outputs_there(worlds, script, tmp_path, n):
+    path = script(dedent(ON_THE_HOST).format(cuda="", numpy="numpy().tolist()"))
+    outcomes = run(worlds, n, path, cwd=tmp_path, wrap="model")
+    assert [outcome.error for outcome in outcomes] == [""] * n, outcomes[0].message
+    assert outcomes[0].stdout == "inside cpu cpu (2, 3)\n" * 8 + "cpu cpu cpu\n"
+    assert outcomes[0].result == run(worlds, 1, path, cwd=tmp_path, wrap="model")[0].result
+    assert sum(len(outcome.chunks) for outcome in outcomes) == 8
+
+
+def test_a_model_on_a_device_has_its_inputs_and_outputs_there(worlds, script, tmp_path):
+    body = dedent(ON_THE_HOST).format(cuda='.to("cuda:1")', numpy="cpu().tolist()").replace(", x.numpy().shape", "")
+    (outcome,) = run(worlds, 1, script(body), cwd=tmp_path, wrap="model")
+    assert outcome.stdout == "inside cuda:1 cuda:1\n" * 8 + "cuda:1 cuda:1 cuda:1\n", outcome.message
+
+
+def test_a_model_on_the_cpu_is_refused_where_the_run_is_on_gpus():
+    transport = LocalTransport()
+    adoption = Adoption(Communicator(torch.device("cuda"), transport, transport), 4)
+    model = nn.Linear(3, 2)
+    with pytest.raises(UsageError, match="model is on the CPU and the run on cuda"), wrapped(adoption, "model"):
+        model(torch.ones(8, 3))
+
+
+TIME_MAJOR = """
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding, self.rnn, self.out = nn.Embedding(11, 8), nn.GRU(8, 8, 2), nn.Linear(8, 11)
+
+        def forward(self, words, hidden):
+            h, hidden = self.rnn(self.embedding(words), hidden)
+            return self.out(h), hidden
+
+    torch.manual_seed(4)
+    model = Net().double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    hidden = torch.zeros(2, 6, 8, dtype=torch.float64)
+    losses = []
+    for _ in range(3):
+        words = torch.randint(11, (5, 6))
+        scores, hidden = model(words, hidden.detach())
+        loss = nn.functional.cross_entropy(scores[:-1].view(-1, 11), words[1:].view(-1))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    RESULT = {"losses": losses, "hidden": hidden, "state": model.state_dict()}
+"""
+
+
+def test_batches_along_another_dim_give_what_the_script_alone_gives(worlds, script, tmp_path):
+    path = script(dedent(TIME_MAJOR))
+    (whole,) = run(worlds, 1, path, 1, cwd=tmp_path, wrap="model")
+    results = [run(worlds, n, path, cwd=tmp_path, wrap="model:1") for n in (1, 2, 3)]
+    for outcomes in results:
+        assert [outcome.error for outcome in outcomes] == [""] * len(outcomes), outcomes[0].message
+        assert all(outcome.result == results[0][0].result for outcome in outcomes)
+        assert sum(len(outcome.chunks) for outcome in outcomes) == 9, "six sequences over four shards are three chunks"
+    for path, value in whole.result.items():
+        ours = results[0][0].result[path]
+        assert isinstance(value, Bits)
+        torch.testing.assert_close(ours.tensor(), value.tensor(), rtol=1e-9, atol=1e-12, msg=path)  # another sum
+
+
+def test_inputs_that_do_not_split_alike_are_told_about_the_dim(worlds, script, tmp_path):
+    for outcome in run(worlds, 2, script(dedent(TIME_MAJOR)), cwd=tmp_path, wrap="model"):
+        assert outcome.error == "UsageError"
+        assert "--wrap NAME:DIM" in outcome.message
+
+
+def test_inputs_of_different_sizes_are_told_once_how_they_are_cut(worlds, script):
+    body = """
+    class Net(nn.Module):
+        def forward(self, x, hidden):
+            return x.sum() + hidden.sum()
+
+    model = Net()
+    for _ in range(2):
+        model(torch.ones(35, 20), torch.ones({rows}, 20))
+    """
+    text = (
+        "samestep: --wrap model cuts inputs of shape [35, 20], [4, 20] along dim 0 into 4 shards; if their batch lies "
+        "along another, name it: --wrap model:1\n"
+    )
+    for rows, said in ((4, text), (35, "")):
+        results = worlds(2).run(run_script, script(dedent(body).format(rows=rows)), "model")
+        assert [result["error"] for result in results] == [None, None]
+        assert [result["said"] for result in results] == [said, ""]
+
+
+@pytest.mark.parametrize(("error", "is_told"), [("ValueError", True), ("DeterminismError", False)])
+def test_what_a_chunk_raises_is_followed_by_how_the_inputs_were_cut(error, is_told):
+    class Policy(nn.Module):
+        def forward(self, state):
+            raise {"ValueError": ValueError, "DeterminismError": DeterminismError}[error](state.shape)
+
+    model = Policy()
+    with pytest.raises((ValueError, DeterminismError)) as raised, wrapped(alone(), "model"):
+        model(torch.ones(4))
+    notes = getattr(raised.value, "__notes__", [])
+    assert len(notes) == is_told
+    assert not is_told or "--wrap model cuts inputs of shape [4] along dim 0 into 4 shards" in notes[0]

@@ -1,5 +1,7 @@
 """Wrapping: shares out a module that a script does not wrap itself, by its name; and the hint that one could."""
 
+import itertools
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -18,7 +20,8 @@ from samestep.adopt.adoption import Adoption
 from samestep.adopt.scratch import shares_out
 from samestep.adopt.site import is_script_file
 from samestep.adopt.table import Patch, applied
-from samestep.errors import UsageError
+from samestep.data.nested import leaves
+from samestep.errors import SamestepError, UsageError
 
 MAX_SEEN = 12
 _ABSENT = object()
@@ -30,12 +33,14 @@ class Wrap:
 
     Attributes:
         name: a class, or a variable, with dots for its attributes: "Net", "model", "trainer.model", "self.net".
+        dim: along which its inputs are cut and its results are joined.
         is_met: whether a module of that name was called.
         seen: until then, what else was called: by id, its variable and class.
         codes: by id, code that was met on the stack, and where it may have the variable; see `look_at`.
     """
 
     name: str
+    dim: int = 0
     is_met: bool = False
     seen: dict[int, str] = field(default_factory=dict)
     codes: dict[int, tuple[CodeType, str]] = field(default_factory=dict)
@@ -76,14 +81,18 @@ def wrapped(adoption: Adoption, name: str) -> Iterator[None]:
 
     Args:
         adoption: of this process.
-        name: a variable, with dots for attributes, or a class.
+        name: a variable, with dots for attributes, or a class; with ":1" after it if its batches lie along dim 1.
 
     Raises:
         UsageError: the name cannot be one; or the script has ended, and no module of that name was called.
     """
-    if not all(part.isidentifier() for part in name.split(".")):
-        raise UsageError(f"got --wrap {name!r}; give a variable or class of the script, such as model or trainer.model")
-    wrap = Wrap(name)
+    path, colon, dim = name.partition(":")
+    if not all(part.isidentifier() for part in path.split(".")) or (colon and not re.fullmatch(r"-?\d", dim)):
+        raise UsageError(
+            f"got --wrap {name!r}; give a variable or class of the script, such as model or trainer.model, and the dim "
+            "of its batches where that is not 0, as in model:1"
+        )
+    wrap = Wrap(path, int(dim or 0))
 
     def look(_: FrameType) -> None:
         if not wrap.is_met:
@@ -142,16 +151,63 @@ def _sharing_call(adoption: Adoption, wrap: Wrap, original: Callable[..., Any]) 
     def call(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         if adoption.in_chunk or not adoption.may_meet() or not _is_meant(module, wrap, sys._getframe(1)):
             return original(module, *args, **kwargs)
-        wrap.is_met = True
+        is_first, wrap.is_met = not wrap.is_met, True
         from samestep.adopt.visible import num_visible
         from samestep.adopt.wrapped.forward import sharded_forward
 
         num_shards = adoption.num_shards or num_visible(adoption)
         if num_shards <= 1 or isinstance(module, nn.DataParallel):  # which shares its own forward out
             return original(module, *args, **kwargs)
-        return sharded_forward(adoption, module, args, kwargs, dim=0, num_shards=num_shards)
+        index = _device_index(adoption, wrap, module, args, kwargs)
+        if is_first and len(set(_sizes(wrap, args, kwargs))) > 1:
+            adoption.notice(_cut_in_words(wrap, num_shards, args, kwargs))
+        try:
+            return sharded_forward(
+                adoption,
+                module,
+                args,
+                kwargs,
+                dim=wrap.dim,
+                num_shards=num_shards,
+                device_ids=[index],
+                output_device=index,
+            )
+        except Exception as error:
+            if not isinstance(error, SamestepError) and _sizes(wrap, args, kwargs):
+                error.add_note(f"samestep: {_cut_in_words(wrap, num_shards, args, kwargs)}")
+            raise
 
     return call
+
+
+def _tensors(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:
+    return (leaf for leaf in leaves([args, kwargs]) if isinstance(leaf, torch.Tensor))
+
+
+def _device_index(
+    adoption: Adoption, wrap: Wrap, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> int:
+    """The device on which the script has a module: its first tensor's, or its first input's; -1 is the host."""
+    tensors = itertools.chain(module.parameters(), module.buffers(), _tensors(args, kwargs))
+    device = next((tensor.device for tensor in tensors), torch.device("cpu"))
+    own = adoption.communicator.device.type
+    if device.type == "cpu" and own != "cpu":
+        raise UsageError(f"{wrap.name} is on the CPU and the run on {own}; needed: move it there, or --devices cpu:N")
+    return -1 if device.type == "cpu" else device.index or 0
+
+
+def _sizes(wrap: Wrap, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[int]:
+    """The sizes of the inputs along the dim that is cut."""
+    return [tensor.shape[wrap.dim] for tensor in _tensors(args, kwargs) if -tensor.ndim <= wrap.dim < tensor.ndim]
+
+
+def _cut_in_words(wrap: Wrap, num_shards: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
+    """Says how the inputs are cut."""
+    shapes = [list(tensor.shape) for tensor in _tensors(args, kwargs) if tensor.ndim][:MAX_SEEN]
+    return (
+        f"--wrap {wrap.name} cuts inputs of shape {', '.join(map(str, shapes))} along dim {wrap.dim} into {num_shards} "
+        f"shards; if their batch lies along another, name it: --wrap {wrap.name}:1"
+    )
 
 
 def _is_meant(module: nn.Module, wrap: Wrap, frame: FrameType | None) -> bool:

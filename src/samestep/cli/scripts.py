@@ -7,7 +7,10 @@ import typer
 Module = Annotated[bool, typer.Option("-m", "--module", help="SCRIPT is a module, as in `python -m`.")]
 Wrap = Annotated[
     str | None,
-    typer.Option(metavar="NAME", help="Share out this variable or class of a script that wraps nothing itself."),
+    typer.Option(
+        metavar="NAME[:DIM]",
+        help="Share out this variable or class of a script that wraps nothing itself; its batches lie along DIM, or 0.",
+    ),
 ]
 Adopt = Annotated[
     bool | None,

@@ -126,7 +126,9 @@ def sharded_forward(
     """
     if num_shards == 1 or not adoption.may_meet():
         return module(*args, **kwargs)
-    return _shared_out(adoption, module, cut(args, kwargs, num_shards, dim, scatter), dim, device_ids, [output_device])
+    with torch._C.DisableTorchFunction():  # where virtual devices are is of no interest here
+        chunks = cut(args, kwargs, num_shards, dim, scatter)
+    return _shared_out(adoption, module, chunks, dim, device_ids, [output_device])
 
 
 def given_forward(
