@@ -360,6 +360,10 @@ def test_a_newer_format_is_refused_with_a_sentence(tmp_path):
         {"files": []},
         {"step": None},
         {"version": "x"},
+        {"files": {"a\0b": {"size": 1, "sha256": ""}}},
+        {"files": {"\ud800": {"size": 1, "sha256": ""}}},
+        {"files": {"a": {"size": float("inf"), "sha256": ""}}},
+        {"more": [[]] * 3 + [json.loads("[" * 300 + "]" * 300)]},
     ],
     ids=str,
 )
@@ -367,6 +371,50 @@ def test_a_manifest_of_something_else_is_refused(tmp_path, changes):
     path = write_checkpoint(tmp_path, snapshot_of(1))
     with_manifest(path, **changes)
     assert "manifest.json is not the manifest of a checkpoint" in verify_checkpoint(path)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [b"{", b'"\xff"', b"[" * 200_000 + b"]" * 200_000, b"[" * 300 + b"]" * 300, b"9" * 5000, b"NaN"],
+    ids=["no JSON", "not UTF-8", "200,000 levels", "300 levels", "5,000 digits", "NaN"],
+)
+def test_facts_that_cannot_be_read_make_a_checkpoint_bad_and_the_one_before_is_used(tmp_path, text):
+    good, bad = (write_checkpoint(tmp_path, snapshot_of(step)) for step in (1, 2))
+    (bad / "state.json").write_bytes(text)
+    files = json.loads((bad / "manifest.json").read_text())["files"]
+    files["state.json"] = {"size": len(text), "sha256": hashlib.sha256(text).hexdigest()}
+    with_manifest(bad, files=files)
+    assert verify_checkpoint(bad) is None
+    found = newest_checkpoint(tmp_path)
+    assert found.path == good
+    assert found.skipped[0].startswith(f"{bad} is no good checkpoint: state.json cannot be read: ")
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("kind", ["endless", "pipe", "folder"])
+def test_a_checkpoint_is_made_of_regular_files(tmp_path, name, kind):
+    good, bad = (write_checkpoint(tmp_path, snapshot_of(step)) for step in (1, 2))
+    (bad / name).unlink()
+    if kind == "endless":
+        (bad / name).symlink_to("/dev/zero")
+    elif kind == "pipe":
+        os.mkfifo(bad / name)
+    else:
+        (bad / name).mkdir()
+    found = newest_checkpoint(tmp_path)
+    assert (found.path, found.skipped) == (good, (f"{bad} is no good checkpoint: {name} is no regular file",))
+    assert verify_checkpoint(bad) == found.skipped[0]
+    (good / name).rename(tmp_path / "elsewhere")
+    (good / name).symlink_to(tmp_path / "elsewhere")
+    assert verify_checkpoint(good) is None
+
+
+def test_a_manifest_of_any_size_is_not_read_whole(tmp_path):
+    path = write_checkpoint(tmp_path, snapshot_of(1))
+    os.truncate(path / "manifest.json", 1 << 40)
+    assert verify_checkpoint(path) == (
+        f"{path} is no good checkpoint: manifest.json has {1 << 40} bytes, and can have {1 << 26} at most"
+    )
 
 
 def test_files_of_other_writers_are_verified_too(tmp_path):

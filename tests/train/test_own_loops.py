@@ -1,5 +1,6 @@
 """Loops of one's own: what `Run.save_checkpoint` and `load_checkpoint` keep, and the state dicts of all parts."""
 
+import json
 import random
 from itertools import chain, islice, repeat
 
@@ -16,7 +17,9 @@ from samestep.errors import CheckpointError, ContractError, UsageError
 from samestep.train import state
 from samestep.train.checkpoint import list_checkpoints
 from samestep.train.digest import state_digest
+from samestep.train.manifest import Manifest, manifest_bytes, read_manifest
 from samestep.train.run import Run
+from samestep.train.tensorfile import write_pieces
 
 OUTCOMES = slice(0, 3)
 
@@ -109,6 +112,76 @@ def test_what_is_kept_comes_back_as_it_was(tmp_path):
         assert found["table"].tolist() == [0, 1, 2, 3]
 
     in_turns(2, program)
+
+
+def resealed(path, change):
+    """Changes the facts of a checkpoint and gives it the right checksums."""
+    facts = json.loads((path / "state.json").read_bytes())
+    facts = change(facts)
+    content = read_manifest(path)
+    (path / "state.json").unlink()
+    written = write_pieces(path / "state.json", [json.dumps(facts).encode()])
+    (path / "manifest.json").write_bytes(
+        manifest_bytes(Manifest(content.step, {**content.files, "state.json": written}))
+    )
+
+
+def misplace(facts):
+    facts["run"]["generators"]["numpy"]["state"]["pos"] = 10**9
+    return facts
+
+
+def shorten(facts):
+    for moments in facts["optimizers"][0]["state"]["$dict"]:
+        moments[1]["exp_avg"] = moments[1]["step"]
+    return facts
+
+
+def miscount(facts):
+    facts["run"]["steps"][0]["num_steps"] = -3
+    return facts
+
+
+def mistype(facts):
+    facts["run"]["rest"]["cursor"]["position"] = "8"
+    return facts
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (misplace, "NumPy's generator is at 1000000000 of 624 numbers"),
+        (shorten, r"of another optimizer: it has a exp_avg float32\[\] of a parameter float32\[8, 2\]"),
+        (mistype, "the checkpoint's place in the data cannot be taken up"),
+        (miscount, "is not that of a run after 2 steps"),
+        (lambda facts: [], "the state has format None"),
+        (lambda facts: {**facts, "run": {}}, "KeyError: 'steps'"),
+    ],
+)
+def test_a_state_that_nobody_has_saved_is_refused(tmp_path, change, message):
+    def program(communicator):
+        parts = Parts(communicator).train(2)
+        parts.run.save_checkpoint(tmp_path, parts.step, parts.loader)
+        resealed(tmp_path / "step-00000002", change)
+        again = Parts(communicator)
+        with pytest.raises(CheckpointError, match=message):
+            again.run.load_checkpoint(tmp_path / "step-00000002", again.step, again.loader)
+
+    alone(program)
+
+
+def test_a_state_that_nobody_has_saved_is_passed_over_for_the_one_before(tmp_path, capsys):
+    def program(communicator):
+        parts = Parts(communicator)
+        for _ in range(2):
+            parts.run.save_checkpoint(tmp_path, parts.train(1).step, parts.loader)
+        resealed(tmp_path / "step-00000002", miscount)
+        again = Parts(communicator)
+        assert again.run.load_checkpoint(tmp_path, again.step, again.loader) == {}
+        assert again.step.num_steps == 1
+
+    alone(program)
+    assert "step-00000002 is no good checkpoint" in capsys.readouterr().out
 
 
 def test_a_second_one_of_the_same_step_takes_the_place_of_the_first(tmp_path):

@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 from samestep.errors import CheckpointError, UsageError
-from samestep.train.packing import pack, unpack
+from samestep.train.packing import check_packed, pack, unpack
 
 Point = namedtuple("Point", "x y")
 
@@ -24,7 +24,9 @@ Point = namedtuple("Point", "x y")
 def there_and_back(value, prefix="state"):
     """Packs, sends the facts through JSON text, and unpacks."""
     packed = pack(value, prefix)
-    return unpack(json.loads(json.dumps(packed.facts, allow_nan=False)), packed.tensors)
+    facts = json.loads(json.dumps(packed.facts, allow_nan=False))
+    check_packed(facts, packed.tensors)
+    return unpack(facts, packed.tensors)
 
 
 def tensor_bits(tensor):
@@ -447,12 +449,65 @@ def test_a_state_that_contains_itself_is_refused():
         {"$bytes": "?"},
         {"$int": "x"},
         {"$device": "nowhere:0"},
+        {"$scalar": ["O", "4141414141414141"]},
+        {"$scalar": ["i4,O", "41" * 12]},
+        {"$scalar": ["|b1", "07"]},
+        {"$array": "bytes", "dtype": "|O", "shape": [1]},
+        {"$array": "bytes", "dtype": "|V0", "shape": [10**12]},
+        {"$tensor": "a", "stride": [10**12]},
+        {"$tensor": "a", "stride": [0]},
+        {"$dtype": "_dynamo"},
+        {"$deque": [], "maxlen": 2**70},
     ],
     ids=str,
 )
 def test_facts_that_do_not_fit_are_an_error_of_the_checkpoint(facts):
     with pytest.raises(CheckpointError, match="the packed state cannot be read"):
-        unpack(facts, {"a": torch.ones(2)})
+        unpack(facts, {"a": torch.ones(2), "bytes": torch.full((8,), 65, dtype=torch.uint8)})
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        {"$tuple": "ab"},
+        {"$tuple": [], "more": 1},
+        {"$dict": [[{"$tensor": "a"}, 1]]},
+        {"$dict": [["a", 1]]},
+        {"$int": "0x1"},
+        {"$int": "0x" + "f" * 10_000},
+        {"$tensor": "a", "parameter": False},
+        float("nan"),
+        "\ud800",
+    ],
+    ids=lambda facts: str(facts)[:40].encode("ascii", "replace").decode(),
+)
+def test_facts_that_packing_does_not_give_fail_its_check(facts):
+    tensors = {"a": torch.ones(2)}
+    unpack(facts, tensors)
+    with pytest.raises(CheckpointError, match="the packed state"):
+        check_packed(facts, tensors)
+
+
+def nested(levels):
+    value = []
+    for _ in range(levels):
+        value = [value]
+    return value
+
+
+@pytest.mark.parametrize("value", [nested(100), nested(100_000)], ids=["101 levels", "100,001 levels"])
+def test_what_is_nested_too_deeply_is_refused_by_packing_and_unpacking(value):
+    with pytest.raises(UsageError, match="state is nested too deeply for a checkpoint; needed: at most 100 levels"):
+        pack(value, "state")
+    assert there_and_back(nested(99)) == nested(99)
+    with pytest.raises(CheckpointError):
+        unpack(nested(100_000), {})
+
+
+def test_an_integer_that_cannot_be_written_in_digits_is_refused():
+    assert there_and_back(-(2**8191)) == -(2**8191)
+    with pytest.raises(UsageError, match=r"state\.a is an integer of 10001 bits; needed: at most 8192, or its bytes"):
+        pack({"a": 1 << 10_000}, "state")
 
 
 def test_a_word_of_a_newer_version_is_named():

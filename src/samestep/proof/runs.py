@@ -17,6 +17,7 @@ from samestep.errors import DataError
 from samestep.proof.ledger import number
 from samestep.train.lock import is_locked
 from samestep.train.naming import CHECKPOINT_FOLDER, CONTRACT_FILE, FACTS_FILE, LEDGER_FILE, METRICS_FILE, RESULT_FILE
+from samestep.train.reading import MAX_FACTS_BYTES, parse_json, read_small
 
 RECENT_SECONDS = 120.0
 _SMALLER_IS_BETTER = ("loss", "error", "perplexity", "wrong", "mse", "mae", "rmse", "nll", "bpb", "ppl")
@@ -246,10 +247,9 @@ def newest_checkpoint(folder: Path) -> str | None:
 
 def checkpoint_contract(checkpoint: Path) -> dict[str, Any]:
     """The contract under which a checkpoint was written; empty where its files do not tell."""
-    state = _read_json(checkpoint / FACTS_FILE) or {}
     try:
-        contract = state["run"]["rest"]["contract"]
-    except (LookupError, TypeError):
+        contract = parse_json(read_small(checkpoint / FACTS_FILE, MAX_FACTS_BYTES))["run"]["rest"]["contract"]
+    except (OSError, ValueError, LookupError, TypeError):
         return {}
     return contract if isinstance(contract, dict) else {}
 

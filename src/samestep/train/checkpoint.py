@@ -25,12 +25,13 @@ from samestep.errors import CheckpointError, UsageError
 from samestep.train.manifest import MANIFEST_FILE, Manifest, manifest_bytes, read_manifest
 from samestep.train.naming import FACTS_FILE
 from samestep.train.partfile import SUFFIX, parts_by_file, read_parts
+from samestep.train.reading import MAX_FACTS_BYTES, parse_json
 from samestep.train.temporary import remove_entry, remove_leftovers, temporary_name
 from samestep.train.tensorfile import Written, check_bytes, read_bytes, read_tensors, tensor_pieces, write_pieces
 from samestep.train.writing import writing
 
 LATEST_FILE = "latest"
-_NAME = re.compile(r"step-(\d{8,})")
+_NAME = re.compile(r"step-(\d{8,})", re.ASCII)
 _OCCUPIED = {errno.ENOTEMPTY, errno.EEXIST, errno.EACCES}  # EACCES: Windows, where a rename replaces no folder
 _RENAMES = 3
 
@@ -48,6 +49,9 @@ class Snapshot:
     step: int
     files: Mapping[str, Mapping[str, Tensor]]
     facts: Any
+
+
+Check = Callable[[Snapshot], None]
 
 
 @dataclass(frozen=True)
@@ -180,12 +184,13 @@ def verify_checkpoint(path: Path) -> str | None:
     return None
 
 
-def read_checkpoint(path: Path, only: str | None = None) -> Snapshot:
+def read_checkpoint(path: Path, only: str | None = None, check: Check | None = None) -> Snapshot:
     """Reads a checkpoint; the very bytes that it gives are those whose checksums were verified.
 
     Args:
         path: its folder.
         only: of the tensors, those of this file alone.
+        check: called with what was read; raises a `CheckpointError` if it is not what it should be.
 
     Returns:
         The state; its tensors are contiguous, each in memory of its own.
@@ -194,14 +199,14 @@ def read_checkpoint(path: Path, only: str | None = None) -> Snapshot:
         CheckpointError: it is not there, damaged, incomplete, or of a newer format.
     """
     try:
-        return _read(path, only)
-    except (CheckpointError, OSError) as error:
+        return _read(path, only, check)
+    except (CheckpointError, OSError, MemoryError) as error:
         message = f"{_sentence(path, error)}; take another checkpoint, or a copy of this one"
         raise CheckpointError(message) from error
 
 
 def newest_checkpoint(
-    folder: Path, before: int | None = None, tell: Callable[[str], None] | None = None
+    folder: Path, before: int | None = None, tell: Callable[[str], None] | None = None, check: Check | None = None
 ) -> Found | None:
     """The newest checkpoint that is good, read and verified.
 
@@ -209,6 +214,7 @@ def newest_checkpoint(
         folder: `checkpoints` in the run's folder.
         before: only those whose step is at most this.
         tell: called with a sentence on each one that is passed over; they are in the result too, if there is one.
+        check: see `read_checkpoint`.
 
     Returns:
         None where there is none, or none that is good.
@@ -218,8 +224,8 @@ def newest_checkpoint(
         if before is not None and step > before:
             continue
         try:
-            return Found(path, _read(path), tuple(skipped))
-        except (CheckpointError, OSError) as error:
+            return Found(path, _read(path, check=check), tuple(skipped))
+        except (CheckpointError, OSError, MemoryError) as error:
             skipped.append(_sentence(path, error))
             if tell is not None:
                 tell(skipped[-1])
@@ -245,7 +251,7 @@ def _listed(folder: Path) -> list[tuple[int, Path]]:
     return sorted((int(match[1]), path) for match, path in matches if match and path.is_dir())
 
 
-def _read(path: Path, only: str | None = None) -> Snapshot:
+def _read(path: Path, only: str | None = None, check: Check | None = None) -> Snapshot:
     manifest = _checked_manifest(path)
     parts = parts_by_file(manifest.files)
     divided = {name for names in parts.values() for name in names}
@@ -256,13 +262,27 @@ def _read(path: Path, only: str | None = None) -> Snapshot:
             if name not in divided and only in (None, name.removesuffix(SUFFIX)):
                 files[name.removesuffix(SUFFIX)] = read_tensors(path / name, written)
         elif name == FACTS_FILE:
-            facts = json.loads(read_bytes(path / name, written))
+            facts = _read_facts(path / name, written)
         else:
             check_bytes(path / name, written)
     for file, names in parts.items():
         if only in (None, file):
             files[file] = {**files.get(file, {}), **read_parts(path, names, manifest.files)}
-    return Snapshot(manifest.step, files, facts)
+    snapshot = Snapshot(manifest.step, files, facts)
+    if check is not None:
+        check(snapshot)
+    return snapshot
+
+
+def _read_facts(path: Path, written: Written) -> Any:
+    if written.size > MAX_FACTS_BYTES:
+        raise CheckpointError(f"{path.name} has {written.size} bytes, and can have {MAX_FACTS_BYTES} at most")
+    try:
+        return parse_json(read_bytes(path, written))
+    except CheckpointError:
+        raise
+    except ValueError as error:
+        raise CheckpointError(f"{FACTS_FILE} cannot be read: {error}") from error
 
 
 def _checked_manifest(path: Path) -> Manifest:
@@ -277,6 +297,8 @@ def _checked_manifest(path: Path) -> Manifest:
 
 
 def _sentence(path: Path, error: Exception) -> str:
+    if isinstance(error, MemoryError):
+        return f"{path} is no good checkpoint: it does not fit in this machine's memory"
     if isinstance(error, OSError) and error.filename is not None:
         return f"{path} is no good checkpoint: {Path(error.filename).name}: {error.strerror or error}"
     return f"{path} is no good checkpoint: {(error.strerror if isinstance(error, OSError) else None) or error}"

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 from samestep.data.loader import Loader
 from samestep.errors import CheckpointError
 from samestep.train.run import Run
-from samestep.train.state import generator_states, restore_generators
+from samestep.train.state import check_alike, generator_states, restore_generators
 
 
 @dataclass(frozen=True)
@@ -136,6 +136,7 @@ def put_in_place(
     if not isinstance(loader, Loader):
         restore_loader_generators(loader, state["loader_generators"])
     elif state["cursor"] is not None:
+        check_alike("place in the data", state["cursor"], loader.state_dict())
         loader.load_state_dict(state["cursor"])
     else:
         raise CheckpointError(

@@ -6,8 +6,9 @@ from samestep.errors import UsageError
 from samestep.train.checkpoint import list_checkpoints, read_checkpoint, verify_checkpoint
 from samestep.train.folder import holds_run
 from samestep.train.naming import CHECKPOINT_FOLDER
+from samestep.train.packing import as_bad_checkpoint
 from samestep.train.partfile import SUFFIX, is_part
-from samestep.train.resume import names_checkpoint
+from samestep.train.resume import named_checkpoint, names_checkpoint
 from samestep.train.tensorfile import tensor_pieces, write_pieces
 from samestep.train.writing import replacing
 
@@ -39,7 +40,8 @@ def export_weights(place: str | Path, file: str | Path, model: str = MODEL) -> P
         others = sorted(name for name in files if not is_part(f"{name}{SUFFIX}"))
         raise UsageError(f"{path} has no weights of {model!r}; --model is one of {', '.join(others) or 'none'}")
     facts = snapshot.facts if isinstance(snapshot.facts, dict) else {}
-    left_out = set(facts.get("not_persistent", {}).get(model, ()))
+    with as_bad_checkpoint(f"{path} does not say which buffers are not persistent"):
+        left_out = set(facts.get("not_persistent", {}).get(model, ()))
     tensors = {name: tensor for name, tensor in sorted(snapshot.files[model].items()) if name not in left_out}
     with replacing(target) as temporary:
         write_pieces(temporary, tensor_pieces(tensors, {"format": "pt"}))
@@ -51,9 +53,10 @@ def find_checkpoint(place: Path) -> Path:
 
     Raises:
         UsageError: there is none.
+        CheckpointError: `latest` names none.
     """
     if names_checkpoint(place):
-        return place if place.is_dir() else place.parent / place.read_text(encoding="utf-8").strip()
+        return named_checkpoint(place)
     folder = place / CHECKPOINT_FOLDER if holds_run(place) else place
     skipped = []
     for _, path in reversed(list_checkpoints(folder)):

@@ -19,7 +19,7 @@ from samestep.train.parts import divided, is_spread
 from samestep.train.resume import check_state, find_checkpoint, hand_out, names_checkpoint
 from samestep.train.saving import to_host_copy
 from samestep.train.spreading import write_together
-from samestep.train.state import Steps, capture, layout_of, restore
+from samestep.train.state import Steps, capture, check_alike, layout_of, restore
 from samestep.train.together import on_main, share_text
 
 Loaders = Loader | DataLoader[Any] | None
@@ -123,12 +123,14 @@ def load(
     now = full_contract(contract, step, loader)
     for change in check_state(step, state, now, allow_contract_change, state.folder):
         tell(f"changed since the checkpoint: {change.field}: {change.before} -> {change.after}")
-    if loader is not None and state.rest["cursor"] is None:
-        raise UsageError(f"{state.name} was saved without a loader; leave loader=… out, or save with it")
+    if loader is not None:
+        if state.rest.get("cursor") is None:
+            raise UsageError(f"{state.name} was saved without a loader; leave loader=… out, or save with it")
+        check_alike("place in the data", state.rest["cursor"], _checked(loader).state_dict())
     rest = restore(step, state.files, state.state)
     if loader is not None:
         _checked(loader).load_state_dict(rest["cursor"])
-    return state.folder or Path(place), rest["rest"]
+    return state.folder or Path(place), rest.get("rest")
 
 
 def full_contract(contract: Mapping[str, Any], step: Steps, loader: Loader | None) -> dict[str, Any]:

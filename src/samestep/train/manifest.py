@@ -7,11 +7,13 @@ damaged manifest and a newer one can be told apart.
 
 import hashlib
 import json
+import operator
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from samestep.errors import CheckpointError
+from samestep.train.reading import parse_json, read_small
 from samestep.train.tensorfile import Written, matches
 
 MANIFEST_FILE = "manifest.json"
@@ -19,6 +21,7 @@ FORMAT = "samestep checkpoint"
 VERSION = 1
 _TAIL = b'"\n}\n'
 _DIGITS = 64
+_MAX_BYTES = 64 << 20  # of 300,000 files
 
 
 @dataclass(frozen=True)
@@ -50,25 +53,33 @@ def read_manifest(path: Path) -> Manifest:
         OSError: it cannot be read.
     """
     try:
-        data = (path / MANIFEST_FILE).read_bytes()
+        data = read_small(path / MANIFEST_FILE, _MAX_BYTES)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise CheckpointError(f"it has no {MANIFEST_FILE}, which is written last") from error
     head, digits = data[: -_DIGITS - len(_TAIL)], data[-_DIGITS - len(_TAIL) : -len(_TAIL)]
     if not data.endswith(_TAIL) or not matches(hashlib.sha256(head).hexdigest(), digits.decode("ascii", "replace")):
         raise CheckpointError(f"{MANIFEST_FILE} is damaged: its bytes are not those that were written")
     try:
-        content = json.loads(data)
-        name, version = content["format"], int(content["version"])
+        content = parse_json(data)
+        name, version = content["format"], operator.index(content["version"])
         if name == FORMAT and version > VERSION:
             raise CheckpointError(
                 f"it is of version {version} of the format, and this samestep reads {VERSION}: upgrade samestep"
             )
-        files = {name: Written(int(file["size"]), str(file["sha256"])) for name, file in content["files"].items()}
-        manifest = Manifest(int(content["step"]), files)
+        files = {
+            file: Written(operator.index(written["size"]), str(written["sha256"]))
+            for file, written in content["files"].items()
+        }
+        manifest = Manifest(operator.index(content["step"]), files)
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointError(f"{MANIFEST_FILE} is not the manifest of a checkpoint") from error
-    if name != FORMAT or any(Path(file).name != file or written.size < 0 for file, written in files.items()):
+    if name != FORMAT or not all(_is_name(file) and written.size >= 0 for file, written in files.items()):
         raise CheckpointError(f"{MANIFEST_FILE} is not the manifest of a checkpoint")
     return manifest
+
+
+def _is_name(name: str) -> bool:
+    """Whether something is the name of a file, in the folder itself."""
+    return Path(name).name == name and name.isprintable()  # no NUL, and none that cannot be encoded

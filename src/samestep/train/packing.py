@@ -9,8 +9,10 @@ import base64
 import json
 import struct
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -18,13 +20,17 @@ import torch
 from torch import Tensor, nn
 
 from samestep.comm.pieces import Piece, Spread
-from samestep.errors import CheckpointError, UsageError
+from samestep.errors import CheckpointError, SamestepError, UsageError
+from samestep.train.reading import MAX_NESTING, is_nested_beyond
 from samestep.train.tensorfile import DTYPE_NAMES, METADATA
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _FACTORIES: dict[str, Callable[[], Any]] = {f.__name__: f for f in (bool, int, float, complex, str, bytes)}
 _FACTORIES |= {f.__name__: f for f in (list, tuple, dict, set, OrderedDict, Counter, deque)}
 _ARRAY_KINDS = "biufcSUMmV"
+UNREADABLE = "the packed state cannot be read: its facts and tensors do not fit together"
+_MAX_INT_BITS = 1 << 13  # what can be written in digits everywhere
+_READABLE = 200  # characters of an error's text
 
 
 @dataclass(frozen=True)
@@ -55,39 +61,71 @@ def pack(value: Any, prefix: str) -> Packed:
         prefix: what the tensors' names begin with, and what errors call the state.
 
     Raises:
-        UsageError: something else is in it; the message tells where and of what type.
+        UsageError: something else is in it; the message tells where and of what type. Or it is nested too deeply.
     """
-    packer = _Packer()
-    facts = packer.pack(value, prefix)
-    return Packed(packer.tensors, facts)
+    packer = _Packer({})
+    with suppress(RecursionError):
+        facts = packer.pack(value, prefix)
+        if not is_nested_beyond(facts, MAX_NESTING):
+            return Packed(packer.tensors, facts)
+    raise UsageError(
+        f"{prefix or 'the state'} is nested too deeply for a checkpoint; needed: at most {MAX_NESTING} levels of JSON's"
+        " lists and objects within each other"
+    )
 
 
 def unpack(facts: Any, tensors: Mapping[str, Any]) -> Any:
     """The state that was packed; its tensors are new ones in host memory, whatever becomes of those given.
 
-    In the place of a tensor of which a piece is given is a piece.
+    In the place of a tensor of which a piece is given is a piece. Facts of unknown origin do no harm.
 
     Raises:
         CheckpointError: facts and tensors do not fit together, or a newer version wrote them.
     """
+    with as_bad_checkpoint(UNREADABLE, CheckpointError):
+        return _Unpacker(tensors).unpack(facts)
+
+
+def check_packed(facts: Any, tensors: Mapping[str, Tensor]) -> None:
+    """Checks that facts and tensors are what `pack` gives, by packing once more what they unpack to.
+
+    Raises:
+        CheckpointError: they are not.
+    """
     unpacker = _Unpacker(tensors)
+    with as_bad_checkpoint(UNREADABLE, CheckpointError):
+        value = unpacker.unpack(facts)
+        is_same = json.dumps(_Packer(unpacker.names()).pack(value, "")) == json.dumps(facts)
+    if not is_same:
+        raise CheckpointError("the packed state is not in the form in which this version packs it")
+
+
+@contextmanager
+def as_bad_checkpoint(what: str, passing: type[SamestepError] = SamestepError) -> Iterator[None]:
+    """Turns the errors of code that meets malformed content, whatever they are, into one of the checkpoint.
+
+    Args:
+        what: a sentence, for the message.
+        passing: errors that are raised as they are, as is a want of memory.
+
+    Raises:
+        CheckpointError: something else was raised.
+    """
     try:
-        return unpacker.unpack(facts)
-    except CheckpointError:
+        yield
+    except (passing, MemoryError, torch.OutOfMemoryError):
         raise
-    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-        raise CheckpointError(
-            f"the packed state cannot be read ({type(error).__name__}: {error}); needed: the facts and tensors of one"
-            " and the same state"
-        ) from error
+    except Exception as error:
+        text = f"{type(error).__name__}: {str(error)[:_READABLE]}"
+        raise CheckpointError(f"{what} ({text})") from error
 
 
 class _Packer:
     """What one packing gathers: the tensors by name, and which memory has a name already."""
 
-    def __init__(self) -> None:
+    def __init__(self, names: Mapping[object, str]) -> None:
         self.tensors: dict[str, Any] = {}
-        self._names: dict[object, str] = {}
+        self._names = dict(names)
         self._open: set[int] = set()
 
     def pack(self, value: Any, path: str) -> Any:
@@ -102,7 +140,7 @@ class _Packer:
         if kind is np.ndarray:
             return self._array(value, path)
         if isinstance(value, np.generic):
-            return {"$scalar": [_array_kind(value.dtype, path), value.tobytes().hex()]}
+            return {"$scalar": [_array_kind(value.dtype, 1, path), value.tobytes().hex()]}
         if kind in _CONTAINERS:
             if id(value) in self._open:
                 raise UsageError(f"{path or 'the state'} contains itself; needed: a state without cycles")
@@ -114,6 +152,11 @@ class _Packer:
             return value
         if kind is float and abs(value) < float("inf"):
             return value
+        if kind is int and value.bit_length() > _MAX_INT_BITS:
+            raise UsageError(
+                f"{path or 'the state'} is an integer of {value.bit_length()} bits; needed: at most {_MAX_INT_BITS}, or"
+                " its bytes"
+            )
         if kind in _ATOMS:
             tag, encode, _ = _ATOMS[kind]
             return {tag: encode(value)}
@@ -181,8 +224,8 @@ class _Packer:
         return entry
 
     def _array(self, value: np.ndarray[Any, Any], path: str) -> dict[str, Any]:
-        kind = _array_kind(value.dtype, path)
-        name = self._free_name(path)
+        kind = _array_kind(value.dtype, value.size, path)
+        name = self._names.get(_identity_of_array(value)) or self._free_name(path)
         self.tensors[name] = torch.from_numpy(np.frombuffer(bytearray(value.tobytes()), np.uint8))
         entry = {"$array": name, "dtype": kind, "shape": list(value.shape)}
         if value.flags.f_contiguous and not value.flags.c_contiguous:
@@ -205,6 +248,12 @@ class _Unpacker:
         self._tensors = tensors
         self._memory: dict[str, Tensor] = {}
         self._made: dict[tuple[str, bool, bool], Tensor] = {}
+        self._arrays: list[tuple[np.ndarray[Any, Any], str]] = []
+
+    def names(self) -> dict[object, str]:
+        """The names of what was made, for packing it again."""
+        of_arrays = {_identity_of_array(array): name for array, name in self._arrays}
+        return of_arrays | {_identity(tensor): name for (name, *_), tensor in self._made.items()}
 
     def unpack(self, facts: Any) -> Any:
         """The value of a piece of JSON."""
@@ -219,10 +268,13 @@ class _Unpacker:
         if tag == "$tensor":
             return self._tensor(facts)
         if tag == "$array":
-            return _array(self._tensors[content], facts)
+            data = self._tensors[content].detach().cpu().numpy().tobytes()
+            array = _array(data, facts["dtype"], facts["shape"]).copy(order=facts.get("order", "C"))
+            self._arrays.append((array, content))
+            return array
         if tag == "$scalar":
             kind, digits = content
-            return np.ndarray((), np.dtype(kind), bytearray.fromhex(digits))[()]
+            return _array(bytes.fromhex(digits), kind, ())[()]
         if tag in _DECODERS:
             return _DECODERS[tag](content)
         return self._container(tag, content, facts)
@@ -268,9 +320,13 @@ class _Unpacker:
 
 def is_dense(tensor: Tensor) -> bool:
     """Whether a tensor's elements fill its memory without gaps or overlaps, in whatever order of dims."""
+    return _fills(tensor.shape, tensor.stride())
+
+
+def _fills(shape: torch.Size, strides: Sequence[int]) -> bool:
     expected = 1
-    for stride, size in sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n != 1):
-        if stride != expected and tensor.numel():
+    for stride, size in sorted((s, n) for s, n in zip(strides, shape, strict=True) if n != 1):
+        if stride != expected and shape.numel():
             return False
         expected *= size
     return True
@@ -305,8 +361,10 @@ def _restored(stored: Tensor, dtype_name: str | None, stride: list[int] | None) 
     shape = stored.shape[:-1] if dtype.is_complex and not stored.is_complex() else stored.shape
     if stride is None:
         made = torch.empty(shape, dtype=dtype, device="cpu")
-    else:
+    elif _fills(shape, stride):
         made = torch.empty_strided(shape, stride, dtype=dtype, device="cpu")
+    else:
+        raise ValueError(f"strides {stride} leave gaps")
     memory = _as_stored(made)
     if memory.dtype != stored.dtype:
         raise TypeError(f"{dtype_name} is not kept as {stored.dtype}")
@@ -314,9 +372,9 @@ def _restored(stored: Tensor, dtype_name: str | None, stride: list[int] | None) 
     return made
 
 
-def _array_kind(dtype: np.dtype[Any], path: str) -> str:
-    """NumPy's own short name of a dtype, such as "<f8"."""
-    if dtype.kind not in _ARRAY_KINDS or np.dtype(dtype.str) != dtype:
+def _array_kind(dtype: np.dtype[Any], size: int, path: str) -> str:
+    """NumPy's own short name of a dtype, such as "<f8", of so many elements: their bytes say how many there are."""
+    if dtype.kind not in _ARRAY_KINDS or np.dtype(dtype.str) != dtype or size > 1 > dtype.itemsize:
         raise UsageError(
             f"the state holds NumPy data of dtype {dtype} at {path or 'its top'}, which a checkpoint cannot hold;"
             " needed: numbers, strings, dates or plain bytes"
@@ -324,9 +382,18 @@ def _array_kind(dtype: np.dtype[Any], path: str) -> str:
     return dtype.str
 
 
-def _array(stored: Tensor, facts: dict[str, Any]) -> np.ndarray[Any, Any]:
-    data = bytearray(stored.detach().cpu().numpy().tobytes())
-    return np.ndarray(facts["shape"], np.dtype(facts["dtype"]), data).copy(order=facts.get("order", "C"))
+def _array(data: bytes, kind: str, shape: Sequence[int]) -> np.ndarray[Any, Any]:
+    """An array of these bytes, of a dtype in which they are no pointers."""
+    dtype = np.dtype(kind)
+    is_truth = dtype.kind != "b" or not data.translate(None, b"\0\1")
+    if _array_kind(dtype, prod(shape), "") != kind or not is_truth:
+        raise ValueError(f"these bytes are no {kind}")
+    return np.ndarray(shape, dtype, bytearray(data))
+
+
+def _identity_of_array(value: np.ndarray[Any, Any]) -> object:
+    """Equal for the same object only: of arrays each is stored."""
+    return "array", id(value)
 
 
 def _factory_name(value: defaultdict[Any, Any], path: str) -> str | None:
@@ -384,7 +451,7 @@ def _dtype_name(dtype: torch.dtype) -> str:
 
 
 def _dtype(name: str) -> torch.dtype:
-    dtype = getattr(torch, name)
+    dtype = vars(torch).get(name)
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"{name} is no dtype")
     return dtype

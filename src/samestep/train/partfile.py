@@ -8,6 +8,7 @@ has no rows of a tensor leaves it out.
 """
 
 import json
+import operator
 import re
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
@@ -20,12 +21,13 @@ from torch import Tensor
 
 from samestep.comm.pieces import Piece
 from samestep.errors import CheckpointError
-from samestep.train.tensorfile import Reader, Written, bytes_of, damaged, empty, tensor_pieces, write_pieces
+from samestep.train.reading import open_regular, parse_json
+from samestep.train.tensorfile import Reader, Written, damaged, empty, tensor_pieces, write_pieces
 
 SUFFIX = ".safetensors"
 SHARDING_INFO = "DCP_SHARDING_INFO"
 OFFSETS = "saved_offsets"
-_PART = re.compile(r"(?P<file>.+)\.shard-(?P<number>\d{5})-of-(?P<count>\d{5})\.safetensors")
+_PART = re.compile(r"(?P<file>.+)\.shard-(?P<number>\d{5})-of-(?P<count>\d{5})\.safetensors", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -87,8 +89,7 @@ def read_parts(folder: Path, names: Iterable[str], written: Mapping[str, Written
     """
     with ExitStack() as stack:
         readers = {
-            name: Reader(stack.enter_context((folder / name).open("rb", buffering=0)), name, written[name])
-            for name in names
+            name: Reader(stack.enter_context(open_regular(folder / name)), name, written[name]) for name in names
         }
         rows = {name: _rows_of(reader, name) for name, reader in readers.items()}
         wholes: dict[str, Tensor] = {}
@@ -96,7 +97,7 @@ def read_parts(folder: Path, names: Iterable[str], written: Mapping[str, Written
             wholes[tensor] = _whole(tensor, [(own[tensor], name) for name, own in rows.items() if tensor in own])
         for name, reader in readers.items():
             for tensor, own in rows[name].items():
-                reader.read_into(bytes_of(wholes[tensor][own.first : own.first + own.shape[0]]))
+                reader.read_tensor(wholes[tensor][own.first : own.first + own.shape[0]])
             reader.check_end()
     return wholes
 
@@ -105,13 +106,13 @@ def _rows_of(reader: Reader, name: str) -> dict[str, _Rows]:
     """What a part file has, in the order of its data."""
     header = reader.read_header()
     try:
-        info: dict[str, Any] = json.loads(header.metadata[SHARDING_INFO])
+        info: dict[str, Any] = parse_json(header.metadata[SHARDING_INFO])
         rows = {}
         for tensor, (dtype, shape) in header.tensors.items():
             first, *others = info[tensor][OFFSETS]
             if len(others) != len(shape) - 1 or any(others):
                 raise damaged(name)
-            rows[tensor] = _Rows(int(first), dtype, shape)
+            rows[tensor] = _Rows(operator.index(first), dtype, shape)
     except (ValueError, LookupError, TypeError) as error:
         raise damaged(name) from error
     return rows

@@ -1,7 +1,7 @@
 """The progress of a trainer: the epochs done and the one under way; what belongs to a state besides the step's own."""
 
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from torch.utils.data import DataLoader
@@ -9,9 +9,18 @@ from torch.utils.data import DataLoader
 from samestep.data.loader import Loader
 from samestep.engine.step import TrainStep
 from samestep.train.epoch import EpochRecord, EpochSoFar, loader_generator_states, put_in_place
+from samestep.train.packing import as_bad_checkpoint
 from samestep.train.resume import Resumed
 from samestep.train.run import Run
-from samestep.train.state import State, capture, generator_states, restore, restore_generators
+from samestep.train.state import (
+    NOT_OURS,
+    State,
+    capture,
+    check_alike,
+    generator_states,
+    restore,
+    restore_generators,
+)
 
 
 class Progress:
@@ -57,12 +66,19 @@ class Progress:
     def take_up(self, resumed: Resumed) -> None:
         """Takes the place of the trainer that a state is of; loaders and generators follow by `go_on`."""
         device = self._run.device
+        with as_bad_checkpoint(NOT_OURS):
+            rest = resumed.rest
+            history = [EpochRecord(**record) for record in rest["history"]]
+            epoch = EpochSoFar(**rest["epoch"])
+            for record in history:
+                own = EpochRecord(0, 0.0, 0.0, 0.0, dict.fromkeys(record.eval, 0.0))
+                check_alike("epochs", record.as_json(), own.as_json())
+            check_alike("epoch", asdict(replace(epoch, generators={}, of_loader=[])), asdict(EpochSoFar()))
         generators = generator_states(device)
         self._waiting = restore(self._step, resumed.files, resumed.state)
         self._waiting["generators"] = generator_states(device)
         restore_generators(generators, device)
-        self.history = [EpochRecord(**record) for record in self._waiting["history"]]
-        self.epoch = EpochSoFar(**self._waiting["epoch"])
+        self.history, self.epoch = history, epoch
 
     def go_on(self, loader: Loader | DataLoader[Any]) -> None:
         """Begins where the state ends: its cursor, its generators, its epoch; those of a resumed run only now.
@@ -73,7 +89,8 @@ class Progress:
         if waiting is None:
             self.epoch = EpochSoFar()
             return
-        put_in_place(waiting, loader, self.eval_loader, self._run.device)
+        with as_bad_checkpoint(NOT_OURS):
+            put_in_place(waiting, loader, self.eval_loader, self._run.device)
 
     def add(self, record: EpochRecord) -> None:
         """Ends the epoch under way."""

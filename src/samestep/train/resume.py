@@ -17,6 +17,7 @@ from samestep.train.agreement import Change, check_contract_kept, differences, e
 from samestep.train.checkpoint import (
     LATEST_FILE,
     Found,
+    Snapshot,
     is_checkpoint_name,
     list_checkpoints,
     newest_checkpoint,
@@ -24,11 +25,14 @@ from samestep.train.checkpoint import (
 )
 from samestep.train.folder import holds_run
 from samestep.train.naming import CHECKPOINT_FOLDER
+from samestep.train.packing import as_bad_checkpoint
 from samestep.train.parts import Layout, Stored, StoredFiles, divided
-from samestep.train.state import Steps, check_fits, layout_of, rest_of
+from samestep.train.reading import read_small
+from samestep.train.state import NOT_OURS, Steps, check_captured, check_fits, layout_of, rest_of
 from samestep.train.together import on_main, share_text
 
 AUTO = "auto"
+MAX_LATEST_BYTES = 1024
 
 
 @dataclass(frozen=True)
@@ -129,7 +133,7 @@ def find_state(resume: str | Path, folder: Path | None, tell: Callable[[str], No
     if str(resume) == AUTO:
         if folder is None:
             raise UsageError('got resume="auto" without a run folder; name one by run_dir=… (--run-dir), or a run')
-        found = newest_checkpoint(folder / CHECKPOINT_FOLDER, tell=tell)
+        found = newest_checkpoint(folder / CHECKPOINT_FOLDER, tell=tell, check=_check_state_of_run)
         return None if found is None else _resumed(found)
     path = Path(resume)
     if names_checkpoint(path):
@@ -170,12 +174,25 @@ def read_state(path: Path) -> Resumed:
     Raises:
         CheckpointError: it is not good.
     """
-    if path.name == LATEST_FILE:
-        try:
-            path = path.parent / path.read_text(encoding="utf-8").strip()
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f"{path} cannot be read: {error}; name a checkpoint") from error
-    return _resumed(Found(path, read_checkpoint(path), ()))
+    path = named_checkpoint(path)
+    return _resumed(Found(path, read_checkpoint(path, check=_check_state_of_run), ()))
+
+
+def named_checkpoint(path: Path) -> Path:
+    """The checkpoint that a path names: it itself, or the one that `latest` names.
+
+    Raises:
+        CheckpointError: `latest` names none.
+    """
+    if path.name != LATEST_FILE or path.is_dir():
+        return path
+    try:
+        name = read_small(path, MAX_LATEST_BYTES).decode().strip()
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}; name a checkpoint") from error
+    if not is_checkpoint_name(name):
+        raise CheckpointError(f"{path} does not hold the name of a checkpoint; name a checkpoint itself")
+    return path.parent / name
 
 
 def check_state(
@@ -198,7 +215,8 @@ def check_state(
         ContractError: something changed that decides the bits, and that is not allowed; or checkpoints of the old
             contract would be mistaken for its own.
     """
-    changes = differences(state.rest["contract"], now)
+    with as_bad_checkpoint(NOT_OURS):
+        changes = differences(state.rest["contract"], now)
     breaking = [change for change in changes if change.breaks]
     if allow_change or all("model" in change.field.split(".") for change in breaking):
         check_fits(step, state.files, state.state)  # says more than that the model's form is another
@@ -262,13 +280,17 @@ def _head(state: Resumed | None) -> dict[str, Any]:
 def _newest(folder: Path, what: str, tell: Callable[[str], None]) -> Resumed:
     """The newest good checkpoint of a folder that should have one."""
     skipped: list[str] = []
-    found = newest_checkpoint(folder, tell=skipped.append)
+    found = newest_checkpoint(folder, tell=skipped.append, check=_check_state_of_run)
     for sentence in skipped:
         tell(sentence)
     if found is None:
         why = "; ".join(skipped) or "none was written before the run ended"
         raise UsageError(f"{what} has no good checkpoint: {why}; start again without resuming (--resume)")
     return _resumed(found)
+
+
+def _check_state_of_run(snapshot: Snapshot) -> None:
+    check_captured(snapshot.files, snapshot.facts, snapshot.step)
 
 
 def _resumed(found: Found) -> Resumed:

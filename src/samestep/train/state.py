@@ -22,7 +22,8 @@ from samestep.engine.settings import Settings, take_new_settings
 from samestep.engine.spread import SpreadState
 from samestep.engine.step import TrainStep
 from samestep.errors import CheckpointError
-from samestep.train.packing import pack, unpack
+from samestep.train.naming import FACTS_FILE
+from samestep.train.packing import as_bad_checkpoint, check_packed, pack, unpack
 from samestep.train.parts import (
     SEVERAL,
     Layout,
@@ -36,6 +37,8 @@ from samestep.train.parts import (
 )
 
 FORMAT = 1
+NOT_OURS = "another checkpoint is needed: the state in this one cannot be taken up"
+_LIKE_PARAMETER = ("momentum_buffer", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "sum")
 
 Steps = TrainStep | Sequence[TrainStep]
 
@@ -141,6 +144,34 @@ def rest_of(files: StoredFiles, facts: Mapping[str, Any]) -> dict[str, Any]:
     return rest
 
 
+def check_captured(files: Mapping[str, Mapping[str, Tensor]], facts: Any, num_steps: int) -> None:
+    """Checks that files and facts, of unknown origin, are what `capture` gives after so many steps.
+
+    Raises:
+        CheckpointError: they are not, or are of a newer format.
+    """
+    with as_bad_checkpoint("it does not hold the state of a run"):
+        others = _others(files, facts)
+        check_packed(facts["run"], files["rest"])
+        for each in facts["optimizers"]:
+            check_packed(each, files["optimizer"])
+        counts = [each["num_steps"] for each in others["steps"]]
+        is_counted = all(type(count) is int and count >= 0 for count in counts) and sum(counts) == num_steps
+        is_whole = len(counts) == len(others["settings"]) == len(others["schedulers"])
+        if not is_counted or not is_whole or not isinstance(others["rest"], dict):
+            raise CheckpointError(f"its {FACTS_FILE} is not that of a run after {num_steps} steps")
+
+
+def check_alike(what: str, there: Any, here: Any) -> None:
+    """Checks that a value from a checkpoint can stand in the place of ours: of the same types, all the way down.
+
+    Raises:
+        CheckpointError: it cannot.
+    """
+    if not _is_alike(there, here):
+        raise CheckpointError(f"the checkpoint's {what} cannot be taken up: not of the form that this program's have")
+
+
 def check_fits(step: Steps, files: StoredFiles, facts: Mapping[str, Any]) -> None:
     """Checks that a captured state is that of these models, optimizers and schedulers; nothing is changed.
 
@@ -148,6 +179,12 @@ def check_fits(step: Steps, files: StoredFiles, facts: Mapping[str, Any]) -> Non
         CheckpointError: names the first thing that is another.
     """
     parts, others = _parts(step), _others(files, facts)
+    with as_bad_checkpoint(NOT_OURS):
+        _check_parts(parts, others, files, facts)
+
+
+def _check_parts(parts: _Parts, others: Mapping[str, Any], files: StoredFiles, facts: Mapping[str, Any]) -> None:
+    _check_generators(others["generators"], parts.steps[0].communicator.device)
     counts = (
         ("steps", len(others["steps"]), len(parts.steps)),
         ("models", sum(name not in ("optimizer", "rest") for name in files), len(parts.models)),
@@ -197,7 +234,11 @@ def restore(step: Steps, files: StoredFiles, facts: Mapping[str, Any]) -> dict[s
         CheckpointError: the state is that of another model, of other optimizers, or of a newer format.
     """
     check_fits(step, files, facts)
-    parts, others = _parts(step), _others(files, facts)
+    with as_bad_checkpoint(NOT_OURS):
+        return _put_back(_parts(step), _others(files, facts), files, facts)
+
+
+def _put_back(parts: _Parts, others: Mapping[str, Any], files: StoredFiles, facts: Mapping[str, Any]) -> dict[str, Any]:
     rank = parts.steps[0].spread_over.rank
     for name, model in parts.models.items():
         load_model(model, files[name], parts.model_spreads[name], rank)
@@ -303,12 +344,14 @@ def load_optimizer(
         CheckpointError: it is the state of an optimizer over other parameters.
     """
     state = with_local_parts(optimizer, state, spread, rank)
+    parameters = held_by(optimizer)
+    indices = [index for group in state["param_groups"] for index in group["params"]]
+    for index, parameter in zip(indices, parameters, strict=False):  # torch tells if their numbers differ
+        _check_entries(optimizer, state["state"].get(index, {}), parameter)
     try:
         optimizer.load_state_dict(state)
     except ValueError as error:
         raise CheckpointError(f"the checkpoint is of another optimizer: {error}") from error
-    parameters = held_by(optimizer)
-    indices = [index for group in state["param_groups"] for index in group["params"]]
     for index, parameter in zip(indices, parameters, strict=True):
         saved, loaded = leaves(state["state"].get(index, {})), leaves(optimizer.state.get(parameter, {}))
         for there, here in zip(saved, loaded, strict=True):
@@ -326,11 +369,25 @@ def generator_states(device: torch.device) -> dict[str, Any]:
 
 
 def restore_generators(states: Mapping[str, Any], device: torch.device) -> None:
-    """Puts the global generators back; those of another kind of device are left as they are."""
+    """Puts the global generators back; those of another kind of device are left as they are.
+
+    Raises:
+        CheckpointError: they are the states of other generators, or of none.
+    """
+    _check_generators(states, device)
     for generator, state in zip(Generators(device).of_torch, states["torch"], strict=False):
         generator.set_state(state)
     np.random.set_state(_tensors_as_arrays(states["numpy"]))  # noqa: NPY002 - as above
     random.setstate(states["python"])
+
+
+def _check_generators(states: Mapping[str, Any], device: torch.device) -> None:
+    check_alike("random generators", states, generator_states(device))
+    ours = states["numpy"]
+    memory = ours.get("buffer", ours["state"].get("key"))  # of Philox or MT19937, which read there without looking
+    position = ours.get("buffer_pos", ours["state"].get("pos", 0))
+    if position and not 0 <= position <= len(memory):
+        raise CheckpointError(f"the checkpoint's state of NumPy's generator is at {position} of {len(memory)} numbers")
 
 
 def _parts(step: Steps) -> _Parts:
@@ -343,8 +400,9 @@ def _parts(step: Steps) -> _Parts:
 
 def _others(files: StoredFiles, facts: Mapping[str, Any]) -> dict[str, Any]:
     """What is neither of a model nor of an optimizer."""
-    if facts.get("format") != FORMAT:
-        raise CheckpointError(f"the state has format {facts.get('format')}; this version reads format {FORMAT}")
+    if not isinstance(facts, Mapping) or facts.get("format") != FORMAT:
+        found = facts.get("format") if isinstance(facts, Mapping) else None
+        raise CheckpointError(f"the state has format {found}; this version reads format {FORMAT}")
     others: dict[str, Any] = unpack(facts["run"], files["rest"])
     return others
 
@@ -397,6 +455,34 @@ def not_persistent(model: nn.Module) -> list[str]:
         for path, module in model.named_modules()
         for key in sorted(module._non_persistent_buffers_set)
     ]
+
+
+def _check_entries(optimizer: Optimizer, entries: Mapping[str, Any], parameter: Tensor) -> None:
+    """Checks the tensors of a parameter's state that torch's fused kernels go through without asking for their size.
+
+    Any saved state may have `fused` switched on, so whether this program has it does not matter.
+    """
+    if not isinstance(optimizer, torch.optim.SGD | torch.optim.Adam | torch.optim.Adagrad):
+        return
+    for key, value in entries.items():
+        if key in _LIKE_PARAMETER and isinstance(value, Tensor) and value.shape != parameter.shape:
+            raise CheckpointError(
+                f"the checkpoint is of another optimizer: it has a {key} {_form(value)} of a parameter "
+                f"{_form(parameter)}"
+            )
+
+
+def _is_alike(there: Any, here: Any) -> bool:
+    if isinstance(here, Tensor):
+        return isinstance(there, Tensor) and _form(there) == _form(here)
+    if type(there) is not type(here):
+        return there is None or here is None or (isinstance(there, int | float) and type(here) is float)
+    if isinstance(here, dict):
+        return there.keys() == here.keys() and all(_is_alike(there[key], value) for key, value in here.items())
+    if isinstance(here, list | tuple):  # of generators there is a list, as long as there are kinds of devices
+        same_length = isinstance(here, list) or len(there) == len(here)
+        return same_length and all(map(_is_alike, there, here))
+    return True
 
 
 def _form(tensor: Stored) -> str:

@@ -8,6 +8,7 @@ so that what was verified is what is handed on, in memory of each tensor's own.
 
 import hashlib
 import json
+import operator
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor
 
 from samestep.errors import CheckpointError
+from samestep.train.reading import open_regular, parse_json
 
 DTYPE_NAMES = {
     torch.float64: "F64",
@@ -43,6 +45,7 @@ DTYPE_NAMES = {
 }
 METADATA = "__metadata__"  # the one name that a safetensors file keeps for itself
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+_MAX_HEADER = 100_000_000  # the library's own limit
 _PIECE = 4 << 20  # bytes hashed and written at a time: small enough to stay in the processor's cache
 
 
@@ -106,7 +109,7 @@ def read_bytes(path: Path, expected: Written) -> bytes:
         CheckpointError: they are not.
         OSError: it cannot be read.
     """
-    with path.open("rb", buffering=0) as file:
+    with open_regular(path) as file:
         reader = Reader(file, path.name, expected)
         data = bytearray(expected.size)
         reader.read_into(memoryview(data))
@@ -116,19 +119,19 @@ def read_bytes(path: Path, expected: Written) -> bytes:
 
 def read_tensors(path: Path, expected: Written) -> dict[str, Tensor]:
     """The tensors of a safetensors file, each in memory of its own; raises as `read_bytes` does."""
-    with path.open("rb", buffering=0) as file:
+    with open_regular(path) as file:
         reader = Reader(file, path.name, expected)
         tensors = {}
         for name, (dtype, shape) in reader.read_header().tensors.items():
             tensors[name] = empty(dtype, shape, path.name)
-            reader.read_into(bytes_of(tensors[name]))
+            reader.read_tensor(tensors[name])
         reader.check_end()
     return tensors
 
 
 def check_bytes(path: Path, expected: Written) -> None:
     """Raises as `read_bytes` does, without keeping the file in memory."""
-    with path.open("rb", buffering=0) as file:
+    with open_regular(path) as file:
         reader = Reader(file, path.name, expected)
         piece = bytearray(min(_PIECE, expected.size))
         while reader.remaining:
@@ -170,12 +173,18 @@ class Reader:
             self._hasher.update(memory[:count])
             memory = memory[count:]
 
+    def read_tensor(self, tensor: Tensor) -> None:
+        """Fills a contiguous tensor with the file's next bytes."""
+        self.read_into(bytes_of(tensor))
+        if tensor.dtype == torch.bool and bool((tensor.view(torch.uint8) > 1).any()):
+            raise damaged(self._name)  # kernels count on 0 and 1
+
     def read_header(self) -> Header:
         """What comes before the data of a safetensors file."""
         length = bytearray(8)
         self.read_into(memoryview(length))
         size = int.from_bytes(length, "little")
-        if size > self.remaining:
+        if size > min(self.remaining, _MAX_HEADER):
             raise damaged(self._name)
         text = bytearray(size)
         self.read_into(memoryview(text))
@@ -211,11 +220,14 @@ def bytes_of(tensor: Tensor) -> memoryview:
 
 def _header(text: bytes, data_size: int, file_name: str) -> Header:
     try:
-        header = cast(dict[str, Any], json.loads(text))
+        header = cast(dict[str, Any], parse_json(text))
         metadata = dict(header.pop(METADATA, None) or {})
         entries = sorted(header.items(), key=lambda item: item[1]["data_offsets"])
-        layout = [(name, _DTYPES[entry["dtype"]], [int(size) for size in entry["shape"]]) for name, entry in entries]
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        layout = [
+            (name, _DTYPES[entry["dtype"]], [operator.index(size) for size in entry["shape"]])
+            for name, entry in entries
+        ]
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise damaged(file_name) from error
     end = 0
     for (_, dtype, shape), (_, entry) in zip(layout, entries, strict=True):

@@ -1,0 +1,575 @@
+"""Mutated checkpoints with right checksums, loaded one after another; run as a program: FOLDER SEED FIRST COUNT.
+
+Each case prints its number and what came of it: "refused" (by an error of samestep), "same" (as before the mutation),
+"other" (values that a state may have, and they are what was loaded). Anything else ends the program.
+"""
+
+import copy
+import hashlib
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+import socket
+import sys
+import traceback
+from collections import Counter, OrderedDict, deque
+from contextlib import redirect_stdout, suppress
+from pathlib import Path
+
+import numpy as np
+import psutil
+import torch
+from torch import nn
+from torch.nn import functional
+
+from samestep.comm.pieces import Piece, by_rows
+from samestep.errors import SamestepError
+from samestep.train.checkpoint import Snapshot, begin_checkpoint, complete_checkpoint, read_checkpoint
+from samestep.train.contract import loader_contract, step_contract
+from samestep.train.manifest import MANIFEST_FILE
+from samestep.train.packing import pack, unpack
+from samestep.train.partfile import part_name, write_part
+from samestep.train.progress import Progress
+from samestep.train.resume import check_state, read_state
+from samestep.train.run import Run
+from samestep.train.state import capture, generator_states, model_tensors
+
+SECONDS, MORE_BYTES, LONGEST = 60, 1 << 30, 5000
+KINDS = ("loop", "trainer", "parts")
+STEP = "step-00000003"
+TENSORS = ("model.safetensors", "optimizer.safetensors", "rest.safetensors")
+
+
+def loss(model, batch):
+    return functional.cross_entropy(model(batch[0]), batch[1])
+
+
+class Program:
+    """A model in training, as it is built anew for each case."""
+
+    def __init__(self):
+        torch.manual_seed(0)
+        self.run = Run(8, 4, 0)
+        self.model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Dropout(0.1), nn.Linear(6, 2))
+        optimizer = torch.optim.Adam(self.model.parameters(), lr=0.01)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+        self.step = self.run.train_step(self.model, optimizer, loss, scheduler=schedule)
+        generator = torch.Generator().manual_seed(1)
+        data = torch.randn(40, 4, generator=generator), torch.randint(2, (40,), generator=generator)
+        self.loader = self.run.loader(data, shuffle=True)
+        self.progress = Progress(self.run, self.step)
+        self.contract = {**self.run.contract.as_json(), **step_contract(self.step), **loader_contract(self.loader)}
+
+    def train(self, num_steps):
+        for _, batch in zip(range(num_steps), self.loader, strict=False):
+            self.step(batch)
+
+    def rest(self):
+        """Every sort of value that a state may have."""
+        return {
+            "numbers": [1, -(2**80), 0.5, float("nan"), -0.0, 1j, True, None, np.float32(3), np.str_("text")],
+            "texts": ("a", "\ud800", b"\0\xff", {"b": 1, "$c": 2}, {3: 4, (5,): 6}),
+            "arrays": [
+                np.arange(6.0).reshape(2, 3),
+                np.array(["x", "yz"]),
+                np.array([True]),
+                np.asfortranarray(np.eye(3)),
+            ],
+            "tensors": [torch.arange(6).view(2, 3).t(), torch.ones(2, dtype=torch.bool), nn.Parameter(torch.ones(3))],
+            "others": [{1, 2}, frozenset("a"), deque([1], 3), OrderedDict(a=1), Counter("aab"), torch.Size([2])],
+            "of torch": [torch.float16, torch.device("cpu"), torch.ones(2, dtype=torch.complex128)],
+        }
+
+    def save(self, kind, folder):
+        """Writes a checkpoint: by the loop's own call, as `Trainer` does, or in part files of two ranks."""
+        if kind == "loop":
+            self.run.save_checkpoint(folder, self.step, self.loader, self.rest())
+            return
+        if kind == "trainer":
+            state = self.progress.capture(self.loader, self.loader.state_dict(), self.contract)
+        else:
+            state = capture(self.step, {"contract": self.contract, "cursor": self.loader.state_dict(), "rest": [1.5]})
+        temporary, written, whole = begin_checkpoint(folder, 3, False), {}, state.files
+        if kind == "parts":
+            rows = {f: {n: t for n, t in ts.items() if t.ndim and f != "rest"} for f, ts in whole.items()}
+            whole = {f: {n: t for n, t in ts.items() if n not in rows[f]} for f, ts in whole.items()}
+            for file, rank in ((file, rank) for file in rows if rows[file] for rank in range(2)):
+                spreads = {name: by_rows(tensor.shape, 2) for name, tensor in rows[file].items()}
+                own = {name: Piece(spread.part(rows[file][name], rank), spread) for name, spread in spreads.items()}
+                written[part_name(file, rank, 2)] = write_part(temporary / part_name(file, rank, 2), own, rank)
+        complete_checkpoint(folder, Snapshot(3, whole, state.facts), temporary, written, 3, False)
+
+    def load(self, kind, path):
+        """Takes up a checkpoint; pairs of what is there now and what the checkpoint says."""
+        snapshot = read_checkpoint(path)
+        if kind == "trainer":
+            state = read_state(path)
+            check_state(self.step, state, self.contract, False, None)
+            self.progress.take_up(state)
+            self.progress.go_on(self.loader)
+        else:
+            rest = self.run.load_checkpoint(path, self.step, self.loader)
+        there = unpack(snapshot.facts["run"], snapshot.files["rest"])
+        yield self.step.num_steps, snapshot.step
+        yield dict(model_tensors(self.model)), snapshot.files["model"]
+        yield self.loader.state_dict(), there["rest"]["cursor"]
+        ours = generator_states(torch.device("cpu"))
+        for now, state in zip(ours["torch"], there["generators"]["torch"], strict=False):
+            generator = torch.Generator()  # which leaves out what it does not use
+            generator.set_state(state)
+            yield now, generator.get_state()
+        yield ours["python"], there["generators"]["python"]
+        yield ours["numpy"], there["generators"]["numpy"]
+        if kind == "trainer":
+            state = self.progress.capture(self.loader, None, self.contract)
+            for name in ("history", "epoch"):
+                yield unpack(state.facts["run"], state.files["rest"])["rest"][name], there["rest"][name]
+        else:
+            yield rest, there["rest"]["rest"] if there["rest"]["rest"] is not None else {}
+
+    def go_on(self):
+        """Uses what was loaded: whatever it is, the process lives."""
+        for use in (lambda: self.train(1), np.random.normal, random.random, lambda: torch.randn(3)):
+            with suppress(Exception):
+                use()
+
+
+def text_of(value):
+    """A value as text that tells its types and bits."""
+    packed = pack(value, "")
+    bits = {name: t.contiguous().reshape(-1).view(torch.uint8).tolist() for name, t in sorted(packed.tensors.items())}
+    return json.dumps([packed.facts, bits], sort_keys=True)
+
+
+def content_of(path):
+    """All that a good checkpoint says."""
+    snapshot = read_checkpoint(path)
+    files = {name: dict(sorted(tensors.items())) for name, tensors in sorted(snapshot.files.items())}
+    return text_of(files), json.dumps(snapshot.facts, sort_keys=True), snapshot.step
+
+
+# The mutations: each changes the files in a folder by a generator of random numbers.
+
+TEXTS = [
+    b"",
+    b"null",
+    b"[]",
+    b"{}",
+    b"{",
+    b'"\xff"',
+    b"\xef\xbb\xbf{}",
+    b"0",
+    b"NaN",
+    b"9" * 5000,
+    b"-1e999",
+    b'"\\ud800"',
+]
+TEXTS += [b"[" * 200_000, b"[" * 200_000 + b"]" * 200_000, b"[" * 500 + b"]" * 500, b'{"a":' * 300 + b"1" + b"}" * 300]
+TEXTS += ["{}".encode("utf-16"), b"\0" * 100, b'{"format": 1}', b'{"format": 2}']
+MAD = [
+    None,
+    True,
+    False,
+    0,
+    -1,
+    1,
+    3,
+    2**31,
+    2**63,
+    2**70,
+    -(2**63),
+    10**4000,
+    0.5,
+    -1.0,
+    1e308,
+    "",
+    "x",
+    "\0",
+    "\ud800",
+]
+MAD += ["$", "../x", "a" * 5000, "O", [], {}, [[]], [None] * 50, {"": 0}, {"x": {"y": []}}, {"$": 1}, {"$new": []}]
+MAD += [
+    float("inf"),
+    float("nan"),
+    "torch",
+    "float32",
+    "F32",
+    "BOOL",
+    "<f8",
+    "|O",
+    "cpu",
+    [0, 2**62],
+    [2**62, 0],
+    [-1, -1],
+]
+MAD += [{"$scalar": ["O", "4141414141414141"]}, {"$scalar": ["|O", "41" * 8]}, {"$scalar": ["i4,O", "41" * 12]}]
+MAD += [
+    {"$scalar": ["<f8", ""]},
+    {"$scalar": ["|b1", "07"]},
+    {"$scalar": ["<U1", "ffffffff"]},
+    {"$scalar": [None, "00" * 8]},
+]
+MAD += [
+    {"$scalar": ["<U500000000", "00"]},
+    {"$scalar": ["M8[ns]", "00" * 8]},
+    {"$dtype": "_dynamo"},
+    {"$dtype": "float32"},
+]
+MAD += [
+    {"$int": "0x" + "f" * 100_000},
+    {"$int": -3},
+    {"$float": "00"},
+    {"$size": [2**70]},
+    {"$size": "ab"},
+    {"$bytes": "?"},
+]
+MAD += [{"$deque": [1], "maxlen": 2**70}, {"$deque": 1}, {"$tuple": "abc"}, {"$tuple": [1], "more": 1}, {"$set": [[]]}]
+MAD += [
+    {"$dict": ["ab"]},
+    {"$dict": [[{"$set": []}, 1]]},
+    {"$default_dict": [], "factory": "exec"},
+    {"$device": "cuda:-7"},
+]
+MAD += [
+    {"$ordered_dict": [], "metadata": 3},
+    {"$counter": [[1, "x"]]},
+    {"$str": "ff"},
+    {"$complex": "0"},
+    {"$frozenset": 1},
+]
+STRIDES = ([10**12], [2**62, 1], [0, 0], [-1], [1, 1], "ab", [1.0, 1.0], [1, 6], [True])
+
+
+def places(value):
+    """All (container, key) of a tree of JSON."""
+    found = []
+    level = [value]
+    while level:
+        above = level.pop()
+        for key in above if isinstance(above, dict) else range(len(above)):
+            found.append((above, key))
+            if isinstance(above[key], dict | list):
+                level.append(above[key])
+    return found
+
+
+def mutate_tree(rng, tree, names=()):
+    """Changes, in place, one thing or a few in a tree of JSON."""
+    for _ in range(rng.choice((1, 1, 1, 2, 5))):
+        found = places(tree)
+        if not found:
+            return
+        above, key = rng.choice(found)
+        how = rng.randrange(10)
+        if how < 4:
+            above[key] = copy.deepcopy(rng.choice(MAD))
+        elif how == 4:
+            del above[key]
+        elif how == 5:
+            other, name = rng.choice(found)
+            above[key] = copy.deepcopy(other[name]) if name in other or not isinstance(other, dict) else None
+        elif how == 6 and isinstance(above, dict):
+            above[rng.choice(("$x", "a\0", "\ud800", "parameter", "stride", "requires_grad", "fused"))] = above.pop(key)
+        elif how == 7:
+            above[key] = rng.choice(([above[key]], {"a": above[key]}, {"$tuple": [above[key]]}, {"$set": [above[key]]}))
+        elif how == 8 and names:
+            of = {"$tensor": rng.choice(names)}
+            of |= rng.choice(({}, {"stride": rng.choice(STRIDES)}, {"dtype": rng.choice(("float64", "bool", "nn", 3))}))
+            of |= rng.choice(({}, {"parameter": rng.choice((True, "x"))}, {"requires_grad": rng.choice((True, []))}))
+            kinds = {
+                "$array": of["$tensor"],
+                "dtype": rng.choice(("O", "|O8", "<f8", "|b1", "|V0", "<U0", "i4,O", 3, None)),
+            }
+            kinds |= {"shape": rng.choice(([1], [10**12], [0], [-1], [2**40, 2**40], "a"))}
+            above[key] = rng.choice((of, kinds))
+        elif isinstance(above[key], bool | int | float):
+            above[key] = rng.choice((-above[key], above[key] + 1, not above[key], str(above[key]), above[key] * 2**60))
+
+
+def as_text(tree):
+    return json.dumps(tree, separators=(",", ":")).encode()
+
+
+def facts(rng, folder):
+    path = folder / "state.json"
+    how = rng.randrange(8)
+    if how == 0:
+        path.write_bytes(rng.choice(TEXTS))
+    elif how == 1:
+        noise(rng, path)
+    else:
+        tree = json.loads(path.read_bytes())
+        branch = tree
+        if how < 6:  # the large trees of generators would take most of the changes
+            branch = rng.choice([tree, *(t for t in (tree["optimizers"], tree["run"]) for _ in range(3))])
+            below = (
+                [b for key in ("rest", "steps", "settings") if isinstance(b := branch.get(key), dict | list)]
+                if isinstance(branch, dict)
+                else []
+            )
+            branch = rng.choice([branch, *below])
+        mutate_tree(rng, branch, ["optimizer.0.state.0.exp_avg", *(n for f in TENSORS for n in header(folder / f)[0])])
+        path.write_bytes(as_text(tree))
+    seal(folder, path.name)
+
+
+def pointed(rng, folder):
+    """Changes at places from where memory is reached."""
+    path = folder / "state.json"
+    tree = json.loads(path.read_bytes())
+    generators, groups = tree["run"]["generators"], tree["optimizers"][0]["param_groups"]
+    how = rng.randrange(4)
+    if how == 0:
+        generators["numpy"]["state"]["pos"] = rng.choice((10**9, -1, 625, 624, 0, 2**40, None, "1", 3.0))
+    elif how == 1:
+        for group in groups:
+            group[rng.choice(("fused", "foreach", "capturable"))] = True
+        kept, data = header(folder / "optimizer.safetensors")
+        shrunk = next((name for name in kept if kept[name]["shape"] and rng.random() < 0.5), None)
+        if shrunk:
+            kept[shrunk]["shape"] = rng.choice(([1] * 40, [*kept[shrunk]["shape"], 1], kept[shrunk]["shape"][::-1]))
+        write_header(folder / "optimizer.safetensors", kept, data)
+        seal(folder, "optimizer.safetensors")
+    elif how == 2:
+        tree["run"]["rest"][rng.choice(("rest", "epoch", "history"))] = copy.deepcopy(rng.choice(MAD))
+    else:
+        mutate_tree(rng, generators["python"])
+    path.write_bytes(as_text(tree))
+    seal(folder, path.name)
+
+
+def header(path):
+    data = path.read_bytes()
+    size = int.from_bytes(data[:8], "little")
+    return json.loads(data[8 : 8 + size]), data[8 + size :]
+
+
+def write_header(path, tree, data):
+    text = as_text(tree)
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
+
+
+def tensors(rng, folder):
+    path = rng.choice(sorted(folder.glob("*.safetensors")))
+    how = rng.randrange(8)
+    tree, data = header(path)
+    if how == 0:
+        path.write_bytes(rng.randbytes(rng.choice((0, 7, 8, 9, 100))))
+    elif how == 1:
+        size = rng.choice((0, 1, 2**31, 2**63, 2**64 - 1, len(data)))
+        path.write_bytes(size.to_bytes(8, "little") + path.read_bytes()[8:])
+    elif how == 2:
+        whole = path.read_bytes()
+        path.write_bytes(whole[: rng.randrange(len(whole))] if rng.random() < 0.5 else whole + rng.randbytes(9))
+    elif how == 3:
+        path.write_bytes(len(text := rng.choice(TEXTS)).to_bytes(8, "little") + text + data)
+    elif how == 4 and data:
+        changed = bytearray(data)
+        changed[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+        write_header(path, tree, bytes(changed))
+    elif how == 5 and len(tree) > 1:
+        one, other = rng.sample(sorted(tree), 2)
+        tree[one], tree[other] = tree[other], tree[one]
+        write_header(path, tree, data)
+    elif how == 6 and "__metadata__" in tree:
+        info = json.loads(tree["__metadata__"]["DCP_SHARDING_INFO"])
+        mutate_tree(rng, info)
+        tree["__metadata__"]["DCP_SHARDING_INFO"] = rng.choice((json.dumps(info), json.dumps(info), "[" * 100_000))
+        write_header(path, tree, data)
+    else:
+        mutate_tree(rng, tree)
+        write_header(path, tree, data)
+    seal(folder, path.name)
+
+
+def listing(rng, folder):
+    """Changes of the manifest, which is sealed by itself."""
+    tree = json.loads((folder / MANIFEST_FILE).read_bytes())
+    del tree["checksum"]
+    name = rng.choice(sorted(tree["files"]))
+    how = rng.randrange(6)
+    if how == 0:
+        written = tree["files"].pop(name)
+        tree["files"][
+            rng.choice(("a\0b.safetensors", "../x", "", ".", "..", "/dev/zero", "\ud800", "é" * 200, "\x1b", STEP))
+        ] = written
+    elif how == 1:
+        tree["files"][name]["size"] = rng.choice((0, -1, 2**63, 10**30, 1.5, float("inf"), None, "7", True))
+    elif how == 2:
+        del tree["files"][name]
+    elif how == 3:
+        tree[rng.choice(("step", "version", "format", "files"))] = copy.deepcopy(rng.choice(MAD))
+    elif how == 4:
+        seal_text(folder, rng.choice(TEXTS))
+        return
+    else:
+        mutate_tree(rng, tree)
+    seal_text(folder, json.dumps(tree).encode())
+
+
+def parts(rng, folder):
+    """Parts that are missing, change places, or are of another number of ranks."""
+    names = sorted(path.name for path in folder.glob("*.shard-*"))
+    manifest = json.loads((folder / MANIFEST_FILE).read_bytes())
+    del manifest["checksum"]
+    if not names:
+        listing(rng, folder)
+        return
+    one, other = rng.choice(names), rng.choice(names)
+    how = rng.randrange(3)
+    if how == 0:
+        del manifest["files"][one]
+    elif how == 1:
+        for name, data in zip((one, other), [(folder / name).read_bytes() for name in (other, one)], strict=True):
+            (folder / name).write_bytes(data)
+            manifest["files"][name] = written(data)
+    else:
+        new = one.replace(
+            rng.choice(("00001", "00002")), rng.choice(("00001", "00003", "99999", "00000", "0000\u0661"))
+        )
+        (folder / one).rename(folder / new)
+        manifest["files"][new] = manifest["files"].pop(one)
+    seal_text(folder, json.dumps(manifest).encode())
+
+
+def kinds(rng, folder):
+    """Something else in the place of a file."""
+    path = rng.choice(sorted(folder.iterdir()))
+    content = path.read_bytes()
+    path.unlink()
+    how = rng.randrange(10)
+    if how < 3:
+        path.symlink_to(rng.choice(("/dev/zero", "/dev/null", "/dev/urandom", "/proc/self/mem", "/dev/stdin")))
+    elif how == 3:
+        os.mkfifo(path)
+    elif how == 4:
+        path.mkdir()
+    elif how == 5:
+        path.symlink_to(rng.choice((path.name, "nowhere", "..")))
+    elif how == 6:
+        with socket.socket(socket.AF_UNIX) as bound:
+            before = os.getcwd()
+            os.chdir(folder)
+            bound.bind(path.name)
+            os.chdir(before)
+    elif how == 7:  # a file, by another name
+        (folder / "elsewhere").write_bytes(content)
+        path.symlink_to("elsewhere")
+        return
+    elif how == 8:
+        path.write_bytes(content)
+        os.truncate(path, rng.choice((1 << 40, 1 << 34, len(content) + 1)))
+        if rng.random() < 0.7 and path.name != MANIFEST_FILE:
+            relist(folder, path.name, {"size": path.stat().st_size, "sha256": "0" * 64})
+        return
+    if path.name != MANIFEST_FILE and rng.random() < 0.5:
+        relist(folder, path.name, {"size": rng.choice((0, 4096, 1 << 40)), "sha256": "0" * 64})
+
+
+def noise(rng, path):
+    data = bytearray(path.read_bytes())
+    for _ in range(rng.choice((1, 1, 3, 30))):
+        at = rng.randrange(len(data))
+        data[at : at + rng.randrange(3)] = rng.choice(
+            (b"", rng.randbytes(1), rng.choice((b"[", b"{", b'"', b",", b"9" * 5000)))
+        )
+        data = data or bytearray(b"x")
+    path.write_bytes(data)
+
+
+def written(data):
+    return {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+
+
+def seal(folder, name):
+    relist(folder, name, written((folder / name).read_bytes()))
+
+
+def relist(folder, name, entry):
+    tree = json.loads((folder / MANIFEST_FILE).read_bytes())
+    del tree["checksum"]
+    tree["files"][name] = entry
+    seal_text(folder, json.dumps(tree).encode())
+
+
+def seal_text(folder, text):
+    """Writes a manifest of any text with the checksum that it has to have."""
+    head = text.rstrip().removesuffix(b"}") + b',\n  "checksum": "'
+    (folder / MANIFEST_FILE).write_bytes(head + hashlib.sha256(head).hexdigest().encode() + b'"\n}\n')
+
+
+MUTATIONS = (
+    facts,
+    facts,
+    facts,
+    facts,
+    facts,
+    facts,
+    pointed,
+    pointed,
+    tensors,
+    tensors,
+    tensors,
+    parts,
+    listing,
+    kinds,
+)
+
+
+def make_bases(folder):
+    """A checkpoint of each kind, whole."""
+    for kind in KINDS:
+        program = Program()
+        program.train(3)
+        program.save(kind, folder / kind)
+
+
+def outcome_of(number, seed, bases, folder, contents):
+    """Mutates a checkpoint and loads it."""
+    rng = random.Random(f"{seed} {number}")
+    kind = rng.choice(KINDS)
+    path = folder / STEP
+    shutil.copytree(bases / kind / STEP, path)
+    chosen = rng.choices(MUTATIONS, k=rng.choice((1, 1, 1, 2)))
+    for mutate in sorted(chosen, key=[*MUTATIONS].index):  # the ones that leave something strange are the last
+        with suppress(ValueError, LookupError, TypeError, AttributeError, OSError, RecursionError):
+            mutate(rng, path)  # the first one may have left nothing that the second knows
+    program = Program()
+    signal.alarm(SECONDS)
+    try:
+        with redirect_stdout(None):
+            loaded = list(program.load(kind, path))
+        content = content_of(path)
+    except SamestepError as error:
+        return "refused" if len(str(error)) < LONGEST else f"deviation: a message of {len(str(error))} characters"
+    finally:
+        signal.alarm(0)
+        shutil.rmtree(path)
+    for now, there in loaded:
+        assert text_of(now) == text_of(there), (now, there)
+    program.go_on()
+    return "same" if content == contents[kind] else "other"
+
+
+def main(folder, seed, first, count):
+    torch.set_num_threads(1)
+    bases, scratch = Path(folder) / "bases", Path(folder) / f"cases-{first}"
+    scratch.mkdir()
+    contents = {kind: content_of(bases / kind / STEP) for kind in KINDS}
+    limit = psutil.Process().memory_info().vms + MORE_BYTES
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    for number in range(first, first + count):
+        try:
+            outcome = outcome_of(number, seed, bases, scratch, contents)
+        except Exception:
+            traceback.print_exc()
+            outcome = "deviation"
+        print(number, outcome, flush=True)
+    shutil.rmtree(scratch)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], *map(int, sys.argv[2:]))
