@@ -10,6 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
+from train_programs import make_trainer, points
+from worlds import in_turns
 
 from samestep.errors import RunFolderError, UsageError
 from samestep.train.folder import create_folder, write_json, write_weights
@@ -97,6 +99,60 @@ def test_appending_adds_all_of_the_data(tmp_path):
         for data in (b"one\n", b"", b"two\n" * 1000):
             append_whole(file, tmp_path / "lines", data)
     assert (tmp_path / "lines").read_bytes() == b"one\n" + b"two\n" * 1000
+
+
+FILE_OPERATIONS = {"open", "write", "mkdir", "rename", "replace", "unlink", "fsync", "flock", "chmod", "utime"}
+
+
+def start(communicator, folder, resume="auto"):
+    """A run that the command takes for one of its own."""
+    job = {"recipe": "mlp"}
+    with make_trainer(communicator, run_dir=folder, contract={**job, "job": job}) as trainer:
+        trainer.fit(points(), 1, resume=resume)
+        return trainer.digest
+
+
+def killed_after(number, folder):
+    """Starts a run in a fork, which is killed after so many operations on files; whether that was before it trained."""
+    pid = os.fork()
+    if pid == 0:
+        done = 0
+
+        def look(frame, event, function):
+            nonlocal done
+            if event == "call" and frame.f_code.co_name == "_train_epoch":
+                os._exit(0)
+            done += event == "c_return" and function.__name__ in FILE_OPERATIONS
+            if done == number:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        def doomed(communicator):
+            sys.setprofile(look)
+            start(communicator, folder)
+
+        try:
+            in_turns(1, doomed)
+        finally:
+            os._exit(1)
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    assert code in (0, -signal.SIGKILL)
+    return code != 0
+
+
+def test_a_run_that_is_killed_at_any_point_of_its_start_is_begun_anew_by_auto(tmp_path, refused, capsys):
+    [digest] = in_turns(1, start, tmp_path / "whole", None)
+    states, number = set(), 1
+    while killed_after(number, folder := tmp_path / str(number)):
+        number += 1
+        state = frozenset((path.name, path.stat().st_size > 0) for path in folder.rglob("*"))
+        if state in states or not folder.exists():
+            continue
+        states.add(state)
+        capsys.readouterr()
+        words = ("train", "mlp", "--resume", "auto", "--run-dir", folder, "--devices")
+        assert "cannot read 'none' as devices" in refused(*words, "none"), state
+        assert in_turns(1, start, folder) == [digest], state
+    assert len(states) > 8, states
 
 
 def test_new_names_are_below_runs_and_never_taken(tmp_path, monkeypatch):

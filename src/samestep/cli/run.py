@@ -87,7 +87,7 @@ def run(
     from samestep.launcher.job import Job
     from samestep.launcher.policy import Policy
     from samestep.launcher.supervisor import supervise
-    from samestep.train.profile.files import PROFILE_FOLDER
+    from samestep.train.naming import PROFILE_FOLDER
 
     policy = Policy(heal, min_devices, max_restarts, hang_timeout, replace)
     cluster = chosen_cluster(

@@ -170,8 +170,7 @@ def train(
     from samestep.launcher.policy import Policy
     from samestep.recipes.catalog import check_name
     from samestep.recipes.options import check_options
-    from samestep.train.naming import check_untaken, new_folder_name
-    from samestep.train.profile.files import PROFILE_FOLDER
+    from samestep.train.naming import PROFILE_FOLDER, check_untaken, new_folder_name
 
     policy = Policy(heal, min_devices, max_restarts, hang_timeout, replace)
     cluster = chosen_cluster(

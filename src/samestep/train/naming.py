@@ -18,6 +18,7 @@ PICTURE_FILE = "loss.png"
 CHECKPOINT_FOLDER = "checkpoints"
 FACTS_FILE = "state.json"
 LOG_FOLDER = "logs"
+PROFILE_FOLDER = "profile"
 LOCK_FILE = ".lock"
 TENSORBOARD_FOLDER = "tensorboard"
 RUNS_FOLDER = Path("runs")
@@ -73,11 +74,17 @@ def recorded(folder: Path) -> Mapping[str, Any]:
 
 
 def check_untaken(folder: Path) -> None:
-    """Raises a `UsageError` if this folder holds a run, or anything else but logs and the lock."""
+    """Raises a `UsageError` if this folder holds a run, or anything else but what precedes the record of one."""
     if (folder / CONTRACT_FILE).exists():
         raise UsageError(f"{folder} already holds a run; choose another folder with --run-dir, or remove it")
-    if folder.is_dir() and any(entry.name not in (LOG_FOLDER, LOCK_FILE) for entry in folder.iterdir()):
+    if folder.is_dir() and not all(map(_precedes_record, folder.iterdir())):
         raise UsageError(f"{folder} is not empty; choose a folder of its own for the run with --run-dir")
+
+
+def _precedes_record(entry: Path) -> bool:
+    """Whether a run that was killed before its record was whole may have left this in its folder."""
+    temporary = entry.name.startswith((f".{CONTRACT_FILE}.", ".tmp-"))
+    return temporary or entry.name in (LOG_FOLDER, LOCK_FILE, PROFILE_FOLDER)
 
 
 def remove_if_unused(folder: Path) -> None:

@@ -122,9 +122,9 @@ class Notes:
         self, contract: Mapping[str, Any], goes_on: bool, resumed_from: str | None, changes: Sequence[Change]
     ) -> None:
         """Opens what is written to all along, and says how the run begins; see `Recorder.begin`."""
-        recorder = self._open(self._step.num_steps if goes_on else None)
+        recorder = self._open(self._step.num_steps if goes_on else None, contract)
         try:
-            recorder.begin(contract, self._step.num_steps, goes_on, resumed_from, changes)
+            recorder.begin(self._step.num_steps, resumed_from, changes)
         except BaseException:
             self.close()
             raise
@@ -274,10 +274,10 @@ class Notes:
         finally:
             self.unlock()
 
-    def _open(self, purge_step: int | None) -> Recorder:
+    def _open(self, purge_step: int | None, contract: Mapping[str, Any] | None = None) -> Recorder:
         """Opens the recorder of this rank, as the only one that writes to the folder."""
         self.lock(TAKE_OVER_SECONDS if self._team.healed else LOCK_SECONDS)
-        self.recorder = Recorder(self._team, self.folder, self._loggers, self._keep, purge_step)
+        self.recorder = Recorder(self._team, self.folder, self._loggers, self._keep, purge_step, contract)
         self._tell_ledger()
         return self.recorder
 

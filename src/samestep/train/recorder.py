@@ -77,13 +77,20 @@ class Recorder:
         loggers: of the user's.
         keep: how many checkpoints are kept.
         purge_step: where a run goes on: the first step that is run again.
+        contract: of a run that begins or is resumed; None where another rank has written it.
 
     Raises:
         RunFolderError: the folder cannot be written to.
     """
 
     def __init__(
-        self, team: Team, folder: Path | None, loggers: Sequence[Logger], keep: int, purge_step: int | None = None
+        self,
+        team: Team,
+        folder: Path | None,
+        loggers: Sequence[Logger],
+        keep: int,
+        purge_step: int | None = None,
+        contract: Mapping[str, Any] | None = None,
     ) -> None:
         self._team = team
         self._folder = folder
@@ -99,6 +106,10 @@ class Recorder:
         if folder is None:
             return
         try:
+            if contract is not None:
+                # First: a folder with anything else of a run in it, and without this, could never be resumed.
+                write_json(folder / CONTRACT_FILE, {**origin(), **contract})
+                (folder / RESULT_FILE).unlink(missing_ok=True)  # of a run that goes on, which has not ended after all
             self._ledger = LedgerWriter(folder / LEDGER_FILE)
             self._loggers.append(JsonlLogger(folder / METRICS_FILE))
             self._loggers.append(TensorBoardLogger(folder / TENSORBOARD_FOLDER, purge_step))
@@ -106,25 +117,17 @@ class Recorder:
             self.close()
             raise
 
-    def begin(
-        self, contract: Mapping[str, Any], step: int, goes_on: bool, resumed_from: str | None, changes: Sequence[Change]
-    ) -> None:
-        """Writes down the contract, and how the run begins.
+    def begin(self, step: int, resumed_from: str | None, changes: Sequence[Change]) -> None:
+        """Writes down how the run begins.
 
         Args:
-            contract: of the run.
             step: updates done.
-            goes_on: whether this folder holds the run already.
             resumed_from: the checkpoint that it goes on from.
             changes: of the contract since then.
 
         Raises:
             RunFolderError: it cannot be written.
         """
-        if self._folder is not None:
-            if goes_on:
-                (self._folder / RESULT_FILE).unlink(missing_ok=True)  # it has not ended after all
-            write_json(self._folder / CONTRACT_FILE, {**origin(), **contract})  # last: it says that a run is here
         where = {"world_size": self._team.world_size, "device_kind": self._team.communicator.device.type}
         if resumed_from is None:
             self.event("start", 0, **where)

@@ -11,7 +11,6 @@ from typing import Any
 from samestep.errors import UsageError
 
 TRACE_FILE = "trace.json"
-PROFILE_FOLDER = "profile"
 POLL_SECONDS = 0.05
 
 Span = tuple[str, int, int]

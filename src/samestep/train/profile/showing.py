@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from samestep.comm.recording import SKIPPED_STEPS
 from samestep.errors import UsageError
+from samestep.train.naming import PROFILE_FOLDER
 from samestep.train.profile.advice import Advice, advise
-from samestep.train.profile.files import PROFILE_FOLDER, TRACE_FILE, RankProfile, read_ranks, wait_for_ranks
+from samestep.train.profile.files import TRACE_FILE, RankProfile, read_ranks, wait_for_ranks
 from samestep.train.profile.numbers import HIDDEN, Numbers
 from samestep.train.profile.trace import make_trace
 
