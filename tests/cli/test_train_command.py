@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from safetensors import safe_open
 
+from samestep.train.line import from_line
+
 SAMESTEP = [sys.executable, "-m", "samestep"]
 
 
@@ -101,7 +103,7 @@ def test_a_run_leaves_its_folder_and_says_where_and_another_seed_gives_another_d
     contract = json.loads((folder / "run.json").read_text())
     assert contract["num_shards"] == 8
     assert contract["recipe"] == "mlp"
-    lines = [json.loads(line) for line in (folder / "ledger.jsonl").read_text().splitlines()]
+    lines = [from_line(line) for line in (folder / "ledger.jsonl").read_bytes().splitlines()]
     assert [line["event"] for line in lines if "event" in line] == ["start", "checkpoint", "end"]
     ledger = [line for line in lines if "event" not in line]
     assert [entry["step"] for entry in ledger] == list(range(len(ledger)))

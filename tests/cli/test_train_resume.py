@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+from samestep.train.line import from_line
+
 SAMESTEP = [sys.executable, "-m", "samestep"]
 
 
@@ -23,7 +25,7 @@ def digest(done):
 
 
 def entries(folder):
-    return [json.loads(line) for line in (folder / "ledger.jsonl").read_text().splitlines()]
+    return [from_line(line) for line in (folder / "ledger.jsonl").read_bytes().splitlines()]
 
 
 def content(folder):

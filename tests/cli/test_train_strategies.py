@@ -1,9 +1,9 @@
 """`samestep train` with strategies, as a user types it: the digest of one device, and sentences for mistakes."""
 
-import json
-
 import pytest
 from test_train_command import samestep, tables, train_json
+
+from samestep.train.line import from_line
 
 __all__ = ["tables"]
 
@@ -19,7 +19,7 @@ def test_every_strategy_ends_with_the_digest_of_one_device_and_goes_on_from_anot
         return train_json(*args, "--run-dir", name, cwd=tmp_path)[0]
 
     def steps(name):
-        lines = map(json.loads, (tmp_path / name / "ledger.jsonl").read_text().splitlines())
+        lines = map(from_line, (tmp_path / name / "ledger.jsonl").read_bytes().splitlines())
         return [{**line, "world_size": 2} for line in lines if "event" not in line]
 
     common = ["mlp", "--data", tables, "--optimizer", "adam", "--max-grad-norm", 1, "--num-shards", 4]

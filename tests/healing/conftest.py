@@ -16,6 +16,7 @@ from samestep.launcher.job import Job
 from samestep.launcher.policy import Policy
 from samestep.launcher.program import run_program
 from samestep.launcher.supervisor import supervise, supervise_crew
+from samestep.train.line import from_line
 
 SCRIPT = str(Path(__file__).with_name("faulty_training.py"))
 COMPARED = ("step", "epoch", "position", "num_samples", "ids", "loss", "grad_norm", "lr", "skipped", "digest")
@@ -30,7 +31,7 @@ class Told:
         self.struck = [json.loads(path.read_text()) for path in sorted(folder.glob("struck-*.json"))]
         self.has_read_a_checkpoint = any(folder.glob("read-a-checkpoint-*"))
         ledger = folder / "run" / "ledger.jsonl"
-        lines = [json.loads(line) for line in ledger.read_text().splitlines()] if ledger.exists() else []
+        lines = [from_line(line) for line in ledger.read_bytes().splitlines()] if ledger.exists() else []
         self.steps = [{name: line[name] for name in COMPARED} for line in lines if "event" not in line]
         self.events = [line for line in lines if "event" in line]
 

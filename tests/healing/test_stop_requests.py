@@ -10,6 +10,8 @@ import time
 import psutil
 import pytest
 
+from samestep.train.line import from_line
+
 SECONDS = 120
 TRAIN = (sys.executable, "-m", "samestep", "train")
 FEW = ("mlp", "--global-batch-size", "64", "--digest-every", "1", "--checkpoint-steps", "10")
@@ -33,7 +35,7 @@ def wait_until(condition, seconds=SECONDS):
 
 
 def ledger(folder):
-    lines = [json.loads(line) for line in (folder / "ledger.jsonl").read_text().splitlines()]
+    lines = [from_line(line) for line in (folder / "ledger.jsonl").read_bytes().splitlines()]
     return [line for line in lines if "event" not in line], [line for line in lines if "event" in line]
 
 

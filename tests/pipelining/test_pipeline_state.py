@@ -1,6 +1,5 @@
 """The state of a model in stages: digest, ledger, checkpoints and weights are those of one device."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -11,6 +10,7 @@ from torch.nn import functional
 
 from samestep.comm.mesh import close_mesh
 from samestep.engine.strategies import Pipeline, Replicate, Sharded
+from samestep.train.line import from_line
 from samestep.train.run import Run
 from samestep.train.trainer import Trainer
 
@@ -51,7 +51,7 @@ def trained(communicator, strategy, mesh, run_dir, epochs=2, resume=None):
 
 def ledger(folder):
     """What the ledger says of each step, but for who took it."""
-    rows = [json.loads(row) for row in (Path(folder) / "ledger.jsonl").read_text().splitlines()]
+    rows = [from_line(row) for row in (Path(folder) / "ledger.jsonl").read_bytes().splitlines()]
     return [{k: v for k, v in row.items() if k not in ("world_size", "time")} for row in rows if "loss" in row]
 
 

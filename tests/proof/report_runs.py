@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
+from samestep.train.line import to_line
+
 BEGIN = datetime(2026, 1, 31, 12, 0, tzinfo=UTC)
 BATCH = 128
 CONTRACT = {
@@ -92,7 +94,7 @@ def make_run(folder: Path, made: MadeRun = MadeRun()) -> Path:  # noqa: B008 - n
             world = fields.get("world_size", world)
         now += timedelta(seconds=step_seconds)
         row = rows[step]
-        ledger.append(json.dumps(row["ledger"] | {"world_size": world}))
+        ledger.append(to_line(row["ledger"] | {"world_size": world}).decode().rstrip())
         metrics.append(row["metrics"])
         metrics += _timing(made, step, world) if made.timed else []
         if (step + 1) % made.epoch_steps == 0:
@@ -180,4 +182,8 @@ def _epoch(made: MadeRun, step: int, step_seconds: float) -> dict:
 
 
 def _event(name: str, step: int, now: datetime, /, **fields: object) -> str:
-    return json.dumps({"event": name, "step": step, "time": now.isoformat(timespec="milliseconds"), **fields})
+    return (
+        to_line({"event": name, "step": step, "time": now.isoformat(timespec="milliseconds"), **fields})
+        .decode()
+        .rstrip()
+    )

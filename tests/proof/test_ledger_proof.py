@@ -7,11 +7,14 @@ import sys
 import pytest
 import typer
 from ledger_runs import write
+from report_runs import make_run
 from typer.testing import CliRunner
 
 from samestep.cli import ledger as command
+from samestep.cli.main import app
 from samestep.errors import DataError, UsageError
 from samestep.proof.ledger import Extent, FieldDifference, Ledger, Repeat, cause, compare, extent, number, read_ledger
+from samestep.train.line import is_whole, to_line
 
 ENTRY = {"num_samples": 2, "ids": "aa", "loss": "0x1.8p+0", "grad_norm": "0x1.0p+1", "lr": ["0x1.0p-3"]}
 
@@ -26,7 +29,7 @@ def event(name, step, **fields):
 
 def put(path, *lines, rest=b""):
     """A ledger file of objects and of raw lines."""
-    raw = [item if isinstance(item, bytes) else json.dumps(item).encode() for item in lines]
+    raw = [item if isinstance(item, bytes) else to_line(item).rstrip() for item in lines]
     path.write_bytes(b"".join(item + b"\n" for item in raw) + rest)
     return path
 
@@ -48,7 +51,7 @@ def test_a_runs_folder_stands_for_its_ledger(tmp_path):
     assert read_ledger(tmp_path) == read_ledger(tmp_path / "ledger.jsonl")
 
 
-@pytest.mark.parametrize("rest", [b'{"step": 1, "lo', b"\xe2\x80", b"\x00\x00", json.dumps(line(1)).encode()])
+@pytest.mark.parametrize("rest", [b'{"step": 1, "lo', b"\xe2\x80", b"\x00\x00", to_line(line(1)).rstrip()])
 def test_an_unfinished_last_line_is_said_and_left_out(tmp_path, rest):
     ledger = read_ledger(put(tmp_path / "x", line(0), rest=rest))
     assert ledger.torn
@@ -81,21 +84,26 @@ def test_steps_from_before_a_change_of_the_contract_are_not_counted_as_repeated(
     assert ledger.repeats_that_differ == []
 
 
+def raw(entry):
+    return to_line(entry).rstrip()
+
+
+NO_CHECKSUM = "is damaged or none of a ledger: it has no checksum"
 GARBAGE = {
-    b"\xff\xfe": "is no JSON",
-    b"{": "is no JSON",
-    b"[" * 100_000: "is no JSON",
-    b"[1, 2]": "is no JSON object",
-    b'{"loss": "0x1.0p+0"}': "has no number of a step, but None",
-    b'{"step": -1}': "has no number of a step, but -1",
-    b'{"step": true}': "has no number of a step, but True",
-    b'{"step": "1"}': "has no number of a step, but '1'",
-    b'{"step": 1, "event": 5}': "has the event 5",
-    json.dumps(line(1, loss="1.5")).encode(): "has '1.5' as loss; needed: a hexadecimal float such as 0x1.8p+0",
-    json.dumps(line(1, loss=None)).encode(): "has None as loss; needed: a hexadecimal float such as 0x1.8p+0",
-    json.dumps(line(1, grad_norm=2.0)).encode(): "has 2.0 as grad_norm; needed: a hexadecimal float such as 0x1.8p+0",
-    json.dumps(line(1, lr=[1])).encode(): "has 1 as lr; needed: a hexadecimal float such as 0x1.8p+0",
-    json.dumps(line(1, digest=7)).encode(): "has 7 as digest; needed: hexadecimal digits",
+    b"\xff\xfe": NO_CHECKSUM,
+    b"{": NO_CHECKSUM,
+    b"[" * 100_000: NO_CHECKSUM,
+    b"[1, 2]": NO_CHECKSUM,
+    raw({"loss": "0x1.0p+0"}): "has no number of a step, but None",
+    raw({"step": -1}): "has no number of a step, but -1",
+    raw({"step": True}): "has no number of a step, but True",
+    raw({"step": "1"}): "has no number of a step, but '1'",
+    raw({"step": 1, "event": 5}): "has the event 5",
+    raw(line(1, loss="1.5")): "has '1.5' as loss; needed: a hexadecimal float such as 0x1.8p+0",
+    raw(line(1, loss=None)): "has None as loss; needed: a hexadecimal float such as 0x1.8p+0",
+    raw(line(1, grad_norm=2.0)): "has 2.0 as grad_norm; needed: a hexadecimal float such as 0x1.8p+0",
+    raw(line(1, lr=[1])): "has 1 as lr; needed: a hexadecimal float such as 0x1.8p+0",
+    raw(line(1, digest=7)): "has 7 as digest; needed: hexadecimal digits",
 }
 
 
@@ -106,8 +114,33 @@ def test_a_line_of_garbage_is_named_and_the_others_are_read(tmp_path, raw, probl
     assert ledger.problems == [f"line 2 {problem}"]
 
 
+def test_no_bit_of_a_line_can_flip_without_being_noticed():
+    whole = raw(line(1, digest="ce9f262ce9b8c095"))
+    assert is_whole(whole)
+    for place in range(8 * len(whole)):
+        flipped = bytearray(whole)
+        flipped[place // 8] ^= 1 << place % 8
+        assert not is_whole(bytes(flipped)), place
+
+
+def test_a_flipped_bit_in_valid_json_is_told_by_every_reader(tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "300")
+    folder = make_run(tmp_path / "run")
+    path = folder / "ledger.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True)
+    flipped = lines[4].replace(b'"num_samples": 128', b'"num_samples": 129')
+    assert "num_samples" in json.loads(flipped)
+    path.write_bytes(b"".join([*lines[:4], flipped, *lines[5:]]))
+    sentence = "line 5 is damaged: its checksum is not that of its bytes"
+    shown = CliRunner().invoke(app, ["ledger", "show", str(folder)]).stdout
+    assert f"note: {sentence}" in shown
+    for words in (("ledger", "diff", folder, folder), ("report", folder)):
+        assert sentence in CliRunner().invoke(app, list(map(str, words))).stdout, words
+    assert "ledger.jsonl: damaged lines: 1 (line 5 first)" in CliRunner().invoke(app, ["runs", str(folder)]).stdout
+
+
 def test_a_file_that_is_no_ledger_and_one_that_is_not_there_are_errors(tmp_path):
-    with pytest.raises(DataError, match=r"x is no ledger: line 1 is no JSON"):
+    with pytest.raises(DataError, match=r"x is no ledger: line 1 is damaged or none of a ledger: it has no checksum"):
         read_ledger(put(tmp_path / "x", b"hello", b"world"))
     with pytest.raises(DataError, match=r"no ledger at .*nowhere: No such file.*name a run's folder or a ledger"):
         read_ledger(tmp_path / "nowhere")
@@ -357,7 +390,7 @@ def test_diff_tells_of_torn_lines_garbage_and_repeats(tmp_path):
     torn = put(tmp_path / "x", line(0), b"oops", line(0, loss="0x1.9p+0"), rest=b"{")
     _, shown = run("diff", torn, torn)
     assert "note: A: the last line is unfinished, and left out" in shown
-    assert "note: B: line 2 is no JSON" in shown
+    assert f"note: B: line 2 {NO_CHECKSUM}" in shown
     assert "note: A: step 0 was taken twice and came out otherwise: loss 1.5 before, 1.5625 after" in shown
 
 

@@ -21,6 +21,7 @@ from samestep.errors import DeviceError, NonFiniteError, UsageError, WorkerError
 from samestep.proof.ledger import read_ledger
 from samestep.proof.replay.program import program_of
 from samestep.proof.replay.replaying import replay
+from samestep.train.line import from_line, to_line
 
 PLAIN = {"kind": "plain", "poison": -300.0}
 
@@ -34,11 +35,11 @@ def replayed(folder, step, program=None, **options):
 def alter(folder, step, change):
     """Changes the line of a step in a ledger."""
     path = folder / "ledger.jsonl"
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    lines = [from_line(line) for line in path.read_bytes().splitlines()]
     for line in lines:
         if line["step"] == step and "event" not in line:
             change(line)
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    path.write_bytes(b"".join(map(to_line, lines)))
 
 
 def next_up(text):
@@ -118,11 +119,20 @@ def test_a_run_without_checkpoints_is_replayed_from_its_beginning(run, tmp_path)
     assert found.check.same_bits
 
 
+def test_a_damaged_line_is_said_and_not_compared(run, tmp_path):
+    folder = copied(run, tmp_path)
+    path = folder / "ledger.jsonl"
+    path.write_bytes(path.read_bytes().replace(b'"skipped": false', b'"skipped": true ', 1))
+    found = replayed(folder, 3)
+    assert found.holds
+    assert any("is damaged: its checksum is not that of its bytes" in note for note in found.notes)
+
+
 def test_steps_of_a_run_that_broke_off_before_it_wrote_them_down_are_replayed_too(run, tmp_path):
     folder = copied(run, tmp_path)
     path = folder / "ledger.jsonl"
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines if line["step"] < 9))
+    lines = [from_line(line) for line in path.read_bytes().splitlines()]
+    path.write_bytes(b"".join(to_line(line) for line in lines if line["step"] < 9))
     found = replayed(folder, 9)
     assert found.holds
     assert found.check.compared == 4

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from samestep.cli import runs as command
 from samestep.errors import DataError, UsageError
 from samestep.proof.runs import find_runs, is_run, read_contract, summarize
+from samestep.train.line import to_line
 from samestep.train.lock import take_lock
 
 CONTRACT = {"recipe": "lenet", "epochs": 3, "command": ["samestep", "train", "lenet"], "seed": 0}
@@ -33,7 +34,8 @@ def make_run(folder, ledger=(), metrics=(), contract=CONTRACT, result=False, che
     folder.mkdir(parents=True)
     (folder / "run.json").write_text(json.dumps(contract))
     for name, lines in (("ledger.jsonl", ledger), ("metrics.jsonl", metrics)):
-        (folder / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
+        write = to_line if name == "ledger.jsonl" else lambda line: json.dumps(line).encode() + b"\n"
+        (folder / name).write_bytes(b"".join(map(write, lines)))
     if result:
         (folder / "result.json").write_text("{}")
     for name in checkpoints:
@@ -181,7 +183,7 @@ BROKEN = {
     ),
     "no ledger": lambda folder: (folder / "ledger.jsonl").unlink(),
     "ledger is garbage": lambda folder: (folder / "ledger.jsonl").write_bytes(b'\xff\n{}\n[1]\n{\n"event"\n'),
-    "ledger of odd types": lambda folder: (folder / "ledger.jsonl").write_text('{"step": "x", "loss": 3}\n'),
+    "ledger of odd types": lambda folder: (folder / "ledger.jsonl").write_bytes(to_line({"step": "x", "loss": 3})),
     "ledger is a folder": lambda folder: ((folder / "ledger.jsonl").unlink(), (folder / "ledger.jsonl").mkdir()),
     "metrics are garbage": lambda folder: (folder / "metrics.jsonl").write_bytes(
         b'"epoch"\n\xff"epoch"\n{"epoch": []}\n'

@@ -1,7 +1,6 @@
 """Checkpoints of a state that is spread over the ranks: taken up by any strategy on any number of devices."""
 
 import hashlib
-import json
 import shutil
 from itertools import product
 
@@ -13,6 +12,7 @@ from state_programs import NUM_STEPS, loaded_after_a_forward, own_loop, read_by_
 from samestep.comm.pieces import Piece, by_rows
 from samestep.errors import RunFolderError
 from samestep.train.checkpoint import newest_checkpoint, read_checkpoint, verify_checkpoint
+from samestep.train.line import from_line
 from samestep.train.manifest import Manifest, manifest_bytes, read_manifest
 from samestep.train.partfile import part_name
 from samestep.train.spreading import write_together
@@ -192,7 +192,7 @@ def test_a_run_that_is_asked_to_stop_leaves_a_checkpoint_of_that_step_first(worl
     run = tmp_path / "run"
     assert worlds(2).run(stopped, strategy, run, 5) == [128 + 15] * 2
     assert newest_checkpoint(run / "checkpoints").snapshot.step == 5
-    events = [json.loads(line) for line in (run / "ledger.jsonl").read_text().splitlines() if '"event"' in line]
+    events = [from_line(line) for line in (run / "ledger.jsonl").read_bytes().splitlines() if b'"event"' in line]
     assert [event["event"] for event in events][-2:] == ["checkpoint", "stop"]
 
 

@@ -1,6 +1,5 @@
 """The ledger: a line a step that parses, loses no bit, and is whole or not there."""
 
-import json
 import math
 import signal
 import subprocess
@@ -17,13 +16,14 @@ from samestep.data.batch import Batch
 from samestep.engine.result import StepResult
 from samestep.errors import RunFolderError
 from samestep.train.ledger import LedgerWriter, ids_hash, learning_rates, ledger_entry
+from samestep.train.line import from_line, to_line
 from samestep.train.run import Run
 
 FLOATS = [0.1, -0.0, math.pi, 5e-324, 1.7e308, math.inf, -math.inf, math.nan, 1 / 3]
 
 
 def read(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    return [from_line(line) for line in path.read_bytes().splitlines()]
 
 
 def result_of(total, norm, batch, skipped=0.0):
@@ -122,7 +122,7 @@ def test_a_folder_that_is_not_there_is_named(tmp_path):
 
 
 LINES = [{"step": 0, "loss": "0x1.8p+0"}, {"event": "stop", "step": 1, "signal": "SIGTERM … gé"}, {"step": 1}]
-WHOLE = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in LINES).encode()
+WHOLE = b"".join(map(to_line, LINES))
 
 
 def test_a_file_cut_anywhere_is_mended_when_it_is_opened(tmp_path):
@@ -131,8 +131,8 @@ def test_a_file_cut_anywhere_is_mended_when_it_is_opened(tmp_path):
         path.write_bytes(WHOLE[:cut])
         with LedgerWriter(path) as ledger:
             ledger.write({"step": 7})
-        whole = [line for line in LINES if json.dumps(line, ensure_ascii=False).encode() in WHOLE[:cut]]
-        assert [json.loads(line) for line in path.read_text("utf-8").splitlines()] == [*whole, {"step": 7}], cut
+        whole = [line for line in LINES if to_line(line).rstrip() in WHOLE[:cut]]
+        assert read(path) == [*whole, {"step": 7}], cut
 
 
 @pytest.mark.parametrize("rest", [b"\x00" * 5000, b"\xe2\x80", b'{"step": 9', b"[1]", b"9", b'"text"', b"[" * 5000])
@@ -149,7 +149,7 @@ def test_a_torn_line_of_any_length_is_removed_and_a_whole_one_kept(tmp_path, len
     path.write_bytes(WHOLE + b'{"step": 5, "note": "' + b"x" * length)
     LedgerWriter(path).close()
     assert path.read_bytes() == WHOLE
-    line = b'{"step": 5, "note": "' + b"x" * length + b'"}'
+    line = to_line({"step": 5, "note": "x" * length}).rstrip()
     path.write_bytes(WHOLE + line)
     with LedgerWriter(path) as ledger:
         assert ledger.last_step() == 5
@@ -188,7 +188,7 @@ def test_the_last_step_is_that_of_the_file_and_events_are_none(tmp_path):
 
 def test_garbage_in_the_middle_hides_no_step(tmp_path):
     path = tmp_path / "ledger.jsonl"
-    path.write_bytes(b'{"step": 3}\n{"step\n\xff\xff\n')
+    path.write_bytes(to_line({"step": 3}) + b'{"step\n\xff\xff\n')
     with LedgerWriter(path) as ledger:
         assert ledger.last_step() == 3
 

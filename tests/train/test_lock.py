@@ -16,6 +16,7 @@ import pytest
 
 from samestep.errors import UsageError
 from samestep.train.folder import create_folder
+from samestep.train.line import from_line
 from samestep.train.lock import is_locked, take_lock
 from samestep.train.naming import LOCK_FILE
 
@@ -89,7 +90,7 @@ class Programs:
             time.sleep(0.01)
 
     def entries(self, name="run"):
-        return [json.loads(line) for line in (self.folder / name / "ledger.jsonl").read_text().splitlines()]
+        return [from_line(line) for line in (self.folder / name / "ledger.jsonl").read_bytes().splitlines()]
 
     def here(self):
         """The digest of the program when it is run in this process."""

@@ -12,6 +12,7 @@ from worlds import in_turns
 from samestep.data.loader import Loader
 from samestep.train import epoch, progress, state
 from samestep.train.digest import state_digest
+from samestep.train.line import from_line
 from samestep.train.run import Run
 
 STEPS = 12
@@ -146,7 +147,7 @@ def test_real_processes_resume_in_the_run_s_own_folder(worlds, tmp_path, before,
     whole = _steps(tmp_path / "run")
     resumed = worlds(after).run(train, "plain", tmp_path / "run", checkpoint(tmp_path / "run", step))
     assert resumed == [reference] * after
-    lines = [json.loads(line) for line in (tmp_path / "run" / "ledger.jsonl").read_text().splitlines()]
+    lines = [from_line(line) for line in (tmp_path / "run" / "ledger.jsonl").read_bytes().splitlines()]
     twice = [line["step"] for line in lines if "event" not in line]
     assert twice == [*range(STEPS), *range(step, STEPS)]
     world_sizes = {line.pop("world_size") for line in lines if "event" not in line}
@@ -207,7 +208,7 @@ def test_a_run_that_has_ended_goes_on_with_more_epochs(tmp_path):
     whole = alone(train, "plain", None, calls=(EPOCHS + 2,))
     alone(train, "plain", tmp_path / "run")
     assert alone(train, "plain", tmp_path / "run", "auto", calls=(EPOCHS + 2,))[:4] == whole[:4]
-    events = [json.loads(line) for line in (tmp_path / "run" / "ledger.jsonl").read_text().splitlines()]
+    events = [from_line(line) for line in (tmp_path / "run" / "ledger.jsonl").read_bytes().splitlines()]
     names = [line["event"] for line in events if line.get("event") not in (None, "checkpoint")]
     assert names == ["start", "end", "resume", "end"]
 
@@ -245,6 +246,45 @@ def test_the_newest_good_checkpoint_is_taken_and_what_was_skipped_is_said(tmp_pa
     said = capsys.readouterr().out
     assert "resumed from step-00000010" in said
     assert said.count("is no good checkpoint") == 2
+
+
+def _flip(data):
+    at = data.index(b'"loss": "0x1.') + len(b'"loss": "0x1.')
+    return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
+
+
+LOST = {
+    "empty": (lambda data: b"", "missing steps: 12 of 12 (step 0 first)"),
+    "gone": (None, "is gone, with what it said of 12 steps"),
+    "cut": (lambda data: b"".join(data.splitlines(True)[:6]), "missing steps: "),
+    "a hole": (lambda data: b"".join(n for n in data.splitlines(True) if b'"step": 3,' not in n), "missing steps: 1 of 12 (step 3 first)"),
+    "a flipped bit": (_flip, "missing steps: 1 of 12 (step 0 first), damaged lines: 1 (line 2 first)"),
+    "whole": (lambda data: data, None),
+}
+
+
+@pytest.mark.parametrize("name", LOST)
+def test_a_resume_says_in_a_line_what_its_ledger_lacks_and_goes_on(tmp_path, capsys, name):
+    change, sentence = LOST[name]
+    reference = alone(train, "plain", tmp_path / "run")
+    path = tmp_path / "run" / "ledger.jsonl"
+    data = path.read_bytes()
+    path.unlink()
+    if change is not None:
+        path.write_bytes(change(data))
+    capsys.readouterr()
+    assert alone(train, "plain", tmp_path / "run", tmp_path / "run")[:4] == reference[:4]
+    lines = [line for line in capsys.readouterr().out.splitlines() if "ledger.jsonl" in line]
+    assert len(lines) == (sentence is not None)
+    assert all(sentence in line and "the run goes on" in line for line in lines)
+
+
+def test_a_ledger_that_begins_with_a_resume_lacks_nothing_of_what_was_before(tmp_path, capsys):
+    alone(train, "plain", tmp_path / "run")
+    alone(train, "plain", tmp_path / "other", checkpoint(tmp_path / "run", 5))
+    capsys.readouterr()
+    alone(train, "plain", tmp_path / "other", tmp_path / "other")
+    assert "ledger.jsonl" not in capsys.readouterr().out
 
 
 # Public cases that broke others: of each the samples are counted, too.

@@ -12,6 +12,7 @@ from worlds import in_turns
 
 from samestep.errors import CheckpointError, ContractError, UsageError
 from samestep.train.contract import code_hash, model_form
+from samestep.train.line import from_line
 from samestep.train.run import Run
 from samestep.train.trainer import Trainer
 
@@ -72,7 +73,7 @@ def alone(*args, **options):
 
 
 def lines(folder, event=None):
-    entries = [json.loads(line) for line in (folder / "ledger.jsonl").read_text().splitlines()]
+    entries = [from_line(line) for line in (folder / "ledger.jsonl").read_bytes().splitlines()]
     return [entry for entry in entries if entry.get("event") == event]
 
 

@@ -1,6 +1,5 @@
 """Programs that are asked to stop, without a supervisor: the step ends, a checkpoint is left, and it can be gone on."""
 
-import json
 import os
 import runpy
 import signal
@@ -18,6 +17,7 @@ from samestep.comm.communicator import Communicator
 from samestep.comm.pulse import Pulse
 from samestep.comm.team import Team
 from samestep.comm.transport import LocalTransport
+from samestep.train.line import from_line
 from samestep.train.stopping import stopping_on_request
 
 PROGRAM = """
@@ -107,7 +107,7 @@ def digest(folder, *arguments):
 
 
 def entries(folder):
-    return [json.loads(line) for line in (folder / "run" / "ledger.jsonl").read_text().splitlines()]
+    return [from_line(line) for line in (folder / "run" / "ledger.jsonl").read_bytes().splitlines()]
 
 
 def left(folder):

@@ -17,6 +17,7 @@ from worlds import in_turns
 from samestep.engine.result import StepResult
 from samestep.errors import NonFiniteError, RunFolderError, SamestepError, UsageError
 from samestep.recipes.job import train
+from samestep.train.line import from_line
 from samestep.train.metrics import accuracy
 from samestep.train.run import Run
 from samestep.train.trainer import EpochRecord, Trainer
@@ -156,7 +157,7 @@ def test_loggers_get_every_step_and_every_epoch_on_the_first_rank_only():
 
 def steps_of(folder):
     """The ledger's lines of steps, without those of events."""
-    lines = [json.loads(line) for line in (folder / "ledger.jsonl").read_text().splitlines()]
+    lines = [from_line(line) for line in (folder / "ledger.jsonl").read_bytes().splitlines()]
     return [line for line in lines if "event" not in line]
 
 

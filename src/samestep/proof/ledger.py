@@ -3,7 +3,6 @@
 Nothing of torch or NumPy is needed: a ledger is JSON, a line a step or event, floats in hexadecimal digits.
 """
 
-import json
 import math
 import re
 import struct
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from samestep.errors import DataError
+from samestep.train.line import fault, from_line
 from samestep.train.naming import LEDGER_FILE
 
 FIELDS: Final = ("num_samples", "ids", "lr", "loss", "grad_norm", "skipped", "digest")
@@ -246,12 +246,9 @@ def number(value: Any) -> float | None:
 
 def _parse(line: bytes) -> tuple[dict[str, Any], str]:
     """A line's entry, and what is wrong with it, or ""."""
-    try:
-        entry = json.loads(line.decode())
-    except (ValueError, RecursionError):
-        return {}, "is no JSON"
-    if not isinstance(entry, dict):
-        return {}, "is no JSON object"
+    entry = from_line(line)
+    if entry is None:
+        return {}, fault(line)
     step = entry.get("step")
     if isinstance(step, bool) or not isinstance(step, int) or step < 0:
         return {}, f"has no number of a step, but {step!r}"

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from samestep.errors import DataError
 from samestep.proof.ledger import number
+from samestep.train.line import from_line, is_whole
 from samestep.train.lock import is_locked
 from samestep.train.naming import CHECKPOINT_FOLDER, CONTRACT_FILE, FACTS_FILE, LEDGER_FILE, METRICS_FILE, RESULT_FILE
 from samestep.train.reading import MAX_FACTS_BYTES, parse_json, read_small
@@ -72,6 +73,7 @@ class _Progress:
     loss: float | None = None
     turn: str | None = None
     world_sizes: list[int] = field(default_factory=list)
+    damaged: list[int] = field(default_factory=list)
     epochs: int = 0
     evals: dict[str, list[float]] = field(default_factory=dict)
 
@@ -115,6 +117,8 @@ def summarize(folder: Path) -> RunSummary:
             pass
         except OSError as error:
             problems.append(f"{name} cannot be read: {error.strerror or error}")
+    if progress.damaged:
+        problems.append(f"{LEDGER_FILE}: damaged lines: {len(progress.damaged)} (line {progress.damaged[0]} first)")
     changed, size = _changed_and_size(folder)
     planned = contract.get("epochs")
     return RunSummary(
@@ -160,16 +164,20 @@ def _look_at_ledger(path: Path, progress: _Progress) -> None:
     """Events are parsed, and of the steps the first and the last."""
     first = last = b""
     with path.open("rb") as file:
-        for line in file:
-            if b'"event"' in line:
-                event = _entry(line)
+        for place, line in enumerate(file, 1):
+            if not line.endswith(b"\n") or not (line := line.strip()):
+                continue
+            if not is_whole(line):
+                progress.damaged.append(place)
+            elif b'"event"' in line:
+                event = from_line(line) or {}
                 _add_world_size(progress, event)
                 progress.turn = event["event"] if event.get("event") in _TURNS else progress.turn
-            elif line.endswith(b"\n") and line.startswith(b"{"):
+            else:
                 first, last = first or line, line
-    step = _entry(last)
+    step = from_line(last) or {}
     if not progress.world_sizes:
-        for entry in (_entry(first), step):
+        for entry in (from_line(first) or {}, step):
             _add_world_size(progress, entry)
     if isinstance(step.get("step"), int):
         progress.steps = step["step"] + 1

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from samestep.train.line import from_line
 from samestep.train.naming import CONTRACT_FILE, LEDGER_FILE, check_untaken
 from samestep.train.writing import make_folder, replacing
 
@@ -33,10 +34,10 @@ def holds_run(path: Path) -> bool:
 def read_losses(path: Path) -> list[tuple[int, float]]:
     """(updates done, loss) of every step in a run's ledger; of a step that was run twice the later line."""
     losses: dict[int, float] = {}
-    with (path / LEDGER_FILE).open(encoding="utf-8", errors="replace") as file:
+    with (path / LEDGER_FILE).open("rb") as file:
         for line in file:
             with suppress(ValueError, KeyError, TypeError):
-                entry = json.loads(line)
+                entry = from_line(line.removesuffix(b"\n")) or {}
                 if "event" not in entry:
                     losses[int(entry["step"]) + 1] = float.fromhex(entry["loss"])
     return sorted(losses.items())

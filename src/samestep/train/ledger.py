@@ -1,8 +1,8 @@
 """The ledger's writer: a line a step and a line an event, by which runs are compared and replayed."""
 
 import hashlib
-import json
 import os
+import re
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from io import FileIO
@@ -15,14 +15,17 @@ from torch.optim import Optimizer
 
 from samestep.data.batch import Batch
 from samestep.engine.result import StepResult
-from samestep.train.writing import append_whole, open_unbuffered, writing
+from samestep.errors import RunFolderError
+from samestep.train.line import from_line, is_whole, to_line
+from samestep.train.writing import append_whole, is_at, open_unbuffered, writing
 
 GATHERED_BYTES = 8192
 READ_BYTES = 65_536
+_STEP = re.compile(rb'\{"step": (\d+), "')
 
 
 class LedgerWriter:
-    """Appends to a ledger, a JSON object a line; floats as hexadecimal digits, so that no bit is lost.
+    """Appends to a ledger, a JSON object with a checksum a line; floats as hexadecimal digits, so that no bit is lost.
 
     Lines are gathered and written whole: a full disk leaves no half of one. What a crash may have left of a last line
     is mended when the file is opened: a whole line without its end gets one, the torn part of a line is removed.
@@ -50,7 +53,7 @@ class LedgerWriter:
         Raises:
             RunFolderError: what had gathered could not be written; the file then ends with the line before.
         """
-        self._waiting += (json.dumps(entry) + "\n").encode()
+        self._waiting += to_line(entry)
         if len(self._waiting) >= GATHERED_BYTES:
             self.flush()
 
@@ -67,7 +70,7 @@ class LedgerWriter:
         """
         assert not fields.keys() & {"event", "time"}, fields
         now = datetime.now(UTC).isoformat(timespec="milliseconds")
-        self._waiting += (json.dumps({"event": name, "step": step, "time": now, **fields}) + "\n").encode()
+        self._waiting += to_line({"event": name, "step": step, "time": now, **fields})
         self.flush()
 
     def last_step(self) -> int | None:
@@ -80,7 +83,7 @@ class LedgerWriter:
         """
         with writing(self._path):
             for line in _lines_backwards(self._file):
-                entry = _parsed(line)
+                entry = from_line(line)
                 if entry is not None and "event" not in entry and isinstance(entry.get("step"), int):
                     return int(entry["step"])
         return None
@@ -94,7 +97,7 @@ class LedgerWriter:
         slots: set[int] = set()
         with writing(self._path):
             for line in _lines_backwards(self._file):
-                entry = _parsed(line) if b'"event"' in line else None
+                entry = from_line(line) if b'"event"' in line else None
                 if entry is not None and entry.get("event") in ("start", "resume"):
                     break
                 if entry is not None and entry.get("event") == "death":
@@ -102,16 +105,24 @@ class LedgerWriter:
         return slots
 
     def flush(self) -> None:
-        """Hands what was written to the system; raises as `write` does."""
-        data, self._waiting = bytes(self._waiting), bytearray()
-        append_whole(self._file, self._path, data)
+        """Hands what was written to the system; raises as `write` does, and where the file is no more at its path."""
+        self._append()
+        if not is_at(self._path, self._file):
+            raise RunFolderError(
+                f"{self._path} is not the file any more that this run writes to: it was moved or replaced meanwhile, "
+                "with its folder perhaps. The run ends; go on with it where it is now: --resume FOLDER"
+            )
 
     def close(self) -> None:
-        """Flushes and closes the file; a second call does nothing."""
+        """Writes what has gathered and closes the file; a second call does nothing."""
         try:
-            self.flush()
+            self._append()
         finally:
             self._file.close()
+
+    def _append(self) -> None:
+        data, self._waiting = bytes(self._waiting), bytearray()
+        append_whole(self._file, self._path, data)
 
     def __enter__(self) -> "LedgerWriter":
         return self
@@ -158,6 +169,32 @@ def ids_hash(ids: np.ndarray) -> str:
     return hashlib.sha256(ids.astype("<i8").tobytes()).hexdigest()[:16]
 
 
+def lacking(path: Path, steps: int) -> str:
+    """What a ledger that a run goes on with lacks of the first `steps` steps, as a sentence; "" for nothing.
+
+    One that begins with a resume holds what came after that.
+
+    Raises:
+        RunFolderError: it cannot be read.
+    """
+    seen, damaged, first = set[int](), list[int](), 0
+    if not path.exists():
+        return f"{path} is gone, with what it said of {steps} steps"
+    with writing(path), path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            line = line.removesuffix(b"\n")
+            if not is_whole(line):
+                damaged.append(number)
+            elif match := _STEP.match(line):
+                seen.add(int(match[1]))
+            elif number == 1 and (begin := from_line(line)) is not None and begin.get("event") == "resume":
+                first = int(begin["step"])
+    lost = [step for step in range(first, steps) if step not in seen]
+    parts = [f"missing steps: {len(lost)} of {steps} (step {lost[0]} first)"] if lost else []
+    parts += [f"damaged lines: {len(damaged)} (line {damaged[0]} first)"] if damaged else []
+    return f"{path}: {', '.join(parts)}" if parts else ""
+
+
 def learning_rates(optimizers: Sequence[Optimizer]) -> list[float]:
     """The learning rate of every parameter group."""
     return [float(group["lr"]) for optimizer in optimizers for group in optimizer.param_groups if "lr" in group]
@@ -171,7 +208,7 @@ def _mend_last_line(file: FileIO, path: Path) -> None:
         last = next(_lines_backwards(file))
         if not last:  # the file ends with the end of a line
             return
-        if _parsed(last) is None:
+        if from_line(last) is None:
             file.truncate(file.seek(0, os.SEEK_END) - len(last))
             return
     append_whole(file, path, b"\n")
@@ -192,12 +229,3 @@ def _lines_backwards(file: FileIO) -> Iterator[bytes]:
             pieces = []
         pieces.append(first)
     yield b"".join(reversed(pieces))
-
-
-def _parsed(line: bytes) -> dict[str, Any] | None:
-    """The JSON object that a line holds, or None."""
-    try:
-        value = json.loads(line.decode())
-    except (ValueError, RecursionError):
-        return None
-    return value if isinstance(value, dict) else None

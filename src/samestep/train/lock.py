@@ -18,7 +18,7 @@ from pathlib import Path
 
 from samestep.errors import UsageError
 from samestep.train.naming import LOCK_FILE
-from samestep.train.writing import open_unbuffered, writing
+from samestep.train.writing import is_at, open_unbuffered, writing
 
 LOCK_SECONDS = 5.0  # a process that is being ended may need a moment
 POLL_SECONDS = 0.05
@@ -49,7 +49,7 @@ class FolderLock:
         if self._file.closed:
             return
         with suppress(OSError):
-            if _is_at(self._path, self._file):
+            if is_at(self._path, self._file):
                 folder = self._path.parent.stat()
                 self._path.unlink()
                 if folder.st_mtime_ns == self._taken:
@@ -83,7 +83,7 @@ def take_lock(
         file = open_unbuffered(path, "a+b")
         try:
             is_locked, reason = _try_to_lock(file)
-            if is_locked and not _is_at(path, file):  # whoever held it has given it back and removed the file
+            if is_locked and not is_at(path, file):  # whoever held it has given it back and removed the file
                 file.close()
                 continue
             if is_locked or reason:
@@ -134,16 +134,6 @@ def _try_to_lock(file: FileIO) -> tuple[bool, str]:
     except OSError as error:
         return False, error.strerror or str(error)
     return True, ""
-
-
-def _is_at(path: Path, file: FileIO) -> bool:
-    """Whether the path still names this open file."""
-    try:
-        there = path.stat()
-    except FileNotFoundError:
-        return False
-    ours = os.fstat(file.fileno())
-    return (there.st_dev, there.st_ino) == (ours.st_dev, ours.st_ino)
 
 
 def _sign(file: FileIO) -> None:

@@ -20,9 +20,10 @@ from samestep.train.checksum import StateChecksum
 from samestep.train.display import make_display
 from samestep.train.epoch import EpochRecord, EpochSoFar
 from samestep.train.folder import create_folder
+from samestep.train.ledger import lacking
 from samestep.train.lock import LOCK_SECONDS, FolderLock, take_lock
 from samestep.train.loggers import Logger
-from samestep.train.naming import CHECKPOINT_FOLDER, check_untaken
+from samestep.train.naming import CHECKPOINT_FOLDER, LEDGER_FILE, check_untaken
 from samestep.train.parts import gathered, in_order, is_spread
 from samestep.train.recorder import Recorder, StepNote
 from samestep.train.saving import SavedCheckpoint
@@ -122,6 +123,10 @@ class Notes:
         self, contract: Mapping[str, Any], goes_on: bool, resumed_from: str | None, changes: Sequence[Change]
     ) -> None:
         """Opens what is written to all along, and says how the run begins; see `Recorder.begin`."""
+        if goes_on and resumed_from is not None and self.folder is not None:
+            lack = lacking(self.folder / LEDGER_FILE, self._step.num_steps)
+            if lack:
+                self.say(f"{lack}; the run goes on, and its state is not affected")
         recorder = self._open(self._step.num_steps if goes_on else None, contract)
         try:
             recorder.begin(self._step.num_steps, resumed_from, changes)

@@ -93,3 +93,13 @@ def append_whole(file: FileIO, path: Path, data: bytes) -> None:
                 with suppress(OSError):
                     file.truncate(os.fstat(file.fileno()).st_size - written)
             raise
+
+
+def is_at(path: Path, file: FileIO) -> bool:
+    """Whether the path still names this open file."""
+    try:
+        there = path.stat()
+    except FileNotFoundError:
+        return False
+    ours = os.fstat(file.fileno())
+    return (there.st_dev, there.st_ino) == (ours.st_dev, ours.st_ino)

@@ -139,6 +139,8 @@ def _ledger(folder: Path, notes: list[str]) -> Ledger | None:
     except DataError as error:
         notes.append(f"nothing can be compared: {error}")
         return None
+    if ledger.problems:
+        notes.append(f"the ledger is not compared where it is damaged: {'; '.join(ledger.problems[:3])}")
     for repeat in ledger.repeats_that_differ[:3]:
         notes.append(f"the recorded run took step {repeat.step} twice, with another {repeat.field} the second time")
     return ledger

@@ -58,7 +58,7 @@ def findings(ledger: Ledger, num_repeated: int) -> tuple[Finding, ...]:
         text = f"{counted(skipped, 'step')} changed nothing: a loss or gradient was not finite."
         found.append(Finding("note", text))
     if ledger.problems:
-        text = f"{counted(len(ledger.problems), 'line')} of the ledger cannot be understood: {ledger.problems[0]}."
+        text = f"{counted(len(ledger.problems), 'line')} of the ledger cannot be trusted: {ledger.problems[0]}."
         found.append(Finding("fails", text))
     if ledger.torn:
         found.append(Finding("note", "The last line of the ledger is unfinished: the run is under way, or was killed."))
