@@ -26,7 +26,7 @@ LAYERS = (
     "recipes",
     "cli",
 )
-BOTTOM = {"errors", "version"}
+BOTTOM = {"errors", "text", "version"}
 HEAVY = ("torch", "numpy", "matplotlib", "tensorboard", "sklearn")
 MODULES = sorted(path for path in ROOT.rglob("*.py") if path.parent != ROOT)
 

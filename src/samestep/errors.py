@@ -15,14 +15,19 @@ SamestepError                 exit code 1
 ├── OutOfMemoryError          a shard or a cached dataset that does not fit in the device's memory
 └── WorkerError               a worker process that failed
 
-A message says what was got, what is needed and which option mends it.
+A message says what was got, what is needed and which option mends it. What it quotes is cut to a readable length.
 """
+
+from samestep.text import readable
 
 
 class SamestepError(Exception):
     """Root of the tree: catch this to catch all that samestep raises on purpose."""
 
     exit_code = 1
+
+    def __str__(self) -> str:
+        return readable(super().__str__())
 
 
 class UsageError(SamestepError, ValueError):

@@ -257,7 +257,10 @@ LOST = {
     "empty": (lambda data: b"", "missing steps: 12 of 12 (step 0 first)"),
     "gone": (None, "is gone, with what it said of 12 steps"),
     "cut": (lambda data: b"".join(data.splitlines(True)[:6]), "missing steps: "),
-    "a hole": (lambda data: b"".join(n for n in data.splitlines(True) if b'"step": 3,' not in n), "missing steps: 1 of 12 (step 3 first)"),
+    "a hole": (
+        lambda data: b"".join(n for n in data.splitlines(True) if b'"step": 3,' not in n),
+        "missing steps: 1 of 12 (step 3 first)",
+    ),
     "a flipped bit": (_flip, "missing steps: 1 of 12 (step 0 first), damaged lines: 1 (line 2 first)"),
     "whole": (lambda data: data, None),
 }

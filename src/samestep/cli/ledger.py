@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from samestep.text import one_line
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -74,7 +76,7 @@ def show(
     if not steps and not shown:
         console.print("no event" if events else "no step yet")
     for note in _notes(ledger):
-        console.print(f"note: {note}", markup=False)
+        console.print(f"note: {one_line(note)}", markup=False)
 
 
 def _read(path: Path) -> "Ledger":
@@ -160,9 +162,9 @@ def _print_diff(
     console = _console()
     for letter, path, ledger, alone in (("A", a, ledgers[0], reach.only_a), ("B", b, ledgers[1], reach.only_b)):
         only = f", {alone:,} of them not in {'B' if letter == 'A' else 'A'}" if alone else ""
-        console.print(f"{letter}: {path}, {_counted(len(ledger.steps), 'step')}{only}", markup=False)
+        console.print(f"{letter}: {one_line(path)}, {_counted(len(ledger.steps), 'step')}{only}", markup=False)
         for note in _notes(ledger):
-            console.print(f"note: {letter}: {note}", markup=False)
+            console.print(f"note: {letter}: {one_line(note)}", markup=False)
     _print_changes(console, changes)
     console.print(_headline(difference, reach), style="bold" if difference is None else "bold red", markup=False)
     if difference is not None:
@@ -173,7 +175,6 @@ def _print_diff(
 def _print_changes(console: "Console", changes: "list[Change] | None") -> None:
     """The fields in which the contracts differ."""
     from rich import box
-    from rich.markup import escape
     from rich.table import Table
 
     from samestep.train.agreement import decides, shown
@@ -186,29 +187,27 @@ def _print_changes(console: "Console", changes: "list[Change] | None") -> None:
         return
     table = Table("contract", "A", "B", "decides", box=box.SIMPLE)
     for change in changes:
-        values = (escape(shown(change.before)), escape(shown(change.after)))
-        table.add_row(escape(change.field), *values, decides(change.field) if change.breaks else "no bits, as a rule")
+        values = (_cell(shown(change.before)), _cell(shown(change.after)))
+        table.add_row(_cell(change.field), *values, decides(change.field) if change.breaks else "no bits, as a rule")
     console.print(table)
 
 
 def _print_fields(console: "Console", fields: "tuple[FieldDifference, ...] | Any") -> None:
     """What differs in a step, and how far it is apart."""
     from rich import box
-    from rich.markup import escape
     from rich.table import Table
 
     table = Table("", "A", "B", "apart", box=box.SIMPLE)
     for change in fields:
         near = "" if change.ulps is None or change.ulps > MAX_ULPS else f"{change.ulps:,} ulp, "
         apart = "" if change.relative is None else f"{near}{change.relative:.2g} of it"
-        table.add_row(_name(change.field), escape(_value(change.a)), escape(_value(change.b)), apart)
+        table.add_row(_name(change.field), _cell(_value(change.a)), _cell(_value(change.b)), apart)
     console.print(table)
 
 
 def _print_steps(console: "Console", steps: "list[Any]") -> None:
     """Steps, a row each."""
     from rich import box
-    from rich.markup import escape
     from rich.table import Table
 
     fields = ("step", "epoch", "position", "num_samples", "ids", "loss", "grad_norm", "lr", "world_size", "digest")
@@ -217,14 +216,13 @@ def _print_steps(console: "Console", steps: "list[Any]") -> None:
     for step in steps:
         mark = " skipped" if step.get("skipped") else ""
         cells = [_value(step.get(field), short=True) + (mark if field == "step" else "") for field in used]
-        table.add_row(*map(escape, cells))
+        table.add_row(*map(_cell, cells))
     console.print(table)
 
 
 def _print_events(console: "Console", events: "list[Any]") -> None:
     """Events, a row each."""
     from rich import box
-    from rich.markup import escape
     from rich.table import Table
 
     table = Table("time", "before step", "event", "", box=box.SIMPLE)
@@ -233,7 +231,7 @@ def _print_events(console: "Console", events: "list[Any]") -> None:
         words = ", ".join(
             f"{key} {value if isinstance(value, str) else json.dumps(value)}" for key, value in rest.items()
         )
-        table.add_row(escape(str(event.get("time", ""))), str(event["step"]), escape(event["event"]), escape(words))
+        table.add_row(_cell(str(event.get("time", ""))), str(event["step"]), _cell(event["event"]), _cell(words))
     console.print(table)
 
 
@@ -255,6 +253,13 @@ def _value(value: Any, short: bool = False) -> str:
     if known is None:
         return value if isinstance(value, str) else json.dumps(value)
     return f"{known:.6g}" if short else repr(known)
+
+
+def _cell(text: str) -> str:
+    """What others wrote, for a table: without characters that control a terminal."""
+    from rich.markup import escape
+
+    return escape(one_line(text))
 
 
 def _counted(count: int, noun: str) -> str:

@@ -1,6 +1,9 @@
 """The command line's front door: registers the commands, and turns errors into sentences."""
 
+import errno
+import os
 import sys
+from io import TextIOWrapper
 from typing import Annotated
 
 import typer
@@ -18,7 +21,8 @@ from samestep.cli.runs import runs
 from samestep.cli.spelling import SPELLINGS
 from samestep.cli.train import train
 from samestep.cli.verify import verify
-from samestep.errors import SamestepError
+from samestep.errors import SamestepError, UsageError
+from samestep.text import readable
 from samestep.version import __version__
 
 app = typer.Typer(
@@ -63,17 +67,29 @@ app.add_typer(ledger.app, name="ledger")
 
 def main() -> None:
     """Runs the command; 0 done, 1 a failure, 2 bad usage, 128 + signal when stopped by one."""
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # as stderr: a name that is no UTF-8 can be printed
     try:
+        if any("\0" in word for word in sys.argv):
+            raise UsageError("got a word with a NUL character in it, which no name and no value has")
         code = app(standalone_mode=False)
     except (typer.Abort, KeyboardInterrupt):
         sys.exit(130)
     except SamestepError as error:
         print(f"samestep: error: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
+    except OSError as error:
+        if error.filename is None:
+            raise
+        reason = f"{os.fsdecode(error.filename)}: {error.strerror}; name another file or folder"
+        print(f"samestep: error: {readable(reason)}", file=sys.stderr)
+        sys.exit(2 if error.errno == errno.ENAMETOOLONG else 1)
     except Exception as error:
         # A usage error of click, or of the copy of it inside newer versions of typer: its methods tell it apart.
         if not hasattr(error, "show") or not hasattr(error, "exit_code"):
             raise
+        if hasattr(error, "message"):
+            error.message = readable(error.message)
         error.show()
         sys.exit(error.exit_code)
     sys.exit(code if isinstance(code, int) else 0)

@@ -48,7 +48,7 @@ def _write(story: "Story", page: Path, picture: Path) -> None:
     from samestep.proof.report.picture import draw_report
     from samestep.proof.report.writing import write_whole
 
-    write_whole(page, make_page(story).encode())
+    write_whole(page, make_page(story).encode(errors="backslashreplace"))
     draw_report(picture, story)
 
 

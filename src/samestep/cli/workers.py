@@ -4,7 +4,14 @@ from typing import Annotated
 
 import typer
 
-THREADS = typer.Option(help="CPU threads a worker; part of what decides the bits; 1 by default.", show_default=False)
+from samestep.recipes.options import MAX_THREADS
+
+THREADS = typer.Option(
+    min=1,
+    max=MAX_THREADS,
+    help="CPU threads a worker; part of what decides the bits; 1 by default.",
+    show_default=False,
+)
 
 Devices = Annotated[
     str | None,

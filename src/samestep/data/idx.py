@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from samestep.data.files import check_regular
 from samestep.data.tensors import TensorData, Transform
 from samestep.errors import DataError
 
@@ -46,6 +47,7 @@ def read_idx(path: str | PathLike[str]) -> Tensor:
         DataError: the file is missing, empty, damaged, truncated, too long, or no IDX file.
     """
     path = Path(path)
+    check_regular(path)
     try:
         with path.open("rb") as file:
             start = file.read(len(GZIP_MAGIC))

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from samestep.data.files import check_regular
 from samestep.errors import DataError, UsageError
 
 
@@ -105,6 +106,7 @@ def standardize(train: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
 
 def _rows(path: str | PathLike[str]) -> Iterator[tuple[int, list[str]]]:
     """The line number and the cells of each row that is not blank."""
+    check_regular(path)
     try:
         with Path(path).open(encoding="utf-8-sig", newline="") as file:
             reader = csv.reader(file, strict=True)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from samestep.data.files import check_regular
 from samestep.data.tensors import row_index
 from samestep.errors import DataError, UsageError
 
@@ -20,6 +21,7 @@ def read_bytes(path: str | PathLike[str]) -> Tensor:
     Raises:
         DataError: the file is missing, is no file, cannot be read or is empty.
     """
+    check_regular(path)
     try:
         content = Path(path).read_bytes()
     except FileNotFoundError as error:

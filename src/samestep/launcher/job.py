@@ -49,6 +49,8 @@ class Job:
             raise UsageError(f"got the folder {self.target}; name the Python file in it, or use -m PACKAGE")
         if self.kind == "script" and not Path(self.target).exists():
             raise UsageError(f"there is no script {self.target}; give the path of a Python file, or -m MODULE")
+        if self.kind == "script" and not Path(self.target).is_file():
+            raise UsageError(f"{self.target} is no regular file; give the path of a Python file, or -m MODULE")
         if self.kind == "module" and not all(part.isidentifier() for part in self.target.split(".")):
             raise UsageError(f"got the module {self.target!r}; after -m give a dotted name such as package.train")
         if self.kind == "function" and not all(self.target.partition(":")):

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from samestep.data.files import check_regular
 from samestep.errors import DataError
 from samestep.train.line import fault, from_line
 from samestep.train.naming import LEDGER_FILE
@@ -120,6 +121,7 @@ def read_ledger(path: Path) -> Ledger:
         DataError: there is no file, it cannot be read, or none of its lines is one of a ledger.
     """
     file = path / LEDGER_FILE if path.is_dir() else path
+    check_regular(file)
     try:
         data = file.read_bytes()
     except OSError as error:

@@ -42,6 +42,9 @@ LEAST: Mapping[str, int] = {
     "keep": 1,
     "digest_every": 1,
 }
+MAX_THREADS = 1024
+"""CPU threads that a worker may have."""
+
 ABOVE_ZERO = ("lr", "max_grad_norm", "checkpoint_minutes")
 
 
@@ -59,6 +62,9 @@ def check_options(options: Mapping[str, Any]) -> None:
         value = options.get(name)
         if value is not None and not least <= value < float("inf"):
             raise UsageError(f"got {name}={value}; {option_of(name)} must be {least} or more")
+    threads = options.get("num_threads")
+    if threads is not None and not 1 <= threads <= MAX_THREADS:
+        raise UsageError(f"got num_threads={threads}; --threads must be from 1 to {MAX_THREADS}")
     for name in ABOVE_ZERO:
         value = options.get(name)
         if value is not None and not 0 < value < float("inf"):
@@ -68,8 +74,9 @@ def check_options(options: Mapping[str, Any]) -> None:
     check_source(recipe, data_dir)
     if data_dir is not None and not Path(data_dir).is_dir():
         raise UsageError(f"got --data-dir {data_dir}: there is no such folder; needed: one with the dataset's files")
-    if data is not None and recipe in ONE_FILE and not Path(data).exists():
-        raise UsageError(f"got --data {data}: there is no such file; {recipe} reads {ONE_FILE[recipe]}")
+    if data is not None and recipe in ONE_FILE and not Path(data).is_file():
+        what = "is no regular file" if Path(data).exists() else "there is no such file"
+        raise UsageError(f"got --data {data}: {what}; {recipe} reads {ONE_FILE[recipe]}")
 
 
 def option_of(name: str) -> str:

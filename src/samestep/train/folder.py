@@ -46,7 +46,8 @@ def read_losses(path: Path) -> list[tuple[int, float]]:
 def write_json(path: Path, value: Any) -> None:
     """Writes a value as indented JSON."""
     with replacing(path) as temporary:
-        temporary.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
+        temporary.write_text(text, encoding="utf-8", errors="backslashreplace")  # JSON's form of a lone surrogate, too
 
 
 def write_weights(path: Path, model: nn.Module) -> None:

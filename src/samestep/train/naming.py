@@ -7,6 +7,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from samestep.data.files import check_regular
 from samestep.errors import UsageError
 
 CONTRACT_FILE = "run.json"
@@ -63,10 +64,11 @@ def recorded(folder: Path) -> Mapping[str, Any]:
         UsageError: there is no run, or its record cannot be read.
     """
     try:
+        check_regular(folder / CONTRACT_FILE)
         value = json.loads((folder / CONTRACT_FILE).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UsageError(f"{folder} holds no run: there is no {CONTRACT_FILE} in it") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UsageError(f"{folder / CONTRACT_FILE} cannot be read: {error}") from error
     if not isinstance(value, dict):
         raise UsageError(f"{folder / CONTRACT_FILE} is not the record of a run")

@@ -140,7 +140,8 @@ def find_state(resume: str | Path, folder: Path | None, tell: Callable[[str], No
         return read_state(path)
     if not holds_run(path):
         raise UsageError(f"{path} holds neither a run nor a checkpoint; --resume takes the folder of a run, or auto")
-    return _newest(path / CHECKPOINT_FOLDER, f"the run in {path}", tell)
+    again = f'begin it anew with --resume auto --run-dir {path} (resume="auto")'
+    return _newest(path / CHECKPOINT_FOLDER, f"the run in {path}", again, tell)
 
 
 def find_checkpoint(place: str | Path, tell: Callable[[str], None]) -> Resumed | None:
@@ -160,7 +161,7 @@ def find_checkpoint(place: str | Path, tell: Callable[[str], None]) -> Resumed |
     path = Path(place)
     if names_checkpoint(path):
         return read_state(path)
-    return _newest(path, str(path), tell) if list_checkpoints(path) else None
+    return _newest(path, str(path), "start again in another folder", tell) if list_checkpoints(path) else None
 
 
 def names_checkpoint(path: Path) -> bool:
@@ -277,7 +278,7 @@ def _head(state: Resumed | None) -> dict[str, Any]:
     return {**head, "forms": forms}
 
 
-def _newest(folder: Path, what: str, tell: Callable[[str], None]) -> Resumed:
+def _newest(folder: Path, what: str, advice: str, tell: Callable[[str], None]) -> Resumed:
     """The newest good checkpoint of a folder that should have one."""
     skipped: list[str] = []
     found = newest_checkpoint(folder, tell=skipped.append, check=_check_state_of_run)
@@ -285,7 +286,7 @@ def _newest(folder: Path, what: str, tell: Callable[[str], None]) -> Resumed:
         tell(sentence)
     if found is None:
         why = "; ".join(skipped) or "none was written before the run ended"
-        raise UsageError(f"{what} has no good checkpoint: {why}; start again without resuming (--resume)")
+        raise UsageError(f"{what} has no good checkpoint: {why}; {advice}")
     return _resumed(found)
 
 

@@ -12,8 +12,9 @@ import numpy as np
 from samestep.proof.report.charts import Chart, Series, line_dashes, make_charts
 from samestep.proof.report.events import QUIET
 from samestep.proof.report.story import Story
-from samestep.proof.report.words import one_line, size
+from samestep.proof.report.words import size
 from samestep.proof.report.writing import write_whole
+from samestep.text import one_line
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

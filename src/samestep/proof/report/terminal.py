@@ -15,12 +15,12 @@ from samestep.proof.report.words import (
     epoch_rows,
     headline_metric,
     number,
-    one_line,
     rate,
     size,
     train_loss,
     value_text,
 )
+from samestep.text import one_line
 
 if TYPE_CHECKING:
     from rich.console import Console

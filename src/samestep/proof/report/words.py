@@ -1,13 +1,11 @@
 """Numbers as words: durations, sizes, rates and metrics, as the terminal and the page show them."""
 
 import math
-import re
 from collections.abc import Mapping
 from typing import Any
 
 from samestep.proof.report.story import RunStory
-
-_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
+from samestep.text import one_line
 
 
 def number(value: float | None, digits: int = 4) -> str:
@@ -45,11 +43,6 @@ def rate(per_second: float | None) -> str:
     if per_second is None:
         return "-"
     return f"{per_second:,.0f} samples/s" if per_second >= 100 else f"{number(per_second, 3)} samples/s"
-
-
-def one_line(text: Any) -> str:
-    """Text without line breaks and control characters, which could write elsewhere on a terminal."""
-    return _CONTROL.sub("�", str(text))
 
 
 def value_text(value: Any) -> str:

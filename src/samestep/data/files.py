@@ -1,0 +1,17 @@
+"""Files with data: what is no regular file may never end, or never begin."""
+
+import stat
+from os import PathLike
+from pathlib import Path
+
+from samestep.errors import DataError
+
+
+def check_regular(path: str | PathLike[str]) -> None:
+    """Raises a `DataError` for a device, a pipe or the like; what is not there, and a folder, are left to `open`."""
+    try:
+        mode = Path(path).stat().st_mode
+    except OSError:
+        return
+    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+        raise DataError(f"{path}: is no regular file, but a device, a pipe or the like; copy what it gives to a file")
