@@ -211,6 +211,93 @@ def test_the_state_of_a_loader_over_other_data_is_refused():
         alone("tensors", 19, state={"epoch": 0, "position": -1})
 
 
+# A length that changes.
+
+
+def resized(count):
+    """A dataset of so many samples of each kind, and what gives it another length."""
+    samples, rows = Noisy(count), torch.arange(count)
+    tensors = TensorDataset(rows)
+    by_name = {"rows": rows}
+    return {
+        "one by one": (samples, lambda count: setattr(samples, "count", count)),
+        "tensor dataset": (tensors, lambda count: setattr(tensors, "tensors", (torch.arange(count),))),
+        "tensors by name": (by_name, lambda count: by_name.update(rows=torch.arange(count))),
+    }
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("one by one", {}),
+        ("one by one", {"num_workers": 2, "multiprocessing_context": "fork"}),
+        ("tensor dataset", {}),
+        ("tensor dataset", {"cache": "device"}),
+        ("tensors by name", {}),
+    ],
+)
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_a_dataset_that_grows_or_shrinks_between_epochs_is_read_whole(kind, options, world_size):
+    counts = (16, 21, 11)
+
+    def program(communicator):
+        dataset, resize = resized(counts[0])[kind]
+        loader = Run(8, 4, 5, communicator=communicator).loader(dataset, shuffle=True, **options)
+        epochs = []
+        for count in counts:
+            resize(count)
+            length = len(loader)
+            epochs.append((length, loader.num_samples, list(loader)))
+        return [(length, num, [b.ids().tolist() for b in batches]) for length, num, batches in epochs]
+
+    results = in_turns(world_size, program)
+    assert results == [results[0]] * world_size
+    for epoch, (count, (length, num_samples, batches)) in enumerate(zip(counts, results[0], strict=True)):
+        ids = [i for batch in batches for i in batch]
+        assert (len(batches), num_samples, sorted(ids)) == (length, count, list(range(count)))
+        fresh = make_loader(None, "one by one", count, shuffle=True)
+        assert ids == fresh.ids(epoch, 0, count).tolist(), "the order is one of the length that the epoch has"
+
+
+@pytest.mark.parametrize("count", [30, 12])
+def test_a_length_that_changes_in_the_middle_of_an_epoch_is_refused(count):
+    dataset = Noisy(24)
+    batches = iter(Run(8, 4).loader(dataset))
+    next(batches)
+    dataset.count = count
+    with pytest.raises(DataError, match=rf"has {count} samples, and had 24 when epoch 0 began, of which 8 are"):
+        next(batches)
+
+
+def test_an_epoch_of_another_length_goes_on_where_it_was_with_the_dataset_of_that_epoch():
+    def loader_at(count, state):
+        loader = make_loader(None, "one by one", 16, shuffle=True)
+        loader.load_state_dict(state)
+        loader.dataset.count = count
+        return loader
+
+    loader = loader_at(21, {"epoch": 3, "position": 0})
+    batches = iter(loader)
+    first = next(batches).ids().tolist()
+    state = loader.state_dict()
+    rest = [i for batch in batches for i in batch.ids().tolist()]
+    end = loader.state_dict()
+    assert sorted(first + rest) == list(range(21))
+    assert [i for batch in loader_at(21, state) for i in batch.ids().tolist()] == rest
+    with pytest.raises(DataError, match=r"has 16 samples, and had 21 when epoch 3 began, .* go on in the middle"):
+        list(loader_at(16, state))
+    assert [batch.epoch for batch in loader_at(16, end)] == [4, 4]
+
+
+def test_nothing_is_left_of_a_last_batch_after_which_the_dataset_has_another_length():
+    loader = make_loader(None, "one by one", 16)
+    states = [loader.state_dict() for _ in loader]
+    again = make_loader(None, "one by one", 21)
+    again.load_state_dict(states[-1])
+    assert list(again) == []
+    assert [batch.length for batch in again] == [8, 8, 5]
+
+
 # Randomness.
 
 

@@ -10,7 +10,7 @@ from train_programs import METRICS, classifier, evaluate, evaluate_with_draws, m
 from worlds import in_turns
 
 from samestep.engine.losses import Mean
-from samestep.errors import UsageError
+from samestep.errors import DeterminismError, UsageError
 from samestep.plan.seeds import derive_seed
 from samestep.train import evaluation as evaluation_module
 from samestep.train.metrics import accuracy
@@ -217,6 +217,19 @@ def test_a_shuffled_loader_is_predicted_in_its_order():
     for ids, values in in_run(program, 3):
         assert ids == values
         assert ids != sorted(ids)
+
+
+@pytest.mark.parametrize("method", ["evaluate", "predict"])
+def test_ranks_whose_datasets_differ_in_length_are_an_error(method):
+    def program(run):
+        rows = torch.zeros(61 + run.rank, 2)
+        if method == "predict":
+            run.predict(nn.Linear(2, 3), rows)
+        else:
+            run.evaluate(nn.Linear(2, 3), (rows,), {"mean": lambda output, batch: output.mean(1)})
+
+    with pytest.raises(DeterminismError, match=r"datasets of \[61, 62\] samples"):
+        in_run(program, 2)
 
 
 def test_a_tensor_comes_back_as_a_tensor_on_the_host():

@@ -72,6 +72,33 @@ def test_real_processes_go_on_with_a_loop_of_their_own(worlds, tmp_path):
         assert [each[OUTCOMES] for each in resumed] == [reference[0][OUTCOMES]] * world_size
 
 
+def test_a_run_over_a_dataset_that_grows_with_the_epochs_goes_on_in_the_middle_of_one(tmp_path):
+    def program(communicator, folder, place=None):
+        run = Run(4, 4, SEED, communicator=communicator)
+        data = list(torch.arange(8.0))
+        model = torch.nn.Linear(1, 1)
+        optimizer = torch.optim.Adam(model.parameters(), 0.1)
+        step = run.train_step(model, optimizer, lambda model, batch: model(batch[:, None]).square().mean())
+        loader = run.loader(data, shuffle=True)
+        if place is not None:
+            run.load_checkpoint(place, step, loader)
+        results = []
+        while loader.cursor.epoch < 3:
+            data[:] = torch.arange(8.0 + 3 * loader.cursor.epoch)
+            for batch in loader:
+                step(batch)
+                results.append(batch)
+                if place is None:
+                    run.save_checkpoint(folder, step, loader, keep=100)
+        return state_digest(model, optimizer), [batch.ids().tolist() for batch in results]
+
+    reference = in_turns(1, program, tmp_path)[0]
+    assert [sum(map(len, reference[1][a:b])) for a, b in ((0, 2), (2, 5), (5, 9))] == [8, 11, 14]
+    for done in (1, 2, 3, 5, 8):
+        resumed = in_turns(2, program, None, tmp_path / f"step-{done:08d}")
+        assert resumed == [(reference[0], reference[1][done:])] * 2
+
+
 def test_the_newest_is_taken_and_some_are_kept(tmp_path):
     def program(communicator):
         parts = Parts(communicator)

@@ -118,6 +118,18 @@ def test_ranks_that_hand_over_different_batches_are_told_so():
     in_turns(2, program)
 
 
+def test_ranks_whose_loaders_order_datasets_of_other_lengths_are_told_so_in_the_first_step():
+    def program(communicator):
+        run = Run(8, 4, communicator=communicator)
+        model = classifier()
+        step = run.train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), classification)
+        loader = run.loader(points(40 + communicator.rank), shuffle=True, drop_last=True)
+        with pytest.raises(DeterminismError, match="dataset of rank 1 has 41 samples in step 0, that of rank 0 has 40"):
+            step(next(iter(loader)))
+
+    in_turns(2, program)
+
+
 def test_eight_shards_are_the_default_whatever_the_devices():
     assert [in_turns(d, lambda c: Run(32, communicator=c).contract.num_shards)[0] for d in (1, 2, 5)] == [8, 8, 8]
     assert Run(3).contract.num_shards == 3

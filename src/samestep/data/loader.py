@@ -1,7 +1,8 @@
 """The loader: global batches in the order of the run, of which this rank fetches its shards only.
 
-Every sample is consumed once an epoch, in an order that depends on (seed, epoch) alone: tier `sample-exact` and, with
-per-sample randomness, `bitwise`. Nothing is padded; the last batch is shorter and is split over the shards like any.
+Every sample is consumed once an epoch, in an order that depends on (seed, epoch, number of samples) alone: tier
+`sample-exact` and, with per-sample randomness, `bitwise`. Nothing is padded; the last batch is shorter and is split
+over the shards like any.
 """
 
 from collections.abc import Callable, Iterator
@@ -56,6 +57,7 @@ class Loader:
     ) -> None:
         if num_workers < 0:
             raise UsageError(f"got num_workers={num_workers}; it must be 0 or more (--num-workers)")
+        self._given, self._cache, self._device = dataset, cache, device
         self.dataset = cached(as_dataset(dataset), cache, device)
         self.is_stream = isinstance(self.dataset, IterableDataset)
         if self.is_stream and shuffle:
@@ -68,10 +70,10 @@ class Loader:
             )
         self.global_batch_size = global_batch_size
         self.cursor = Cursor()
-        self._num_samples = 0 if self.is_stream else _length(self.dataset)
+        self._num_samples = 0 if self.is_stream else _length(self.dataset)  # of the epoch under way
+        self.num_samples_at_first = None if self.is_stream else self._num_samples
         self.team = team
         self._num_shards = team.num_shards
-        self._device = device
         self.seed = seed
         self.shuffle = shuffle
         self.drop_last = drop_last
@@ -82,30 +84,33 @@ class Loader:
         self._left_early = False
 
     def __len__(self) -> int:
-        """Global batches of an epoch.
+        """Global batches of an epoch over the dataset as it is now.
 
         Raises:
             TypeError: the dataset is a stream, whose length nobody knows.
         """
-        if self.is_stream:
+        count = self.num_samples
+        if count is None:
             raise TypeError("an iterable dataset has no length")
-        return num_batches(self._num_samples, self.global_batch_size, self.drop_last)
+        return num_batches(count, self.global_batch_size, self.drop_last)
 
     @property
     def num_samples(self) -> int | None:
-        """Samples of the dataset; None for a stream."""
-        return None if self.is_stream else self._num_samples
+        """Samples of the dataset as it is now; None for a stream."""
+        return None if self.is_stream else len(as_dataset(self._given))
 
     def __iter__(self) -> Iterator[Batch]:
         """Runs from the cursor to the end of the epoch."""
         if self._left_early:
             self.cursor = self.cursor.next_epoch()
         self._left_early = True
+        self._open_epoch()
         pulse = self.team.pulse
         while True:
             version = self.team.version
             batches: Iterator[Batch] = fetch_ahead(self._batches(), self._device)
             while version == self.team.version:
+                self._check_length()
                 before = pulse.enter("data")
                 batch = next(batches, None)
                 pulse.enter(before)
@@ -117,10 +122,11 @@ class Loader:
                 yield batch
             del batches  # the team has changed, and with it which shards are ours: go on from the cursor
 
-    def ids(self, epoch: int, start: int, stop: int) -> np.ndarray:
-        """The sample ids at positions start … stop - 1 of an epoch."""
+    def ids(self, epoch: int, start: int, stop: int, num_samples: int | None = None) -> np.ndarray:
+        """The sample ids at positions start … stop - 1 of an epoch of so many samples; by default of the dataset's."""
         positions = np.arange(start, stop, dtype=np.int64)
-        return permute(positions, self._num_samples, self.seed, epoch) if self.shuffle else positions
+        count = self.num_samples if num_samples is None else num_samples
+        return permute(positions, count or 0, self.seed, epoch) if self.shuffle else positions
 
     def bookmark(self) -> tuple[Cursor, bool]:
         """Where this loader is, for `go_back`."""
@@ -131,8 +137,13 @@ class Loader:
         self.cursor, self._left_early = bookmark
 
     def state_dict(self) -> dict[str, Any]:
-        """The cursor: the batches yielded so far count as consumed."""
-        return {"epoch": self.cursor.epoch, "position": self.cursor.position}
+        """The cursor, in mid-epoch with the epoch's samples: the batches yielded so far count as consumed."""
+        return self.state_at(self.cursor)
+
+    def state_at(self, cursor: Cursor) -> dict[str, Any]:
+        """`state_dict` at a place in the epoch under way."""
+        state = {"epoch": cursor.epoch, "position": cursor.position}
+        return state if self.is_stream or cursor.position == 0 else {**state, "num_samples": self._num_samples}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues from a saved cursor, on any number of devices.
@@ -141,13 +152,39 @@ class Loader:
             UsageError: the cursor lies behind the end of this dataset.
         """
         cursor = Cursor(int(state["epoch"]), int(state["position"]))
-        if not self.is_stream and cursor.position > self._num_samples:
-            raise UsageError(
-                f"got a loader state at sample {cursor.position} of a dataset of {self._num_samples}; needed: the "
-                "state of a loader over the same data"
-            )
+        if not self.is_stream:
+            count = int(state["num_samples"] if "num_samples" in state else len(as_dataset(self._given)))
+            if cursor.position > count:
+                raise UsageError(
+                    f"got a loader state at sample {cursor.position} of a dataset of {count}; needed: the state of a "
+                    "loader over the same data"
+                )
+            self._num_samples = count
         self.cursor = cursor
         self._left_early = False
+
+    def _open_epoch(self) -> None:
+        """Takes the dataset as it is now. A resumed epoch that has samples left is held to its length by the check."""
+        if self.is_stream:
+            return
+        now = as_dataset(self._given)
+        if self._cache is None or len(now) != len(self.dataset):
+            self.dataset = cached(now, self._cache, self._device)
+        if self.cursor.position == 0:
+            self._num_samples = _length(self.dataset)
+
+    def _check_length(self) -> None:
+        """Raises a `DataError` if the dataset no longer has the length by which the epoch was ordered."""
+        if self.is_stream or len(self.dataset) == self._num_samples:
+            return
+        position = self.cursor.position
+        if batch_length(position, self._num_samples, self.global_batch_size, self.drop_last) == 0:
+            return  # a state at the end of an epoch, taken up with the dataset of the next or of the first
+        raise DataError(
+            f"the dataset has {len(self.dataset)} samples, and had {self._num_samples} when epoch {self.cursor.epoch} "
+            f"began, of which {position} are consumed; its length decides the order of an epoch: change it between two "
+            "epochs only, and go on in the middle of one with the dataset of that epoch"
+        )
 
     def _batches(self) -> Iterator[Batch]:
         """The batches of the rest of the epoch; what samples draw does not show in the script's own generators."""
@@ -214,8 +251,9 @@ class Loader:
     def _batch(self, place: _Place, shards: dict[int, Any]) -> Batch:
         """A batch of samples that have ids."""
         epoch, start, length, version = place
-        ids, renew = _IdsLater(self, epoch, start, length), partial(self._renew, epoch, start)
-        return Batch(length, shards, epoch, start, ids, version=version, renew=renew)
+        count = self._num_samples
+        ids, renew = _IdsLater(self, epoch, start, length, count), partial(self._renew, epoch, start)
+        return Batch(length, shards, epoch, start, ids, count, version, renew)
 
     def _plan(self, epoch: int, position: int) -> Iterator[tuple[_Place, dict[int, np.ndarray]]]:
         """Where the batches of the rest of an epoch lie, with the ids of each of this rank's shards."""
@@ -282,12 +320,12 @@ class Loader:
 class _IdsLater:
     """Computes the ids of a global batch when somebody asks."""
 
-    def __init__(self, loader: Loader, epoch: int, start: int, length: int) -> None:
-        self._args = (loader, epoch, start, length)
+    def __init__(self, loader: Loader, epoch: int, start: int, length: int, num_samples: int) -> None:
+        self._args = (loader, epoch, start, length, num_samples)
 
     def __call__(self) -> np.ndarray:
-        loader, epoch, start, length = self._args
-        return loader.ids(epoch, start, start + length)
+        loader, epoch, start, length, num_samples = self._args
+        return loader.ids(epoch, start, start + length, num_samples)
 
 
 class _Positions:

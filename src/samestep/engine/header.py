@@ -50,6 +50,11 @@ def read_headers(headers: Sequence[Sequence[int]], num_flags: int) -> Heard:
     first = headers[0][:IDENTITY]
     for rank, header in enumerate(headers):
         if header[:IDENTITY] != first:
+            if min(first[1], header[1]) >= 0 and header[3] != first[3]:  # batches of loaders
+                raise DeterminismError(
+                    f"the dataset of rank {rank} has {header[3]} samples in step {first[4]}, that of rank 0 has "
+                    f"{first[3]}; needed: the same dataset on every rank, of the same length in every epoch"
+                )
             raise DeterminismError(
                 f"rank {rank} and rank 0 were handed different batches in step {first[4]} (length, epoch, position, "
                 f"checksum, step: {list(header[:IDENTITY])} and {list(first)}); use run.loader, or seed your sampler "

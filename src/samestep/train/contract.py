@@ -119,7 +119,9 @@ def loader_contract(loader: Loader | DataLoader[Any]) -> dict[str, Any]:
         fields["shuffle"] = isinstance(loader.sampler, RandomSampler)
         fields["data_loader"] = {"batch_size": loader.batch_size, "sampler": type(loader.sampler).__name__}
     with suppress(TypeError):
-        fields["num_samples"] = loader.num_samples if isinstance(loader, Loader) else len(loader.dataset)  # type: ignore[arg-type]
+        fields["num_samples"] = (
+            loader.num_samples_at_first if isinstance(loader, Loader) else len(loader.dataset)  # type: ignore[arg-type]
+        )
     return fields
 
 

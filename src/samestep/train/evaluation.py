@@ -18,7 +18,7 @@ from samestep.devices.transfer import to_host
 from samestep.engine.losses import describe, wide_dtype
 from samestep.engine.parameters import settle_model
 from samestep.engine.precision import autocast, check_precision
-from samestep.errors import UsageError
+from samestep.errors import DeterminismError, UsageError
 from samestep.plan.seeds import derive_seed
 from samestep.plan.shards import in_shard_order, shard_bounds
 from samestep.train.metrics import Metric, as_metric, sums
@@ -146,6 +146,7 @@ def carry_out(team: Team, loader: Loader, attempt: Callable[[], T]) -> T:
     def once() -> T:
         if team.version != version:
             loader.go_back(start)
+        _check_same_length(team, loader)
         return attempt()
 
     version = team.version
@@ -154,6 +155,16 @@ def carry_out(team: Team, loader: Loader, attempt: Callable[[], T]) -> T:
         return team.perform(once)
     finally:
         team.pulse.enter(before)
+
+
+def _check_same_length(team: Team, loader: Loader) -> None:
+    """Raises a `DeterminismError` unless all ranks have as many samples: by that each takes its part of them."""
+    counts = [row[0] for row in team.communicator.gather_words([loader.num_samples or 0])]
+    if len(set(counts)) > 1:
+        raise DeterminismError(
+            f"the ranks were handed datasets of {counts} samples to evaluate on or to predict for; needed: the same "
+            "dataset on every rank"
+        )
 
 
 @contextmanager

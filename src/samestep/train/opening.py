@@ -10,6 +10,7 @@ from samestep.comm.communicator import Communicator
 from samestep.comm.team import Team
 from samestep.data.loader import Loader
 from samestep.engine.step import TrainStep
+from samestep.plan.cursor import Cursor
 from samestep.train.agreement import Change
 from samestep.train.notes import Notes
 from samestep.train.parts import divided
@@ -89,7 +90,7 @@ def give_state(
     state = None
     if communicator.rank == source:
         notes.settle(progress.epoch, wait=True)
-        cursor = {"epoch": batch.epoch, "position": batch.position} if isinstance(loader, Loader) else None
+        cursor = loader.state_at(Cursor(batch.epoch, batch.position)) if isinstance(loader, Loader) else None
         captured = progress.capture(loader, cursor, contract)
         files = to_host_copy(divided(captured.files)[0])
         state = Resumed(f"rank {source}", step.num_steps, files, captured.facts)
