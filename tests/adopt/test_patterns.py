@@ -346,6 +346,25 @@ def test_what_cannot_be_kept_is_refused_by_name(worlds, tmp_path, name, error, t
         assert "not reached" not in outcome.stdout
 
 
+LONE_ROW = """
+import torch
+from torch import nn
+model = nn.DataParallel(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).cuda())
+model(torch.ones(8, 3))
+model(torch.ones(5, 3))
+"""
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_chunk_that_leaves_batchnorm_one_row_is_named(worlds, tmp_path, n):
+    (tmp_path / "lone.py").write_text(LONE_ROW)
+    for outcome in run(worlds, n, tmp_path / "lone.py", cwd=tmp_path):
+        assert outcome.error == "UsageError", outcome.message
+        assert "module 1 (BatchNorm1d) needs two samples" in outcome.message
+        assert "of the 5 rows of wrapped forward 1 chunk 2 (of 3) has one" in outcome.message
+        assert "drop_last=True" in outcome.message
+
+
 @pytest.mark.parametrize("n", [2, 3])
 def test_a_loss_that_differs_between_processes_is_an_error(worlds, tmp_path, n):
     for outcome in run(worlds, n, script("hook_collects"), cwd=tmp_path):

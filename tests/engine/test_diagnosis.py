@@ -8,7 +8,7 @@ from torch.nn import functional
 from worlds import in_turns
 
 from samestep.engine.diagnosis import explain_nondeterminism
-from samestep.errors import DeterminismError
+from samestep.errors import DeterminismError, UsageError
 from samestep.train.run import Run
 
 
@@ -131,3 +131,24 @@ def test_the_search_for_the_module_leaves_no_hooks_behind():
         return [len(module._forward_hooks) for module in model.modules()]
 
     assert set(in_turns(1, program)[0]) == {0}
+
+
+@pytest.mark.parametrize(
+    ("rows", "strategy", "said"),
+    [
+        (100, "replicate", r"of the 4 samples of step 4 shard 0 \(of 6\) has one.*drop_last=True.*num_shards=2 or"),
+        (97, "replicate", r"of the 1 samples of step 4 shard 0 \(of 6\) has one.*drop_last=True.*global_batch_size"),
+        (100, "sharded", r"of the 4 samples of step 4 shard 0 \(of 6\) has one.*num_shards=2 or less"),
+    ],
+)
+def test_a_batch_that_leaves_batchnorm_one_sample_is_named(rows, strategy, said):
+    run = Run(24, 6)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    step = run.train_step(
+        model, torch.optim.SGD(model.parameters(), 0.1), lambda m, b: m(b[0]).square().mean(), strategy=strategy
+    )
+    batches = list(run.loader((torch.randn(rows, 3),)))
+    for batch in batches[:-1]:
+        step(batch)
+    with pytest.raises(UsageError, match=rf"module 1 \((FSDP)?BatchNorm1d\) needs two .*{said}"):
+        step(batches[-1])

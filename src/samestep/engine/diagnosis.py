@@ -1,4 +1,4 @@
-"""The diagnosis: where in a model an operation without a deterministic form was called."""
+"""The diagnosis: where in a model an operation was called that has no deterministic form, or needs more samples."""
 
 import re
 import sys
@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from samestep.data.nested import leaves
-from samestep.errors import DeterminismError
+from samestep.errors import DeterminismError, UsageError
 
+LONE_SAMPLE = "Expected more than 1 value per channel when training"
 PATTERN = re.compile(r"(\S+) does not have a deterministic implementation")
 
 
@@ -35,6 +36,27 @@ def explain_nondeterminism(
     return DeterminismError(
         f"{match.group(1)} has no deterministic form on this device, and was called in {where}; replace it, or give up "
         'equal bits with samestep.Run(reduction="native") (--reduction native)'
+    )
+
+
+def explain_lone_sample(error: BaseException, model: nn.Module, where: str, advice: str) -> UsageError | None:
+    """Turns torch's error about BatchNorm in training on one sample into one that names the module and the batch.
+
+    Args:
+        error: what torch raised in the forward of one sample.
+        model: the model that ran.
+        where: which part of which batch it was, in words.
+        advice: what else mends it than to leave out a shorter last batch.
+
+    Returns:
+        The error to raise, or None if `error` is about something else.
+    """
+    if LONE_SAMPLE not in str(error):
+        return None
+    module = _module_in_traceback(error.__traceback__, model) or "BatchNorm"
+    return UsageError(
+        f"{module} needs two samples or more in training, and {where} has one: leave out a shorter last batch "
+        f"(drop_last=True), or {advice}"
     )
 
 

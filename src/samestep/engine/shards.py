@@ -12,7 +12,7 @@ from samestep.data.batch import Batch
 from samestep.data.randomness import Generators
 from samestep.engine.buffers import BufferMerge
 from samestep.engine.counts import GlobalCounts
-from samestep.engine.diagnosis import explain_nondeterminism
+from samestep.engine.diagnosis import explain_lone_sample, explain_nondeterminism
 from samestep.engine.gradients import GradientSum
 from samestep.engine.graphs import ShardGraphs
 from samestep.engine.guard import ModelGuard
@@ -20,7 +20,7 @@ from samestep.engine.losses import LossFn, ShardLoss, read_loss
 from samestep.engine.memory import Shortage, describe_lone_shortage, free_memory, is_out_of_memory
 from samestep.engine.precision import LossScale, autocast
 from samestep.engine.rows import DeviceRows, HostRows, quotient
-from samestep.errors import LossError, OutOfMemoryError
+from samestep.errors import LossError, OutOfMemoryError, UsageError
 from samestep.plan.seeds import derive_seed
 from samestep.plan.shards import shard_bounds
 
@@ -126,6 +126,10 @@ class ShardRunner:
                         raise OutOfMemoryError(text) from error
                     value, phase = batch.shards[shard], self._team.pulse.phase
                     shortage = Shortage(shard, num_samples, value, phase, counts)
+                except ValueError as error:
+                    if (told := self.explain_lone(error, shard, num_samples, batch.length, step)) is not None:
+                        raise told from None
+                    raise
                 else:
                     self.guard.restore_modes()
                     continue
@@ -188,6 +192,17 @@ class ShardRunner:
                 raise
             raise explained from None
         return loss
+
+    def explain_lone(
+        self, error: ValueError, shard: int, num_samples: int, length: int, step: int
+    ) -> UsageError | None:
+        """What to raise for an error that torch raised because a shard of a batch of `length` has one sample."""
+        if num_samples > 1:
+            return None
+        where = f"of the {length} samples of step {step} shard {shard} (of {self._team.num_shards})"
+        fewer = f"cut batches into fewer shards (num_shards={length // 2} or less)"
+        advice = fewer if length > 1 else "take a global_batch_size that leaves more"
+        return explain_lone_sample(error, self._model, where, advice)
 
     def forward(self, model: Any, value: Any, num_samples: int, counts: Any) -> ShardLoss:
         """What the loss function says of a shard.

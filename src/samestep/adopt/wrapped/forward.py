@@ -23,6 +23,7 @@ from samestep.adopt.wrapped.results import Results, gather_results
 from samestep.data.batch import checksum, tensor_checksum
 from samestep.data.nested import map_tensors
 from samestep.engine.buffers import refuse_sync_batchnorm
+from samestep.engine.diagnosis import explain_lone_sample
 from samestep.errors import DeterminismError, UsageError
 from samestep.plan.seeds import derive_seed
 from samestep.plan.tree import rank_blocks
@@ -276,7 +277,16 @@ def _run_chunks(
             work.results.words()
             work.packed = work.results.packed(adoption.world_size)
     except (Exception, SystemExit) as error:
-        work.error = error
+        work.error = _explained(error, module, chunks, work.failed_chunk, adoption.num_forwards) or error
+
+
+def _explained(error: BaseException, module: nn.Module, chunks: Chunks, chunk: int, number: int) -> UsageError | None:
+    """What to raise for an error that torch raised because a chunk has one row; None for the error itself."""
+    if chunks.num_rows(chunk) != 1:
+        return None
+    num_rows = sum(map(chunks.num_rows, range(chunks.num_chunks)))
+    where = f"of the {num_rows} rows of wrapped forward {number} chunk {chunk} (of {chunks.num_chunks})"
+    return explain_lone_sample(error, module, where, "cut batches into fewer chunks (--num-shards)")
 
 
 @contextmanager

@@ -143,6 +143,11 @@ class PipelineRunner:
                 raise
             text = describe_lone_shortage(shard, self._num_samples(shard), self._team.rank, "pipeline")
             raise OutOfMemoryError(text) from error
+        except ValueError as error:
+            told = self._inner.explain_lone(error, shard, self._num_samples(shard), self._batch.length, self._step)
+            if told is None:
+                raise
+            raise told from None
 
     def _num_samples(self, shard: int) -> int:
         return self._bounds[shard + 1] - self._bounds[shard]
