@@ -197,11 +197,12 @@ def test_parameters_that_replace_others_in_the_optimizer_are_trained():
     assert in_turns(1, program)[0] == [True, False]
 
 
-def test_a_step_that_failed_on_one_rank_is_not_repeated_by_it_alone():
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_step_that_failed_on_one_rank_is_not_repeated_by_it_alone(world_size):
     def program(communicator):
         run = Run(24, 8, communicator=communicator)
         model = net()
-        failures = [1] if communicator.rank == 1 else []
+        failures = [1] if communicator.rank == world_size - 1 else []
 
         def loss(model, batch):
             if failures:
@@ -215,8 +216,28 @@ def test_a_step_that_failed_on_one_rank_is_not_repeated_by_it_alone():
         except KeyError:
             step(table())
 
-    with pytest.raises(DeterminismError, match="step 0 failed on rank 1"):
-        in_turns(2, program)
+    with pytest.raises(DeterminismError, match=f"step 0 failed on rank {world_size - 1}, and its exception was caught"):
+        in_turns(world_size, program)
+
+
+def test_a_step_that_was_interrupted_on_the_only_device_may_be_taken_again():
+    def program(communicator):
+        run = Run(24, 8, communicator=communicator)
+        model = net()
+        interrupts = [1]
+
+        def loss(model, batch):
+            if interrupts:
+                interrupts.pop()
+                raise KeyboardInterrupt
+            return mean_squared(model, batch)
+
+        step = run.train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), loss)
+        with pytest.raises(KeyboardInterrupt):
+            step(table())
+        return step(table()).step
+
+    assert in_turns(1, program) == [0]
 
 
 def test_another_number_of_threads_is_noticed():

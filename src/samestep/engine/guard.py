@@ -50,6 +50,11 @@ class ModelGuard:
         """Lets go of the copies: the shards have run."""
         self._copies = None
 
+    def not_finite(self) -> str | None:
+        """The name of the first parameter that holds NaN or infinity, if one does."""
+        named = zip(self._names, self._parameters, strict=True)
+        return next((name for name, parameter in named if not bool(torch.isfinite(parameter.detach()).all())), None)
+
     def modes(self) -> list[bool]:
         """Which modules trained when the step began."""
         return self._modes

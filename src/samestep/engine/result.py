@@ -9,6 +9,7 @@ from torch import Tensor
 from samestep.data.batch import Batch
 from samestep.errors import NonFiniteError
 
+ADVICE = "Lower the learning rate, set max_grad_norm, or pass on_nonfinite='skip' to leave such steps out"
 NUM_SUMS = 5  # total, count, gradient norm, skipped, poisoned; then a row a shard
 
 
@@ -107,10 +108,7 @@ class StepResult:
         else:
             if values[1] == 0:
                 where = "the loss, since its count over the whole batch is 0"
-        return (
-            f"step {self.step}: not finite: {where}. Parameters, optimizer and buffers are as before this step. "
-            "Lower the learning rate, set max_grad_norm, or pass on_nonfinite='skip' to leave such steps out"
-        )
+        return f"step {self.step}: not finite: {where}. Parameters, optimizer and buffers are as before this step. {ADVICE}"
 
 
 def _is_finite(value: float) -> bool:

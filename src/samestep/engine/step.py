@@ -44,7 +44,7 @@ from samestep.engine.memory import (
 from samestep.engine.parameters import named_parameters
 from samestep.engine.placement import check_mesh, place
 from samestep.engine.precision import LossScale, check_precision
-from samestep.engine.result import StepResult
+from samestep.engine.result import ADVICE, StepResult
 from samestep.engine.rows import DeviceRows, HostRows, is_finite, quotient
 from samestep.engine.settings import settings_of
 from samestep.engine.shards import ShardRunner
@@ -216,7 +216,10 @@ class TrainStep:
             shortage = self.runner.run(batch, self.num_steps)
         except BaseException as error:
             self._abandon()
-            self._failed = team.world_size > 1 and not isinstance(error, PeerLostError)
+            # The script's own exception is refused on one rank as on several; Ctrl-C in a notebook is nobody's failure.
+            self._failed = (
+                isinstance(error, Exception) if team.world_size == 1 else not isinstance(error, PeerLostError)
+            )
             raise
         try:
             team.pulse.enter("exchange")
@@ -282,8 +285,8 @@ class TrainStep:
         self.team.check_here()
         if self._failed:
             raise DeterminismError(
-                f"step {self.num_steps} failed on rank {self.communicator.rank}, and a step cannot be repeated by one "
-                "rank alone; let the exception end the run"
+                f"step {self.num_steps} failed on rank {self.communicator.rank}, and its exception was caught: a step "
+                "cannot be repeated, or left out, by one rank alone; let the exception end the run"
             )
         if self.communicator.device.type == "cpu" and torch.get_num_threads() != self._num_threads:
             raise DeterminismError(
@@ -463,12 +466,18 @@ class TrainStep:
         """Raises what a step found; from then on steps update again, starting from the state before that one."""
         try:
             result.check()
-        except NonFiniteError:
+        except NonFiniteError as error:
             self.num_steps = result.step
             self._poisoned = self._poisoned & False
             self._gradients.drop_memory()
             self._unread.clear()
             self._restore_schedule(schedule)
+            if (name := self.runner.guard.not_finite()) is not None:
+                when = "the first step" if result.step == 0 else "this step"
+                advice = (
+                    f"Parameter {name} held NaN or infinity before {when}: look at how it was initialised or loaded"
+                )
+                raise NonFiniteError(str(error).replace(ADVICE, advice)) from None
             raise
 
     def _read_what_is_there(self) -> None:
