@@ -22,6 +22,10 @@ import torch
 from numpy.random import mtrand
 from torch import Tensor
 
+from samestep.plan.seeds import derive_seed
+
+ASIDE_STREAM = 2**34  # apart from the streams of steps, samples and evaluations
+
 
 class Generators:
     """The global generators of this process, and what it takes to seed them cheaply.
@@ -54,6 +58,17 @@ class Generators:
             yield
         finally:
             self.restore(saved)
+
+    @contextmanager
+    def aside(self, number: int) -> Iterator[None]:
+        """The time in which one rank alone runs code of the user's: it draws from a stream of its own.
+
+        Args:
+            number: of the stream, another one each time.
+        """
+        with self.preserved():
+            self.seed(derive_seed(ASIDE_STREAM, number))
+            yield
 
     def save(self) -> "SavedState":
         """The state of every generator."""

@@ -108,7 +108,8 @@ class StepResult:
         else:
             if values[1] == 0:
                 where = "the loss, since its count over the whole batch is 0"
-        return f"step {self.step}: not finite: {where}. Parameters, optimizer and buffers are as before this step. {ADVICE}"
+        state = "Parameters, optimizer and buffers are as before this step"
+        return f"step {self.step}: not finite: {where}. {state}. {ADVICE}"
 
 
 def _is_finite(value: float) -> bool:

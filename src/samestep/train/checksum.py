@@ -107,9 +107,8 @@ class StateChecksum:
         self._step = model if isinstance(model, TrainStep) else None
         self._model = model.model if isinstance(model, TrainStep) else model
         self._optimizers = model.optimizers if isinstance(model, TrainStep) else tuple(optimizers)
-        self._plan: _Plan | None = None
-        self._sums = RowSums()
-        self._spread_sum = SpreadSum(self._sums)
+        sums = RowSums()
+        self._whole, self._pieces, self._spread_sum = _LocalSum(sums), _LocalSum(sums), SpreadSum(sums)
 
     @torch.no_grad()
     def compute(self) -> Tensor:
@@ -118,6 +117,33 @@ class StateChecksum:
         Returns:
             A 0-d int64 tensor on the device; nobody waits for it until it is read. See `as_hex`.
         """
+        names, tensors, pieces, plain = self._state()
+        if not pieces:
+            return self._whole.of(names, tensors, plain)
+        assert self._step is not None, "only a step has state that is spread"
+        over = self._step.spread_over
+        pieces = {number: piece.in_order(over) for number, piece in pieces.items()}
+        tensors = [pieces[k].local if k in pieces else tensor for k, tensor in enumerate(tensors)]
+        forms = [(names[k], t.dtype, pieces[k].shape if k in pieces else t.shape) for k, t in enumerate(tensors)]
+        total = self._spread_sum.of(tensors, pieces, over)
+        return scattered(total + signed(_fingerprint(forms) + _hash(json.dumps(plain))))
+
+    @torch.no_grad()
+    def compute_held(self) -> list[Tensor]:
+        """Checksums of what this rank holds, by itself: of what each rank has whole, and of its pieces of the rest.
+
+        Returns:
+            0-d int64 tensors; the second only where a step has spread its state over the ranks.
+        """
+        names, tensors, pieces, plain = self._state()
+        whole = [number for number in range(len(names)) if number not in pieces]
+        held = [self._whole.of([names[k] for k in whole], [tensors[k] for k in whole], plain)]
+        if self._step is not None and self._step.spread is not None:
+            held.append(self._pieces.of([names[k] for k in pieces], [tensors[k] for k in pieces], []))
+        return held
+
+    def _state(self) -> tuple[list[str], list[Tensor], dict[int, Piece], list[tuple[str, Any]]]:
+        """Names and tensors, of pieces what this rank has; the pieces by number; and the plain values."""
         step = self._step
         names: list[str] = []
         tensors: list[Tensor] = []
@@ -126,18 +152,28 @@ class StateChecksum:
         spread, world_size = (None, 1) if step is None else (step.spread, step.spread_over.world_size)
         for name, value in named_state(self._model, self._optimizers, spread, world_size):
             if isinstance(value, Piece):
-                assert step is not None, "only a step has state that is spread"
-                value = value.in_order(step.spread_over)
                 pieces[len(names)] = value
             if isinstance(value, Tensor | Piece):
                 names.append(name)
                 tensors.append(value.local if isinstance(value, Piece) else value)
             else:
                 plain.append((name, value))
-        if step is not None and pieces:
-            forms = [(names[k], t.dtype, pieces[k].shape if k in pieces else t.shape) for k, t in enumerate(tensors)]
-            total = self._spread_sum.of(tensors, pieces, step.spread_over)
-            return scattered(total + signed(_fingerprint(forms) + _hash(json.dumps(plain))))
+        return names, tensors, pieces, plain
+
+
+class _LocalSum:
+    """The checksum of tensors and plain values that are all here, again and again for the same names and shapes.
+
+    Args:
+        sums: of rows.
+    """
+
+    def __init__(self, sums: RowSums) -> None:
+        self._sums = sums
+        self._plan: _Plan | None = None
+
+    def of(self, names: list[str], tensors: list[Tensor], plain: list[tuple[str, Any]]) -> Tensor:
+        """A 0-d int64 tensor."""
         plan = self._fitting_plan(names, tensors)
         total = torch.zeros((), dtype=torch.int64, device=plan.main)
         rest = torch.zeros_like(plan.stage_keys)

@@ -23,11 +23,12 @@ import math
 import os
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from io import BytesIO, FileIO
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
+from samestep.data.randomness import Generators
 from samestep.errors import UsageError
 from samestep.train.writing import append_whole, make_folder, open_unbuffered
 
@@ -41,6 +42,32 @@ class Logger(Protocol):
 
     def close(self) -> None:
         """Ends the record; a second call does nothing."""
+
+
+class Aside:
+    """Loggers of the user's, as one: what they draw does not show in the generators, which other ranks have as well.
+
+    Args:
+        loggers: only rank 0 calls them.
+        generators: of this process.
+    """
+
+    def __init__(self, loggers: Sequence[Logger], generators: Generators) -> None:
+        self._loggers, self._generators, self._calls = loggers, generators, 0
+
+    def log(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Has each of them record the scalars."""
+        self._each(lambda logger: logger.log(step, scalars))
+
+    def close(self) -> None:
+        """Closes each of them."""
+        self._each(lambda logger: logger.close())
+
+    def _each(self, action: Callable[[Logger], None]) -> None:
+        self._calls += 1
+        with self._generators.aside(self._calls):
+            for logger in self._loggers:
+                action(logger)
 
 
 class JsonlLogger:

@@ -15,6 +15,7 @@ from samestep.engine.step import TrainStep
 from samestep.errors import UsageError
 from samestep.train.checkpoint import Snapshot, check_keep, list_checkpoints, write_checkpoint
 from samestep.train.contract import loader_contract, step_contract
+from samestep.train.drift import Drift
 from samestep.train.parts import divided, is_spread
 from samestep.train.resume import check_state, find_checkpoint, hand_out, names_checkpoint
 from samestep.train.saving import to_host_copy
@@ -82,6 +83,7 @@ def save(
             return write_together(team.communicator, over, folder, number, state, keep, replace=True).name
         return share_text(team.communicator, on_main(team.communicator, write) or "")
 
+    Drift(team, _listed(step)).check()
     before = team.pulse.enter("exchange")  # who waits for the one that writes is not silent for want of life
     try:
         return folder / team.perform(attempt)

@@ -12,17 +12,19 @@ from typing import Any
 
 from samestep.comm.team import Team
 from samestep.data.batch import Batch
+from samestep.data.randomness import Generators
 from samestep.engine.result import StepResult
 from samestep.engine.step import TrainStep
 from samestep.errors import NonFiniteError, UsageError
 from samestep.train.agreement import Change
 from samestep.train.checksum import StateChecksum
 from samestep.train.display import make_display
+from samestep.train.drift import Drift
 from samestep.train.epoch import EpochRecord, EpochSoFar
 from samestep.train.folder import create_folder
 from samestep.train.ledger import lacking
 from samestep.train.lock import LOCK_SECONDS, FolderLock, take_lock
-from samestep.train.loggers import Logger
+from samestep.train.loggers import Aside, Logger
 from samestep.train.naming import CHECKPOINT_FOLDER, LEDGER_FILE, check_untaken
 from samestep.train.parts import gathered, in_order, is_spread
 from samestep.train.recorder import Recorder, StepNote
@@ -43,7 +45,7 @@ class Notes:
         folder: of the run; None writes nothing but to the loggers.
         loggers: of the user's.
         keep: how many checkpoints are kept.
-        digest_every: a step has a checksum of the whole state every so many steps.
+        digest_every: a step has a checksum of the whole state every so many steps, which the ranks compare.
         checkpoint_steps: a checkpoint is due after every so many steps; None for by time alone.
         checkpoint_minutes: one is due when the last is that old, by rank 0's clock; None for by steps alone.
 
@@ -74,12 +76,14 @@ class Notes:
         self.has_begun = False
         self.last_loss: float | None = None
         self._team, self._step = team, step
-        self._loggers = list(loggers)
+        self._generators = Generators(team.communicator.device)
+        self._loggers: list[Logger] = [Aside(list(loggers), self._generators)] if loggers else []
         self._keep = keep
         self._digest_every = digest_every
         self._checkpoint_steps = checkpoint_steps
         self._checkpoint_seconds = None if checkpoint_minutes is None else 60 * checkpoint_minutes
         self._checksum = StateChecksum(step)
+        self._drift = Drift(team, [step])
         self._lock: FolderLock | None = None
         self._recent: deque[StepNote] = deque(maxlen=REMEMBERED_STEPS)
         self._unread: deque[StepNote] = deque()
@@ -145,9 +149,15 @@ class Notes:
         is_due = (result.step + 1) % self._digest_every == 0
         before = self._team.pulse.enter_detail("ledger")
         digest = self._checksum.compute() if is_due and self.folder is not None else None
+        if is_due:
+            self._drift.check(None if is_spread(self._step) else digest)
         self._team.pulse.enter_detail(before)
         known = batch if isinstance(batch, Batch) else None
         self._unread.append(StepNote(result, known, rates, self._team.world_size, digest))
+
+    def compare(self) -> None:
+        """Compares the state over the ranks; all of them call it, and raise a `DeterminismError` if it differs."""
+        self._drift.check()
 
     def settle(self, epoch: EpochSoFar, wait: bool) -> None:
         """Writes down the steps whose scalars have arrived, and adds them to the epoch; all of them if told to wait.
@@ -201,15 +211,15 @@ class Notes:
         recorder.catch_up(self._recent)
 
     def is_checkpoint_due(self) -> bool:
-        """Whether this rank is to write one now; where all write, all say the same after the same step."""
-        team, all_write = self._team, is_spread(self._step)
-        if self.folder is None or (team.rank != 0 and not all_write):
+        """Whether one is to be written now; all ranks say the same after the same step."""
+        team = self._team
+        if self.folder is None:
             return False
         step, when = self._last_checkpoint
         if self._checkpoint_steps is not None and self._step.num_steps % self._checkpoint_steps == 0:
             return step != self._step.num_steps
         is_old = self._checkpoint_seconds is not None and time.monotonic() - when >= self._checkpoint_seconds
-        if not all_write:
+        if team.world_size == 1:
             return is_old
         team.asks_checkpoint = is_old and team.rank == 0  # the others hear of it in the next step
         return team.checkpoint_agreed and step != self._step.num_steps
@@ -265,7 +275,8 @@ class Notes:
         if self.recorder is None:
             return
         per_epoch = max(1, self._step.num_steps // max(1, len(history)))
-        self.recorder.draw([(r.epoch * per_epoch, r.eval["loss"]) for r in history if "loss" in r.eval], name)
+        with self._generators.aside(self._step.num_steps):  # a library that it loads may draw
+            self.recorder.draw([(r.epoch * per_epoch, r.eval["loss"]) for r in history if "loss" in r.eval], name)
 
     def close(self) -> None:
         """Waits for the last checkpoint; closes the ledger and the loggers, and gives back the lock."""
@@ -282,7 +293,8 @@ class Notes:
     def _open(self, purge_step: int | None, contract: Mapping[str, Any] | None = None) -> Recorder:
         """Opens the recorder of this rank, as the only one that writes to the folder."""
         self.lock(TAKE_OVER_SECONDS if self._team.healed else LOCK_SECONDS)
-        self.recorder = Recorder(self._team, self.folder, self._loggers, self._keep, purge_step, contract)
+        with self._generators.aside(self._step.num_steps):
+            self.recorder = Recorder(self._team, self.folder, self._loggers, self._keep, purge_step, contract)
         self._tell_ledger()
         return self.recorder
 

@@ -408,6 +408,7 @@ class Run:
         Raises:
             UsageError: the folder holds another run's checkpoints, or `rest` holds what needs pickle.
             RunFolderError: it cannot be written; nothing that was good is lost.
+            DeterminismError: the ranks' states have come to differ; the message names what differs, and where.
         """
         contract = self.contract.as_json()
         is_ours = Path(folder).resolve() in self._folders

@@ -44,7 +44,8 @@ class Trainer:
         loss_fn: see `Run.train_step`.
         run_dir: where rank 0 writes contract, ledger, metrics, TensorBoard events, checkpoints, picture and weights;
             None writes nothing.
-        loggers: more places to log to; anything with `log(step, scalars)` and `close()`.
+        loggers: more places to log to; anything with `log(step, scalars)` and `close()`. Only rank 0 calls them; what
+            they draw from the global generators does not show there.
         name: of the run, shown in the picture.
         contract: more to record in the contract.
         epoch_line: which metric the line of an epoch shows, and its label, for example ("accuracy", "test acc").
@@ -52,7 +53,8 @@ class Trainer:
         checkpoint_minutes: write one when the last is that old, by rank 0's clock; None for by steps alone. One is
             written at the end in any case.
         keep: how many checkpoints are kept.
-        digest_every: the ledger has a checksum of the whole state every so many steps.
+        digest_every: the ledger has a checksum of the whole state every so many steps. The ranks compare theirs then,
+            before each checkpoint and at the end: if one differs the run ends, and what differs is named.
         resume_command: the command that goes on with this run, shown when it is stopped.
         step_options: further arguments of `Run.train_step`: max_grad_norm, precision, scheduler, …
 
@@ -102,7 +104,7 @@ class Trainer:
             checkpoint_steps=checkpoint_steps,
             checkpoint_minutes=checkpoint_minutes,
         )
-        run.profile_facts["digest_every"] = None if run_dir is None else digest_every
+        run.profile_facts["digest_every"] = None if run_dir is None and run.world_size == 1 else digest_every
         self._planned = 0
         self._left_at = -1
 
@@ -152,6 +154,7 @@ class Trainer:
 
         Raises:
             NonFiniteError: a loss or gradient was not finite.
+            DeterminismError: the ranks' states have come to differ, or see `TrainStep`.
             RunFolderError: the run folder cannot be written.
             UsageError: an argument that cannot be, a run folder that is taken or that another run is writing to, or
                 nothing to resume from.
@@ -260,6 +263,7 @@ class Trainer:
         if self.run.team.stop:
             self._stop(loader)
         if notes.is_checkpoint_due():
+            notes.compare()
             self._checkpoint(loader)
 
     def _checkpoint(self, loader: Loader | DataLoader[Any]) -> None:
@@ -275,6 +279,7 @@ class Trainer:
     def _stop(self, loader: Loader | DataLoader[Any]) -> NoReturn:
         """Leaves in good order: no rank goes before the checkpoint is complete, lest a launcher ends the others."""
         notes, signum = self._notes, self.run.team.stop
+        notes.compare()
 
         def write() -> None:
             if notes.recorder is None:
@@ -309,6 +314,7 @@ class Trainer:
     def _end_fit(self, loader: Loader | DataLoader[Any]) -> None:
         """Leaves a checkpoint, the weights and the picture; all ranks stay until they are there."""
         notes, team = self._notes, self.run.team
+        notes.compare()
         if notes.folder is None:
             return
         weights = notes.folder / WEIGHTS_FILE
