@@ -69,14 +69,16 @@ class Faults:
     def _do(self, fault):
         told = {**fault, "time": time.monotonic(), "at": self.step()}
         (self._folder / f"struck-{self._slot}.json").write_text(json.dumps(told))
-        if fault["kind"] == "SIGKILL":
-            os.kill(os.getpid(), signal.SIGKILL)
-        elif fault["kind"] == "SIGSTOP":
-            os.kill(os.getpid(), signal.SIGSTOP)
-        elif fault["kind"] == "SIGSEGV":
-            os.kill(os.getpid(), signal.SIGSEGV)
+        if fault["kind"].startswith("SIG"):
+            os.kill(os.getpid(), signal.Signals[fault["kind"]])
         elif fault["kind"] == "exit":
             os._exit(3)
+        elif fault["kind"] == "sys.exit":
+            sys.exit(1)
+        elif fault["kind"] == "memory":
+            raise MemoryError(f"no memory on rank {self._slot}")
+        elif fault["kind"] == "device":
+            raise torch.AcceleratorError(f"CUDA error: something went wrong on rank {self._slot}")
         elif fault["kind"] == "exit 0":
             os._exit(0)
         elif fault["kind"] == "stop and break":  # the others have what they need for this step, and we have not
@@ -144,6 +146,30 @@ def put_in_place(faults, model, optimizer):
     opening_module.hand_out, Communicator.barrier, recorder_module.write_json = hand_out, barrier, write_json
 
 
+class Log:
+    """A logger of the script's own, in which things go wrong; it is called on rank 0."""
+
+    def __init__(self, faults):
+        self._faults = faults
+
+    def log(self, step, scalars):
+        self._faults.strike("log")
+
+    def close(self):
+        pass
+
+
+def between_steps(trainer, faults):
+    """Puts a fault between two steps."""
+    attend = trainer._attend
+
+    def strike_and_attend(loader):
+        faults.strike("between")
+        attend(loader)
+
+    trainer._attend = strike_and_attend
+
+
 def wait_for(slot):
     """Waits until a worker is ready to join, or has joined."""
     board = Board.from_environment()[0]
@@ -182,11 +208,13 @@ def main():
         optimizer,
         loss,
         run_dir=folder,
+        loggers=[Log(faults)],
         digest_every=1,
         checkpoint_steps=told.get("checkpoint_steps", 3),
         max_grad_norm=1.0,
     ) as trainer:
         faults.step = lambda: trainer.step.num_steps
+        between_steps(trainer, faults)
         trainer.step.model.register_forward_pre_hook(lambda *_: times.append((len(run.team.healed), time.monotonic())))
         trainer.fit(
             Samples(103, faults.strike),

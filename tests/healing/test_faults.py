@@ -1,13 +1,19 @@
-"""Faults are data: whatever happens to whichever rank in whatever phase, the run ends with the undisturbed bits."""
+"""Faults are data: whatever happens to whichever rank in whatever phase, the run ends with the undisturbed bits.
 
+Only what the program does itself ends it: an exception, an exit code.
+"""
+
+import itertools
 import random
+import tempfile
+from collections import Counter
 
 import pytest
 
 from samestep.train.naming import LOCK_FILE
 
 PHASES = ("data", "forward", "backward", "exchange", "sent", "update", "evaluate", "checkpoint")
-KINDS = ("SIGKILL", "SIGSTOP", "exit", "exception")
+KINDS = ("SIGKILL", "SIGSTOP", "exit", "device")
 NUM_STEPS = 12
 
 
@@ -70,3 +76,94 @@ def test_ten_faults_leave_no_trace_in_the_bits(train, undisturbed, run):
 def test_a_hundred_faults_leave_no_trace_in_the_bits(train, undisturbed, run):
     devices, faults = run
     check(train(devices, faults), undisturbed, faults)
+
+
+LOST = ("SIGKILL", "SIGTERM", "SIGSEGV", "SIGSTOP", "exit", "device")
+ENDED = {
+    "exception": "RuntimeError: something went wrong on rank {rank}",
+    "memory": "emory",  # a MemoryError's traceback, or the sentence about a shard that does not fit
+    "sys.exit": "rank {rank} on CPU worker {rank} exited with code 1",
+}
+EVERYWHERE = ("data", "forward", "backward", "exchange", "update", "evaluate", "between")
+OF_RANK_0 = ("checkpoint", "log")
+NUM_RUNS = 200
+
+
+def matrix():
+    """As many runs, (devices, fault) each, with every phase and kind, in an order that begins with different ones."""
+    random_ = random.Random(15)
+    pairs = list(itertools.product((*EVERYWHERE, *OF_RANK_0), (*LOST, *ENDED)))
+    random_.shuffle(pairs)
+    runs = []
+    for phase, kind in itertools.islice(itertools.cycle(pairs), NUM_RUNS):
+        devices = random_.choice((2, 2, 3, 3, 4))
+        rank = 0 if phase in OF_RANK_0 else random_.randrange(devices)
+        fault = {"rank": rank, "step": random_.randrange(NUM_STEPS - 1), "phase": phase, "kind": kind}
+        runs.append((devices, fault))
+    return runs
+
+
+def name_of_one(run):
+    devices, fault = run
+    return name_of((devices, [fault]))
+
+
+@pytest.fixture(scope="module")
+def tally(request):
+    """Counts runs, and at the end says how many went as they should."""
+    counts = Counter()
+    yield counts
+    terminal = request.config.pluginmanager.get_plugin("terminalreporter")
+    if terminal is not None:
+        told = f"{counts['healed']} healed, {counts['ended']} ended by the program and resumed"
+        deviations = counts["runs"] - counts["healed"] - counts["ended"]
+        terminal.write_line(f"\nfault matrix: {counts['runs']} runs: {told}, {deviations} deviations")
+
+
+def check_ended(train, told, reference, devices, fault):
+    """The run ended with what the program did; what it left is the beginning of the undisturbed one, and goes on."""
+    failure = told.outcome.failure
+    assert told.outcome.exit_code == 1, failure
+    assert ENDED[fault["kind"]].format(**fault) in failure
+    assert ("Traceback" in failure) == (fault["kind"] == "exception" or "MemoryError" in failure)
+    assert "another rank failed" not in failure
+    assert (len(told.struck), told.ended) == (1, [])
+    assert told.steps == reference.steps[: len(told.steps)]
+    assert not {"death", "heal", "end"} & {event["event"] for event in told.events}
+    again = train(1, folder=told.folder, resume="auto")
+    assert again.outcome.exit_code == 0, again.outcome.failure
+    assert again.digests == reference.digests
+    assert {step["step"]: step for step in again.steps} == {step["step"]: step for step in reference.steps}
+    assert all(step in reference.steps for step in again.steps)  # of a step that was run twice both lines say the same
+
+
+def check_one(train, reference, devices, fault, tmp_path, monkeypatch):
+    """One fault ends as it should, and nothing stays behind."""
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    told = train(devices, [fault])
+    left = [*told.folder.rglob(".*"), *temporary.iterdir()]
+    if fault["kind"] in LOST:
+        check(told, reference, [fault])
+    else:
+        check_ended(train, told, reference, devices, fault)
+    assert left == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("run", matrix(), ids=name_of_one)
+def test_the_matrix_of_phases_and_faults(train, undisturbed, tally, tmp_path, monkeypatch, run):
+    tally["runs"] += 1
+    check_one(train, undisturbed, *run, tmp_path, monkeypatch)
+    tally["healed" if run[1]["kind"] in LOST else "ended"] += 1
+
+
+@pytest.mark.parametrize(
+    ("phase", "kind", "rank"), [("between", "exception", 0), ("forward", "sys.exit", 1), ("log", "device", 0)]
+)
+def test_what_the_program_does_ends_the_run_and_what_befalls_a_device_does_not(
+    train, undisturbed, tmp_path, monkeypatch, phase, kind, rank
+):
+    fault = {"rank": rank, "step": 5, "phase": phase, "kind": kind}
+    check_one(train, undisturbed, 2, fault, tmp_path, monkeypatch)

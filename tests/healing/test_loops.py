@@ -14,7 +14,7 @@ from samestep.train.run import Run
 
 SCRIPT = str(Path(__file__).with_name("faulty_loops.py"))
 PHASES = ("data", "forward", "backward", "exchange", "sent", "update", "evaluate")
-CAUSES = ("SIGKILL", "SIGSTOP", "SIGSEGV", "exit", "exit 0", "exception", "spin", "hang in C")
+CAUSES = ("SIGKILL", "SIGSTOP", "SIGSEGV", "exit", "exit 0", "device", "spin", "hang in C")
 HANGS = ("spin", "hang in C")
 
 

@@ -67,7 +67,7 @@ class Member:
         wait_until(lambda: self.board.number != self.pulse.view)
         view = self.board.view()
         if self.slot not in view.slots:
-            raise PeerLostError("counted out")
+            raise PeerLostError("counted out, or the run ends")
         self.views.append(view)
         self.pulse.view = view.number
         self.pulse.enter(phase)

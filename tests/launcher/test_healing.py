@@ -7,6 +7,7 @@ import sys
 import time
 
 import pytest
+import torch
 
 from samestep.comm.board import HEALS, STOPS_ON_REQUEST
 from samestep.errors import DataError, PeerLostError
@@ -41,8 +42,8 @@ class Stuck(io.StringIO):
         time.sleep(600)
 
 
-def raise_error():
-    raise ValueError("no such thing")
+def fail_on_device(text="an illegal memory access was encountered"):
+    raise torch.AcceleratorError(f"CUDA error: {text}")
 
 
 @pytest.mark.parametrize(
@@ -50,10 +51,14 @@ def raise_error():
     [
         (lambda: os.kill(os.getpid(), signal.SIGKILL), "SIGKILL", "was ended by SIGKILL"),
         (lambda: os._exit(3), "exit code 3", "exited with code 3"),
-        (lambda: sys.exit(4), "exit code 4", "exited with code 4"),
-        (raise_error, "ValueError", "failed by ValueError (no such thing)"),
+        (lambda: os.kill(os.getpid(), signal.SIGINT), "exit code 130", "exited with code 130"),
+        (
+            fail_on_device,
+            "AcceleratorError",
+            "failed by AcceleratorError (CUDA error: an illegal memory access was encountered)",
+        ),
     ],
-    ids=["signal", "exit", "SystemExit", "exception"],
+    ids=["signal", "exit", "interrupt", "device error"],
 )
 def test_the_others_go_on_without_a_worker_that_died_and_are_told_what_became_of_it(
     tmp_path, capfd, ending, cause, said
@@ -66,8 +71,8 @@ def test_the_others_go_on_without_a_worker_that_died_and_are_told_what_became_of
     first, *details, last = stderr.splitlines()
     assert first == f"samestep: rank 1 on CPU worker 1 {said} in step 17 (backward); 2 devices go on"
     assert last.startswith("samestep: went on after 0.")
-    assert ("raise ValueError" in stderr) == (cause == "ValueError")
-    assert bool(details) == (cause == "ValueError")
+    assert ("raise torch.AcceleratorError" in stderr) == (cause == "AcceleratorError")
+    assert bool(details) == (cause == "AcceleratorError")
     death, heal = outcome.events
     assert {**death, "time": None} == {
         "event": "death",
@@ -83,6 +88,69 @@ def test_the_others_go_on_without_a_worker_that_died_and_are_told_what_became_of
     assert death["time"].endswith("+00:00")
 
 
+def fail(error):
+    raise error
+
+
+OWN_ENDINGS = {
+    "exception": (lambda: fail(ValueError("no such thing")), 1, "ValueError: no such thing"),
+    "MemoryError": (lambda: fail(MemoryError("no room")), 1, "MemoryError: no room"),
+    "kernel assert": (
+        lambda: fail_on_device("device-side assert triggered"),
+        1,
+        "CUDA error: device-side assert triggered",
+    ),
+    "exit code": (lambda: sys.exit(4), 4, "exited with code 4"),
+}
+
+
+@pytest.mark.parametrize("slot", [0, 1])
+@pytest.mark.parametrize("ending", OWN_ENDINGS)
+def test_what_the_program_itself_ends_a_rank_by_ends_the_run_and_the_others_leave_in_good_order(tmp_path, ending, slot):
+    call, code, said = OWN_ENDINGS[ending]
+
+    def play(member):
+        if member.slot == slot:
+            member.do(17)
+            call()
+        try:
+            member.work_until(is_down_to(1))
+        except PeerLostError:
+            member.touch(f"left {member.slot}")
+            raise
+
+    outcome = run_members(tmp_path, play)
+    assert outcome.exit_code == code
+    assert outcome.failure.startswith(f"rank {slot} on CPU worker {slot} ")
+    assert outcome.failure.endswith(said)
+    assert outcome.events == ()
+    assert len(list(tmp_path.glob("left *"))) == 2
+
+
+def test_an_exception_of_the_programs_own_is_shown_though_another_rank_was_lost_just_before(tmp_path, capfd):
+    def play(member):
+        if member.slot == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        wait_until(lambda: member.board.number == 1)
+        if member.slot == 0:
+            raise ValueError("no such thing")
+        member.work_until(is_down_to(1))
+
+    outcome = run_members(tmp_path, play)
+    assert (outcome.exit_code, outcome.failure.splitlines()[-1]) == (1, "ValueError: no such thing")
+    assert "rank 1 on CPU worker 1 was ended by SIGKILL" in capfd.readouterr().err
+
+
+def test_where_restarts_are_left_an_exception_of_the_programs_own_uses_one(tmp_path):
+    def play(member):
+        if member.slot == 1 and member.attempt == 0:
+            raise OSError("a full disk")
+        return member.attempt or member.work_until(is_down_to(1))
+
+    outcome = run_members(tmp_path, play, policy=Policy(max_restarts=1))
+    assert (outcome.exit_code, outcome.result, names(outcome)) == (0, 1, ["restart"])
+
+
 def test_rank_0_dies_and_the_result_is_that_of_the_new_rank_0(tmp_path):
     def play(member):
         if member.slot == 0:
@@ -96,7 +164,7 @@ def test_rank_0_dies_and_the_result_is_that_of_the_new_rank_0(tmp_path):
 
 
 @pytest.mark.parametrize("logged", [True, False], ids=["log folder", "no log folder"])
-def test_what_the_new_rank_0_prints_reaches_the_terminal(tmp_path, capfd, logged):
+def test_what_the_new_rank_0_prints_reaches_the_terminal_each_stream_by_itself(tmp_path, capfd, logged):
     def play(member):
         print("before", member.slot)
         if member.slot == 0:
@@ -104,13 +172,19 @@ def test_what_the_new_rank_0_prints_reaches_the_terminal(tmp_path, capfd, logged
             os.kill(os.getpid(), signal.SIGKILL)
         member.do(1)
         member.work_until(is_down_to(2))
-        time.sleep(0.3)
         print("after", member.slot)
+        print("a warning of", member.slot, file=sys.stderr)
         time.sleep(0.1)
         print("ünd", member.slot)
 
     run_members(tmp_path, play, log_dir=tmp_path / "logs" if logged else None)
-    assert capfd.readouterr().out == "before 0\nafter 1\nünd 1\n"
+    said = capfd.readouterr()
+    assert said.out == "before 0\nafter 1\nünd 1\n"
+    assert "a warning of 1\n" in said.err
+    assert "a warning of 2" not in said.err
+    if logged:
+        log = (tmp_path / "logs" / "rank-1.log").read_text()
+        assert sorted(log.splitlines()) == ["a warning of 1", "after 1", "before 1", "ünd 1"]
 
 
 def test_a_death_while_a_hanging_worker_is_being_ended_is_healed_too(tmp_path, capfd):
@@ -190,32 +264,32 @@ def test_where_the_others_do_not_heal_the_run_ends_as_without_healing(tmp_path, 
     assert outcome.events == ()
 
 
-def test_an_exception_that_befalls_a_second_worker_in_the_same_step_is_the_programs_fault(tmp_path, capfd):
+def test_an_error_of_the_device_that_befalls_a_second_one_in_the_same_step_is_the_programs_fault(tmp_path, capfd):
     def play(member):
         member.do(5)
         if member.slot == 0:
             member.work_until(is_down_to(2))
             member.do(5)
         if member.slot < 2:
-            raise ValueError("a bad shard")
+            fail_on_device("a bad shard")
         return member.work_until(is_down_to(1))
 
     outcome = run_members(tmp_path, play, policy=Policy(max_restarts=1))
     assert outcome.exit_code == 1
     assert outcome.failure.startswith("rank 1 on CPU worker 1 failed with exit code 1\nTraceback")
-    assert outcome.failure.endswith("ValueError: a bad shard")
+    assert outcome.failure.endswith("AcceleratorError: CUDA error: a bad shard")
     assert "start again" not in capfd.readouterr().err
 
 
-def test_the_same_exception_in_another_step_is_another_loss(tmp_path):
+def test_the_same_error_of_a_device_in_another_step_is_another_loss(tmp_path):
     def play(member):
         if member.slot == 1:
             member.do(5)
-            raise ValueError("a bad connection")
+            fail_on_device()
         member.work_until(is_down_to(2))
         if member.slot == 2:
             member.do(5_000)
-            raise ValueError("a bad connection")
+            fail_on_device()
         return member.work_until(is_down_to(1))
 
     outcome = run_members(tmp_path, play)
@@ -288,7 +362,7 @@ def test_a_lost_worker_that_does_not_end_is_killed(tmp_path):
     def play(member):
         if member.slot == 1:
             sys.stdout = Stuck()
-            raise ValueError("stuck")
+            fail_on_device()
         return member.work_until(is_down_to(2))
 
     outcome = run_members(tmp_path, play)

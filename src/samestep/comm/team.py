@@ -405,6 +405,8 @@ class Team:
                 )
             time.sleep(VIEW_POLL_SECONDS)
         view = board.view()
+        if not view.slots:
+            raise PeerLostError("another rank failed, and the run ends")
         if self.pulse.slot not in view.slots:
             raise PeerLostError("this rank was taken for lost, and the others have gone on without it")
         return view

@@ -24,6 +24,11 @@ NUM_TAIL_LINES = 30
 _PEER_LOST_TEXTS = ("gloo/transport/", "Connection closed by peer", "Connection reset by peer")
 _PEER_LOST_TYPES = ("DistBackendError", "DistNetworkError", "DistStoreError")
 
+# Errors of an accelerator that torch raises as a plain RuntimeError begin so; of a data worker's end they tell this.
+_DEVICE_TEXTS = ("CUDA error", "CUDA driver error", "HIP error", "cuDNN error", "cusolver error", "cuFFT error")
+_DATA_WORKER = ("DataLoader worker", "killed by signal")
+_KERNEL_ASSERT = "device-side assert"
+
 _SIGNAL_HINTS: Mapping[int, str] = {
     signal.SIGKILL: "often the kernel out of memory: see dmesg, use fewer workers or a smaller batch",
     signal.SIGSEGV: "a crash in native code",
@@ -90,7 +95,8 @@ def report_exception(error: BaseException) -> dict[str, Any]:
         "traceback": text,
         "user_error": user_error,
         "exit_code": error.exit_code if isinstance(error, SamestepError) else 1,
-        "peer_lost": _is_peer_lost(error),
+        "peer_lost": any(map(_is_peer_lost, _chain(error))),
+        "device_error": any(map(_is_device_error, _chain(error))),
     }
 
 
@@ -201,15 +207,27 @@ def _user_line(frames: TracebackType | None) -> str:
     return ""
 
 
-def _is_peer_lost(error: BaseException) -> bool:
-    """Whether an exception, or one that led to it, only says that another rank vanished."""
+def _chain(error: BaseException) -> list[BaseException]:
+    """An exception and those that led to it."""
+    chain: list[BaseException] = []
     current: BaseException | None = error
-    seen: set[int] = set()
-    while current is not None and id(current) not in seen:
-        seen.add(id(current))
-        if isinstance(current, PeerLostError) or type(current).__name__ in _PEER_LOST_TYPES:
-            return True
-        if isinstance(current, RuntimeError) and any(text in str(current) for text in _PEER_LOST_TEXTS):
-            return True
+    while current is not None and all(current is not earlier for earlier in chain):
+        chain.append(current)
         current = current.__cause__ or current.__context__
-    return False
+    return chain
+
+
+def _is_peer_lost(error: BaseException) -> bool:
+    """Whether an exception only says that another rank vanished."""
+    if isinstance(error, PeerLostError) or type(error).__name__ in _PEER_LOST_TYPES:
+        return True
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in _PEER_LOST_TEXTS)
+
+
+def _is_device_error(error: BaseException) -> bool:
+    """Whether a device failed, or a data loader's worker was killed; a failed assert in a kernel is the program's."""
+    if not isinstance(error, RuntimeError) or _KERNEL_ASSERT in str(error):
+        return False
+    if type(error).__name__ == "AcceleratorError" or str(error).startswith(_DEVICE_TEXTS):
+        return "out of memory" not in str(error)
+    return all(text in str(error) for text in _DATA_WORKER)

@@ -4,8 +4,6 @@ A worker is counted out by a new view on the board: those in it connect anew amo
 all of them have, the healing is pending; further losses meanwhile are further views.
 """
 
-import contextlib
-import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -95,13 +93,15 @@ class Healing:
 
         Returns:
             "heal": the others go on; "few": they could, but are too few; "fault": it is the program's or the user's
-            fault, and would befall the others too; "cannot": some of the others do not heal, or shall not.
+            fault, and would befall the others too; "cannot": its program ended it by itself, or some of the others do
+            not heal, or shall not.
         """
         workers = self._workers
         if worker.is_users_fault or self._alike(worker) is not None:
             return "fault"
         living = [other for other in workers.living if other is not worker]
-        if not self._policy.heal or not all(workers.heals(other) for other in living or [worker]):
+        can_heal = self._policy.heal and all(workers.heals(other) for other in living or [worker])
+        if worker.ended_itself or not can_heal:
             return "cannot"
         done = [other for other in workers.members if workers.finished(other)]
         if len(living) + len(done) < self._policy.min_devices:
@@ -117,7 +117,7 @@ class Healing:
         alike = self._alike(worker)
         if alike is not None or worker.is_users_fault:
             return [worker] if alike is None else [alike, worker]
-        pending = self._change.lost if self._change is not None else []
+        pending = self._change.lost if self._change is not None and not worker.ended_itself else []
         return [*(lost for lost, _ in pending), worker]
 
     def lose(self, worker: Worker) -> None:
@@ -127,7 +127,9 @@ class Healing:
         worker.is_lost = True
         worker.kill_at = now + LINGER_SECONDS
         self._losses.append((worker, loss))
-        _keep_tail(worker)
+        if worker.log is None and worker.spare_log is not None and worker.tail:
+            worker.log = worker.spare_log
+            worker.keep(bytes(worker.tail))
         if self._change is None:
             self._change = Change(now)
         self._change.lost.append((worker, loss))
@@ -263,15 +265,3 @@ class Healing:
         """Says what was lost, with what helps to find out why."""
         more: Any = details(worker)
         self._say(f"{text}\n{more}" if more else text)
-
-
-def _keep_tail(worker: Worker) -> None:
-    """Writes the tail of a worker that had no log of its own to one, where there is a folder for it."""
-    if worker.log is None and worker.spare_log is not None and worker.tail:
-        with contextlib.suppress(OSError):
-            fd = os.open(worker.spare_log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
-            try:
-                os.write(fd, bytes(worker.tail))
-            finally:
-                os.close(fd)
-            worker.log = worker.spare_log

@@ -2,44 +2,32 @@
 
 import codecs
 import contextlib
-import os
 import sys
+from typing import Literal
 
 from samestep.launcher.workers import Worker
 
+Stream = Literal["stdout", "stderr"]
+
 
 class Speaker:
-    """Passes on what the worker prints that leads in rank 0's place; standard output and error alike, to stdout."""
+    """Passes on what the worker prints that leads in rank 0's place, to this process's stream of the same name."""
 
     def __init__(self) -> None:
         self._worker: Worker | None = None
-        self._offset = 0
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._decoders: dict[Stream, codecs.IncrementalDecoder] = {}
 
     def follow(self, leader: Worker) -> None:
-        """Passes on what the leader prints from now on, and what its log has got since the last call."""
+        """Passes on what the leader prints from now on; one that was started as rank 0 prints by itself."""
         if leader is not self._worker and leader.place.rank > 0:
-            self.drain()
             self._worker = leader
-            self._decoder.reset()
-            if leader.log is not None:
-                with contextlib.suppress(OSError):
-                    self._offset = os.stat(leader.log).st_size
-        self.drain()
+            decoder = codecs.getincrementaldecoder("utf-8")
+            self._decoders = {"stdout": decoder("replace"), "stderr": decoder("replace")}
 
-    def hear(self, worker: Worker, data: bytes) -> None:
+    def hear(self, worker: Worker, data: bytes, name: Stream) -> None:
         """Passes on what a worker has printed, if it is the leader."""
         if worker is self._worker and data:
+            stream = sys.stdout if name == "stdout" else sys.stderr
             with contextlib.suppress(BrokenPipeError):
-                sys.stdout.write(self._decoder.decode(data))
-                sys.stdout.flush()
-
-    def drain(self) -> None:
-        """Passes on what the leader's log has got since the last call."""
-        if self._worker is None or self._worker.log is None:
-            return
-        with contextlib.suppress(OSError), open(self._worker.log, "rb") as file:
-            file.seek(self._offset)
-            data = file.read()
-            self._offset += len(data)
-            self.hear(self._worker, data)
+                stream.write(self._decoders[name].decode(data))
+                stream.flush()

@@ -50,13 +50,12 @@ class Starter:
 
             given = {**self.fds, "board": self.watch.board.fd}
             given["events"] = pipe(lambda fd: self.watch.read_events(worker, fd))
-            if log is None:
-                given["words"] = pipe(lambda fd: self.watch.read_tail(worker, fd))
-            else:
-                given["words"] = _open_log(log, anew=place.attempt == 0 and not place.joins)
-                theirs.callback(os.close, given["words"])
+            given["words"] = pipe(lambda fd: self.watch.read_output(worker, fd))
+            if log is not None:
+                _begin_log(log, anew=place.attempt == 0 and not place.joins)
             if place.rank > 0:
-                given["stdout"] = given["stderr"] = given["words"]
+                given["stdout"] = pipe(lambda fd: self.watch.read_output(worker, fd, "stdout"))
+                given["stderr"] = pipe(lambda fd: self.watch.read_output(worker, fd, "stderr"))
             elif self.relay:
                 given["stdout"], given["stderr"] = pipe(relay_to("stdout")), pipe(relay_to("stderr"))
             self.watch.crew.start(Instruction(place, self.job, 0, given))
@@ -78,10 +77,11 @@ def make_log_dir(log_dir: str | None) -> Path | None:
     return Path(log_dir)
 
 
-def _open_log(path: str, *, anew: bool) -> int:
-    """A worker's log; empty, or with what an earlier worker wrote."""
+def _begin_log(path: str, *, anew: bool) -> None:
+    """Makes a worker's log; empty, or with what an earlier worker wrote."""
     try:
-        return os.open(path, os.O_WRONLY | os.O_CREAT | (os.O_TRUNC if anew else 0) | os.O_APPEND, 0o666)
+        with open(path, "wb" if anew else "ab"):
+            pass
     except OSError as error:
         reason = f"cannot write the log {path}: {error.strerror}; choose another folder (--log-dir)"
         raise RunFolderError(reason) from error

@@ -4,7 +4,7 @@ It goes through these phases:
 
     running                 a worker is lost: the others go on without it, where they can (`healing`)
     running -> finishing    a signal asked us to stop: the workers finish their step and leave by themselves
-    running -> settling     a worker failed and the others cannot go on: they get half a second to end or to tell why
+    running -> settling     a worker failed and the others are not to go on: they get a moment to end or to tell why
     settling -> ending      the others got SIGTERM
     running -> ending       a signal asked us to stop, and was forwarded to all, as some would not leave by themselves
     ending -> killing       the grace is over: those that are left got SIGKILL
@@ -35,12 +35,13 @@ from samestep.launcher.losses import Ending, describe_waiting
 from samestep.launcher.pipes import read_available
 from samestep.launcher.policy import Policy
 from samestep.launcher.restarts import Restarts
-from samestep.launcher.speaker import Speaker
-from samestep.launcher.workers import TAIL_SIZE, Worker, Workers
+from samestep.launcher.speaker import Speaker, Stream
+from samestep.launcher.workers import Worker, Workers
 
 POLL_SECONDS = 0.05
 LOOK_SECONDS = 0.5
 SETTLE_SECONDS = 0.5
+LEAVE_SECONDS = 2.0  # how long those may take that see by the board that the run is over, and close what they have open
 KILL_SECONDS = 5.0
 ABORT_SECONDS = 2.0
 
@@ -175,7 +176,6 @@ class Watch:
             if time.monotonic() > self._deadline:
                 self._next_phase()
         self._poll(0)
-        self._speaker.drain()
         return self._outcome()
 
     def read_events(self, worker: Worker, fd: int) -> bool:
@@ -198,12 +198,18 @@ class Watch:
                 self._add_failure(worker)
         return events is not None
 
-    def read_tail(self, worker: Worker, fd: int) -> bool:
-        """Keeps the end of what a worker prints."""
+    def read_output(self, worker: Worker, fd: int, stream: Stream | None = None) -> bool:
+        """Keeps what a worker prints to a stream in its log, or the end of it, and shows that of the leader.
+
+        Args:
+            worker: the worker.
+            fd: of the pipe.
+            stream: which one; None for its last words, which a message repeats.
+        """
         data = read_available(fd)
-        self._speaker.hear(worker, data or b"")
-        worker.tail += data or b""
-        del worker.tail[:-TAIL_SIZE]
+        if stream is not None:
+            self._speaker.hear(worker, data or b"", stream)
+        worker.keep(data or b"")
         return data is not None
 
     def close(self) -> None:
@@ -262,11 +268,15 @@ class Watch:
             self._looked = now
             self._look_for_hangs(now)
         self._healing.look(self._silences, may_join=self._phase == "running")
-        if self.workers.first_rank == 0:
-            self._speaker.follow(self.workers.members[0])
+        self._follow_leader()
         self._replace_lost(start)
         if all(worker.ended for worker in self.workers.members):
             self._dismiss_waiting()
+
+    def _follow_leader(self) -> None:
+        """Has the terminal show what the rank prints that leads the run now, if it is on this machine."""
+        if self.workers.first_rank == 0:
+            self._speaker.follow(self.workers.members[0])
 
     def _look_for_hangs(self, now: float) -> None:
         """Has workers that hang write their stacks and end."""
@@ -312,12 +322,16 @@ class Watch:
         verdict = self._healing.verdict(worker)
         if verdict == "heal":
             self._healing.lose(worker)
+            self._follow_leader()
             return
         self._failed = self._healing.culprits(worker)
         self._is_fault = verdict == "fault"
         if verdict == "few":
             self._hint = self._say_few()
-        self._phase, self._deadline = "settling", time.monotonic() + SETTLE_SECONDS
+        told = any(self.workers.heals(other) for other in self.workers.living)
+        if told:
+            self.board.announce(())
+        self._phase, self._deadline = "settling", time.monotonic() + (LEAVE_SECONDS if told else SETTLE_SECONDS)
 
     def _left_as_asked(self, worker: Worker) -> bool:
         """Whether a worker ended as one does that was asked to stop after its step."""
@@ -382,7 +396,7 @@ class Watch:
         if first is not None and first.report is None and self._saved:
             hint = f"the script last saved {self._saved}: start it again from there"
         failure = None if first is None else "\n".join(part for part in (explain(first), hint) if part)
-        if first is None or self._stopped_by is not None:
+        if culprit is None or culprit.ended_itself or self._stopped_by is not None:
             self._healing.finish()
         self._healing.give_up_waiting()
         if self._stopped_by is not None and not self._is_complete():

@@ -49,9 +49,8 @@ def work(instruction: Instruction, call: Call | None = None) -> int:
         return 128 + signal.SIGINT
     except BaseException as error:
         report = report_exception(error)
-        if instruction.assignment.rank > 0:
-            print(report["traceback"] or f"{report['type']}: {report['message']}", file=sys.stderr)
         channel.send("failed", **report)
+        _leave_words(report["traceback"] or f"{report['type']}: {report['message']}", instruction)
         return int(report["exit_code"])
     finally:
         for stream in (sys.stdout, sys.stderr):
@@ -60,7 +59,7 @@ def work(instruction: Instruction, call: Call | None = None) -> int:
 
 
 def main() -> None:
-    """The worker as a program of its own: arguments are the instruction's descriptor and the parent's process id."""
+    """The worker as a program of its own: its arguments begin with the instruction's descriptor and the parent's id."""
     lifeline.end_with_parent(int(sys.argv[2]), signal.SIGKILL)
     with open(int(sys.argv[1]), encoding="utf-8") as file:
         instruction = Instruction.from_json(json.loads(os.pread(file.fileno(), os.fstat(file.fileno()).st_size, 0)))
@@ -103,7 +102,19 @@ def _take_streams(instruction: Instruction) -> None:
         os.dup2(fds["stdout"], 1)
         os.dup2(fds["stderr"], 2)
         sys.stdout, sys.stderr = _text_stream(1), _text_stream(2)
+    elif isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)  # what a killed worker has printed is there
     faulthandler.enable(fds["words"])
+
+
+def _leave_words(text: str, instruction: Instruction) -> None:
+    """Leaves in the log of a rank above 0 what the supervisor shows too."""
+    if instruction.assignment.rank > 0:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()  # it stands after what the program printed
+        with contextlib.suppress(OSError):
+            os.write(instruction.fds["words"], f"{text.rstrip()}\n".encode(errors="replace"))
 
 
 def _text_stream(fd: int) -> io.TextIOWrapper:
@@ -171,7 +182,8 @@ def _report_exit(stop: SystemExit, instruction: Instruction, channel: Channel) -
         code = 0
     elif not isinstance(code, int):
         message, code = str(code), 1
-        print(message, file=sys.stderr)
+        if instruction.assignment.rank == 0:
+            print(message, file=sys.stderr)
     code &= 0xFF
     if code:
         # Rank 0's message is on the terminal already.
@@ -179,6 +191,8 @@ def _report_exit(stop: SystemExit, instruction: Instruction, channel: Channel) -
         channel.send(
             "failed", type="SystemExit", message=shown, traceback="", user_error=False, exit_code=code, peer_lost=False
         )
+        if message:
+            _leave_words(message, instruction)
     return code
 
 

@@ -55,11 +55,26 @@ class Worker:
         """Its number on the board."""
         return self.place.slot
 
+    def keep(self, data: bytes) -> None:
+        """Keeps what it printed: all of it where it has a log, else the end."""
+        if self.log is None:
+            self.tail += data
+            del self.tail[:-TAIL_SIZE]
+        elif data:
+            with contextlib.suppress(OSError), open(self.log, "ab") as file:
+                file.write(data)
+
     @property
     def is_users_fault(self) -> bool:
         """Whether it failed by a mistake that the user has to mend."""
         report = self.report or {}
         return bool(report.get("user_error")) and not report.get("peer_lost")
+
+    @property
+    def ended_itself(self) -> bool:
+        """Whether its program ended it, by an exception or an exit code, and neither its device nor another rank."""
+        report = self.report
+        return report is not None and not (report.get("peer_lost") or report.get("device_error"))
 
 
 class Workers:
