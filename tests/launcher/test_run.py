@@ -23,6 +23,8 @@ def main():
         "rank": int(os.environ["RANK"]), "kind": os.environ["SAMESTEP_DEVICE_KIND"],
         "torch_threads": torch.get_num_threads(), "threads": len(os.listdir("/proc/self/task")),
         "port": int(os.environ["MASTER_PORT"]), "elastic": os.environ["TORCHELASTIC_USE_AGENT_STORE"],
+        "titles": [open(f"/proc/{pid}/{name}").read().rstrip("\\0\\n") for pid in (os.getpid(), os.getppid())
+                   for name in ("cmdline", "comm")] if os.path.exists("/proc/self/comm") else [],
         "parent": os.getppid(), "sibling": __import__("sibling").VALUE,
     }
     with open(f"facts-{os.environ['RANK']}.json", "w") as file:
@@ -81,6 +83,10 @@ def test_a_script_sees_what_python_would_show_it(starter, start_method):
         assert fact["kind"] == "cpu"
         assert fact["torch_threads"] == 2
         assert fact["elastic"] == "True"
+        if sys.platform == "linux":
+            name, short, *parent = fact["titles"]
+            assert (name, short) == (f"samestep worker {rank}/2 scripts/facts.py", f"samestep {rank}/2")
+            assert start_method == "spawn" or parent == ["samestep fork server scripts/facts.py", "samestep fork"]
     assert facts[0]["port"] == facts[1]["port"]
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", facts[0]["port"]), timeout=1)

@@ -22,6 +22,7 @@ from samestep.launcher import lifeline
 from samestep.launcher.assignment import Instruction
 from samestep.launcher.failure import describe_ending
 from samestep.launcher.store import open_listener
+from samestep.launcher.title import ROOM
 
 CLOSE_SECONDS = 5.0
 
@@ -134,7 +135,7 @@ class ForkCrew:
         ours, theirs = socket.socketpair()
         with theirs, lifeline.held_signals():
             program = [sys.executable, "-P", "-m", "samestep.launcher.zygote"]
-            arguments = [*program, str(theirs.fileno()), str(os.getpid()), *preload]
+            arguments = [*program, str(theirs.fileno()), str(os.getpid()), *preload, ROOM]
             process = subprocess.Popen(
                 arguments, env={**os.environ, **variables}, pass_fds=(theirs.fileno(),), start_new_session=True
             )
@@ -337,7 +338,7 @@ class SpawnCrew:
         """Starts one of our modules as a program that leads a process group of its own."""
         with lifeline.held_signals():
             process = subprocess.Popen(
-                [sys.executable, "-P", "-m", f"samestep.launcher.{module}", str(fd), str(os.getpid())],
+                [sys.executable, "-P", "-m", f"samestep.launcher.{module}", str(fd), str(os.getpid()), ROOM],
                 env={**os.environ, **self.variables},
                 pass_fds=tuple(set(passed)),
                 stdout=fds.get("stdout"),

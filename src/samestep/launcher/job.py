@@ -60,6 +60,11 @@ class Job:
         """The job as a JSON object."""
         return asdict(self) | {"kwargs": dict(self.kwargs), "restart_kwargs": dict(self.restart_kwargs)}
 
+    @property
+    def name(self) -> str:
+        """What the titles of processes call it: the run folder, else the script, module or function."""
+        return str(self.kwargs.get("run_dir") or self.kwargs.get("target") or self.target)
+
     def restarted(self) -> "Job":
         """The job of workers that are started again."""
         return replace(self, kwargs={**self.kwargs, **self.restart_kwargs})

@@ -11,6 +11,7 @@ from typing import NoReturn
 
 from samestep.comm.environment import LOOPBACK
 from samestep.launcher import lifeline
+from samestep.launcher.title import set_title
 
 
 def open_listener() -> socket.socket:
@@ -25,6 +26,7 @@ def keep_store(listener: socket.socket) -> NoReturn:
     """Hosts the store until a signal ends the process."""
     import torch.distributed as dist
 
+    set_title("samestep store", "samestep store")
     port = listener.getsockname()[1]
     # The name keeps the store, and its port, alive.
     store = dist.TCPStore(LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
@@ -34,7 +36,7 @@ def keep_store(listener: socket.socket) -> NoReturn:
 
 
 def main() -> NoReturn:
-    """The keeper as a program of its own: arguments are the socket's descriptor and the parent's process id."""
+    """The keeper as a program of its own: its arguments begin with the socket's descriptor and the parent's id."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     lifeline.release_signals()
     lifeline.end_with_parent(int(sys.argv[2]), signal.SIGKILL)

@@ -20,6 +20,7 @@ from samestep.launcher import lifeline
 from samestep.launcher.assignment import Instruction, worker_variables
 from samestep.launcher.failure import report_exception
 from samestep.launcher.program import run_program
+from samestep.launcher.title import set_title
 
 Call = Callable[[], Any]
 
@@ -33,6 +34,8 @@ def work(instruction: Instruction, call: Call | None = None) -> int:
     """
     _reset_signals()
     _take_streams(instruction)
+    which = f"{instruction.assignment.rank}/{instruction.assignment.world_size}"
+    set_title(f"samestep worker {which} {instruction.job.name}", f"samestep {which}")
     os.environ.update(worker_variables(instruction))
     channel = Channel(instruction.fds["events"])
     try:

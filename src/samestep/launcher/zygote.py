@@ -29,7 +29,9 @@ from typing import Any
 from samestep.comm.channel import EventParser
 from samestep.launcher import lifeline
 from samestep.launcher.assignment import Instruction
+from samestep.launcher.job import Job
 from samestep.launcher.store import keep_store, open_listener
+from samestep.launcher.title import set_title
 from samestep.launcher.worker import leave, work
 
 # The first optimizer imports torch._dynamo, 800 modules: once here, instead of in every worker.
@@ -53,6 +55,7 @@ class Zygote:
     keeper: int = 0
     attempt: int = 0
     workers: dict[int, int] = field(default_factory=dict)  # slot by process id
+    name: str = ""  # of the run
     parser: EventParser = field(default_factory=EventParser)
     received: deque[int] = field(default_factory=deque)
 
@@ -100,10 +103,10 @@ def serve(control: socket.socket, supervisor: int, preload: Sequence[str] = ()) 
 
 
 def main() -> None:
-    """The zygote as a program: arguments are the socket's descriptor, the supervisor's process id, and modules."""
+    """The zygote as a program: the socket's descriptor, the supervisor's process id, modules, and room for a title."""
     control = socket.socket(fileno=int(sys.argv[1]))
     control.set_inheritable(False)
-    instruction = serve(control, int(sys.argv[2]), sys.argv[3:])
+    instruction = serve(control, int(sys.argv[2]), sys.argv[3:-1])
     if instruction is None:
         os._exit(0)  # the run waits for us, and there is nothing to tidy up
     leave(work(instruction))
@@ -156,6 +159,9 @@ def _loop(zygote: Zygote) -> Instruction | None:
 
 def _start(zygote: Zygote, message: dict[str, Any]) -> Instruction | None:
     """Forks one worker; returns its instruction in the worker, None in the zygote."""
+    if not zygote.name:
+        zygote.name = Job.from_json(message["instruction"]["job"]).name
+        set_title(f"samestep fork server {zygote.name}", "samestep fork")
     attempt = message["instruction"]["assignment"]["attempt"]
     if attempt != zygote.attempt:
         zygote.attempt = attempt
