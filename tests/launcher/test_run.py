@@ -295,3 +295,27 @@ def test_the_parent_never_imports_torch():
     program = "import sys, samestep.launcher.supervisor, samestep.cli.run; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=os.environ, check=True)
     assert done.stdout == "False\n"
+
+
+STRANGER = """
+import os, socket, struct, time
+
+if os.environ["RANK"] == "0":
+    with socket.create_connection(("127.0.0.1", int(os.environ["MASTER_PORT"]))) as connection:
+        connection.sendall(struct.pack("<BIBQ", 0, 0x3C85F7CE, 1, 2**63) + bytes(100))
+        time.sleep(0.5)
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+dist.barrier()
+print("met", flush=True)
+"""
+
+
+@pytest.mark.parametrize("start_method", ["fork", "spawn"])
+def test_garbage_at_the_port_of_the_store_is_survived_without_a_word(starter, start_method):
+    script = starter.script("stranger.py", STRANGER)
+    done = starter.run("--devices", "cpu:2", "--start-method", start_method, script)
+    assert (done.returncode, done.stdout) == (0, "met\n")
+    assert "frame #" not in done.stderr
+    assert "TCPStore" not in done.stderr

@@ -1,5 +1,6 @@
 """The transport over torch.distributed: gloo between CPU workers, NCCL between GPUs."""
 
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from samestep.comm.environment import Environment
+from samestep.comm.listening import listen
 from samestep.comm.transport import Pending, peers_lost
 from samestep.errors import PeerLostError, UsageError
 
@@ -263,11 +265,21 @@ def meet(environment: Environment, timeout: timedelta) -> dist.Store:
         PeerLostError: not all ranks came.
     """
     rank, host, port = environment.rank, environment.master_addr, environment.master_port
-    hosting = store_host(environment)
+    hosting, listener = store_host(environment), None
+    if rank == hosting:
+        # What this process already shares by the port is in the way of another listener, and taken below.
+        with contextlib.suppress(OSError):
+            listener = listen(host, port).detach()
     try:
         # Not dist.rendezvous: its store waits for all ranks by itself, and cannot say who is missing.
         store = dist.TCPStore(
-            host, port, is_master=rank == hosting, timeout=timeout, wait_for_workers=False, multi_tenant=True
+            host,
+            port,
+            is_master=rank == hosting,
+            timeout=timeout,
+            wait_for_workers=False,
+            multi_tenant=True,
+            master_listen_fd=listener,
         )
         # A store may outlive the processes, and a process may connect again: each time with keys of their own.
         number = store.add(f"samestep/{environment.attempt}/{rank}", 1)

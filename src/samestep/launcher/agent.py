@@ -15,6 +15,8 @@ from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any
 
+from torch.distributed.elastic.rendezvous.api import RendezvousGracefulExitError
+
 from samestep.comm.board import Board
 from samestep.devices.device import counted
 from samestep.devices.selection import Selection
@@ -28,7 +30,7 @@ from samestep.launcher.job import Job, Outcome
 from samestep.launcher.nodes import Program
 from samestep.launcher.outlook import Outlook
 from samestep.launcher.policy import Policy
-from samestep.launcher.rendezvous import Introduction, Rendezvous, Round, interface_to, open_rendezvous
+from samestep.launcher.rendezvous import Introduction, Rendezvous, Round, interface_to, open_rendezvous, told
 from samestep.launcher.restarts import Restarts
 from samestep.launcher.starting import Starter, make_log_dir
 from samestep.launcher.supervisor import stop_requests
@@ -93,10 +95,14 @@ class Agent:
             except StopRequest as stop:
                 return Outcome(128 + stop.signum), rank
             except PeerLostError as error:
-                sentence = (
-                    f"{error}; when it is there again: {program.job.resume_hint}" if over is False else str(error)
+                return Outcome(1, failure=f"{error}; {program.job.resume_hint}"), rank
+            except RendezvousGracefulExitError:
+                count = self.cluster.max_nodes
+                display.say(
+                    f"the run at {self.cluster.endpoint} is over and did not need this node: it was full ({count} of "
+                    f"{count} nodes)"
                 )
-                return Outcome(1, failure=sentence), rank
+                return Outcome(0), rank
             finally:
                 if rendezvous is not None:
                     rendezvous.close(over)
@@ -112,7 +118,10 @@ class Agent:
         Raises:
             PeerLostError: the host of the meeting is gone.
         """
-        job = self._job_of(here)
+        try:
+            job = self._job_of(here)
+        except RuntimeError as error:
+            raise rendezvous.host_lost(error) from error
         if here.number:
             display.say(f"{counted(len(here.nodes), 'node')} in round {here.number}; this is {here.name(here.rank)}")
         outlook = Outlook(rendezvous, here)
@@ -143,8 +152,10 @@ class Agent:
             if here.rank == 0:
                 here.store.set("job", json.dumps(kwargs))
             else:
-                told = json.loads(here.store.get("job"))
-                job = replace(job, kwargs=told["kwargs"], resume_hint=told["hint"], log_dir=told["log_dir"])
+                job = told(
+                    lambda kwargs, hint, log_dir: replace(job, kwargs=kwargs, resume_hint=hint, log_dir=log_dir),
+                    here.store.get("job"),
+                )
         return job.restarted() if here.number else job
 
     def _attend(

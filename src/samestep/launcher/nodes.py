@@ -13,9 +13,8 @@ from samestep.errors import UsageError
 from samestep.launcher.cluster import Cluster
 from samestep.launcher.job import Job, Outcome
 from samestep.launcher.policy import Policy
+from samestep.launcher.store import LOG_LEVEL
 from samestep.launcher.supervisor import resolve_start_method
-
-LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"
 
 
 @dataclass(frozen=True)

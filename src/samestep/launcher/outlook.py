@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Literal
 
-from samestep.launcher.rendezvous import Rendezvous, Round
+from samestep.launcher.rendezvous import Rendezvous, Round, told
 from samestep.launcher.verdict import End, Rules, Verdict, judge
 
 BEAT_SECONDS = 1.0
@@ -24,7 +24,7 @@ class Outlook:
     Attributes:
         asked: what the workers of this node were asked for its sake: "stop", "end", or "" for nothing.
         changes: whether that was because a node waits to take part.
-        is_gone: whether the host of the meeting is, and the store with it.
+        is_gone: the error that showed that the host of the meeting is, and the store with it; None while it is not.
     """
 
     def __init__(self, rendezvous: Rendezvous, here: Round) -> None:
@@ -38,7 +38,8 @@ class Outlook:
         self.ends: dict[int, End] = {}
         self.lost: dict[int, str] = {}
         self.asked: Literal["", "stop", "end"] = ""
-        self.changes = self.is_gone = False
+        self.changes = False
+        self.is_gone: RuntimeError | None = None
 
     def look(self) -> Literal["", "stop", "end"]:
         """Beats, and looks at the others, once a second; says what that means for the workers of this node."""
@@ -46,8 +47,8 @@ class Outlook:
             return self.asked
         try:
             self._look()
-        except RuntimeError:
-            self.is_gone = True
+        except RuntimeError as error:
+            self.is_gone = error
         kinds = {end.kind for end in self.ends.values()}
         if self.is_gone or self.lost or kinds & {"failed", "peer"}:
             self.asked = "end"
@@ -74,7 +75,7 @@ class Outlook:
                 check()
                 self.look()
                 if self.is_gone:
-                    raise self._rendezvous.host_lost()
+                    raise self._rendezvous.host_lost(self.is_gone)
                 self._read_ends()
                 time.sleep(POLL_SECONDS)
             used = self._rendezvous.store.add("restarts", 0)
@@ -82,12 +83,14 @@ class Outlook:
             ends = dict(sorted({**self.ends, here.rank: ours}.items()))
             names = [here.name(rank) for rank in range(len(here.nodes))]
             found = json.dumps({"by": here.rank, **asdict(judge(ends, self.lost, names, rules))})
-            agreed = json.loads(self._store.compare_set("verdict", "", found))
-            if agreed.pop("by") == here.rank and agreed["uses_restart"]:
+            by, verdict = told(
+                lambda by, **verdict: (by, Verdict(**verdict)), self._store.compare_set("verdict", "", found)
+            )
+            if by == here.rank and verdict.uses_restart:
                 self._rendezvous.store.add("restarts", 1)
-            return Verdict(**agreed)
+            return verdict
         except RuntimeError as error:
-            raise self._rendezvous.host_lost() from error
+            raise self._rendezvous.host_lost(error) from error
 
     def part(self) -> None:
         """Says that this node has all it needs; the host of the meeting waits for the others to say so."""
@@ -110,7 +113,7 @@ class Outlook:
         self._read_ends()
         for rank in self._others:
             key = f"beat/{rank}"
-            count = int(self._store.get(key)) if self._store.check([key]) else 0
+            count = told(int, self._store.get(key)) if self._store.check([key]) else 0
             if count != self._seen[rank][0]:
                 self._seen[rank] = count, now
             elif now - self._seen[rank][1] > LOST_SECONDS and rank not in self.ends:
@@ -122,4 +125,4 @@ class Outlook:
         """Takes in how other nodes ended."""
         for rank in self._others:
             if rank not in self.ends and self._store.check([f"end/{rank}"]):
-                self.ends[rank] = End(**json.loads(self._store.get(f"end/{rank}")))
+                self.ends[rank] = told(End, self._store.get(f"end/{rank}"))

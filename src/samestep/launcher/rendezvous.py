@@ -8,33 +8,48 @@ address it is. Who takes part in a round, with how many nodes it begins, and tha
 import contextlib
 import errno
 import json
+import pickle
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
-from typing import Any
+from datetime import UTC, datetime, timedelta
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch.distributed.elastic.rendezvous.api import (
     RendezvousClosedError,
     RendezvousError,
+    RendezvousGracefulExitError,
     RendezvousInfo,
+    RendezvousStateError,
     RendezvousStoreInfo,
     RendezvousTimeoutError,
 )
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
+    DynamicRendezvousHandler,
+    RendezvousTimeout,
+    _NodeDesc,
+    _RendezvousState,
+)
 
-from samestep.comm.environment import LOOPBACK
+from samestep.comm.listening import is_loopback, listen
 from samestep.errors import PeerLostError, UsageError
 from samestep.launcher.cluster import Cluster
 from samestep.version import __version__
 
 STORE_SECONDS = 30.0
 POLL_SECONDS = 0.1
-LOOPBACKS = ("localhost", "ip6-localhost", "::1")
+SPARES_SECONDS = 3.0
+"""How long the host stays for nodes that wait to see that the run is over; torch's handler looks every two seconds."""
+
+T = TypeVar("T")
+
+
+class ForeignError(RuntimeError):
+    """What the store holds is not what a node of the run writes."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +84,32 @@ class Introduction:
         versions = (str(torch.__version__), __version__)
         name, rank = socket.gethostname(), cluster.node_rank
         return cls(name, rank, cluster.nodes_in_words, devices, threads, program, content, *versions)
+
+
+class Backend(C10dRendezvousBackend):
+    """torch's backend, with its state as JSON in the store.
+
+    torch's handler unpickles what its backend gives it. Anybody who reaches the port may write to the store, so what
+    is pickled is only what this process has read and made itself.
+    """
+
+    def get_state(self) -> tuple[bytes, Any] | None:
+        """See base class."""
+        found = super().get_state()
+        return found and (_pickled(found[0]), found[1])
+
+    def set_state(self, state: bytes, token: Any = None) -> tuple[bytes, Any, bool] | None:
+        """See base class."""
+        found = super().set_state(_as_json(pickle.loads(state)), token)
+        return found and (_pickled(found[0]), *found[1:])
+
+
+class Handler(DynamicRendezvousHandler):
+    """torch's handler, without a store of its own for the workers: torch's listens at all addresses."""
+
+    def _create_tcp_store_server(self, master_addr: str, master_port: int) -> dist.TCPStore:
+        """The rendezvous' own store; nothing asks it for that purpose."""
+        return cast("dist.TCPStore", self._store)
 
 
 @dataclass(frozen=True)
@@ -122,32 +163,35 @@ class Rendezvous:
         """Waits for the other nodes, and begins a round with them.
 
         Raises:
-            UsageError: too few came in time, or two nodes were given one number.
-            PeerLostError: the host of the meeting is gone, or the run is over.
+            UsageError: too few came in time, two nodes were given one number, or the run is over.
+            PeerLostError: the host of the meeting is gone.
+            RendezvousGracefulExitError: the run had as many nodes as it may have until its end.
         """
         try:
             info = self.handler.next_rendezvous()
             if info.rank == 0:
                 _repeat_address(info)
                 info.store.set("samestep/number", str(self.store.add("rounds", 1) - 1))
-            number = int(info.store.get("samestep/number"))
+            number = told(int, info.store.get("samestep/number"))
             store = dist.PrefixStore(f"round {number}", self.store)
             store.set(f"node/{info.rank}", json.dumps(vars(self.ours)))
-            told = [Introduction(**json.loads(store.get(f"node/{rank}"))) for rank in range(info.world_size)]
+            nodes = [told(Introduction, store.get(f"node/{rank}")) for rank in range(info.world_size)]
         except RendezvousTimeoutError as error:
             raise UsageError(self._too_few()) from error
         except RendezvousClosedError as error:
             raise self._closed() from error
+        except RendezvousGracefulExitError:
+            raise
         except (RendezvousError, RuntimeError) as error:
-            raise self.host_lost() from error
-        order = order_of([node.node_rank for node in told])
+            raise self.host_lost(error) from error
+        order = order_of([node.node_rank for node in nodes])
         rank = order.index(info.rank)
         try:
             workers = self._serve(store) if rank == 0 else None
-            address, port = json.loads(store.get("workers"))
+            address, port = told(lambda host, port: (str(host), int(port)), store.get("workers"))
         except RuntimeError as error:
-            raise self.host_lost() from error
-        return Round(number, tuple(told[place] for place in order), rank, store, address, port, workers)
+            raise self.host_lost(error) from error
+        return Round(number, tuple(nodes[place] for place in order), rank, store, address, port, workers)
 
     def _serve(self, store: dist.Store) -> dist.Store:
         """Hosts the store of a round's workers, and says where it is.
@@ -155,19 +199,24 @@ class Rendezvous:
         It is a new one each time, on a free port: torch's own `init_process_group` would find the addresses of the dead
         in it, since it counts on that (`torch/distributed/rendezvous.py`, TORCHELASTIC_USE_AGENT_STORE).
         """
-        workers = dist.TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
         # A host's own name often leads to its loopback address: on that machine the endpoint is the better name.
-        store.set("workers", json.dumps([self.cluster.host if self.hosts else self.own_address, workers.port]))
+        host = self.cluster.host if self.hosts else self.own_address
+        listener = listen(host, 0)
+        port = listener.getsockname()[1]
+        workers = dist.TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+        store.set("workers", json.dumps([host, port]))
         return workers
 
     def num_waiting(self) -> int:
         """How many nodes wait to take part.
 
         Raises:
-            RuntimeError: the host of the meeting is gone.
+            RuntimeError: the host of the meeting is gone, or what it stores is not the run's.
         """
         try:
             return int(self.handler.num_nodes_waiting())
+        except RendezvousStateError as error:
+            raise ForeignError from error
         except RendezvousError as error:
             raise RuntimeError(str(error)) from error
 
@@ -175,23 +224,34 @@ class Rendezvous:
         """Compares this node with the first that came.
 
         Raises:
-            UsageError: they differ in what must be the same.
+            UsageError: they differ in what must be the same, or the run is full for good.
             PeerLostError: the host of the meeting is gone.
         """
+        count = self.cluster.max_nodes
         try:
-            first = Introduction(**json.loads(self.store.compare_set("first", "", json.dumps(vars(self.ours)))))
-            sentence = difference(self.ours, first)
+            first = told(Introduction, self.store.compare_set("first", "", json.dumps(vars(self.ours))))
+            sentence, has_begun = difference(self.ours, first), self.store.check(["rounds"])
+            if not sentence and has_begun and self.cluster.min_nodes == count:
+                sentence = (
+                    f"the run at {self.cluster.endpoint} is full: {count} of {count} nodes take part, and it goes on "
+                    "without this one; give another run another port"
+                )
             if not sentence:
                 return
-            if not self.store.check(["rounds"]):  # nobody can begin: those who wait are told
+            if not has_begun:  # nobody can begin: those who wait are told
                 self.store.set("refusal", sentence)
                 self.handler.set_closed()
         except (RendezvousError, RuntimeError) as error:
-            raise self.host_lost() from error
+            raise self.host_lost(error) from error
         raise UsageError(sentence)
 
-    def host_lost(self) -> PeerLostError:
-        """The error that ends a node which has lost the meeting place."""
+    def host_lost(self, error: Exception | None) -> PeerLostError:
+        """The error that ends a node which has lost the meeting place, or cannot believe what is there."""
+        if isinstance(error, (RendezvousStateError, ForeignError)):
+            return PeerLostError(
+                f"something that is no node of this run has written to the rendezvous at {self.cluster.endpoint}; let "
+                "only the nodes reach that port"
+            )
         return PeerLostError(
             f"the node that hosts the rendezvous at {self.cluster.endpoint} does not answer any more: it, or the way "
             "to it, is lost"
@@ -206,6 +266,9 @@ class Rendezvous:
         with contextlib.suppress(Exception):  # whatever is wrong with the meeting place, we are leaving it
             if over:
                 self.handler.shutdown()
+                state = self.handler._state_holder.state
+                if self.hosts and (state.wait_list or state.redundancy_list):
+                    time.sleep(SPARES_SECONDS)
             else:
                 self.handler._stop_heartbeats()
 
@@ -217,12 +280,13 @@ class Rendezvous:
             "--rdzv-conf join_timeout=SECONDS"
         )
 
-    def _closed(self) -> Exception:
+    def _closed(self) -> UsageError:
         with contextlib.suppress(RuntimeError):
             if self.store.check(["refusal"]):
-                return UsageError(self.store.get("refusal").decode())
-        return PeerLostError(
-            f"the run at {self.cluster.endpoint} is over; start all nodes anew, or give another one another port"
+                return UsageError(self.store.get("refusal").decode(errors="replace"))
+        return UsageError(
+            f"the run at {self.cluster.endpoint} is over, without this node; start all nodes anew, or give another run "
+            "another port"
         )
 
 
@@ -239,15 +303,19 @@ def open_rendezvous(cluster: Cluster, ours: Introduction) -> Rendezvous:
     listener = open_listener(cluster)
     if listener is None:
         _wait_for_host(cluster)
-    host = LOOPBACK if listener is not None else cluster.host
     timeout = timedelta(seconds=STORE_SECONDS)
     fd = None if listener is None else listener.detach()
     try:
         store = dist.TCPStore(
-            host, cluster.port, is_master=fd is not None, timeout=timeout, wait_for_workers=False, master_listen_fd=fd
+            cluster.host,
+            cluster.port,
+            is_master=fd is not None,
+            timeout=timeout,
+            wait_for_workers=False,
+            master_listen_fd=fd,
         )
-        owner = store.compare_set("samestep/owner", "", cluster.run_id).decode()
-        backend = C10dRendezvousBackend(store, cluster.run_id)
+        owner = store.compare_set("samestep/owner", "", cluster.run_id).decode(errors="replace")
+        backend = Backend(store, cluster.run_id)
     except (RendezvousError, RuntimeError) as error:
         raise UsageError(
             f"what answers at {cluster.endpoint} is no rendezvous: {_first_line(error)}; give --rdzv-endpoint a port "
@@ -263,7 +331,7 @@ def open_rendezvous(cluster: Cluster, ours: Introduction) -> Rendezvous:
     waits = RendezvousTimeout(
         join=timedelta(seconds=settings["join_timeout"]), last_call=timedelta(seconds=settings["last_call_timeout"])
     )
-    handler = DynamicRendezvousHandler.from_backend(
+    handler = Handler.from_backend(
         cluster.run_id,
         store,
         backend,
@@ -289,9 +357,7 @@ def open_listener(cluster: Cluster) -> socket.socket | None:
     if cluster.node_rank is None and not _is_ours(cluster.host):
         return None
     try:
-        if socket.has_dualstack_ipv6():
-            return socket.create_server(("", cluster.port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024)
-        return socket.create_server(("", cluster.port), backlog=1024)
+        return listen(cluster.host, cluster.port)
     except OSError as error:
         if cluster.node_rank is None and error.errno == errno.EADDRINUSE:
             return None  # another agent on this machine
@@ -319,8 +385,7 @@ def interface_to(cluster: Cluster, address: str) -> str | None:
     """
     import psutil
 
-    is_loopback = address.startswith("127.") or address == "::1"
-    if is_loopback and cluster.host not in LOOPBACKS and not cluster.host.startswith("127."):
+    if is_loopback(address) and not is_loopback(cluster.host):
         return None
     for name, addresses in psutil.net_if_addrs().items():
         if any(entry.address == address for entry in addresses):
@@ -352,11 +417,77 @@ def order_of(node_ranks: Sequence[int | None]) -> list[int]:
         UsageError: two were told the same.
     """
     places = list(range(len(node_ranks)))
-    told = [rank for rank in node_ranks if rank is not None]
-    twice = next((rank for rank in told if told.count(rank) > 1), None)
+    given = [rank for rank in node_ranks if rank is not None]
+    twice = next((rank for rank in given if given.count(rank) > 1), None)
     if twice is not None:
         raise UsageError(f"two nodes were given --node-rank {twice}; give each another one, 0 to {len(places) - 1}")
-    return sorted(places, key=lambda place: told[place]) if len(told) == len(places) else places
+    return sorted(places, key=lambda place: given[place]) if len(given) == len(places) else places
+
+
+def told(kind: Callable[..., T], text: bytes) -> T:
+    """A value that a node has written to the store, as JSON: the arguments of a kind.
+
+    Raises:
+        ForeignError: it is no such value, so no node of the run has written it.
+    """
+    try:
+        value = json.loads(text)
+        if isinstance(value, dict):
+            return kind(**value)
+        return kind(*value) if isinstance(value, list) else kind(value)
+    except (ValueError, TypeError) as error:
+        raise ForeignError from error
+
+
+def _as_json(state: _RendezvousState) -> bytes:
+    """The state of torch's rendezvous as it is stored."""
+    stored = {
+        "round": state.round,
+        "complete": state.complete,
+        "closed": state.closed,
+        "deadline": state.deadline and state.deadline.isoformat(),
+        "participants": [(*_node(node), rank) for node, rank in state.participants.items()],
+        "last_heartbeats": [(*_node(node), beat.isoformat()) for node, beat in state.last_heartbeats.items()],
+        "wait_list": [_node(node) for node in state.wait_list],
+        "redundancy_list": [_node(node) for node in state.redundancy_list],
+    }
+    return json.dumps(stored).encode()
+
+
+def _pickled(text: bytes) -> bytes:
+    """A stored state as torch's handler takes it.
+
+    Raises:
+        RendezvousStateError: it is none.
+    """
+
+    def node(parts: Sequence[Any]) -> _NodeDesc:
+        return _NodeDesc(str(parts[0]), int(parts[1]), int(parts[2]))
+
+    def moment(text: str) -> datetime:
+        return datetime.fromisoformat(text).astimezone(UTC)
+
+    state = _RendezvousState()
+    try:
+        stored = json.loads(text)
+        state.round, state.complete, state.closed = (
+            int(stored["round"]),
+            bool(stored["complete"]),
+            bool(stored["closed"]),
+        )
+        state.deadline = moment(stored["deadline"]) if stored["deadline"] else None
+        state.participants = {node(parts): int(parts[3]) for parts in stored["participants"]}
+        state.last_heartbeats = {node(parts): moment(parts[3]) for parts in stored["last_heartbeats"]}
+        state.wait_list, state.redundancy_list = (
+            set(map(node, stored[key])) for key in ("wait_list", "redundancy_list")
+        )
+    except Exception as error:  # whatever a stranger wrote there
+        raise RendezvousStateError("no state of a rendezvous") from error
+    return pickle.dumps(state)
+
+
+def _node(node: _NodeDesc) -> tuple[str, int, int]:
+    return node.addr, node.pid, node.local_id
 
 
 def _repeat_address(info: RendezvousInfo) -> None:

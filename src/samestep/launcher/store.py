@@ -13,6 +13,8 @@ from samestep.comm.environment import LOOPBACK
 from samestep.launcher import lifeline
 from samestep.launcher.title import set_title
 
+LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"
+
 
 def open_listener() -> socket.socket:
     """A socket that listens on a free port of the loopback address."""
@@ -30,6 +32,11 @@ def keep_store(listener: socket.socket) -> NoReturn:
     port = listener.getsockname()[1]
     # The name keeps the store, and its port, alive.
     store = dist.TCPStore(LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+    if LOG_LEVEL not in os.environ:
+        # The store survives garbage at its port, but tells of it with a C++ stack, and nothing else is told from here.
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, 2)
+        os.close(nowhere)
     while store is not None:
         signal.pause()
     raise AssertionError("the store is held")
