@@ -4,7 +4,9 @@ import json
 import math
 import os
 import shutil
+import signal
 import subprocess
+import sys
 from statistics import mean, median
 
 import pytest
@@ -371,3 +373,30 @@ def test_mlp_learns_the_prices_of_houses(shared_data):
         train(recipe="mlp", data=str(table), epochs=100, seed=seed)["epochs"][-1]["eval"]["rmse"] for seed in range(5)
     ]
     assert median(scores) < 4.5, scores
+
+
+KILLED = """
+import os, pathlib, signal, sys
+from samestep.train.writing import replacing
+with replacing(pathlib.Path(sys.argv[1])) as temporary:
+    temporary.write_text("half of it")
+    (temporary.parent / "checkpoints" / temporary.name.replace("run.json", "step-00000001")).mkdir()
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_what_killed_processes_left_is_removed_when_a_run_is_resumed_even_if_nothing_is_left_to_do(tmp_path):
+    def program(communicator, resume):
+        with make_trainer(communicator, run_dir=tmp_path) as trainer:
+            trainer.fit(points(), 1, resume=resume)
+
+    def names():
+        return sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if "tfevents" not in path.name)
+
+    alone(program, None)
+    whole = names()
+    killed = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path / "run.json")])
+    assert killed.returncode == -signal.SIGKILL
+    assert len(names()) == len(whole) + 2
+    alone(program, "auto")
+    assert names() == whole

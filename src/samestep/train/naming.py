@@ -85,8 +85,7 @@ def check_untaken(folder: Path) -> None:
 
 def _precedes_record(entry: Path) -> bool:
     """Whether a run that was killed before its record was whole may have left this in its folder."""
-    temporary = entry.name.startswith((f".{CONTRACT_FILE}.", ".tmp-"))
-    return temporary or entry.name in (LOG_FOLDER, LOCK_FILE, PROFILE_FOLDER)
+    return entry.name.startswith(".tmp-") or entry.name in (LOG_FOLDER, LOCK_FILE, PROFILE_FOLDER)
 
 
 def remove_if_unused(folder: Path) -> None:

@@ -31,6 +31,7 @@ from samestep.train.recorder import Recorder, StepNote
 from samestep.train.saving import SavedCheckpoint
 from samestep.train.spreading import has_part_files, write_together
 from samestep.train.state import State
+from samestep.train.temporary import remove_leftovers
 
 REMEMBERED_STEPS = 1024
 TAKE_OVER_SECONDS = 30.0  # the supervisor is ending whoever held the lock
@@ -293,6 +294,9 @@ class Notes:
     def _open(self, purge_step: int | None, contract: Mapping[str, Any] | None = None) -> Recorder:
         """Opens the recorder of this rank, as the only one that writes to the folder."""
         self.lock(TAKE_OVER_SECONDS if self._team.healed else LOCK_SECONDS)
+        if self.folder is not None:
+            for folder in (self.folder, self.folder / CHECKPOINT_FOLDER):
+                remove_leftovers(folder)
         with self._generators.aside(self._step.num_steps):
             self.recorder = Recorder(self._team, self.folder, self._loggers, self._keep, purge_step, contract)
         self._tell_ledger()

@@ -1,9 +1,10 @@
-"""Temporary entries beside checkpoints: named after their process, so that what a killed one left can be cleared away.
+"""Temporary entries of a run folder: named after their process, so that what a killed one left can be cleared away.
 
 A name is `.tmp-WHAT-PID-HOST-TOKEN`, the host as eight digits of a hash of its name.
 """
 
 import hashlib
+import os
 import platform
 import re
 import secrets
@@ -15,13 +16,15 @@ from pathlib import Path
 import psutil
 
 _NAME = re.compile(r"\.tmp-.+-(?P<pid>\d+)-(?P<host>[0-9a-f]{8})-[0-9a-f]{8}")
+_MAX_WHAT = 200  # bytes
 _FOREIGN_SECONDS = 24 * 60 * 60.0  # whether a process of another machine lives cannot be asked
 _CLOCK_SECONDS = 5.0  # by which the clocks of a file system and of processes may differ
 
 
 def temporary_name(folder: Path, what: str, pid: int) -> Path:
-    """A name in `folder` that nothing has yet."""
-    return folder / f".tmp-{what}-{pid}-{_host()}-{secrets.token_hex(4)}"
+    """A name in `folder` that nothing has yet, and that is no longer than names can be."""
+    short = os.fsdecode(os.fsencode(what)[:_MAX_WHAT])
+    return folder / f".tmp-{short}-{pid}-{_host()}-{secrets.token_hex(4)}"
 
 
 def remove_entry(path: Path) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import cast
 
 from samestep.errors import RunFolderError
+from samestep.train.temporary import temporary_name
 
 _NO_SPACE = {errno.ENOSPC, errno.EFBIG} | {getattr(errno, name) for name in ("EDQUOT",) if hasattr(errno, name)}
 
@@ -40,7 +41,7 @@ def make_folder(path: Path) -> None:
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """Gives a temporary name to write to, and moves it to `path` when that has gone well; raises as `writing` does."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary = temporary_name(path.parent, path.name, os.getpid())
     try:
         with writing(path):
             yield temporary
