@@ -2,10 +2,13 @@
 
 import json
 import sys
+from dataclasses import replace
 
 import pytest
 
 from samestep.cli.main import main
+from samestep.devices.selection import select
+from samestep.forecast import devices
 
 MODELS = """
 import torch
@@ -53,6 +56,32 @@ def plan(capsys, monkeypatch):
         return caught.value.code, said.out, said.err
 
     return call
+
+
+def test_devices_of_this_machine_are_named_as_for_any_other_command(plan):
+    code, out, _ = plan("mlp", "--devices", "cpu:2", "--json")
+    assert code == 0
+    asked = json.loads(out)["devices"]
+    assert (asked["kind"], asked["count"], asked["nodes"]) == ("cpu", 2, 1)
+    code, _, err = plan("mlp", "--devices", "cpu:0")
+    assert code == 2
+    assert "cpu:N is a number of CPU workers" in err
+
+
+@pytest.mark.parametrize(
+    ("name", "gib", "kind"),
+    [
+        ("NVIDIA A100-SXM4-40GB", 39.4, "A100-40"),
+        ("NVIDIA A100-SXM4-80GB", 79.1, "A100-80"),
+        ("NVIDIA H200", 140, "H200"),
+    ]
+    + [("NVIDIA GeForce RTX 4090", 23.6, "RTX4090")],
+)
+def test_an_accelerator_of_this_machine_is_known_by_its_name_and_memory(monkeypatch, name, gib, kind):
+    found = select("cpu:2")
+    device = replace(found.devices[0], kind="cuda", name=name, memory_total=int(gib * 2**30))
+    monkeypatch.setattr(devices, "select", lambda text: replace(found, kind="cuda", devices=(device,) * 2))
+    assert str(devices.read_machines("auto")) == f"2 × {kind}"
 
 
 def test_a_recipe_is_planned_in_the_terminal(plan):

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
@@ -199,3 +200,31 @@ def test_a_full_disk_is_a_sentence_and_leaves_the_old_files(tmp_path):
     assert json.loads((tmp_path / "run.json").read_text()) == {"old": 1}
     assert load_file(tmp_path / "weights.safetensors")["weight"].shape == (2, 2)
     assert sorted(os.listdir(tmp_path)) == ["run.json", "weights.safetensors"]
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_folder_that_is_renamed_in_mid_run_ends_the_run_in_a_sentence_and_is_not_made_anew(tmp_path, replaced):
+    folder, moved = tmp_path / "run", tmp_path / "moved"
+
+    class Mover:
+        def log(self, step, scalars):
+            if step == 3 and not moved.exists():
+                while not (folder / "checkpoints" / "latest").exists():
+                    time.sleep(0.01)
+                folder.rename(moved)
+                if replaced:
+                    folder.mkdir()
+
+        def close(self):
+            pass
+
+    def train(communicator, run_dir, resume=None, loggers=()):
+        with make_trainer(communicator, run_dir=run_dir, checkpoint_steps=2, loggers=loggers) as trainer:
+            trainer.fit(points(), 2, resume=resume)
+            return trainer.digest
+
+    with pytest.raises(RunFolderError, match=r"run/ledger.jsonl is not the file any more.*it was moved or replaced"):
+        in_turns(1, train, folder, None, [Mover()])
+    assert list(folder.rglob("*")) == []
+    assert folder.exists() == replaced
+    assert in_turns(1, train, moved, moved) == in_turns(1, train, tmp_path / "whole")

@@ -238,3 +238,17 @@ def test_a_ledger_that_was_removed_meanwhile_is_an_error_and_not_written_to_in_v
         ledger.write_event("checkpoint", 3)
     ledger.close()
     assert not path.exists()
+
+
+def test_a_ledger_that_was_moved_or_replaced_meanwhile_gets_its_lines_and_is_an_error(tmp_path):
+    (tmp_path / "run").mkdir()
+    path = tmp_path / "run" / "ledger.jsonl"
+    with LedgerWriter(path) as ledger:
+        (tmp_path / "run").rename(tmp_path / "moved")
+        for _ in range(2):
+            with pytest.raises(RunFolderError, match=r"it was moved or replaced meanwhile.*--resume FOLDER"):
+                ledger.write_event("checkpoint", 3)
+            path.parent.mkdir(exist_ok=True)
+            path.touch()
+    assert path.read_bytes() == b""
+    assert [entry["event"] for entry in read(tmp_path / "moved" / "ledger.jsonl")] == ["checkpoint"] * 2

@@ -27,7 +27,12 @@ def plan(
             "(model, loss_fn, batch).",
         ),
     ],
-    devices: Annotated[str, typer.Option(help="How many of which kind: 8xH100; with --nodes, on each of them.")],
+    devices: Annotated[
+        str,
+        typer.Option(
+            help="How many of which kind: 8xH100; with --nodes, on each of them. Or this machine's own: cpu:2, auto."
+        ),
+    ],
     nodes: Annotated[int | None, typer.Option(help="How many such nodes.")] = None,
     global_batch_size: Annotated[int | None, typer.Option(help="Samples of one optimizer step.")] = None,
     precision: Annotated[str, typer.Option(help="32-true, bf16-mixed or 16-mixed.")] = "32-true",

@@ -13,5 +13,7 @@ def check_regular(path: str | PathLike[str]) -> None:
         mode = Path(path).stat().st_mode
     except OSError:
         return
+    except ValueError as error:  # a NUL character, or half of a surrogate pair
+        raise DataError(f"{path}: no file can have this name: {error}") from error
     if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
         raise DataError(f"{path}: is no regular file, but a device, a pipe or the like; copy what it gives to a file")

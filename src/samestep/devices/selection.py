@@ -102,6 +102,8 @@ def _normalised(spec: str | int) -> str:
     if isinstance(spec, bool) or not isinstance(spec, str | int):
         raise _meaningless(repr(spec))
     text = re.sub(r"\s*([,:])\s*", r"\1", str(spec).strip().lower())
+    if re.search(r"\d{10}", text):
+        raise DeviceError(f"asked for {text}, which is more than there can be; write one of: {FORMS}")
     if re.fullmatch(r"[+-]?\d+", text) and int(text) < 1:
         raise DeviceError(f'asked for {text} devices; a count is 1 or more (for the device with index 0 write "0,")')
     return text.removeprefix("+")

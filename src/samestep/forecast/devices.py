@@ -11,10 +11,11 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from samestep.devices.selection import select
 from samestep.errors import UsageError
 
 GIB = 2**30
-FORMS = "8xH100 (eight on one node), or 64xA100-80 with --nodes 8"
+FORMS = "8xH100 (eight on one node), 64xA100-80 with --nodes 8, or cpu:2 and the like for those of this machine"
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,7 @@ KINDS: Mapping[str, DeviceKind] = {
         DeviceKind("cpu", 4, 0.05, 0.05, 10, 5, 10, 8, 0.6, 0.75, context_bytes=0),
     )
 }
+_OWN = re.compile(r"auto|cuda|xpu|mps|\d{1,3}(,[\d,\s]*)?|(cpu|cuda|xpu|mps|free):.*")
 ALIASES: Mapping[str, str] = {"a100": "A100-80", "4090": "RTX4090", "rtx-4090": "RTX4090", "v100-32": "V100"}
 
 
@@ -119,14 +121,18 @@ def read_machines(text: str, nodes: int | None = None, node_gbits: float | None 
     """Reads `8xH100`: with `nodes`, so many devices on each of them.
 
     Args:
-        text: a number, an x and a kind; one device where there is no number.
+        text: a number, an x and a kind; one device where there is no number. Or devices of this machine, as `select`
+            takes them: cpu:2, auto, "0,4".
         nodes: how many nodes; None is one, or as many as hold the devices where a node has fewer.
         node_gbits: of a node to others, Gbit/s; None is what is usual for the kind.
 
     Raises:
         UsageError: no such kind, or no such number.
+        DeviceError: this machine has no such devices.
     """
-    match = re.fullmatch(r"(?:(\d+)\s*[xX×*]\s*)?([A-Za-z][\w-]*|4090)", text.strip())
+    if _OWN.fullmatch(text.strip().lower()):
+        text, nodes = _own(text), nodes or 1
+    match = re.fullmatch(r"(?:(\d{1,9})\s*[xX×*]\s*)?([A-Za-z][\w-]*|4090)", text.strip())
     if match is None:
         raise UsageError(f"got --devices {text!r}; needed: a number and a kind, such as {FORMS}")
     count = int(match[1] or 1)
@@ -146,6 +152,19 @@ def read_machines(text: str, nodes: int | None = None, node_gbits: float | None 
             "node has and how many nodes there are, such as --devices 6xH100 --nodes 2"
         )
     return Machines(kind, count, num_nodes)
+
+
+def _own(text: str) -> str:
+    """Devices of this machine as a number and a kind, of which a large one's memory tells its form."""
+    selection = select(text)
+    device = selection.devices[0]
+    if selection.kind == "cpu":
+        return f"{selection.count}xcpu"
+    kinds = [kind for kind in KINDS.values() if kind.name.partition("-")[0] in device.name.replace(" ", "")]
+    if not kinds:
+        raise UsageError(f"{device.name} is not a device that is known here; name a similar one, such as {FORMS}")
+    nearest = min(kinds, key=lambda kind: abs(kind.memory_bytes - device.memory_total))
+    return f"{selection.count}x{nearest.name}"
 
 
 def find_kind(name: str) -> DeviceKind:

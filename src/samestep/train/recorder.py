@@ -15,6 +15,7 @@ from samestep.comm.board import View
 from samestep.comm.team import Team
 from samestep.data.batch import Batch
 from samestep.engine.result import StepResult
+from samestep.errors import RunFolderError
 from samestep.train.agreement import Change
 from samestep.train.checkpoint import Snapshot
 from samestep.train.checksum import as_hex
@@ -205,7 +206,12 @@ class Recorder:
         Raises:
             RunFolderError: a checkpoint could not be written.
         """
-        for saved in [] if self._saver is None else self._saver.poll():
+        try:
+            done = [] if self._saver is None else self._saver.poll()
+        except RunFolderError:
+            self.flush()  # says more, where the folder was moved away
+            raise
+        for saved in done:
             self._note_checkpoint(saved, self._blocked.pop(saved.step, 0.0))
 
     def wrote(self, saved: SavedCheckpoint) -> None:
