@@ -307,6 +307,35 @@ def commands(communicator, folder):
     return run.returncode, run.stdout, os.waitstatus_to_exitcode(code), subprocess.getoutput("echo $PPID")
 
 
+def piped(communicator, folder):
+    """Programs whose output is read as a stream; nobody reads from one that runs on until the end."""
+    with os.popen(f"echo once >> {folder}/log; echo one; echo two; echo $PPID") as stream:
+        lines = stream.readlines()
+    os.popen(f"while [ ! -e {folder}/end ]; do sleep 0.02; done")
+    failed = os.popen("exit 3")
+    said = lines, list(os.popen("echo a; echo b")), os.popen("echo read").read(), failed.close()
+    Path(folder, "end").touch()
+    return said
+
+
+def hdf5(communicator, folder):
+    """Files of h5py, for writing and for reading what was written; every rank would write its own number."""
+    import h5py
+
+    path, found = f"{folder}/data.h5", []
+    with h5py.File(path, "w") as file:
+        file["a"] = np.full(3, communicator.rank)
+        found.append(file["a"][:].tolist())
+    for mode in ("r+", "a"):
+        with h5py.File(path, mode) as file:
+            found.append(file["a"][:].tolist())
+            file["a"][0] = communicator.rank + len(found)
+            file[f"mode {mode}"] = 1.0
+    with h5py.File(path) as file:
+        found.append([file["a"][:].tolist(), sorted(file)])
+    return found, caught(h5py.File, f"{folder}/missing.h5", "r+"), caught(h5py.File, path, "x")
+
+
 def asked(communicator, folder):
     """A person."""
     sys.stdin, before = (io.StringIO("yes\n") if communicator.rank == 0 else io.StringIO()), sys.stdin

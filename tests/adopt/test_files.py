@@ -3,6 +3,7 @@
 import gzip
 import http.server
 import json
+import os
 import pickle
 import threading
 import zipfile
@@ -146,6 +147,25 @@ def test_programs_run_once_and_everybody_gets_the_result(worlds, tmp_path, n):
     found = equal(script(worlds, n, "commands", tmp_path))
     assert found[:3] == (0, "said\n", 3)
     assert (tmp_path / "log").read_text() == "once\nonce\n"
+
+
+def test_the_output_of_a_program_that_is_read_as_a_stream_is_that_of_rank_0(worlds, tmp_path):
+    lines, listed, text, status = equal(script(worlds, 2, "piped", tmp_path))
+    assert lines[:2] == ["one\n", "two\n"]
+    assert (listed, text, os.waitstatus_to_exitcode(status)) == (["a\n", "b\n"], "read\n", 3)
+    assert (tmp_path / "log").read_text() == "once\n"
+
+
+def test_files_of_h5py_are_written_by_rank_0_and_others_have_a_copy(worlds, tmp_path):
+    h5py = pytest.importorskip("h5py")
+    results = script(worlds, 3, "hdf5", tmp_path)
+    for rank, (found, missing, existing) in enumerate(results):
+        assert found[:3] == [[rank] * 3, [0, 0, 0], [2, 0, 0]]
+        assert found[3] == [[3, 0, 0], ["a", "mode a", "mode r+"]]
+        assert (missing[0], existing[0]) == ("FileNotFoundError", "FileExistsError")
+    with h5py.File(tmp_path / "data.h5") as file:
+        assert file["a"][:].tolist() == [3, 0, 0]
+    assert [path.name for path in tmp_path.iterdir()] == ["data.h5"]
 
 
 def test_a_person_is_asked_on_rank_0(worlds, tmp_path):

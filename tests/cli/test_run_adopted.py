@@ -1,8 +1,12 @@
 """`samestep run` of scripts for one process, as a user types it: its options, and what is said when they do not fit."""
 
+import fcntl
 import os
+import pty
+import struct
 import subprocess
 import sys
+import termios
 import textwrap
 
 import pytest
@@ -172,3 +176,26 @@ def test_a_lost_rank_of_an_adopted_script_ends_it_with_the_name_of_what_it_saved
     assert done.returncode == 128 + 9
     assert "was ended by SIGKILL" in done.stderr
     assert f"the script last saved {tmp_path / 'step-3.pt'}: start it again from there" in done.stderr
+
+
+def test_a_script_that_asks_a_terminal_for_its_size_gets_it_on_every_rank(tmp_path):
+    path = script(
+        tmp_path,
+        """
+        import os
+
+        rows, columns = os.popen("stty size", "r").read().split()
+        print(rows, columns, *os.get_terminal_size())
+        """,
+    )
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 90, 0, 0))
+    try:
+        command = [*SAMESTEP, "run", "--devices", "cpu:2", str(path)]
+        ended = subprocess.run(command, cwd=tmp_path, stdin=theirs, stdout=theirs, stderr=theirs, timeout=100)
+        said = os.read(ours, 1 << 16).decode()
+    finally:
+        os.close(ours)
+        os.close(theirs)
+    assert ended.returncode == 0, said
+    assert "40 90 90 40" in said

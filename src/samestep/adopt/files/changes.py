@@ -16,8 +16,10 @@
   rank 0 is there too, and takes rank 0's path where names differ (a clock in them).
 - `os.path.exists`, `isfile`, `getsize` …, `os.stat`, `listdir`, `scandir`, `walk`, `glob.glob`, `Path.glob`, `iterdir`:
   answered as on rank 0, order and errors included.
-- `subprocess.run`, `call`, `check_call`, `check_output`, `getoutput`, `os.system`, `input`: rank 0 does it; the result
-  is everybody's. `subprocess.Popen` and `os.popen` stay: each rank starts its own.
+- `subprocess.run`, `call`, `check_call`, `check_output`, `getoutput`, `os.system`, `os.popen` for reading,
+  `os.get_terminal_size`, `input`: rank 0 does it; the result is everybody's. `subprocess.Popen` stays: each rank starts
+  its own.
+- `h5py.File`: for writing, rank 0 opens the file, the others a private copy; for reading, as `open`.
 - `urlretrieve`, `torch.hub`, torchvision's data sets with `download=True`: fetched once a machine, also for libraries.
 
 A line that asks very many questions between two wrapped forwards (it goes through a data set) is answered by each rank
@@ -25,7 +27,7 @@ for itself after a while. What a library writes on its own account rank 0 writes
 in the home, compilers' caches and temporary folders of libraries are left alone. Other threads, worker processes of a
 DataLoader that are forked, and chunks of a wrapped forward write on rank 0 only. All ranks must see one file system.
 
-Not covered: writers in C that open files themselves (h5py, pyarrow, sqlite3), and processes that are spawned.
+Not covered: writers in C that open files themselves (pyarrow, sqlite3), and processes that are spawned.
 """
 
 from types import ModuleType
@@ -65,6 +67,7 @@ def _late(desk: Desk, turns: downloads.Turns) -> dict[str, PatchesOf]:
         "safetensors.numpy": _writers_and_loaders(desk, tensors[:1], ("load_file",)),
         "matplotlib.figure": lambda module: _writers(desk, module.Figure, (("savefig", 1),), "fname"),
         "matplotlib.pyplot": lambda module: _writers(desk, module, (("savefig", 0),), "fname"),
+        "h5py": opening.h5py_files(desk),
         "cv2": _writers_and_loaders(desk, (("imwrite", 0),), ("imread",), True),
         "torchvision.datasets.utils": downloads.torchvision_utils(desk, turns),
         "torchvision.datasets": downloads.torchvision_datasets(desk, turns),

@@ -2,10 +2,11 @@
 
 import builtins
 import functools
+import io
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from samestep.adopt.files.desk import Desk, Way
@@ -19,13 +20,15 @@ COMMANDS = (
     (subprocess, "check_output"),
     (subprocess, "getoutput"),
     (subprocess, "getstatusoutput"),
+    (os, "get_terminal_size"),
 )
 
 
 def patches(desk: Desk) -> list[Patch]:
-    """The table, and `input`. `subprocess.Popen` and `os.popen` stay: each rank starts its own."""
+    """The table, `input`, and `os.popen` for reading. `subprocess.Popen` stays: each rank starts its own."""
     places = [*COMMANDS, (builtins, "input")]
-    return [Patch(owner, name, _once(desk, getattr(owner, name))) for owner, name in places]
+    once = [Patch(owner, name, _once(desk, getattr(owner, name))) for owner, name in places]
+    return [*once, Patch(os, "popen", _popen(desk))]
 
 
 def _once(desk: Desk, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -39,3 +42,64 @@ def _once(desk: Desk, original: Callable[..., Any]) -> Callable[..., Any]:
         return desk.together(f"a call of {original.__name__}", call)
 
     return replacement
+
+
+class Output:
+    """What `os.popen` gives for reading: a stream of what the command wrote on rank 0.
+
+    It is read whole, by all ranks, when the script first asks for any of it: a command that nobody reads from may go on
+    for ever.
+
+    Args:
+        desk: what is known.
+        start: starts the command.
+    """
+
+    def __init__(self, desk: Desk, start: Callable[[], Any]) -> None:
+        self._desk = desk
+        self._start = start
+        self._opened: list[Any] = []
+        desk.together("a call of popen", lambda: self._opened.append(start()))
+        self._text: io.StringIO | None = None
+        self._status: int | None = None
+
+    def _read(self) -> io.StringIO:
+        if self._text is None:
+            meets = self._desk.adoption.may_meet()
+            text, self._status = self._desk.together("a read of os.popen", self._all) if meets else self._all()
+            self._text = io.StringIO(text)
+        return self._text
+
+    def _all(self) -> tuple[str, int | None]:
+        """All that the command writes, and its status; a rank above 0 asks on its own in a chunk or another thread."""
+        stream = self._opened[0] if self._opened else self._start()
+        return stream.read(), stream.close()
+
+    def close(self) -> int | None:
+        """The command's status, as of `os.popen`."""
+        self._read().close()
+        return self._status
+
+    def __enter__(self) -> "Output":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._read())
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._read(), name)
+
+
+def _popen(desk: Desk) -> Callable[..., Any]:
+    original = os.popen
+
+    @functools.wraps(original)
+    def popen(cmd: str, mode: str = "r", buffering: int = -1) -> Any:
+        if mode != "r" or desk.way(sys._getframe(1), None) is not Way.TOGETHER:
+            return original(cmd, mode, buffering)
+        return Output(desk, functools.partial(original, cmd, mode, buffering))
+
+    return popen

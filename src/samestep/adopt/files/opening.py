@@ -1,11 +1,14 @@
-"""Opening: `open` and `os.open`, so that only rank 0 writes and readers wait until it has."""
+"""Opening: `open`, `os.open` and `h5py.File`, so that only rank 0 writes and readers wait until it has."""
 
 import builtins
 import functools
 import io
 import os
+import shutil
 import sys
-from types import FrameType
+import tempfile
+from contextlib import nullcontext
+from types import FrameType, ModuleType
 from typing import IO, Any
 
 from samestep.adopt.files.desk import Desk, Way, path_of
@@ -129,5 +132,49 @@ def _os_open(desk: Desk) -> Any:
         if way is Way.TOGETHER and flags & os.O_RDWR:
             desk.adoption.meet("a file opened for reading and writing")
         return opened[0]
+
+    return replacement
+
+
+def h5py_files(desk: Desk) -> Any:
+    """The patches of h5py: its files are opened in C, and locked."""
+
+    def patches_of(module: ModuleType) -> list[Patch]:
+        return [Patch(module.File, "__init__", _h5py_file(desk, module.File.__init__))]
+
+    return patches_of
+
+
+def _h5py_file(desk: Desk, original: Any) -> Any:
+    @functools.wraps(original)
+    def replacement(
+        self: Any, name: Any, mode: str = "r", driver: str | None = None, *args: Any, **kwargs: Any
+    ) -> None:
+        def opened(name: Any) -> None:
+            original(self, name, mode, driver, *args, **kwargs)
+
+        path, frame, rank = path_of(name), sys._getframe(1), desk.adoption.rank
+        if path is not None and mode == "r":
+            with desk.reading(path, frame) as where:
+                opened(name if where == path else where)
+            return
+        is_plain = path is not None and driver in (None, "sec2", "stdio", "core")
+        way = desk.way(frame, path) if is_plain else Way.AS_IS
+        if path is None or way is Way.AS_IS:
+            opened(name)
+            return
+        if way is Way.TOGETHER:
+            desk.adoption.meet("a file of h5py")  # what was open before is closed on all ranks
+        with nullcontext() if rank == 0 else tempfile.TemporaryDirectory() as folder:
+            copy = None if folder is None else os.path.join(folder, os.path.basename(path))
+            if copy is not None and mode in ("r+", "a") and os.path.isfile(source := desk.known_as(path)):
+                shutil.copyfile(source, copy)
+            if way is Way.TOGETHER:
+                desk.together("h5py.File", lambda: opened(name), (path,))
+            elif rank == 0:
+                opened(name)
+            desk.record(path)
+            if copy is not None:
+                opened(copy)  # what is open stays when the folder goes
 
     return replacement
