@@ -9,6 +9,7 @@ from contextlib import contextmanager
 
 import io_programs as programs
 import pytest
+from adopting import run
 
 from samestep.adopt import output
 from samestep.adopt.output import STDERR, STDOUT, ScriptStream
@@ -134,3 +135,39 @@ def test_a_process_without_a_console_says_nothing(capsys):
     finally:
         sys.stdout = before
     assert capsys.readouterr() == ("", "somewhere")
+
+
+WARNING = """
+import os, warnings
+import torch
+import torch.nn.functional as F
+
+a, b = torch.ones(4, 1).cuda(), torch.ones(4).cuda()
+for _ in range(2):
+    F.mse_loss(a, b)
+F.mse_loss(a, b)
+torch.nn.MSELoss()(a, b)
+torch.tensor(a)
+torch.save({}, "saved")
+os.environ["TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"] = "1"
+torch.load("saved")
+with warnings.catch_warnings(record=True) as kept:
+    warnings.simplefilter("always")
+    F.mse_loss(a, b), F.mse_loss(a, b)
+RESULT = [(warning.filename == __file__, warning.lineno) for warning in kept]
+"""
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_warnings_name_the_lines_that_they_name_without_adoption_and_each_once(worlds, tmp_path, n):
+    script = tmp_path / "warns.py"
+    script.write_text(WARNING)
+    for outcome in run(worlds, n, script, cwd=tmp_path):
+        assert not outcome.error, outcome.message
+        places = [line.split(": UserWarning:")[0] for line in outcome.stderr.splitlines() if "UserWarning" in line]
+        names = [place.replace(str(script), "warns.py").rsplit("/", 1)[-1] for place in places]
+        assert [name for name in names if not name.startswith("loss.py")] == [
+            *("warns.py:8", "warns.py:9", "warns.py:11", "warns.py:14"),
+        ]
+        assert sum(name.startswith("loss.py") for name in names) == 1
+        assert list(outcome.result.values()) == [True, 17, True, 17]

@@ -1,4 +1,4 @@
-"""Output: the script's streams, and what chunks of a wrapped forward say, kept until it can be said in order.
+"""Output: the script's streams, its warnings, and what chunks of a wrapped forward say, kept until it is said in order.
 
 Chunks run on several ranks, so what they print is kept where they run and replayed on rank 0 in the order of the
 chunks. `script_streams` stands before stdout and stderr from the start, so that whoever holds on to them (handlers of
@@ -7,12 +7,16 @@ chunks. `script_streams` stands before stdout and stderr from the start, so that
 
 import io
 import sys
+import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from types import FrameType
 from typing import Any, TextIO
 
 from samestep.adopt.adoption import Adoption
+from samestep.adopt.site import calling_frame, is_own_file
+from samestep.adopt.table import Patch
 
 STDOUT = 1
 STDERR = 2
@@ -97,6 +101,30 @@ class ScriptStream(io.TextIOBase):
 
     def __repr__(self) -> str:
         return repr(self._stream)
+
+
+def patches(_: Adoption) -> list[Patch]:
+    """Warnings that name a changed function of ours name the line that called it, and once each."""
+    show: Any = vars(warnings)["_showwarnmsg"]  # what `warnings` calls, also from C, whatever filters and records
+    shown: set[tuple[Any, ...]] = set()
+
+    def show_calling_line(message: warnings.WarningMessage) -> None:
+        frame: FrameType | None = sys._getframe(1) if is_own_file(message.filename) else None
+        while frame is not None and (frame.f_code.co_filename, frame.f_lineno) != (message.filename, message.lineno):
+            frame = frame.f_back
+        caller = calling_frame(frame)
+        if frame is not None and caller is not None:
+            # Python remembers which lines have warned by the line that it knows, which is ours for all of the script's.
+            registry, what = frame.f_globals.get("__warningregistry__", {}), (str(message.message), message.category)
+            is_once = registry.pop((*what, message.lineno), None)
+            message.filename, message.lineno = caller.f_code.co_filename, caller.f_lineno
+            place = (*what, message.filename, message.lineno, registry.get("version"))
+            if is_once and place in shown:
+                return
+            shown.add(place)
+        show(message)
+
+    return [Patch(warnings, "_showwarnmsg", show_calling_line)]
 
 
 @contextmanager

@@ -92,7 +92,7 @@ def adopted(
         elif adoption.communicator.device.type != "cpu":
             stack.enter_context(own_accelerator(adoption, adoption.communicator.device))
         stack.enter_context(output.script_streams(adoption))
-        for part in (parallel, roots, seeding, changes, choice):
+        for part in (output, parallel, roots, seeding, changes, choice):
             stack.enter_context(applied(part.patches(adoption)))
         stack.enter_context(applied(_process_group(adoption)))
         stack.enter_context(wrapping.hinting(adoption) if wrap is None else wrapping.wrapped(adoption, wrap))

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import FrameType
 
 import torch
+import torch.overrides
 
 _OWN = str(Path(__file__).resolve().parents[1])
 
@@ -41,6 +42,26 @@ def script_frame() -> FrameType | None:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and not is_script_file(frame.f_code.co_filename):
         frame = frame.f_back
+    return frame
+
+
+def is_own_file(filename: str) -> bool:
+    """Whether a file is samestep's."""
+    return filename.startswith(f"{_OWN}{os.sep}")
+
+
+def calling_frame(frame: FrameType | None) -> FrameType | None:
+    """The frame that called what a frame of samestep's stands in for; None if there is none.
+
+    A function of torch's that hands itself over to a mode is on the stack twice: only the inner one was called.
+    """
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if name == torch.overrides.__file__:
+            frame = frame.f_back
+        elif not is_own_file(name):
+            break
+        frame = frame and frame.f_back
     return frame
 
 
