@@ -74,8 +74,8 @@ def test_devices_of_this_machine_are_named_as_for_any_other_command(plan):
         ("NVIDIA A100-SXM4-40GB", 39.4, "A100-40"),
         ("NVIDIA A100-SXM4-80GB", 79.1, "A100-80"),
         ("NVIDIA H200", 140, "H200"),
-    ]
-    + [("NVIDIA GeForce RTX 4090", 23.6, "RTX4090")],
+        ("NVIDIA GeForce RTX 4090", 23.6, "RTX4090"),
+    ],
 )
 def test_an_accelerator_of_this_machine_is_known_by_its_name_and_memory(monkeypatch, name, gib, kind):
     found = select("cpu:2")

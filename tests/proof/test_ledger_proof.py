@@ -344,6 +344,16 @@ def test_diff_of_equal_runs_says_how_much_is_equal(whole, tmp_path):
     assert "the same bits in 1 step; no checksum of the state was compared" in run("diff", ended, unproven)[1]
 
 
+def test_what_a_ledger_holds_does_not_reach_the_terminal_raw(tmp_path):
+    evil = "\x1b]0;title\x07\x9b2J\ud800"
+    one = put(tmp_path / "a", event(evil, 0, note=evil, **{evil: 1}), line(0, ids=evil, digest=evil), line(0, ids="x"))
+    other = put(tmp_path / "b", line(0, ids=evil + evil), b"")
+    for words in (("show", one), ("show", one, "--events"), ("diff", one, other)):
+        _, shown = run(*words)
+        assert not set("\x1b\x07\x9b\ud800") & set(shown), words
+        assert "�]0;title��2J�" in shown
+
+
 def test_diff_names_step_fields_and_cause_and_exits_with_1(whole, tmp_path):
     write(tmp_path / "x", break_at=3, breaker="backward")
     code, shown = run("diff", whole, tmp_path / "x")

@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader
 from worlds import in_turns
 
 from samestep.data.loader import Loader
+from samestep.errors import UsageError
 from samestep.train import epoch, progress, state
 from samestep.train.digest import state_digest
 from samestep.train.line import from_line
@@ -228,6 +229,9 @@ def test_auto_begins_anew_where_no_checkpoint_was_written(tmp_path):
             train(communicator, "plain", tmp_path / "run", loss=explode)
 
     alone(dies)
+    advice = r"none was written before the run ended; begin it anew with --resume auto --run-dir .*run \(resume="
+    with pytest.raises(UsageError, match=advice):
+        alone(train, "plain", tmp_path / "run", tmp_path / "run")
     before = json.loads((tmp_path / "run" / "run.json").read_text())
     reference = alone(train, "plain")
     assert alone(train, "plain", tmp_path / "run", "auto")[:4] == reference[:4]

@@ -1,0 +1,54 @@
+"""What the command says of names and values that cannot be: a sentence of readable length on each, and exit code 2."""
+
+import os
+
+import pytest
+
+from samestep.errors import RunFolderError, UsageError
+from samestep.text import MAX_LINE, MAX_WORD, readable
+
+LONG = "a" * 300
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        *(("report", LONG), ("runs", LONG), ("ledger", "show", LONG), ("export", LONG, "x"), ("profile", LONG)),
+        *(("replay", LONG, "--step", "1"), ("train", "--resume", LONG), ("train", "mlp", "--run-dir", LONG)),
+        *(("train", "mlp", "--data", LONG), ("train", "lenet", "--data-dir", LONG), ("run", LONG), ("verify", LONG)),
+    ],
+    ids=" ".join,
+)
+def test_a_name_that_is_too_long_for_a_file_is_a_sentence(refused, words):
+    assert "File name too long; name another file or folder" in refused(*words)
+
+
+def test_a_name_with_a_nul_character_is_a_sentence(refused):
+    assert refused("report", "a\0b").startswith("samestep: error: got a word with a NUL character in it")
+
+
+def test_what_is_no_regular_file_is_not_read(refused, tmp_path):
+    (tmp_path / "zero").symlink_to("/dev/zero")
+    os.mkfifo(tmp_path / "fifo")
+    for name in ("zero", "fifo"):
+        for recipe in ("mlp", "gpt"):
+            assert "is no regular file" in refused("train", recipe, "--data", tmp_path / name)
+        assert "is no regular file" in refused("run", tmp_path / name)
+        assert "is no regular file" in refused("ledger", "show", tmp_path / name)
+
+
+@pytest.mark.parametrize("words", [("train", "mlp"), ("run", __file__), ("verify", __file__)], ids=" ".join)
+def test_a_number_of_threads_that_no_machine_has_is_a_sentence(refused, words):
+    said = refused(words[0], "--threads", "9" * 20, *words[1:])
+    assert "--threads" in said
+    assert "1024" in said
+
+
+def test_messages_quote_no_more_than_can_be_read_and_nothing_that_moves_the_cursor(refused):
+    said = refused("train", "mlp", "--mesh", "x" * 10_000, "--devices", "cpu:1")
+    assert len(said) < MAX_WORD + 200
+    assert said.endswith("such as data=2,pipe=4\n")
+    assert str(UsageError("a\x1b[2J\tb\udcff\nc")) == "a�[2J   b�\nc"
+    assert str(RunFolderError("y " * 9000)) == readable("y " * 9000)
+    assert len(readable("y " * 9000)) == MAX_LINE
+    assert readable("got " + "z" * MAX_WORD) == "got " + "z" * MAX_WORD
