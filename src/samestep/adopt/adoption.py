@@ -22,9 +22,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from samestep.adopt.site import script_line
 from samestep.comm.communicator import Communicator
 from samestep.data.randomness import Generators
+from samestep.engine.site import script_line
 from samestep.errors import DeterminismError
 
 HEADER_WORDS = 24

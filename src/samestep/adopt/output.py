@@ -15,8 +15,8 @@ from types import FrameType
 from typing import Any, TextIO
 
 from samestep.adopt.adoption import Adoption
-from samestep.adopt.site import calling_frame, is_own_file
 from samestep.adopt.table import Patch
+from samestep.engine.site import calling_frame, is_own_file
 
 STDOUT = 1
 STDERR = 2

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from samestep.adopt.adoption import Adoption
 from samestep.adopt.backward import end_backward, meet_in_backward
-from samestep.adopt.site import script_line
 from samestep.adopt.table import Patch
 from samestep.data.batch import checksum
+from samestep.engine.site import script_line
 
 CHECKED = 3
 CHECKED_EVERY = 50

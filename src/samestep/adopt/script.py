@@ -14,11 +14,11 @@ from samestep.adopt.active import activated, connect_adoption
 from samestep.adopt.adoption import Adoption
 from samestep.adopt.files import changes
 from samestep.adopt.loading import choice
-from samestep.adopt.site import is_script_file
 from samestep.adopt.table import Patch, applied
 from samestep.adopt.virtual.devices import virtual_devices
 from samestep.adopt.virtual.real import own_accelerator
 from samestep.comm.environment import read_environment
+from samestep.engine.site import is_script_file
 from samestep.errors import PeerLostError, UsageError
 from samestep.launcher.program import run_module, run_script
 

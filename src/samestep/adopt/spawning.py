@@ -141,6 +141,6 @@ def _raise_for_refused(started: Started, program: str) -> None:
 
 def _script_line() -> str:
     """The line of the script that is being executed."""
-    from samestep.adopt.site import script_line
+    from samestep.engine.site import script_line
 
     return script_line()

@@ -18,9 +18,9 @@ from torch.nn.parameter import UninitializedParameter
 from samestep.adopt import seeding
 from samestep.adopt.adoption import Adoption
 from samestep.adopt.scratch import shares_out
-from samestep.adopt.site import is_script_file
 from samestep.adopt.table import Patch, applied
 from samestep.data.nested import leaves
+from samestep.engine.site import is_script_file
 from samestep.errors import SamestepError, UsageError
 
 MAX_SEEN = 12

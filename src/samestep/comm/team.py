@@ -18,6 +18,7 @@ operation for which somebody can hand out the state (`give`), receives it, and t
 """
 
 import gc
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -79,6 +80,7 @@ class Team:
         stop: the signal by which the run was asked to stop, once all ranks know it, after the same step; 0 before.
         asks_checkpoint: whether this rank wants all of them to write a checkpoint after the next step.
         checkpoint_agreed: whether one of them did before the last step; the same on all ranks.
+        on_rank_asked: hears by which name the script asks for its rank; None while it may.
     """
 
     def __init__(
@@ -101,6 +103,8 @@ class Team:
         self.stop = 0
         self.asks_checkpoint = False
         self.checkpoint_agreed = False
+        self.on_rank_asked: Callable[[str], None] | None = None
+        self._noticed: set[str] = set()
         self._own_stop = 0
         self.healed: list[tuple[View, float]] = []
         self.give: Callable[[Communicator, int], None] | None = None
@@ -277,6 +281,13 @@ class Team:
                 "this worker replaces a lost one, but in a loop of your own nobody hands it the state: leave --replace "
                 "out (those that are left go on by themselves), or use Trainer"
             )
+
+    def notice(self, text: str) -> None:
+        """Says something about the run once, on rank 0, to stderr."""
+        if text not in self._noticed:
+            self._noticed.add(text)
+            if self.rank == 0:
+                print(f"samestep: {text}", file=sys.stderr, flush=True)
 
     def will_share(self, num_active: int, shares: Sequence[float] | None) -> None:
         """Tells a late worker, which is alone so far, how the team that it joins divides its shards."""

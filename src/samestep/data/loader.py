@@ -17,7 +17,7 @@ from torch.utils.data import IterableDataset, TensorDataset
 
 from samestep.comm.team import Team
 from samestep.data.ahead import fetch_ahead
-from samestep.data.batch import Batch, settle
+from samestep.data.batch import Batch, checksum, settle
 from samestep.data.cache import cached
 from samestep.data.fetch import SHARD_STREAM, ShardIds, StreamReader, collate, fetch_shards
 from samestep.data.randomness import Generators
@@ -30,6 +30,7 @@ from samestep.plan.seeds import derive_seed
 from samestep.plan.shards import shard_bounds
 
 _Place = tuple[int, int, int, int]  # epoch, first position, length, version of the team
+COMPARED_BATCHES = 2  # of a stream, in each epoch
 ORDER_CHUNK = 8192  # positions whose ids are computed at a time, which spares NumPy's cost a call
 
 
@@ -314,7 +315,9 @@ class Loader:
                 return self._stream_batch(samples, epoch, position)
 
         ids = _Positions(position, len(samples))
-        return Batch(len(samples), shards, epoch, position, ids, version=self.team.version, renew=renew)
+        is_compared = self.team.world_size > 1 and position < COMPARED_BATCHES * self.global_batch_size
+        total = checksum(samples) if is_compared else 0  # a stream that depends on the rank begins otherwise
+        return Batch(len(samples), shards, epoch, position, ids, total, self.team.version, renew)
 
 
 class _IdsLater:

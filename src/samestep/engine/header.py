@@ -57,8 +57,8 @@ def read_headers(headers: Sequence[Sequence[int]], num_flags: int) -> Heard:
                 )
             raise DeterminismError(
                 f"rank {rank} and rank 0 were handed different batches in step {first[4]} (length, epoch, position, "
-                f"checksum, step: {list(header[:IDENTITY])} and {list(first)}); use run.loader, or seed your sampler "
-                "alike on every rank"
+                f"checksum, step: {list(header[:IDENTITY])} and {list(first)}); use run.loader, and seed your sampler, "
+                "or what your stream yields, alike on every rank"
             )
     merged = [0] * (len(headers[0]) - IDENTITY - 2)
     for header in headers:

@@ -20,6 +20,7 @@ from samestep.engine.losses import LossFn, ShardLoss, read_loss
 from samestep.engine.memory import Shortage, describe_lone_shortage, free_memory, is_out_of_memory
 from samestep.engine.precision import LossScale, autocast
 from samestep.engine.rows import DeviceRows, HostRows, quotient
+from samestep.engine.traces import LOOKED_STEPS, Traces
 from samestep.errors import LossError, OutOfMemoryError, UsageError
 from samestep.plan.seeds import derive_seed
 from samestep.plan.shards import shard_bounds
@@ -49,6 +50,7 @@ class ShardRunner:
         buffers: what the shards' buffers are merged by.
         guard: watches the model while shards run.
         graphs: by which shards of full batches run; None without.
+        traces: looks, in the first steps, for what shards leave elsewhere; None for not at all.
         explain: what an error means, where the ranks compute together; None for itself.
         note_loss: hears the loss of each shard.
     """
@@ -81,6 +83,7 @@ class ShardRunner:
         self._seeds: dict[tuple[float, torch.dtype], Tensor] = {}
         self.generators = Generators(self._device)
         self.graphs: ShardGraphs | None = None
+        self.traces: Traces | None = None
         self.explain: Callable[[RuntimeError], Exception | None] = lambda _: None
         self.note_loss: Callable[[Tensor], None] = lambda _: None
 
@@ -100,8 +103,11 @@ class ShardRunner:
         self._rows.begin(self._team.mine)
         self.guard.begin(step)
         graphs = self.graphs if self.graphs is not None and self.graphs.begin(self, batch.length) else None
+        traces = self.traces if step < LOOKED_STEPS else None
         saved = self.generators.save()
         try:
+            if traces is not None:
+                traces.begin()
             for shard in mine:
                 self.generators.seed(seed := derive_seed(self._seed, self._stream, step, shard))
                 num_samples = bounds[shard + 1] - bounds[shard]
@@ -117,6 +123,8 @@ class ShardRunner:
                     if self._team.mine:  # else another rank, which executes it too, speaks for this one
                         self._rows.note(shard, loss, total)
                     self.buffers.collect(shard, num_samples)
+                    if traces is not None:
+                        traces.look()
                 except (RuntimeError, MemoryError) as error:
                     if not is_out_of_memory(error):
                         raise
@@ -147,6 +155,8 @@ class ShardRunner:
         finally:
             self.generators.restore(saved)
             self.guard.end()
+            if traces is not None:
+                traces.end()
         return None
 
     def _run_along(self, batch: Batch, mine: list[int], counts: Any, is_only: bool) -> None:

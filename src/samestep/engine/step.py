@@ -49,7 +49,8 @@ from samestep.engine.rows import DeviceRows, HostRows, is_finite, quotient
 from samestep.engine.settings import settings_of
 from samestep.engine.shards import ShardRunner
 from samestep.engine.spread import SpreadState
-from samestep.engine.strategies import REPLICATE, Strategy
+from samestep.engine.strategies import REPLICATE, Replicate, Strategy
+from samestep.engine.traces import Traces
 from samestep.engine.update import FlatUpdate
 from samestep.errors import (
     DataError,
@@ -147,6 +148,8 @@ class TrainStep:
         run_loss = compile_loss(loss_fn) if compile else loss_fn
         inner = ShardRunner(team, seed, stream, model, run_loss, dtype, self._scale, self._rows)
         inner.explain, inner.note_loss = self.placement.explain, self.placement.note_loss
+        if isinstance(strategy, Replicate) and team.num_shards > 1 and graphed_length is None:
+            inner.traces = Traces(team, model, loss_fn)
         self.runner: Any = self.placement.make_runner(inner, seed, stream, self._rows)
         self.cuda_graphs = graphed_length is not None
         if graphed_length is not None:

@@ -179,21 +179,33 @@ class Run:
     @property
     def rank(self) -> int:
         """This process's rank, 0 … world_size - 1."""
+        self._note_asked("run.rank")
         return self.communicator.rank
 
     @property
     def world_size(self) -> int:
         """The number of ranks, one a device."""
+        self._note_asked("run.world_size")
         return self.communicator.world_size
 
     @property
     def is_main(self) -> bool:
         """Whether this is rank 0: the one that prints and writes. A worker that waits to join is not."""
-        return self.rank == 0 and not self.team.is_late
+        self._note_asked("run.is_main")
+        return self._is_main
+
+    @property
+    def _is_main(self) -> bool:
+        return self.team.rank == 0 and not self.team.is_late
+
+    def _note_asked(self, name: str) -> None:
+        """Tells a step whose shards run that one of them asks for the rank."""
+        if self.team.on_rank_asked is not None:
+            self.team.on_rank_asked(name)
 
     def print(self, *values: Any) -> None:
         """Prints on rank 0 only."""
-        if self.is_main:
+        if self._is_main:
             print(*values, flush=True)
 
     def train_step(

@@ -12,7 +12,7 @@ from types import FrameType
 
 import torch
 
-from samestep.adopt.site import is_script_file
+from samestep.engine.site import is_script_file
 
 
 class Caller(Enum):

@@ -38,9 +38,9 @@ from samestep.adopt.loading.dealing import DealtIterator
 from samestep.adopt.loading.rows import by_rows
 from samestep.adopt.loading.solo import SoloIterator
 from samestep.adopt.loading.turns import TurnsIterator, num_safe_ahead
-from samestep.adopt.site import script_line
 from samestep.adopt.table import Patch
 from samestep.data.fetch import SeededSamples
+from samestep.engine.site import script_line
 
 _SAMPLERS = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler, list, tuple, range)
 _MEMORIES = (Tensor, np.ndarray, list, tuple, range)

@@ -11,8 +11,8 @@ from torch.utils.data import DataLoader
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from samestep.adopt.adoption import Adoption
-from samestep.adopt.loading.drawing import Watch
 from samestep.adopt.loading.handing import Kind, Outcome, alone, attempt, check_place, hand_over, raise_error
+from samestep.engine.drawing import Watch
 from samestep.errors import DeterminismError
 
 

@@ -19,7 +19,6 @@ from torch.utils.data._utils.pin_memory import pin_memory
 from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
 from samestep.adopt.adoption import Adoption
-from samestep.adopt.loading.drawing import Watch, reachable
 from samestep.adopt.loading.handing import (
     Kind,
     Outcome,
@@ -33,6 +32,7 @@ from samestep.adopt.loading.handing import (
 from samestep.adopt.loading.packing import LARGE_BYTES, pack, unpack
 from samestep.adopt.output import captured, replay
 from samestep.data.nested import leaves
+from samestep.engine.drawing import Watch, reachable
 
 SMALL_BYTES = 2**14  # handing over less than this takes longer, at about 1 ms, than most datasets take to load it
 

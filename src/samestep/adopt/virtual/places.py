@@ -12,11 +12,11 @@ from torch._C import _len_torch_function_stack
 from torch.overrides import TorchFunctionMode
 from torch.utils.data import dataloader
 
-from samestep.adopt.site import is_script_file
 from samestep.adopt.table import Patch
 from samestep.adopt.virtual.machine import CPU, HOST, TAG, Machine, mark
 from samestep.adopt.virtual.mode import marked_like
 from samestep.adopt.virtual.streams import VirtualEvent, VirtualStream
+from samestep.engine.site import is_script_file
 
 
 def patches(machine: Machine, mode: TorchFunctionMode) -> list[Patch]:

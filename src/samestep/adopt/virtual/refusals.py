@@ -5,8 +5,8 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from samestep.adopt.site import is_script_file
 from samestep.adopt.table import Patch
+from samestep.engine.site import is_script_file
 from samestep.errors import UsageError
 
 

@@ -13,7 +13,6 @@ from samestep.adopt import output, seeding
 from samestep.adopt.adoption import Adoption
 from samestep.adopt.backward import generator_state
 from samestep.adopt.failures import raise_together
-from samestep.adopt.site import script_line
 from samestep.adopt.wrapped.buffers import Buffers
 from samestep.adopt.wrapped.chunks import Chunks, Leaf, already_cut, cut, deal
 from samestep.adopt.wrapped.generators import OwnGenerators
@@ -24,6 +23,7 @@ from samestep.data.batch import checksum, tensor_checksum
 from samestep.data.nested import map_tensors
 from samestep.engine.buffers import refuse_sync_batchnorm
 from samestep.engine.diagnosis import explain_lone_sample
+from samestep.engine.site import script_line
 from samestep.errors import DeterminismError, UsageError
 from samestep.plan.seeds import derive_seed
 from samestep.plan.tree import rank_blocks

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from samestep.adopt.loading.drawing import reachable
+from samestep.engine.drawing import reachable
 from samestep.plan.seeds import derive_seed
 
 

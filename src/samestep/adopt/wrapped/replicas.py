@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from samestep.data.batch import tensor_checksum
+from samestep.engine.traces import plain_attributes
 from samestep.errors import DeterminismError, UsageError
 
 ACCUMULATE = "torch::autograd::AccumulateGrad"
@@ -175,10 +176,9 @@ class Replicas:
             )
         if not any(leaf is output for output in outputs) and is_held:
             held = [
-                f"the attribute {f'{prefix}.{key}' if prefix else key} holds a tensor"
-                for prefix, child in self.modules
-                for key, value in child.__dict__.items()
-                if key not in ("_parameters", "_buffers", "_modules") and _holds(value, leaf)
+                f"the attribute {name} holds a tensor"
+                for name, value in plain_attributes(self.modules)
+                if _holds(value, leaf)
             ]
             raise DeterminismError(
                 f"{held[0] if held else f'a tensor of shape {list(leaf.shape)}, made outside of the wrapped forward,'} "
@@ -225,15 +225,11 @@ class Attributes:
 def in_place_state(modules: Sequence[tuple[str, nn.Module]]) -> dict[str, tuple[int, int]]:
     """Versions of tensors and lengths of lists in plain attributes: what a forward changes without writing to one."""
     found: dict[str, tuple[int, int]] = {}
-    for prefix, child in modules:
-        for key, value in child.__dict__.items():
-            if key in ("_parameters", "_buffers", "_modules") or key.endswith("_hooks"):
-                continue
-            name = f"{prefix}.{key}" if prefix else key
-            if isinstance(value, Tensor) and not value.is_inference():
-                found[name] = (id(value), value._version)
-            elif type(value) is list:
-                found[name] = (id(value), len(value))
+    for name, value in plain_attributes(modules):
+        if isinstance(value, Tensor) and not value.is_inference():
+            found[name] = (id(value), value._version)
+        elif type(value) is list:
+            found[name] = (id(value), len(value))
     return found
 
 

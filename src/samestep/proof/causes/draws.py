@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
-from samestep.adopt.site import script_line
+from samestep.engine.site import script_line
 from samestep.proof.causes.cause import Cause
 from samestep.proof.causes.evidence import Evidence, listed
 from samestep.proof.causes.notes import Notes, Wrap, by_script, wrapped

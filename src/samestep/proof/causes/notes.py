@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from samestep.adopt.site import is_script_file
 from samestep.adopt.table import Patch, applied
 from samestep.data.nested import leaves
+from samestep.engine.site import is_script_file
 
 _HERE = os.path.dirname(__file__) + os.sep
 WRAPPERS = (DataParallel, DistributedDataParallel)

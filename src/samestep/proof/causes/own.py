@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from samestep.adopt.loading.drawing import Watch, reachable
-from samestep.adopt.site import is_script_file
 from samestep.data.randomness import Generators
+from samestep.engine.drawing import Watch, reachable
+from samestep.engine.site import is_script_file
 from samestep.plan.seeds import derive_seed
 from samestep.proof.causes.cause import Cause
 from samestep.proof.causes.evidence import Evidence, by_step, listed

@@ -12,11 +12,11 @@ import torch.distributed as dist
 from torch.utils.data import Subset
 from torch.utils.data._utils.fetch import _MapDatasetFetcher
 
-from samestep.adopt.loading.drawing import Watch, reachable
 from samestep.adopt.table import Patch, applied
 from samestep.data.batch import checksum
 from samestep.data.fetch import SeededSamples, StreamReader
 from samestep.data.randomness import Generators
+from samestep.engine.drawing import Watch, reachable
 from samestep.plan.seeds import derive_seed
 from samestep.proof.causes.cause import Cause
 from samestep.proof.causes.evidence import Evidence, by_step, listed

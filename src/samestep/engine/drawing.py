@@ -18,8 +18,9 @@ import torch
 from numpy.random import get_state, set_state
 from torch import Tensor, nn
 
-from samestep.adopt.site import is_script_file
+from samestep.engine.site import is_script_file
 
+GENERATORS = (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
 MAX_OBJECTS = 5000
 MAX_ENTRIES = 256  # longer lists and mappings are taken for data
 _LEAVES = (str, bytes, int, float, complex, type(None), Tensor, np.ndarray, np.generic, ModuleType, BuiltinFunctionType)
@@ -63,7 +64,7 @@ class Watch:
     def has_moved(self, kept: tuple[list[Any], list[dict[str, Any]]]) -> bool:
         """Whether a generator was drawn from or an attribute assigned; None may become something: a file is opened."""
         states, attributes = kept
-        if any(not _is_same(now, then) for now, then in zip(self.states(), states, strict=True)):
+        if any(not is_same_state(now, then) for now, then in zip(self.states(), states, strict=True)):
             return True
         return any(
             _is_assigned(_attributes(entry), then) for entry, then in zip(self._objects, attributes, strict=True)
@@ -104,7 +105,7 @@ def reachable(roots: Iterable[Any]) -> tuple[list[Any], list[Any]]:
             continue
         seen.add(id(entry))
         kept.append(entry)  # an id is one only while its object lives
-        if isinstance(entry, np.random.Generator | np.random.RandomState | random.Random | torch.Generator):
+        if isinstance(entry, GENERATORS):
             generators.append(entry)
             continue
         if _attributes(entry) and not isinstance(entry, type | FunctionType | nn.Module):
@@ -134,10 +135,17 @@ def _variables(function: FunctionType) -> list[Any]:
     """The values that a function of the user's finds outside of itself."""
     if not is_script_file(function.__code__.co_filename):
         return []
-    cells = [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
-    names = function.__code__.co_names
-    variables = [function.__globals__[name] for name in names if name in function.__globals__]
-    return [*cells, *variables, *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+    defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+    return [*(value for _, value in named_variables(function)), *defaults]
+
+
+def named_variables(function: FunctionType) -> list[tuple[str, Any]]:
+    """The variables of enclosing functions and the globals that a function refers to."""
+    code, cells = function.__code__, function.__closure__ or ()
+    enclosed = zip(code.co_freevars, cells, strict=True)
+    names = [name for name in code.co_names if name in function.__globals__]
+    found = [(name, cell.cell_contents) for name, cell in enclosed if _is_filled(cell)]
+    return [*found, *((name, function.__globals__[name]) for name in names)]
 
 
 def _is_filled(cell: Any) -> bool:
@@ -173,15 +181,20 @@ def _is_assigned(now: dict[str, Any], then: dict[str, Any]) -> bool:
     return any(now[name] is not value and value is not None for name, value in then.items())
 
 
-def _is_same(now: Any, then: Any) -> bool:
+def is_same_state(now: Any, then: Any) -> bool:
     """Whether two states, nested in tuples and dicts, are equal."""
     if isinstance(now, dict):
-        return all(_is_same(now[key], then[key]) for key in now)
+        return all(is_same_state(now[key], then[key]) for key in now)
     if isinstance(now, np.ndarray):
         return bool(np.array_equal(now, then))
     if isinstance(now, tuple) and len(now) < MAX_ENTRIES:
-        return all(_is_same(one, other) for one, other in zip(now, then, strict=True))
+        return all(is_same_state(one, other) for one, other in zip(now, then, strict=True))
     return bool(now == then)
+
+
+def state_of(generator: Any) -> Any:
+    """The state of a generator, for `is_same_state`."""
+    return _source(generator).read()
 
 
 def _source(generator: Any) -> _Source:

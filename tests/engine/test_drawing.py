@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from samestep.adopt.loading.drawing import Watch, reachable
+from samestep.engine.drawing import Watch, reachable
 
 MODULE_GENERATOR = np.random.default_rng(1)
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-import samestep.adopt.site as our_site
-from samestep.adopt.site import is_script_file, script_frame, script_line
+import samestep.engine.site as our_site
+from samestep.engine.site import is_script_file, script_frame, script_line
 
 
 def run_as(filename, source, **names):
