@@ -128,3 +128,84 @@ def test_loaders_pools_and_children_in_the_place_of_their_rank_go_on_working(tmp
     done = run_script(tmp_path, LEGITIMATE, "--devices", "cpu:2")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.splitlines() == ["sum 3.0", "[28.0, 28.0] [0, 1, 2, 3]"]
+
+
+ALONE = """
+import os
+
+import torch
+
+os.environ["RANK"]
+model = torch.nn.Linear(3, 1)
+{before}
+for _ in range(2):
+    model(torch.ones(4, 3)).mean().backward()
+"""
+WITH_A_GROUP = "torch.distributed.init_process_group('gloo')"
+WITH_A_RUN = "import samestep; run = samestep.Run(4, 2)"
+LIGHTNING = """
+import lightning, torch, warnings
+warnings.simplefilter("ignore")
+
+class Net(lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.inner = torch.nn.Linear(3, 1)
+    def training_step(self, batch, index):
+        return self.inner(batch).mean()
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+options = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
+trainer = lightning.Trainer(max_epochs=1, accelerator="cpu", **options{more})
+trainer.fit(Net(), torch.utils.data.DataLoader(torch.randn(8, 3), 2))
+"""
+TRANSFORMERS = """
+import torch
+from transformers import Trainer, TrainingArguments
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = torch.nn.Linear(3, 1)
+    def forward(self, x):
+        return {{"loss": self.inner(x).mean()}}
+
+arguments = TrainingArguments("out", max_steps=1, report_to=[], disable_tqdm=True, save_strategy="no"{more})
+Trainer(Net(), arguments, train_dataset=[{{"x": torch.ones(3)}}] * 8).train()
+"""
+
+
+def lines_about(done):
+    """What was said about processes that train on their own."""
+    assert done.returncode == 0, done.stderr
+    return [line for line in done.stderr.splitlines() if "trains on its own" in line]
+
+
+def test_processes_that_nothing_connects_are_told_so_once_at_the_first_backward(tmp_path):
+    (line,) = lines_about(run_script(tmp_path, ALONE.format(before=""), "--devices", "cpu:2"))
+    assert line.startswith("samestep: train.py has started no process group before its first backward: each of the 2")
+    assert "samestep run --adopt" in line
+    assert "--devices cpu:1" in line
+
+
+@pytest.mark.parametrize(("before", "devices"), [(WITH_A_GROUP, 2), (WITH_A_RUN, 2), ("", 1)])
+def test_processes_that_are_connected_or_alone_are_told_nothing(tmp_path, before, devices):
+    assert lines_about(run_script(tmp_path, ALONE.format(before=before), "--devices", f"cpu:{devices}")) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("package", "source", "more", "said"),
+    [
+        ("lightning", LIGHTNING, "", 'give Lightning strategy="ddp" and devices=2'),
+        ("lightning", LIGHTNING, ', strategy="ddp", devices=2', None),
+        ("transformers", TRANSFORMERS, "", "give TrainingArguments use_cpu=True"),
+        ("transformers", TRANSFORMERS, ", use_cpu=True", None),
+    ],
+)
+def test_trainers_that_do_not_distribute_their_work_are_told_what_to_give_them(tmp_path, package, source, more, said):
+    pytest.importorskip(package, reason=f"{package} is not installed")
+    lines = lines_about(run_script(tmp_path, source.format(more=more), "--devices", "cpu:2"))
+    assert len(lines) == (said is not None)
+    assert all(said in line for line in lines)

@@ -1,4 +1,5 @@
-"""The spawning: a script that starts its own ranks under `samestep run` is told so, where it would wait for ever.
+"""The spawning: a native script whose ranks do not come together is told so: where they would wait for ever, and where
+none waits for another, but each trains on its own.
 
 A child inherits the variables of the worker that started it, among them that the launcher keeps the store where ranks
 meet (TORCHELASTIC_USE_AGENT_STORE). Then no rank opens one (torch/distributed/rendezvous.py), and a process group at
@@ -8,6 +9,7 @@ those of a data loader, and those that take the place of their parent's rank, ar
 Children import this module, so it imports torch only where a process group is made.
 """
 
+import gc
 import importlib
 import os
 import sys
@@ -22,6 +24,7 @@ from samestep.errors import UsageError
 from samestep.launcher.program import run_module, run_script
 
 REFUSED = 173  # the exit code of a child that stopped before it would wait; no signal's, and hardly a script's
+OTHER_GROUPS = ("horovod.torch", "mpi4py.MPI")  # whose processes exchange gradients without torch's process groups
 RENDEZVOUS = "torch.distributed.rendezvous"
 Place = tuple[str, str, str]
 Started = list[tuple[BaseProcess, str]]
@@ -38,7 +41,7 @@ def run_native(kind: str, target: str, argv: Sequence[str]) -> None:
     Raises:
         UsageError: the script starts ranks of its own, or has them meet where nobody keeps a store.
     """
-    with watching_children(target):
+    with watching_children(target), applied(_first_backward(target)):
         if kind == "module":
             run_module(target, tuple(argv))
         else:
@@ -76,6 +79,62 @@ def watching_children(program: str) -> Iterator[None]:
             yield
     finally:
         _raise_for_refused(started, program)
+
+
+def _first_backward(program: str) -> list[Patch]:
+    """Says at the first backward that the processes do not work together, if nothing has connected them by then."""
+    autograd = sys.modules.get("torch.autograd")
+    (_, rank, world_size), process = _place(), os.getpid()
+    if autograd is None or rank != "0" or world_size in ("", "1"):
+        return []
+    inner = autograd.backward
+
+    def backward(*args: Any, **kwargs: Any) -> Any:
+        if autograd.backward is backward:
+            autograd.backward = inner  # once; later calls cost nothing
+        reason = _why_alone() if os.getpid() == process else ""
+        if reason:
+            print(f"samestep: {program} {reason}{_mend_alone(world_size)}", file=sys.stderr, flush=True)
+        return inner(*args, **kwargs)
+
+    return [Patch(autograd, "backward", backward)]
+
+
+def _why_alone() -> str:
+    """Why the processes do not train together; empty where a process group, samestep or other means connect them."""
+    import torch.distributed as dist
+
+    trainers = sys.modules.get("transformers.trainer")
+    if trainers is not None and any(trainer.args.world_size == 1 for trainer in _objects(trainers.Trainer)):
+        return "has a Trainer of transformers that takes its process for the only one"
+    if not dist.is_available() or dist.is_initialized() or any(name in sys.modules for name in OTHER_GROUPS):
+        return ""
+    ours = sys.modules.get("samestep.comm.communicator")
+    if ours is not None and any(_objects(ours.Communicator)):
+        return ""
+    return "has started no process group before its first backward"
+
+
+def _objects(kind: type) -> Iterator[Any]:
+    """The objects of a class that there are."""
+    return (thing for thing in gc.get_objects() if issubclass(type(thing), kind))
+
+
+def _mend_alone(world_size: str) -> str:
+    """What follows, and what mends it for what the script has imported."""
+    import torch
+
+    one = "1" if torch.accelerator.is_available() else "cpu:1"
+    if {"lightning", "pytorch_lightning", "lightning_fabric"} & sys.modules.keys():
+        mend = f'give Lightning strategy="ddp" and devices={world_size}'
+    elif "transformers.trainer" in sys.modules:
+        mend = "for CPU workers give TrainingArguments use_cpu=True (--use_cpu)"
+    else:
+        mend = "samestep run --adopt shares one training out, or start a process group in the script"
+    return (
+        f": each of the {world_size} processes trains on its own, and all write the same files; {mend}, or run one "
+        f"process (--devices {one})"
+    )
 
 
 def _in_child(place: Place, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

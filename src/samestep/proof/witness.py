@@ -50,7 +50,7 @@ from samestep.proof.watching.metrics import Metrics
 from samestep.proof.watching.modules import Modules
 from samestep.proof.watching.parts import parts_of
 from samestep.proof.watching.sketch import bits
-from samestep.proof.watching.steps import EPSILONS, Steps
+from samestep.proof.watching.steps import EPSILONS, Steps, with_gradients
 
 HANG_SECONDS = 300.0
 
@@ -154,7 +154,7 @@ def _watched(watch: Steps, family: list[str], hang_seconds: float) -> Iterator[N
     """The time in which everything is hooked in."""
     with ExitStack() as stack:
         for handle in (
-            register_optimizer_step_pre_hook(watch.before),
+            register_optimizer_step_pre_hook(with_gradients(watch.before)),
             register_optimizer_step_post_hook(partial(_after, watch, hang_seconds)),
         ):
             stack.callback(handle.remove)

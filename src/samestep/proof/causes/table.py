@@ -9,6 +9,7 @@ CAUSES: tuple[Cause, ...] = (
     machine.UNSEEDED,
     machine.RACES,
     machine.FLAGS,
+    updates.ALONE,
     batches.GLOBAL_BATCH_CAUSE,
     batches.UNSHARED,
     batches.ORDER,

@@ -1,10 +1,12 @@
-"""Causes in the update: learning rates, clipping, loss scales and absent gradients that depend on the device."""
+"""Causes in the update: gradients that are not exchanged, and rates, clipping, loss scales and absences by device."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 from torch.nn import utils
@@ -12,17 +14,27 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as optimizers
 from torch.optim.lr_scheduler import LRScheduler
 
+from samestep.comm.communicator import Communicator, make_communicator
+from samestep.comm.environment import read_environment
 from samestep.proof.causes.cause import Cause
 from samestep.proof.causes.evidence import Evidence, by_step, listed, on_devices
 from samestep.proof.causes.notes import Notes, Wrap, wrapped
 from samestep.proof.recording import Line, Recording
+from samestep.proof.watching.steps import with_gradients
 
 RATE = 0.01
+EXCHANGE_TIMEOUT = timedelta(seconds=60)
 CLIP_ALIASES = ("torch.nn.utils.clip_grad",)
 
 
 def listen(notes: Notes) -> list[Wrap]:
-    """Norms at which gradients are clipped, what GradScalers decide, and how often schedulers step."""
+    """Whether there is a process group, norms of clipping, what GradScalers decide, and how often schedulers step."""
+
+    def look_for_group() -> None:
+        if not (dist.is_available() and dist.is_initialized()):
+            notes.tell_once("no_group")
+
+    notes.at_step.append(look_for_group)
 
     def clipping(inner: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def clip(parameters: Any, max_norm: float, *args: Any, **kwargs: Any) -> Tensor:
@@ -56,14 +68,43 @@ def listen(notes: Notes) -> list[Wrap]:
 
 @contextmanager
 def before_updates(prepare: Callable[[Optimizer], None]) -> Iterator[None]:
-    """Calls something before every optimizer's step, and before those who watch it."""
-    handle = optimizers.register_optimizer_step_pre_hook(lambda optimizer, *_: prepare(optimizer))
+    """Calls something before every update, with the gradients there, and before those who watch it."""
+    handle = optimizers.register_optimizer_step_pre_hook(with_gradients(prepare))
     hooks: Any = optimizers._global_optimizer_pre_hooks
     hooks.move_to_end(handle.id, last=False)
     try:
         yield
     finally:
         handle.remove()
+
+
+def _suspect_alone(evidence: Evidence) -> str | None:
+    alone = [run for run in evidence.shared if run.family == "ddp" and any(run.facts("no_group", 0))]
+    if not alone:
+        return None
+    return f"on {on_devices(alone[0])} no process group was started when the first step was taken"
+
+
+@contextmanager
+def _with_exchange() -> Iterator[None]:
+    """Every update is made with the mean of the ranks' gradients."""
+    place = read_environment()
+    joined: list[Communicator] = []
+
+    def prepare(optimizer: Optimizer) -> None:
+        if place.world_size == 1 or (dist.is_initialized() and not joined):
+            return
+        if not joined:
+            joined.append(make_communicator(place, torch.device("cpu"), EXCHANGE_TIMEOUT))
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    row = parameter.grad.detach().cpu().reshape(1, -1)
+                    mean = joined[0].gather_rows(row, [1] * place.world_size).mean(0)
+                    parameter.grad.copy_(mean.view_as(parameter.grad))
+
+    with before_updates(prepare):
+        yield
 
 
 def _rates(run: Recording, step: int) -> list[float]:
@@ -224,6 +265,15 @@ LEARNING_RATE = Cause(
     "Make the schedule a function of the step and of the global batch, which stay the same when devices are added.",
     _suspect_rate,
     _with_one_rate,
+)
+ALONE = Cause(
+    "alone",
+    "every process trains a model of its own: gradients are not exchanged",
+    "Have the program start a process group: Trainer(strategy='ddp', devices=N) in Lightning, use_cpu=True for the "
+    "Trainer of transformers on CPUs, DistributedDataParallel in a loop of your own; or, if it is written for one "
+    "process, let samestep share it out: --adopt.",
+    _suspect_alone,
+    _with_exchange,
 )
 LOCAL_CLIP = Cause(
     "local_clip",

@@ -2,7 +2,8 @@
 
 A DataLoader's iterator draws the indices of a batch some batches ahead of handing it out, so they wait in a queue. A
 batch counts as trained on when a backward follows before its iterator hands out the next: what an evaluation reads is
-left out.
+left out. Of batches that wait for a backward, those handed out where no gradients are recorded are an evaluation's
+last, unless there are no others.
 """
 
 import weakref
@@ -10,6 +11,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch.utils.data import dataloader
 
 from samestep.adopt.table import Patch
@@ -30,7 +32,7 @@ class Batches:
     """What this rank's DataLoaders handed out."""
 
     _drawn: weakref.WeakKeyDictionary[Any, deque[Any]] = field(default_factory=weakref.WeakKeyDictionary)
-    _pending: dict[int, Seen] = field(default_factory=dict)
+    _pending: dict[int, tuple[Seen, bool]] = field(default_factory=dict)  # with whether gradients were recorded
     _trained: list[Seen] = field(default_factory=list)
 
     def patches(self) -> list[Patch]:
@@ -47,7 +49,7 @@ class Batches:
             self._pending.pop(id(this), None)
             value = advance(this)
             queue = self._drawn.get(this)
-            self._pending[id(this)] = look_at(queue.popleft() if queue else None, value)
+            self._pending[id(this)] = look_at(queue.popleft() if queue else None, value), torch.is_grad_enabled()
             return value
 
         def start_over(this: Any, *args: Any, **kwargs: Any) -> Any:
@@ -62,7 +64,9 @@ class Batches:
 
     def note_backward(self) -> None:
         """A backward began: what was handed out before it is trained on."""
-        self._trained.extend(self._pending.values())
+        waiting = list(self._pending.values())
+        recorded = [seen for seen, is_recorded in waiting if is_recorded]
+        self._trained.extend(recorded or [seen for seen, _ in waiting])
         self._pending.clear()
 
     def take(self) -> dict[str, Any]:

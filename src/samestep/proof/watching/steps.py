@@ -1,7 +1,7 @@
 """The steps: gradients and state at every step of every optimizer, written down as checksums and sketches."""
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -89,14 +89,16 @@ class Steps:
     def __post_init__(self) -> None:
         self.modules.step = 0 if self.detail == 0 else None
 
-    def before(self, optimizer: Optimizer, *_: Any) -> None:
-        """An optimizer is about to step."""
+    def before(self, optimizer: Optimizer) -> None:
+        """An optimizer is about to update, for the first time in its step or, by a closure, again."""
         if self.number >= self.num_wanted:
             self.ending.end()
         with torch._C.DisableTorchFunction(), torch.no_grad():
             known = self._known.get(optimizer) or self._get_to_know(optimizer)
             if self.nudge:
                 nudge([p for p in known.parameters if p.grad is not None])
+            if any(group["optimizer"] == known.number for group in self._gradients):
+                return
             grads = [None if p.grad is None else self._whole(p, p.grad) for p in known.parameters]
             self._gradients.append({"optimizer": known.number, **_summary(grads)})
 
@@ -193,6 +195,27 @@ class Steps:
                     part = hash(leaf) if isinstance(leaf, int | float) else 0
                 total = (total * 1_000_003 + part) % 2**63
         return total
+
+
+def with_gradients(act: Callable[[Optimizer], None]) -> Callable[..., Any]:
+    """A hook before an optimizer's step that acts once the gradients are there: where it has a closure, after that."""
+
+    def hook(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if not callable(closure):
+            act(optimizer)
+            return None
+
+        def evaluate() -> Any:
+            value = closure()
+            act(optimizer)
+            return value
+
+        if "closure" in kwargs:
+            return args, {**kwargs, "closure": evaluate}
+        return (args[0], evaluate, *args[2:]), kwargs
+
+    return hook
 
 
 def nudge(parameters: Sequence[Tensor]) -> None:
