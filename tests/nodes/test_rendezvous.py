@@ -1,11 +1,17 @@
 """The rendezvous and the agent: what nodes say of themselves, and of how they ended."""
 
+import json
+import pickle
 import socket
 from dataclasses import replace
+from datetime import UTC, datetime
 from types import SimpleNamespace
 
 import pytest
+from torch.distributed.elastic.rendezvous.api import RendezvousStateError
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc, _RendezvousState
 
+from samestep.comm.listening import listen
 from samestep.errors import UsageError
 from samestep.launcher.agent import end_of
 from samestep.launcher.assignment import Assignment, Instruction, assign, worker_variables
@@ -13,7 +19,18 @@ from samestep.launcher.assignment import Node as Place
 from samestep.launcher.cluster import ClusterOptions, cluster_of
 from samestep.launcher.failure import Casualty
 from samestep.launcher.job import Job, Outcome
-from samestep.launcher.rendezvous import Introduction, difference, interface_to, open_listener, order_of, own_address
+from samestep.launcher.rendezvous import (
+    ForeignError,
+    Introduction,
+    _as_json,
+    _pickled,
+    difference,
+    interface_to,
+    open_listener,
+    order_of,
+    own_address,
+    told,
+)
 
 FIRST = Introduction("a", 0, "2", "2 CPU workers", 1, "train.py", "abc", "2.13", "0.1")
 
@@ -68,6 +85,34 @@ def test_the_node_whose_address_it_is_hosts_the_meeting_and_later_agents_there_d
             open_listener(cluster("localhost", port, node_rank=0))
     assert open_listener(cluster("192.0.2.1", port)) is None
     assert open_listener(cluster("localhost", port, node_rank=1)) is None
+
+
+@pytest.mark.parametrize(
+    ("host", "addresses"),
+    [("127.0.0.1", ["127.0.0.1"]), ("localhost", ["127.0.0.1", "::1"]), ("192.0.2.1", ["::", "0.0.0.0"])],
+)
+def test_a_store_listens_at_its_hosts_address_and_at_all_only_if_that_is_not_this_machines(host, addresses):
+    with listen(host, 0) as listener:
+        assert listener.getsockname()[0] in addresses
+
+
+def test_what_no_node_has_written_is_told_as_such():
+    assert told(Introduction, json.dumps(vars(FIRST)).encode()) == FIRST
+    for text in (b"\x80\x04.", b"", b"[1, 2]", b'{"name": "a"}', b"3"):
+        with pytest.raises(ForeignError):
+            told(Introduction, text)
+
+
+def test_a_state_of_torchs_rendezvous_comes_back_from_json_and_another_text_is_none():
+    first, second, now = _NodeDesc("a", 1, 0), _NodeDesc("b", 2, 0), datetime.now(UTC)
+    state = _RendezvousState()
+    state.round, state.complete, state.deadline = 3, True, now
+    state.participants, state.last_heartbeats = {first: 0}, {first: now}
+    state.wait_list, state.redundancy_list = {second}, {first, second}
+    assert vars(pickle.loads(_pickled(_as_json(state)))) == vars(state)
+    for text in (b"", b"null", b"{}", _as_json(state).replace(b"+00:00", b"?"), b"[" * 100_000):
+        with pytest.raises(RendezvousStateError):
+            _pickled(text)
 
 
 def test_loopback_is_the_interface_only_if_the_endpoint_says_so():
