@@ -83,7 +83,7 @@ def watching_children(program: str) -> Iterator[None]:
 
 def _first_backward(program: str) -> list[Patch]:
     """Says at the first backward that the processes do not work together, if nothing has connected them by then."""
-    autograd = sys.modules.get("torch.autograd")
+    autograd: Any = sys.modules.get("torch.autograd")
     (_, rank, world_size), process = _place(), os.getpid()
     if autograd is None or rank != "0" or world_size in ("", "1"):
         return []
