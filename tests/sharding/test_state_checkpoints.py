@@ -11,6 +11,7 @@ from state_programs import NUM_STEPS, loaded_after_a_forward, own_loop, read_by_
 
 from samestep.comm.pieces import Piece, by_rows
 from samestep.errors import RunFolderError
+from samestep.train import writing
 from samestep.train.checkpoint import newest_checkpoint, read_checkpoint, verify_checkpoint
 from samestep.train.line import from_line
 from samestep.train.manifest import Manifest, manifest_bytes, read_manifest
@@ -18,6 +19,7 @@ from samestep.train.partfile import part_name
 from samestep.train.spreading import write_together
 from samestep.train.state import State
 from samestep.train.tensorfile import Written
+from samestep.train.writing import retrying
 
 RUNS = [("replicate", 1), *(("sharded", world_size) for world_size in (1, 2, 3)), ("owned", 2), ("replicate", 3)]
 QUICK = {(("sharded", 2), ("sharded", 3)), (("sharded", 3), ("replicate", 1)), (("replicate", 1), ("sharded", 2))}
@@ -221,6 +223,30 @@ def test_a_part_that_cannot_be_written_is_told_on_all_ranks_and_leaves_what_was_
         assert said.startswith("RunFolderError: rank 1 does not see")
     assert [path.name for path in (tmp_path / "checkpoints").glob("step-*")] == ["step-00000001"]
     assert not list((tmp_path / "checkpoints").glob(".tmp-*"))
+
+
+def test_a_part_that_cannot_be_written_once_is_written_by_all_ranks_when_they_try_again(worlds, tmp_path):
+    folder = tmp_path / "checkpoints"
+    said, *others = worlds(2).run(write_at_the_second_attempt, folder)
+    assert others == [said]
+    assert len(said) == 1
+    assert "rank 1 does not see" in said[0]
+    assert "trying again in 0 s (retry 1 of 2: --checkpoint-retries)" in said[0]
+    assert newest_checkpoint(folder).snapshot.step == 1
+    assert sorted(path.name for path in folder.iterdir()) == ["latest", "step-00000001"]
+
+
+def write_at_the_second_attempt(communicator, folder):
+    """What is said where rank 1 does not see the folder that rank 0 made, the first time."""
+    spread = by_rows(torch.Size([4, 2]), communicator.world_size)
+    piece = Piece(spread.part(torch.arange(8.0).view(4, 2), communicator.rank).clone(), spread)
+    places = iter([folder if communicator.rank == 0 else folder / "elsewhere", folder])
+    said, before = [], writing.MAX_WAIT_SECONDS
+    writing.MAX_WAIT_SECONDS = 0.0
+    state = State({"model": {"weight": piece}}, {})
+    retrying(lambda: write_together(communicator, communicator, next(places), 1, state), 2, said.append)
+    writing.MAX_WAIT_SECONDS = before
+    return said
 
 
 def write_without_a_folder(communicator, folder):

@@ -10,6 +10,7 @@ from checkpoint_writers import is_state_of, snapshot_of
 from torch import nn
 
 from samestep.errors import RunFolderError, UsageError
+from samestep.train import writing
 from samestep.train.checkpoint import Snapshot, list_checkpoints, newest_checkpoint, write_checkpoint
 from samestep.train.packing import pack, unpack
 from samestep.train.saving import CheckpointSaver, to_host_copy
@@ -195,6 +196,34 @@ def test_an_error_of_the_writer_is_raised_once_by_the_next_call_and_the_saver_go
     save(saver, 5)
     saver.close()
     assert is_state_of(newest_checkpoint(folder).snapshot, 5)
+
+
+def test_what_cannot_be_written_is_tried_again_and_each_failure_is_told(tmp_path, monkeypatch):
+    monkeypatch.setattr(writing, "MAX_WAIT_SECONDS", 0.01)
+    folder = tmp_path / "checkpoints"
+    folder.write_text("in the way")
+    saver, told = CheckpointSaver(folder, retries=100_000), []
+    save(saver, 1)
+    while not told:
+        told = saver.failures()
+    folder.unlink()
+    saver.close()
+    assert [saved.step for saved in saver.poll()] == [1]
+    assert is_state_of(newest_checkpoint(folder).snapshot, 1)
+    assert told[0].startswith(f"cannot write {folder}/step-00000001: ")
+    assert told[0].endswith("trying again in 0 s (retry 1 of 100000: --checkpoint-retries)")
+
+
+def test_an_error_that_stays_is_raised_after_as_many_retries_as_were_asked_for(tmp_path, monkeypatch):
+    monkeypatch.setattr(writing, "MAX_WAIT_SECONDS", 0.0)
+    (tmp_path / "file").write_text("")
+    saver = CheckpointSaver(tmp_path / "file", retries=3)
+    save(saver, 1)
+    with pytest.raises(RunFolderError, match="choose another folder with --run-dir"):
+        saver.close()
+    assert [said.split("(")[-1] for said in saver.failures()] == [
+        f"retry {n} of 3: --checkpoint-retries)" for n in (1, 2, 3)
+    ]
 
 
 def test_poll_raises_the_error_of_the_writer(tmp_path):

@@ -454,6 +454,7 @@ def test_a_state_that_contains_itself_is_refused():
         {"$scalar": ["|b1", "07"]},
         {"$array": "bytes", "dtype": "|O", "shape": [1]},
         {"$array": "bytes", "dtype": "|V0", "shape": [10**12]},
+        {"$array": "bytes", "dtype": "<U0", "shape": [1]},
         {"$tensor": "a", "stride": [10**12]},
         {"$tensor": "a", "stride": [0]},
         {"$dtype": "_dynamo"},
@@ -474,7 +475,6 @@ def test_facts_that_do_not_fit_are_an_error_of_the_checkpoint(facts):
         {"$dict": [[{"$tensor": "a"}, 1]]},
         {"$dict": [["a", 1]]},
         {"$int": "0x1"},
-        {"$int": "0x" + "f" * 10_000},
         {"$tensor": "a", "parameter": False},
         float("nan"),
         "\ud800",
@@ -502,12 +502,6 @@ def test_what_is_nested_too_deeply_is_refused_by_packing_and_unpacking(value):
     assert there_and_back(nested(99)) == nested(99)
     with pytest.raises(CheckpointError):
         unpack(nested(100_000), {})
-
-
-def test_an_integer_that_cannot_be_written_in_digits_is_refused():
-    assert there_and_back(-(2**8191)) == -(2**8191)
-    with pytest.raises(UsageError, match=r"state\.a is an integer of 10001 bits; needed: at most 8192, or its bytes"):
-        pack({"a": 1 << 10_000}, "state")
 
 
 def test_a_word_of_a_newer_version_is_named():

@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from statistics import mean, median
 
 import pytest
@@ -19,6 +20,8 @@ from worlds import in_turns
 from samestep.engine.result import StepResult
 from samestep.errors import NonFiniteError, RunFolderError, SamestepError, UsageError
 from samestep.recipes.job import train
+from samestep.train import writing
+from samestep.train.checkpoint import newest_checkpoint
 from samestep.train.line import from_line
 from samestep.train.metrics import accuracy
 from samestep.train.run import Run
@@ -400,3 +403,27 @@ def test_what_killed_processes_left_is_removed_when_a_run_is_resumed_even_if_not
     assert len(names()) == len(whole) + 2
     alone(program, "auto")
     assert names() == whole
+
+
+def test_a_run_goes_on_though_a_checkpoint_cannot_be_written_at_once(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(writing, "MAX_WAIT_SECONDS", 0.01)
+    in_the_way = tmp_path / "checkpoints"
+
+    def program(communicator):
+        with make_trainer(communicator, run_dir=tmp_path, checkpoint_retries=100_000) as trainer:
+            trainer.model.register_forward_pre_hook(
+                lambda *_: in_the_way.touch() if trainer.step.num_steps == 0 else None
+            )
+            threading.Timer(0.2, in_the_way.unlink).start()
+            trainer.fit(points(), 1)
+        return trainer.step.num_steps
+
+    assert newest_checkpoint(in_the_way) is None
+    assert alone(program) == newest_checkpoint(in_the_way).snapshot.step
+    assert "until then the checkpoint before is the newest: trying again in 0 s" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("retries", [-1, 1.5, True, None])
+def test_a_number_of_retries_that_cannot_be_is_refused(retries):
+    with pytest.raises(UsageError, match=r"got checkpoint_retries=.*; it must be 0 or more \(--checkpoint-retries\)"):
+        alone(lambda communicator: make_trainer(communicator, checkpoint_retries=retries))

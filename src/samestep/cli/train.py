@@ -136,6 +136,14 @@ def train(
     checkpoint_minutes: Annotated[
         float | None, typer.Option(rich_help_panel=PANEL, help="And when the last is so old; 5 by default.")
     ] = None,
+    checkpoint_retries: Annotated[
+        int | None,
+        typer.Option(
+            rich_help_panel=PANEL,
+            help="How often one that cannot be written is tried again, after 1, 2, 4, … seconds, before the run ends; "
+            "3 by default.",
+        ),
+    ] = None,
     keep: Annotated[
         int | None, typer.Option(rich_help_panel=PANEL, help="How many checkpoints are kept; 3 by default.")
     ] = None,
@@ -203,6 +211,7 @@ def train(
         "options": pairs(option) if option else None,
         "checkpoint_steps": checkpoint_steps,
         "checkpoint_minutes": checkpoint_minutes,
+        "checkpoint_retries": checkpoint_retries,
         "keep": keep,
         "digest_every": digest_every,
     }

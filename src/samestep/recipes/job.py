@@ -18,6 +18,7 @@ from samestep.train.run import Run
 from samestep.train.stopping import stopping_on_request
 from samestep.train.together import on_main
 from samestep.train.trainer import CHECKPOINT_MINUTES, DIGEST_EVERY, Trainer
+from samestep.train.writing import CHECKPOINT_RETRIES
 
 DEFAULT_LR = {"sgd": 0.01, "adam": 1e-3, "adamw": 1e-3}
 OPTIMIZERS: Mapping[str, Callable[..., Optimizer]] = {
@@ -58,6 +59,7 @@ def train(
     allow_contract_change: bool = False,
     checkpoint_steps: int | None = None,
     checkpoint_minutes: float = CHECKPOINT_MINUTES,
+    checkpoint_retries: int = CHECKPOINT_RETRIES,
     keep: int = 3,
     digest_every: int = DIGEST_EVERY,
     profile: str | None = None,
@@ -116,6 +118,7 @@ def train(
             epoch_line=(chosen.headline, chosen.headline_label),
             checkpoint_steps=checkpoint_steps,
             checkpoint_minutes=checkpoint_minutes,
+            checkpoint_retries=checkpoint_retries,
             keep=keep,
             digest_every=digest_every,
             resume_command=f"samestep train {recipe} --resume {run_dir}",

@@ -39,6 +39,7 @@ LEAST: Mapping[str, int] = {
     "weight_decay": 0,
     "spares": 0,
     "checkpoint_steps": 1,
+    "checkpoint_retries": 0,
     "keep": 1,
     "digest_every": 1,
 }

@@ -4,6 +4,7 @@ Rank 0 writes and reads; where the state is spread over the ranks each of them w
 """
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ def save(
     rest: Any,
     keep: int,
     is_ours: bool,
+    attempts: Callable[[Callable[[], Path]], Path],
 ) -> Path:
     """Writes a checkpoint; see `samestep.Run.save_checkpoint`.
 
@@ -47,6 +49,7 @@ def save(
         rest: what else is kept.
         keep: how many checkpoints are.
         is_ours: whether checkpoints that are in the folder already are of this run.
+        attempts: calls what writes, once or several times; on all ranks alike.
     """
     check_keep(keep)
     folder = Path(place)
@@ -71,7 +74,7 @@ def save(
         before = team.pulse.enter("checkpoint")
         state = capture(step, values)
         snapshot = Snapshot(number, to_host_copy(divided(state.files)[0]), state.facts)
-        name = write_checkpoint(folder, snapshot, keep, replace=True).name
+        name = attempts(partial(write_checkpoint, folder, snapshot, keep, replace=True)).name
         team.pulse.enter(before)
         return name
 
@@ -80,7 +83,8 @@ def save(
             on_main(team.communicator, check_ours)
             state = capture(step, values)
             over = _listed(step)[0].spread_over
-            return write_together(team.communicator, over, folder, number, state, keep, replace=True).name
+            write_all = partial(write_together, team.communicator, over, folder, number, state, keep, replace=True)
+            return attempts(write_all).name
         return share_text(team.communicator, on_main(team.communicator, write) or "")
 
     Drift(team, _listed(step)).check()

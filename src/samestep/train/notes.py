@@ -32,6 +32,7 @@ from samestep.train.saving import SavedCheckpoint
 from samestep.train.spreading import has_part_files, write_together
 from samestep.train.state import State
 from samestep.train.temporary import remove_leftovers
+from samestep.train.writing import check_retries, retrying
 
 REMEMBERED_STEPS = 1024
 TAKE_OVER_SECONDS = 30.0  # the supervisor is ending whoever held the lock
@@ -49,6 +50,7 @@ class Notes:
         digest_every: a step has a checksum of the whole state every so many steps, which the ranks compare.
         checkpoint_steps: a checkpoint is due after every so many steps; None for by time alone.
         checkpoint_minutes: one is due when the last is that old, by rank 0's clock; None for by steps alone.
+        checkpoint_retries: how often one that cannot be written is tried again.
 
     Attributes:
         folder: of the run.
@@ -69,8 +71,10 @@ class Notes:
         digest_every: int,
         checkpoint_steps: int | None,
         checkpoint_minutes: float | None,
+        checkpoint_retries: int,
     ) -> None:
         _check_counts(checkpoint_steps, checkpoint_minutes, keep, digest_every)
+        check_retries(checkpoint_retries)
         self.folder = folder
         self.display = make_display(team.rank)
         self.recorder: Recorder | None = None
@@ -83,6 +87,7 @@ class Notes:
         self._digest_every = digest_every
         self._checkpoint_steps = checkpoint_steps
         self._checkpoint_seconds = None if checkpoint_minutes is None else 60 * checkpoint_minutes
+        self._checkpoint_retries = checkpoint_retries
         self._checksum = StateChecksum(step)
         self._drift = Drift(team, [step])
         self._lock: FolderLock | None = None
@@ -267,7 +272,11 @@ class Notes:
                 self.recorder.checkpoint(number, state)
             return
         start = time.perf_counter()
-        path = write_together(communicator, self._step.spread_over, folder, number, state, self._keep)
+
+        def write() -> Path:
+            return write_together(communicator, self._step.spread_over, folder, number, state, self._keep)
+
+        path = retrying(write, self._checkpoint_retries, self.say)
         if self.recorder is not None:
             self.recorder.wrote(SavedCheckpoint(path.name, number, time.perf_counter() - start))
 
@@ -297,8 +306,9 @@ class Notes:
         if self.folder is not None:
             for folder in (self.folder, self.folder / CHECKPOINT_FOLDER):
                 remove_leftovers(folder)
+        told = (self._checkpoint_retries, self.say)
         with self._generators.aside(self._step.num_steps):
-            self.recorder = Recorder(self._team, self.folder, self._loggers, self._keep, purge_step, contract)
+            self.recorder = Recorder(self._team, self.folder, self._loggers, self._keep, purge_step, contract, *told)
         self._tell_ledger()
         return self.recorder
 

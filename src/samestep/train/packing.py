@@ -12,7 +12,6 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from math import prod
 from typing import Any
 
 import numpy as np
@@ -29,7 +28,6 @@ _FACTORIES: dict[str, Callable[[], Any]] = {f.__name__: f for f in (bool, int, f
 _FACTORIES |= {f.__name__: f for f in (list, tuple, dict, set, OrderedDict, Counter, deque)}
 _ARRAY_KINDS = "biufcSUMmV"
 UNREADABLE = "the packed state cannot be read: its facts and tensors do not fit together"
-_MAX_INT_BITS = 1 << 13  # what can be written in digits everywhere
 _READABLE = 200  # characters of an error's text
 
 
@@ -140,7 +138,7 @@ class _Packer:
         if kind is np.ndarray:
             return self._array(value, path)
         if isinstance(value, np.generic):
-            return {"$scalar": [_array_kind(value.dtype, 1, path), value.tobytes().hex()]}
+            return {"$scalar": [_array_kind(value.dtype, (), path), value.tobytes().hex()]}
         if kind in _CONTAINERS:
             if id(value) in self._open:
                 raise UsageError(f"{path or 'the state'} contains itself; needed: a state without cycles")
@@ -152,11 +150,6 @@ class _Packer:
             return value
         if kind is float and abs(value) < float("inf"):
             return value
-        if kind is int and value.bit_length() > _MAX_INT_BITS:
-            raise UsageError(
-                f"{path or 'the state'} is an integer of {value.bit_length()} bits; needed: at most {_MAX_INT_BITS}, or"
-                " its bytes"
-            )
         if kind in _ATOMS:
             tag, encode, _ = _ATOMS[kind]
             return {tag: encode(value)}
@@ -224,7 +217,7 @@ class _Packer:
         return entry
 
     def _array(self, value: np.ndarray[Any, Any], path: str) -> dict[str, Any]:
-        kind = _array_kind(value.dtype, value.size, path)
+        kind = _array_kind(value.dtype, value.shape, path)
         name = self._names.get(_identity_of_array(value)) or self._free_name(path)
         self.tensors[name] = torch.from_numpy(np.frombuffer(bytearray(value.tobytes()), np.uint8))
         entry = {"$array": name, "dtype": kind, "shape": list(value.shape)}
@@ -372,9 +365,9 @@ def _restored(stored: Tensor, dtype_name: str | None, stride: list[int] | None) 
     return made
 
 
-def _array_kind(dtype: np.dtype[Any], size: int, path: str) -> str:
-    """NumPy's own short name of a dtype, such as "<f8", of so many elements: their bytes say how many there are."""
-    if dtype.kind not in _ARRAY_KINDS or np.dtype(dtype.str) != dtype or size > 1 > dtype.itemsize:
+def _array_kind(dtype: np.dtype[Any], shape: Sequence[int], path: str) -> str:
+    """NumPy's own short name of a dtype, such as "<f8"; by a size of 0 bytes NumPy would divide those of an array."""
+    if dtype.kind not in _ARRAY_KINDS or np.dtype(dtype.str) != dtype or (shape and not dtype.itemsize):
         raise UsageError(
             f"the state holds NumPy data of dtype {dtype} at {path or 'its top'}, which a checkpoint cannot hold;"
             " needed: numbers, strings, dates or plain bytes"
@@ -386,7 +379,7 @@ def _array(data: bytes, kind: str, shape: Sequence[int]) -> np.ndarray[Any, Any]
     """An array of these bytes, of a dtype in which they are no pointers."""
     dtype = np.dtype(kind)
     is_truth = dtype.kind != "b" or not data.translate(None, b"\0\1")
-    if _array_kind(dtype, prod(shape), "") != kind or not is_truth:
+    if _array_kind(dtype, shape, "") != kind or not is_truth:
         raise ValueError(f"these bytes are no {kind}")
     return np.ndarray(shape, dtype, bytearray(data))
 

@@ -2,7 +2,7 @@
 
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -79,6 +79,8 @@ class Recorder:
         keep: how many checkpoints are kept.
         purge_step: where a run goes on: the first step that is run again.
         contract: of a run that begins or is resumed; None where another rank has written it.
+        retries: how often a checkpoint that cannot be written is tried again.
+        tell: takes a sentence on each such failure.
 
     Raises:
         RunFolderError: the folder cannot be written to.
@@ -92,8 +94,11 @@ class Recorder:
         keep: int,
         purge_step: int | None = None,
         contract: Mapping[str, Any] | None = None,
+        retries: int = 0,
+        tell: Callable[[str], None] = print,
     ) -> None:
         self._team = team
+        self._retries, self._tell = retries, tell
         self._folder = folder
         self._keep = keep
         self._loggers = list(loggers)
@@ -193,7 +198,7 @@ class Recorder:
         if self._folder is None:
             return
         if self._saver is None:
-            self._saver = CheckpointSaver(self._folder / CHECKPOINT_FOLDER, self._keep)
+            self._saver = CheckpointSaver(self._folder / CHECKPOINT_FOLDER, self._keep, self._retries)
         start = time.perf_counter()
         copies = self._saver.to_host_copy(divided(state.files)[0])
         self._saver.save(Snapshot(step, copies, state.facts))
@@ -206,8 +211,12 @@ class Recorder:
         Raises:
             RunFolderError: a checkpoint could not be written.
         """
+        if self._saver is None:
+            return
+        for failure in self._saver.failures():
+            self._tell(failure)
         try:
-            done = [] if self._saver is None else self._saver.poll()
+            done = self._saver.poll()
         except RunFolderError:
             self.flush()  # says more, where the folder was moved away
             raise

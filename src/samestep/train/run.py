@@ -4,6 +4,7 @@ import atexit
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ from samestep.train.process import make_deterministic, own_device
 from samestep.train.profile.keeping import keep_profile
 from samestep.train.state import generator_states, restore_generators
 from samestep.train.stopping import stopping_on_request
+from samestep.train.writing import CHECKPOINT_RETRIES, check_retries, retrying
 
 DEFAULT_TIMEOUT_SECONDS = 600.0
 MAX_TIMEOUT_SECONDS = 366 * 86_400.0
@@ -401,6 +403,7 @@ class Run:
         loader: Loader | None = None,
         rest: Any = None,
         keep: int = 3,
+        checkpoint_retries: int = CHECKPOINT_RETRIES,
     ) -> Path:
         """Writes what it takes to go on exactly, on any number of devices; all ranks call it, after the same step.
 
@@ -413,6 +416,7 @@ class Run:
             loader: of this run, in the middle of an epoch too: the batches yielded so far count as done.
             rest: what else is to be kept: numbers, strings, tensors and arrays in dicts, lists, tuples and sets.
             keep: how many checkpoints are kept.
+            checkpoint_retries: how often a checkpoint that cannot be written is tried again, after 1, 2, 4, … seconds.
 
         Returns:
             The checkpoint.
@@ -424,7 +428,9 @@ class Run:
         """
         contract = self.contract.as_json()
         is_ours = Path(folder).resolve() in self._folders
-        path = save(self.team, contract, folder, step, loader, rest, keep, is_ours)
+        check_retries(checkpoint_retries)
+        attempts = partial(retrying, retries=checkpoint_retries, tell=self.print)
+        path = save(self.team, contract, folder, step, loader, rest, keep, is_ours, attempts)
         self._folders.add(path.parent.resolve())
         return path
 

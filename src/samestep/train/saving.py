@@ -1,9 +1,11 @@
 """Saving while training goes on: the state is copied to host memory, and a thread writes the checkpoint."""
 
 import time
+from collections import deque
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -11,6 +13,7 @@ from torch import Tensor
 
 from samestep.train.checkpoint import Snapshot, check_keep, write_checkpoint
 from samestep.train.packing import is_dense
+from samestep.train.writing import retrying
 
 HostFiles = dict[str, dict[str, Tensor]]
 
@@ -27,13 +30,16 @@ class SavedCheckpoint:
 class CheckpointSaver:
     """Writes checkpoints in a thread; rank 0 has one. At most one is being written at a time.
 
+    What cannot be written is tried again, so many times, while training goes on.
+
     A save is `saver.save(Snapshot(step, saver.to_host_copy(files), facts))`. An error of the writer is raised by the
     next `save`, `poll` or `close`, once; the saver can be used on.
     """
 
-    def __init__(self, folder: Path, keep: int = 3) -> None:
+    def __init__(self, folder: Path, keep: int = 3, retries: int = 0) -> None:
         check_keep(keep)
-        self._folder, self._keep = folder, keep
+        self._folder, self._keep, self._retries = folder, keep, retries
+        self._failures: deque[str] = deque()
         self._pool: ThreadPoolExecutor | None = None
         self._writing: Future[SavedCheckpoint] | None = None
         self._buffers: list[HostFiles] = []
@@ -81,6 +87,10 @@ class CheckpointSaver:
         done, self._done = self._done, []
         return done
 
+    def failures(self) -> list[str]:
+        """A sentence on each failed attempt since the last call after which it is tried again."""
+        return [self._failures.popleft() for _ in range(len(self._failures))]
+
     def close(self) -> None:
         """Waits until the last one is written and ends the thread; `poll` still tells of what was written.
 
@@ -96,7 +106,8 @@ class CheckpointSaver:
 
     def _write(self, snapshot: Snapshot) -> SavedCheckpoint:
         began = time.monotonic()
-        path = write_checkpoint(self._folder, snapshot, self._keep)
+        write = partial(write_checkpoint, self._folder, snapshot, self._keep)
+        path = retrying(write, self._retries, self._failures.append)
         return SavedCheckpoint(path.name, snapshot.step, time.monotonic() - began)
 
     def _reap(self, wait: bool) -> None:

@@ -3,6 +3,7 @@
 Nothing in it depends on the number of devices. Where the ranks have different parts of the state, each has its own.
 """
 
+import json
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -160,6 +161,7 @@ def check_captured(files: Mapping[str, Mapping[str, Tensor]], facts: Any, num_st
         is_whole = len(counts) == len(others["settings"]) == len(others["schedulers"])
         if not is_counted or not is_whole or not isinstance(others["rest"], dict):
             raise CheckpointError(f"its {FACTS_FILE} is not that of a run after {num_steps} steps")
+        json.dumps(others["rest"].get("contract"))  # it is shown, and compared, as JSON
 
 
 def check_alike(what: str, there: Any, here: Any) -> None:

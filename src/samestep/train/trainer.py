@@ -29,6 +29,7 @@ from samestep.train.state import State
 from samestep.train.stopping import stopping_on_request
 from samestep.train.together import on_main
 from samestep.train.weights import leave_weights
+from samestep.train.writing import CHECKPOINT_RETRIES
 
 DIGEST_EVERY = 100
 CHECKPOINT_MINUTES = 5.0
@@ -52,6 +53,8 @@ class Trainer:
         checkpoint_steps: write a checkpoint after every so many steps; None for by time alone.
         checkpoint_minutes: write one when the last is that old, by rank 0's clock; None for by steps alone. One is
             written at the end in any case.
+        checkpoint_retries: how often a checkpoint that cannot be written is tried again, after 1, 2, 4, … seconds;
+            training goes on meanwhile, unless its state is spread over the ranks. Then the run ends.
         keep: how many checkpoints are kept.
         digest_every: the ledger has a checksum of the whole state every so many steps. The ranks compare theirs then,
             before each checkpoint and at the end: if one differs the run ends, and what differs is named.
@@ -76,6 +79,7 @@ class Trainer:
         epoch_line: tuple[str, str] | None = None,
         checkpoint_steps: int | None = None,
         checkpoint_minutes: float | None = CHECKPOINT_MINUTES,
+        checkpoint_retries: int = CHECKPOINT_RETRIES,
         keep: int = 3,
         digest_every: int = DIGEST_EVERY,
         resume_command: str | None = None,
@@ -103,6 +107,7 @@ class Trainer:
             digest_every=digest_every,
             checkpoint_steps=checkpoint_steps,
             checkpoint_minutes=checkpoint_minutes,
+            checkpoint_retries=checkpoint_retries,
         )
         run.profile_facts["digest_every"] = None if run_dir is None and run.world_size == 1 else digest_every
         self._planned = 0

@@ -2,15 +2,20 @@
 
 import errno
 import os
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from io import FileIO
 from pathlib import Path
-from typing import cast
+from typing import TypeVar, cast
 
-from samestep.errors import RunFolderError
+from samestep.errors import RunFolderError, UsageError
 from samestep.train.temporary import temporary_name
 
+T = TypeVar("T")
+
+CHECKPOINT_RETRIES = 3
+MAX_WAIT_SECONDS = 30.0
 _NO_SPACE = {errno.ENOSPC, errno.EFBIG} | {getattr(errno, name) for name in ("EDQUOT",) if hasattr(errno, name)}
 
 
@@ -30,6 +35,36 @@ def writing(path: Path) -> Iterator[None]:
         raise RunFolderError(
             f"cannot write {path}: {error.strerror or error}; {mend} another folder with --run-dir"
         ) from error
+
+
+def retrying(attempt: Callable[[], T], retries: int, tell: Callable[[str], None]) -> T:
+    """Writes a checkpoint, and tries again if that fails, after 1, 2, 4, … seconds.
+
+    Args:
+        attempt: writes it; where several ranks do, it fails on all of them alike.
+        retries: how often to try again.
+        tell: takes a sentence on each failure but the last.
+
+    Raises:
+        RunFolderError: of the last attempt.
+    """
+    for number in range(retries):
+        try:
+            return attempt()
+        except RunFolderError as error:
+            seconds = min(2.0 ** min(number, 9), MAX_WAIT_SECONDS)
+            tell(
+                f"{error}; until then the checkpoint before is the newest: trying again in {seconds:.0f} s "
+                f"(retry {number + 1} of {retries}: --checkpoint-retries)"
+            )
+            time.sleep(seconds)
+    return attempt()
+
+
+def check_retries(retries: int) -> None:
+    """Raises a `UsageError` unless this is how often something can be tried again."""
+    if isinstance(retries, bool) or not isinstance(retries, int) or retries < 0:
+        raise UsageError(f"got checkpoint_retries={retries!r}; it must be 0 or more (--checkpoint-retries)")
 
 
 def make_folder(path: Path) -> None:
