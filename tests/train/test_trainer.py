@@ -407,20 +407,22 @@ def test_what_killed_processes_left_is_removed_when_a_run_is_resumed_even_if_not
 
 def test_a_run_goes_on_though_a_checkpoint_cannot_be_written_at_once(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(writing, "MAX_WAIT_SECONDS", 0.01)
-    in_the_way = tmp_path / "checkpoints"
+    in_the_way, blocking = tmp_path / "checkpoints", threading.Lock()
+
+    def block(*_):
+        if blocking.acquire(blocking=False):
+            in_the_way.touch()
+            threading.Timer(0.2, in_the_way.unlink).start()
 
     def program(communicator):
-        with make_trainer(communicator, run_dir=tmp_path, checkpoint_retries=100_000) as trainer:
-            trainer.model.register_forward_pre_hook(
-                lambda *_: in_the_way.touch() if trainer.step.num_steps == 0 else None
-            )
-            threading.Timer(0.2, in_the_way.unlink).start()
+        with make_trainer(communicator, run_dir=tmp_path, checkpoint_steps=2, checkpoint_retries=1000) as trainer:
+            trainer.model.register_forward_pre_hook(block)
             trainer.fit(points(), 1)
         return trainer.step.num_steps
 
     assert newest_checkpoint(in_the_way) is None
     assert alone(program) == newest_checkpoint(in_the_way).snapshot.step
-    assert "until then the checkpoint before is the newest: trying again in 0 s" in capsys.readouterr().err
+    assert "until then the checkpoint before is the newest: trying again in 0 s" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("retries", [-1, 1.5, True, None])

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from samestep.comm.team import Team
 from samestep.data.loader import Loader
 from samestep.engine.step import TrainStep
-from samestep.errors import UsageError
+from samestep.errors import CheckpointError, UsageError
 from samestep.train.checkpoint import Snapshot, check_keep, list_checkpoints, write_checkpoint
 from samestep.train.contract import loader_contract, step_contract
 from samestep.train.drift import Drift
@@ -129,14 +129,16 @@ def load(
     now = full_contract(contract, step, loader)
     for change in check_state(step, state, now, allow_contract_change, state.folder):
         tell(f"changed since the checkpoint: {change.field}: {change.before} -> {change.after}")
+    if not state.rest.keys() >= {"cursor", "rest"}:
+        raise CheckpointError(f"{state.name} was not written by run.save_checkpoint; resume it by Trainer.fit")
     if loader is not None:
-        if state.rest.get("cursor") is None:
+        if state.rest["cursor"] is None:
             raise UsageError(f"{state.name} was saved without a loader; leave loader=… out, or save with it")
         check_alike("place in the data", state.rest["cursor"], _checked(loader).state_dict())
     rest = restore(step, state.files, state.state)
     if loader is not None:
         _checked(loader).load_state_dict(rest["cursor"])
-    return state.folder or Path(place), rest.get("rest")
+    return state.folder or Path(place), rest["rest"]
 
 
 def full_contract(contract: Mapping[str, Any], step: Steps, loader: Loader | None) -> dict[str, Any]:
