@@ -22,6 +22,7 @@ BREAKERS = Path(__file__).resolve().parent / "breakers"
 THREE = ("cpu:1", "cpu:2", "cpu:3")
 
 ROWS = {
+    "alone": "alone",
     "augmentation": "augmentation",
     "batchnorm": "batchnorm",
     "buffers": "buffers",
@@ -59,7 +60,7 @@ API = {
 }
 """Programs that use samestep and still break its promise; held to `bitwise`."""
 
-QUICK = ("api_stream",)
+QUICK = ("alone", "api_stream")
 TOGETHER = (
     *("augmentation", "batchnorm", "buffers", "dropout", "global_batch", "learning_rate", "local_clip"),
     *("mean_of_means", "module_state", "order", "sampler"),

@@ -109,3 +109,30 @@ def test_a_program_that_fails_is_told_with_its_traceback(stage_of, script):
 def test_what_a_program_prints_before_it_gives_up_is_told(stage_of, script):
     recording = stage_of(script("import sys; print('the data is missing'); sys.exit(3)")).record(Question("cpu:1", 2))
     assert "the data is missing" in recording.failure
+
+
+CLOSURE = """
+    import torch
+    from torch.utils.data import DataLoader
+
+    torch.manual_seed(0)
+    parameter = torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    held_out = iter(DataLoader(torch.randn(40, 3), batch_size=7))
+    with torch.no_grad():
+        next(held_out)
+    for x in DataLoader(torch.randn(8, 3), batch_size=4):
+
+        def closure():
+            optimizer.zero_grad()
+            (parameter * x).sum().backward()
+
+        optimizer.step(closure)
+"""
+
+
+def test_of_a_step_by_a_closure_the_gradients_are_its_own_and_the_samples_of_an_evaluation_are_not(stage_of, script):
+    recording = stage_of(script(CLOSURE)).record(Question("cpu:1", 2))
+    lines = recording.steps[0]
+    assert [line["num_samples"] for line in lines] == [4, 4]
+    assert all(size for line in lines for group in line["gradients"] for size in group["norm"])

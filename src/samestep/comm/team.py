@@ -283,8 +283,8 @@ class Team:
             )
 
     def notice(self, text: str) -> None:
-        """Says something about the run once, on rank 0, to stderr."""
-        if text not in self._noticed:
+        """Says something about the run once, on rank 0, to stderr; nothing if there is nothing to say."""
+        if text and text not in self._noticed:
             self._noticed.add(text)
             if self.rank == 0:
                 print(f"samestep: {text}", file=sys.stderr, flush=True)

@@ -106,6 +106,7 @@ class TrainStep:
         self.model = model
         self.optimizers = tuple(optimizers)
         self.num_steps = 0
+        self.before_first: Callable[[], None] | None = None  # called before step 0, not in a run that is resumed
         self._failed = False
         self._num_threads = torch.get_num_threads()
         self.loss_fn = loss_fn
@@ -189,6 +190,9 @@ class TrainStep:
             OutOfMemoryError: a shard did not fit on some rank; raised on all of them.
             PeerLostError: a rank died or did not answer in time, and the run cannot heal.
         """
+        if self.num_steps == 0 and self.before_first is not None:
+            self.before_first()
+            self.before_first = None
         self._read_what_is_there()
         self._check_process()
         self.team.pulse.step = self.num_steps

@@ -38,6 +38,7 @@ from samestep.train.process import make_deterministic, own_device
 from samestep.train.profile.keeping import keep_profile
 from samestep.train.state import generator_states, restore_generators
 from samestep.train.stopping import stopping_on_request
+from samestep.train.unseeded import DrawnBefore, describe_parameters, versions
 from samestep.train.writing import CHECKPOINT_RETRIES, check_retries, retrying
 
 DEFAULT_TIMEOUT_SECONDS = 600.0
@@ -151,6 +152,7 @@ class Run:
         self._spread: dict[nn.Module, Placement] = {}  # models that are no longer whole
         self._has_steps = False
         self._folders: set[Path] = set()  # of checkpoints that are this run's
+        self._drawn_before = DrawnBefore()
         seed_process(seed)
 
     @property
@@ -273,6 +275,7 @@ class Run:
             raise UsageError(
                 "ReduceLROnPlateau follows a measured value: leave scheduler=… out, and call its step(value) yourself"
             )
+        drawn = self._drawn_before.parameters(model)
         chosen = as_strategy(strategy, shard_optimizer)
         if self._has_steps and isinstance(chosen, Sharded) != self.team.is_dealt:
             raise UsageError(
@@ -301,6 +304,9 @@ class Run:
             graphed_length=self.contract.global_batch_size if cuda_graphs else None,
             strategy=chosen,
         )
+        if drawn:
+            before = versions(model, drawn)
+            step.before_first = lambda: self.team.notice(describe_parameters(drawn, model, before))
         self._has_steps = True
         if step.spread is not None and not step.spread.has_whole_parameters:
             self._spread[model] = step.placement
@@ -347,8 +353,10 @@ class Run:
             multiprocessing_context=multiprocessing_context,
             cache=cache,
         )
-        if type(loader.dataset) is TensorData and cache is None and self.device.type != "cpu":
-            self.profile_facts["cacheable"] = True
+        if type(loader.dataset) is TensorData:
+            self.team.notice(self._drawn_before.describe_data(loader.dataset.tensors))
+            if cache is None and self.device.type != "cpu":
+                self.profile_facts["cacheable"] = True
         return loader
 
     def evaluate(

@@ -1,0 +1,109 @@
+"""What was drawn before a run seeded the generators: with no seed of the script's own it differs at each start.
+
+torch's generator tells the seed that it began with: where nobody set one it is a random number of 53 bits or more.
+NumPy's keeps what it was seeded from until `numpy.random.seed`. Compared with a new one of that seed, each tells
+whether it was drawn from. Python's tells neither, and modules draw from it when they are imported.
+"""
+
+import gc
+import weakref
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.random import mtrand
+from torch import Tensor, nn
+
+from samestep.data.nested import leaves
+
+LARGEST_SET = 2**48  # seeds above are taken for random ones
+CURE = "build samestep.Run first, or set a seed"
+
+
+class DrawnBefore:
+    """The tensors that were there when a run was made, if generators without a seed had been drawn from by then.
+
+    A parameter that was written to more than once since it was made (`load_state_dict`, an initialisation of the
+    script's own) may no longer be what was drawn, and is left alone; so is one that is constant.
+    """
+
+    def __init__(self) -> None:
+        self._torch, self._numpy = _torch_has_drawn(), _numpy_has_drawn()
+        drawn = self._torch or self._numpy
+        found = [thing for thing in gc.get_objects() if issubclass(type(thing), Tensor)] if drawn else []
+        self._there = {id(tensor): (weakref.ref(tensor), tensor._version) for tensor in found if not tensor.is_meta}
+        self._has_parameters = any(isinstance(tensor, nn.Parameter) for tensor in found)
+
+    def parameters(self, model: nn.Module) -> list[str]:
+        """The names of a model's parameters that hold what was drawn from torch's generator then."""
+        if not self._torch:
+            return []
+        return [name for name, p in model.named_parameters() if p._version <= 1 and self._has(p) and _varies(p)]
+
+    def describe_data(self, data: Any) -> str:
+        """A sentence on tensors that may hold what was drawn then; empty if there are none.
+
+        What torch's generator gave is the model's, if there was one.
+        """
+        kinds = ["NumPy's"] * self._numpy + ["torch's"] * (self._torch and not self._has_parameters)
+        if not kinds or not any(
+            isinstance(leaf, Tensor) and self._has(leaf) and _varies(leaf) for leaf in leaves(data)
+        ):
+            return ""
+        return (
+            f"data was made before samestep.Run, when {' and '.join(kinds)} generator had been drawn from without a "
+            f"seed: it may be other data at each start; {CURE} (numpy.random.seed, torch.manual_seed) before the data"
+        )
+
+    def _has(self, tensor: Tensor) -> bool:
+        there = self._there.get(id(tensor))
+        return there is not None and there[0]() is tensor and there[1] == tensor._version
+
+
+def versions(model: nn.Module, names: Collection[str]) -> dict[str, int]:
+    """How often parameters were written to."""
+    return {name: parameter._version for name, parameter in model.named_parameters() if name in names}
+
+
+def describe_parameters(drawn: Collection[str], model: nn.Module, before: Mapping[str, int]) -> str:
+    """A sentence on parameters that were drawn before a run; empty if they were written to since.
+
+    Args:
+        drawn: their names.
+        model: that has them.
+        before: their versions, when the step was made.
+    """
+    now = versions(model, drawn)
+    drawn = [name for name in drawn if now.get(name) == before.get(name)]
+    if not drawn:
+        return ""
+    names = ", ".join(drawn[:2]) + (", …" if len(drawn) > 2 else "")
+    return (
+        f"the model has parameters that were drawn before samestep.Run, when torch's generator had no seed ({names}): "
+        f"they are others at each start; {CURE} (torch.manual_seed) before the model"
+    )
+
+
+def _torch_has_drawn() -> bool:
+    generator = torch.default_generator
+    seed = generator.initial_seed()
+    return seed > LARGEST_SET and not torch.equal(
+        torch.Generator().manual_seed(seed).get_state(), generator.get_state()
+    )
+
+
+def _numpy_has_drawn() -> bool:
+    generator = mtrand.get_bit_generator()
+    origin = getattr(generator, "seed_seq", None)
+    if origin is None or type(generator) is not np.random.MT19937:
+        return False
+    fresh: Any = np.random.MT19937(origin).state["state"]
+    now: Any = generator.state["state"]
+    return fresh["pos"] != now["pos"] or not np.array_equal(fresh["key"], now["key"])
+
+
+def _varies(tensor: Tensor) -> bool:
+    """Whether it holds more than one value."""
+    flat = tensor.detach().reshape(-1)
+    return flat.numel() > 0 and bool((flat != flat[0]).any())

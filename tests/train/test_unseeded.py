@@ -1,0 +1,86 @@
+"""Draws before `Run` that no seed decides are noticed, and nothing else is taken for them."""
+
+import numpy as np
+import pytest
+import torch
+from numpy.random import mtrand
+from torch import nn
+
+from samestep.train.run import Run
+
+MODEL = "the model has parameters that were drawn before samestep.Run, when torch's generator had no seed (weight)"
+DATA = "data was made before samestep.Run, when"
+
+
+@pytest.fixture(autouse=True)
+def _without_a_seed():
+    """Generators as in a new process."""
+    before = mtrand.get_bit_generator()
+    torch.seed()
+    mtrand.set_bit_generator(np.random.MT19937())
+    yield
+    mtrand.set_bit_generator(before)
+
+
+def rows():
+    return torch.arange(48.0).view(16, 3)
+
+
+def ones(model):
+    model.load_state_dict({name: torch.ones_like(value) for name, value in model.state_dict().items()})
+    return model
+
+
+def said(capsys, make=lambda: None, after=lambda model: None, data=rows, state=None, **options):
+    """What is said on stderr of a run whose model and data are made before it, if they are."""
+    model, given = make(), data()
+    run = Run(8, 4)
+    own = nn.Linear(3, 1) if model is None else model
+    step = run.train_step(own, torch.optim.SGD(own.parameters(), 1e-4), lambda m, b: m(b).square().mean(), **options)
+    if state is not None:
+        step.num_steps = state
+    after(own)
+    for batch in run.loader(torch.randn(16, 3) if given is None else given):
+        step(batch)
+    return capsys.readouterr().err.splitlines()
+
+
+@pytest.mark.parametrize("strategy", ["replicate", "sharded"])
+def test_a_model_that_was_drawn_before_the_run_is_named_once_with_the_cure(capsys, strategy):
+    (line,) = said(capsys, lambda: nn.Linear(3, 1), strategy=strategy)
+    assert line.startswith(f"samestep: {MODEL}")
+    assert "build samestep.Run first, or set a seed (torch.manual_seed) before the model" in line
+
+
+def test_data_that_numpy_or_torch_drew_before_the_run_is_named(capsys):
+    (line,) = said(capsys, data=lambda: torch.from_numpy(np.random.rand(16, 3)).float())
+    assert f"{DATA} NumPy's generator" in line
+    assert "numpy.random.seed" in line
+
+
+def test_a_script_that_sets_its_own_seeds_hears_nothing(capsys):
+    torch.manual_seed(0)
+    np.random.seed(0)
+    data = torch.from_numpy(np.random.rand(16, 3)).float()
+    assert said(capsys, lambda: nn.Linear(3, 1), data=lambda: data) == []
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"data": lambda: None},
+        {"make": lambda: ones(nn.Linear(3, 1))},
+        {"make": lambda: nn.Linear(3, 1), "after": ones},
+        {"make": lambda: nn.Linear(3, 1), "state": 5},
+    ],
+    ids=["nothing drawn", "after the run", "weights loaded before", "weights loaded after", "resumed"],
+)
+def test_what_no_draw_before_the_run_decides_is_no_cause_for_alarm(capsys, options):
+    assert said(capsys, **options) == []
+
+
+def test_numbers_that_an_import_draws_are_no_cause_for_alarm(capsys):
+    torch.rand(3)
+    np.random.rand(3)
+    assert said(capsys, data=lambda: None) == []
