@@ -24,9 +24,9 @@ NUM_TAIL_LINES = 30
 _PEER_LOST_TEXTS = ("gloo/transport/", "Connection closed by peer", "Connection reset by peer")
 _PEER_LOST_TYPES = ("DistBackendError", "DistNetworkError", "DistStoreError")
 
-# Errors of an accelerator that torch raises as a plain RuntimeError begin so; of a data worker's end they tell this.
+# How errors of an accelerator begin that torch raises as a plain RuntimeError, and that of a data worker's death.
 _DEVICE_TEXTS = ("CUDA error", "CUDA driver error", "HIP error", "cuDNN error", "cusolver error", "cuFFT error")
-_DATA_WORKER = ("DataLoader worker", "killed by signal")
+_DATA_WORKER_TEXT = "DataLoader worker (pid"
 _KERNEL_ASSERT = "device-side assert"
 
 _SIGNAL_HINTS: Mapping[int, str] = {
@@ -225,9 +225,9 @@ def _is_peer_lost(error: BaseException) -> bool:
 
 
 def _is_device_error(error: BaseException) -> bool:
-    """Whether a device failed, or a data loader's worker was killed; a failed assert in a kernel is the program's."""
+    """Whether a device failed, or a data loader's worker died; a failed assert in a kernel is the program's."""
     if not isinstance(error, RuntimeError) or _KERNEL_ASSERT in str(error):
         return False
     if type(error).__name__ == "AcceleratorError" or str(error).startswith(_DEVICE_TEXTS):
         return "out of memory" not in str(error)
-    return all(text in str(error) for text in _DATA_WORKER)
+    return str(error).startswith(_DATA_WORKER_TEXT)
