@@ -8,7 +8,7 @@ export NO_MKDOCS_2_WARNING := 1
 PYTEST := PYTHONHASHSEED=0 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 READY := .venv/.ready
 
-.PHONY: train test test-all check format docs bench bench-quick clean
+.PHONY: train test test-all golden golden-write check format docs bench bench-quick clean
 
 train: $(READY)
 	$(BIN)/samestep train lenet
@@ -18,6 +18,13 @@ test: $(READY)
 
 test-all: $(READY)
 	$(PYTEST)
+
+# No bit has moved: against tests/golden/golden.json, or `make golden AGAINST=COMMIT` against what that commit gives.
+golden: $(READY)
+	$(BIN)/python tests/golden/golden.py $(if $(AGAINST),--against $(AGAINST))
+
+golden-write: $(READY)
+	$(BIN)/python tests/golden/golden.py --write
 
 check: $(READY)
 	$(BIN)/ruff format --check .

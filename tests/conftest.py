@@ -22,7 +22,7 @@ from worlds import World
 
 SHARED_DATA = Path(__file__).resolve().parents[1] / ".." / "shared" / "data"
 SOURCE = Path(__file__).resolve().parents[1] / "src"
-STARTING_PROGRAMS = {"benchmarks", "cli", "doctor", "healing", "launcher", "nodes", "profile"}
+STARTING_PROGRAMS = {"benchmarks", "cli", "doctor", "golden", "healing", "launcher", "nodes", "profile"}
 
 
 def pytest_configure(config):
