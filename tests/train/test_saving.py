@@ -238,6 +238,7 @@ def test_poll_raises_the_error_of_the_writer(tmp_path):
     with pytest.raises(RunFolderError):
         poll_on()
     assert saver.poll() == []
+    saver.close()
 
 
 def test_facts_that_are_no_json_are_told_too(tmp_path):
