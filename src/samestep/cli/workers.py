@@ -6,12 +6,7 @@ import typer
 
 from samestep.recipes.options import MAX_THREADS
 
-THREADS = typer.Option(
-    min=1,
-    max=MAX_THREADS,
-    help="CPU threads a worker; part of what decides the bits; 1 by default.",
-    show_default=False,
-)
+THREADS = "CPU threads a worker; part of what decides the bits; 1 by default."
 
 Devices = Annotated[
     str | None,
@@ -19,9 +14,9 @@ Devices = Annotated[
         metavar="SPEC", help='auto (the default), 4 (how many), "0,4" (which), cuda:0, cpu:2, free:2 (idle ones).'
     ),
 ]
-Threads = Annotated[int, THREADS]
-ThreadsOrRecorded = Annotated[int | None, THREADS]
-"""None is what a run that goes on had, else one."""
+Threads = Annotated[int, typer.Option(min=1, max=MAX_THREADS, help=THREADS, show_default=False)]
+ThreadsOrRecorded = Annotated[int | None, typer.Option(help=THREADS)]
+"""None is what a run that goes on had, else one; checked with the recipe's other options."""
 StartMethod = Annotated[
     str | None, typer.Option(metavar="fork|spawn", help="How workers are started; fork where it is safe.")
 ]

@@ -143,8 +143,7 @@ class Loader:
 
     def state_at(self, cursor: Cursor) -> dict[str, Any]:
         """`state_dict` at a place in the epoch under way."""
-        state = {"epoch": cursor.epoch, "position": cursor.position}
-        return state if self.is_stream or cursor.position == 0 else {**state, "num_samples": self._num_samples}
+        return {"epoch": cursor.epoch, "position": cursor.position, "num_samples": self._num_samples}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues from a saved cursor, on any number of devices.
@@ -154,7 +153,8 @@ class Loader:
         """
         cursor = Cursor(int(state["epoch"]), int(state["position"]))
         if not self.is_stream:
-            count = int(state["num_samples"] if "num_samples" in state else len(as_dataset(self._given)))
+            now = len(as_dataset(self._given))  # which is what an epoch that has not begun goes by
+            count = int(state.get("num_samples", now)) if cursor.position else now
             if cursor.position > count:
                 raise UsageError(
                     f"got a loader state at sample {cursor.position} of a dataset of {count}; needed: the state of a "
