@@ -120,6 +120,12 @@ def test_two_breakers_are_both_named_and_nothing_else(verdict_on, pair):
     assert verdict.unexplained is None
 
 
+def test_another_sampler_on_several_devices_is_found_beside_another_batch(verdict_on):
+    verdict = verdict_on(BREAKERS / "two_samplers.py", steps=2)
+    assert named(verdict) == {"global_batch", "order"}
+    assert verdict.unexplained is None
+
+
 @pytest.mark.slow
 def test_without_a_breaker_the_script_of_all_breakers_raises_no_alarm(verdict_on):
     assert verdict_on(BREAKERS / "several.py", steps=4).agrees
