@@ -1,5 +1,4 @@
-"""As a trainer does it: one device shuffles by the DataLoader, several by a DistributedSampler, each with the batch that
-one has."""
+"""As a trainer does it: one device shuffles by the DataLoader, several by a DistributedSampler, in equal batches."""
 
 import tiny
 from torch.utils.data import DataLoader, DistributedSampler

@@ -82,12 +82,9 @@ def _suspect_order(evidence: Evidence) -> str | None:
                 kinds = [_sampler_of(run) for run in (first, other)]
                 by = f" ({kinds[0]} against {kinds[1]})" if kinds[0] != kinds[1] else ""
                 return f"step {step} took other samples on {on_devices(other)} than on {on_devices(first)}{by}"
-        kinds = [_shuffling_samplers(run) for run in (first, other)]
-        if kinds[0] != kinds[1]:  # where a step has another number of samples too, it cannot be seen in them
-            parts = (
-                f"{' and '.join(sorted(kind)) or 'nothing'} on {on_devices(run)}"
-                for kind, run in zip(kinds, (first, other), strict=True)
-            )
+        shuffling = [(_shuffling_samplers(run), run) for run in (first, other)]
+        if shuffling[0][0] != shuffling[1][0]:  # where steps have another number of samples too, they do not show it
+            parts = [f"{' and '.join(sorted(names)) or 'nothing'} on {on_devices(run)}" for names, run in shuffling]
             return f"samples are shuffled by {', by '.join(parts)}"
     return None
 
