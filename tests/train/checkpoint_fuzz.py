@@ -37,7 +37,7 @@ from samestep.train.resume import check_state, read_state
 from samestep.train.run import Run
 from samestep.train.state import capture, generator_states, model_tensors
 
-SECONDS, MORE_BYTES, LONGEST = 60, 1 << 30, 10_000
+SECONDS, MORE_BYTES, LONGEST = 60, 1 << 30, 3_000
 KINDS = ("loop", "trainer", "parts")
 STEP = "step-00000003"
 TENSORS = ("model.safetensors", "optimizer.safetensors", "rest.safetensors")

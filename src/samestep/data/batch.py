@@ -27,7 +27,7 @@ class Batch:
         position: samples of the epoch before this batch; -1 where it is not known.
         ids: gives the sample ids of the global batch in order, or None where samples have no ids.
         checksum: of the whole global batch, where each rank was handed all of it; of a loader's batch the number of
-            samples of its epoch, which decides their order; 0 of a stream.
+            samples of its epoch, which decides their order; of a stream's first batches, of all samples, negative.
         version: of the team by which the shards were chosen.
         renew: fetches the same global batch for the team as it is now; None where that needs something else.
     """

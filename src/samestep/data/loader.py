@@ -316,7 +316,7 @@ class Loader:
 
         ids = _Positions(position, len(samples))
         is_compared = self.team.world_size > 1 and position < COMPARED_BATCHES * self.global_batch_size
-        total = checksum(samples) if is_compared else 0  # a stream that depends on the rank begins otherwise
+        total = -checksum(samples) if is_compared else 0  # a stream that depends on the rank begins otherwise
         return Batch(len(samples), shards, epoch, position, ids, total, self.team.version, renew)
 
 

@@ -50,7 +50,7 @@ def read_headers(headers: Sequence[Sequence[int]], num_flags: int) -> Heard:
     first = headers[0][:IDENTITY]
     for rank, header in enumerate(headers):
         if header[:IDENTITY] != first:
-            if min(first[1], header[1]) >= 0 and header[3] != first[3]:  # batches of loaders
+            if min(first[1], header[1], first[3], header[3]) >= 0 and header[3] != first[3]:  # lengths of datasets
                 raise DeterminismError(
                     f"the dataset of rank {rank} has {header[3]} samples in step {first[4]}, that of rank 0 has "
                     f"{first[3]}; needed: the same dataset on every rank, of the same length in every epoch"
