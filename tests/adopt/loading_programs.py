@@ -28,8 +28,9 @@ from torch.utils.data.datapipes.iter import IterableWrapper
 
 from samestep.adopt import output
 from samestep.adopt.adoption import Adoption
-from samestep.adopt.loading import choice, dealing, drawing, solo, turns
+from samestep.adopt.loading import choice, dealing, solo, turns
 from samestep.adopt.table import Patch, applied
+from samestep.engine import drawing
 
 Pair = namedtuple("Pair", "image label")
 

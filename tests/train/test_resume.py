@@ -366,7 +366,9 @@ TWINS = {
     "parameters and buffers": ("plain", 4, state, "load_model", nothing),
     "buffers that are not persistent": (
         *("odd model", 4, state, "load_model"),
-        lambda model, tensors: model.load_state_dict({n: t for n, t in tensors.items() if n != "calls"}, strict=False),
+        lambda model, tensors, *_: model.load_state_dict(
+            {n: t for n, t in tensors.items() if n != "calls"}, strict=False
+        ),
     ),
     "step and loss scale": ("16-mixed", 4, state.TrainStep, "load_state_dict", nothing),
     "history": ("plain", 4, progress, "EpochSoFar", lambda **fields: epoch.EpochSoFar()),

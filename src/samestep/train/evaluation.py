@@ -159,7 +159,9 @@ def carry_out(team: Team, loader: Loader, attempt: Callable[[], T]) -> T:
 
 def _check_same_length(team: Team, loader: Loader) -> None:
     """Raises a `DeterminismError` unless all ranks have as many samples: by that each takes its part of them."""
+    before = team.pulse.enter("exchange")  # a rank that waits for another does not hang
     counts = [row[0] for row in team.communicator.gather_words([loader.num_samples or 0])]
+    team.pulse.enter(before)
     if len(set(counts)) > 1:
         raise DeterminismError(
             f"the ranks were handed datasets of {counts} samples to evaluate on or to predict for; needed: the same "
