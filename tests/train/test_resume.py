@@ -371,7 +371,12 @@ TWINS = {
         ),
     ),
     "step and loss scale": ("16-mixed", 4, state.TrainStep, "load_state_dict", nothing),
-    "history": ("plain", 4, progress, "EpochSoFar", lambda **fields: epoch.EpochSoFar()),
+    "history": (
+        *("plain", 4, progress, "EpochSoFar"),
+        lambda generators=None, of_loader=None, **_: epoch.EpochSoFar(
+            generators=generators or {}, of_loader=of_loader or []
+        ),
+    ),
 }
 
 
