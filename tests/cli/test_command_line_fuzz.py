@@ -12,9 +12,9 @@ import traceback
 
 import psutil
 import pytest
-import typer
+from cli_commands import COMMANDS
 
-from samestep.cli.main import app, main
+from samestep.cli.main import main
 from samestep.recipes.catalog import NAMES
 
 MAX_SECONDS = 120
@@ -74,17 +74,6 @@ ENDLESS = {  # what such a word asks for is right, and has no end
 }
 OF_NODES = ("--nnodes", "--node-rank", "--rdzv-endpoint", "--master-addr", "--master-port")
 SCRIPT = "from torch import nn\ndef model():\n    return nn.Linear(2, 2)\nprint('done')\n"
-
-
-def commands(group, words=()):
-    for name, command in group.commands.items():
-        if hasattr(command, "commands"):
-            yield from commands(command, (*words, name))
-        else:
-            yield (*words, name), command
-
-
-COMMANDS = dict(commands(typer.main.get_command(app)))
 
 
 def command_lines(seed, count):

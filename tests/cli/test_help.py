@@ -3,21 +3,9 @@
 import sys
 
 import pytest
-import typer
+from cli_commands import COMMANDS
 
-from samestep.cli.main import app, main
-
-
-def commands(group, words=()):
-    """Every command with the words that call it."""
-    for name, command in group.commands.items():
-        if hasattr(command, "commands"):
-            yield from commands(command, (*words, name))
-        else:
-            yield (*words, name), command
-
-
-COMMANDS = dict(commands(typer.main.get_command(app)))
+from samestep.cli.main import main
 
 
 def said_by(capsys, monkeypatch, *words):
