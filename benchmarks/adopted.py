@@ -24,15 +24,15 @@ DATA_PARALLEL, DDP = str(SCRIPTS / "lenet_data_parallel.py"), str(SCRIPTS / "len
 RUN = [sys.executable, "-m", "samestep", "run"]
 VARIANTS = {
     "DDP, 2 processes": [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", DDP],
-    "adopted, 2 processes, 2 shards": [*RUN, "--devices", "cpu:2", DATA_PARALLEL],
+    "adopted, 2 processes, 2 microbatches": [*RUN, "--devices", "cpu:2", DATA_PARALLEL],
     "plain Python, 1 process": [sys.executable, DATA_PARALLEL],
-    "adopted, 1 process, 1 shard": [*RUN, "--devices", "cpu:1", DATA_PARALLEL],
-    "adopted, 1 process, 2 shards": [*RUN, "--devices", "cpu:1", "--num-shards", "2", DATA_PARALLEL],
+    "adopted, 1 process, 1 microbatch": [*RUN, "--devices", "cpu:1", DATA_PARALLEL],
+    "adopted, 1 process, 2 microbatches": [*RUN, "--devices", "cpu:1", "--num-microbatches", "2", DATA_PARALLEL],
 }
 PAIRS = [
-    ("adopted, 2 processes, 2 shards", "DDP, 2 processes", 1.15),
-    ("adopted, 1 process, 1 shard", "plain Python, 1 process", 1.05),
-    ("adopted, 1 process, 2 shards", "plain Python, 1 process", None),
+    ("adopted, 2 processes, 2 microbatches", "DDP, 2 processes", 1.15),
+    ("adopted, 1 process, 1 microbatch", "plain Python, 1 process", 1.05),
+    ("adopted, 1 process, 2 microbatches", "plain Python, 1 process", None),
 ]
 
 

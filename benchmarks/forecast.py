@@ -47,13 +47,13 @@ class Case:
     Attributes:
         model: a recipe, or "encoder": an `nn.TransformerEncoder` of four layers.
         batch_size: samples of the global batch.
-        num_shards: V.
+        num_microbatches: V.
         checkpointing: blocks are computed a second time.
     """
 
     model: str
     batch_size: int
-    num_shards: int
+    num_microbatches: int
     checkpointing: bool = False
 
 
@@ -156,7 +156,7 @@ def measured_peak(case: Case) -> int:
         model = subject.build()
         if case.checkpointing:
             recompute(case.model, find_blocks(model))
-        run = samestep.Run(case.batch_size, case.num_shards, 0)
+        run = samestep.Run(case.batch_size, case.num_microbatches, 0)
         optimizer = OPTIMIZERS[subject.optimizer](model.parameters(), lr=1e-4, **subject.settings)
         step = run.train_step(model, optimizer, subject.loss)
         for number in range(STEPS):
@@ -175,8 +175,8 @@ def compare(case: Case) -> dict[str, Any]:
     """The forecast of a case, and what the allocator says."""
     with tempfile.TemporaryDirectory() as folder:
         subject = subject_of(case, Path(folder))
-        layout = Layout(1, case.num_shards, case.batch_size, is_checkpointed=case.checkpointing)
-        found = trace(subject, layout.shard_size, False, "32-true", case.checkpointing)
+        layout = Layout(1, case.num_microbatches, case.batch_size, is_checkpointed=case.checkpointing)
+        found = trace(subject, layout.microbatch_size, False, "32-true", case.checkpointing)
         memory = needed_memory(found, layout, KINDS["cpu"])
     command = [sys.executable, str(Path(__file__).resolve()), "--measure", json.dumps(asdict(case))]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
@@ -267,13 +267,13 @@ def _row(table: str, point: str, predicted: float, published: float, calibrated:
 def memory_rows(rows: list[dict[str, Any]]) -> list[str]:
     """The table of memory as Markdown."""
     lines = [
-        "| model | batch | shards | checkpointing | forecast, MiB | measured, MiB | error |",
+        "| model | batch | microbatches | checkpointing | forecast, MiB | measured, MiB | error |",
         "|---|" + "---:|" * 6,
     ]
     for row in rows:
         again = "yes" if row["checkpointing"] else "no"
         sizes = f"{row['forecast'] / 2**20:.2f} | {row['measured'] / 2**20:.2f} | {100 * row['error']:+.1f} %"
-        lines.append(f"| {row['model']} | {row['batch_size']} | {row['num_shards']} | {again} | {sizes} |")
+        lines.append(f"| {row['model']} | {row['batch_size']} | {row['num_microbatches']} | {again} | {sizes} |")
     return lines
 
 

@@ -1,11 +1,11 @@
-"""How does the cost grow? With the shards, the devices, the parameters, and the size of the dataset.
+"""How does the cost grow? With the microbatches, the devices, the parameters, and the size of the dataset.
 
     python benchmarks/growth.py [--rounds 7] [--quick] [--output benchmarks/results]
 
-Shards and parameters are measured in one process with one thread, in interleaved turns; every step is compared with
-PyTorch's own on the same model, with its data in one tensor. Devices are CPU workers with one thread each. The loader
-is given virtual datasets, whose samples are computed from their ids: time and memory must not depend on how many there
-are.
+Microbatches and parameters are measured in one process with one thread, in interleaved turns; every step is compared
+with PyTorch's own on the same model, with its data in one tensor. Devices are CPU workers with one thread each. The
+loader is given virtual datasets, whose samples are computed from their ids: time and memory must not depend on how many
+there are.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from tables import targets_table, wide_console
 from torch import Tensor, nn
 from workloads import SEED, WORKLOADS, Workload
 
-SHARDS = (1, 2, 4, 8, 16, 32, 64)
+MICROBATCHES = (1, 2, 4, 8, 16, 32, 64)
 DEVICES = (1, 2, 3, 4)
 WIDTHS = (16, 64, 256, 1024, 2048)
 SIZES = (16, 22, 28, 34, 40)
@@ -74,14 +74,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     torch.set_num_threads(1)
     console = wide_console()
     results: dict[str, Any] = {"facts": {**facts.machine(), "versions": facts.versions(PACKAGES)}, "rounds": rounds}
-    results["shards"] = {name: by_shards(name, rounds, seconds) for name in ("W1", "W2")}
+    results["microbatches"] = {name: by_microbatches(name, rounds, seconds) for name in ("W1", "W2")}
     results["parameters"] = by_parameters(rounds, seconds)
     results["devices"] = {name: by_devices(name, rounds, seconds) for name in ("W1", "W2")}
     results["loader"] = by_dataset_size(rounds, seconds)
     results["targets"] = judge(results["loader"])
-    for name, measured in results["shards"].items():
-        console.print(growth_table(f"{name}: shards", measured, "1"))
-        console.print(growth_table(f"{name}: devices, 8 shards", results["devices"][name], "1"))
+    for name, measured in results["microbatches"].items():
+        console.print(growth_table(f"{name}: microbatches", measured, "1"))
+        console.print(growth_table(f"{name}: devices, 8 microbatches", results["devices"][name], "1"))
     console.print(parameters_table(results["parameters"]))
     console.print(loader_table(results["loader"]))
     console.print(targets_table(results["targets"]))
@@ -90,13 +90,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def by_shards(name: str, rounds: int, seconds: float) -> dict[str, list[float]]:
-    """Microseconds a step by the number of shards, on one device."""
-    return interleave({str(count): our_step(WORKLOADS[name], count) for count in SHARDS}, rounds, seconds)
+def by_microbatches(name: str, rounds: int, seconds: float) -> dict[str, list[float]]:
+    """Microseconds a step by the number of microbatches, on one device."""
+    return interleave({str(count): our_step(WORKLOADS[name], count) for count in MICROBATCHES}, rounds, seconds)
 
 
 def by_parameters(rounds: int, seconds: float) -> dict[str, Any]:
-    """Microseconds a step by the number of parameters: PyTorch's own loop, one shard, and eight."""
+    """Microseconds a step by the number of parameters: PyTorch's own loop, one microbatch, and eight."""
     found = {}
     for width in WIDTHS:
         workload = square_network(width)
@@ -107,7 +107,7 @@ def by_parameters(rounds: int, seconds: float) -> dict[str, Any]:
 
 
 def by_devices(name: str, rounds: int, seconds: float) -> dict[str, list[float]]:
-    """Microseconds a step by the number of CPU workers, at the default of eight shards."""
+    """Microseconds a step by the number of CPU workers, at the default of eight microbatches."""
     # One device has one thread here too: what is asked is what another worker changes, not another thread.
     measured: dict[str, list[float]] = {}
     with scratch() as folder:
@@ -159,11 +159,11 @@ def virtual_batches(count: int) -> Iterator[Any]:
     return endless(loader)
 
 
-def our_step(workload: Workload, num_shards: int) -> Turn:
+def our_step(workload: Workload, num_microbatches: int) -> Turn:
     """A turn that loads a batch and trains a step on one device."""
     import samestep
 
-    run = samestep.Run(workload.global_batch_size, num_shards, seed=SEED)
+    run = samestep.Run(workload.global_batch_size, num_microbatches, seed=SEED)
     model = workload.make_model()
     step = run.train_step(model, workload.make_optimizer(model.parameters()), workload.loss_of)
     batches = endless(run.loader(workload.data(20), shuffle=True))
@@ -267,7 +267,9 @@ def growth_table(title: str, measured: dict[str, list[float]], base: str) -> Tab
 
 def parameters_table(measured: dict[str, Any]) -> Table:
     """Steps by parameters, as times PyTorch's own loop."""
-    table = Table("parameters", "PyTorch, µs", "1 shard ×", "8 shards ×", title="Parameters, one device, batch 64")
+    table = Table(
+        "parameters", "PyTorch, µs", "1 microbatch ×", "8 microbatches ×", title="Parameters, one device, batch 64"
+    )
     for parameters, found in measured.items():
         own = spread(found["pytorch"]).median
         ratios = [f"{ratio(found[name], found['pytorch']).median:.2f}" for name in ("1", "8")]

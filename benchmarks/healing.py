@@ -4,7 +4,7 @@
 
 Workers train lenet and kill themselves with SIGKILL, one after another, each in a step and a phase drawn from a seed,
 until one of two, three or four is left. The time is from the signal to the end of the next step of those that go on.
-For the heartbeats, steps whose phases are posted on a board, with a look at the view, take turns with steps that post
+For the heartbeats, steps whose phases are posted on a page, with a look at the view, take turns with steps that post
 nothing, in one process; the ratio is the median over the rounds.
 """
 
@@ -22,7 +22,7 @@ from pathlib import Path
 
 PHASES = ("forward", "backward", "update")
 STEPS_BETWEEN = 6
-NUM_SHARDS = 8
+NUM_MICROBATCHES = 8
 
 
 def draw_kills(seed, devices):
@@ -53,7 +53,7 @@ def train_until_killed(told):
     """A worker: notes when each step ended, and when it kills itself."""
     import samestep
 
-    run = samestep.Run(global_batch_size=128, num_shards=NUM_SHARDS)
+    run = samestep.Run(global_batch_size=128, num_microbatches=NUM_MICROBATCHES)
     step, model, optimizer, batches = make_step(run)
     slot, folder = int(os.environ["SAMESTEP_SLOT"]), Path(told["folder"])
     mine = next((kill for kill in told["kills"] if kill["slot"] == slot), None)
@@ -69,7 +69,7 @@ def train_until_killed(told):
     ends = []
     for _ in range(STEPS_BETWEEN * (len(told["kills"]) + 1) + 3):
         step(next(batches))
-        ends.append((len(run.team.healed), time.monotonic()))
+        ends.append((len(run.membership.healed), time.monotonic()))
     (folder / f"ends-{slot}").write_text(json.dumps(ends))
 
 
@@ -97,24 +97,24 @@ def time_heartbeats(rounds):
     import torch.distributed as dist
 
     import samestep
-    from samestep.comm.board import Board
+    from samestep.comm.heartbeat_page import HeartbeatPage
 
-    run = samestep.Run(global_batch_size=128, num_shards=NUM_SHARDS)
+    run = samestep.Run(global_batch_size=128, num_microbatches=NUM_MICROBATCHES)
     step, _, _, batches = make_step(run)
-    board, team = Board.create(1), run.team
-    team._meeting = dist.HashStore()  # so that it looks at the view as a supervised worker does
-    seconds = {None: [], board: []}
+    page, membership = HeartbeatPage.create(1), run.membership
+    membership._meeting = dist.HashStore()  # so that it looks at the view as a supervised worker does
+    seconds = {None: [], page: []}
     for number in range(rounds + 2):
-        for watched in (None, board):
+        for watched in (None, page):
             batch = next(batches)
-            team.pulse.board = watched
+            membership.heartbeat.page = watched
             start = time.perf_counter()
             step(batch)
             if number >= 2:
                 seconds[watched].append(time.perf_counter() - start)
-    team.pulse.board = None
-    board.close()
-    ratios = [watched / alone for alone, watched in zip(seconds[None], seconds[board], strict=True)]
+    membership.heartbeat.page = None
+    page.close()
+    ratios = [watched / alone for alone, watched in zip(seconds[None], seconds[page], strict=True)]
     return statistics.median(seconds[None]), statistics.median(ratios)
 
 

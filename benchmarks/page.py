@@ -29,8 +29,8 @@ STEPS = """## A step
 All entrants of a workload are started once and then take turns, {rounds}, so that a slow minute is everybody's. Every
 one has two cores: one process has two threads, two processes one thread each. The *limit* trains on one cached batch
 and does nothing else; with two processes each takes half of the batch and talks to nobody. In 8 micro-batches it is
-what 8 shards cost whoever computes them: kernels do worse on little data. Ratios are taken round by round; given are
-their median, and the least and the greatest. Nobody logs, saves or shows progress.
+what 8 microbatches cost whoever computes them: kernels do worse on little data. Ratios are taken round by round; given
+are their median, and the least and the greatest. Nobody logs, saves or shows progress.
 """
 STARTUP = """## The start
 
@@ -39,8 +39,8 @@ From the command to the moment at which every worker has finished its first step
 """
 GROWTH = """## How the cost grows
 
-With the number of shards on one device of one thread, and with the number of CPU workers at the default of eight
-shards, {cores}. {rounds}, in turns.
+With the number of microbatches on one device of one thread, and with the number of CPU workers at the default of eight
+microbatches, {cores}. {rounds}, in turns.
 """
 INVARIANCE = """## What the number of processes changes
 
@@ -135,9 +135,9 @@ def startup_rows(variants: Mapping[str, Any]) -> str:
 
 
 def growth_parts(growth: Mapping[str, Any]) -> list[str]:
-    """The tables of growth: shards, devices, parameters, samples."""
+    """The tables of growth: microbatches, devices, parameters, samples."""
     parts = []
-    for what in ("shards", "devices"):
+    for what in ("microbatches", "devices"):
         for workload, measured in growth[what].items():
             rows = [times_row(name, values, measured["1"]) for name, values in measured.items()]
             parts.append(markdown([f"{workload}: {what}", "µs a step", "× 1", "least to greatest"], rows))
@@ -145,7 +145,7 @@ def growth_parts(growth: Mapping[str, Any]) -> list[str]:
     for parameters, found in growth["parameters"].items():
         ratios = [f"{ratio(found[name], found['pytorch']).median:.2f}" for name in ("1", "8")]
         rows.append([f"{int(parameters):,}", f"{spread(found['pytorch']).median:,.0f}", *ratios])
-    parts.append(markdown(["parameters", "PyTorch's loop, µs", "samestep, 1 shard ×", "8 shards ×"], rows))
+    parts.append(markdown(["parameters", "PyTorch's loop, µs", "samestep, 1 microbatch ×", "8 microbatches ×"], rows))
     rows = []
     for power, found in growth["loader"].items():
         rows.append([f"2^{power}", f"{spread(found['microseconds']).median:,.0f}", f"{found['peak_bytes'] / 1e3:,.0f}"])

@@ -109,11 +109,19 @@ ROSTER = (
     Entrant("fabric", "Lightning Fabric", "fabric_loop", _python, "lightning"),
     Entrant("ignite", "Ignite", "ignite_loop", torchrun, "pytorch-ignite"),
     Entrant("hf", "Transformers Trainer", "hf_trainer", torchrun, "transformers"),
-    ours("samestep-v1", "samestep, 1 shard", (1,), "--num-shards", "1"),
-    ours("samestep-v2", "samestep, 2 shards", (1, 2), "--num-shards", "2"),
-    ours(DEFAULT, "samestep, 8 shards (default)", (1, 2, 4)),
-    ours("samestep-v2-native", "samestep, 2 shards, native", (2,), "--num-shards", "2", "--reduction", "native"),
-    ours("samestep-native", "samestep, 8 shards, native", (2, 4), "--reduction", "native"),
+    ours("samestep-v1", "samestep, 1 microbatch", (1,), "--num-microbatches", "1"),
+    ours("samestep-v2", "samestep, 2 microbatches", (1, 2), "--num-microbatches", "2"),
+    ours(DEFAULT, "samestep, 8 microbatches (default)", (1, 2, 4)),
+    ours(
+        "samestep-v2-native",
+        "samestep, 2 microbatches, native",
+        (2,),
+        "--num-microbatches",
+        "2",
+        "--reduction",
+        "native",
+    ),
+    ours("samestep-native", "samestep, 8 microbatches, native", (2, 4), "--reduction", "native"),
 )
 BY_NAME = {entrant.name: entrant for entrant in ROSTER}
 PACKAGES = sorted({entrant.package for entrant in ROSTER} | {"numpy"})

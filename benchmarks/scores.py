@@ -39,28 +39,38 @@ class Target:
 
 
 TARGETS = (
-    Target("1 device, 1 shard / compute limit", ("samestep-v1", 1), (LIMIT, 1), ("W2",), 1.25),
-    Target("1 device, 1 shard / tutorial loop", ("samestep-v1", 1), ("plain", 1), ("W2",), 0.6),
-    Target("1 device, 1 shard / Accelerate", ("samestep-v1", 1), ("accelerate", 1), ("W2",), 0.5),
-    Target("2 devices, 2 shards / limit without communication", ("samestep-v2", 2), (LIMIT, 2), ("W2",), 1.7),
-    Target("2 devices, 2 shards / DDP", ("samestep-v2", 2), ("plain", 2), ("W2",), 0.4),
-    Target("1 device, 1 shard / compute limit", ("samestep-v1", 1), (LIMIT, 1), LARGE, 1.03),
-    Target("1 device, 1 shard / best peer", ("samestep-v1", 1), (BEST_PEER, 1), LARGE, 1.0),
-    Target("2 devices, 2 shards / limit without communication", ("samestep-v2", 2), (LIMIT, 2), LARGE, 1.05),
-    Target("2 devices, 2 shards / DDP", ("samestep-v2", 2), ("plain", 2), LARGE, 1.0),
+    Target("1 device, 1 microbatch / compute limit", ("samestep-v1", 1), (LIMIT, 1), ("W2",), 1.25),
+    Target("1 device, 1 microbatch / tutorial loop", ("samestep-v1", 1), ("plain", 1), ("W2",), 0.6),
+    Target("1 device, 1 microbatch / Accelerate", ("samestep-v1", 1), ("accelerate", 1), ("W2",), 0.5),
+    Target("2 devices, 2 microbatches / limit without communication", ("samestep-v2", 2), (LIMIT, 2), ("W2",), 1.7),
+    Target("2 devices, 2 microbatches / DDP", ("samestep-v2", 2), ("plain", 2), ("W2",), 0.4),
+    Target("1 device, 1 microbatch / compute limit", ("samestep-v1", 1), (LIMIT, 1), LARGE, 1.03),
+    Target("1 device, 1 microbatch / best peer", ("samestep-v1", 1), (BEST_PEER, 1), LARGE, 1.0),
+    Target("2 devices, 2 microbatches / limit without communication", ("samestep-v2", 2), (LIMIT, 2), LARGE, 1.05),
+    Target("2 devices, 2 microbatches / DDP", ("samestep-v2", 2), ("plain", 2), LARGE, 1.0),
     Target("1 device, default / best peer's one process", (DEFAULT, 1), (BEST_PEER, 1), LARGE, 1.0),
     Target("2 devices, default / best peer's two processes", (DEFAULT, 2), (BEST_PEER, 2), LARGE, 1.0),
     Target("2 devices, default / best peer's one process", (DEFAULT, 2), (BEST_PEER, 1), LARGE, 1.0),
-    Target("price of the default, 1 device: 8 shards / 1 shard", (DEFAULT, 1), ("samestep-v1", 1), LARGE, 1.15),
-    Target("price of the default, 2 devices: 8 shards / 2 shards", (DEFAULT, 2), ("samestep-v2", 2), LARGE, 1.15),
+    Target(
+        "price of the default, 1 device: 8 microbatches / 1 microbatch", (DEFAULT, 1), ("samestep-v1", 1), LARGE, 1.15
+    ),
+    Target(
+        "price of the default, 2 devices: 8 microbatches / 2 microbatches",
+        (DEFAULT, 2),
+        ("samestep-v2", 2),
+        LARGE,
+        1.15,
+    ),
     Target("1 device, default / limit in 8 micro-batches", (DEFAULT, 1), (LIMIT_IN_8, 1), ALL, None),
     Target("2 devices, default / limit in 8 micro-batches", (DEFAULT, 2), (LIMIT_IN_8, 2), ALL, None),
     Target("1 device, default / best peer's one process", (DEFAULT, 1), (BEST_PEER, 1), ("W2",), None),
     Target("2 devices, default / best peer's two processes", (DEFAULT, 2), (BEST_PEER, 2), ("W2",), None),
-    Target("price of the default, 1 device: 8 shards / 1 shard", (DEFAULT, 1), ("samestep-v1", 1), ("W2",), None),
-    Target("ordered / native, 2 shards, 2 devices", ("samestep-v2", 2), ("samestep-v2-native", 2), ALL, 1.05),
-    Target("ordered / native, 8 shards, 2 devices", (DEFAULT, 2), ("samestep-native", 2), ALL, 1.05),
-    Target("ordered / native, 8 shards, 4 devices", (DEFAULT, 4), ("samestep-native", 4), ALL, 1.05),
+    Target(
+        "price of the default, 1 device: 8 microbatches / 1 microbatch", (DEFAULT, 1), ("samestep-v1", 1), ("W2",), None
+    ),
+    Target("ordered / native, 2 microbatches, 2 devices", ("samestep-v2", 2), ("samestep-v2-native", 2), ALL, 1.05),
+    Target("ordered / native, 8 microbatches, 2 devices", (DEFAULT, 2), ("samestep-native", 2), ALL, 1.05),
+    Target("ordered / native, 8 microbatches, 4 devices", (DEFAULT, 4), ("samestep-native", 4), ALL, 1.05),
 )
 
 

@@ -23,23 +23,23 @@ from tables import wide_console
 from workloads import WORKLOADS
 
 WORKLOAD, PROCESSES = "W3", 2
-TWO = ("--num-shards", "2")
+TWO = ("--num-microbatches", "2")
 DIVIDED = ("--strategy", "tensor", "--mesh", '{"tensor": 2}')
-SHARDED, OWNED = ("--strategy", "sharded"), ("--shard-optimizer",)
+SHARDED, OWNED = ("--strategy", "sharded"), ("--microbatch-optimizer",)
 ENTRANTS = (
     BY_NAME[LIMIT],
     BY_NAME[LIMIT_IN_8],
     BY_NAME["plain"],
     Entrant("fsdp", "PyTorch tutorial (FSDP2)", "fsdp", torchrun, counts=(2,)),
     Entrant("dtensor", "PyTorch tutorial (DTensor)", "dtensor", torchrun, counts=(2,)),
-    ours("samestep-v1-tensor", "samestep, 1 shard, tensor", (2,), "--num-shards", "1", *DIVIDED),
+    ours("samestep-v1-tensor", "samestep, 1 microbatch, tensor", (2,), "--num-microbatches", "1", *DIVIDED),
     BY_NAME["samestep-v2"],
-    ours("samestep-v2-owned", "samestep, 2 shards, shard_optimizer", (2,), *TWO, *OWNED),
-    ours("samestep-v2-sharded", "samestep, 2 shards, sharded", (2,), *TWO, *SHARDED),
+    ours("samestep-v2-owned", "samestep, 2 microbatches, shard_optimizer", (2,), *TWO, *OWNED),
+    ours("samestep-v2-sharded", "samestep, 2 microbatches, sharded", (2,), *TWO, *SHARDED),
     BY_NAME[DEFAULT],
-    ours("samestep-owned", "samestep, 8 shards, shard_optimizer", (2,), *OWNED),
-    ours("samestep-sharded", "samestep, 8 shards, sharded", (2,), *SHARDED),
-    ours("samestep-tensor", "samestep, 8 shards, tensor", (2,), *DIVIDED),
+    ours("samestep-owned", "samestep, 8 microbatches, shard_optimizer", (2,), *OWNED),
+    ours("samestep-sharded", "samestep, 8 microbatches, sharded", (2,), *SHARDED),
+    ours("samestep-tensor", "samestep, 8 microbatches, tensor", (2,), *DIVIDED),
 )
 
 

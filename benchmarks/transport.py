@@ -109,12 +109,12 @@ def sum_in_form(transport, latency_bytes, size):
     import torch
 
     from samestep.comm.reduction import OrderedReduction
-    from samestep.plan.shards import shard_ranges
-    from samestep.plan.tree import rank_blocks
+    from samestep.core.microbatches import microbatch_ranges
+    from samestep.core.tree import rank_blocks
 
     ranks = transport.world_size
     numel = -(-size // (256 * ranks)) * 64 * ranks
-    blocks_by_rank = rank_blocks(shard_ranges(ranks, ranks), ranks)
+    blocks_by_rank = rank_blocks(microbatch_ranges(ranks, ranks), ranks)
     tensor = torch.ones(numel)
 
     def begin():

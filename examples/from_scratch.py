@@ -1,7 +1,7 @@
 """Data parallelism by hand: a LeNet that is a list of tensors, copied to every device and kept equal by SGD.
 
-Each batch is cut into a shard a device; every device computes the gradients of its shard; allreduce sums them; every
-device takes the same step. A batch that the devices do not divide is cut unevenly, so no sample is dropped.
+Each batch is cut into a microbatch a device; every device computes the gradients of its microbatch; allreduce sums
+them; every device takes the same step. A batch that the devices do not divide is cut unevenly, so no sample is dropped.
 
 A process may hold all devices, or some of them: the lists below have an entry for each device of this process.
 
@@ -59,8 +59,10 @@ def sgd(params, lr, batch_size):
 
 def train_batch(params, batch, devices, lr):
     """One step on all devices; the sum of the batch's losses."""
-    shards = samestep.split_and_load(batch, devices, even_split=False)
-    losses = [F.cross_entropy(lenet(mine, x), y, reduction="sum") for mine, (x, y) in zip(params, shards, strict=True)]
+    microbatches = samestep.split_and_load(batch, devices, even_split=False)
+    losses = [
+        F.cross_entropy(lenet(mine, x), y, reduction="sum") for mine, (x, y) in zip(params, microbatches, strict=True)
+    ]
     for loss in losses:
         loss.backward()
     samestep.allreduce([[param.grad for param in mine] for mine in params])

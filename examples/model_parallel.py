@@ -71,7 +71,7 @@ def by_hand(dataset, args):
 
 def by_pipeline(dataset, args):
     """Trains; yields each epoch's loss. On one device all of the model is there."""
-    run = samestep.Run(args.batch_size, args.num_shards, mesh={"data": -1, "pipe": 2})
+    run = samestep.Run(args.batch_size, args.num_microbatches, mesh={"data": -1, "pipe": 2})
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9)
 
@@ -92,7 +92,7 @@ def main():
     parser.add_argument("--epochs", type=int, default=5)
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--samples", type=int, help="train on this many pictures only")
-    parser.add_argument("--num-shards", type=int, default=8, help="slices of a batch that follow each other")
+    parser.add_argument("--num-microbatches", type=int, default=8, help="slices of a batch that follow each other")
     parser.add_argument("--lr", type=float, default=0.05)
     parser.add_argument("--save", metavar="FILE", help="save the losses to this file")
     args = parser.parse_args()

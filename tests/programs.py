@@ -10,10 +10,10 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from samestep.core.microbatches import microbatch_ranges
+from samestep.core.tree import Block, TreeSum, rank_blocks
 from samestep.data.randomness import Generators
 from samestep.engine.losses import Mean
-from samestep.plan.shards import shard_ranges
-from samestep.plan.tree import Block, TreeSum, rank_blocks
 from samestep.recipes.catalog import load
 from samestep.recipes.job import make_optimizer
 from samestep.recipes.recipe import DataOptions
@@ -23,11 +23,11 @@ from samestep.train.run import Run
 
 
 def reduce_leaves(communicator, leaves, numel, shares=None):
-    """Sums one leaf a shard through the ordered reduction."""
-    ranges = shard_ranges(len(leaves), communicator.world_size, shares)
+    """Sums one leaf a microbatch through the ordered reduction."""
+    ranges = microbatch_ranges(len(leaves), communicator.world_size, shares)
     counter = TreeSum(torch.add)
-    for shard in ranges[communicator.rank]:
-        counter.push(Block(shard, 1), leaves[shard].clone())
+    for microbatch in ranges[communicator.rank]:
+        counter.push(Block(microbatch, 1), leaves[microbatch].clone())
     like = torch.zeros(numel)
     reduction = communicator.reduce(rank_blocks(ranges, len(leaves)), counter.sums, like)
     reduction.fold()
@@ -49,7 +49,7 @@ def small_model():
 
 
 def classify(model, batch):
-    """Cross-entropy, a mean over the shard."""
+    """Cross-entropy, a mean over the microbatch."""
     return functional.cross_entropy(model(batch[0]), batch[1])
 
 
@@ -57,12 +57,12 @@ def train_small(communicator, options):
     """Trains the small model.
 
     Returns:
-        The digest, the losses and gradient norms as hex, the shards that this rank ran by step, the scores, and what
-        the script's own generators drew afterwards.
+        The digest, the losses and gradient norms as hex, the microbatches that this rank ran by step, the scores, and
+        what the script's own generators drew afterwards.
     """
-    defaults = {"num_shards": 8, "batch": 32, "epochs": 2, "optimizer": "sgd", "momentum": 0.9, "samples": 103}
+    defaults = {"num_microbatches": 8, "batch": 32, "epochs": 2, "optimizer": "sgd", "momentum": 0.9, "samples": 103}
     o = {**defaults, **options}
-    run = Run(o["batch"], o["num_shards"], o.get("seed", 3), shares=o.get("shares"), communicator=communicator)
+    run = Run(o["batch"], o["num_microbatches"], o.get("seed", 3), shares=o.get("shares"), communicator=communicator)
     model = small_model()
     optimizer = make_optimizer(model, o["optimizer"], 0.05, o["momentum"])
     ran = Counter()
@@ -123,9 +123,9 @@ class OneByOne(torch.utils.data.Dataset):
 
 
 def train_recipe(communicator, name, options):
-    """Trains a recipe on a part of its embedded data; the digest, the losses, and the shards that each rank ran."""
+    """Trains a recipe on some of its embedded data; digest, losses, and the microbatches that each rank ran."""
     recipe = load(name)
-    run = Run(RECIPE_BATCH[name], options.get("num_shards", 8), 0, communicator=communicator)
+    run = Run(RECIPE_BATCH[name], options.get("num_microbatches", 8), 0, communicator=communicator)
     content = recipe.data(DataOptions(seed=0, options=RECIPE_OPTIONS.get(name, {})))
     model = recipe.model(content)
     kind = options.get("optimizer", recipe.optimizer)
@@ -150,7 +150,7 @@ def train_recipe(communicator, name, options):
 
 
 def masked_loss(model, batch):
-    """A loss a token, of which most are masked; some shards have none left."""
+    """A loss a token, of which most are masked; some microbatches have none left."""
     scores = model(batch[0])
     total = functional.cross_entropy(scores, batch[1], ignore_index=-100, reduction="sum")
     return Mean(total, (batch[1] != -100).sum())

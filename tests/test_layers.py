@@ -13,14 +13,16 @@ ROOT = Path(__file__).resolve().parents[1] / "src" / "samestep"
 LAYERS = (
     "errors",
     "devices",
-    "plan",
+    "core",
     "comm",
     "data",
     "engine",
     "train",
     "launcher",
-    "adopt",
-    "proof",
+    "scripts",
+    "verify",
+    "replay",
+    "report",
     "doctor",
     "forecast",
     "recipes",
@@ -88,7 +90,7 @@ def test_a_wrong_import_is_noticed_wherever_it_stands():
 
 
 def test_the_plan_is_pure_arithmetic_without_torch():
-    for path in (ROOT / "plan").glob("*.py"):
+    for path in (ROOT / "core").glob("*.py"):
         names = {name.split(".")[0] for _, name in imports(path.read_text(encoding="utf-8"))}
         assert not names & {"torch", "os", "subprocess", "threading", "socket", "pathlib"}, path.name
 

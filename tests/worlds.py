@@ -22,7 +22,7 @@ PRELOADED = [
         "torch.distributed.tensor.parallel",
         "samestep.train.trainer",
         "samestep.recipes.job",
-        "samestep.adopt.script",
+        "samestep.scripts.script",
     ),
     *("sklearn.datasets", "matplotlib.pyplot", "torch.utils.tensorboard"),
 ]

@@ -84,7 +84,7 @@ def with_fabric(told: Task) -> int:
 
 
 def with_samestep(told: Task) -> int:
-    """`run.evaluate` with a metric of one's own, which sees each shard."""
+    """`run.evaluate` with a metric of one's own, which sees each microbatch."""
     import samestep
 
     run = samestep.Run(told.workload.global_batch_size)

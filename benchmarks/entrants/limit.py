@@ -1,8 +1,8 @@
 """The limit: one cached batch, forward, loss, backward, update, and nothing else.
 
 With two processes each computes its half of the batch and talks to nobody: the limit without communication. In
-micro-batches it is what so many shards cost whoever computes them: kernels do less for their start the less they are
-given.
+micro-batches it is what so many microbatches cost whoever computes them: kernels do less for their start the less they
+are given.
 """
 
 import argparse

@@ -12,10 +12,10 @@ import samestep
 
 def options(parser: argparse.ArgumentParser) -> None:
     """What a run may be told."""
-    parser.add_argument("--num-shards", type=int)
+    parser.add_argument("--num-microbatches", type=int)
     parser.add_argument("--reduction", default="ordered")
     parser.add_argument("--strategy", default="replicate")
-    parser.add_argument("--shard-optimizer", action="store_true")
+    parser.add_argument("--microbatch-optimizer", action="store_true")
     parser.add_argument("--mesh", type=json.loads, help="as JSON")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
 
@@ -23,7 +23,7 @@ def options(parser: argparse.ArgumentParser) -> None:
 told = task(options)
 run = samestep.Run(
     told.workload.global_batch_size,
-    told.options.num_shards,
+    told.options.num_microbatches,
     reduction=told.options.reduction,
     mesh=told.options.mesh,
     num_threads=told.options.threads,

@@ -16,8 +16,6 @@ from typing import TYPE_CHECKING, Any
 from samestep.version import __version__
 
 if TYPE_CHECKING:
-    from samestep.adopt.parallel import DataParallel, data_parallel
-    from samestep.adopt.scratch import allreduce, replicate_params, split_and_load
     from samestep.comm.communicator import Communicator
     from samestep.data.batch import Batch
     from samestep.data.loader import Loader
@@ -31,6 +29,8 @@ if TYPE_CHECKING:
     from samestep.engine.strategies import Pipeline, Replicate, Sharded, TensorParallel
     from samestep.errors import SamestepError
     from samestep.launcher.notebook import launch
+    from samestep.scripts.parallel import DataParallel, data_parallel
+    from samestep.scripts.tutorial_api import allreduce, replicate_params, split_and_load
     from samestep.train import metrics
     from samestep.train.digest import state_digest
     from samestep.train.epoch import EpochRecord
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "Batch": "samestep.data.batch",
     "Communicator": "samestep.comm.communicator",
-    "DataParallel": "samestep.adopt.parallel",
+    "DataParallel": "samestep.scripts.parallel",
     "EpochRecord": "samestep.train.epoch",
     "Loader": "samestep.data.loader",
     "Mean": "samestep.engine.losses",
@@ -54,13 +54,13 @@ _HOMES = {
     "TensorParallel": "samestep.engine.strategies",
     "TrainStep": "samestep.engine.step",
     "Trainer": "samestep.train.trainer",
-    "allreduce": "samestep.adopt.scratch",
-    "data_parallel": "samestep.adopt.parallel",
+    "allreduce": "samestep.scripts.tutorial_api",
+    "data_parallel": "samestep.scripts.parallel",
     "discover": "samestep.devices.inventory",
     "launch": "samestep.launcher.notebook",
-    "replicate_params": "samestep.adopt.scratch",
+    "replicate_params": "samestep.scripts.tutorial_api",
     "select": "samestep.devices.selection",
-    "split_and_load": "samestep.adopt.scratch",
+    "split_and_load": "samestep.scripts.tutorial_api",
     "state_digest": "samestep.train.digest",
     "to_device": "samestep.devices.transfer",
     "to_host": "samestep.devices.transfer",

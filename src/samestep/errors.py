@@ -5,14 +5,14 @@ SamestepError                 exit code 1
 │   └── DeviceError           a device that was asked for and is not there
 ├── DataError (ValueError)    a file or a dataset that is not what it should be
 ├── LossError (ValueError)    a loss function that breaks the loss contract
-├── BufferMergeError (ValueError)  a module buffer that differs between shards and has no rule for merging
+├── BufferMergeError (ValueError)  a module buffer that differs between microbatches and has no rule for merging
 ├── NonFiniteError            a loss or gradient that is NaN or infinite
 ├── DeterminismError          an operation without a deterministic form, or ranks that ran different programs
 ├── PeerLostError             ranks that did not answer
 ├── RunFolderError (OSError)  a run folder that cannot be written
 ├── CheckpointError (ValueError)  a checkpoint that is damaged, or does not fit what it is loaded into
 ├── ContractError (ValueError)  exit code 2: a run that would go on under another contract
-├── OutOfMemoryError          a shard or a cached dataset that does not fit in the device's memory
+├── OutOfMemoryError          a microbatch or a cached dataset that does not fit in the device's memory
 └── WorkerError               a worker process that failed
 
 A message says what was got, what is needed and which option mends it. What it quotes is cut to a readable length.
@@ -49,7 +49,7 @@ class LossError(SamestepError, ValueError):
 
 
 class BufferMergeError(SamestepError, ValueError):
-    """A module buffer ended differently on different shards and no rule says how to merge it."""
+    """A module buffer ended differently on different microbatches and no rule says how to merge it."""
 
 
 class NonFiniteError(SamestepError):
@@ -83,7 +83,7 @@ class ContractError(SamestepError, ValueError):
 
 
 class OutOfMemoryError(SamestepError):
-    """A shard, or a cached dataset, does not fit in the device's memory; of shards it says how many do, as measured."""
+    """A microbatch or a cached dataset does not fit in the device's memory; says how many microbatches do."""
 
 
 class WorkerError(SamestepError):

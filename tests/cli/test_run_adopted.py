@@ -83,8 +83,8 @@ def samestep_run(*args, cwd):
     )
 
 
-def test_shards_seed_and_wrap_decide_what_a_script_prints_and_devices_do_not(tmp_path):
-    options = ("--num-shards", 3, "--wrap", "net")
+def test_microbatches_seed_and_wrap_decide_what_a_script_prints_and_devices_do_not(tmp_path):
+    options = ("--num-microbatches", 3, "--wrap", "net")
     path = script(tmp_path, PLAIN)
     one = samestep_run("--devices", "cpu:1", *options, "--seed", 5, path, "--lr", 1, cwd=tmp_path)
     two = samestep_run("--devices", "cpu:2", *options, "--seed", 5, path, "--lr", 1, cwd=tmp_path)
@@ -93,7 +93,7 @@ def test_shards_seed_and_wrap_decide_what_a_script_prints_and_devices_do_not(tmp
     assert one.stdout.startswith("['--lr', '1'] ")
     assert len(one.stdout.splitlines()) == 4
     assert two.stdout == one.stdout
-    other = samestep_run("--devices", "cpu:2", "--num-shards", 2, *options[2:], "--seed", 5, path, cwd=tmp_path)
+    other = samestep_run("--devices", "cpu:2", "--num-microbatches", 2, *options[2:], "--seed", 5, path, cwd=tmp_path)
     assert other.returncode == 0
     draws, *losses = other.stdout.splitlines()
     assert draws.split("] ")[1] == one.stdout.splitlines()[0].split("] ")[1], "the seed is the same"
@@ -102,7 +102,7 @@ def test_shards_seed_and_wrap_decide_what_a_script_prints_and_devices_do_not(tmp
 
 def test_what_a_script_raises_on_the_second_process_is_shown_once_with_its_own_lines(tmp_path):
     path = script(tmp_path, RAISING)
-    done = samestep_run("--devices", "cpu:2", "--num-shards", 2, "--seed", 1, path, 1, 3, cwd=tmp_path)
+    done = samestep_run("--devices", "cpu:2", "--num-microbatches", 2, "--seed", 1, path, 1, 3, cwd=tmp_path)
     assert done.returncode == 1
     assert done.stdout == "found []\n[1.0, 2.0]\n", "an adopted script finds no trace of ranks"
     assert done.stderr.count("ValueError: more than two") == 1
@@ -131,7 +131,9 @@ def test_a_script_that_is_not_adopted_finds_its_rank(tmp_path):
 
 def test_a_name_to_wrap_that_is_never_called_is_an_error_that_says_what_was(tmp_path):
     path = script(tmp_path, PLAIN)
-    done = samestep_run("--devices", "cpu:2", "--num-shards", 2, "--wrap", "model", "--seed", 1, path, cwd=tmp_path)
+    done = samestep_run(
+        "--devices", "cpu:2", "--num-microbatches", 2, "--wrap", "model", "--seed", 1, path, cwd=tmp_path
+    )
     assert done.returncode == 2
     assert "--wrap model" in done.stderr
     assert "net (Sequential)" in done.stderr
@@ -139,7 +141,7 @@ def test_a_name_to_wrap_that_is_never_called_is_an_error_that_says_what_was(tmp_
     assert len(done.stderr.splitlines()) <= 4, done.stderr
 
 
-@pytest.mark.parametrize("option", [("--num-shards", "2"), ("--seed", "1"), ("--wrap", "net")])
+@pytest.mark.parametrize("option", [("--num-microbatches", "2"), ("--seed", "1"), ("--wrap", "net")])
 @pytest.mark.parametrize(
     "source", [pytest.param(NATIVE, id="native"), pytest.param(PLAIN, id="plain, but not to be adopted")]
 )
@@ -147,7 +149,7 @@ def test_options_of_adopted_scripts_are_refused_for_scripts_that_deal_with_ranks
     adopt = ["--no-adopt"] if source is PLAIN else []
     path = script(tmp_path, source)
     said = refused("run", "--devices", "cpu:2", *adopt, *option, path)
-    assert said.startswith("samestep: error: --num-shards, --seed and --wrap are for ")
+    assert said.startswith("samestep: error: --num-microbatches, --seed and --wrap are for ")
     assert len(said.splitlines()) == 1
     if source is NATIVE:
         assert f"train.py, line {line_of(NATIVE, 'init_process_group')}" in said

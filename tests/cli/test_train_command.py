@@ -49,7 +49,7 @@ def test_lenet_on_real_images_gives_one_digest_on_all_numbers_of_devices(shared_
             "lenet",
             "--data-dir", shared_data / "fashion-mnist",
             "--devices", f"cpu:{count}",
-            "--num-shards", 4,
+            "--num-microbatches", 4,
             "--epochs", 2,
             "--seed", 0,
             "--run-dir", tmp_path / str(count),
@@ -57,7 +57,7 @@ def test_lenet_on_real_images_gives_one_digest_on_all_numbers_of_devices(shared_
         )  # fmt: skip
         digests[count] = result["digest"]
         assert result["devices"] == ["cpu"] * count
-        assert result["num_shards"] == 4
+        assert result["num_microbatches"] == 4
         assert [epoch["epoch"] for epoch in result["epochs"]] == [1, 2]
         assert {"seconds", "samples_per_second", "train_loss", "eval"} <= result["epochs"][0].keys()
     assert len(set(digests.values())) == 1
@@ -101,7 +101,7 @@ def test_a_run_leaves_its_folder_and_says_where_and_another_seed_gives_another_d
     assert done.returncode == 0, done.stderr
     folder = tmp_path / "here"
     contract = json.loads((folder / "run.json").read_text())
-    assert contract["num_shards"] == 8
+    assert contract["num_microbatches"] == 8
     assert contract["recipe"] == "mlp"
     lines = [from_line(line) for line in (folder / "ledger.jsonl").read_bytes().splitlines()]
     assert [line["event"] for line in lines if "event" in line] == ["start", "checkpoint", "end"]
@@ -127,9 +127,9 @@ def test_a_run_leaves_its_folder_and_says_where_and_another_seed_gives_another_d
         (["lenett"], "did you mean 'lenet'"),
         (["lenet", "--devices", "cpu:0"], "cpu"),
         (["lenet", "--devices", "gpu9"], "gpu9"),
-        (["lenet", "--num-shards", "0"], "--num-shards"),
+        (["lenet", "--num-microbatches", "0"], "--num-microbatches"),
         (["lenet", "--global-batch-size", "0"], "--global-batch-size"),
-        (["lenet", "--num-shards", "2", "--devices", "cpu:3"], "--num-shards 3"),
+        (["lenet", "--num-microbatches", "2", "--devices", "cpu:3"], "--num-microbatches 3"),
         (["lenet", "--shares", "1,x"], "--shares"),
         (["lenet", "--devices", "cpu:2", "--shares", "1,2,3"], "--shares"),
         (["lenet", "--option", "width"], "name=value"),
@@ -199,11 +199,11 @@ def test_text_in_a_numeric_column_gets_one_sentence(tables, tmp_path):
     one_sentence(done, "three")
 
 
-def test_a_loss_that_is_not_finite_names_step_shard_and_samples(tables, tmp_path):
+def test_a_loss_that_is_not_finite_names_step_microbatch_and_samples(tables, tmp_path):
     done = samestep(
         "train", "mlp", "--data", tables, "--optimizer", "sgd", "--lr", "1e30", "--run-dir", "r", cwd=tmp_path
     )
-    one_sentence(done, "not finite", "sample ids", "shard 0")
+    one_sentence(done, "not finite", "sample ids", "microbatch 0")
 
 
 def test_a_run_folder_that_is_taken_is_left_alone(tables, tmp_path, alone):

@@ -9,7 +9,7 @@ __all__ = ["tables"]
 
 STRATEGIES = [
     ["--devices", "cpu:2", "--strategy", "sharded"],
-    ["--devices", "cpu:2", "--shard-optimizer"],
+    ["--devices", "cpu:2", "--microbatch-optimizer"],
     ["--devices", "cpu:2", "--strategy", "pipeline", "--mesh", "pipe=2"],
 ]
 
@@ -22,7 +22,7 @@ def test_every_strategy_ends_with_the_digest_of_one_device_and_goes_on_from_anot
         lines = map(from_line, (tmp_path / name / "ledger.jsonl").read_bytes().splitlines())
         return [{**line, "world_size": 2} for line in lines if "event" not in line]
 
-    common = ["mlp", "--data", tables, "--optimizer", "adam", "--max-grad-norm", 1, "--num-shards", 4]
+    common = ["mlp", "--data", tables, "--optimizer", "adam", "--max-grad-norm", 1, "--num-microbatches", 4]
     common += ["--digest-every", 1]
     alone = train("alone", *common, "--epochs", 3, "--devices", "cpu:1")
     train("run", *common, "--epochs", 1, *STRATEGIES[0])

@@ -13,9 +13,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from samestep.comm.communicator import make_communicator
 from samestep.comm.environment import read_environment
+from samestep.core.microbatches import microbatch_ranges
+from samestep.core.tree import rank_blocks
 from samestep.errors import SamestepError
-from samestep.plan.shards import shard_ranges
-from samestep.plan.tree import rank_blocks
 from samestep.train.run import Run
 
 DTYPES = [
@@ -35,7 +35,7 @@ DTYPES = [
 
 
 def ranges_of(counts):
-    """Contiguous shards, so many on each rank."""
+    """Contiguous microbatches, so many on each rank."""
     ends = list(accumulate(counts))
     return tuple(range(end - count, end) for end, count in zip(ends, counts, strict=True))
 
@@ -90,7 +90,7 @@ def train_on_own_loader(communicator, seeds, lengths=(16, 16), workers=0):
     """Three steps on batches of a torch DataLoader that the script shuffles itself.
 
     Args:
-        communicator: this rank's voice.
+        communicator: this rank's communicator.
         seeds: of the sampler, one a rank.
         lengths: of the batches, one a rank.
         workers: of the DataLoader.
@@ -128,7 +128,7 @@ def entropy(model, batch):
 def large_sum(communicator):
     """An element of the sum of a tensor that is too large for one message, one block a rank."""
     ranks = communicator.world_size
-    blocks_by_rank = rank_blocks(shard_ranges(ranks, ranks), ranks)
+    blocks_by_rank = rank_blocks(microbatch_ranges(ranks, ranks), ranks)
     tensor = torch.full((64 * ranks * 4096,), 0.1 + communicator.rank)
     reduction = communicator.reduce(blocks_by_rank, [tensor], tensor)
     reduction.fold()

@@ -3,16 +3,20 @@
 import torch
 
 from samestep.comm.fused import tree_programs
-from samestep.plan.shards import shard_ranges
-from samestep.plan.tree import TreeSum, rank_blocks
+from samestep.core.microbatches import microbatch_ranges
+from samestep.core.tree import TreeSum, rank_blocks
 
 KERNEL_DTYPES = [torch.float32, torch.float64, torch.float16]  # the interpreter cuts bfloat16 off where a GPU rounds it
 
 
-def make_rows(num_shards, ranks, length, dtype):
+def make_rows(num_microbatches, ranks, length, dtype):
     """Sums over the blocks of all ranks, of very different magnitudes, subnormal ones among them: (blocks, rows)."""
-    blocks = tuple(block for blocks in rank_blocks(shard_ranges(num_shards, ranks), num_shards) for block in blocks)
-    generator = torch.Generator().manual_seed(num_shards)
+    blocks = tuple(
+        block
+        for blocks in rank_blocks(microbatch_ranges(num_microbatches, ranks), num_microbatches)
+        for block in blocks
+    )
+    generator = torch.Generator().manual_seed(num_microbatches)
     rows = torch.randn(len(blocks), length, generator=generator, dtype=torch.float64)
     rows *= 10.0 ** torch.randint(-6, 4, rows.shape, generator=generator)
     rows[:, : length // 2] *= torch.finfo(dtype).tiny
@@ -31,8 +35,8 @@ def is_equal(dtype):
     """Whether the kernel gives the bits of plain additions for trees of many shapes."""
     from samestep.comm.tree_kernel import sum_rows
 
-    for num_shards, ranks, length in ((2, 2, 64), (8, 3, 1280), (64, 3, 2048), (5, 5, 64), (37, 9, 1024)):
-        blocks, rows = make_rows(num_shards, ranks, length, dtype)
+    for num_microbatches, ranks, length in ((2, 2, 64), (8, 3, 1280), (64, 3, 2048), (5, 5, 64), (37, 9, 1024)):
+        blocks, rows = make_rows(num_microbatches, ranks, length, dtype)
         for whole in (True, False):
             programs = tree_programs(blocks, whole)
             parts = rows.split([length * len(program) for program in programs])

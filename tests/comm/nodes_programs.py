@@ -76,14 +76,14 @@ def make_nodes(transport, size):
 
 
 def reduce_in_turns(communicator, size, leaves, numel, shares=None):
-    """Sums one leaf a shard by nodes of so many ranks; the sum, and the bytes that left this rank's node."""
+    """Sums one leaf a microbatch by nodes of so many ranks; the sum, and the bytes that left this rank's node."""
     transport = communicator.transport
     with by_nodes(transport, make_nodes(transport, size)) as (_, between):
         return reduce_leaves(communicator, leaves, numel, shares), between.sent
 
 
 def reduce_by_nodes(communicator, leaves, numel):
-    """Sums one leaf a shard by the nodes that the ranks believe to be on; the sum, and what was counted."""
+    """Sums one leaf a microbatch by the nodes that the ranks believe to be on; the sum, and what was counted."""
     transport = communicator.transport
     with by_nodes(transport, transport.nodes) as (within, between):
         total = reduce_leaves(communicator, leaves, numel)
@@ -102,7 +102,7 @@ def train_by_nodes(communicator, options, folds_beside=False):
     """Trains the small model; what that gives, and the number of operations between nodes.
 
     Args:
-        communicator: this rank's voice.
+        communicator: this rank's communicator.
         options: as those of `train_small`.
         folds_beside: whether buckets are folded while backward runs, as between GPUs.
     """

@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 from worlds import PATIENCE_SECONDS, PRELOADED
 
-from samestep.comm import segment as segment_module
-from samestep.comm import shared as shared_module
 from samestep.comm.connecting import connect_at
 from samestep.comm.environment import Environment
-from samestep.comm.shared import SharedTransport
+from samestep.comm.shm import segment as segment_module
+from samestep.comm.shm import transport as shared_module
+from samestep.comm.shm.transport import SharedTransport
 
 CPU = torch.device("cpu")
 
@@ -37,7 +37,7 @@ def exchange_many(communicator, operations, order):
     """Posts exchanges, then waits for them in some order.
 
     Args:
-        communicator: this rank's voice.
+        communicator: this rank's communicator.
         operations: of each its dtype, and the matrix of sizes: [source][target].
         order: in which to wait.
 

@@ -10,8 +10,8 @@ from worlds import in_turns
 from samestep.comm.communicator import make_communicator
 from samestep.comm.environment import Environment
 from samestep.comm.transport import LocalTransport
+from samestep.core.tree import tree_sum
 from samestep.engine import step as step_module
-from samestep.plan.tree import tree_sum
 
 COUNTS = {1: [(3,), (0,)], 2: [(2, 3), (0, 4), (0, 0)], 3: [(1, 0, 3), (2, 2, 2)]}
 CASES = [(size, counts) for size, several in COUNTS.items() for counts in several]
@@ -97,6 +97,8 @@ def test_twin_without_the_checksum_ranks_train_on_different_batches_unnoticed(mo
     monkeypatch.setattr(
         step_module,
         "split_batch",
-        lambda value, shards, mine, device, compare, version: real(value, shards, mine, device, False, version),
+        lambda value, microbatches, mine, device, compare, version: real(
+            value, microbatches, mine, device, False, version
+        ),
     )
     assert all(len(losses) == 3 for losses, _ in in_turns(2, train_on_own_loader, [4, 5]))

@@ -15,8 +15,8 @@ from leaves import make_leaves
 
 from samestep.comm.fused import checked, fused_sums, tree_programs
 from samestep.comm.reduction import fold, fold_received, merge_blocks, merge_received
-from samestep.plan.shards import shard_ranges
-from samestep.plan.tree import aligned_blocks, rank_blocks
+from samestep.core.microbatches import microbatch_ranges
+from samestep.core.tree import aligned_blocks, rank_blocks
 
 HERE = Path(__file__).parent
 CPU = torch.device("cpu")
@@ -41,11 +41,15 @@ def follow_wrongly(rows, length, program):
     return first
 
 
-@given(num_shards=st.integers(1, 80), data=st.data())
+@given(num_microbatches=st.integers(1, 80), data=st.data())
 @settings(deadline=None)
-def test_a_program_makes_the_additions_of_the_tree(num_shards, data):
-    ranks = data.draw(st.integers(1, num_shards))
-    blocks = tuple(block for blocks in rank_blocks(shard_ranges(num_shards, ranks), num_shards) for block in blocks)
+def test_a_program_makes_the_additions_of_the_tree(num_microbatches, data):
+    ranks = data.draw(st.integers(1, num_microbatches))
+    blocks = tuple(
+        block
+        for blocks in rank_blocks(microbatch_ranges(num_microbatches, ranks), num_microbatches)
+        for block in blocks
+    )
     rows = torch.cat(make_leaves(len(blocks), 8))
     (program,) = tree_programs(blocks, True)
     assert torch.equal(follow(rows, 8, program), fold(blocks, rows.clone().split(8)))
@@ -56,7 +60,7 @@ def test_a_program_makes_the_additions_of_the_tree(num_shards, data):
 def test_programs_merge_the_blocks_of_a_node_as_far_as_they_are_siblings(start, counts):
     bounds = [start + sum(counts[:k]) for k in range(len(counts) + 1)]
     ranges = [range(*bounds[k : k + 2]) for k in range(len(counts))]
-    blocks = tuple(block for shards in ranges for block in aligned_blocks(shards))
+    blocks = tuple(block for microbatches in ranges for block in aligned_blocks(microbatches))
     assert merge_blocks(blocks) == aligned_blocks(range(bounds[0], bounds[-1]))
     rows = torch.cat(make_leaves(len(blocks), 8))
     programs = tree_programs(blocks, False)
@@ -105,8 +109,8 @@ def test_the_kernel_gives_the_bits_of_plain_additions_in_the_interpreter():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device: the kernel cannot be run")
 @pytest.mark.parametrize("dtype", [*KERNEL_DTYPES, torch.bfloat16], ids=str)
 def test_the_kernel_gives_the_bits_of_plain_additions_on_a_gpu(dtype):
-    for num_shards, ranks in ((8, 3), (64, 3), (7, 2), (64, 64)):
-        blocks, rows = make_rows(num_shards, ranks, 64 * 40, dtype)
+    for num_microbatches, ranks in ((8, 3), (64, 3), (7, 2), (64, 64)):
+        blocks, rows = make_rows(num_microbatches, ranks, 64 * 40, dtype)
         rows = rows.cuda()
         assert fused_sums(rows, 64 * 40, tree_programs(blocks, True)) is not None, "the kernel was left out"
         assert torch.equal(fold_received(blocks, rows.clone(), 64 * 40), fold(blocks, rows.clone().split(64 * 40)))

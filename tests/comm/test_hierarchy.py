@@ -21,32 +21,34 @@ from worlds import in_turns
 
 from samestep.comm import hierarchy
 from samestep.comm.nodes import Part, node_size
+from samestep.core.microbatches import microbatch_ranges
+from samestep.core.tree import aligned_blocks, rank_blocks, tree_sum
 from samestep.errors import PeerLostError
-from samestep.plan.shards import shard_ranges
-from samestep.plan.tree import aligned_blocks, rank_blocks, tree_sum
 
 SHAPES = [(2, 2), (3, 2), (2, 3), (4, 2), (2, 4), (3, 3), (2, 8), (5, 2)]  # nodes, ranks of each
 
 
-def bytes_between_nodes(num_nodes, size, num_shards, numel, node, shares=None):
+def bytes_between_nodes(num_nodes, size, num_microbatches, numel, node, shares=None):
     """What a rank of a node sends to others, by the formula."""
-    ranges = shard_ranges(num_shards, num_nodes * size, shares)[node * size : (node + 1) * size]
+    ranges = microbatch_ranges(num_microbatches, num_nodes * size, shares)[node * size : (node + 1) * size]
     num_blocks = len(aligned_blocks(range(ranges[0].start, ranges[-1].stop)))
     return (num_blocks + 1) * (num_nodes - 1) * 4 * numel // (num_nodes * size)
 
 
 @given(shape=st.sampled_from(SHAPES), extra=st.integers(0, 50), data=st.data())
 @settings(max_examples=40, deadline=None)
-def test_any_nodes_and_shards_give_the_bits_of_the_plain_tree_sum_and_send_what_the_formula_says(shape, extra, data):
+def test_any_nodes_and_microbatches_give_the_bits_of_the_plain_tree_sum_and_send_what_the_formula_says(
+    shape, extra, data
+):
     num_nodes, size = shape
     ranks = num_nodes * size
-    num_shards, numel = ranks + extra, 64 * ranks
+    num_microbatches, numel = ranks + extra, 64 * ranks
     shares = data.draw(st.none() | st.lists(st.floats(0.1, 10), min_size=ranks, max_size=ranks))
-    leaves = make_leaves(num_shards, numel)
+    leaves = make_leaves(num_microbatches, numel)
     expected = tree_sum([leaf.clone() for leaf in leaves], torch.add)
     for rank, (total, sent) in enumerate(in_turns(ranks, reduce_in_turns, size, leaves, numel, shares)):
         assert torch.equal(total, expected)
-        assert sent == bytes_between_nodes(num_nodes, size, num_shards, numel, rank // size, shares)
+        assert sent == bytes_between_nodes(num_nodes, size, num_microbatches, numel, rank // size, shares)
 
 
 def test_with_one_block_a_node_few_bytes_leave_it():
@@ -55,9 +57,9 @@ def test_with_one_block_a_node_few_bytes_leave_it():
         assert sent == 2 * (1 / 2) * (4 * 64 * 8) / 4
 
 
-def test_fewer_shards_with_samples_than_ranks_leave_whole_nodes_without_a_block():
+def test_fewer_microbatches_with_samples_than_ranks_leave_whole_nodes_without_a_block():
     leaves = make_leaves(3, 64 * 8)
-    ranges = shard_ranges(8, 8)
+    ranges = microbatch_ranges(8, 8)
 
     def program(communicator):
         blocks = rank_blocks(ranges, 3)
@@ -90,13 +92,13 @@ def test_real_processes_on_several_nodes_give_the_bits_of_the_plain_tree_sum(wor
     world = worlds(sum(nodes), transport, nodes)
     within = {"auto": "SharedTransport", "gloo": "GroupTransport"}[transport]
     assert world.run(what_there_is) == [["GroupTransport", within, "GroupTransport"]] * sum(nodes)
-    for num_shards in (6, 7, 8, 13, 64):
+    for num_microbatches in (6, 7, 8, 13, 64):
         numel = 64 * 12 * 40
-        leaves = make_leaves(num_shards, numel)
+        leaves = make_leaves(num_microbatches, numel)
         expected = tree_sum([leaf.clone() for leaf in leaves], torch.add)
         for rank, (total, _, between) in enumerate(world.run(reduce_by_nodes, leaves, numel)):
             assert torch.equal(total, expected)
-            assert between == bytes_between_nodes(len(nodes), 2, num_shards, numel, rank // 2)
+            assert between == bytes_between_nodes(len(nodes), 2, num_microbatches, numel, rank // 2)
 
 
 @pytest.mark.parametrize("options", [{}, {"bucket_bytes": 1000, "max_grad_norm": 0.5}], ids=["one bucket", "many"])

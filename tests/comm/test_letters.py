@@ -12,9 +12,9 @@ from worlds import in_turns
 from samestep.comm import letters
 from samestep.comm.letters import letter_sizes, pack_letter, read_letters
 from samestep.comm.sequential import SequentialTransport
+from samestep.core.tree import tree_sum
 from samestep.engine.gradients import GradientSum
 from samestep.errors import DeterminismError
-from samestep.plan.tree import tree_sum
 from samestep.train.digest import state_digest
 from samestep.train.run import Run
 
@@ -23,7 +23,7 @@ NUMEL = 64 * 12
 
 def expected(rounds, world_size):
     sums = [tree_sum([leaf.clone() for leaf in leaves], torch.add) for leaves in rounds]
-    numbers = [[shard / 3 + number for shard in range(len(rounds[0]))] for number in range(len(rounds))]
+    numbers = [[microbatch / 3 + number for microbatch in range(len(rounds[0]))] for number in range(len(rounds))]
     words = [[[rank, number, -(2**63)] for rank in range(world_size)] for number in range(len(rounds))]
     return list(zip(sums, numbers, words, strict=True))
 
@@ -34,12 +34,12 @@ def agree(heard, wanted):
     )
 
 
-@given(num_shards=st.integers(1, 20), data=st.data())
+@given(num_microbatches=st.integers(1, 20), data=st.data())
 @settings(max_examples=30, deadline=None)
-def test_sums_are_those_of_the_plain_tree_and_every_rank_hears_every_other(num_shards, data):
-    world_size = data.draw(st.integers(1, min(num_shards, 6)))
+def test_sums_are_those_of_the_plain_tree_and_every_rank_hears_every_other(num_microbatches, data):
+    world_size = data.draw(st.integers(1, min(num_microbatches, 6)))
     shares = data.draw(st.none() | st.lists(st.floats(0.1, 10), min_size=world_size, max_size=world_size))
-    rounds = [make_leaves(num_shards, NUMEL, seed) for seed in range(3)]
+    rounds = [make_leaves(num_microbatches, NUMEL, seed) for seed in range(3)]
     for heard in in_turns(world_size, correspond, rounds, shares):
         assert agree(heard, expected(rounds, world_size))
 
@@ -117,7 +117,7 @@ def test_a_transport_that_does_not_notice_sizes_is_asked_for_no_letters(monkeypa
 
 
 def hold(communicator):
-    """Keeps the gradients of a step over the next one, on ranks that have shards and on one that has none."""
+    """Keeps the gradients of a step over the next one, on ranks that have microbatches and on one that has none."""
     run = Run(12, 4, communicator=communicator, spares=1)
     model = nn.Linear(5, 1)
     step = run.train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), lambda m, x: m(x).square().mean())

@@ -11,13 +11,13 @@ from worlds import in_turns
 from samestep.comm import reduction as reduction_module
 from samestep.comm.reduction import takes_one_message, tree_sum_rows
 from samestep.comm.transport import LocalTransport
-from samestep.plan.tree import tree_sum
+from samestep.core.tree import tree_sum
 
 FORMS = pytest.mark.parametrize("latency_bytes", [2**40, -1], ids=["one message", "scatter and gather"])
 
 
 def reduce_in_form(communicator, latency_bytes, leaves, numel, shares=None):
-    """Sums one leaf a shard, in one message or in two."""
+    """Sums one leaf a microbatch, in one message or in two."""
     transport = communicator.transport
     before, transport.latency_bytes = transport.latency_bytes, latency_bytes
     try:
@@ -27,13 +27,13 @@ def reduce_in_form(communicator, latency_bytes, leaves, numel, shares=None):
 
 
 @FORMS
-@given(num_shards=st.integers(1, 64), data=st.data())
+@given(num_microbatches=st.integers(1, 64), data=st.data())
 @settings(max_examples=40, deadline=None)
-def test_any_number_of_ranks_gives_the_bits_of_the_plain_tree_sum(latency_bytes, num_shards, data):
-    world_size = data.draw(st.sampled_from([d for d in (1, 2, 3, 4, 5, 6, 10, 12) if d <= num_shards]))
+def test_any_number_of_ranks_gives_the_bits_of_the_plain_tree_sum(latency_bytes, num_microbatches, data):
+    world_size = data.draw(st.sampled_from([d for d in (1, 2, 3, 4, 5, 6, 10, 12) if d <= num_microbatches]))
     shares = data.draw(st.none() | st.lists(st.floats(0.1, 10), min_size=world_size, max_size=world_size))
     numel = 64 * 60
-    leaves = make_leaves(num_shards, numel)
+    leaves = make_leaves(num_microbatches, numel)
     expected = tree_sum([leaf.clone() for leaf in leaves], torch.add)
     for total in in_turns(world_size, reduce_in_form, latency_bytes, leaves, numel, shares):
         assert torch.equal(total, expected)

@@ -18,11 +18,11 @@ from shared_programs import (
     sums,
 )
 
-from samestep.comm import segment
-from samestep.comm.outbox import Outbox
-from samestep.comm.segment import NoSegmentError
-from samestep.comm.shared import MAX_BROADCAST_BYTES
-from samestep.plan.tree import tree_sum
+from samestep.comm.shm import segment
+from samestep.comm.shm.outbox import Outbox
+from samestep.comm.shm.segment import NoSegmentError
+from samestep.comm.shm.transport import MAX_BROADCAST_BYTES
+from samestep.core.tree import tree_sum
 
 MEGABYTE = 1 << 20
 
@@ -62,16 +62,18 @@ def test_what_arrives_is_what_was_sent_in_whatever_order_it_is_awaited(worlds, p
 
 @given(
     world_size=st.integers(1, 4),
-    num_shards=st.integers(4, 11),
+    num_microbatches=st.integers(4, 11),
     numel=st.sampled_from([64 * 12, 64 * 12 * 40]),
     dtype=st.sampled_from([torch.float32, torch.float64, torch.bfloat16]),
     seed=st.integers(0, 99),
 )
 @settings(max_examples=20, deadline=None)
-def test_sums_are_those_of_gloo_and_of_the_plain_tree_to_the_bit(worlds, world_size, num_shards, numel, dtype, seed):
+def test_sums_are_those_of_gloo_and_of_the_plain_tree_to_the_bit(
+    worlds, world_size, num_microbatches, numel, dtype, seed
+):
     generator = torch.Generator().manual_seed(seed)
-    scale = 10.0 ** torch.randint(-4, 5, (num_shards, 1), generator=generator)
-    leaves = list((torch.randn(num_shards, numel, generator=generator) * scale).to(dtype).unbind())
+    scale = 10.0 ** torch.randint(-4, 5, (num_microbatches, 1), generator=generator)
+    leaves = list((torch.randn(num_microbatches, numel, generator=generator) * scale).to(dtype).unbind())
     expected = tree_sum([leaf.clone() for leaf in leaves], torch.add)
     for transport in ("auto", "gloo"):
         for total in worlds(world_size, transport).run(reduce_leaves, leaves, numel):

@@ -6,8 +6,8 @@ import signal
 import pytest
 from shared_programs import puppets
 
-from samestep.comm import segment
-from samestep.comm.segment import NoSegmentError
+from samestep.comm.shm import segment
+from samestep.comm.shm.segment import NoSegmentError
 
 LOST = "waits for rank {}, which has died, has ended, or is late"
 
@@ -111,7 +111,7 @@ def test_a_rank_that_is_late_is_named_with_what_to_do(tmp_path):
         ranks[0].tell("exchange")
         answer = ranks[1].ask("exchange")
         check_lost(answer, 2)
-        assert "needs more time than 0.5 s for its shards needs a larger timeout_seconds" in answer[1]
+        assert "needs more time than 0.5 s for its microbatches needs a larger timeout_seconds" in answer[1]
 
 
 def test_a_source_of_broadcasts_notices_that_nobody_reads_them(tmp_path):

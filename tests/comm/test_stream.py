@@ -12,8 +12,8 @@ from worlds import in_turns
 from samestep.comm.communicator import Communicator
 from samestep.comm.reduction import OrderedReduction
 from samestep.comm.transport import LocalTransport
-from samestep.plan.shards import shard_ranges
-from samestep.plan.tree import Block, rank_blocks, tree_sum
+from samestep.core.microbatches import microbatch_ranges
+from samestep.core.tree import Block, rank_blocks, tree_sum
 
 MANY_BUCKETS = {"bucket_bytes": 1000, "max_grad_norm": 0.5}
 
@@ -32,7 +32,7 @@ def test_a_reduction_that_was_folded_is_not_folded_again():
     def program(communicator):
         communicator.transport.latency_bytes = -1
         leaves = make_leaves(4, 64 * 4)
-        blocks = rank_blocks(shard_ranges(4, 4), 4)
+        blocks = rank_blocks(microbatch_ranges(4, 4), 4)
         reduction = communicator.reduce(blocks, [leaves[communicator.rank].clone()], torch.empty(64 * 4))
         for _ in range(3):
             reduction.fold()

@@ -84,25 +84,27 @@ def make_dataset(kind, count):
     }[kind]()
 
 
-def make_loader(communicator, kind, count, batch=8, num_shards=4, seed=5, **options):
+def make_loader(communicator, kind, count, batch=8, num_microbatches=4, seed=5, **options):
     """A loader of a run over this communicator."""
-    run = Run(batch, num_shards, seed, communicator=communicator)
+    run = Run(batch, num_microbatches, seed, communicator=communicator)
     if options.pop("masking", False):
         options["collate_fn"] = masking
     return run.loader(make_dataset(kind, count), **options)
 
 
 def record(batch):
-    """What a rank got of a batch: position, length, and its shards as (ids, noise)."""
-    shards = {shard: (value.id.tolist(), value.noise.tolist()) for shard, value in batch.shards.items()}
-    return batch.epoch, batch.position, batch.length, batch.ids().tolist(), shards
+    """What a rank got of a batch: position, length, and its microbatches as (ids, noise)."""
+    microbatches = {
+        microbatch: (value.id.tolist(), value.noise.tolist()) for microbatch, value in batch.microbatches.items()
+    }
+    return batch.epoch, batch.position, batch.length, batch.ids().tolist(), microbatches
 
 
 def read(communicator, kind, count, epochs=1, state=None, take=None, **options):
     """Reads epochs through a loader.
 
     Args:
-        communicator: this rank's voice.
+        communicator: this rank's communicator.
         kind: of dataset.
         count: its samples.
         epochs: passes.

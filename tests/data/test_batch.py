@@ -1,4 +1,4 @@
-"""Batches: cutting a global batch into shards, checksums, and the memory that shards lie in."""
+"""Batches: cutting a global batch into microbatches, checksums, and the memory that microbatches lie in."""
 
 from collections import namedtuple
 
@@ -8,10 +8,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from samestep.core.microbatches import microbatch_bounds, microbatch_ranges
 from samestep.data.batch import Batch, checksum, settle, split_batch, tensor_checksum
 from samestep.data.nested import num_samples, take_rows
 from samestep.errors import DataError
-from samestep.plan.shards import shard_bounds, shard_ranges
 
 Pair = namedtuple("Pair", ["x", "y"])
 CPU = torch.device("cpu")
@@ -32,9 +32,9 @@ DTYPES = [
 ]
 
 
-def first(shards):
-    """Which of some contiguous shards are wanted, of so many that hold samples."""
-    return lambda num_leaves: range(shards.start, min(shards.stop, num_leaves))
+def first(microbatches):
+    """Which of some contiguous microbatches are wanted, of so many that hold samples."""
+    return lambda num_leaves: range(microbatches.start, min(microbatches.stop, num_leaves))
 
 
 def rows_of(dtype):
@@ -42,19 +42,19 @@ def rows_of(dtype):
     return torch.tensor([[0, 1, 1, 0], [1, 1, 0, 1], [1, 0, 0, 0]]).to(dtype)
 
 
-@given(length=st.integers(1, 60), num_shards=st.integers(1, 16), data=st.data())
-def test_the_shards_of_all_ranks_together_are_the_global_batch(length, num_shards, data):
-    world_size = data.draw(st.integers(1, num_shards))
+@given(length=st.integers(1, 60), num_microbatches=st.integers(1, 16), data=st.data())
+def test_the_microbatches_of_all_ranks_together_are_the_global_batch(length, num_microbatches, data):
+    world_size = data.draw(st.integers(1, num_microbatches))
     whole = torch.arange(length)
-    shards = {}
-    for mine in shard_ranges(num_shards, world_size):
-        batch = split_batch(whole, num_shards, first(mine), CPU, compare=False)
+    microbatches = {}
+    for mine in microbatch_ranges(num_microbatches, world_size):
+        batch = split_batch(whole, num_microbatches, first(mine), CPU, compare=False)
         assert batch.length == length
-        assert set(batch.shards) <= set(mine)
-        assert not shards.keys() & batch.shards.keys()
-        shards |= batch.shards
-    assert torch.equal(torch.cat([shards[shard] for shard in sorted(shards)]), whole)
-    assert sorted(shards) == list(range(min(num_shards, length)))
+        assert set(batch.microbatches) <= set(mine)
+        assert not microbatches.keys() & batch.microbatches.keys()
+        microbatches |= batch.microbatches
+    assert torch.equal(torch.cat([microbatches[microbatch] for microbatch in sorted(microbatches)]), whole)
+    assert sorted(microbatches) == list(range(min(num_microbatches, length)))
 
 
 def test_nested_values_are_cut_row_by_row_and_keep_their_structure():
@@ -96,22 +96,22 @@ def test_batches_without_one_number_of_samples_are_refused(value, message):
         split_batch(value, 4, first(range(4)), CPU, compare=False)
 
 
-def test_a_shard_is_described_by_its_sample_ids_or_else_by_its_rows():
-    assert Batch(10, {}).describe_shard(1, 4) == "rows 3 to 5 of the batch"
-    assert Batch(10, {}, ids=lambda: np.arange(100, 110)).describe_shard(3, 4) == "sample ids 108, 109"
-    assert Batch(100, {}, ids=lambda: np.arange(100)).describe_shard(0, 4).endswith("14, 15 …")
+def test_a_microbatch_is_described_by_its_sample_ids_or_else_by_its_rows():
+    assert Batch(10, {}).describe_microbatch(1, 4) == "rows 3 to 5 of the batch"
+    assert Batch(10, {}, ids=lambda: np.arange(100, 110)).describe_microbatch(3, 4) == "sample ids 108, 109"
+    assert Batch(100, {}, ids=lambda: np.arange(100)).describe_microbatch(0, 4).endswith("14, 15 …")
 
 
 @pytest.mark.parametrize("start", range(9))
-def test_a_shard_lies_on_the_same_border_whatever_slice_it_was(start):
+def test_a_microbatch_lies_on_the_same_border_whatever_slice_it_was(start):
     whole = torch.arange(200, dtype=torch.float32)
-    shard = settle({"x": whole[start : start + 50]}, CPU)["x"]
-    assert shard.data_ptr() % 64 == 0
-    assert torch.equal(shard, whole[start : start + 50])
+    microbatch = settle({"x": whole[start : start + 50]}, CPU)["x"]
+    assert microbatch.data_ptr() % 64 == 0
+    assert torch.equal(microbatch, whole[start : start + 50])
 
 
 @pytest.mark.parametrize("start", [0, 1])
-def test_a_shard_has_the_same_strides_wherever_it_begins(start):
+def test_a_microbatch_has_the_same_strides_wherever_it_begins(start):
     """A column slice has gaps between its rows: kept where it is aligned and closed where not, strides would differ."""
     wide = torch.zeros(8, 33)
     assert settle(wide[start : start + 4, :10], CPU).stride() == (10, 1)
@@ -181,9 +181,9 @@ def test_what_stands_where_counts_in_the_checksum():
 
 
 @given(st.integers(1, 100), st.integers(1, 20))
-def test_only_a_batch_that_ranks_compare_has_a_checksum(length, num_shards):
+def test_only_a_batch_that_ranks_compare_has_a_checksum(length, num_microbatches):
     value = torch.arange(length)
-    assert split_batch(value, num_shards, first(range(num_shards)), CPU, compare=False).checksum == 0
-    one = split_batch(value, num_shards, first(range(1)), CPU, compare=True)
+    assert split_batch(value, num_microbatches, first(range(num_microbatches)), CPU, compare=False).checksum == 0
+    one = split_batch(value, num_microbatches, first(range(1)), CPU, compare=True)
     assert one.checksum == checksum(value)
-    assert len(one.shards[0]) == shard_bounds(length, num_shards)[1]
+    assert len(one.microbatches[0]) == microbatch_bounds(length, num_microbatches)[1]

@@ -1,4 +1,4 @@
-"""Fetching: shards in order, from here or from worker processes, and streams that can be read again."""
+"""Fetching: microbatches in order, from here or from worker processes, and streams that can be read again."""
 
 import random
 
@@ -7,7 +7,7 @@ import pytest
 import torch
 from loader_programs import Noisy, NoisyInGroups
 
-from samestep.data.fetch import SeededSamples, ShardIds, StreamReader, collate, fetch_shards
+from samestep.data.fetch import MicrobatchIds, SeededSamples, StreamReader, collate, fetch_microbatches
 from samestep.data.randomness import Generators
 from samestep.errors import DataError
 
@@ -21,22 +21,22 @@ def _generators_put_back():
         yield
 
 
-def fetch(dataset, ids_of_shards, num_workers=0, seed=3, epoch=0):
-    """All shards, as lists of samples."""
-    requests = (ShardIds(epoch, np.array(ids)) for ids in ids_of_shards)
-    return list(fetch_shards(dataset, requests, list, seed, num_workers, None, CPU))
+def fetch(dataset, ids_of_microbatches, num_workers=0, seed=3, epoch=0):
+    """All microbatches, as lists of samples."""
+    requests = (MicrobatchIds(epoch, np.array(ids)) for ids in ids_of_microbatches)
+    return list(fetch_microbatches(dataset, requests, list, seed, num_workers, None, CPU))
 
 
-def values(shards):
+def values(microbatches):
     """The samples as plain numbers."""
-    return [[(sample.id, sample.noise.tolist()) for sample in shard] for shard in shards]
+    return [[(sample.id, sample.noise.tolist()) for sample in microbatch] for microbatch in microbatches]
 
 
 @pytest.mark.parametrize("kind", [Noisy, NoisyInGroups])
-def test_shards_come_in_the_order_of_the_requests_whoever_fetches_them(kind):
+def test_microbatches_come_in_the_order_of_the_requests_whoever_fetches_them(kind):
     asked = [[5, 3], [0], [1, 2, 4], [9, 8], [7]]
     here = values(fetch(kind(10), asked))
-    assert [[i for i, _ in shard] for shard in here] == asked
+    assert [[i for i, _ in microbatch] for microbatch in here] == asked
     assert values(fetch(kind(10), asked, num_workers=2)) == here
 
 
@@ -48,7 +48,7 @@ def test_a_samples_noise_does_not_depend_on_its_neighbours_but_on_seed_and_epoch
         assert values(fetch(Noisy(10), [[5]], **change)) != [[again]]
 
 
-def test_samples_fetched_in_groups_are_asked_for_a_shard_at_a_time():
+def test_samples_fetched_in_groups_are_asked_for_a_microbatch_at_a_time():
     asked = []
 
     class Groups(Noisy):
@@ -75,7 +75,7 @@ def test_a_group_of_another_length_than_was_asked_for_is_refused():
 
 def test_a_dataset_travels_to_workers_without_the_generators_of_this_process():
     samples = SeededSamples(Noisy(4), 0)
-    samples.__getitems__(ShardIds(0, np.array([1])))
+    samples.__getitems__(MicrobatchIds(0, np.array([1])))
     assert samples.__getstate__()["_generators"] is None
 
 
@@ -87,9 +87,9 @@ def test_samples_are_fetched_only_when_they_are_asked_for():
             fetched.append(index)
             return index
 
-    requests = (ShardIds(0, np.array([i])) for i in range(10))
-    shards = fetch_shards(Watched(10), requests, collate, 0, 0, None, CPU)
-    assert next(shards).tolist() == [0]
+    requests = (MicrobatchIds(0, np.array([i])) for i in range(10))
+    microbatches = fetch_microbatches(Watched(10), requests, collate, 0, 0, None, CPU)
+    assert next(microbatches).tolist() == [0]
     assert fetched == [0]
 
 

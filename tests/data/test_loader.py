@@ -13,6 +13,7 @@ from loader_programs import Noisy, NoisyStream, draws_around, make_loader, read,
 from torch.utils.data import IterableDataset, Subset, TensorDataset
 from worlds import in_turns
 
+from samestep.core.microbatches import microbatch_bounds
 from samestep.data import fetch as fetch_module
 from samestep.data import loader as loader_module
 from samestep.data import randomness
@@ -20,22 +21,21 @@ from samestep.data.cache import check_fits
 from samestep.data.fetch import SeededSamples
 from samestep.data.randomness import Generators, seed_process
 from samestep.errors import DataError, OutOfMemoryError, UsageError
-from samestep.plan.shards import shard_bounds
 from samestep.train.run import Run
 
 KINDS = ["tensors", "scrambled", "one by one", "in groups", "stream"]
 
 
 def joined(results, num_pass=0):
-    """The batches of one pass, the shards of all ranks together; each rank must agree on the rest, none on a shard."""
+    """The batches of one pass, the microbatches of all ranks together; the ranks agree on the rest."""
     batches = []
     for of_ranks in zip(*(passes[num_pass] for passes, _ in results), strict=True):
         assert len({str(row[:4]) for row in of_ranks}) == 1
-        shards = {}
+        microbatches = {}
         for row in of_ranks:
-            assert not shards.keys() & row[4].keys(), "two ranks fetched the same shard"
-            shards |= row[4]
-        batches.append((*of_ranks[0][:4], dict(sorted(shards.items()))))
+            assert not microbatches.keys() & row[4].keys(), "two ranks fetched the same microbatch"
+            microbatches |= row[4]
+        batches.append((*of_ranks[0][:4], dict(sorted(microbatches.items()))))
     return batches
 
 
@@ -57,15 +57,15 @@ def together(world_size, kind, count, **options):
 @given(
     count=st.integers(1, 70),
     batch=st.integers(1, 40),
-    num_shards=st.integers(1, 12),
+    num_microbatches=st.integers(1, 12),
     shuffle=st.booleans(),
     kind=st.sampled_from(["tensors", "one by one"]),
     data=st.data(),
 )
 @settings(max_examples=60, deadline=None)
-def test_every_id_comes_once_an_epoch_on_any_number_of_devices(count, batch, num_shards, shuffle, kind, data):
-    world_size = data.draw(st.integers(1, num_shards))
-    options = {"batch": batch, "num_shards": num_shards, "shuffle": shuffle, "epochs": 2}
+def test_every_id_comes_once_an_epoch_on_any_number_of_devices(count, batch, num_microbatches, shuffle, kind, data):
+    world_size = data.draw(st.integers(1, num_microbatches))
+    options = {"batch": batch, "num_microbatches": num_microbatches, "shuffle": shuffle, "epochs": 2}
     results = together(world_size, kind, count, **options)
     reference = alone(kind, count, **options)
     for epoch in range(2):
@@ -76,14 +76,14 @@ def test_every_id_comes_once_an_epoch_on_any_number_of_devices(count, batch, num
         for got in batches:
             assert got[:3] == (epoch, position, min(batch, count - position))
             assert got[3] == ids_of([got]), "ids() disagrees with what came"
-            bounds = shard_bounds(got[2], num_shards)
+            bounds = microbatch_bounds(got[2], num_microbatches)
             assert [len(ids) for ids, _ in got[4].values()] == [b - a for a, b in pairwise(bounds) if a < b]
             position += got[2]
         assert position == count
 
 
 @pytest.mark.parametrize(
-    ("world_size", "count", "batch", "num_shards"),
+    ("world_size", "count", "batch", "num_microbatches"),
     [
         (2, 13, 4, 2),
         (2, 13, 2, 2),
@@ -95,8 +95,8 @@ def test_every_id_comes_once_an_epoch_on_any_number_of_devices(count, batch, num
         (12, 5, 3, 12),
     ],
 )
-def test_counts_that_devices_do_not_divide_are_read_once(world_size, count, batch, num_shards):
-    options = {"batch": batch, "num_shards": num_shards, "shuffle": True}
+def test_counts_that_devices_do_not_divide_are_read_once(world_size, count, batch, num_microbatches):
+    options = {"batch": batch, "num_microbatches": num_microbatches, "shuffle": True}
     batches = joined(together(world_size, "one by one", count, **options))
     assert sorted(ids_of(batches)) == list(range(count))
     assert batches == joined(alone("one by one", count, **options))
@@ -105,7 +105,7 @@ def test_counts_that_devices_do_not_divide_are_read_once(world_size, count, batc
 @pytest.mark.parametrize(("kind", "num_workers"), [("tensors", 0), ("one by one", 0), ("one by one", 2), ("stream", 0)])
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_real_processes_read_what_one_device_reads(worlds, kind, num_workers, world_size):
-    options = {"shuffle": kind != "stream", "epochs": 2, "num_shards": 5}
+    options = {"shuffle": kind != "stream", "epochs": 2, "num_microbatches": 5}
     results = worlds(world_size).run(
         read_with,
         kind,
@@ -151,7 +151,7 @@ def test_a_saved_cursor_continues_with_the_same_batches_on_any_number_of_devices
 
 
 def test_ten_samples_on_two_devices_in_batches_of_two_go_on_after_a_skip():
-    options = {"batch": 2, "num_shards": 2, "shuffle": True}
+    options = {"batch": 2, "num_microbatches": 2, "shuffle": True}
     whole = joined(alone("one by one", 10, **options))
     for skipped in range(5):
         rest = joined(together(2, "one by one", 10, state={"epoch": 0, "position": 2 * skipped}, **options))
@@ -309,7 +309,7 @@ def test_noise_is_a_function_of_seed_epoch_and_sample_alone(kind):
 
     reference = noise_by_id()
     assert len({str(noise) for noise in reference.values()}) == 19
-    others = [{"batch": 5, "num_shards": 5}, {"batch": 19, "num_shards": 1}]
+    others = [{"batch": 5, "num_microbatches": 5}, {"batch": 19, "num_microbatches": 1}]
     for options in [*others, {"shuffle": True}, {"num_workers": 2}] if kind == "one by one" else others:
         assert noise_by_id(**options) == reference
     assert noise_by_id(seed=6) != reference
@@ -346,7 +346,7 @@ def test_another_bit_generator_of_numpy_is_seeded_as_wholly():
     assert drawn[0] == drawn[1]
 
 
-def test_ranks_without_a_shard_draw_what_the_others_draw():
+def test_ranks_without_a_microbatch_draw_what_the_others_draw():
     results = in_turns(4, lambda c: draws_around(c, "one by one", 6, batch=3))
     assert all(drawn == results[0] for drawn in results)
 
@@ -408,7 +408,14 @@ def test_a_stream_is_told_its_epoch_and_skips_what_is_consumed():
     batches = list(loader)
     assert dataset.epoch == 3
     assert [batch.position for batch in batches] == [4, 8]
-    assert [i for batch in batches for shard in batch.shards.values() for i in shard.id.tolist()] == [3, 4, 5, 6, 7, 8]
+    assert [i for batch in batches for microbatch in batch.microbatches.values() for i in microbatch.id.tolist()] == [
+        3,
+        4,
+        5,
+        6,
+        7,
+        8,
+    ]
     assert batches[0].ids().tolist() == [4, 5, 6, 7]
 
 
@@ -462,7 +469,10 @@ def test_lists_arrays_tensor_datasets_and_subsets_are_datasets():
         Subset(TensorDataset(torch.arange(10)), range(6)),
     ):
         got = [
-            x for batch in loader_of(dataset) for shard in batch.shards.values() for x in torch.stack([*shard]).view(-1)
+            x
+            for batch in loader_of(dataset)
+            for microbatch in batch.microbatches.values()
+            for x in torch.stack([*microbatch]).view(-1)
         ]
         assert [int(x) for x in got] == list(range(6)), type(dataset)
 
@@ -473,7 +483,7 @@ def test_a_tensor_dataset_with_a_getitem_of_its_own_keeps_it():
             return super().__getitem__(index)[0] * 2
 
     (batch,) = loader_of(Doubled(torch.arange(4)))
-    assert [shard.tolist() for shard in batch.shards.values()] == [[0, 2], [4, 6]]
+    assert [microbatch.tolist() for microbatch in batch.microbatches.values()] == [[0, 2], [4, 6]]
 
 
 def test_an_epoch_of_more_samples_than_are_ordered_at_once_is_whole():
@@ -482,12 +492,12 @@ def test_an_epoch_of_more_samples_than_are_ordered_at_once_is_whole():
     assert sorted(ids) == list(range(9000))
 
 
-def test_shards_of_every_source_begin_at_the_border_of_an_allocation():
+def test_microbatches_of_every_source_begin_at_the_border_of_an_allocation():
     def pointers(communicator):
         found = []
         for dataset, workers in ((torch.arange(24.0), 0), ([torch.rand(3) for _ in range(24)], 2), (Noisy(24), 0)):
             for batch in Run(8, 4, communicator=communicator).loader(dataset, num_workers=workers):
-                for value in batch.shards.values():
+                for value in batch.microbatches.values():
                     tensor = value.noise if hasattr(value, "noise") else value
                     found.append(tensor.data_ptr() % 64)
         return found
@@ -514,7 +524,7 @@ def test_an_error_of_the_dataset_reaches_the_script_and_leaves_its_generators_al
 def test_a_dataset_kept_on_the_device_gives_the_same_batches():
     def batches(communicator, **options):
         loader = Run(8, 3, communicator=communicator).loader(torch.arange(21), shuffle=True, **options)
-        return [[shard.tolist() for shard in batch.shards.values()] for batch in loader]
+        return [[microbatch.tolist() for microbatch in batch.microbatches.values()] for batch in loader]
 
     assert in_turns(2, lambda c: batches(c, cache="device")) == in_turns(2, batches)
 

@@ -107,7 +107,7 @@ def test_tensors_on_the_device_get_the_row_numbers_once():
 
 @needs_cuda
 @pytest.mark.parametrize("place", ["cpu", "cuda"])
-def test_on_a_gpu_all_shards_are_those_of_plain_copies(place):
+def test_on_a_gpu_all_microbatches_are_those_of_plain_copies(place):
     device = torch.device("cuda", 0)
     tensors = {"x": torch.randn(5000, 300), "y": torch.randint(0, 256, (5000, 9), dtype=torch.uint8)}
     there = {name: tensor.to(place) for name, tensor in tensors.items()}

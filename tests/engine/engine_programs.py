@@ -16,7 +16,7 @@ def table(num_samples=24, features=5, seed=11):
 
 
 def mean_squared(model, batch):
-    """A mean over the shard."""
+    """A mean over the microbatch."""
     return functional.mse_loss(model(batch[0]), batch[1])
 
 
@@ -30,9 +30,9 @@ def perceptron():
     return nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Dropout(0.2), nn.Linear(8, 1))
 
 
-def step_once(communicator, model_fn=perceptron, loss=mean_squared, num_shards=4, data=None, **options):
+def step_once(communicator, model_fn=perceptron, loss=mean_squared, num_microbatches=4, data=None, **options):
     """One step of plain SGD on a table; the model and the result."""
-    run = Run(24, num_shards, communicator=communicator)
+    run = Run(24, num_microbatches, communicator=communicator)
     model = model_fn()
     step = run.train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), loss, **options)
     return model, step(table() if data is None else data)

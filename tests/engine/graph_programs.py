@@ -5,8 +5,8 @@ from engine_programs import mean_squared, squared, table
 from torch import nn
 
 from samestep.engine.buffers import COMPARED_ELEMENTS
-from samestep.engine.graphs import ShardGraphs
-from samestep.engine.losses import Mean, ShardLoss
+from samestep.engine.graphs import MicrobatchGraphs
+from samestep.engine.losses import Mean, MicrobatchLoss
 
 
 class Rerun:
@@ -33,7 +33,7 @@ class Rerun:
         outputs = [parameter.grad for parameter in parameters]
         ends = [place.get() for place in places]
         count = loss.count.clone() if isinstance(loss.count, torch.Tensor) else loss.count
-        loss = ShardLoss(torch.full_like(loss.value, torch.nan), loss.weight, count)
+        loss = MicrobatchLoss(torch.full_like(loss.value, torch.nan), loss.weight, count)
         for output in outputs:
             if output is not None:
                 output.fill_(torch.nan)
@@ -69,14 +69,14 @@ def fill(targets, sources):
 
 
 def with_graphs(step, length):
-    """Lets a step on a CPU run its shards by what stands in for CUDA graphs; returns that."""
+    """Lets a step on a CPU run its microbatches by what stands in for CUDA graphs; returns that."""
     recorders = []
 
     def make(device):
         recorders.append(Rerun(step))
         return recorders[-1]
 
-    step.runner.graphs = ShardGraphs(length, torch.device("cpu"), make)
+    step.runner.graphs = MicrobatchGraphs(length, torch.device("cpu"), make)
     step._flat_update = None  # it moves parameters once, on a CPU only
     return recorders
 
@@ -113,7 +113,7 @@ def shares(model, batch, counts):
 
 
 def counting_from_one(model, ids):
-    """A loss that writes to its shard, and cannot be given what it wrote."""
+    """A loss that writes to its microbatch, and cannot be given what it wrote."""
     return model(ids.sub_(1)).square().sum(1)
 
 
@@ -127,14 +127,14 @@ CASES = {
     "counts-on-the-device": {"loss": tokens},
     "global-counts": {"loss": shares, "counts_fn": sized},
     "buffers-replaced": {"model_fn": Replacing},
-    "a-loss-that-writes-to-its-shard": {
+    "a-loss-that-writes-to-its-microbatch": {
         "model_fn": lambda: nn.Embedding(3, 4),
         "loss": counting_from_one,
         "data": torch.arange(42) % 3 + 1,
     },
-    "one-shard": {"num_shards": 1},
-    "two-sizes": {"num_shards": 3},
-    "more-shards-than-samples": {"num_shards": 32, "model_fn": dropping},
+    "one-microbatch": {"num_microbatches": 1},
+    "two-sizes": {"num_microbatches": 3},
+    "more-microbatches-than-samples": {"num_microbatches": 32, "model_fn": dropping},
     "bf16": {"precision": "bf16-mixed"},
     "fp16-scaled": {"precision": "16-mixed", "epochs": 2},
     "clipped": {"max_grad_norm": 0.1},

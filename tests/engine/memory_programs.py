@@ -71,26 +71,26 @@ def square(model, batch):
     return model(batch).square().mean()
 
 
-def run_short(communicator, phases, num_shards=4, sample_mib=32, norm=True):
+def run_short(communicator, phases, num_microbatches=4, sample_mib=32, norm=True):
     """A step for which the memory of some ranks does not suffice, and another after it.
 
     Args:
-        communicator: this rank's voice.
+        communicator: this rank's communicator.
         phases: by rank, in which phase it asks for memory; None for a rank that does not.
-        num_shards: V.
+        num_microbatches: V.
         sample_mib: how much a sample needs, in MiB.
         norm: whether the model has BatchNorm.
 
     Returns:
         The message, whether the state was as before, the digest after a smaller batch, the seconds.
     """
-    run = Run(BATCH, num_shards, communicator=communicator)
+    run = Run(BATCH, num_microbatches, communicator=communicator)
     phase = phases[communicator.rank]
     model = Hungry(phase, sample_mib * MIB if phase else 0, norm)
     optimizer = torch.optim.Adam(model.parameters())
     step = run.train_step(model, optimizer, square, bucket_bytes=1024)
     samples = torch.randn(BATCH, 8)
-    small = samples[: 2 * num_shards]
+    small = samples[: 2 * num_microbatches]
     model.sample_bytes, asked = 0, model.sample_bytes
     step(small)  # what is made once is there
     before, message = state_digest(model, optimizer), None
@@ -108,15 +108,15 @@ def run_short(communicator, phases, num_shards=4, sample_mib=32, norm=True):
     return message, same, state_digest(model, optimizer), seconds
 
 
-def run_fitting(communicator, phases, num_shards, sample_mib=32):
-    """Whether a step fits with so many shards."""
-    message, *_ = run_short(communicator, phases, num_shards, sample_mib)
+def run_fitting(communicator, phases, num_microbatches, sample_mib=32):
+    """Whether a step fits with so many microbatches."""
+    message, *_ = run_short(communicator, phases, num_microbatches, sample_mib)
     return message is None
 
 
-def run_large(communicator, num_shards, hidden=2048, room=180 * MIB):
+def run_large(communicator, num_microbatches, hidden=2048, room=180 * MIB):
     """A model whose gradients and optimizer state matter, limited from its first step on."""
-    run = Run(BATCH, num_shards, communicator=communicator)
+    run = Run(BATCH, num_microbatches, communicator=communicator)
     model = nn.Sequential(nn.Linear(hidden, hidden, bias=False), Part(12 * MIB))
     optimizer = torch.optim.Adam(model.parameters(), foreach=False)
     step = run.train_step(model, optimizer, square)

@@ -1,4 +1,4 @@
-"""Buffers: running statistics merged over the shards, everything else left alike or refused by name."""
+"""Buffers: running statistics merged over the microbatches, everything else left alike or refused by name."""
 
 import copy
 from itertools import pairwise
@@ -11,12 +11,12 @@ from worlds import in_turns
 
 from samestep.comm.communicator import Communicator
 from samestep.comm.transport import Arrived
+from samestep.core.microbatches import microbatch_bounds
 from samestep.engine import buffers as buffers_module
 from samestep.errors import BufferMergeError
-from samestep.plan.shards import shard_bounds
 from samestep.train.run import Run
 
-LENGTH, NUM_SHARDS = 23, 7
+LENGTH, NUM_MICROBATCHES = 23, 7
 
 
 def normalised(**options):
@@ -41,7 +41,7 @@ def batch_of(length=LENGTH):
 
 def run_steps(communicator, model_fn, num_steps=3, length=LENGTH, prepare=None):
     """Some steps: the digest, the model, and how it stood before each step."""
-    run = Run(24, NUM_SHARDS, communicator=communicator)
+    run = Run(24, NUM_MICROBATCHES, communicator=communicator)
     model = model_fn()
     if prepare is not None:
         prepare(model)
@@ -55,16 +55,16 @@ def run_steps(communicator, model_fn, num_steps=3, length=LENGTH, prepare=None):
 
 
 def merged_by_hand(model, length=LENGTH):
-    """What each shard alone would leave in the buffers, weighted by its samples, in float64."""
+    """What each microbatch alone would leave in the buffers, weighted by its samples, in float64."""
     torch.set_num_threads(1)  # as the ranks do
     x, _ = batch_of(length)
-    cut = shard_bounds(length, NUM_SHARDS)
+    cut = microbatch_bounds(length, NUM_MICROBATCHES)
     total = {name: torch.zeros_like(buffer, dtype=torch.float64) for name, buffer in model.named_buffers()}
     for start, stop in pairwise(cut):
         if start == stop:
             continue
         alone = copy.deepcopy(model)
-        alone(x[start:stop].clone())  # a shard lies on a memory border, as here
+        alone(x[start:stop].clone())  # a microbatch lies on a memory border, as here
         for name, buffer in alone.named_buffers():
             total[name] += (stop - start) * buffer.double()
     return {name: value / length for name, value in total.items()}
@@ -75,7 +75,7 @@ def merged_by_hand(model, length=LENGTH):
     [normalised, lambda: normalised(momentum=None), lambda: normalised(momentum=0.7), OverChannels],
     ids=["batch", "cumulative", "fast", "instance"],
 )
-def test_running_statistics_are_the_weighted_mean_of_what_each_shard_alone_leaves(model_fn):
+def test_running_statistics_are_the_weighted_mean_of_what_each_microbatch_alone_leaves(model_fn):
     digest, model, before = in_turns(1, run_steps, model_fn)[0]
     states = [*before[1:], model]
     for start, after in zip(before, states, strict=True):
@@ -93,7 +93,7 @@ def test_the_count_of_batches_goes_up_by_one_a_step():
     assert model[1].num_batches_tracked.dtype == torch.int64
 
 
-def test_a_batch_smaller_than_the_shards_merges_those_there_are():
+def test_a_batch_smaller_than_the_microbatches_merges_those_there_are():
     reference, model, before = in_turns(1, run_steps, OverChannels, 1, 3)[0]
     expected = merged_by_hand(before[0], 3)
     for name, buffer in model.named_buffers():
@@ -102,14 +102,16 @@ def test_a_batch_smaller_than_the_shards_merges_those_there_are():
         assert {r[0] for r in in_turns(world_size, run_steps, OverChannels, 1, 3)} == {reference}
 
 
-def test_twin_a_mean_that_does_not_weigh_the_shards_is_noticed(monkeypatch):
+def test_twin_a_mean_that_does_not_weigh_the_microbatches_is_noticed(monkeypatch):
     reference = in_turns(1, run_steps, normalised)[0][0]
     real = buffers_module.BufferMerge._mean_leaf
-    monkeypatch.setattr(buffers_module.BufferMerge, "_mean_leaf", lambda self, n: real(self, 1) * LENGTH / NUM_SHARDS)
+    monkeypatch.setattr(
+        buffers_module.BufferMerge, "_mean_leaf", lambda self, n: real(self, 1) * LENGTH / NUM_MICROBATCHES
+    )
     assert in_turns(1, run_steps, normalised)[0][0] != reference
 
 
-def test_twin_statistics_that_are_not_put_back_between_shards_are_noticed(monkeypatch):
+def test_twin_statistics_that_are_not_put_back_between_microbatches_are_noticed(monkeypatch):
     reference = in_turns(1, run_steps, normalised)[0][0]
     monkeypatch.setattr(buffers_module.BufferMerge, "_restore", lambda self, index: None)
     one = in_turns(1, run_steps, normalised)[0][0]
@@ -127,7 +129,7 @@ def test_a_batchnorm_in_evaluation_mode_is_left_alone_beside_one_that_learns(dty
         return model
 
     def program(communicator):
-        run = Run(24, NUM_SHARDS, communicator=communicator)
+        run = Run(24, NUM_MICROBATCHES, communicator=communicator)
         model = frozen_and_free()
         before = [{k: v.clone() for k, v in model[i].named_buffers()} for i in (1, 2)]
         step = run.train_step(model, torch.optim.SGD(model.parameters(), lr=0.05), mean_squared)
@@ -173,7 +175,7 @@ def bind_another_dtype(module, x):
 
 @pytest.mark.parametrize("length", [LENGTH, 2])
 @pytest.mark.parametrize(("update", "expected"), [(add_in_place, torch.tensor(3.0)), (bind_again, torch.tensor(3.0))])
-def test_a_buffer_that_all_shards_change_alike_is_kept(update, expected, length):
+def test_a_buffer_that_all_microbatches_change_alike_is_kept(update, expected, length):
     keeps(update, expected, length)
 
 
@@ -185,7 +187,7 @@ def test_a_buffer_that_all_shards_change_alike_is_kept(update, expected, length)
         (bind_another_dtype, torch.tensor(3)),
     ],
 )
-def test_a_buffer_that_all_shards_bind_to_another_form_is_kept(update, expected, length):
+def test_a_buffer_that_all_microbatches_bind_to_another_form_is_kept(update, expected, length):
     keeps(update, expected, length)
 
 
@@ -244,21 +246,21 @@ def change_where_high(module, x):
 
 @pytest.mark.parametrize("update", [add_the_data, remember_the_last, change_where_high])
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_a_buffer_that_differs_between_shards_is_refused_by_name_on_all_ranks(update, world_size):
+def test_a_buffer_that_differs_between_microbatches_is_refused_by_name_on_all_ranks(update, world_size):
     def program(communicator):
-        run = Run(24, NUM_SHARDS, communicator=communicator)
+        run = Run(24, NUM_MICROBATCHES, communicator=communicator)
         model = nn.Sequential(Counting(update), nn.BatchNorm1d(1))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
         step = run.train_step(model, optimizer, mean_squared)
         before = bits(model, optimizer)
-        with pytest.raises(BufferMergeError, match=r"buffer 0\.calls ended differently on different shards"):
+        with pytest.raises(BufferMergeError, match=r"buffer 0\.calls ended differently on different microbatches"):
             step(batch_of())
         return before == bits(model, optimizer), step.num_steps
 
     assert in_turns(world_size, program) == [(True, 0)] * world_size
 
 
-def test_a_buffer_that_is_first_filled_in_the_forward_is_refused_if_shards_differ():
+def test_a_buffer_that_is_first_filled_in_the_forward_is_refused_if_microbatches_differ():
     class Late(nn.Module):
         def __init__(self):
             super().__init__()
@@ -279,10 +281,10 @@ def test_a_buffer_that_is_dropped_in_the_forward_is_refused_by_name(world_size):
         module.calls = None
 
     def program(communicator):
-        run = Run(24, NUM_SHARDS, communicator=communicator)
+        run = Run(24, NUM_MICROBATCHES, communicator=communicator)
         model = nn.Sequential(Counting(drop), nn.BatchNorm1d(1))
         step = run.train_step(model, torch.optim.SGD(model.parameters(), lr=0.05), mean_squared)
-        with pytest.raises(BufferMergeError, match=r"buffer 0\.calls was set to None while a shard ran"):
+        with pytest.raises(BufferMergeError, match=r"buffer 0\.calls was set to None while a microbatch ran"):
             step(batch_of())
         return int(model[0].calls)
 
@@ -291,7 +293,7 @@ def test_a_buffer_that_is_dropped_in_the_forward_is_refused_by_name(world_size):
 
 def test_an_error_in_the_loss_leaves_the_buffers_as_they_were():
     def program(communicator):
-        run = Run(24, NUM_SHARDS, communicator=communicator)
+        run = Run(24, NUM_MICROBATCHES, communicator=communicator)
         model = normalised()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
 

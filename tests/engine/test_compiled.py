@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from samestep.engine import shards as shards_module
+from samestep.engine import microbatches as microbatches_module
 from samestep.train.digest import state_digest
 from samestep.train.run import Run
 
@@ -23,7 +23,7 @@ def loss(model, batch):
 
 
 def train(communicator, compile):
-    """Six steps, of which the last of each epoch has shards of other sizes."""
+    """Six steps, of which the last of each epoch has microbatches of other sizes."""
     run = Run(16, 4, communicator=communicator)
     generator = torch.Generator().manual_seed(3)
     x = torch.randn(42, 5, generator=generator)
@@ -41,7 +41,7 @@ def test_compiled_steps_give_the_same_bits_on_all_numbers_of_devices(worlds, wor
     assert worlds(world_size).run(train, True) == [alone] * world_size
 
 
-def test_twin_compiled_steps_without_seeded_shards_are_noticed(worlds):
+def test_twin_compiled_steps_without_seeded_microbatches_are_noticed(worlds):
     (alone,) = worlds(1).run(train, True)
     assert any(result != alone for result in worlds(2).run(train_with_seeds_by_rank))
 
@@ -62,9 +62,9 @@ def train_plainly(communicator, compile):
 
 
 def train_with_seeds_by_rank(communicator):
-    real = shards_module.derive_seed
-    shards_module.derive_seed = lambda *parts: 1000 + communicator.rank
+    real = microbatches_module.derive_seed
+    microbatches_module.derive_seed = lambda *parts: 1000 + communicator.rank
     try:
         return train(communicator, True)
     finally:
-        shards_module.derive_seed = real
+        microbatches_module.derive_seed = real

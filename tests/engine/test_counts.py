@@ -14,7 +14,7 @@ NUM_SAMPLES = 22
 
 
 def anchors(batch):
-    """How many anchors and positives a shard holds."""
+    """How many anchors and positives a microbatch holds."""
     return {"anchors": batch[0].numel(), "positives": (batch[1] > 0).sum()}
 
 
@@ -104,9 +104,12 @@ def test_counts_come_back_in_the_structure_they_were_given(counts_fn, read):
         (lambda b: None, "counts_fn returned None; it must return a number"),
         (lambda b: {"a": "3"}, "counts_fn returned a str"),
         (lambda b: {}, "counts_fn returned no number"),
-        (lambda b: [1] * len(b[0]), "for one shard and"),
-        (lambda b: {"a": 1, "b": 2} if len(b[0]) == 4 else {"b": 2, "a": 1}, "for one shard, ('a', 'b') for another"),
-        (lambda b: {"a": 1} if len(b[0]) == 4 else 1, "for one shard, ('a',) for another"),
+        (lambda b: [1] * len(b[0]), "for one microbatch and"),
+        (
+            lambda b: {"a": 1, "b": 2} if len(b[0]) == 4 else {"b": 2, "a": 1},
+            "for one microbatch, ('a', 'b') for another",
+        ),
+        (lambda b: {"a": 1} if len(b[0]) == 4 else 1, "for one microbatch, ('a',) for another"),
     ],
 )
 def test_counts_that_are_none_are_refused(counts_fn, message):

@@ -136,9 +136,17 @@ def test_the_search_for_the_module_leaves_no_hooks_behind():
 @pytest.mark.parametrize(
     ("rows", "strategy", "said"),
     [
-        (100, "replicate", r"of the 4 samples of step 4 shard 0 \(of 6\) has one.*drop_last=True.*num_shards=2 or"),
-        (97, "replicate", r"of the 1 samples of step 4 shard 0 \(of 6\) has one.*drop_last=True.*global_batch_size"),
-        (100, "sharded", r"of the 4 samples of step 4 shard 0 \(of 6\) has one.*num_shards=2 or less"),
+        (
+            100,
+            "replicate",
+            r"of the 4 samples of step 4 microbatch 0 \(of 6\) has one.*drop_last=True.*num_microbatches=2 or",
+        ),
+        (
+            97,
+            "replicate",
+            r"of the 1 samples of step 4 microbatch 0 \(of 6\) has one.*drop_last=True.*global_batch_size",
+        ),
+        (100, "sharded", r"of the 4 samples of step 4 microbatch 0 \(of 6\) has one.*num_microbatches=2 or less"),
     ],
 )
 def test_a_batch_that_leaves_batchnorm_one_sample_is_named(rows, strategy, said):

@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn import functional
 from worlds import in_turns
 
-from samestep.engine import shards as shards_module
+from samestep.engine import microbatches as microbatches_module
 from samestep.train.run import Run
 
 NOISE, WIDTH = 4, 6
@@ -73,7 +73,7 @@ def test_a_gan_ends_in_the_same_bits_on_every_number_of_devices():
 
 
 def test_twin_a_gan_with_randomness_by_rank_is_noticed(monkeypatch):
-    real = shards_module.derive_seed
+    real = microbatches_module.derive_seed
     reference = in_turns(1, train_gan)[0]
     calls = []
 
@@ -81,7 +81,7 @@ def test_twin_a_gan_with_randomness_by_rank_is_noticed(monkeypatch):
         calls.append(parts)
         return real(*parts, len(calls))
 
-    monkeypatch.setattr(shards_module, "derive_seed", by_call)
+    monkeypatch.setattr(microbatches_module, "derive_seed", by_call)
     assert in_turns(2, train_gan)[0] != reference
 
 

@@ -1,4 +1,4 @@
-"""CUDA graphs in the step: which shards run by one, what is copied in and taken out, and that the bits stay the same.
+"""CUDA graphs in the step: which microbatches run by one, what is copied in and out, and that the bits stay the same.
 
 What captures is replaced, and only that: see graph_programs. The tests with a real capture are in test_graphs_on_gpu.
 """
@@ -16,7 +16,7 @@ from worlds import in_turns
 from samestep.engine.graphs import MOST_GRAPHS, WARM_UPS, explain_capture, form_of
 from samestep.engine.precision import INITIAL_SCALE, LossScale
 from samestep.errors import DeterminismError, LossError, UsageError
-from samestep.proof.replay.scene import Scene, Wanted
+from samestep.replay.observed_step import ObservedStep, Wanted
 from samestep.train.contract import step_contract
 from samestep.train.run import Run
 
@@ -28,12 +28,12 @@ def train(
     loss=mean_squared,
     epochs=3,
     data=None,
-    num_shards=4,
+    num_microbatches=4,
     seeded=True,
     **options,
 ):
     """A few epochs, the last batch of which is shorter; the digest, the losses, and how often was run and replayed."""
-    run = Run(16, num_shards, communicator=communicator)
+    run = Run(16, num_microbatches, communicator=communicator)
     torch.manual_seed(0)
     model = model_fn()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
@@ -73,13 +73,13 @@ def test_twin_replays_that_are_not_seeded_are_noticed():
     assert all(result[:2] != alone[:2] for result in trained(2, seeded=False))
 
 
-def test_a_form_is_captured_once_and_shards_of_a_shorter_batch_run_without():
+def test_a_form_is_captured_once_and_microbatches_of_a_shorter_batch_run_without():
     ((_, _, recorded),) = trained(1)
-    assert recorded == [(WARM_UPS + 1, 3 * 2 * 4)]  # epochs, full batches, shards
+    assert recorded == [(WARM_UPS + 1, 3 * 2 * 4)]  # epochs, full batches, microbatches
 
 
-def test_two_sizes_of_shards_are_two_graphs():
-    ((_, _, recorded),) = trained(1, num_shards=3)
+def test_two_sizes_of_microbatches_are_two_graphs():
+    ((_, _, recorded),) = trained(1, num_microbatches=3)
     assert recorded == [(2 * (WARM_UPS + 1), 3 * 2 * 3)]
 
 
@@ -113,7 +113,7 @@ def test_a_capture_leaves_no_trace_in_what_the_script_draws():
     assert first == second
 
 
-def test_dropout_differs_between_the_replays_of_two_shards_and_of_two_steps():
+def test_dropout_differs_between_the_replays_of_two_microbatches_and_of_two_steps():
     def program(communicator):
         run = Run(8, 2, communicator=communicator)
         model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Dropout(0.5))
@@ -184,7 +184,7 @@ def test_a_loss_that_draws_on_the_host_is_refused(draw):
     alone(program)
 
 
-def test_a_shard_that_writes_to_a_parameter_is_noticed_at_the_capture():
+def test_a_microbatch_that_writes_to_a_parameter_is_noticed_at_the_capture():
     class Renormed(nn.Module):
         def __init__(self):
             super().__init__()
@@ -211,7 +211,7 @@ def test_what_is_no_tensor_is_refused_by_name():
     alone(program)
 
 
-def test_more_forms_of_shards_than_graphs_are_kept_are_refused():
+def test_more_forms_of_microbatches_than_graphs_are_kept_are_refused():
     def program(communicator):
         _, step, _ = one_step(communicator, nn.Linear(1, 1), lambda model, x: model(x[:, :1]).mean())
         for width in range(1, MOST_GRAPHS + 1):
@@ -236,9 +236,14 @@ def test_a_step_whose_modules_are_watched_runs_them():
         _, step, recorders = one_step(communicator)
         step(table())
         replays = recorders[0].num_replays
-        view, result = Scene(step, Wanted(None, lambda name: True, False, None)).take(lambda: step(table()))
+        view, result = ObservedStep(step, Wanted(None, lambda name: True, False, None)).take(lambda: step(table()))
         step(table())
-        return [shard.shard for shard in view.shards], result is not None, replays, recorders[0].num_replays
+        return (
+            [microbatch.microbatch for microbatch in view.microbatches],
+            result is not None,
+            replays,
+            recorders[0].num_replays,
+        )
 
     assert alone(program) == ([0, 1, 2, 3], True, 4, 8)
 
@@ -274,7 +279,7 @@ def test_graphs_are_refused_where_there_are_none_and_are_a_part_of_the_contract(
     assert alone(program) is False
 
 
-def test_the_form_of_a_shard_is_its_structure_shapes_strides_and_dtypes():
+def test_the_form_of_a_microbatch_is_its_structure_shapes_strides_and_dtypes():
     x = torch.zeros(4, 6)
     values = [x, x[:2], x.t(), x.double(), (x,), [x], {"a": x}, {"b": x}, (x, x), {"a": x, "b": x}, {"b": x, "a": x}]
     forms = {form_of(value) for value in values}

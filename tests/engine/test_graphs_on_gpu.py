@@ -5,7 +5,7 @@ import torch
 from engine_programs import bits, mean_squared, perceptron, table
 from graph_programs import CASES
 
-from samestep.engine import shards as shards_module
+from samestep.engine import microbatches as microbatches_module
 from samestep.errors import UsageError
 from samestep.train.run import Run
 
@@ -13,10 +13,10 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA grap
 
 
 def on_cuda(
-    graphs, epochs=2, model_fn=perceptron, loss=mean_squared, num_shards=4, optimizer=torch.optim.SGD, **options
+    graphs, epochs=2, model_fn=perceptron, loss=mean_squared, num_microbatches=4, optimizer=torch.optim.SGD, **options
 ):
     """Some epochs on the GPU, the last batch of each being shorter."""
-    run = Run(16, num_shards, device="cuda")
+    run = Run(16, num_microbatches, device="cuda")
     torch.manual_seed(0)
     model = model_fn()
     chosen = optimizer(model.parameters(), lr=0.05)
@@ -42,7 +42,7 @@ def test_on_a_gpu_late_checked_steps_give_the_same_bits():
 
 def test_twin_on_a_gpu_replays_that_are_not_seeded_are_noticed(monkeypatch):
     plain = on_cuda(True)
-    monkeypatch.setattr(shards_module, "derive_seed", lambda *parts: 7)
+    monkeypatch.setattr(microbatches_module, "derive_seed", lambda *parts: 7)
     assert on_cuda(True) != plain
 
 

@@ -84,7 +84,7 @@ class LateBuffer(nn.Module):
     ("make", "name"), [(Codebook, "average"), (ConditionalNorm, "stored_mean"), (LateBuffer, "center")]
 )
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_buffers_that_shards_change_behind_torchs_back_are_refused_by_name(make, name, world_size):
+def test_buffers_that_microbatches_change_behind_torchs_back_are_refused_by_name(make, name, world_size):
     with pytest.raises(BufferMergeError, match=name):
         in_turns(world_size, train, make)
 
@@ -153,7 +153,7 @@ def test_a_hook_on_the_gradient_that_is_added_later_counts_on_every_number_of_de
         assert in_turns(world_size, program, True) == [expected] * world_size
 
 
-def test_a_loss_that_leaves_the_model_in_evaluation_mode_reaches_its_own_shard_only():
+def test_a_loss_that_leaves_the_model_in_evaluation_mode_reaches_its_own_microbatch_only():
     def loss(model, batch):
         value = mean_squared(model, batch)
         model.eval()

@@ -11,7 +11,7 @@ from worlds import in_turns
 
 from samestep.comm import reduction as reduction_module
 from samestep.engine import losses as losses_module
-from samestep.engine import shards as shards_module
+from samestep.engine import microbatches as microbatches_module
 from samestep.train.digest import state_digest
 from samestep.train.run import Run
 
@@ -24,15 +24,15 @@ CASES = [
     ("lenet", {"precision": "bf16-mixed"}),
     ("mlp", {"optimizer": "sgd", "lr": 1e-5, "num_workers": 2, "one_by_one": True}),
     ("mlp", {"max_grad_norm": 1.0}),
-    ("vgg", {"num_shards": 4}),
-    ("vgg", {"num_shards": 5, "max_grad_norm": 1.0, "precision": "bf16-mixed"}),
+    ("vgg", {"num_microbatches": 4}),
+    ("vgg", {"num_microbatches": 5, "max_grad_norm": 1.0, "precision": "bf16-mixed"}),
     ("gpt", {}),
     ("gpt", {"precision": "bf16-mixed", "max_grad_norm": 1.0}),
 ]
 
 
-def agree(reference, results, num_shards):
-    """All ranks give what one device gives, and each shard of each step ran once."""
+def agree(reference, results, num_microbatches):
+    """All ranks give what one device gives, and each microbatch of each step ran once."""
     for result in results:
         assert result[0] == reference[0]
         assert result[1] == reference[1]
@@ -41,7 +41,7 @@ def agree(reference, results, num_shards):
     for result in results:
         ran.update(result[2])
     assert ran == Counter(reference[2])
-    assert set(reference[2].values()) <= set(range(1, num_shards + 1))
+    assert set(reference[2].values()) <= set(range(1, num_microbatches + 1))
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +60,7 @@ def test_a_recipe_ends_in_the_same_bits_on_every_number_of_real_processes(
         references[key] = worlds(1).run(train_recipe, name, options)[0]
     reference = references[key]
     assert len(set(reference[1])) > 1, "a model whose loss does not move proves nothing"
-    agree(reference, worlds(world_size).run(train_recipe, name, options), options.get("num_shards", 8))
+    agree(reference, worlds(world_size).run(train_recipe, name, options), options.get("num_microbatches", 8))
 
 
 def test_workers_that_fetch_samples_do_not_change_the_bits(worlds):
@@ -87,19 +87,19 @@ def test_the_whole_matrix(worlds, references, name, optimizer, max_grad_norm, pr
     "options",
     [
         {},
-        {"num_shards": 7, "bucket_bytes": 256, "optimizer": "adam", "momentum": 0.0, "max_grad_norm": 0.5},
-        {"num_shards": 40, "batch": 32},
-        {"num_shards": 9, "batch": 103, "samples": 103},
-        {"num_shards": 8, "precision": "16-mixed"},
-        {"num_shards": 64, "batch": 64, "epochs": 1},
+        {"num_microbatches": 7, "bucket_bytes": 256, "optimizer": "adam", "momentum": 0.0, "max_grad_norm": 0.5},
+        {"num_microbatches": 40, "batch": 32},
+        {"num_microbatches": 9, "batch": 103, "samples": 103},
+        {"num_microbatches": 8, "precision": "16-mixed"},
+        {"num_microbatches": 64, "batch": 64, "epochs": 1},
     ],
-    ids=["plain", "tiny buckets", "more shards than samples", "one batch", "float16", "a sample a shard"],
+    ids=["plain", "tiny buckets", "more microbatches than samples", "one batch", "float16", "a sample a microbatch"],
 )
 def test_ranks_that_take_turns_end_in_the_same_bits(options):
     (reference,) = in_turns(1, train_small, options)
     for world_size in (2, 3, 5, 7):
         results = in_turns(world_size, train_small, options)
-        agree(reference, results, options.get("num_shards", 8))
+        agree(reference, results, options.get("num_microbatches", 8))
 
 
 def test_unequal_shares_do_not_change_the_bits(worlds):
@@ -110,13 +110,13 @@ def test_unequal_shares_do_not_change_the_bits(worlds):
     assert [sum(result[2].values()) for result in results] == [5 * steps, steps, 2 * steps]
 
 
-def test_each_rank_runs_the_shards_that_were_planned(worlds):
+def test_each_rank_runs_the_microbatches_that_were_planned(worlds):
     for world_size, planned in [(1, [8]), (2, [4, 4]), (3, [2, 3, 3]), (4, [2, 2, 2, 2])]:
         results = worlds(world_size).run(train_small, {"samples": 96, "epochs": 1})
         assert [set(result[2].values()) for result in results] == [{count} for count in planned]
 
 
-def test_the_scripts_own_draws_do_not_depend_on_who_ran_which_shard(worlds):
+def test_the_scripts_own_draws_do_not_depend_on_who_ran_which_microbatch(worlds):
     (reference,) = worlds(1).run(train_small, {})
     for world_size in (2, 3, 4):
         assert all(result[4] == reference[4] for result in worlds(world_size).run(train_small, {}))
@@ -138,24 +138,24 @@ def test_ragged_data_is_consumed_once_on_seven_devices_as_on_one(samples):
         assert sum(step[2] for step in results[0][1]) == samples
 
 
-def tokens(communicator, masked_shards):
-    """Three steps of a token-weighted loss; some shards have no valid token."""
+def tokens(communicator, masked_microbatches):
+    """Three steps of a token-weighted loss; some microbatches have no valid token."""
     run = Run(32, 8, communicator=communicator)
     model = small_model()
     images, labels = small_images(32)
-    for shard in masked_shards:
-        labels[4 * shard : 4 * shard + 4] = -100
+    for microbatch in masked_microbatches:
+        labels[4 * microbatch : 4 * microbatch + 4] = -100
     step = run.train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), masked_loss)
     results = [step((images, labels)) for _ in range(3)]
     return [(r.loss.hex(), r.grad_norm.hex(), r.count) for r in results], model[0].weight.detach().clone()
 
 
-@pytest.mark.parametrize("masked_shards", [[2], [0, 7], [0, 1, 2, 3, 4, 5, 6]])
-def test_shards_without_a_valid_token_weigh_nothing(worlds, masked_shards):
-    reference = worlds(1).run(tokens, masked_shards)[0]
-    assert reference[0][0][2] == 4 * (8 - len(masked_shards))
+@pytest.mark.parametrize("masked_microbatches", [[2], [0, 7], [0, 1, 2, 3, 4, 5, 6]])
+def test_microbatches_without_a_valid_token_weigh_nothing(worlds, masked_microbatches):
+    reference = worlds(1).run(tokens, masked_microbatches)[0]
+    assert reference[0][0][2] == 4 * (8 - len(masked_microbatches))
     for world_size in (2, 3, 4):
-        for result in worlds(world_size).run(tokens, masked_shards):
+        for result in worlds(world_size).run(tokens, masked_microbatches):
             assert result[0] == reference[0]
             assert torch.equal(result[1], reference[1])
 
@@ -216,13 +216,13 @@ def test_twin_the_tree_replaced_by_rank_order_is_noticed(monkeypatch):
 
 
 def test_twin_randomness_by_rank_is_noticed(monkeypatch):
-    real = shards_module.ShardRunner.run
+    real = microbatches_module.MicrobatchRunner.run
 
     def by_rank(self, batch, step):
-        monkeypatch.setattr(shards_module, "derive_seed", lambda *parts: 1000 + self._team.rank)
+        monkeypatch.setattr(microbatches_module, "derive_seed", lambda *parts: 1000 + self._membership.rank)
         return real(self, batch, step)
 
-    monkeypatch.setattr(shards_module.ShardRunner, "run", by_rank)
+    monkeypatch.setattr(microbatches_module.MicrobatchRunner, "run", by_rank)
     assert differs({})
 
 
@@ -236,18 +236,19 @@ def test_twin_randomness_that_is_not_restored_after_the_step_is_noticed(worlds):
 
 
 def test_twin_a_mean_of_means_is_noticed(monkeypatch):
-    monkeypatch.setattr(shards_module, "read_loss", lambda value, n: losses_module.read_loss(value, 1))
-    options = {"samples": 100, "batch": 100, "num_shards": 8, "epochs": 1}
+    monkeypatch.setattr(microbatches_module, "read_loss", lambda value, n: losses_module.read_loss(value, 1))
+    options = {"samples": 100, "batch": 100, "num_microbatches": 8, "epochs": 1}
     (broken,) = in_turns(1, train_small, options)
     monkeypatch.undo()
     (right,) = in_turns(1, train_small, options)
     assert broken[1][0][0] != right[1][0][0]
 
 
-def test_twin_a_rank_that_computes_everything_is_noticed_by_the_count_of_shards(monkeypatch):
+def test_twin_a_rank_that_computes_everything_is_noticed_by_the_count_of_microbatches(monkeypatch):
     (reference,) = in_turns(1, train_small, {"epochs": 1})
     monkeypatch.setattr(
-        "samestep.train.run.shard_ranges", lambda shards, world_size, shares=None: (range(shards),) * world_size
+        "samestep.train.run.microbatch_ranges",
+        lambda microbatches, world_size, shares=None: (range(microbatches),) * world_size,
     )
 
     def everything(communicator):
@@ -259,8 +260,8 @@ def test_twin_a_rank_that_computes_everything_is_noticed_by_the_count_of_shards(
 
 
 @pytest.mark.parametrize("form", [lambda out, y: functional.mse_loss(out, y), lambda out, y: ((out - y) ** 2).mean(1)])
-def test_one_shard_trains_to_the_bits_of_a_plain_loop(form):
-    """Shuffling and dropout apart, `num_shards=1` is what one would write by hand, a batch of 13 samples among it."""
+def test_one_microbatch_trains_to_the_bits_of_a_plain_loop(form):
+    """Shuffling and dropout apart, `num_microbatches=1` is what one would write by hand, also for a batch of 13."""
     generator = torch.Generator().manual_seed(5)
     x, y = torch.randn(77, 5, generator=generator), torch.randn(77, 1, generator=generator)
 

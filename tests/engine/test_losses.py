@@ -24,7 +24,7 @@ def as_mean(model, batch):
 
 @pytest.mark.parametrize("loss", [mean_squared, squared, as_mean])
 def test_each_form_of_loss_gives_the_mean_over_the_global_batch(loss):
-    model, result = in_turns(1, lambda c: step_once(c, linear, loss, num_shards=7))[0]
+    model, result = in_turns(1, lambda c: step_once(c, linear, loss, num_microbatches=7))[0]
     torch.manual_seed(0)
     plain = linear()
     expected = functional.mse_loss(plain(table()[0]), table()[1])
@@ -50,7 +50,7 @@ def test_a_count_is_any_one_number(count):
     ("value", "message"),
     [
         (torch.zeros(3, 1), "returned a float32 tensor of shape [3, 1]; needed: a 0-d tensor"),
-        (torch.zeros(4), "returned 4 losses for a shard of 3 samples"),
+        (torch.zeros(4), "returned 4 losses for a microbatch of 3 samples"),
         (torch.tensor(1), "the loss is a int64 tensor of shape []; it must be of a floating dtype"),
         (torch.tensor(True), "it must be of a floating dtype"),
         (None, "returned None; needed"),
@@ -74,7 +74,7 @@ def test_anything_else_is_refused_with_what_was_got_and_what_is_needed(value, me
 
 
 def test_a_step_refuses_the_wrong_number_of_losses():
-    with pytest.raises(LossError, match="returned 2 losses for a shard of 6 samples"):
+    with pytest.raises(LossError, match="returned 2 losses for a microbatch of 6 samples"):
         in_turns(2, lambda c: step_once(c, linear, lambda m, b: squared(m, b)[:2]))
 
 

@@ -1,4 +1,4 @@
-"""A shard that does not fit: one message on all ranks, measured, and the state as before the step."""
+"""A microbatch that does not fit: one message on all ranks, measured, and the state as before the step."""
 
 import re
 import sys
@@ -27,7 +27,7 @@ QUICK = (["forward"], [None, "backward"], ["forward", "backward", None])
 
 
 def number_named(message):
-    found = re.search(r"use num_shards=(\d+) \(--num-shards \1;", message)
+    found = re.search(r"use num_microbatches=(\d+) \(--num-microbatches \1;", message)
     assert found, message
     return int(found[1])
 
@@ -41,7 +41,7 @@ def test_all_ranks_raise_the_same_error_keep_their_state_and_go_on(worlds, phase
     messages = {message for message, *_ in results}
     assert len(messages) == 1
     (message,) = messages
-    assert message.startswith("out of memory: shard ")
+    assert message.startswith("out of memory: microbatch ")
     short = [rank for rank, phase in enumerate(phases) if phase]
     assert f"does not fit in the memory of rank {short[0]}" in message
     if len(short) > 1:
@@ -55,7 +55,8 @@ def test_all_ranks_raise_the_same_error_keep_their_state_and_go_on(worlds, phase
 
 
 @pytest.mark.parametrize(
-    ("norm", "why"), [(False, "not even one sample does"), (True, "with smaller shards the model fails otherwise")]
+    ("norm", "why"),
+    [(False, "not even one sample does"), (True, "with smaller microbatches the model fails otherwise")],
 )
 def test_if_nothing_helps_it_says_so_on_all_ranks(worlds, norm, why):
     """BatchNorm needs two samples: its error in the attempt is not that of the run."""
@@ -74,7 +75,7 @@ def fresh(worlds):
 
 
 def test_the_number_that_is_named_counts_gradients_and_the_optimizer_s_state(fresh):
-    """In the first step neither is there yet: without them twice as large shards would seem to fit."""
+    """In the first step neither is there yet: without them twice as large microbatches would seem to fit."""
     number = number_named(fresh.run(run_large, 4)[0])
     assert number > 4
     assert fresh.run(run_large, number) == [None]
@@ -132,10 +133,10 @@ def test_gradients_alive_at_once_are_those_of_a_binary_counter():
         ("tensor", ('ranks along "tensor"', "TensorParallel(sequence=True)"), ("wrap", "Sharded", "pipe")),
     ],
 )
-def test_a_shard_beside_a_part_of_the_model_gets_the_advice_of_its_strategy(strategy, advice, others):
+def test_a_microbatch_beside_a_part_of_the_model_gets_the_advice_of_its_strategy(strategy, advice, others):
     message = describe_lone_shortage(3, 20, 1, strategy)
-    assert "out of memory: shard 3 (20 samples) does not fit in the memory of rank 1" in message
-    assert all(text in message for text in ("--num-shards", *advice))
+    assert "out of memory: microbatch 3 (20 samples) does not fit in the memory of rank 1" in message
+    assert all(text in message for text in ("--num-microbatches", *advice))
     assert not any(text in message for text in others)
 
 

@@ -75,9 +75,9 @@ def test_a_bad_step_is_named_undone_and_can_be_left_behind(kind, optimizer):
         assert unchanged
         assert "\n" not in message
         place = ids.index(BAD_ID)
-        shard = place // (BATCH // 8)
-        first = ", ".join(map(str, ids[3 * shard : 3 * shard + 3]))
-        assert f"{kind.split()[-1]} of shard {shard} (" in message
+        microbatch = place // (BATCH // 8)
+        first = ", ".join(map(str, ids[3 * microbatch : 3 * microbatch + 3]))
+        assert f"{kind.split()[-1]} of microbatch {microbatch} (" in message
         assert f"sample ids {first})" in message
         assert "step " in message
         assert "on_nonfinite='skip'" in message
@@ -92,7 +92,7 @@ def test_the_error_names_the_step():
         1, lambda c: [b.ids().tolist() for b in Run(BATCH, 8, 5, communicator=c).loader(samples(), shuffle=True)]
     )
     (bad_step,) = [k for k, ids in enumerate(run_order[0]) if BAD_ID in ids]
-    assert notes[0][0].startswith(f"step {bad_step}: not finite: the loss of shard")
+    assert notes[0][0].startswith(f"step {bad_step}: not finite: the loss of microbatch")
 
 
 def test_a_plain_batch_is_named_by_its_rows():
@@ -100,7 +100,7 @@ def test_a_plain_batch_is_named_by_its_rows():
         run = Run(BATCH, 8, communicator=communicator)
         model = perceptron()
         step = run.train_step(model, make_optimizer(model, "sgd"), broken_at_bad_id("loss"))
-        with pytest.raises(NonFiniteError, match=r"the loss of shard 4 \(nan; rows 12 to 14 of the batch\)"):
+        with pytest.raises(NonFiniteError, match=r"the loss of microbatch 4 \(nan; rows 12 to 14 of the batch\)"):
             step(tuple(t[:BATCH] for t in samples()))
 
     in_turns(2, program)
@@ -138,7 +138,8 @@ def test_a_model_that_starts_broken_is_told_that_it_is_not_finite(value):
         step = run.train_step(model, make_optimizer(model, "sgd"), broken_at_bad_id("loss"))
         for _ in range(2):
             told = (
-                r"step 0: not finite: the loss of shard 0.* Parameter 0\.weight held NaN or infinity before the first"
+                r"step 0: not finite: the loss of microbatch 0.* Parameter 0\.weight held NaN or infinity before the "
+                "first"
             )
             with pytest.raises(NonFiniteError, match=told):
                 step(tuple(t[-BATCH:] for t in samples()))

@@ -210,7 +210,7 @@ def test_a_forward_that_writes_to_a_parameter_is_refused_by_name():
         step = run.train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), mean_squared)
         step((torch.arange(24).view(24, 1), torch.zeros(24, 1)))
 
-    with pytest.raises(DeterminismError, match=r"0\.weight was written to while a shard ran"):
+    with pytest.raises(DeterminismError, match=r"0\.weight was written to while a microbatch ran"):
         in_turns(2, program)
 
 
@@ -318,11 +318,11 @@ def alone():
 
 
 @pytest.mark.parametrize(("first", "second"), [("replicate", "sharded"), ("sharded", "replicate")])
-def test_one_run_deals_its_shards_in_one_way(alone, first, second):
+def test_one_run_deals_its_microbatches_in_one_way(alone, first, second):
     models = nn.Linear(5, 1), nn.Linear(5, 1)
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
     alone.train_step(models[0], optimizers[0], mean_squared, strategy=first)
-    with pytest.raises(UsageError, match="strategy='sharded' deals the shards to the ranks in turn, for all"):
+    with pytest.raises(UsageError, match="strategy='sharded' deals the microbatches to the ranks in turn, for all"):
         alone.train_step(models[1], optimizers[1], mean_squared, strategy=second)
 
 

@@ -93,11 +93,11 @@ def test_a_gradient_that_never_fits_is_an_error_in_the_end():
 
     messages = in_turns(2, program)
     assert messages[0] == messages[1]
-    assert "gradient of shard" in messages[0]
+    assert "gradient of microbatch" in messages[0]
 
 
 def test_a_loss_that_is_not_finite_is_an_error_at_once():
-    with pytest.raises(NonFiniteError, match="the loss of shard 0"):
+    with pytest.raises(NonFiniteError, match="the loss of microbatch 0"):
         in_turns(1, overflowing, 3, lambda m, b: mean_squared(m, b) * float("nan"))
 
 

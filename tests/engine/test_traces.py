@@ -1,4 +1,4 @@
-"""Traces: what shards leave in plain attributes, draw from generators of their own, or ask for is told once."""
+"""Traces: what microbatches leave in plain attributes, draw from generators of their own, or ask for is told once."""
 
 import random
 
@@ -23,7 +23,7 @@ def table(num_samples=24):
 
 
 def squared(model, batch):
-    """A mean over the shard."""
+    """A mean over the microbatch."""
     return functional.mse_loss(model(batch[0]), batch[1])
 
 
@@ -82,20 +82,20 @@ def said(capfd, world_size, model, loss=squared, steps=4, **options):
 @pytest.mark.parametrize(
     ("kind", "name"), [("recurrent", "h"), ("number", "calls"), ("list", "seen"), ("dict", "kept"), ("array", "table")]
 )
-def test_an_attribute_in_which_shards_leave_other_values_is_named_once(capfd, kind, name, world_size):
+def test_an_attribute_in_which_microbatches_leave_other_values_is_named_once(capfd, kind, name, world_size):
     err = said(capfd, world_size, lambda: nn.Sequential(Part(kind)))
-    assert err.startswith(f"samestep: 0.{name}: written in the forward, other values by other shards; ")
+    assert err.startswith(f"samestep: 0.{name}: written in the forward, other values by other microbatches; ")
     assert err.count("\n") == 1
 
 
 @pytest.mark.parametrize("kind", ["cache", "weights", "none"])
-def test_caches_and_what_every_shard_leaves_alike_are_not_told(capfd, kind):
+def test_caches_and_what_every_microbatch_leaves_alike_are_not_told(capfd, kind):
     assert said(capfd, 1, lambda: nn.Sequential(Part(kind))) == ""
 
 
 def test_a_generator_in_an_attribute_is_named(capfd):
     err = said(capfd, 1, lambda: nn.Sequential(Part("own")))
-    assert err.startswith("samestep: 0.rng (Random): drawn from while shards run, and not seeded by shard: ")
+    assert err.startswith("samestep: 0.rng (Random): drawn from while microbatches run, and not seeded by microbatch: ")
     assert err.count("\n") == 1
 
 
@@ -137,7 +137,7 @@ def with_iterator(run):
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_generator_of_the_losss_own_is_named(capfd, loss, name, world_size):
     err = said(capfd, world_size, lambda: nn.Linear(3, 1), loss)
-    assert err.startswith(f"samestep: {name}: drawn from while shards run, and not seeded by shard: ")
+    assert err.startswith(f"samestep: {name}: drawn from while microbatches run, and not seeded by microbatch: ")
     assert err.count("\n") == 1
 
 
@@ -154,7 +154,7 @@ def test_a_loss_that_asks_for_the_rank_is_told(capfd, name):
         return lambda model, batch: squared(model, batch) * (1 + int(getattr(run, name)))
 
     err = said(capfd, 2, lambda: nn.Linear(3, 1), loss)
-    assert err.startswith(f"samestep: run.{name}: read while a shard runs: ")
+    assert err.startswith(f"samestep: run.{name}: read while a microbatch runs: ")
     assert err.count("\n") == 1
 
 
@@ -182,7 +182,7 @@ def test_nothing_is_looked_for_after_the_second_step(monkeypatch):
         step = run.train_step(net, torch.optim.SGD(net.parameters(), lr=0.1), squared)
         for _ in range(3):
             step(tuple(rows[:12] for rows in table()))
-        assert run.team.on_rank_asked is None
+        assert run.membership.on_rank_asked is None
 
     in_turns(1, program)
     assert len(looks) == 8

@@ -1,4 +1,4 @@
-"""Parameters that not every shard uses, or that are frozen, or that appear in two places."""
+"""Parameters that not every microbatch uses, or that are frozen, or that appear in two places."""
 
 import pytest
 import torch
@@ -34,7 +34,7 @@ class Branches(nn.Module):
 
 
 def batches():
-    """Some where only one shard uses a branch, some where none does."""
+    """Some where only one microbatch uses a branch, some where none does."""
     result = []
     for k, (lefts, rights) in enumerate([([5], [0, 23]), ([], [11]), ([1, 2, 3], []), ([], []), ([20], [7])]):
         x, y = table(24, seed=k)
@@ -65,7 +65,7 @@ def train_branches(communicator, optimizer_name="sgd"):
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 @pytest.mark.parametrize("world_size", [2, 3, 8])
-def test_the_union_over_the_shards_decides_what_has_a_gradient(optimizer, world_size):
+def test_the_union_over_the_microbatches_decides_what_has_a_gradient(optimizer, world_size):
     reference = in_turns(1, train_branches, optimizer)[0]
     never = ["never.bias", "never.weight"]
     left, right = ["left.bias", "left.weight"], ["right.bias", "right.weight"]
@@ -75,7 +75,7 @@ def test_the_union_over_the_shards_decides_what_has_a_gradient(optimizer, world_
 
 
 @pytest.mark.parametrize("name", ["sgd", "adamw"])
-def test_what_no_shard_used_is_neither_decayed_nor_moved_on(name):
+def test_what_no_microbatch_used_is_neither_decayed_nor_moved_on(name):
     *_, model, optimizer, start = in_turns(2, train_branches, name)[0]
     assert torch.equal(model.never.weight, start["never.weight"])
     assert model.never.weight not in optimizer.state

@@ -39,8 +39,8 @@ def _one_thread():
 class Training:
     """Some steps of a small model."""
 
-    def __init__(self, communicator, name, dtype=torch.float32, num_shards=4, interested=False, model=None):
-        run = Run(24, num_shards, communicator=communicator)
+    def __init__(self, communicator, name, dtype=torch.float32, num_microbatches=4, interested=False, model=None):
+        run = Run(24, num_microbatches, communicator=communicator)
         self.model = model_of(dtype) if model is None else model()
         self.optimizer = OPTIMIZERS[name](self.model.parameters())
         if interested:
@@ -86,8 +86,8 @@ def test_every_number_of_ranks_gives_the_same_bits(name, world_size):
     assert in_turns(world_size, train, name) == [reference] * world_size
 
 
-def test_with_one_shard_the_bits_are_those_of_a_plain_loop():
-    ours = alone(Training, "adamw", num_shards=1).take(5)
+def test_with_one_microbatch_the_bits_are_those_of_a_plain_loop():
+    ours = alone(Training, "adamw", num_microbatches=1).take(5)
     torch.manual_seed(0)
     plain = model_of()
     optimizer = OPTIMIZERS["adamw"](plain.parameters())

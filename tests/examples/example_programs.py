@@ -2,15 +2,15 @@
 
 from scripts import run_script
 
-from samestep.adopt.adoption import Adoption
-from samestep.adopt.script import adopted
+from samestep.scripts.adoption import Adoption
+from samestep.scripts.script import adopted
 
 SEED = 3
 
 
-def run_example(communicator, name, arguments, folder, num_shards, wrap):
+def run_example(communicator, name, arguments, folder, num_microbatches, wrap):
     """What the example prints on this rank, and the (forward, chunk) pairs that this rank ran."""
-    adoption = Adoption(communicator, num_shards=num_shards, num_devices=communicator.world_size)
+    adoption = Adoption(communicator, num_microbatches=num_microbatches, num_devices=communicator.world_size)
     within = adopted(adoption, virtual=True, seed=SEED, wrap=wrap)
     said = run_script(name, arguments, folder, within)
     return said, adoption.chunks_run

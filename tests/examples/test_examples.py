@@ -138,7 +138,7 @@ def test_model_parallel_gives_by_hand_the_bits_that_it_gives_by_a_pipeline_of_wh
     options = ["--samples", 200, "--batch-size", 30, "--epochs", 2]
     said = run_script("model_parallel", [*options, "--save", "hand.pt"], tmp_path)
     learns(said, 2)
-    run_script("model_parallel", [*options, "--pipeline", "--num-shards", 1, "--save", "pipeline.pt"], tmp_path)
+    run_script("model_parallel", [*options, "--pipeline", "--num-microbatches", 1, "--save", "pipeline.pt"], tmp_path)
     assert torch.load(tmp_path / "hand.pt") == torch.load(tmp_path / "pipeline.pt")
 
 

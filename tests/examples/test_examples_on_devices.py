@@ -14,14 +14,14 @@ from scripts import FOLDER
 
 from samestep.data.nested import leaves
 
-NUM_SHARDS = 4
+NUM_MICROBATCHES = 4
 WORLD_SIZES = [2, 3, 4]
 SECONDS = 120
 EXAMPLES = {
     "random_linear": [],
     "house_prices": ["--epochs", 3, "--out", "curves"],
     "vgg_parts": ["--epochs", 1, "--samples", 42, "--batch-size", 16, "--workers", 2],
-    "from_scratch": ["--epochs", 2, "--samples", 45, "--batch-size", 23, "--num-devices", NUM_SHARDS],
+    "from_scratch": ["--epochs", 2, "--samples", 45, "--batch-size", 23, "--num-devices", NUM_MICROBATCHES],
     "simple_gpu": ["--epochs", 2, "--samples", 100],
     "detection": ["--epochs", 2, "--samples", 12, "--batch-size", 7],
 }
@@ -42,12 +42,12 @@ class Outcome:
         return self.lines == other.lines and bits == others
 
 
-def run(worlds, world_size, name, folder, num_shards=NUM_SHARDS):
+def run(worlds, world_size, name, folder, num_microbatches=NUM_MICROBATCHES):
     """Runs an example on so many real processes."""
-    folder = folder / f"{world_size} processes, {num_shards} shards"
+    folder = folder / f"{world_size} processes, {num_microbatches} microbatches"
     folder.mkdir()
     arguments = [*EXAMPLES[name], "--save", "saved.pt"]
-    results = worlds(world_size).run(run_example, name, arguments, folder, num_shards, WRAPS.get(name))
+    results = worlds(world_size).run(run_example, name, arguments, folder, num_microbatches, WRAPS.get(name))
     lines = re.sub(r", \d+\.\d s$", "", results[0][0], flags=re.MULTILINE).splitlines()
     saved = torch.load(folder / "saved.pt")
     values = list(saved.values()) if isinstance(saved, dict) else leaves(saved)
@@ -84,7 +84,7 @@ def test_an_example_ends_in_the_same_lines_and_bits_on_every_number_of_devices(
 
 @pytest.mark.parametrize("name", ["vgg_parts", "from_scratch", "simple_gpu", "detection"])
 def test_an_example_cut_otherwise_is_noticed(worlds, alone, tmp_path, name):
-    assert not run(worlds, 1, name, tmp_path, num_shards=3).same_as(alone(name))
+    assert not run(worlds, 1, name, tmp_path, num_microbatches=3).same_as(alone(name))
 
 
 @pytest.mark.parametrize("name", ["house_prices", "vgg_parts", "detection", "simple_gpu", "from_scratch"])

@@ -82,14 +82,14 @@ def plain_stack():
     return Subject("model", build, loss, lambda count: torch.zeros(count, 1024), optimizer="adamw")
 
 
-def measured_peak(trained, batch_size, num_shards, checkpointing=False):
+def measured_peak(trained, batch_size, num_microbatches, checkpointing=False):
     """Bytes that the CPU's allocator has handed out at most in the third of three real steps."""
     batch = trained.make_batch(batch_size)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         model = trained.build()
         if checkpointing:
             recompute("model", find_blocks(model))
-        run = samestep.Run(batch_size, num_shards, 0, num_threads=torch.get_num_threads())
+        run = samestep.Run(batch_size, num_microbatches, 0, num_threads=torch.get_num_threads())
         optimizer = OPTIMIZERS[trained.optimizer](model.parameters(), lr=1e-4, **trained.settings)
         step = run.train_step(model, optimizer, trained.loss)
         for number in range(3):

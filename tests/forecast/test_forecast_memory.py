@@ -34,18 +34,18 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(("build", "batch_size", "num_shards", "checkpointing"), CASES.values(), ids=CASES)
-def test_the_forecast_is_the_peak_that_the_allocator_saw(build, batch_size, num_shards, checkpointing):
-    layout = Layout(1, num_shards, batch_size, is_checkpointed=checkpointing)
-    traced = trace(build(), layout.shard_size, False, checkpointing=checkpointing)
+@pytest.mark.parametrize(("build", "batch_size", "num_microbatches", "checkpointing"), CASES.values(), ids=CASES)
+def test_the_forecast_is_the_peak_that_the_allocator_saw(build, batch_size, num_microbatches, checkpointing):
+    layout = Layout(1, num_microbatches, batch_size, is_checkpointed=checkpointing)
+    traced = trace(build(), layout.microbatch_size, False, checkpointing=checkpointing)
     found = needed_memory(traced, layout, KINDS["cpu"])
-    measured = measured_peak(build(), batch_size, num_shards, checkpointing)
+    measured = measured_peak(build(), batch_size, num_microbatches, checkpointing)
     assert found.total == pytest.approx(measured, rel=TOLERANCE)
 
 
 def test_a_forecast_that_leaves_out_the_optimizers_state_misses_the_peak():
     layout = Layout(1, 2, 16)
-    traced = trace(stack(), layout.shard_size, False)
+    traced = trace(stack(), layout.microbatch_size, False)
     measured = measured_peak(stack(), 16, 2)
     forgetful = traced.weights.copy()
     forgetful[:, STATE] = 0
@@ -78,7 +78,7 @@ LAYOUTS = st.builds(
 @settings(deadline=None, max_examples=50)
 @given(LAYOUTS)
 def test_the_categories_add_up_to_the_total(layout):
-    memory = needed_memory(line().at(layout.shard_size), layout, KINDS["H100"])
+    memory = needed_memory(line().at(layout.microbatch_size), layout, KINDS["H100"])
     parts = [value for _, value in memory.rows()]
     assert memory.total == pytest.approx(sum(parts))
     assert min(parts) >= 0
@@ -88,12 +88,12 @@ def test_the_categories_add_up_to_the_total(layout):
 @settings(deadline=None, max_examples=50)
 @given(LAYOUTS.filter(lambda layout: layout.data == 1))
 def test_one_device_a_group_communicates_nothing(layout):
-    assert needed_memory(line().at(layout.shard_size), layout, KINDS["H100"]).communication == 0
+    assert needed_memory(line().at(layout.microbatch_size), layout, KINDS["H100"]).communication == 0
 
 
 @settings(deadline=None, max_examples=50)
 @given(st.sampled_from([2, 4, 8, 32]), st.integers(1, 16))
-def test_shards_of_parameters_shrink_as_devices_are_added(data, size):
+def test_microbatches_of_parameters_shrink_as_devices_are_added(data, size):
     def total(count):
         layout = Layout(count, count, count * size, is_sharded=True)
         memory = needed_memory(line().at(size), layout, KINDS["H100"])

@@ -44,9 +44,11 @@ def test_one_device_exchanges_nothing_and_two_do():
     assert step_time(line().at(8), Layout(2, 4, 32), read_machines("2xH100")).exchange > 0
 
 
-def test_the_group_with_most_shards_decides():
-    def compute(num_shards, data):
-        return step_time(line().at(8), Layout(data, num_shards, 8 * num_shards), read_machines(f"{data}xH100")).compute
+def test_the_group_with_most_microbatches_decides():
+    def compute(num_microbatches, data):
+        return step_time(
+            line().at(8), Layout(data, num_microbatches, 8 * num_microbatches), read_machines(f"{data}xH100")
+        ).compute
 
     assert compute(5, 4) == pytest.approx(2 * compute(4, 4))
 
@@ -66,9 +68,9 @@ def test_a_slow_link_exposes_more():
 
 def test_a_measured_step_replaces_the_table_of_devices():
     machines = read_machines("1xH100")
-    found = forecast(stack(), machines, Wish(64, num_shards=8, measured_seconds=3.0))
+    found = forecast(stack(), machines, Wish(64, num_microbatches=8, measured_seconds=3.0))
     assert found.chosen.time.step == pytest.approx(3.0)
-    by_rate = forecast(stack(), machines, Wish(64, num_shards=8, rate=64 / 3.0))
+    by_rate = forecast(stack(), machines, Wish(64, num_microbatches=8, rate=64 / 3.0))
     assert by_rate.chosen.time.step == pytest.approx(3.0)
 
 

@@ -122,10 +122,10 @@ def test_a_picture_is_drawn_where_it_is_asked_for(plan, tmp_path):
 
 
 def test_nothing_fits_is_exit_code_1(plan, file):
-    code, out, _ = plan(f"{file}:triple", "--devices", "1xL4", "--global-batch-size", 10**10, "--num-shards", 1)
+    code, out, _ = plan(f"{file}:triple", "--devices", "1xL4", "--global-batch-size", 10**10, "--num-microbatches", 1)
     assert code == 1
     assert "✗ nothing fits" in out
-    assert "--num-shards 2" in out
+    assert "--num-microbatches 2" in out
 
 
 REFUSED = {
@@ -137,7 +137,10 @@ REFUSED = {
     "heads that do not divide": (["gpt", "--devices", "8xH100", "--tensor", "8"], "does not divide 4"),
     "more stages than blocks": (["gpt", "--devices", "8xH100", "--pipe", "8"], "too few for 8 stages"),
     "a batch smaller than devices": (["lenet", "--devices", "8xH100", "--global-batch-size", "4"], "4 samples"),
-    "shards fewer than devices": (["lenet", "--devices", "8xH100", "--num-shards", "4"], "--num-shards 8"),
+    "microbatches fewer than devices": (
+        ["lenet", "--devices", "8xH100", "--num-microbatches", "4"],
+        "--num-microbatches 8",
+    ),
     "no blocks to split": (["lenet", "--devices", "2xH100", "--strategy", "tensor"], "use --strategy sharded"),
     "no blocks to recompute": (["lenet", "--devices", "2xH100", "--checkpointing"], "leave --checkpointing out"),
     "an unknown strategy": (["lenet", "--devices", "2xH100", "--strategy", "magic"], "one of replicate"),

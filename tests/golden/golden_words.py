@@ -21,9 +21,9 @@ sys.path[:0] = [path for path in SEARCHED if path not in sys.path]
 
 from worlds import World, in_turns  # noqa: E402 - from a folder that was just added
 
-BREAKERS, EXAMPLES = TESTS / "proof" / "breakers", ROOT / "examples"
+BREAKERS, EXAMPLES = TESTS / "verify" / "breakers", ROOT / "examples"
 CHECKPOINTS = "checkpoints"
-NUM_CHUNKS = ("--num-shards", "4")  # of an existing script, on any number of devices
+NUM_CHUNKS = ("--num-microbatches", "4")  # of an existing script, on any number of devices
 WRAP = ("--wrap", "model")
 LEDGER_FIELDS = ("step", "epoch", "position", "num_samples", "ids", "loss", "grad_norm", "lr", "skipped")
 
@@ -152,11 +152,11 @@ def ledger_lines(run):
 
 def replayed(run, step, program):
     """What the replay of a step shows of it: whether it was the recorded one, its samples and numbers."""
-    from samestep.proof.replay.replaying import replay
+    from samestep.replay.replaying import replay
 
     found = replay(run, step, program=program)
     view = found.view
-    parts = [[part.loss, part.grad_norm, list(part.samples)] for part in view.shards]
+    parts = [[part.loss, part.grad_norm, list(part.samples)] for part in view.microbatches]
     return found.holds, found.check.same_bits, view.loss, view.grad_norm, list(view.samples), parts
 
 
@@ -166,8 +166,8 @@ def judging():
     from samestep.devices.selection import select
     from samestep.launcher.job import Job
     from samestep.launcher.supervisor import supervise_crew
-    from samestep.proof.stage import KeptCrew, Program, Stage
-    from samestep.proof.verdict import reach_verdict
+    from samestep.verify.runner import KeptCrew, Program, ProgramRunner
+    from samestep.verify.verdict import reach_verdict
 
     alone = select("cpu:1")
     crew = KeptCrew.started(alone)
@@ -175,8 +175,8 @@ def judging():
 
     def judge(script, devices, steps, tier):
         program = Program("script", str(script), (), None, str(script))
-        with Stage(program, {name: select(name) for name in devices}, hang_seconds=120.0, crew=crew) as stage:
-            found = reach_verdict(stage, devices, steps, tier)
+        with ProgramRunner(program, {name: select(name) for name in devices}, hang_seconds=120.0, crew=crew) as runner:
+            found = reach_verdict(runner, devices, steps, tier)
         return sorted(cause.key for cause in found.causes), None if found.difference is None else found.difference.step
 
     try:

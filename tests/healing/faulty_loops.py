@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, IterableDataset
 
-from samestep.comm.board import Board
+from samestep.comm.heartbeat_page import HeartbeatPage
 from samestep.train.digest import state_digest
 from samestep.train.metrics import accuracy
 from samestep.train.run import Run
@@ -43,10 +43,10 @@ def drawn_by_user(run, samples, num_workers):
     return DataLoader(samples, batch_size=32, shuffle=True, generator=generator, num_workers=num_workers)
 
 
-def wait_for_start(board, slot):
+def wait_for_start(page, slot):
     """Waits until the worker that was started last, in slot 2, has failed; itself, it does not wait."""
     deadline = time.monotonic() + 60
-    while slot != 2 and board.beat(2).phase != "end" and time.monotonic() < deadline:
+    while slot != 2 and page.beat(2).phase != "end" and time.monotonic() < deadline:
         time.sleep(0.01)
 
 
@@ -93,12 +93,12 @@ def train(run, kind, faults, folder):
         faults.step = lambda: step.num_steps
     loader = LOADERS.get(kind, lambda run, samples: run.loader(samples, shuffle=True))(run, Samples(103, strike))
     told = []
-    board = Board.from_environment()
+    page = HeartbeatPage.from_environment()
     for epoch in range(EPOCHS):
         for batch in loader:
             told += [[result.loss.hex(), result.grad_norm.hex()] for result in [each(batch) for each in steps]]
-            if kind == "slow" and board is not None and step.num_steps == 3:
-                wait_for_start(board[0], run.team.pulse.slot)
+            if kind == "slow" and page is not None and step.num_steps == 3:
+                wait_for_start(page[0], run.membership.heartbeat.slot)
             if kind == "scheduler":
                 scheduler.step()
             if kind == "checkpoints":

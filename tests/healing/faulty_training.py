@@ -1,8 +1,8 @@
 """A training script in which things go wrong as told: `faulty_training.py JSON`.
 
 JSON holds "folder" (of the run), "faults", a list of {"rank", "step", "phase", "kind"}, and perhaps "spares", "resume",
-"checkpoint_steps", "epochs", "pause" (seconds a shard), and "wait_for": a slot that has to be there before step 5 ends.
-A fault leaves a file behind that says where it struck, on the clock that all processes share.
+"checkpoint_steps", "epochs", "pause" (seconds a microbatch), and "wait_for": a slot that has to be there before step 5
+ends. A fault leaves a file behind that says where it struck, on the clock that all processes share.
 """
 
 import ctypes
@@ -19,10 +19,10 @@ import torch
 from programs import classify, small_images, small_model
 from torch.utils.data import Dataset
 
-from samestep.comm.board import HEALS, READY_TO_JOIN, Board
 from samestep.comm.communicator import Communicator
 from samestep.comm.group import GroupTransport
-from samestep.comm.shared import SharedTransport
+from samestep.comm.heartbeat_page import HEALS, READY_TO_JOIN, HeartbeatPage
+from samestep.comm.shm.transport import SharedTransport
 from samestep.engine.buffers import BufferMerge
 from samestep.errors import PeerLostError
 from samestep.train import checkpoint as checkpoint_module
@@ -83,7 +83,7 @@ class Faults:
             os._exit(0)
         elif fault["kind"] == "stop and break":  # the others have what they need for this step, and we have not
             time.sleep(0.5)
-            Board.from_environment()[0].ask_to_stop(signal.SIGTERM)
+            HeartbeatPage.from_environment()[0].ask_to_stop(signal.SIGTERM)
             raise PeerLostError("the connection broke")
         elif fault["kind"] == "hang":
             time.sleep(1000)
@@ -172,8 +172,8 @@ def between_steps(trainer, faults):
 
 def wait_for(slot):
     """Waits until a worker is ready to join, or has joined."""
-    board = Board.from_environment()[0]
-    while not board.beat(slot).flags & (READY_TO_JOIN | HEALS):
+    page = HeartbeatPage.from_environment()[0]
+    while not page.beat(slot).flags & (READY_TO_JOIN | HEALS):
         time.sleep(0.01)
 
 
@@ -196,7 +196,11 @@ def main():
     times = []
 
     def loss(model, batch):
-        if told.get("wait_for") is not None and run.team.pulse.step == WAITS_IN_STEP and not run.team.is_late:
+        if (
+            told.get("wait_for") is not None
+            and run.membership.heartbeat.step == WAITS_IN_STEP
+            and not run.membership.is_late
+        ):
             wait_for(told["wait_for"])
         if told.get("pause"):
             time.sleep(told["pause"])
@@ -215,7 +219,9 @@ def main():
     ) as trainer:
         faults.step = lambda: trainer.step.num_steps
         between_steps(trainer, faults)
-        trainer.step.model.register_forward_pre_hook(lambda *_: times.append((len(run.team.healed), time.monotonic())))
+        trainer.step.model.register_forward_pre_hook(
+            lambda *_: times.append((len(run.membership.healed), time.monotonic()))
+        )
         trainer.fit(
             Samples(103, faults.strike),
             told.get("epochs", 3),
@@ -230,7 +236,7 @@ def main():
     firsts = {}
     for count, when in times:
         firsts.setdefault(count, when)
-    healed = {number: firsts.get(number) for number in range(1, len(run.team.healed) + 1)}
+    healed = {number: firsts.get(number) for number in range(1, len(run.membership.healed) + 1)}
     (folder.parent / f"ended-{slot}.json").write_text(json.dumps({**ended, "healed": healed}))
 
 

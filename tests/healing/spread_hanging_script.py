@@ -1,4 +1,4 @@
-"""Trains a model that is spread over two ranks, the second of which hangs in the forward of its third shard."""
+"""Trains a model that is spread over two ranks, the second of which hangs in the forward of its third microbatch."""
 
 import sys
 import time
@@ -10,15 +10,17 @@ from torch.nn import functional
 import samestep
 
 strategy = sys.argv[1]
-run = samestep.Run(global_batch_size=8, num_shards=8, seed=1, mesh={"tensor": 2} if strategy == "tensor" else None)
+run = samestep.Run(
+    global_batch_size=8, num_microbatches=8, seed=1, mesh={"tensor": 2} if strategy == "tensor" else None
+)
 model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 2))
-shards = []
+microbatches = []
 
 
 def hang(*_):
     """Sleeps on rank 1."""
-    shards.append(len(shards))
-    if len(shards) == 3 and run.rank == 1:
+    microbatches.append(len(microbatches))
+    if len(microbatches) == 3 and run.rank == 1:
         time.sleep(1000)
 
 

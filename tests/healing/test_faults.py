@@ -81,7 +81,7 @@ def test_a_hundred_faults_leave_no_trace_in_the_bits(train, undisturbed, run):
 LOST = ("SIGKILL", "SIGTERM", "SIGSEGV", "SIGSTOP", "exit", "device")
 ENDED = {
     "exception": "RuntimeError: something went wrong on rank {rank}",
-    "memory": "emory",  # a MemoryError's traceback, or the sentence about a shard that does not fit
+    "memory": "emory",  # a MemoryError's traceback, or the sentence about a microbatch that does not fit
     "sys.exit": "rank {rank} on CPU worker {rank} exited with code 1",
 }
 EVERYWHERE = ("data", "forward", "backward", "exchange", "update", "evaluate", "between")

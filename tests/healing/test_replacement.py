@@ -3,7 +3,7 @@
 import pytest
 
 from samestep.launcher.policy import Policy
-from samestep.proof.report.story import gather
+from samestep.report.story import gather
 
 REPLACE = Policy(replace=True, max_restarts=2)
 KILL = {"rank": 1, "step": 2, "phase": "backward", "kind": "SIGKILL"}
@@ -14,7 +14,7 @@ def names(told):
     return [event["event"] for event in told.events if event["event"] != "checkpoint" and event.get("lost") != []]
 
 
-def test_a_spare_takes_over_the_shards_of_a_lost_rank(train, undisturbed):
+def test_a_spare_takes_over_the_microbatches_of_a_lost_rank(train, undisturbed):
     told = train(3, [KILL], spares=1)
     assert told.outcome.exit_code == 0, told.outcome.failure
     assert (told.steps, told.digests) == (undisturbed.steps, undisturbed.digests)

@@ -1,4 +1,4 @@
-"""Workers that do nothing but what healing needs: they post what they do, notice new views, and go on."""
+"""Workers that do nothing but what healing needs: they post what they do, notice new quorums, and go on."""
 
 import os
 import time
@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import samestep.train.run  # noqa: F401 - every starter would import it anew
-from samestep.comm.board import HEALS, READY_TO_JOIN, STOPS_ON_REQUEST, Board, View
-from samestep.comm.pulse import Pulse
+from samestep.comm.heartbeat import Heartbeat
+from samestep.comm.heartbeat_page import HEALS, READY_TO_JOIN, STOPS_ON_REQUEST, HeartbeatPage, Quorum
 from samestep.devices.selection import select
 from samestep.errors import PeerLostError
 from samestep.launcher.assignment import process_variables
@@ -28,31 +28,31 @@ class Member:
     Attributes:
         slot: its slot.
         attempt: how often all were started again.
-        pulse: posts what it does.
-        views: all that it has seen.
+        heartbeat: posts what it does.
+        quorums: all that it has seen.
         folder: where tests look.
     """
 
     slot: int
     attempt: int
-    pulse: Pulse
-    views: list[View]
+    heartbeat: Heartbeat
+    quorums: list[Quorum]
     folder: Path
 
     @property
-    def board(self) -> Board:
-        assert self.pulse.board is not None
-        return self.pulse.board
+    def page(self) -> HeartbeatPage:
+        assert self.heartbeat.page is not None
+        return self.heartbeat.page
 
     @property
     def slots(self) -> tuple[int, ...]:
         """Who makes up the run, as far as it knows."""
-        return self.views[-1].slots
+        return self.quorums[-1].slots
 
     def do(self, step: int, phase: str = "forward") -> None:
         """Enters a phase of a step."""
-        self.pulse.step = step
-        self.pulse.enter(phase)
+        self.heartbeat.step = step
+        self.heartbeat.enter(phase)
 
     def touch(self, name: str) -> None:
         (self.folder / name).touch()
@@ -62,27 +62,27 @@ class Member:
         wait_until(lambda: (self.folder / name).exists())
 
     def regroup(self) -> None:
-        """Waits for a new view and takes it up."""
-        phase = self.pulse.enter("regroup")
-        wait_until(lambda: self.board.number != self.pulse.view)
-        view = self.board.view()
-        if self.slot not in view.slots:
+        """Waits for a new quorum and takes it up."""
+        phase = self.heartbeat.enter("regroup")
+        wait_until(lambda: self.page.number != self.heartbeat.quorum)
+        quorum = self.page.quorum()
+        if self.slot not in quorum.slots:
             raise PeerLostError("counted out, or the run ends")
-        self.views.append(view)
-        self.pulse.view = view.number
-        self.pulse.enter(phase)
+        self.quorums.append(quorum)
+        self.heartbeat.quorum = quorum.number
+        self.heartbeat.enter(phase)
 
     def work_until(self, is_done: Callable[["Member"], bool]) -> dict[str, Any]:
-        """Does steps until that holds; takes up new views on the way."""
+        """Does steps until that holds; takes up new quorums on the way."""
         deadline = time.monotonic() + PATIENCE_SECONDS
         while not is_done(self):
-            assert time.monotonic() < deadline, f"slot {self.slot} waited in vain; it saw {self.views}"
-            self.do(self.pulse.step + 1)
+            assert time.monotonic() < deadline, f"slot {self.slot} waited in vain; it saw {self.quorums}"
+            self.do(self.heartbeat.step + 1)
             time.sleep(0.005)
-            if self.board.number != self.pulse.view:
+            if self.page.number != self.heartbeat.quorum:
                 self.regroup()
-        views = [list(view.slots) for view in self.views]
-        return {"slot": self.slot, "views": views, "lost": list(self.views[-1].lost)}
+        quorums = [list(quorum.slots) for quorum in self.quorums]
+        return {"slot": self.slot, "quorums": quorums, "lost": list(self.quorums[-1].lost)}
 
 
 def is_down_to(count: int) -> Callable[[Member], bool]:
@@ -111,15 +111,17 @@ def run_members(
     """Runs `play` in every worker, forked from this process, under a real supervisor."""
 
     def call() -> Any:
-        found = Board.from_environment()
+        found = HeartbeatPage.from_environment()
         assert found is not None
-        board, slot = found
-        member = Member(slot, int(os.environ["TORCHELASTIC_RESTART_COUNT"]), Pulse(board, slot), [board.view()], folder)
+        page, slot = found
+        member = Member(
+            slot, int(os.environ["TORCHELASTIC_RESTART_COUNT"]), Heartbeat(page, slot), [page.quorum()], folder
+        )
         late = "SAMESTEP_JOINS" in os.environ
-        member.pulse.view = member.views[-1].number
-        member.pulse.set_flags(flags | READY_TO_JOIN if late else flags)
+        member.heartbeat.quorum = member.quorums[-1].number
+        member.heartbeat.set_flags(flags | READY_TO_JOIN if late else flags)
         # Nobody begins before all have said what they can do.
-        wait_until(lambda: late or all(board.beat(slot).flags for slot in board.view().slots))
+        wait_until(lambda: late or all(page.beat(slot).flags for slot in page.quorum().slots))
         return play(member)
 
     selection = select(devices)

@@ -56,9 +56,9 @@ def kill_the_starter() -> int:
     import signal
     import time
 
-    from samestep.comm.board import Board
+    from samestep.comm.heartbeat_page import HeartbeatPage
 
-    found = Board.from_environment()
+    found = HeartbeatPage.from_environment()
     assert found is not None
     found[0].post(found[1], "script", 0, 0, 0)
     attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])

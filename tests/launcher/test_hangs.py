@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from samestep.comm.board import HEALS, SHOWS_LIFE, Beat
+from samestep.comm.heartbeat_page import HEALS, SHOWS_LIFE, Beat
 from samestep.launcher.hangs import Silences
 from samestep.launcher.policy import Policy
 
@@ -20,10 +20,10 @@ TIMEOUT = 10.0
 
 
 def hanging(*looks, stopped=()):
-    """Who hangs after looks half a second apart; each is a mapping of slots to (phase, age of the beat, view)."""
+    """Who hangs after looks half a second apart; each is a mapping of slots to (phase, age of the beat, quorum)."""
     silences = Silences(TIMEOUT)
     for index, look in enumerate(looks):
-        beats = {slot: Beat(100.0 - age, 7, phase, HEALS, view) for slot, (phase, age, view) in look.items()}
+        beats = {slot: Beat(100.0 - age, 7, phase, HEALS, quorum) for slot, (phase, age, quorum) in look.items()}
         silences.look(beats, index * 0.5)
     return silences.hanging(lambda slot: slot in stopped)
 
@@ -184,8 +184,8 @@ def test_a_hang_where_nobody_heals_after_it_is_told_as_the_failure(tmp_path):
         if member.slot == 1:
             member.do(17)
             sleep_in_python()
-        wait_until(lambda: member.board.beat(1).step == 17)  # until then it waits for all to have flags
-        wait_until(lambda: bool(member.pulse.set_flags(0)))  # signs of life: were both silent, it would be a pause
+        wait_until(lambda: member.page.beat(1).step == 17)  # until then it waits for all to have flags
+        wait_until(lambda: bool(member.heartbeat.set_flags(0)))  # signs of life: were both silent, it would be a pause
 
     outcome = run_members(tmp_path, play, "cpu:2", Policy(hang_timeout_seconds=1.5))
     assert outcome.exit_code == 128 + signal.SIGABRT

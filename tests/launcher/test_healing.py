@@ -9,7 +9,7 @@ import time
 import pytest
 import torch
 
-from samestep.comm.board import HEALS, STOPS_ON_REQUEST
+from samestep.comm.heartbeat_page import HEALS, STOPS_ON_REQUEST
 from samestep.errors import DataError, PeerLostError
 from samestep.launcher.policy import Policy
 
@@ -66,7 +66,7 @@ def test_the_others_go_on_without_a_worker_that_died_and_are_told_what_became_of
     outcome = run_members(tmp_path, die_of(ending))
     assert (outcome.exit_code, outcome.failure) == (0, None)
     loss = {"slot": 1, "rank": 1, "device": "CPU worker 1", "cause": cause, "phase": "backward", "step": 17}
-    assert outcome.result == {"slot": 0, "views": [[0, 1, 2], [0, 2]], "lost": [loss]}
+    assert outcome.result == {"slot": 0, "quorums": [[0, 1, 2], [0, 2]], "lost": [loss]}
     stderr = capfd.readouterr().err
     first, *details, last = stderr.splitlines()
     assert first == f"samestep: rank 1 on CPU worker 1 {said} in step 17 (backward); 2 devices go on"
@@ -131,7 +131,7 @@ def test_an_exception_of_the_programs_own_is_shown_though_another_rank_was_lost_
     def play(member):
         if member.slot == 1:
             os.kill(os.getpid(), signal.SIGKILL)
-        wait_until(lambda: member.board.number == 1)
+        wait_until(lambda: member.page.number == 1)
         if member.slot == 0:
             raise ValueError("no such thing")
         member.work_until(is_down_to(1))
@@ -168,7 +168,7 @@ def test_what_the_new_rank_0_prints_reaches_the_terminal_each_stream_by_itself(t
     def play(member):
         print("before", member.slot)
         if member.slot == 0:
-            wait_until(lambda: all(member.board.beat(slot).step for slot in (1, 2)))
+            wait_until(lambda: all(member.page.beat(slot).step for slot in (1, 2)))
             os.kill(os.getpid(), signal.SIGKILL)
         member.do(1)
         member.work_until(is_down_to(2))
@@ -214,14 +214,14 @@ def test_two_die_at_once_and_another_while_the_rest_regroups(tmp_path):
         if member.slot in (1, 2):
             os.kill(os.getpid(), signal.SIGKILL)
         if member.slot == 3:
-            member.pulse.enter("regroup")
-            wait_until(lambda: member.board.number >= 1)
+            member.heartbeat.enter("regroup")
+            wait_until(lambda: member.page.number >= 1)
             os.kill(os.getpid(), signal.SIGKILL)
         return member.work_until(is_down_to(1))
 
     outcome = run_members(tmp_path, play, "cpu:4")
     assert (outcome.exit_code, outcome.failure) == (0, None)
-    assert outcome.result["views"][-1] == [0]
+    assert outcome.result["quorums"][-1] == [0]
     assert {loss["slot"] for loss in outcome.result["lost"]} == {1, 2, 3}
     assert names(outcome).count("death") == 3
     assert outcome.events[-1]["world_size"] == 1
@@ -271,13 +271,13 @@ def test_an_error_of_the_device_that_befalls_a_second_one_in_the_same_step_is_th
             member.work_until(is_down_to(2))
             member.do(5)
         if member.slot < 2:
-            fail_on_device("a bad shard")
+            fail_on_device("a bad microbatch")
         return member.work_until(is_down_to(1))
 
     outcome = run_members(tmp_path, play, policy=Policy(max_restarts=1))
     assert outcome.exit_code == 1
     assert outcome.failure.startswith("rank 1 on CPU worker 1 failed with exit code 1\nTraceback")
-    assert outcome.failure.endswith("AcceleratorError: CUDA error: a bad shard")
+    assert outcome.failure.endswith("AcceleratorError: CUDA error: a bad microbatch")
     assert "start again" not in capfd.readouterr().err
 
 
@@ -325,7 +325,7 @@ def test_a_worker_that_leaves_early_is_lost_once_the_others_miss_it_and_one_at_i
             os._exit(0)
         if member.slot == 2:
             return None
-        wait_until(lambda: member.board.beat(2).phase == "end")
+        wait_until(lambda: member.page.beat(2).phase == "end")
         time.sleep(0.2)
         member.regroup()
         return member.work_until(is_down_to(1))
@@ -350,7 +350,7 @@ def test_workers_that_end_one_after_the_other_are_no_losses(tmp_path, capfd):
 def test_members_that_lost_only_their_connections_are_called_together_again(tmp_path, capfd):
     def play(member):
         member.regroup()
-        return [list(view.slots) for view in member.views]
+        return [list(quorum.slots) for quorum in member.quorums]
 
     outcome = run_members(tmp_path, play)
     assert (outcome.exit_code, outcome.result, outcome.events) == (0, [[0, 1, 2], [0, 1, 2]], ())
@@ -372,7 +372,7 @@ def test_a_lost_worker_that_does_not_end_is_killed(tmp_path):
 def test_rank_0_that_dies_when_the_others_have_ended_fails_the_run(tmp_path):
     def play(member):
         if member.slot == 0:
-            wait_until(lambda: all(member.board.beat(slot).phase == "end" for slot in (1, 2)))
+            wait_until(lambda: all(member.page.beat(slot).phase == "end" for slot in (1, 2)))
             member.do(9, "checkpoint")
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -384,7 +384,7 @@ def test_rank_0_that_dies_when_the_others_have_ended_fails_the_run(tmp_path):
 def test_when_nobody_is_left_the_first_of_the_last_deaths_is_shown(tmp_path):
     def play(member):
         if member.slot == 1:
-            wait_until(lambda: member.board.number == 1)
+            wait_until(lambda: member.page.number == 1)
         os._exit(10 + member.slot)
 
     outcome = run_members(tmp_path, play, "cpu:2")

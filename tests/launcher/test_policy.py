@@ -5,29 +5,29 @@ import pytest
 from samestep.errors import UsageError
 from samestep.launcher.policy import Policy
 
-# A script that heals: it posts on the board by itself, and ends when one of three is lost.
+# A script that heals: it posts on the page by itself, and ends when one of three is lost.
 MEMBER = """
 import os, sys, time
-from samestep.comm.board import HEALS, Board
-from samestep.comm.pulse import Pulse
+from samestep.comm.heartbeat_page import HEALS, HeartbeatPage
+from samestep.comm.heartbeat import Heartbeat
 
-board, slot = Board.from_environment()
-pulse = Pulse(board, slot)
-pulse.set_flags(HEALS)
-while not all(board.beat(other).flags for other in range(3)):
+page, slot = HeartbeatPage.from_environment()
+heartbeat = Heartbeat(page, slot)
+heartbeat.set_flags(HEALS)
+while not all(page.beat(other).flags for other in range(3)):
     time.sleep(0.01)
-pulse.step = 17
-pulse.enter("forward")
+heartbeat.step = 17
+heartbeat.enter("forward")
 if slot == 1:
     {fault}
-while board.number == 0:
-    pulse.enter("exchange")
+while page.number == 0:
+    heartbeat.enter("exchange")
     time.sleep(0.01)
-pulse.enter("regroup")
-pulse.view = board.number
-pulse.enter("exchange")
-if board.view().slots[0] == slot:
-    print(*board.view().slots, flush=True)
+heartbeat.enter("regroup")
+heartbeat.quorum = page.number
+heartbeat.enter("exchange")
+if page.quorum().slots[0] == slot:
+    print(*page.quorum().slots, flush=True)
 """
 
 

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from samestep.comm.board import HEALS, STOPS_ON_REQUEST
+from samestep.comm.heartbeat_page import HEALS, STOPS_ON_REQUEST
 from samestep.launcher.policy import Policy
 
 sys.path.insert(0, os.path.dirname(__file__))
@@ -30,7 +30,7 @@ def test_all_workers_finish_their_step_however_long_it_takes_and_get_no_signal(t
             signal.signal(number, lambda signum, frame: got.append(signum))
         if member.slot == 0:
             os.kill(here, signum)
-        wait_until(lambda: member.board.stop == signum)
+        wait_until(lambda: member.page.stop == signum)
         time.sleep(0.5)  # longer than the grace
         member.touch(f"{member.slot} got {got}")
         os._exit(member.slot)
@@ -49,7 +49,7 @@ def test_a_request_is_forwarded_where_one_worker_would_not_leave_by_itself(tmp_p
 
     def play(member):
         if member.slot == 1:
-            member.pulse.set_flags(HEALS)
+            member.heartbeat.set_flags(HEALS)
             member.touch("ready")
         member.wait_for("ready")
         if member.slot == 0:
@@ -69,7 +69,7 @@ def test_a_second_request_ends_the_run_at_once(tmp_path):
             signal.signal(number, signal.SIG_IGN)
         if member.slot == 0:
             os.kill(here, signal.SIGINT)
-            wait_until(lambda: member.board.stop != 0)
+            wait_until(lambda: member.page.stop != 0)
             os.kill(here, signal.SIGTERM)
         time.sleep(600)
 
@@ -83,15 +83,15 @@ def test_a_death_while_the_step_is_finished_is_healed(tmp_path, capfd):
     def play(member):
         if member.slot == 0:
             os.kill(here, signal.SIGTERM)
-        wait_until(lambda: member.board.stop != 0)
+        wait_until(lambda: member.page.stop != 0)
         if member.slot == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         member.work_until(is_down_to(2))
         for _ in range(30):  # the supervisor looks 20 times a second
-            member.do(member.pulse.step + 1)
+            member.do(member.heartbeat.step + 1)
             time.sleep(0.01)
         member.touch(f"finished-{member.slot}")
-        sys.exit(128 + member.board.stop)
+        sys.exit(128 + member.page.stop)
 
     outcome = run_members(tmp_path, play)
     assert (outcome.exit_code, outcome.failure) == (128 + signal.SIGTERM, None)
@@ -106,11 +106,11 @@ def test_a_hang_while_the_step_is_finished_is_ended(tmp_path):
         member.do(3)
         if member.slot == 0:
             os.kill(here, signal.SIGTERM)
-        wait_until(lambda: member.board.stop != 0)
+        wait_until(lambda: member.page.stop != 0)
         if member.slot == 1:
             time.sleep(600)
         member.work_until(is_down_to(1))
-        sys.exit(128 + member.board.stop)
+        sys.exit(128 + member.page.stop)
 
     outcome = run_members(tmp_path, play, "cpu:2", Policy(hang_timeout_seconds=1.5))
     assert (outcome.exit_code, outcome.failure) == (128 + signal.SIGTERM, None)
@@ -124,7 +124,7 @@ def test_workers_that_had_no_step_left_when_they_were_asked_end_the_run_well(tmp
     def play(member):
         if member.slot == 0:
             os.kill(here, signal.SIGTERM)
-        wait_until(lambda: member.board.stop != 0)
+        wait_until(lambda: member.page.stop != 0)
         if member.slot == 1 and is_lost:
             os.kill(os.getpid(), signal.SIGKILL)
         return member.work_until(is_down_to(2 if is_lost else 3))["slot"]
@@ -141,9 +141,9 @@ def test_a_run_is_not_complete_if_one_worker_left_before_its_end(tmp_path, capfd
     def play(member):
         if member.slot == 0:
             os.kill(here, signal.SIGTERM)
-        wait_until(lambda: member.board.stop != 0)
+        wait_until(lambda: member.page.stop != 0)
         if member.slot == 1:
-            sys.exit(128 + member.board.stop)
+            sys.exit(128 + member.page.stop)
 
     outcome = run_members(tmp_path, play, "cpu:2")
     assert (outcome.exit_code, outcome.failure) == (128 + signal.SIGTERM, None)
@@ -156,7 +156,7 @@ def test_a_failure_while_the_step_is_finished_is_told(tmp_path):
     def play(member):
         if member.slot == 0:
             os.kill(here, signal.SIGTERM)
-        wait_until(lambda: member.board.stop != 0)
+        wait_until(lambda: member.page.stop != 0)
         if member.slot == 1:
             raise OSError("no space left")
         time.sleep(600)

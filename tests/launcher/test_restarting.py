@@ -28,7 +28,7 @@ def test_when_nobody_survives_all_start_again_with_a_fresh_board(tmp_path, capfd
         if member.attempt < 2:
             member.do(17 + member.attempt)
             os.kill(os.getpid(), signal.SIGKILL)
-        return [member.slot, member.attempt, list(member.slots), member.pulse.view, os.environ["WORLD_SIZE"]]
+        return [member.slot, member.attempt, list(member.slots), member.heartbeat.quorum, os.environ["WORLD_SIZE"]]
 
     outcome = run_members(tmp_path, play, "cpu:2", Policy(max_restarts=2))
     assert (outcome.exit_code, outcome.result, outcome.failure) == (0, [0, 2, [0, 1], 0, "2"], None)
@@ -69,7 +69,7 @@ def test_what_befalls_the_same_step_of_two_attempts_alike_is_not_tried_a_third_t
     )
 
 
-def test_a_whole_team_that_crashes_in_one_step_again_and_again_is_not_tried_a_third_time(tmp_path):
+def test_a_whole_run_that_crashes_in_one_step_again_and_again_is_not_tried_a_third_time(tmp_path):
     def play(member):
         member.do(17)
         crash(signal.SIGSEGV)
@@ -153,7 +153,7 @@ def replace_one(member):
         return member.slot
     member.work_until(lambda member: 3 in member.slots)
     member.wait_for("joined")
-    return [list(view.slots) for view in member.views]
+    return [list(quorum.slots) for quorum in member.quorums]
 
 
 def test_a_replacement_is_counted_in_when_it_is_ready(tmp_path, capfd):
@@ -167,11 +167,11 @@ def test_a_replacement_is_counted_in_when_it_is_ready(tmp_path, capfd):
 @pytest.mark.slow
 def test_without_restarts_left_nothing_is_replaced(tmp_path):
     def play(member):
-        if member.slot == 3 or (member.slot == 1 and member.board.number == 0):
+        if member.slot == 3 or (member.slot == 1 and member.page.number == 0):
             os._exit(3)
         member.work_until(is_down_to(2))
         time.sleep(1.5)
-        return member.board.number
+        return member.page.number
 
     outcome = run_members(tmp_path, play, policy=Policy(replace=True, max_restarts=1))
     assert (outcome.exit_code, outcome.result) == (0, 1)
@@ -182,13 +182,13 @@ def test_a_replacement_that_dies_before_it_joined_is_no_loss(tmp_path, capfd):
         if member.slot == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         if member.slot == 3:
-            member.pulse.set_flags(0)
+            member.heartbeat.set_flags(0)
             member.touch("here")
             os._exit(7)
         member.work_until(is_down_to(2))
         member.wait_for("here")
         time.sleep(0.3)
-        return [list(view.slots) for view in member.views]
+        return [list(quorum.slots) for quorum in member.quorums]
 
     outcome = run_members(tmp_path, play, policy=Policy(replace=True, max_restarts=1))
     assert (outcome.exit_code, outcome.result[-1]) == (0, [0, 2])
@@ -203,7 +203,7 @@ def test_a_replacement_that_never_gets_ready_does_not_hold_up_the_end(tmp_path):
         if member.slot == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         if member.slot == 3:
-            member.pulse.set_flags(0)
+            member.heartbeat.set_flags(0)
             member.touch("here")
             time.sleep(600)
         member.work_until(is_down_to(2))

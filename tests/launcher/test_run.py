@@ -163,12 +163,12 @@ def test_a_samestep_error_is_told_by_its_message_and_the_users_line(starter):
     script = starter.script(
         "usage.py",
         "from samestep.errors import UsageError\n\n"
-        "def build():\n    raise UsageError('got 0 shards; give 1 or more')\nbuild()\n",
+        "def build():\n    raise UsageError('got 0 microbatches; give 1 or more')\nbuild()\n",
     )
     done = starter.run("--devices", "cpu:2", "usage.py")
     assert done.returncode == 2
     first, second = done.stderr.splitlines()
-    assert first == "samestep: error: got 0 shards; give 1 or more"
+    assert first == "samestep: error: got 0 microbatches; give 1 or more"
     assert second.startswith("  rank ")
     assert second.endswith(f", at {script}, line 4; exit code 2")
 

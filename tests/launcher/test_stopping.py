@@ -164,7 +164,7 @@ from torch import nn
 from torch.nn import functional
 import samestep
 
-run = samestep.Run(global_batch_size=4, num_shards=2, seed=1)
+run = samestep.Run(global_batch_size=4, num_microbatches=2, seed=1)
 x = torch.randn(8, 4)
 model = nn.Linear(4, 1)
 
@@ -218,7 +218,7 @@ from torch import nn
 from torch.nn import functional
 import samestep
 
-run = samestep.Run(global_batch_size=4, num_shards=2, seed=1)
+run = samestep.Run(global_batch_size=4, num_microbatches=2, seed=1)
 x = torch.randn(8, 4)
 model = nn.Linear(4, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -1,4 +1,4 @@
-"""`samestep run` and `train` on several nodes: the bits of one process, one voice, and mistakes that are sentences."""
+"""`samestep run` and `train` on several nodes: the bits of one process, one communicator, and mistakes that are sentences."""
 
 import socket
 import sys
@@ -77,7 +77,7 @@ def test_a_recipe_on_any_nodes_ends_in_the_digest_of_one_process(nodes, count, s
 @pytest.mark.slow
 def test_an_adopted_script_is_shared_out_over_nodes_with_the_same_bits(nodes):
     script = nodes.script(PARALLEL)
-    options = ["--num-shards", "4", "--seed", "0"]
+    options = ["--num-microbatches", "4", "--seed", "0"]
     one = nodes.run("run", "--devices", "cpu:1", *options, script)
     first, second = nodes.run_all(2, ["run"], ["--devices", "cpu:2", *options, "--log-dir", "logs", script])
     assert (one.code, first.code, second.code) == (0, 0, 0), first.stderr + second.stderr

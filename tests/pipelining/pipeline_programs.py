@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from samestep.comm.mesh import close_mesh
 from samestep.comm.pieces import Piece
 from samestep.comm.relay import Relay
-from samestep.comm.shared import SharedTransport
+from samestep.comm.shm.transport import SharedTransport
 from samestep.engine import gradients
 from samestep.engine.pipelining import parcel
 from samestep.engine.pipelining.placement import PipelinedPlacement
@@ -228,9 +228,9 @@ def train(communicator, name, options):
         The digest, losses and norms by step, scores and outputs, how often this rank ran each part by step, the parts
         of its stages, and how many numbers its parameters hold.
     """
-    o = {"num_shards": 8, "batch": 24, "samples": 70, "optimizer": "sgd", "epochs": 1, **options}
+    o = {"num_microbatches": 8, "batch": 24, "samples": 70, "optimizer": "sgd", "epochs": 1, **options}
     try:
-        run = Run(o["batch"], o["num_shards"], 3, communicator=communicator, mesh=o.get("mesh"))
+        run = Run(o["batch"], o["num_microbatches"], 3, communicator=communicator, mesh=o.get("mesh"))
         model = MODELS[name]()
         optimizer = make_optimizer(model, o["optimizer"])
         ran = Counter()
@@ -275,7 +275,7 @@ def most_on_their_way(communicator, schedule):
         return sent
 
     with mock.patch.object(Relay, "send", noted):
-        train(communicator, "mlp", {"mesh": {"pipe": 2}, "pipeline": {"schedule": schedule}, "num_shards": 24})
+        train(communicator, "mlp", {"mesh": {"pipe": 2}, "pipeline": {"schedule": schedule}, "num_microbatches": 24})
     return max(seen)
 
 
@@ -315,7 +315,7 @@ def left_of_a_step(communicator, schedule, stages_per_rank):
 
 
 def counts_of(batch):
-    """How many of a shard's labels are below five."""
+    """How many of a microbatch's labels are below five."""
     return (batch[1] < 5).sum()
 
 

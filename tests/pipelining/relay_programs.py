@@ -6,8 +6,8 @@ import torch
 from pipeline_programs import close_pipeline
 
 from samestep.comm.axes import connect_axes
+from samestep.core.mesh import Mesh
 from samestep.errors import PeerLostError
-from samestep.plan.mesh import Mesh
 
 TIMEOUT = timedelta(seconds=60)
 
@@ -74,9 +74,14 @@ def fail(communicator):
 def sums_along(communicator, sizes):
     """What the ranks along each axis say together."""
     try:
-        voices = connect_axes(communicator, Mesh(sizes), TIMEOUT).voices
-        shared = voices["data"].share(torch.tensor([communicator.rank]) if voices["data"].rank == 1 else None, 1)
-        words = {axis: [row[0] for row in voice.gather_words([communicator.rank])] for axis, voice in voices.items()}
+        communicators = connect_axes(communicator, Mesh(sizes), TIMEOUT).communicators
+        shared = communicators["data"].share(
+            torch.tensor([communicator.rank]) if communicators["data"].rank == 1 else None, 1
+        )
+        words = {
+            axis: [row[0] for row in communicator.gather_words([communicator.rank])]
+            for axis, communicator in communicators.items()
+        }
         return words, shared.item()
     finally:
         close_pipeline(communicator)

@@ -1,4 +1,4 @@
-"""A model in stages on several ranks: the bits of one device, each shard once through each stage."""
+"""A model in stages on several ranks: the bits of one device, each microbatch once through each stage."""
 
 from collections import Counter
 from functools import cache
@@ -11,28 +11,36 @@ COMPARED = ("digest", "steps", "scores", "outputs")
 PIPE_2, GRID = {"pipe": 2}, {"data": 2, "pipe": 2}
 
 QUICK = {
-    "gpipe": (2, "mlp", {"pipeline": {"schedule": "gpipe"}, "num_shards": 7, "max_grad_norm": 0.3}),
+    "gpipe": (2, "mlp", {"pipeline": {"schedule": "gpipe"}, "num_microbatches": 7, "max_grad_norm": 0.3}),
     "1f1b": (2, "gpt", {"optimizer": "adamw", "max_grad_norm": 0.5}),
-    "interleaved": (2, "two streams", {"pipeline": {"schedule": "interleaved", "stages_per_rank": 2}, "num_shards": 7}),
+    "interleaved": (
+        2,
+        "two streams",
+        {"pipeline": {"schedule": "interleaved", "stages_per_rank": 2}, "num_microbatches": 7},
+    ),
     "zero-bubble": (2, "mlp", {"pipeline": {"schedule": "zero-bubble"}}),
     "zbv": (2, "convolutions", {"pipeline": {"schedule": "zbv", "stages_per_rank": 2}, "epochs": 2}),
     "views at the border": (2, "convolutions", {"pipeline": {"split": ["5"], "schedule": "zero-bubble"}}),
-    "named split": (2, "mlp", {"pipeline": {"split": ["3"]}, "num_shards": 1}),
+    "named split": (2, "mlp", {"pipeline": {"split": ["3"]}, "num_microbatches": 1}),
     "bf16": (2, "mlp", {"precision": "bf16-mixed"}),
     "state from the beginning": (2, "mlp", {"optimizer": "adagrad"}),
     "state from before": (2, "two streams", {"optimizer": "adam with state"}),
     "buffers made in a forward": (2, "masked", {}),
     "fewer samples than stages": (3, "gpt", {"samples": 8, "batch": 3}),
-    "three ranks": (3, "convolutions", {"num_shards": 7, "batch": 25, "samples": 53}),
-    "grid": (4, "convolutions", {"mesh": GRID, "num_shards": 7, "batch": 25, "samples": 26, "epochs": 2}),
+    "three ranks": (3, "convolutions", {"num_microbatches": 7, "batch": 25, "samples": 53}),
+    "grid": (4, "convolutions", {"mesh": GRID, "num_microbatches": 7, "batch": 25, "samples": 26, "epochs": 2}),
     "grid of many stages": (4, "mlp", {"mesh": GRID, "pipeline": {"schedule": "zero-bubble", "stages_per_rank": 2}}),
     "four ranks": (4, "mlp", {}),
 }
 SLOW = {
-    f"{name}, {schedule} x {count}, {ranks} ranks, V={shards}": (
+    f"{name}, {schedule} x {count}, {ranks} ranks, V={microbatches}": (
         ranks,
         name,
-        {"pipeline": {"schedule": schedule, "stages_per_rank": count}, "num_shards": shards, "max_grad_norm": 0.4},
+        {
+            "pipeline": {"schedule": schedule, "stages_per_rank": count},
+            "num_microbatches": microbatches,
+            "max_grad_norm": 0.4,
+        },
     )
     for schedule, count, all_ranks in (
         ("gpipe", 1, (2, 4)),
@@ -44,7 +52,7 @@ SLOW = {
     )
     for ranks in all_ranks
     for name in ("mlp", "convolutions", "two streams", "gpt")
-    for shards in (7, 8)
+    for microbatches in (7, 8)
 }
 
 
@@ -83,7 +91,7 @@ def test_every_schedule_gives_the_bits_of_one_device(worlds, case):
 
 
 def test_ranks_that_talk_by_gloo_give_the_bits_of_one_device(worlds):
-    options = {"mesh": GRID, "num_shards": 7}
+    options = {"mesh": GRID, "num_microbatches": 7}
     check_equal(in_stages(worlds, 4, "convolutions", options, "gloo"), one_device("convolutions", options))
 
 
@@ -93,8 +101,8 @@ def test_a_loss_with_global_counts_gives_the_bits_of_one_device(worlds):
 
 
 @pytest.mark.parametrize(("ranks", "mesh", "copies"), [(2, PIPE_2, 1), (4, GRID, 2)])
-def test_every_shard_runs_once_through_every_stage_on_the_rank_that_has_it(worlds, ranks, mesh, copies):
-    by_rank = in_stages(worlds, ranks, "mlp", {"mesh": mesh, "num_shards": 7})
+def test_every_microbatch_runs_once_through_every_stage_on_the_rank_that_has_it(worlds, ranks, mesh, copies):
+    by_rank = in_stages(worlds, ranks, "mlp", {"mesh": mesh, "num_microbatches": 7})
     total = Counter()
     for got in by_rank:
         assert {part for part, _ in got["ran"]} == set(got["parts"])

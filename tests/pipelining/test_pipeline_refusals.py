@@ -63,7 +63,7 @@ def test_a_loss_function_that_no_pipeline_can_run_is_refused_and_nobody_waits(wo
 def test_a_loss_that_is_not_finite_is_told_on_every_rank_as_on_one_device_and_changes_nothing(worlds):
     said = worlds(2).run(refusal, "convolutions", {**MESH, "loss": infinite})
     assert set(said) == set(in_turns(1, refusal, "convolutions", {"loss": infinite, "strategy": "replicate"}))
-    assert said[0].startswith("NonFiniteError: step 0: not finite: the loss of shard 0")
+    assert said[0].startswith("NonFiniteError: step 0: not finite: the loss of microbatch 0")
 
 
 def test_statistics_that_a_backward_would_count_again_are_refused_by_name(worlds):

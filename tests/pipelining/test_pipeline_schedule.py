@@ -1,4 +1,4 @@
-"""The schedules: orders in which every shard gets through, forwards and backwards in order, whatever their number."""
+"""The schedules: orders in which every microbatch gets through, forwards and backwards in order, for any number."""
 
 import pytest
 
@@ -27,7 +27,7 @@ def waits_for(action, num_stages):
 
 
 def run(schedule):
-    """Carries out a schedule on ranks that send without waiting; the most shards that each held at once."""
+    """Carries out a schedule on ranks that send without waiting; the most microbatches that each held at once."""
     done, at, held = set(), [0] * len(schedule.actions), [0] * len(schedule.actions)
     most = list(held)
     moved = True
@@ -46,13 +46,13 @@ def run(schedule):
 
 
 @pytest.mark.parametrize(("name", "stages_per_rank"), KINDS)
-def test_no_rank_waits_in_vain_whatever_the_number_of_shards(name, stages_per_rank):
+def test_no_rank_waits_in_vain_whatever_the_number_of_microbatches(name, stages_per_rank):
     for num_ranks in (2, 3, 4):
-        for num_shards in (0, 1, 2, 3, 7, 8, 13):
-            run(make_schedule(name, num_ranks, stages_per_rank, num_shards))
+        for num_microbatches in (0, 1, 2, 3, 7, 8, 13):
+            run(make_schedule(name, num_ranks, stages_per_rank, num_microbatches))
 
 
-def test_1f1b_holds_no_more_shards_than_there_are_stages_and_gpipe_all():
+def test_1f1b_holds_no_more_microbatches_than_there_are_stages_and_gpipe_all():
     assert run(make_schedule("1f1b", 4, 1, 16)) == [4, 3, 2, 1]
     assert run(make_schedule("gpipe", 4, 1, 16)) == [16] * 4
 

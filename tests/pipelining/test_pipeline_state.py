@@ -30,7 +30,7 @@ def images(num_samples=44):
 
 
 def loss(model, batch):
-    """A mean over the shard."""
+    """A mean over the microbatch."""
     return functional.cross_entropy(model(batch[0]), batch[1])
 
 

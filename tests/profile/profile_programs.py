@@ -50,7 +50,7 @@ def model():
 def train(run, options, after=lambda step: None):
     """Trains for `NUM_STEPS` steps.
 
-    Options: "data_seconds" a sample, "forward_seconds" a shard by rank, "evaluate": whether to, in the middle.
+    Options: "data_seconds" a sample, "forward_seconds" a microbatch by rank, "evaluate": whether to, in the middle.
 
     Returns:
         The digest of the state.
@@ -77,7 +77,7 @@ def record(communicator, options, folder):
     """Trains on a rank of a world, and leaves its profile in a folder if one is given."""
     run = Run(8, 2, 0, communicator=communicator)
     recording = Recording() if folder else None
-    run.team.pulse.recording = recording
+    run.membership.heartbeat.recording = recording
     digest = train(run, options)
     if recording is not None:
         about = {"rank": communicator.rank, "world_size": communicator.world_size, "device": "cpu", "host": "here"}

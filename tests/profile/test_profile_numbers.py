@@ -2,7 +2,7 @@
 
 import pytest
 
-from samestep.comm.pulse import Pulse
+from samestep.comm.heartbeat import Heartbeat
 from samestep.comm.recording import KEPT_STEPS, MAX_EVENTS, SKIPPED_STEPS, Recording
 from samestep.errors import UsageError
 from samestep.train.profile.advice import advise
@@ -13,14 +13,14 @@ from samestep.train.profile.trace import make_trace
 CALM = {"data": 0.1, "forward": 4, "backward": 5, "exchange": 0.2, "update": 0.6, "script": 0.1}
 
 
-def rank_of(milliseconds, rank=0, num_steps=5, num_shards=1, **facts):
-    """A rank all of whose steps are alike; forward and backward of each of its shards."""
+def rank_of(milliseconds, rank=0, num_steps=5, num_microbatches=1, **facts):
+    """A rank all of whose steps are alike; forward and backward of each of its microbatches."""
     steps, now = [], 0
     for number in range(num_steps):
         events = []
         parts = [(phase, ms) for phase, ms in milliseconds.items() if phase not in ("forward", "backward")]
         both = [("forward", milliseconds["forward"]), ("backward", milliseconds["backward"])]
-        for phase, ms in [*parts[:1], *(both * num_shards), *parts[1:]]:
+        for phase, ms in [*parts[:1], *(both * num_microbatches), *parts[1:]]:
             events.append((phase, now, now + round(1e6 * ms)))
             now = events[-1][2]
         steps.append(Step(number, tuple(events)))
@@ -78,8 +78,8 @@ def test_what_cannot_be_done_is_not_advised():
     assert 'cache="device"' in advice_on(rank_of(waits, cacheable=True))["data"]
     assert 'cache="device"' not in advice_on(rank_of(waits))["data"]
     tiny = {"data": 0.01, "forward": 0.1, "backward": 0.15, "exchange": 0.01, "update": 0.05}
-    assert "or --compile, train_step(compile=True)" in advice_on(rank_of(tiny, num_shards=8))["shards"]
-    assert "compile" not in advice_on(rank_of(tiny, num_shards=8, compiles=True))["shards"]
+    assert "or --compile, train_step(compile=True)" in advice_on(rank_of(tiny, num_microbatches=8))["microbatches"]
+    assert "compile" not in advice_on(rank_of(tiny, num_microbatches=8, compiles=True))["microbatches"]
 
 
 def test_the_advice_quotes_its_number():
@@ -96,14 +96,17 @@ def test_a_rare_checkpoint_counts_by_its_part_of_the_time_although_its_median_is
     assert list(advice_on(rank)) == ["checkpoint"]
 
 
-def test_ranks_of_unlike_speed_get_shares_and_ranks_of_unlike_shards_another_number_of_devices():
+def test_ranks_of_unlike_speed_get_shares_and_ranks_of_unlike_microbatches_another_number_of_devices():
     slow = {**CALM, "forward": 12, "backward": 15, "exchange": 0.1}
     quick = {**CALM, "exchange": 18}
     text = advice_on(rank_of(quick), rank_of(slow, rank=1))["ranks"]
     assert "--shares 3,1" in text
-    many, few = rank_of({**CALM, "exchange": 0.1}, num_shards=3), rank_of({**CALM, "exchange": 9.1}, 1, num_shards=2)
+    many, few = (
+        rank_of({**CALM, "exchange": 0.1}, num_microbatches=3),
+        rank_of({**CALM, "exchange": 9.1}, 1, num_microbatches=2),
+    )
     text = advice_on(many, few)["ranks"]
-    assert "3 and 2 shards" in text
+    assert "3 and 2 microbatches" in text
     assert "--shares" not in text
 
 
@@ -112,10 +115,10 @@ def test_even_ranks_are_left_alone():
     assert "ranks" not in advice_on(rank_of(CALM), rank_of(nearly, rank=1))
 
 
-def test_tiny_shards_are_named_and_a_single_one_is_not():
+def test_tiny_microbatches_are_named_and_a_single_one_is_not():
     tiny = {"data": 0.01, "forward": 0.1, "backward": 0.15, "exchange": 0.01, "update": 0.05}
-    assert list(advice_on(rank_of(tiny, num_shards=8))) == ["shards"]
-    assert list(advice_on(rank_of(tiny, num_shards=1))) == ["nothing"]
+    assert list(advice_on(rank_of(tiny, num_microbatches=8))) == ["microbatches"]
+    assert list(advice_on(rank_of(tiny, num_microbatches=1))) == ["nothing"]
 
 
 def test_an_adopted_script_is_not_advised_to_use_what_it_has_not():
@@ -170,22 +173,22 @@ def test_a_loop_that_takes_no_step_does_not_fill_the_memory():
 
 
 def test_signs_of_life_do_not_cut_a_phase():
-    pulse = Pulse()
-    pulse.recording = Recording()
+    heartbeat = Heartbeat()
+    heartbeat.recording = Recording()
     for phase in ("data", "forward", "forward", "backward", "update", "update", "script", "data"):
-        pulse.enter(phase)
-    (step,) = pulse.recording.steps
+        heartbeat.enter(phase)
+    (step,) = heartbeat.recording.steps
     assert [phase for phase, _, _ in step.events] == ["data", "forward", "backward", "update"]
 
 
 def test_without_a_recording_a_detail_is_no_phase():
-    pulse = Pulse()
-    pulse.enter("script")
-    assert pulse.enter_detail("ledger") == "script"
-    assert pulse.phase == "script"
-    pulse.recording = Recording()
-    assert pulse.enter_detail("ledger") == "script"
-    assert pulse.phase == "ledger"
+    heartbeat = Heartbeat()
+    heartbeat.enter("script")
+    assert heartbeat.enter_detail("ledger") == "script"
+    assert heartbeat.phase == "script"
+    heartbeat.recording = Recording()
+    assert heartbeat.enter_detail("ledger") == "script"
+    assert heartbeat.phase == "ledger"
 
 
 def test_what_leaves_during_the_backward_is_hidden_until_that_ends():

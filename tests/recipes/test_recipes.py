@@ -74,7 +74,7 @@ def test_lenet_has_the_layers_of_its_description():
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_losses_and_metrics_of_two_shards_add_up_to_those_of_the_batch(name):
+def test_losses_and_metrics_of_two_microbatches_add_up_to_those_of_the_batch(name):
     recipe, content, model = build(name)
     model.eval()
     last = len(content.train) - 1

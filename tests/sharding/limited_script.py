@@ -25,14 +25,14 @@ def data_bytes():
 
 
 def loss(model, batch):
-    """A mean over the shard."""
+    """A mean over the microbatch."""
     peak.append(data_bytes())
     return functional.mse_loss(model(batch), batch)
 
 
 strategy, limit = sys.argv[1], int(sys.argv[2])
 mesh = {"tensor": 2} if strategy == "tensor" else None
-run = samestep.Run(global_batch_size=16, num_shards=8, seed=1, mesh=mesh)
+run = samestep.Run(global_batch_size=16, num_microbatches=8, seed=1, mesh=mesh)
 if limit:
     resource.setrlimit(resource.RLIMIT_DATA, (data_bytes() + (limit << 20), resource.RLIM_INFINITY))
 begin, peak = data_bytes(), []

@@ -43,7 +43,7 @@ class Chain(nn.Module):
 
 
 class Fickle(nn.Module):
-    """Whether a bias inside a block takes part depends on the shard; another never does, and one is frozen."""
+    """Whether a bias inside a block takes part depends on the microbatch; another never does, and one is frozen."""
 
     def __init__(self):
         super().__init__()
@@ -63,7 +63,7 @@ class Fickle(nn.Module):
 
 
 class Skipping(nn.Module):
-    """Which of two equal blocks runs depends on the shard."""
+    """Which of two equal blocks runs depends on the microbatch."""
 
     def __init__(self):
         super().__init__()
@@ -95,7 +95,7 @@ class Looped(nn.Module):
 
 
 def layer_normed():
-    """A chain for shards of a single sample."""
+    """A chain for microbatches of a single sample."""
     return Chain(norm=nn.LayerNorm)
 
 
@@ -106,7 +106,7 @@ def table(num_samples):
 
 
 def classify(model, batch):
-    """A mean over the shard."""
+    """A mean over the microbatch."""
     return functional.cross_entropy(model(batch[0]), batch[1])
 
 
@@ -215,12 +215,19 @@ def train(communicator, strategy, options):
     """Trains a small model.
 
     Returns:
-        Bits, losses and norms as hex, the shards that this rank ran by step, the scores, and the elements of optimizer
-        state that this rank has.
+        Bits, losses and norms as hex, the microbatches that this rank ran by step, the scores, and the elements of
+        optimizer state that this rank has.
     """
-    defaults = {"model": "chain", "num_shards": 8, "batch": 32, "samples": 82, "optimizer": "adamw", "loss": "mean"}
+    defaults = {
+        "model": "chain",
+        "num_microbatches": 8,
+        "batch": 32,
+        "samples": 82,
+        "optimizer": "adamw",
+        "loss": "mean",
+    }
     o = {**defaults, **options}
-    run = Run(o["batch"], o["num_shards"], 3, communicator=communicator)
+    run = Run(o["batch"], o["num_microbatches"], 3, communicator=communicator)
     model = MODELS[o["model"]]()
     groups = [{"params": list(model.parameters())[:3], "weight_decay": 0.1}, {"params": list(model.parameters())[3:]}]
     optimizer = OPTIMIZERS[o["optimizer"]](groups)
@@ -233,11 +240,11 @@ def train(communicator, strategy, options):
     try:
         step = run.train_step(model, optimizer, loss, strategy=STRATEGIES[strategy], **step_options)
         ran = Counter()
-        collect = step.runner.buffers.collect  # is told of every shard whose gradient counts, and of no other
+        collect = step.runner.buffers.collect  # is told of every microbatch whose gradient counts, and of no other
 
-        def count(shard, num_samples):
-            ran.update([(step.num_steps, shard)])
-            collect(shard, num_samples)
+        def count(microbatch, num_samples):
+            ran.update([(step.num_steps, microbatch)])
+            collect(microbatch, num_samples)
 
         loader = run.loader(table(o["samples"]), shuffle=True)
         steps = []
@@ -269,7 +276,7 @@ def close_mesh_of(communicator):
 def train_recipe_spread(communicator, strategy, name, options):
     """Trains a recipe on a part of its embedded data; the bits, the losses and the scores."""
     recipe = load(name)
-    run = Run(RECIPE_BATCH[name], options.get("num_shards", 8), 0, communicator=communicator)
+    run = Run(RECIPE_BATCH[name], options.get("num_microbatches", 8), 0, communicator=communicator)
     content = recipe.data(DataOptions(seed=0, options=RECIPE_OPTIONS.get(name, {})))
     model = recipe.model(content)
     optimizer = make_optimizer(model, options.get("optimizer", "adam"), 1e-3)

@@ -15,7 +15,7 @@ from samestep.train.run import Run
 from samestep.train.state import capture
 from samestep.train.trainer import Trainer
 
-NUM_SAMPLES, BATCH, NUM_SHARDS, EPOCHS, SEED = 28, 10, 4, 3, 5  # epochs of 3 steps, the last one of 8 samples
+NUM_SAMPLES, BATCH, NUM_MICROBATCHES, EPOCHS, SEED = 28, 10, 4, 3, 5  # epochs of 3 steps, the last one of 8 samples
 NUM_STEPS = 9
 
 
@@ -89,7 +89,7 @@ def train(communicator, strategy, optimizer="adam", run_dir=None, resume=None, s
     Returns:
         The digest, the losses of the epochs, the number of steps.
     """
-    run = Run(BATCH, NUM_SHARDS, SEED, communicator=communicator)
+    run = Run(BATCH, NUM_MICROBATCHES, SEED, communicator=communicator)
     model = Odd()
     made = OPTIMIZERS[optimizer](model)
     chosen = {"checkpoint_steps": 2, "checkpoint_minutes": None, "keep": 100, "digest_every": 1, **(options or {})}
@@ -107,7 +107,7 @@ def ask_to_stop_after(trainer, step):
 
     def asking(model, batch, *more):
         if trainer.step.num_steps + 1 == step and trainer.run.rank == 0:
-            trainer.run.team.ask_to_stop(15)
+            trainer.run.membership.ask_to_stop(15)
         return loss_fn(model, batch, *more)
 
     trainer.step.runner._loss_fn = asking
@@ -130,7 +130,7 @@ def states(communicator, strategy, optimizer="adam", num_steps=2):
     Returns:
         Digests, checksums, and the numbers of elements in the files of its captured state.
     """
-    run = Run(BATCH, NUM_SHARDS, SEED, communicator=communicator)
+    run = Run(BATCH, NUM_MICROBATCHES, SEED, communicator=communicator)
     model = Odd()
     step = run.train_step(model, OPTIMIZERS[optimizer](model), classification, strategy=STRATEGIES[strategy])
     checksum = StateChecksum(step)
@@ -155,7 +155,7 @@ def own_loop(communicator, strategy, folder, place=None, until=None):
     Returns:
         The digest and the rest.
     """
-    run = Run(BATCH, NUM_SHARDS, SEED, communicator=communicator)
+    run = Run(BATCH, NUM_MICROBATCHES, SEED, communicator=communicator)
     model = Odd()
     step = run.train_step(model, OPTIMIZERS["two, in groups"](model), classification, strategy=STRATEGIES[strategy])
     loader = run.loader(points(), shuffle=True)
@@ -172,7 +172,7 @@ def own_loop(communicator, strategy, folder, place=None, until=None):
 @with_mesh_closed
 def messages(communicator, strategy):
     """What is said where the digest of a model is asked for that is spread."""
-    run = Run(BATCH, NUM_SHARDS, SEED, communicator=communicator)
+    run = Run(BATCH, NUM_MICROBATCHES, SEED, communicator=communicator)
     model = Odd()
     optimizer = OPTIMIZERS["adam"](model)
     run.train_step(model, optimizer, classification, strategy=STRATEGIES[strategy])
@@ -196,7 +196,7 @@ def read_by_torch(path: Path, names):
 @with_mesh_closed
 def loaded_after_a_forward(communicator, strategy, folder):
     """The loss of a step after a checkpoint was loaded into a model whose parameters were together just then."""
-    run = Run(BATCH, NUM_SHARDS, SEED, communicator=communicator)
+    run = Run(BATCH, NUM_MICROBATCHES, SEED, communicator=communicator)
     model = Odd()
     step = run.train_step(model, OPTIMIZERS["adam"](model), classification, strategy=STRATEGIES[strategy])
     loader = run.loader(points(), shuffle=True)

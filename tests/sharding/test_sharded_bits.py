@@ -6,16 +6,16 @@ from unittest import mock
 import pytest
 from spread_programs import refused, train, train_recipe_spread
 
+from samestep.core.tree import TreeSum
 from samestep.engine.sharding import gradients as gradients_module
-from samestep.plan.tree import TreeSum
 
 WORLD_SIZES = [1, 2, 3, 4]
 CASES = [
     {},
-    {"num_shards": 7, "max_grad_norm": 0.1, "optimizer": "momentum"},
+    {"num_microbatches": 7, "max_grad_norm": 0.1, "optimizer": "momentum"},
     {"model": "fickle", "max_grad_norm": 0.5, "epochs": 1},
-    {"model": "layer normed", "samples": 67, "num_shards": 4, "epochs": 1},
-    {"model": "layer normed", "num_shards": 32, "samples": 33, "loss": "counts", "epochs": 1},
+    {"model": "layer normed", "samples": 67, "num_microbatches": 4, "epochs": 1},
+    {"model": "layer normed", "num_microbatches": 32, "samples": 33, "loss": "counts", "epochs": 1},
     {"precision": "bf16-mixed", "gamma": 0.9, "epochs": 1},
     {"precision": "16-mixed", "optimizer": "momentum", "epochs": 1},
     {"loss": "masked", "optimizer": "foreach", "epochs": 1},
@@ -46,7 +46,7 @@ def reference_of(references, worlds, options):
 
 
 def agree(reference, results):
-    """All ranks give what one device gives, and together they ran each shard of each step once."""
+    """All ranks give what one device gives, and together they ran each microbatch of each step once."""
     for result in results:
         assert result[0] == reference[0]
         assert result[1] == reference[1]
@@ -173,8 +173,8 @@ def counted_along(communicator, options):
     """Training in which the gradients of ranks that only run along count."""
     arm = gradients_module.ShardedGradientSum.arm
 
-    def arm_all(self, shard, is_last):
-        arm(self, shard, is_last)
+    def arm_all(self, microbatch, is_last):
+        arm(self, microbatch, is_last)
         self._num_leaves = 2**30
 
     with mock.patch.object(gradients_module.ShardedGradientSum, "arm", arm_all):
@@ -183,7 +183,7 @@ def counted_along(communicator, options):
 
 @pytest.mark.parametrize("broken", [added_in_rank_order, counted_along])
 def test_the_comparison_notices_another_sum(worlds, references, broken):
-    options = {"num_shards": 7}
+    options = {"num_microbatches": 7}
     reference = reference_of(references, worlds, options)
     assert all(result[0] != reference[0] for result in worlds(2).run(broken, options))
 

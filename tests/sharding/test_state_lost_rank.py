@@ -19,7 +19,7 @@ PROGRAM = textwrap.dedent(
 
     folder, *wanted = sys.argv[1:]
     torch.manual_seed(0)
-    run = samestep.Run(global_batch_size=8, num_shards=4, seed=0)
+    run = samestep.Run(global_batch_size=8, num_microbatches=4, seed=0)
     net = torch.nn.Sequential(torch.nn.Linear(4, 32), torch.nn.Dropout(0.1), torch.nn.Linear(32, 2))
     x = torch.randn(64, 4, generator=torch.Generator().manual_seed(1))
 

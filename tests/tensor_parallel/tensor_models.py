@@ -53,7 +53,7 @@ class Embedded(nn.Module):
 
 
 class Fickle(nn.Module):
-    """Whether a divided layer takes part depends on the shard; another layer is frozen, and one is never called."""
+    """Whether a divided layer takes part depends on the microbatch; one layer is frozen, and one never called."""
 
     def __init__(self):
         super().__init__()
@@ -148,7 +148,7 @@ class Observed(Pieced):
 
 
 class Observer(nn.Module):
-    """A buffer that holds the highest feature of the last shard."""
+    """A buffer that holds the highest feature of the last microbatch."""
 
     def __init__(self):
         super().__init__()

@@ -37,7 +37,7 @@ def loss(model, batch):
 
 
 def counts_of(batch):
-    """How many of a shard's labels are below five."""
+    """How many of a microbatch's labels are below five."""
     return (batch[2] < 5).sum()
 
 
@@ -143,8 +143,8 @@ def whole_state(step):
 
 def make(communicator, name, options):
     """A run, and the step of a model."""
-    o = {"num_shards": 5, "batch": 12, "optimizer": "momentum", **options}
-    run = Run(o["batch"], o["num_shards"], o.get("seed", 3), communicator=communicator, mesh=o.get("mesh"))
+    o = {"num_microbatches": 5, "batch": 12, "optimizer": "momentum", **options}
+    run = Run(o["batch"], o["num_microbatches"], o.get("seed", 3), communicator=communicator, mesh=o.get("mesh"))
     model = MODELS[name]()
     optimizer = OPTIMIZERS[o["optimizer"]](model.parameters())
     extra = {
@@ -167,8 +167,8 @@ def train(communicator, name, options):
     """Trains a model, divided where there is a mesh.
 
     Returns:
-        Losses and norms by step, the whole state, the samples of the shards that this rank executed by step, how many
-        numbers it has of each parameter and how many there are, scores and outputs.
+        Losses and norms by step, the whole state, the samples of the microbatches that this rank executed by step, how
+        many numbers it has of each parameter and how many there are, scores and outputs.
     """
     run, step, seen = make(communicator, name, options)
     data = texts(options.get("samples", 27))
@@ -226,7 +226,7 @@ def second_step(communicator, name, options):
 
 
 def loses_rank_1(communicator, name, options):
-    """What a rank says when rank 1 ends in the middle of its second shard."""
+    """What a rank says when rank 1 ends in the middle of its second microbatch."""
     try:
         run, step, _ = make(communicator, name, options)
         forwards = []

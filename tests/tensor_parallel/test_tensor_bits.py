@@ -12,7 +12,17 @@ TENSOR_2, GRID, GRID_OF_6 = {"tensor": 2}, {"data": 2, "tensor": 2}, {"data": 3,
 # Some steps in single precision: what differs is the order in which some tens of products are added up, which moves a
 # sum by some units in its last place, 6e-8 of it, and each step by that times the learning rate.
 CLOSE = {"rtol": 2e-4, "atol": 2e-5}
-ON_ONE_DEVICE = ("num_shards", "batch", "samples", "epochs", "optimizer", "precision", "max_grad_norm", "loss", "seed")
+ON_ONE_DEVICE = (
+    "num_microbatches",
+    "batch",
+    "samples",
+    "epochs",
+    "optimizer",
+    "precision",
+    "max_grad_norm",
+    "loss",
+    "seed",
+)
 
 QUICK = {
     "gpt": ("gpt", {"max_grad_norm": 0.5}),
@@ -27,19 +37,25 @@ QUICK = {
     "torch's own": ("embedded", {"plan": "torch's own"}),
     "fickle": ("fickle", {"optimizer": "adamw"}),
     "counts": ("chain", {"loss": "counts"}),
-    "one shard": ("chain", {"num_shards": 1}),
+    "one microbatch": ("chain", {"num_microbatches": 1}),
 }
 SLOW = {
-    f"{name}, {'positions' if sequence else 'whole'}, {optimizer}, V={shards}": (
+    f"{name}, {'positions' if sequence else 'whole'}, {optimizer}, V={microbatches}": (
         name,
-        {"sequence": sequence, "optimizer": optimizer, "num_shards": shards, "max_grad_norm": 0.5, "epochs": 2},
+        {
+            "sequence": sequence,
+            "optimizer": optimizer,
+            "num_microbatches": microbatches,
+            "max_grad_norm": 0.5,
+            "epochs": 2,
+        },
     )
     for name in (
         *("gpt", "gpt without dropout", "gpt with a head"),
         *("encoder", "encoder, norm first", "encoder, positions first", "encoder, positions and norm first"),
     )
     for sequence in (False, True)
-    for optimizer, shards in (("momentum", 6), ("adamw", 5))
+    for optimizer, microbatches in (("momentum", 6), ("adamw", 5))
 }
 
 
@@ -123,7 +139,7 @@ def test_more_ranks_along_data_give_the_same_bits(divided, case):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", [GRID, GRID_OF_6], ids=str)
-@pytest.mark.parametrize("case", [case for case in (*QUICK, *SLOW) if case != "one shard"])
+@pytest.mark.parametrize("case", [case for case in (*QUICK, *SLOW) if case != "one microbatch"])
 def test_every_kind_of_layer_has_the_same_bits_on_any_number_of_ranks_along_data(divided, mesh, case):
     check_bits_along_data(divided, mesh, *(QUICK | SLOW)[case])
 
@@ -197,7 +213,7 @@ def test_every_rank_has_its_share_of_the_divided_parameters_and_all_of_the_other
 
 
 @pytest.mark.parametrize(("mesh", "name"), [(TENSOR_2, "gpt"), (GRID, "gpt"), (GRID, "fickle")], ids=str)
-def test_the_ranks_that_share_a_model_execute_the_same_shards_and_nobody_else_does(divided, mesh, name):
+def test_the_ranks_that_share_a_model_execute_the_same_microbatches_and_nobody_else_does(divided, mesh, name):
     by_rank = divided(mesh, name, QUICK[name][1])
     pairs = [by_rank[first : first + 2] for first in range(0, len(by_rank), 2)]
     executed = Counter()

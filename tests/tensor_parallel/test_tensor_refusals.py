@@ -60,11 +60,11 @@ IN_SILENCE = {
         "embedded",
         {**MESH, "plan": "half a head", "loss": "mean of scores"},
         "DeterminismError",
-        "different losses of one shard",
+        "different losses of one microbatch",
     ),
     "a buffer": (
         "observed",
-        {**MESH, "plan": "fed", "samples": 24, "num_shards": 1},
+        {**MESH, "plan": "fed", "samples": 24, "num_microbatches": 1},
         "DeterminismError",
         "the buffer scale.highest",
     ),
@@ -138,11 +138,11 @@ def test_twin_without_positions_nothing_need_be_named(worlds, name):
     assert worlds(2).run(said, name, {**MESH, "plan": plan}) == ["nothing"] * 2
 
 
-def test_shares_of_a_gradient_are_added_once_a_shard_however_many_shards_there_are(worlds):
+def test_shares_of_a_gradient_are_added_once_a_microbatch_however_many_microbatches_there_are(worlds):
     options = {"plan": "norm", "sequence": True, "epochs": 1}
-    for num_shards in (1, 4):
-        alone = in_turns(1, train, "positioned", {"num_shards": num_shards, "epochs": 1})[0]
-        for got in worlds(2).run(train, "positioned", {**options, **MESH, "num_shards": num_shards}):
+    for num_microbatches in (1, 4):
+        alone = in_turns(1, train, "positioned", {"num_microbatches": num_microbatches, "epochs": 1})[0]
+        for got in worlds(2).run(train, "positioned", {**options, **MESH, "num_microbatches": num_microbatches}):
             for name in ("region.0.weight", "region.0.bias", "region.3.bias", "tokens.weight"):
                 assert got["state"][name] == pytest.approx(alone["state"][name], rel=1e-4, abs=1e-5)
 
@@ -151,7 +151,7 @@ def test_shares_of_a_gradient_are_added_once_a_shard_however_many_shards_there_a
 def test_a_loss_that_is_not_finite_is_told_as_on_one_device_and_changes_nothing(worlds, size, mesh):
     told = worlds(size).run(said, "gpt", {"mesh": mesh, "loss": "infinite"})
     assert set(told) == set(in_turns(1, said, "gpt", {"loss": "infinite"}))
-    assert told[0].startswith("NonFiniteError: step 0: not finite: the loss of shard 0")
+    assert told[0].startswith("NonFiniteError: step 0: not finite: the loss of microbatch 0")
 
 
 def test_on_one_device_mesh_and_plan_are_not_looked_at():
@@ -160,7 +160,7 @@ def test_on_one_device_mesh_and_plan_are_not_looked_at():
 
 @pytest.mark.usefixtures("worlds")  # their server of processes may stay
 @pytest.mark.parametrize("transport", ["auto", "gloo"])
-def test_a_rank_that_is_lost_in_the_middle_of_a_shard_ends_the_others(transport):
+def test_a_rank_that_is_lost_in_the_middle_of_a_microbatch_ends_the_others(transport):
     world = World(2, transport)
     try:
         for pipe in world._pipes:

@@ -17,7 +17,7 @@ from samestep.train.run import Run
 from samestep.train.trainer import Trainer
 
 METRICS = {"accuracy": accuracy, "loss": cross_entropy}
-NUM_SAMPLES, BATCH, NUM_SHARDS, EPOCHS, SEED = 28, 10, 4, 4, 5  # 4 epochs of 3 steps, the last one of 8 samples
+NUM_SAMPLES, BATCH, NUM_MICROBATCHES, EPOCHS, SEED = 28, 10, 4, 4, 5  # 4 epochs of 3 steps, the last one of 8 samples
 
 
 def points(num_samples=NUM_SAMPLES, seed=4):
@@ -68,7 +68,7 @@ class Odd(nn.Module):
 
 
 def classification(model, batch):
-    """Cross-entropy, a mean over the shard."""
+    """Cross-entropy, a mean over the microbatch."""
     return functional.cross_entropy(model(batch[0]), batch[1])
 
 
@@ -84,7 +84,7 @@ def sometimes_nan(model, batch):
 
 
 def few_counted(model, batch):
-    """A loss over some of the samples: shards may have none."""
+    """A loss over some of the samples: microbatches may have none."""
     counted = batch[1] == 1
     return Mean(functional.cross_entropy(model(batch[0])[counted], batch[1][counted], reduction="sum"), counted.sum())
 
@@ -246,7 +246,7 @@ def train(
         The digest, the history without its times, scheduler and loss scale, and what the script drew.
     """
     case = {**CASES[name], **more}
-    run = Run(BATCH, NUM_SHARDS, SEED, communicator=communicator)
+    run = Run(BATCH, NUM_MICROBATCHES, SEED, communicator=communicator)
     model = case.get("model", plain)()
     optimizer = make_optimizers(model, case.get("optimizer", "sgd momentum"))
     scheduler = SCHEDULERS[case["scheduler"]](optimizer) if "scheduler" in case else None
@@ -293,7 +293,7 @@ def gan_loop(communicator, folder, first=0, last=None, place=None, saves=True):
     """
     from samestep.train.digest import state_digest
 
-    run = Run(BATCH, NUM_SHARDS, SEED, communicator=communicator)
+    run = Run(BATCH, NUM_MICROBATCHES, SEED, communicator=communicator)
     gan = nn.ModuleDict({"generator": nn.Linear(2, 2), "critic": nn.Sequential(nn.Linear(2, 4), nn.Linear(4, 1))})
     critic, generator = (
         torch.optim.Adam(gan["critic"].parameters(), 0.01),

@@ -17,8 +17,8 @@ import torch
 from checkpoint_writers import REFUSED, is_state_of, snapshot_of
 from safetensors.torch import load_file, save_file
 
-from samestep.adopt.table import Patch, applied
 from samestep.errors import CheckpointError, RunFolderError, UsageError
+from samestep.scripts.patch import Patch, applied
 from samestep.train import manifest, temporary, tensorfile
 from samestep.train.checkpoint import (
     Snapshot,

@@ -53,7 +53,7 @@ def table(num_samples=24):
 
 
 def squared(model, batch):
-    """A mean over the shard."""
+    """A mean over the microbatch."""
     return functional.mse_loss(model(batch[0]), batch[1])
 
 

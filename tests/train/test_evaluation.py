@@ -9,17 +9,17 @@ from torch.nn import functional
 from train_programs import METRICS, classifier, evaluate, evaluate_with_draws, many_outputs, points, predict
 from worlds import in_turns
 
+from samestep.core.seeds import derive_seed
 from samestep.engine.losses import Mean
 from samestep.errors import DeterminismError, UsageError
-from samestep.plan.seeds import derive_seed
 from samestep.train import evaluation as evaluation_module
 from samestep.train.metrics import accuracy
 from samestep.train.run import Run
 
 
-def in_run(program, world_size=1, batch=16, num_shards=4):
+def in_run(program, world_size=1, batch=16, num_microbatches=4):
     """Runs `program(run)` on every rank."""
-    return in_turns(world_size, lambda c: program(Run(batch, num_shards, 2, communicator=c)))
+    return in_turns(world_size, lambda c: program(Run(batch, num_microbatches, 2, communicator=c)))
 
 
 def whole(structure):
@@ -39,7 +39,7 @@ def test_the_scores_are_those_of_a_plain_loop_over_each_sample_once():
         output = torch.cat([model(x[i : i + 1]) for i in range(len(x))])
     assert scores["accuracy"] == (output.argmax(1) == y).double().mean().item()
     assert scores["wrong"] == (output.argmax(1) != y).double().mean().item()
-    # The forward of one sample rounds otherwise than that of a shard.
+    # The forward of one sample rounds otherwise than that of a microbatch.
     assert scores["loss"] == pytest.approx(functional.cross_entropy(output, y).item(), rel=1e-6)
     mine = y == 1
     assert scores["margin"] == pytest.approx((output[:, 1] - output[:, 0])[mine].mean().item(), rel=1e-5)
@@ -61,7 +61,7 @@ def test_real_processes_give_the_same_scores_and_predictions(worlds, world_size)
 
 
 @pytest.mark.parametrize("num_samples", [1, 2, 16, 17, 19])
-def test_more_devices_than_a_batch_has_shards(num_samples):
+def test_more_devices_than_a_batch_has_microbatches(num_samples):
     scores = in_turns(1, evaluate, num_samples, 16, 7)[0]
     predictions = whole(in_turns(1, predict, num_samples, 16, 7)[0])
     for world_size in (5, 7):
@@ -174,7 +174,7 @@ class Observing(nn.Module):
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_buffers_that_the_forward_changes_reach_neither_the_next_shard_nor_the_caller(world_size):
+def test_buffers_that_the_forward_changes_reach_neither_the_next_microbatch_nor_the_caller(world_size):
     def program(run):
         model = Observing()
         before = {name: value.clone() for name, value in model.named_buffers()}
@@ -203,7 +203,7 @@ def test_predictions_come_in_the_order_of_the_data_and_keep_their_dtypes():
             expected = many_outputs(model, points())
         for ours, theirs in zip(whole(result), whole(expected), strict=True):
             assert (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape)
-            # A shard's forward rounds otherwise than that of all samples at once.
+            # A microbatch's forward rounds otherwise than that of all samples at once.
             torch.testing.assert_close(ours, theirs, rtol=1e-2 if ours.dtype == torch.bfloat16 else 1e-5, atol=1e-5)
         assert torch.equal(result["list"][2], expected["list"][2])
         assert torch.equal(result["pair"][1], expected["pair"][1])

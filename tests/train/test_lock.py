@@ -42,7 +42,7 @@ class Free:
 
 if "careless" in sys.argv:
     notes.take_lock = lambda *_: Free()
-run = samestep.Run(global_batch_size=10, num_shards=2, seed=1)
+run = samestep.Run(global_batch_size=10, num_microbatches=2, seed=1)
 x = torch.randn(40, 4)
 model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.2), nn.Linear(8, 1))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)

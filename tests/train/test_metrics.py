@@ -1,4 +1,4 @@
-"""Metrics: sums and counts that add up over shards, shapes that are checked, ties and NaN that have one meaning."""
+"""Metrics: sums and counts that add up over microbatches, checked shapes, ties and NaN with one meaning."""
 
 import math
 
@@ -27,17 +27,17 @@ REGRESSION = {
 }
 
 
-def over_shards(metric, output, batch, sizes):
+def over_microbatches(metric, output, batch, sizes):
     x, y = batch
     total = count = 0.0
     for part, part_x, part_y in zip(output.split(sizes), x.split(sizes), y.split(sizes), strict=True):
-        shard_total, shard_count = metrics.sums(metric, part, (part_x, part_y))
-        total, count = total + shard_total.item(), count + shard_count.item()
+        microbatch_total, microbatch_count = metrics.sums(metric, part, (part_x, part_y))
+        total, count = total + microbatch_total.item(), count + microbatch_count.item()
     return metrics.result(metric, total, count)
 
 
 def whole(metric, output, batch):
-    return over_shards(metric, output, batch, [len(output)])
+    return over_microbatches(metric, output, batch, [len(output)])
 
 
 @pytest.fixture
@@ -89,22 +89,22 @@ def test_regression_metrics_equal_the_textbook():
 def test_a_classification_metric_is_the_same_however_the_samples_are_sharded(classified, name, sizes):
     metric = CLASSIFICATION[name]
     # Cross-entropy adds float64 values in another order here; the counts are exact.
-    assert over_shards(metric, *classified, sizes) == pytest.approx(whole(metric, *classified), rel=1e-14)
+    assert over_microbatches(metric, *classified, sizes) == pytest.approx(whole(metric, *classified), rel=1e-14)
 
 
 @pytest.mark.parametrize("sizes", [[6], [1] * 6, [0, 4, 2]])
 @pytest.mark.parametrize("name", TOKENS)
-def test_a_shard_without_a_valid_token_weighs_nothing(tokens, name, sizes):
+def test_a_microbatch_without_a_valid_token_weighs_nothing(tokens, name, sizes):
     metric = TOKENS[name]
     # The first sample has no valid token; the order of adding float64 values differs.
-    assert over_shards(metric, *tokens, sizes) == pytest.approx(whole(metric, *tokens), rel=1e-14)
+    assert over_microbatches(metric, *tokens, sizes) == pytest.approx(whole(metric, *tokens), rel=1e-14)
 
 
 @pytest.mark.parametrize("name", REGRESSION)
-def test_a_root_is_taken_of_the_global_mean_not_of_each_shard(name):
+def test_a_root_is_taken_of_the_global_mean_not_of_each_microbatch(name):
     output, y = torch.arange(6.0), torch.tensor([0.0, 3.0, 0.0, 9.0, 4.0, 5.0])
     metric = REGRESSION[name]
-    assert over_shards(metric, output, (y, y), [1, 2, 3]) == whole(metric, output, (y, y))
+    assert over_microbatches(metric, output, (y, y), [1, 2, 3]) == whole(metric, output, (y, y))
 
 
 def test_two_dimensional_regression_against_a_flat_target_is_not_broadcast():
@@ -231,7 +231,7 @@ def test_what_is_neither_metric_nor_function_is_refused(bad):
     "measured",
     [torch.tensor(0.5), Mean(torch.zeros(2), 1), Mean(0.5, 1), Mean(torch.tensor(1.0), torch.ones(2)), [1.0], None],
 )
-def test_a_mean_over_the_shard_or_another_shape_is_refused_by_the_metrics_name(measured):
+def test_a_mean_over_the_microbatch_or_another_shape_is_refused_by_the_metrics_name(measured):
     with pytest.raises(UsageError, match="'broken'"):
         metrics.sums(metrics.Metric(lambda output, batch: measured, name="broken"), None, None)
 

@@ -7,7 +7,7 @@ from itertools import chain, islice, repeat
 import numpy as np
 import pytest
 import torch
-from resume_programs import BATCH, NUM_SHARDS, SEED, Noisy, classification, gan_loop, plain, points
+from resume_programs import BATCH, NUM_MICROBATCHES, SEED, Noisy, classification, gan_loop, plain, points
 from torch import nn
 from torch.optim import lr_scheduler as schedules
 from torch.utils.data import DataLoader
@@ -32,7 +32,7 @@ class Parts:
     """A run with all that belongs to it."""
 
     def __init__(self, communicator, seed=SEED, model=plain, precision="32-true", shuffle=True):
-        self.run = Run(BATCH, NUM_SHARDS, seed, communicator=communicator)
+        self.run = Run(BATCH, NUM_MICROBATCHES, seed, communicator=communicator)
         self.model = model()
         self.optimizer = torch.optim.Adam(self.model.parameters(), 0.02)
         self.scheduler = schedules.StepLR(self.optimizer, 2, gamma=0.8)
@@ -270,7 +270,7 @@ def test_another_contract_is_refused_on_all_ranks(tmp_path, changes, kind, sente
 
 def test_of_several_steps_the_contract_is_listed_by_step(tmp_path):
     def program(communicator, lr):
-        run = Run(BATCH, NUM_SHARDS, SEED, communicator=communicator)
+        run = Run(BATCH, NUM_MICROBATCHES, SEED, communicator=communicator)
         models = [plain(), plain(4)]
         steps = [
             run.train_step(m, torch.optim.SGD(m.parameters(), lr=rate), classification)
@@ -358,14 +358,14 @@ def test_state_dicts_of_all_parts_go_through_torch_s_own_files(tmp_path):
 
 def test_the_state_of_a_run_holds_it_to_its_contract():
     def program(communicator):
-        kept = Run(BATCH, NUM_SHARDS, SEED, communicator=communicator).state_dict()
+        kept = Run(BATCH, NUM_MICROBATCHES, SEED, communicator=communicator).state_dict()
         expected = draws()
-        run = Run(BATCH, NUM_SHARDS, SEED, communicator=communicator)
+        run = Run(BATCH, NUM_MICROBATCHES, SEED, communicator=communicator)
         draws()
         run.load_state_dict(kept)
         assert draws() == expected
         other = Run(BATCH, 2, SEED, communicator=communicator)
-        with pytest.raises(ContractError, match="num_shards: 4 before, 2 now"):
+        with pytest.raises(ContractError, match="num_microbatches: 4 before, 2 now"):
             other.load_state_dict(kept)
         other.load_state_dict(kept, allow_contract_change=True)
         assert draws() == expected
@@ -393,7 +393,7 @@ def test_a_step_that_takes_up_a_state_forgets_what_was_bad_before(tmp_path):
         def explode(model, batch):
             return model(batch[0]).mean() * (float("nan") if step.num_steps == 1 else 1.0)
 
-        run = Run(BATCH, NUM_SHARDS, SEED, communicator=communicator)
+        run = Run(BATCH, NUM_MICROBATCHES, SEED, communicator=communicator)
         model = nn.Linear(2, 3)
         step = run.train_step(model, torch.optim.Adam(model.parameters(), fused=True), explode, late_check=True)
         step(points(10))
@@ -427,7 +427,7 @@ def test_a_checkpoint_of_an_optimizer_over_other_parameters_changes_nothing(
     tmp_path, of_groups, allow, sentence, shard_optimizer
 ):
     def make(communicator, groups):
-        run = Run(BATCH, NUM_SHARDS, SEED, communicator=communicator)
+        run = Run(BATCH, NUM_MICROBATCHES, SEED, communicator=communicator)
         model = plain()
         optimizer = torch.optim.Adam(groups(model), 0.02)
         return run, model, run.train_step(model, optimizer, classification, shard_optimizer=shard_optimizer)
@@ -451,7 +451,7 @@ def test_a_checkpoint_of_an_optimizer_over_other_parameters_changes_nothing(
 
 def test_a_whole_parameter_is_written_once_where_only_the_optimizers_state_is_spread(tmp_path):
     def program(communicator):
-        run = Run(BATCH, NUM_SHARDS, SEED, communicator=communicator)
+        run = Run(BATCH, NUM_MICROBATCHES, SEED, communicator=communicator)
         model = plain()
         step = run.train_step(model, torch.optim.Adam(model.parameters(), 0.02), classification, shard_optimizer=True)
         step(points(10))

@@ -96,7 +96,7 @@ def test_a_run_resumed_again_and_again_after_each_step_ends_the_same(tmp_path):
         run_steps = [0]
 
         def count(*_):
-            run_steps[0] += 1 / 2  # two shards a rank
+            run_steps[0] += 1 / 2  # two microbatches a rank
 
         hook = torch.nn.modules.module.register_module_forward_hook(
             lambda module, *_: count() if isinstance(module, torch.nn.Sequential) and module.training else None
@@ -304,13 +304,13 @@ PUBLIC = {
     "10 samples, micro 2, on 3": (10, 6, 3, [3, 2]),
     "batch 18 on 7": (40, 18, 7, [7, 4]),
     "batch 18 from 2 to 7": (40, 18, 7, [2, 7]),
-    "a shard a sample": (11, 4, 4, [4, 3]),
+    "a microbatch a sample": (11, 4, 4, [4, 3]),
 }
 
 
-def consume(communicator, size, batch, num_shards, place=None, stop=None, saves=None):
+def consume(communicator, size, batch, num_microbatches, place=None, stop=None, saves=None):
     """Trains for two epochs, by a loop of its own; sample ids by epoch as this rank ran them, and the digest."""
-    run = Run(batch, num_shards, 3, communicator=communicator)
+    run = Run(batch, num_microbatches, 3, communicator=communicator)
     model = torch.nn.Linear(2, 3)
     optimizer = torch.optim.Adam(model.parameters(), 0.05)
     step = run.train_step(model, optimizer, classification)
@@ -321,20 +321,20 @@ def consume(communicator, size, batch, num_shards, place=None, stop=None, saves=
     while loader.cursor.epoch < 2:
         for each in loader:
             step(each)
-            ran[each.epoch] += [int(i) for value in each.shards.values() for i in value[2]]
+            ran[each.epoch] += [int(i) for value in each.microbatches.values() for i in value[2]]
             if stop is not None and step.num_steps == stop:
                 run.save_checkpoint(saves, step, loader)
                 return ran, None
     return ran, state_digest(model, optimizer)
 
 
-@pytest.mark.parametrize(("size", "batch", "num_shards", "devices"), quick(PUBLIC))
-def test_every_sample_is_run_once_an_epoch_over_a_stop_at_any_step(tmp_path, size, batch, num_shards, devices):
-    reference = in_turns(1, consume, size, batch, num_shards)[0][1]
+@pytest.mark.parametrize(("size", "batch", "num_microbatches", "devices"), quick(PUBLIC))
+def test_every_sample_is_run_once_an_epoch_over_a_stop_at_any_step(tmp_path, size, batch, num_microbatches, devices):
+    reference = in_turns(1, consume, size, batch, num_microbatches)[0][1]
     for stop in range(1, 2 * -(-size // batch)):
         folder = tmp_path / str(stop)
-        first = in_turns(devices[0], consume, size, batch, num_shards, None, stop, folder)
-        second = in_turns(devices[1], consume, size, batch, num_shards, folder)
+        first = in_turns(devices[0], consume, size, batch, num_microbatches, None, stop, folder)
+        second = in_turns(devices[1], consume, size, batch, num_microbatches, folder)
         for epoch_number in (0, 1):
             ran = [i for ids, _ in (*first, *second) for i in ids[epoch_number]]
             assert sorted(ran) == list(range(size)), (stop, epoch_number)

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from resume_programs import BATCH, NUM_SHARDS, SEED, classification, plain, points
+from resume_programs import BATCH, NUM_MICROBATCHES, SEED, classification, plain, points
 from torch import nn
 from torch.nn import functional
 from torch.optim import lr_scheduler as schedules
@@ -51,8 +51,15 @@ def stepped(gamma=0.5):
 
 def fit(communicator, run_dir=None, resume=None, allow=False, epochs=2, **changes):
     """Trains two epochs of three steps with a checkpoint each; the digest and the learning rate at the end."""
-    c = {"seed": SEED, "batch": BATCH, "num_shards": NUM_SHARDS, "model": Model, "loss": classification, **changes}
-    run = Run(c["batch"], c["num_shards"], c["seed"], communicator=communicator, num_threads=c.get("threads"))
+    c = {
+        "seed": SEED,
+        "batch": BATCH,
+        "num_microbatches": NUM_MICROBATCHES,
+        "model": Model,
+        "loss": classification,
+        **changes,
+    }
+    run = Run(c["batch"], c["num_microbatches"], c["seed"], communicator=communicator, num_threads=c.get("threads"))
     model = c["model"]()
     optimizer = c.get("optimizer", sgd)(model)
     scheduler = c["scheduler"](optimizer) if "scheduler" in c else None
@@ -89,14 +96,14 @@ def at_step_4(run_dir):
 
 
 def test_everything_that_decides_the_bits_is_listed_at_once_field_by_field(run_dir):
-    changes = {"seed": 6, "batch": 12, "num_shards": 2, "loss": other_loss, "shuffle": False, "data": points(20)}
+    changes = {"seed": 6, "batch": 12, "num_microbatches": 2, "loss": other_loss, "shuffle": False, "data": points(20)}
     options = {"max_grad_norm": 1.0, "precision": "bf16-mixed"}
     with pytest.raises(ContractError) as caught:
         alone(None, run_dir, optimizer=lambda m: sgd(m, 0.2, weight_decay=0.1), options=options, **changes)
     text = str(caught.value)
     for line in (
         "  global_batch_size: 10 before, 12 now (decides which samples make a step)",
-        "  num_shards: 4 before, 2 now",
+        "  num_microbatches: 4 before, 2 now",
         "  seed: 5 before, 6 now (decides the order of the samples",
         "  shuffle: True before, False now",
         "  num_samples: 28 before, 20 now (decides what is trained on)",
@@ -208,7 +215,7 @@ def test_a_state_that_cannot_be_taken_up_is_an_error_though_changes_are_allowed(
 
 def test_what_is_refused_changes_nothing(run_dir):
     def program(communicator):
-        run = Run(BATCH, NUM_SHARDS, SEED, communicator=communicator)
+        run = Run(BATCH, NUM_MICROBATCHES, SEED, communicator=communicator)
         model = Model(width=9)
         before = [p.clone() for p in model.parameters()]
         trainer = Trainer(run, model, sgd(model), classification)

@@ -29,8 +29,8 @@ def refusal(make, kind=UsageError):
         ({"global_batch_size": -8}, "got global_batch_size=-8"),
         ({"global_batch_size": 8.0}, "got global_batch_size=8.0"),
         ({"global_batch_size": True}, "got global_batch_size=True"),
-        ({"num_shards": 0}, "got num_shards=0; it must be 1 or more (--num-shards)"),
-        ({"num_shards": "4"}, "got num_shards='4'"),
+        ({"num_microbatches": 0}, "got num_microbatches=0; it must be 1 or more (--num-microbatches)"),
+        ({"num_microbatches": "4"}, "got num_microbatches='4'"),
         ({"seed": -1}, "got seed=-1; it must be an integer from 0 to 2^63 - 1 (--seed)"),
         ({"seed": 2**63}, "got seed=9223372036854775808"),
         ({"seed": 0.5}, "got seed=0.5"),
@@ -59,10 +59,10 @@ def test_a_device_that_is_here_is_taken(device):
     assert Run(8, device=device).device == torch.device("cpu")
 
 
-def test_more_devices_than_shards_say_what_to_set():
+def test_more_devices_than_microbatches_say_what_to_set():
     text = refusal(lambda: in_turns(3, lambda c: Run(8, 2, communicator=c)))
-    assert text.startswith("got 3 devices for 2 shards")
-    assert "--num-shards 3 or more" in text
+    assert text.startswith("got 3 devices for 2 microbatches")
+    assert "--num-microbatches 3 or more" in text
 
 
 @pytest.mark.parametrize(
@@ -130,18 +130,18 @@ def test_ranks_whose_loaders_order_datasets_of_other_lengths_are_told_so_in_the_
     in_turns(2, program)
 
 
-def test_eight_shards_are_the_default_whatever_the_devices():
-    assert [in_turns(d, lambda c: Run(32, communicator=c).contract.num_shards)[0] for d in (1, 2, 5)] == [8, 8, 8]
-    assert Run(3).contract.num_shards == 3
+def test_eight_microbatches_are_the_default_whatever_the_devices():
+    assert [in_turns(d, lambda c: Run(32, communicator=c).contract.num_microbatches)[0] for d in (1, 2, 5)] == [8, 8, 8]
+    assert Run(3).contract.num_microbatches == 3
 
 
 def test_the_contract_is_json_and_does_not_hold_the_number_of_devices():
     contracts = [in_turns(d, lambda c: Run(32, 8, 7, communicator=c).contract.as_json())[0] for d in (1, 4)]
     assert contracts[0] == contracts[1]
     contract = json.loads(json.dumps(contracts[0]))
-    assert {k: contract[k] for k in ("global_batch_size", "num_shards", "seed", "reduction", "device_kind")} == {
+    assert {k: contract[k] for k in ("global_batch_size", "num_microbatches", "seed", "reduction", "device_kind")} == {
         "global_batch_size": 32,
-        "num_shards": 8,
+        "num_microbatches": 8,
         "seed": 7,
         "reduction": "ordered",
         "device_kind": "cpu",

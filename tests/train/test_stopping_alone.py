@@ -12,10 +12,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from samestep.comm.board import STOPS_ON_REQUEST, Board
 from samestep.comm.communicator import Communicator
-from samestep.comm.pulse import Pulse
-from samestep.comm.team import Team
+from samestep.comm.heartbeat import Heartbeat
+from samestep.comm.heartbeat_page import STOPS_ON_REQUEST, HeartbeatPage
+from samestep.comm.membership import Membership
 from samestep.comm.transport import LocalTransport
 from samestep.train.line import from_line
 from samestep.train.stopping import stopping_on_request
@@ -29,7 +29,7 @@ from torch.nn import functional
 import samestep
 
 seconds, resume = float(sys.argv[1]), sys.argv[2] if len(sys.argv) > 2 else None
-run = samestep.Run(global_batch_size=10, num_shards=4, seed=1)
+run = samestep.Run(global_batch_size=10, num_microbatches=4, seed=1)
 x = torch.randn(60, 4)
 model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.2), nn.Linear(8, 1))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -202,14 +202,14 @@ def test_a_second_request_ends_it_at_once(start, tmp_path, signum):
     assert left(tmp_path) == []
 
 
-def team():
+def membership():
     alone = LocalTransport()
-    return Team(Communicator(torch.device("cpu"), alone, alone), 1)
+    return Membership(Communicator(torch.device("cpu"), alone, alone), 1)
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 def test_the_first_request_is_noted_and_the_second_is_the_system_s(signum, capfd):
-    ours, before = team(), signal.getsignal(signum)
+    ours, before = membership(), signal.getsignal(signum)
     with stopping_on_request(ours):
         assert ours.stop_asked == 0
         os.kill(os.getpid(), signum)
@@ -220,7 +220,7 @@ def test_the_first_request_is_noted_and_the_second_is_the_system_s(signum, capfd
 
 
 def test_inside_another_one_it_changes_nothing():
-    ours = team()
+    ours = membership()
     with stopping_on_request(ours):
         before = signal.getsignal(signal.SIGTERM)
         with stopping_on_request(ours):
@@ -229,16 +229,16 @@ def test_inside_another_one_it_changes_nothing():
 
 
 def test_inside_another_one_it_still_stops_on_request_by_the_board():
-    ours, board = team(), Board.create(1)
+    ours, page = membership(), HeartbeatPage.create(1)
     try:
-        ours.pulse = Pulse(board)
+        ours.heartbeat = Heartbeat(page)
         with stopping_on_request(ours):
             with stopping_on_request(ours):
                 pass
-            assert board.beat(0).flags == STOPS_ON_REQUEST
-        assert board.beat(0).flags == 0
+            assert page.beat(0).flags == STOPS_ON_REQUEST
+        assert page.beat(0).flags == 0
     finally:
-        board.close()
+        page.close()
 
 
 @pytest.mark.slow
@@ -267,7 +267,7 @@ def wait():
 
 
 def test_a_program_that_handles_a_signal_itself_is_left_alone():
-    heard, ours = [], team()
+    heard, ours = [], membership()
     before = signal.signal(signal.SIGTERM, lambda *_: heard.append(True))
     try:
         with stopping_on_request(ours):
@@ -281,7 +281,7 @@ def test_elsewhere_than_in_the_main_thread_signals_are_left_alone():
     before = signal.getsignal(signal.SIGINT)
 
     def program():
-        with stopping_on_request(team()):
+        with stopping_on_request(membership()):
             assert signal.getsignal(signal.SIGINT) == before
         return True
 

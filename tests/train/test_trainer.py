@@ -180,7 +180,7 @@ def test_the_run_folder_holds_the_whole_run(tmp_path):
     names = ["ledger.jsonl", "loss.png", "metrics.jsonl", "run.json", "tensorboard", "weights.safetensors"]
     assert sorted(os.listdir(folder)) == ["checkpoints", *names]
     contract = json.loads((folder / "run.json").read_text())
-    assert (contract["recipe"], contract["precision"], contract["num_shards"]) == ("points", "bf16-mixed", 4)
+    assert (contract["recipe"], contract["precision"], contract["num_microbatches"]) == ("points", "bf16-mixed", 4)
     assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
     saved = load_file(folder / "weights.safetensors")
     assert saved.keys() == weights.keys()
@@ -280,7 +280,7 @@ def test_a_run_that_explodes_says_so_keeps_what_it_has_and_can_go_on(tmp_path, m
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
         options = {"run_dir": tmp_path / "run", "late_check": late}
         with Trainer(run, model, optimizer, explode_in_the_second_epoch, **options) as trainer:
-            with pytest.raises(NonFiniteError, match="step 5: not finite: the loss of shard 0"):
+            with pytest.raises(NonFiniteError, match="step 5: not finite: the loss of microbatch 0"):
                 trainer.fit(points(), 3)
             assert [record.epoch for record in trainer.history] == [1]
             assert trainer.step.num_steps == 5

@@ -27,7 +27,7 @@ def classifier():
 
 
 def classification(model, batch):
-    """Cross-entropy, a mean over the shard."""
+    """Cross-entropy, a mean over the microbatch."""
     return functional.cross_entropy(model(batch[0]), batch[1])
 
 
@@ -58,9 +58,9 @@ class Notes:
         self.num_closed += 1
 
 
-def make_trainer(communicator, batch=16, num_shards=4, seed=2, **options):
+def make_trainer(communicator, batch=16, num_microbatches=4, seed=2, **options):
     """A run, a model, an optimizer, and a trainer of them."""
-    run = Run(batch, num_shards, seed, communicator=communicator)
+    run = Run(batch, num_microbatches, seed, communicator=communicator)
     model = classifier()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     return Trainer(run, model, optimizer, classification, **options)
@@ -75,9 +75,9 @@ def fit(communicator, epochs=(2,), **options):
         return trainer.digest, records
 
 
-def evaluate(communicator, num_samples=61, batch=16, num_shards=4, precision="32-true"):
+def evaluate(communicator, num_samples=61, batch=16, num_microbatches=4, precision="32-true"):
     """The scores of a fresh model as hex."""
-    run = Run(batch, num_shards, 2, communicator=communicator)
+    run = Run(batch, num_microbatches, 2, communicator=communicator)
     model = classifier()
     scores = run.evaluate(model, points(num_samples), METRICS, precision=precision)
     return {name: value.hex() for name, value in scores.items()}, state_digest(model, [])
@@ -98,9 +98,9 @@ def evaluate_with_draws(communicator, noisy=True):
     return scores, torch.rand(1).item(), float(np.random.rand()), random.random()
 
 
-def predict(communicator, num_samples=61, batch=16, num_shards=4):
+def predict(communicator, num_samples=61, batch=16, num_microbatches=4):
     """What a fresh model predicts, in a structure of many dtypes."""
-    run = Run(batch, num_shards, 2, communicator=communicator)
+    run = Run(batch, num_microbatches, 2, communicator=communicator)
     return run.predict(classifier(), points(num_samples), forward=many_outputs)
 
 

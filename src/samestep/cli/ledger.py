@@ -11,8 +11,8 @@ from samestep.text import one_line
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from samestep.proof.ledger import Difference, Extent, FieldDifference, Ledger
     from samestep.train.agreement import Change
+    from samestep.verify.ledger import Difference, Extent, FieldDifference, Ledger
 
 SHOWN_STEPS = 20
 SHOWN_NOTES = 5
@@ -35,7 +35,7 @@ def diff(
     norm and state of every step that both have.
     """
     from samestep.errors import UsageError
-    from samestep.proof.ledger import compare, extent
+    from samestep.verify.ledger import compare, extent
 
     ledgers = [_read(path) for path in (a, b)]
     reach = extent(*ledgers)
@@ -82,7 +82,7 @@ def show(
 def _read(path: Path) -> "Ledger":
     """A ledger; what is none is bad usage."""
     from samestep.errors import DataError, UsageError
-    from samestep.proof.ledger import read_ledger
+    from samestep.verify.ledger import read_ledger
 
     try:
         return read_ledger(path)
@@ -92,8 +92,8 @@ def _read(path: Path) -> "Ledger":
 
 def _contract_changes(a: Path, b: Path) -> "list[Change] | None":
     """The fields in which the contracts differ; None where one of them is not there."""
-    from samestep.proof.runs import read_contract
     from samestep.train.agreement import differences
+    from samestep.verify.runs import read_contract
 
     contracts = [read_contract(path if path.is_dir() else path.parent) for path in (a, b)]
     return None if contracts[0] is None or contracts[1] is None else differences(contracts[0], contracts[1])
@@ -137,7 +137,7 @@ def _diff_as_json(
 ) -> dict[str, Any]:
     from dataclasses import asdict
 
-    from samestep.proof.ledger import cause
+    from samestep.verify.ledger import cause
 
     return {
         "a": str(a),
@@ -157,7 +157,7 @@ def _print_diff(
     difference: "Difference | None",
     changes: "list[Change] | None",
 ) -> None:
-    from samestep.proof.ledger import cause
+    from samestep.verify.ledger import cause
 
     console = _console()
     for letter, path, ledger, alone in (("A", a, ledgers[0], reach.only_a), ("B", b, ledgers[1], reach.only_b)):
@@ -243,7 +243,7 @@ def _name(field: str) -> str:
 
 def _value(value: Any, short: bool = False) -> str:
     """A value of the ledger for people: numbers in decimal digits, all of them or six."""
-    from samestep.proof.ledger import number
+    from samestep.verify.ledger import number
 
     if value is None:
         return "-"

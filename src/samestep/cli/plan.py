@@ -60,7 +60,7 @@ def plan(
     data: Annotated[
         str | None, typer.Option(rich_help_panel=MODEL_PANEL, help="A recipe's data, as `samestep train` takes it.")
     ] = None,
-    num_shards: Annotated[
+    num_microbatches: Annotated[
         int | None, typer.Option(rich_help_panel=LAYOUT_PANEL, help="Slices of a global batch.")
     ] = None,
     strategy: Annotated[
@@ -70,7 +70,9 @@ def plan(
     shard_optimizer: Annotated[
         bool | None,
         typer.Option(
-            "--shard-optimizer/--no-shard-optimizer", rich_help_panel=LAYOUT_PANEL, help="Divide the optimizer state."
+            "--microbatch-optimizer/--no-microbatch-optimizer",
+            rich_help_panel=LAYOUT_PANEL,
+            help="Divide the optimizer state.",
         ),
     ] = None,
     tensor: Annotated[
@@ -127,7 +129,7 @@ def plan(
     wish = Wish(
         batch_size=subject.global_batch_size if global_batch_size is None else global_batch_size,
         precision=precision,
-        num_shards=num_shards,
+        num_microbatches=num_microbatches,
         strategy=strategy,
         shard_optimizer=shard_optimizer,
         tensor=tensor,

@@ -12,7 +12,7 @@ import typer
 def replay(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.")],
     step: Annotated[int, typer.Option(metavar="N", help="The step to show, counted from 0, as in the ledger.")],
-    shard: Annotated[int | None, typer.Option(metavar="S", help="Show this shard alone.")] = None,
+    microbatch: Annotated[int | None, typer.Option(metavar="S", help="Show this microbatch alone.")] = None,
     module: Annotated[
         str | None,
         typer.Option(metavar="NAME", help="Show this module and those within it alone, in more detail."),
@@ -22,7 +22,7 @@ def replay(
         typer.Option(metavar="DEVICE", help="cpu, cuda:0, …; by default one of the kind that the run was made on."),
     ] = None,
     debug: Annotated[
-        bool, typer.Option("--pdb", help="Open pdb in the forward, of --module and in --shard if they are given.")
+        bool, typer.Option("--pdb", help="Open pdb in the forward, of --module and in --microbatch if they are given.")
     ] = False,
     save: Annotated[
         Path | None,
@@ -38,13 +38,15 @@ def replay(
     from bdb import BdbQuit
 
     from samestep.errors import UsageError
-    from samestep.proof.replay.replaying import replay as replay_run
+    from samestep.replay.replaying import replay as replay_run
 
     if debug and as_json:
         raise UsageError("got --pdb and --json; the debugger needs the terminal for itself")
     try:
         with nullcontext() if debug else redirect_stdout(sys.stderr):
-            found = replay_run(run, step, device=device, shard=shard, module=module, debug=debug, save=save, tell=_say)
+            found = replay_run(
+                run, step, device=device, microbatch=microbatch, module=module, debug=debug, save=save, tell=_say
+            )
     except BdbQuit:
         raise typer.Exit from None
     if as_json:
@@ -52,12 +54,12 @@ def replay(
     else:
         from rich.console import Console
 
-        from samestep.proof.replay.tables import print_replay
+        from samestep.replay.tables import print_replay
 
         console = Console(highlight=False)
         if not console.is_terminal:
             console.width = 200  # nothing is folded or cut in a file or a pipe
-        print_replay(console, found, by_shard=shard is not None or module is not None)
+        print_replay(console, found, by_microbatch=microbatch is not None or module is not None)
     if not found.holds:
         raise typer.Exit(1)
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from samestep.proof.report.story import Story
+    from samestep.report.story import Story
 
 PAGE_FILE = "report.html"
 PICTURE_FILE = "report.png"
@@ -27,7 +27,7 @@ def report(
 
     Writes one HTML page that needs neither network nor server, and a picture. A run may be under way.
     """
-    from samestep.proof.report.story import gather
+    from samestep.report.story import gather
 
     story = gather(runs)
     folder = runs[0] if out is None else out
@@ -44,9 +44,9 @@ def report(
 
 
 def _write(story: "Story", page: Path, picture: Path) -> None:
-    from samestep.proof.report.page import make_page
-    from samestep.proof.report.picture import draw_report
-    from samestep.proof.report.writing import write_whole
+    from samestep.report.page import make_page
+    from samestep.report.picture import draw_report
+    from samestep.report.writing import write_whole
 
     write_whole(page, make_page(story).encode(errors="backslashreplace"))
     draw_report(picture, story)
@@ -55,7 +55,7 @@ def _write(story: "Story", page: Path, picture: Path) -> None:
 def _print(story: "Story", page: Path, picture: Path) -> None:
     from rich.console import Console
 
-    from samestep.proof.report.terminal import print_story
+    from samestep.report.terminal import print_story
 
     console = Console(highlight=False)
     if not console.is_terminal:

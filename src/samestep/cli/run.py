@@ -40,10 +40,10 @@ def run(
     nproc_per_node: NumProcPerNode = None,
     threads: Threads = 1,
     start_method: StartMethod = None,
-    num_shards: Annotated[
+    num_microbatches: Annotated[
         int | None,
         typer.Option(
-            "--num-shards",
+            "--num-microbatches",
             metavar="V",
             min=1,
             help="Into how many chunks a wrapped forward is cut, whatever the devices; by default the script decides.",
@@ -80,13 +80,13 @@ def run(
     N virtual CUDA devices. A script that deals with ranks itself (init_process_group, samestep.Run) finds the
     variables that torchrun sets.
     """
-    from samestep.adopt.reading import reads_as
     from samestep.comm.environment import read_environment
     from samestep.devices.selection import select
     from samestep.errors import UsageError
     from samestep.launcher.job import Job
     from samestep.launcher.policy import Policy
     from samestep.launcher.supervisor import supervise
+    from samestep.scripts.script_analysis import reads_as
     from samestep.train.naming import PROFILE_FOLDER
 
     policy = Policy(heal, min_devices, max_restarts, hang_timeout, replace)
@@ -107,17 +107,18 @@ def run(
     selection = select(spec)
     reading = reads_as(program[0], is_module=module)
     if adopt if adopt is not None else reading.kind == "adopted":
-        asked = spec.startswith("cpu") or selection.count > 1 or num_shards is not None or cluster is not None
+        asked = spec.startswith("cpu") or selection.count > 1 or num_microbatches is not None or cluster is not None
         is_virtual = asked and selection.kind == "cpu"
-        options = {"num_shards": num_shards, "seed": seed, "wrap": wrap, "virtual": is_virtual}
-        job = _called(job, "samestep.adopt.script", "run_adopted", options)
-    elif num_shards is not None or seed is not None or wrap is not None:
+        options = {"num_microbatches": num_microbatches, "seed": seed, "wrap": wrap, "virtual": is_virtual}
+        job = _called(job, "samestep.scripts.script", "run_adopted", options)
+    elif num_microbatches is not None or seed is not None or wrap is not None:
         raise UsageError(
-            f"--num-shards, --seed and --wrap are for scripts of one process, and {reading.reason}; set them in the "
+            f"--num-microbatches, --seed and --wrap are for scripts of one process, and {reading.reason}; set them in "
+            "the "
             "script, or give --adopt"
         )
     else:
-        job = _called(job, "samestep.adopt.spawning", "run_native", {})
+        job = _called(job, "samestep.scripts.spawning", "run_native", {})
     if adopt is None and reading.is_both:
         typer.echo(f"samestep: {program[0]}: {reading.reason}", err=True)
     folder = profile_dir or (Path(PROFILE_FOLDER) if profile else None)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from samestep.proof.runs import RunSummary
+    from samestep.verify.runs import RunSummary
 
 
 def runs(
@@ -20,7 +20,7 @@ def runs(
     in whose folder something was written in the last two minutes is `running?`.
     """
     from samestep.errors import DataError, UsageError
-    from samestep.proof.runs import find_runs
+    from samestep.verify.runs import find_runs
 
     try:
         found = find_runs(folder)

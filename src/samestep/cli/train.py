@@ -33,13 +33,13 @@ from samestep.recipes.catalog import NAMES
 from samestep.recipes.options import own_options_in_words
 
 if TYPE_CHECKING:
+    from samestep.core.mesh import Mesh
     from samestep.launcher.cluster import Cluster
     from samestep.launcher.policy import Policy
-    from samestep.plan.mesh import Mesh
 
 PANEL = "Run folder, checkpoints and resuming"
 COMPARED = (
-    *("seed", "global_batch_size", "num_shards", "reduction", "precision", "compile", "cuda_graphs"),
+    *("seed", "global_batch_size", "num_microbatches", "reduction", "precision", "compile", "cuda_graphs"),
     *("num_threads", "optimizer", "lr", "momentum", "weight_decay", "max_grad_norm"),
 )
 """The options that a contract holds just as they are given."""
@@ -59,7 +59,7 @@ def train(
     global_batch_size: Annotated[
         int | None, typer.Option(help="Samples of one optimizer step, on any devices.")
     ] = None,
-    num_shards: Annotated[
+    num_microbatches: Annotated[
         int | None, typer.Option(help="Slices of a global batch, at least one a device; 8 by default.")
     ] = None,
     devices: Devices = None,
@@ -76,7 +76,7 @@ def train(
         bool | None, typer.Option("--compile/--no-compile", help="Run forward and loss through torch.compile.")
     ] = None,
     cuda_graphs: Annotated[
-        bool | None, typer.Option("--cuda-graphs/--no-cuda-graphs", help="Replay shards as CUDA graphs, on GPUs.")
+        bool | None, typer.Option("--cuda-graphs/--no-cuda-graphs", help="Replay microbatches as CUDA graphs, on GPUs.")
     ] = None,
     reduction: Annotated[
         str | None, typer.Option(help="ordered (the default: same bits on any devices) or native.")
@@ -95,7 +95,7 @@ def train(
     ] = None,
     shard_optimizer: Annotated[
         bool | None,
-        typer.Option("--shard-optimizer", help="Under replicate: each device has 1/D of the optimizer's state."),
+        typer.Option("--microbatch-optimizer", help="Under replicate: each device has 1/D of the optimizer's state."),
     ] = None,
     num_workers: Annotated[
         int | None, typer.Option(help="Processes a rank that fetch samples; none by default.")
@@ -190,7 +190,7 @@ def train(
         "data_dir": data_dir,
         "epochs": epochs,
         "global_batch_size": global_batch_size,
-        "num_shards": num_shards,
+        "num_microbatches": num_microbatches,
         "shares": _numbers(shares),
         "spares": spares,
         "seed": seed,
@@ -290,9 +290,9 @@ def _check_kept(asked: dict[str, Any], source: Path, resume: Path) -> None:
     Raises:
         ContractError: one that decides the bits is another.
     """
-    from samestep.proof.runs import checkpoint_contract, newest_checkpoint
     from samestep.train.agreement import check_contract_kept, differences
     from samestep.train.naming import CHECKPOINT_FOLDER
+    from samestep.verify.runs import checkpoint_contract, newest_checkpoint
 
     checkpoint = resume
     if resume.parent.name != CHECKPOINT_FOLDER:
@@ -373,18 +373,18 @@ def _check_division(job: dict[str, Any], count: int) -> None:
     """Checks that so many devices can share the work.
 
     Raises:
-        UsageError: more of them than shards, a mesh that they do not fill, or nobody left to work.
+        UsageError: more of them than microbatches, a mesh that they do not fill, or nobody left to work.
     """
-    from samestep.plan.mesh import make_mesh
-    from samestep.plan.shards import active_shares, check_num_shards, shard_ranges
+    from samestep.core.mesh import make_mesh
+    from samestep.core.microbatches import active_shares, check_num_microbatches, microbatch_ranges
 
-    num_shards = check_num_shards(job.get("num_shards"), job.get("global_batch_size"))
+    num_microbatches = check_num_microbatches(job.get("num_microbatches"), job.get("global_batch_size"))
     grid = make_mesh(job.get("mesh"), count)
     _check_strategy(job, grid)
     num_groups, spares = count // grid.num_inner, job.get("spares", 0)
     if num_groups - spares < 1:
         raise UsageError(f"got --spares {spares} of {count} devices; one at least must work")
-    shard_ranges(num_shards, num_groups - spares, active_shares(job.get("shares"), num_groups, spares))
+    microbatch_ranges(num_microbatches, num_groups - spares, active_shares(job.get("shares"), num_groups, spares))
 
 
 def _check_strategy(job: dict[str, Any], grid: "Mesh") -> None:

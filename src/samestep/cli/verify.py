@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from samestep.devices.selection import Selection
-    from samestep.proof.stage import Program
-    from samestep.proof.verdict import Named, Verdict
+    from samestep.verify.runner import Program
+    from samestep.verify.verdict import Named, Verdict
 
 TIERS = {
     "bitwise": "every bit is equal",
@@ -59,10 +59,10 @@ def verify(
     ] = None,
     threads: Threads = 1,
     start_method: StartMethod = None,
-    num_shards: Annotated[
+    num_microbatches: Annotated[
         int | None,
         typer.Option(
-            "--num-shards",
+            "--num-microbatches",
             metavar="V",
             min=1,
             help="Of a script of one process: into how many chunks a wrapped forward is cut; by default as many as the "
@@ -86,7 +86,7 @@ def verify(
     """
     from samestep.comm.environment import read_environment
     from samestep.errors import UsageError
-    from samestep.proof.stage import Stage, Stopped
+    from samestep.verify.runner import ProgramRunner, Stopped
 
     if not program:
         raise UsageError("there is nothing to verify; give a script or a recipe: samestep verify train.py")
@@ -96,17 +96,19 @@ def verify(
         raise UsageError("verify starts processes itself; call it without torchrun, srun or mpirun")
     _check_order(context, program, module)
     selections = _selections(devices)
-    options = {"num_shards": num_shards, "seed": seed, "wrap": wrap}
+    options = {"num_microbatches": num_microbatches, "seed": seed, "wrap": wrap}
     chosen = _program(program, module, adopt, options, selections)
     with (
-        Stage(chosen, selections, threads=threads, start_method=start_method, hang_seconds=hang_timeout) as stage,
+        ProgramRunner(
+            chosen, selections, threads=threads, start_method=start_method, hang_seconds=hang_timeout
+        ) as runner,
         _telling(as_json) as tell,
     ):
-        stage.warm_up()  # the workers' process imports torch while this one does
-        from samestep.proof.verdict import reach_verdict
+        runner.warm_up()  # the workers' process imports torch while this one does
+        from samestep.verify.verdict import reach_verdict
 
         try:
-            verdict = reach_verdict(stage, tuple(selections), steps, tier, tell)  # type: ignore[arg-type]  # checked
+            verdict = reach_verdict(runner, tuple(selections), steps, tier, tell)  # type: ignore[arg-type]  # checked
         except Stopped as stopped:
             raise typer.Exit(stopped.exit_code) from None
     if as_json:
@@ -179,11 +181,11 @@ def _program(
     Raises:
         UsageError: options that do not go with it, or there is no such script.
     """
-    from samestep.adopt.reading import reads_as
     from samestep.errors import UsageError
     from samestep.launcher.job import Job
-    from samestep.proof.stage import Program
     from samestep.recipes.catalog import NAMES
+    from samestep.scripts.script_analysis import reads_as
+    from samestep.verify.runner import Program
 
     name, *arguments = program
     given = [f"--{option.replace('_', '-')}" for option, value in options.items() if value is not None]
@@ -200,7 +202,7 @@ def _program(
             raise UsageError(f"got {', '.join(given)}, for scripts of one process; this one deals with ranks itself")
         return Program(kind, name, tuple(arguments), None, name)
     adoption = {
-        "num_shards": options["num_shards"] or max(selection.count for selection in selections.values()),
+        "num_microbatches": options["num_microbatches"] or max(selection.count for selection in selections.values()),
         "seed": 0 if options["seed"] is None else options["seed"],
         "wrap": options["wrap"],
         "virtual": all(selection.kind == "cpu" for selection in selections.values()),
@@ -260,7 +262,7 @@ def _compared(verdict: "Verdict") -> str:
         f"{found.nonzero_gradients} of {found.gradients} gradients not zero",
     ]
     parts += [f"{found.samples} samples"] if found.samples is not None else []
-    parts += [f"{found.shards} shards"] if found.shards is not None else []
+    parts += [f"{found.microbatches} microbatches"] if found.microbatches is not None else []
     parts += [f"{found.metrics} reduced numbers"] if found.metrics else []
     return ", ".join(parts)
 

@@ -12,21 +12,21 @@ from samestep.comm.group import GroupTransport
 from samestep.comm.mesh import join_group
 from samestep.comm.relay import Relay
 from samestep.comm.transport import LocalTransport
-from samestep.plan.mesh import AXES, Mesh
+from samestep.core.mesh import AXES, Mesh
 
 RELAYED = "pipe"
 
 
 @dataclass(frozen=True)
 class Axes:
-    """This rank's voices along the axes of a mesh.
+    """This rank's communicators along the axes of a mesh.
 
     Attributes:
-        voices: by axis, among the ranks of the line that this rank is in.
+        communicators: by axis, among the ranks of the line that this rank is in.
         relay: hands values on along "pipe"; None where that has one rank.
     """
 
-    voices: dict[str, Communicator]
+    communicators: dict[str, Communicator]
     relay: Relay | None
 
 
@@ -36,42 +36,42 @@ def connect_axes(communicator: Communicator, mesh: Mesh, timeout: timedelta) -> 
     Along an axis they talk through process groups: NCCL where all ranks do, gloo else. With NCCL this has not been run.
 
     Args:
-        communicator: this rank's voice among all.
+        communicator: this rank's communicator among all.
         mesh: over all ranks.
         timeout: of every transfer.
 
     Raises:
         UsageError: the ranks have no way to form a process group.
     """
-    voices: dict[str, Communicator] = {}
+    communicators: dict[str, Communicator] = {}
     groups: dict[str, GroupTransport] = {}
     store: dist.Store | None = None
     backend = _backend(communicator)
     for axis in AXES:
         if mesh.sizes[axis] == communicator.world_size:
-            voices[axis] = communicator
+            communicators[axis] = communicator
         if mesh.sizes[axis] == 1:
             alone = LocalTransport()
-            voices[axis] = replace(communicator, transport=alone, control=alone)
-        if axis in voices and (axis != RELAYED or mesh.sizes[axis] == 1):
+            communicators[axis] = replace(communicator, transport=alone, control=alone)
+        if axis in communicators and (axis != RELAYED or mesh.sizes[axis] == 1):
             continue
         store = join_group(communicator, timeout) if store is None else store
         lines = mesh.lines(axis)
         calls = dist.PrefixStore(f"mesh {axis}", store)
         control = subgroup(lines, communicator.rank, "gloo", calls, timeout)
         groups[axis] = transport = control
-        if backend == "nccl" and axis not in voices:
+        if backend == "nccl" and axis not in communicators:
             transport = subgroup(lines, communicator.rank, backend, dist.PrefixStore("device", calls), timeout)
             transport.stream = torch.cuda.Stream(communicator.device)
         for made in (control, transport):
             made.numbers = mesh.along(axis, communicator.rank), communicator.world_size
-        if axis not in voices:
-            voices[axis] = replace(communicator, transport=transport, control=control)
+        if axis not in communicators:
+            communicators[axis] = replace(communicator, transport=transport, control=control)
     relay = None
     if RELAYED in groups:
         lanes = _lanes(mesh, communicator.rank, timeout) if backend == "nccl" else {}
         relay = Relay(groups[RELAYED], communicator.device, lanes)
-    return Axes(voices, relay)
+    return Axes(communicators, relay)
 
 
 def _backend(communicator: Communicator) -> str:

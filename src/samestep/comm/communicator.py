@@ -14,8 +14,8 @@ from samestep.comm.letters import LetterBox, letter_sizes, pack_letter, read_let
 from samestep.comm.reduction import REDUCTIONS, PartReduction, Reduction, takes_one_message, tree_sum_rows
 from samestep.comm.stream import StreamReduction
 from samestep.comm.transport import LocalTransport, Transport, gather_parts
-from samestep.plan.shards import in_shard_order
-from samestep.plan.tree import Block
+from samestep.core.microbatches import in_microbatch_order
+from samestep.core.tree import Block
 
 DTYPES = (
     *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128, torch.bool),
@@ -28,7 +28,7 @@ CARRIER_BYTES = 2**16  # what is larger would be copied once more to lie beside 
 
 @dataclass(frozen=True)
 class Communicator:
-    """This rank's voice.
+    """This rank's communicator.
 
     Attributes:
         device: the device whose tensors `transport` moves.
@@ -159,23 +159,23 @@ class Communicator:
         received = gather_parts(self.control, sent, sizes).wait().split(sizes)
         return read_letters([part.numpy().data for part in received], len(words), counts)
 
-    def gather_shards(self, rows: Tensor, ranges: Sequence[range]) -> Tensor:
-        """Gives every rank the rows of all shards, in their order.
+    def gather_microbatches(self, rows: Tensor, ranges: Sequence[range]) -> Tensor:
+        """Gives every rank the rows of all microbatches, in their order.
 
         Args:
-            rows: of this rank's shards, [len(ranges[rank]), k].
-            ranges: the shards of each rank.
+            rows: of this rank's microbatches, [len(ranges[rank]), k].
+            ranges: the microbatches of each rank.
 
         Returns:
             [V, k].
         """
-        gathered = self.gather_rows(rows, [len(shards) for shards in ranges])
-        order = in_shard_order(ranges)
+        gathered = self.gather_rows(rows, [len(microbatches) for microbatches in ranges])
+        order = in_microbatch_order(ranges)
         return gathered if order is None else gathered[order]
 
     def sum_rows(self, rows: Tensor, ranges: Sequence[range]) -> Tensor:
-        """Sums the rows of all shards along the tree; arguments as those of `gather_shards`."""
-        return tree_sum_rows(self.gather_shards(rows, ranges))
+        """Sums the rows of all microbatches along the tree; arguments as those of `gather_microbatches`."""
+        return tree_sum_rows(self.gather_microbatches(rows, ranges))
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
         """Overwrites `tensor` on every rank with that of rank `source`."""

@@ -15,12 +15,12 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from samestep.comm import segment as segments
 from samestep.comm.environment import Environment, chosen_transport
 from samestep.comm.group import FIRST_POLL_SECONDS, POLL_SECONDS, GroupTransport, meet, roll_call, store_host
 from samestep.comm.nodes import Nodes, Part, node_size
-from samestep.comm.segment import NoSegmentError, Segment
-from samestep.comm.shared import SharedTransport
+from samestep.comm.shm import segment as segments
+from samestep.comm.shm.segment import NoSegmentError, Segment
+from samestep.comm.shm.transport import SharedTransport
 from samestep.errors import PeerLostError, UsageError
 
 CONNECT_SECONDS = 10.0
@@ -56,7 +56,7 @@ def reconnect(
     """Joins the ranks that are left, which have met in a store already.
 
     Args:
-        meeting: the store, by a prefix of its own for each new team.
+        meeting: the store, by a prefix of its own for each new membership.
         rank: our new rank.
         world_size: the number of ranks that are left; above 1.
         device: this rank's device.

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from samestep.plan.tree import Block, TreeSum
+from samestep.core.tree import Block, TreeSum
 
 FUSED_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 MAX_ROWS = 128  # a kernel is unrolled: beyond that, compiling costs more than it ever saves

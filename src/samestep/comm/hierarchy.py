@@ -3,15 +3,15 @@
 Between nodes bytes are dear, so they are sent as late, and as few, as can be. With N nodes of L ranks each:
 
     1. *scatter within the node*: an all-to-all, after which each rank holds 1/L of every block of its node;
-    2. *merge*: it adds up what siblings there are, which leaves the largest aligned blocks of the node's shards;
+    2. *merge*: it adds up what siblings there are, which leaves the largest aligned blocks of the node's microbatches;
     3. *scatter along the rail*: an all-to-all between the ranks of equal local rank, one on each node;
     4. *fold* what arrived, up to the root;
     5. *gather* along the rail, then within the node.
 
-A node's shards are contiguous as a rank's are, so its blocks are nodes of the one tree: the bits are those of the flat
-form, whatever N, L and V are. A rank sends (P + 1)(N-1)/N · G/L bytes to other nodes, where G are the tensor's and P is
-the number of blocks that the node's shards make up: one where N divides V into powers of two, so 2(N-1)/N · G/L, a few
-else. In the flat form it sends (P + 1)(N-1)/N · G, where P counts its own blocks: L times as much.
+A node's microbatches are contiguous as a rank's are, so its blocks are nodes of the one tree: the bits are those of the
+flat form, whatever N, L and V are. A rank sends (P + 1)(N-1)/N · G/L bytes to other nodes, where G are the tensor's and
+P is the number of blocks that the node's microbatches make up: one where N divides V into powers of two, so 2(N-1)/N ·
+G/L, a few else. In the flat form it sends (P + 1)(N-1)/N · G, where P counts its own blocks: L times as much.
 
 The rule: this form is taken where there are at least two nodes of at least two ranks, equally many on each and
 contiguous (`nodes.node_size`), for tensors that are too large for one message (`reduction.takes_one_message`);
@@ -27,7 +27,7 @@ from torch import Tensor
 from samestep.comm.nodes import Nodes
 from samestep.comm.reduction import fold_received, merge_blocks, merge_received, scatter
 from samestep.comm.transport import Pending
-from samestep.plan.tree import Block
+from samestep.core.tree import Block
 
 
 class HierarchicalReduction:
@@ -57,7 +57,7 @@ class HierarchicalReduction:
             self._num_left -= 1
 
     def finish(self) -> Tensor:
-        """The sum over all shards, of the full length, on every rank."""
+        """The sum over all microbatches, of the full length, on every rank."""
         while self._num_left:
             self.fold()
         return self._under_way.wait()

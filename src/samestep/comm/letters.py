@@ -13,7 +13,7 @@ from torch import Tensor
 from samestep.comm.buckets import round_up
 from samestep.comm.reduction import fold
 from samestep.comm.transport import Pending, Transport, gather_parts
-from samestep.plan.tree import Block
+from samestep.core.tree import Block
 
 BORDER_BYTES = 256  # what follows a letter begins where torch would let a tensor begin
 
@@ -86,7 +86,7 @@ class LetterBox:
         self._total = fold(self._blocks, self._sums)
 
     def finish(self) -> Tensor:
-        """The sum over all shards, on every rank; the next `fold` overwrites it."""
+        """The sum over all microbatches, on every rank; the next `fold` overwrites it."""
         assert self._total is not None, "fold() comes before finish()"
         return self._total
 

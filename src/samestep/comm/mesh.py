@@ -6,10 +6,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from samestep.comm.communicator import Communicator
-from samestep.comm.shared import SharedTransport
+from samestep.comm.shm.transport import SharedTransport
 from samestep.comm.transport import LocalTransport
+from samestep.core.mesh import Mesh
 from samestep.errors import UsageError
-from samestep.plan.mesh import Mesh
 
 DATA_AXIS = "data"
 
@@ -20,7 +20,7 @@ def data_mesh(communicator: Communicator, timeout: timedelta) -> DeviceMesh:
     Ranks that talk through memory, and a rank alone, get a process group for it, over gloo.
 
     Args:
-        communicator: this rank's voice.
+        communicator: this rank's communicator.
         timeout: for what travels through that group.
 
     Raises:
@@ -34,7 +34,7 @@ def line_mesh(communicator: Communicator, mesh: Mesh, axis: str, timeout: timede
     """A mesh of one axis over the ranks along that axis through this rank; all ranks call it.
 
     Args:
-        communicator: this rank's voice.
+        communicator: this rank's communicator.
         mesh: over all ranks.
         axis: one of its axes.
         timeout: for what travels among these ranks.
@@ -53,7 +53,7 @@ def join_group(communicator: Communicator, timeout: timedelta) -> dist.Store:
     """Makes sure that all ranks have a process group; all of them call it.
 
     Args:
-        communicator: this rank's voice.
+        communicator: this rank's communicator.
         timeout: for what travels through the group, where it is made here: over gloo.
 
     Returns:

@@ -7,7 +7,7 @@ from datetime import timedelta
 from torch import Tensor
 
 from samestep.comm.group import GroupTransport
-from samestep.comm.shared import SharedTransport
+from samestep.comm.shm.transport import SharedTransport
 from samestep.comm.transport import Pending, Transport, peers_lost
 from samestep.errors import PeerLostError
 

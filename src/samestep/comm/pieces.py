@@ -131,7 +131,7 @@ def assembled(
     some at a time, so that a rank holds little more than one of them.
 
     Args:
-        communicator: this rank's voice.
+        communicator: this rank's communicator.
         pieces: this rank's part of each, flat and of one dtype, and how it is spread.
         batch_bytes: how much travels at a time, unless one tensor alone is larger.
 

@@ -1,6 +1,6 @@
-"""The ordered reduction: sums tensors over all shards along the tree, whatever rank holds which shard.
+"""The ordered reduction: sums tensors over all microbatches along the tree, whatever rank holds which microbatch.
 
-Each rank reduces its shards to a few aligned blocks. Then (1) *scatter*: every rank sends every other its part of
+Each rank reduces its microbatches to a few aligned blocks. Then (1) *scatter*: every rank sends every other its part of
 each block, an all-to-all; (2) *fold*: each rank adds what it received along the tree; (3) *gather*: the parts go to
 everyone. With one block a rank this moves 2(D-1)/D of the tensor a rank, as a ring all-reduce does. Small tensors
 take one message instead of two: everyone gets all blocks and folds all of them. The bits are the same either way.
@@ -17,7 +17,7 @@ from torch import Tensor
 from samestep.comm.fused import fused_sums, tree_programs
 from samestep.comm.nodes import Part
 from samestep.comm.transport import Pending, Transport, gather_parts
-from samestep.plan.tree import Block, TreeSum
+from samestep.core.tree import Block, TreeSum
 
 ALIGNMENT_ELEMENTS = 64  # vectorised kernels may round differently in a ragged tail: borders lie at multiples of this
 
@@ -39,7 +39,7 @@ class Reduction(Protocol):
         ...
 
     def finish(self) -> Tensor:
-        """The sum over all shards, of the full length, on every rank."""
+        """The sum over all microbatches, of the full length, on every rank."""
         ...
 
 
@@ -97,7 +97,7 @@ class OrderedReduction:
             self._gathering = self._transport.gather(total)
 
     def finish(self) -> Tensor:
-        """The sum over all shards, of the full length, on every rank."""
+        """The sum over all microbatches, of the full length, on every rank."""
         if self._folded is not None:
             return self._folded
         assert self._gathering is not None, "fold() comes before finish()"
@@ -131,7 +131,7 @@ class PartReduction:
             self._scattering = None
 
     def finish(self) -> Tensor:
-        """The sum over all shards of this rank's part, [length / D]."""
+        """The sum over all microbatches of this rank's part, [length / D]."""
         assert self._folded is not None, "fold() comes before finish()"
         return self._folded
 
@@ -234,7 +234,7 @@ class NativeReduction:
         """Does nothing: the backend adds."""
 
     def finish(self) -> Tensor:
-        """The sum over all shards, on every rank."""
+        """The sum over all microbatches, on every rank."""
         return self._adding.wait()
 
 
@@ -258,7 +258,7 @@ def tree_sum_rows(rows: Tensor) -> Tensor:
     power of two does.
 
     Args:
-        rows: [n, …] with n of 1 or more; row i belongs to shard i.
+        rows: [n, …] with n of 1 or more; row i belongs to microbatch i.
 
     Returns:
         The sum, […].

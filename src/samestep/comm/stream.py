@@ -40,7 +40,7 @@ class StreamReduction:
             self._reduction.fold()
 
     def finish(self) -> Tensor:
-        """The sum over all shards; the caller's stream waits for it, the host does not."""
+        """The sum over all microbatches; the caller's stream waits for it, the host does not."""
         with torch.cuda.stream(self._stream):
             total = self._reduction.finish()
         caller = torch.cuda.current_stream(self._stream.device)

@@ -143,7 +143,7 @@ def peers_lost(rank: int, world_size: int, missing: tuple[int, ...], timeout_sec
     return PeerLostError(
         f"rank {rank} of {world_size} waits for rank {names}, which has died, has ended, or is late: "
         f"do all ranks take the same number of steps? A rank that needs more time than {timeout_seconds:g} s for its "
-        "shards needs a larger timeout_seconds",
+        "microbatches needs a larger timeout_seconds",
         missing,
     )
 

@@ -1,1 +1,1 @@
-"""Datasets, and the loader that turns ids into shards on a device."""
+"""Datasets, and the loader that turns ids into microbatches on a device."""

@@ -20,7 +20,7 @@ def fetch_ahead(batches: Iterator[Batch], device: torch.device) -> Iterator[Batc
     while following is not None:
         current = torch.cuda.current_stream(device)
         current.wait_stream(stream)
-        for leaf in leaves(following.shards):
+        for leaf in leaves(following.microbatches):
             if isinstance(leaf, Tensor) and leaf.is_cuda:
                 leaf.record_stream(current)
         batch, following = following, _start(batches, stream)

@@ -1,4 +1,4 @@
-"""The batch: this rank's shards of one global batch, on its device."""
+"""The batch: this rank's microbatches of one global batch, on its device."""
 
 import zlib
 from collections.abc import Callable, Mapping
@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from samestep.comm.buckets import packed_strides
+from samestep.core.microbatches import microbatch_bounds
 from samestep.data.nested import leaves, map_tensors, num_samples, take_rows
 from samestep.devices.transfer import to_device
-from samestep.plan.shards import shard_bounds
 
 
 @dataclass(slots=True)
@@ -21,19 +21,20 @@ class Batch:
 
     Attributes:
         length: samples in the global batch.
-        shards: shard index to value (tensors with the shard's samples along dim 0), for this rank's shards that hold
-            samples; where shards are dealt in turn and none is left for this rank, shard 0, for it to run along.
+        microbatches: microbatch index to value (tensors with the microbatch's samples along dim 0), for this rank's
+            microbatches that hold samples; where microbatches are dealt in turn and none is left for this rank,
+            microbatch 0, for it to run along.
         epoch: the epoch, counted from 0; -1 where it is not known.
         position: samples of the epoch before this batch; -1 where it is not known.
         ids: gives the sample ids of the global batch in order, or None where samples have no ids.
         checksum: of the whole global batch, where each rank was handed all of it; of a loader's batch the number of
             samples of its epoch, which decides their order; of a stream's first batches, of all samples, negative.
-        version: of the team by which the shards were chosen.
-        renew: fetches the same global batch for the team as it is now; None where that needs something else.
+        version: of the membership by which the microbatches were chosen.
+        renew: fetches the same global batch for the ranks as they are now; None where that needs something else.
     """
 
     length: int
-    shards: Mapping[int, Any]
+    microbatches: Mapping[int, Any]
     epoch: int = -1
     position: int = -1
     ids: Callable[[], np.ndarray] | None = field(default=None, repr=False)
@@ -45,53 +46,55 @@ class Batch:
         """What the batch was, without holding on to the samples."""
         return Batch(self.length, {}, self.epoch, self.position, self.ids, self.checksum, self.version)
 
-    def describe_shard(self, shard: int, num_shards: int) -> str:
-        """Says which samples a shard holds, for messages."""
-        bounds = shard_bounds(self.length, num_shards)
+    def describe_microbatch(self, microbatch: int, num_microbatches: int) -> str:
+        """Says which samples a microbatch holds, for messages."""
+        bounds = microbatch_bounds(self.length, num_microbatches)
         if self.ids is None:
-            return f"rows {bounds[shard]} to {bounds[shard + 1] - 1} of the batch"
-        ids = self.ids()[bounds[shard] : bounds[shard + 1]].tolist()
+            return f"rows {bounds[microbatch]} to {bounds[microbatch + 1] - 1} of the batch"
+        ids = self.ids()[bounds[microbatch] : bounds[microbatch + 1]].tolist()
         shown = ", ".join(str(i) for i in ids[:16])
         return f"sample ids {shown}{' …' if len(ids) > 16 else ''}"
 
 
 def split_batch(
     value: Any,
-    num_shards: int,
+    num_microbatches: int,
     wanted: Callable[[int], range],
     device: torch.device,
     compare: bool,
     version: int = 0,
 ) -> Batch:
-    """Takes this rank's shards of a global batch that every rank was handed whole.
+    """Takes this rank's microbatches of a global batch that every rank was handed whole.
 
     Args:
         value: tensors, arrays, or nested dicts, lists and tuples of them, with the samples along dim 0.
-        num_shards: V.
-        wanted: gives the shards that this rank needs, of so many that hold samples.
+        num_microbatches: V.
+        wanted: gives the microbatches that this rank needs, of so many that hold samples.
         device: where they go.
         compare: whether to compute the checksum by which ranks notice that they were handed different batches.
-        version: of the team that `wanted` belongs to.
+        version: of the membership that `wanted` belongs to.
 
     Raises:
         DataError: there is no tensor in it, or the tensors disagree on the number of samples.
     """
 
     def own(rows: Tensor) -> Tensor:
-        """A copy: a loss that writes to its shard must not change the caller's batch."""
+        """A copy: a loss that writes to its microbatch must not change the caller's batch."""
         return rows.clone() if rows.device == device else rows
 
     length = num_samples(value)
-    bounds = shard_bounds(length, num_shards)
-    shards = {
-        shard: settle(map_tensors(own, take_rows(value, bounds[shard], bounds[shard + 1], length)), device)
-        for shard in wanted(min(length, num_shards))
+    bounds = microbatch_bounds(length, num_microbatches)
+    microbatches = {
+        microbatch: settle(
+            map_tensors(own, take_rows(value, bounds[microbatch], bounds[microbatch + 1], length)), device
+        )
+        for microbatch in wanted(min(length, num_microbatches))
     }
-    return Batch(length, shards, checksum=checksum(value) if compare else 0, version=version)
+    return Batch(length, microbatches, checksum=checksum(value) if compare else 0, version=version)
 
 
 def settle(value: Any, device: torch.device) -> Any:
-    """Moves a shard to the device, its tensors on the memory borders that every rank uses.
+    """Moves a microbatch to the device, its tensors on the memory borders that every rank uses.
 
     Vectorised kernels look at the alignment of their input, so a slice that begins anywhere is copied.
     """

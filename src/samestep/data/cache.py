@@ -1,4 +1,4 @@
-"""The cache: a dataset of tensors in the device's memory, where its shards are taken with no more than their ids."""
+"""The cache: a dataset of tensors in the device's memory, from which microbatches are taken by their ids."""
 
 from typing import Any
 

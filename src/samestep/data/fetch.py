@@ -9,19 +9,19 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 
+from samestep.core.seeds import derive_seed
 from samestep.data.randomness import Generators
 from samestep.errors import DataError
-from samestep.plan.seeds import derive_seed
 
 SAMPLE_STREAM = 2**32  # apart from the streams of train steps, which are numbered from 0
-SHARD_STREAM = SAMPLE_STREAM + 1
+MICROBATCH_STREAM = SAMPLE_STREAM + 1
 
 collate: Callable[[list[Any]], Any] = default_collate
 
 
 @dataclass(frozen=True)
-class ShardIds:
-    """What to fetch for one shard.
+class MicrobatchIds:
+    """What to fetch for one microbatch.
 
     Attributes:
         epoch: seeds the samples' randomness.
@@ -35,7 +35,8 @@ class ShardIds:
 class SeededSamples(Dataset[Any]):
     """A dataset whose samples draw from generators seeded by (seed, epoch, sample id), wherever they are fetched.
 
-    A dataset with `__getitems__` fetches a shard at a time; its generators are seeded by the shard's first id.
+    A dataset with `__getitems__` fetches a microbatch at a time; its generators are seeded by the microbatch's first
+    id.
     """
 
     def __init__(self, dataset: Any, seed: int) -> None:
@@ -43,8 +44,8 @@ class SeededSamples(Dataset[Any]):
         self._seed = seed
         self._generators: Generators | None = None
 
-    def __getitems__(self, request: ShardIds) -> list[Any]:
-        """The samples of one shard."""
+    def __getitems__(self, request: MicrobatchIds) -> list[Any]:
+        """The samples of one microbatch."""
         generators = self._generators
         if generators is None:
             generators = self._generators = Generators(torch.device("cpu"))
@@ -66,28 +67,28 @@ class SeededSamples(Dataset[Any]):
         return {**self.__dict__, "_generators": None}
 
 
-def fetch_shards(
+def fetch_microbatches(
     dataset: Any,
-    requests: Iterator[ShardIds],
+    requests: Iterator[MicrobatchIds],
     collate_fn: Callable[[list[Any]], Any],
     seed: int,
     num_workers: int,
     multiprocessing_context: str | None,
     device: torch.device,
 ) -> Iterator[Any]:
-    """Yields the collated shard of each request, in order.
+    """Yields the collated microbatch of each request, in order.
 
-    Without workers it seeds the global generators whenever it is asked for a shard, and leaves them so; `collate_fn`
-    draws on from where the shard's last sample stopped.
+    Without workers it seeds the global generators whenever it is asked for a microbatch, and leaves them so;
+    `collate_fn` draws on from where the microbatch's last sample stopped.
 
     Args:
         dataset: with `__getitem__` by sample id, or `__getitems__` by a list of them.
-        requests: one a shard.
+        requests: one a microbatch.
         collate_fn: makes a batch of a list of samples.
         seed: of the run.
         num_workers: processes that fetch; 0 fetches here. The bits do not depend on it.
         multiprocessing_context: how workers start ("fork", "spawn", "forkserver"); the platform's way if None.
-        device: where shards go later; their memory is pinned if it is a GPU.
+        device: where microbatches go later; their memory is pinned if it is a GPU.
     """
     samples = SeededSamples(dataset, seed)
     if num_workers == 0:
@@ -151,8 +152,8 @@ class StreamReader:
 class _Requests:
     """An iterator as the iterable that DataLoader wants."""
 
-    def __init__(self, requests: Iterator[ShardIds]) -> None:
+    def __init__(self, requests: Iterator[MicrobatchIds]) -> None:
         self._requests = requests
 
-    def __iter__(self) -> Iterator[ShardIds]:
+    def __iter__(self) -> Iterator[MicrobatchIds]:
         return self._requests

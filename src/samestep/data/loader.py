@@ -1,8 +1,8 @@
-"""The loader: global batches in the order of the run, of which this rank fetches its shards only.
+"""The loader: global batches in the order of the run, of which this rank fetches its microbatches only.
 
 Every sample is consumed once an epoch, in an order that depends on (seed, epoch, number of samples) alone: tier
 `sample-exact` and, with per-sample randomness, `bitwise`. Nothing is padded; the last batch is shorter and is split
-over the shards like any.
+over the microbatches like any.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,21 +15,21 @@ import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset, TensorDataset
 
-from samestep.comm.team import Team
+from samestep.comm.membership import Membership
+from samestep.core.cursor import Cursor, batch_length, num_batches
+from samestep.core.microbatches import microbatch_bounds
+from samestep.core.order import permute
+from samestep.core.seeds import derive_seed
 from samestep.data.ahead import fetch_ahead
 from samestep.data.batch import Batch, checksum, settle
 from samestep.data.cache import cached
-from samestep.data.fetch import SHARD_STREAM, ShardIds, StreamReader, collate, fetch_shards
+from samestep.data.fetch import MICROBATCH_STREAM, MicrobatchIds, StreamReader, collate, fetch_microbatches
 from samestep.data.randomness import Generators
 from samestep.data.rows import RowGather
 from samestep.data.tensors import InMemory, TensorData
 from samestep.errors import DataError, UsageError
-from samestep.plan.cursor import Cursor, batch_length, num_batches
-from samestep.plan.order import permute
-from samestep.plan.seeds import derive_seed
-from samestep.plan.shards import shard_bounds
 
-_Place = tuple[int, int, int, int]  # epoch, first position, length, version of the team
+_Place = tuple[int, int, int, int]  # epoch, first position, length, version of the membership
 COMPARED_BATCHES = 2  # of a stream, in each epoch
 ORDER_CHUNK = 8192  # positions whose ids are computed at a time, which spares NumPy's cost a call
 
@@ -45,7 +45,7 @@ class Loader:
         self,
         dataset: Any,
         *,
-        team: Team,
+        membership: Membership,
         device: torch.device,
         seed: int,
         global_batch_size: int,
@@ -73,8 +73,8 @@ class Loader:
         self.cursor = Cursor()
         self._num_samples = 0 if self.is_stream else _length(self.dataset)  # of the epoch under way
         self.num_samples_at_first = None if self.is_stream else self._num_samples
-        self.team = team
-        self._num_shards = team.num_shards
+        self.membership = membership
+        self._num_microbatches = membership.num_microbatches
         self.seed = seed
         self.shuffle = shuffle
         self.drop_last = drop_last
@@ -106,22 +106,22 @@ class Loader:
             self.cursor = self.cursor.next_epoch()
         self._left_early = True
         self._open_epoch()
-        pulse = self.team.pulse
+        heartbeat = self.membership.heartbeat
         while True:
-            version = self.team.version
+            version = self.membership.version
             batches: Iterator[Batch] = fetch_ahead(self._batches(), self._device)
-            while version == self.team.version:
+            while version == self.membership.version:
                 self._check_length()
-                before = pulse.enter("data")
+                before = heartbeat.enter("data")
                 batch = next(batches, None)
-                pulse.enter(before)
+                heartbeat.enter(before)
                 if batch is None:
                     self.cursor = self.cursor.next_epoch()
                     self._left_early = False
                     return
                 self.cursor = Cursor(batch.epoch, batch.position + batch.length)
                 yield batch
-            del batches  # the team has changed, and with it which shards are ours: go on from the cursor
+            del batches  # the ranks have changed, and with it which microbatches are ours: go on from the cursor
 
     def ids(self, epoch: int, start: int, stop: int, num_samples: int | None = None) -> np.ndarray:
         """The sample ids at positions start … stop - 1 of an epoch of so many samples; by default of the dataset's."""
@@ -198,7 +198,7 @@ class Loader:
         return batches if self._num_workers > 0 else _quiet(batches, self._generators)
 
     def _renew(self, epoch: int, position: int) -> Batch:
-        """One batch, fetched here for the team as it is now; the loader goes on from where it was."""
+        """One batch, fetched here for the ranks as they are now; the loader goes on from where it was."""
         cursor, num_workers = self.cursor, self._num_workers
         try:
             self.cursor, self._num_workers = Cursor(epoch, position), 0
@@ -208,87 +208,88 @@ class Loader:
 
     def _in_memory(self, dataset: InMemory) -> Iterator[Batch]:
         plan = self._plan(self.cursor.epoch, self.cursor.position)
-        if type(dataset) is not TensorData:  # a gather of somebody's own may look at all of a shard's ids
+        if type(dataset) is not TensorData:  # a gather of somebody's own may look at all of a microbatch's ids
             for place, ids in plan:
-                shards = {
-                    shard: settle(dataset.gather(torch.from_numpy(some)), self._device) for shard, some in ids.items()
+                microbatches = {
+                    microbatch: settle(dataset.gather(torch.from_numpy(some)), self._device)
+                    for microbatch, some in ids.items()
                 }
-                yield self._batch(place, self._transformed(dataset, place, shards, ids))
+                yield self._batch(place, self._transformed(dataset, place, microbatches, ids))
             return
         rows = RowGather(dataset, self._device)
         while group := list(islice(plan, rows.num_batches(self._most_rows()))):
             values = rows.gather([some for _, ids in group for some in ids.values()])
             for place, ids in group:
-                shards = {shard: next(values) for shard in ids}
-                yield self._batch(place, self._transformed(dataset, place, shards, ids))
+                microbatches = {microbatch: next(values) for microbatch in ids}
+                yield self._batch(place, self._transformed(dataset, place, microbatches, ids))
 
     def _transformed(
-        self, dataset: InMemory, place: _Place, shards: dict[int, Any], ids: dict[int, np.ndarray]
+        self, dataset: InMemory, place: _Place, microbatches: dict[int, Any], ids: dict[int, np.ndarray]
     ) -> dict[int, Any]:
-        """The shards of one batch, transformed; what a transform draws is seeded by (seed, epoch, shard's first id)."""
+        """The microbatches of one batch, transformed; a transform's draws are seeded by (seed, epoch, first id)."""
         if dataset.transform is None:
-            return shards
+            return microbatches
         done = {}
-        for shard, value in shards.items():
-            self._generators.seed(derive_seed(self.seed, SHARD_STREAM, place[0], int(ids[shard][0])))
-            done[shard] = dataset.transform(value)
+        for microbatch, value in microbatches.items():
+            self._generators.seed(derive_seed(self.seed, MICROBATCH_STREAM, place[0], int(ids[microbatch][0])))
+            done[microbatch] = dataset.transform(value)
         return done
 
     def _most_rows(self) -> int:
         """The most samples that this rank has of a batch."""
-        cut = shard_bounds(self.global_batch_size, self._num_shards)
-        return max(1, sum(cut[shard + 1] - cut[shard] for shard in self.team.executed))
+        cut = microbatch_bounds(self.global_batch_size, self._num_microbatches)
+        return max(1, sum(cut[microbatch + 1] - cut[microbatch] for microbatch in self.membership.executed))
 
     def _one_by_one(self) -> Iterator[Batch]:
         epoch, first = self.cursor.epoch, self.cursor.position
         plan, again = self._plan(epoch, first), self._plan(epoch, first)
-        requests = (ShardIds(epoch, ids) for _, batch_ids in again for ids in batch_ids.values())
-        fetched = fetch_shards(
+        requests = (MicrobatchIds(epoch, ids) for _, batch_ids in again for ids in batch_ids.values())
+        fetched = fetch_microbatches(
             self.dataset, requests, self._collate, self.seed, self._num_workers, self._context, self._device
         )
         for place, batch_ids in plan:
-            yield self._batch(place, {shard: settle(next(fetched), self._device) for shard in batch_ids})
+            yield self._batch(place, {microbatch: settle(next(fetched), self._device) for microbatch in batch_ids})
 
-    def _batch(self, place: _Place, shards: dict[int, Any]) -> Batch:
+    def _batch(self, place: _Place, microbatches: dict[int, Any]) -> Batch:
         """A batch of samples that have ids."""
         epoch, start, length, version = place
         count = self._num_samples
         ids, renew = _IdsLater(self, epoch, start, length, count), partial(self._renew, epoch, start)
-        return Batch(length, shards, epoch, start, ids, count, version, renew)
+        return Batch(length, microbatches, epoch, start, ids, count, version, renew)
 
     def _plan(self, epoch: int, position: int) -> Iterator[tuple[_Place, dict[int, np.ndarray]]]:
-        """Where the batches of the rest of an epoch lie, with the ids of each of this rank's shards."""
+        """Where the batches of the rest of an epoch lie, with the ids of each of this rank's microbatches."""
         chunk = max(1, ORDER_CHUNK // self.global_batch_size)
-        version = self.team.version
+        version = self.membership.version
         while True:
             bounds = []
             for _ in range(chunk):
                 length = batch_length(position, self._num_samples, self.global_batch_size, self.drop_last)
                 if length == 0:
                     break
-                bounds.append((position, length, shard_bounds(length, self._num_shards)))
+                bounds.append((position, length, microbatch_bounds(length, self._num_microbatches)))
                 position += length
             if not bounds:
                 return
-            wanted = [self.team.to_fetch(min(length, self._num_shards)) for _, length, _ in bounds]
+            wanted = [self.membership.to_fetch(min(length, self._num_microbatches)) for _, length, _ in bounds]
             spans = [
                 (start + cut[run.start], start + cut[run.stop])
-                for (start, _, cut), shards in zip(bounds, wanted, strict=True)
-                for run in _runs(shards)
+                for (start, _, cut), microbatches in zip(bounds, wanted, strict=True)
+                for run in _runs(microbatches)
             ]
             positions = np.concatenate([np.arange(0), *(np.arange(a, b, dtype=np.int64) for a, b in spans)])
             ids = permute(positions, self._num_samples, self.seed, epoch) if self.shuffle else positions
             offset = 0
-            for (start, length, cut), shards in zip(bounds, wanted, strict=True):
+            for (start, length, cut), microbatches in zip(bounds, wanted, strict=True):
                 ours = {}
-                for shard in shards:
-                    size = cut[shard + 1] - cut[shard]
-                    ours[shard] = ids[offset : offset + size]
+                for microbatch in microbatches:
+                    size = cut[microbatch + 1] - cut[microbatch]
+                    ours[microbatch] = ids[offset : offset + size]
                     offset += size
                 yield (epoch, start, length, version), ours
 
     def _stream(self) -> Iterator[Batch]:
-        """Every rank reads the stream, and collates its own shards."""
+        """Every rank reads the stream, and collates its own microbatches."""
         epoch, position = self.cursor.epoch, self.cursor.position
         reader = StreamReader(self.dataset, epoch, self.seed, self._generators)
         reader.skip(position)
@@ -303,21 +304,23 @@ class Loader:
             )
 
     def _stream_batch(self, samples: list[Any], epoch: int, position: int) -> Batch:
-        """A batch of a stream, collated for the team as it is now."""
-        cut = shard_bounds(len(samples), self._num_shards)
-        shards = {}
-        for shard in self.team.to_fetch(min(len(samples), self._num_shards)):
-            self._generators.seed(derive_seed(self.seed, SHARD_STREAM, epoch, position + cut[shard]))
-            shards[shard] = settle(self._collate(samples[cut[shard] : cut[shard + 1]]), self._device)
+        """A batch of a stream, collated for the ranks as they are now."""
+        cut = microbatch_bounds(len(samples), self._num_microbatches)
+        microbatches = {}
+        for microbatch in self.membership.to_fetch(min(len(samples), self._num_microbatches)):
+            self._generators.seed(derive_seed(self.seed, MICROBATCH_STREAM, epoch, position + cut[microbatch]))
+            microbatches[microbatch] = settle(
+                self._collate(samples[cut[microbatch] : cut[microbatch + 1]]), self._device
+            )
 
         def renew() -> Batch:
             with self._generators.preserved():
                 return self._stream_batch(samples, epoch, position)
 
         ids = _Positions(position, len(samples))
-        is_compared = self.team.world_size > 1 and position < COMPARED_BATCHES * self.global_batch_size
+        is_compared = self.membership.world_size > 1 and position < COMPARED_BATCHES * self.global_batch_size
         total = -checksum(samples) if is_compared else 0  # a stream that depends on the rank begins otherwise
-        return Batch(len(samples), shards, epoch, position, ids, total, self.team.version, renew)
+        return Batch(len(samples), microbatches, epoch, position, ids, total, self.membership.version, renew)
 
 
 class _IdsLater:
@@ -361,9 +364,11 @@ def as_dataset(value: Any) -> Any:
     )
 
 
-def _runs(shards: range) -> list[range]:
-    """Adjacent shards together."""
-    return [shards] if shards.step == 1 else [range(shard, shard + 1) for shard in shards]
+def _runs(microbatches: range) -> list[range]:
+    """Adjacent microbatches together."""
+    return (
+        [microbatches] if microbatches.step == 1 else [range(microbatch, microbatch + 1) for microbatch in microbatches]
+    )
 
 
 def _length(dataset: Any) -> int:

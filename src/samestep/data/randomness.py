@@ -1,8 +1,8 @@
 """Randomness: the global generators, seeded so that draws do not depend on which rank makes them.
 
-A step seeds them by (seed, stream, step, shard), a loader by (seed, epoch, sample id). The generators are torch's (CPU
-and device), NumPy's and Python's global ones. Their states are saved before and restored after, so what a script draws
-elsewhere does not depend on who ran what. NumPy's state is not copied, which is slow, but its bit generator is
+A step seeds them by (seed, stream, step, microbatch), a loader by (seed, epoch, sample id). The generators are torch's
+(CPU and device), NumPy's and Python's global ones. Their states are saved before and restored after, so what a script
+draws elsewhere does not depend on who ran what. NumPy's state is not copied, which is slow, but its bit generator is
 exchanged for one of our own; the half of a normal pair that NumPy holds back after an odd draw is read and put back
 by itself.
 """
@@ -22,7 +22,7 @@ import torch
 from numpy.random import mtrand
 from torch import Tensor
 
-from samestep.plan.seeds import derive_seed
+from samestep.core.seeds import derive_seed
 
 ASIDE_STREAM = 2**34  # apart from the streams of steps, samples and evaluations
 

@@ -1,8 +1,8 @@
-"""Rows of tensors in memory: one gather for the shards of several batches.
+"""Rows of tensors in memory: one gather for the microbatches of several batches.
 
 A gather costs as much as the arithmetic of a small model. So the rows of a few batches are taken at once, with as many
-unused ones in between as it takes to let every shard begin at a border of memory: it has the shape, the strides and the
-alignment of a tensor of its own, and the bits do not depend on what was gathered with it.
+unused ones in between as it takes to let every microbatch begin at a border of memory: it has the shape, the strides
+and the alignment of a tensor of its own, and the bits do not depend on what was gathered with it.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,11 +21,11 @@ GATHERED_BYTES = 2**20
 
 
 class RowGather:
-    """Takes shards out of a dataset whose samples are rows of tensors.
+    """Takes microbatches out of a dataset whose samples are rows of tensors.
 
     Args:
         dataset: the tensors.
-        device: where the shards go.
+        device: where the microbatches go.
     """
 
     def __init__(self, dataset: TensorData, device: torch.device) -> None:
@@ -42,7 +42,7 @@ class RowGather:
         return max(1, GATHERED_BYTES // (self._row_bytes * num_rows))
 
     def gather(self, parts: Sequence[np.ndarray]) -> Iterator[Any]:
-        """The shards of these sample ids, one after another.
+        """The microbatches of these sample ids, one after another.
 
         Args:
             parts: 1-d int64 arrays, none of them empty.

@@ -1,7 +1,7 @@
-"""Tensors in memory as a dataset: one indexed gather takes a shard, no Python runs per sample.
+"""Tensors in memory as a dataset: one indexed gather takes a microbatch, no Python runs per sample.
 
 A dataset is "in memory" for the loader if it has `gather(ids)` and `transform`: the loader calls `gather` once a
-shard, moves the result to the device, and applies `transform` there.
+microbatch, moves the result to the device, and applies `transform` there.
 """
 
 from collections.abc import Callable
@@ -12,16 +12,16 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from samestep.core.order import permute
 from samestep.data.nested import leaves, map_tensors
 from samestep.errors import DataError, UsageError
-from samestep.plan.order import permute
 
 Transform = Callable[[Any], Any]
 
 
 @runtime_checkable
 class InMemory(Protocol):
-    """What the loader needs of a dataset to take a whole shard at once."""
+    """What the loader needs of a dataset to take a whole microbatch at once."""
 
     @property
     def transform(self) -> Transform | None:

@@ -17,8 +17,8 @@ from samestep.comm.communicator import Communicator
 from samestep.comm.group import GroupTransport
 from samestep.comm.reduction import ALIGNMENT_ELEMENTS, tree_sum_rows
 from samestep.comm.transport import gather_parts
-from samestep.plan.shards import shard_ranges
-from samestep.plan.tree import Block, TreeSum, rank_blocks
+from samestep.core.microbatches import microbatch_ranges
+from samestep.core.tree import Block, TreeSum, rank_blocks
 
 MOVED_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8, torch.bool)
 ADDED_DTYPES = (torch.float32, torch.float64)
@@ -33,7 +33,7 @@ class Ranks:
     """The ranks whose collectives are tried, seen from one of them.
 
     Attributes:
-        communicator: its voice, over the transport that is tried.
+        communicator: its communicator, over the transport that is tried.
         store: another way to talk, which does not depend on that transport.
     """
 
@@ -162,28 +162,28 @@ def word_cases(ranks: Ranks) -> Iterator[str]:
 
 
 def ordered_cases(ranks: Ranks) -> Iterator[str]:
-    """The ordered reduction of random numbers, whose bits depend on the order, for several numbers of shards."""
+    """The ordered reduction of random numbers, whose bits depend on the order, for several numbers of microbatches."""
     unit = ALIGNMENT_ELEMENTS * ranks.world_size
-    for num_shards in (ranks.world_size, max(8, ranks.world_size), ranks.world_size + 3):
+    for num_microbatches in (ranks.world_size, max(8, ranks.world_size), ranks.world_size + 3):
         for dtype in ADDED_DTYPES:
             for numel in (unit, unit * -(-MANY_ELEMENTS // unit)):
-                leaves = [_leaf(shard, numel, dtype) for shard in range(num_shards)]
+                leaves = [_leaf(microbatch, numel, dtype) for microbatch in range(num_microbatches)]
                 got = _reduced(ranks, leaves)
                 wrong = difference(got, tree_sum_rows(torch.stack(leaves)))
-                yield _about(dtype, numel, f"{num_shards} shards, {wrong}" if wrong else "")
+                yield _about(dtype, numel, f"{num_microbatches} microbatches, {wrong}" if wrong else "")
 
 
-def _leaf(shard: int, numel: int, dtype: torch.dtype) -> Tensor:
-    """A shard's numbers."""
-    return torch.randn(numel, generator=torch.Generator().manual_seed(shard + 1), dtype=torch.float64).to(dtype)
+def _leaf(microbatch: int, numel: int, dtype: torch.dtype) -> Tensor:
+    """A microbatch's numbers."""
+    return torch.randn(numel, generator=torch.Generator().manual_seed(microbatch + 1), dtype=torch.float64).to(dtype)
 
 
 def _reduced(ranks: Ranks, leaves: Sequence[Tensor]) -> Tensor:
-    """The ordered reduction of a leaf a shard."""
-    ranges = shard_ranges(len(leaves), ranks.world_size)
+    """The ordered reduction of a leaf a microbatch."""
+    ranges = microbatch_ranges(len(leaves), ranks.world_size)
     counter: TreeSum[Tensor] = TreeSum(torch.add)
-    for shard in ranges[ranks.rank]:
-        counter.push(Block(shard, 1), leaves[shard].to(ranks.device))
+    for microbatch in ranges[ranks.rank]:
+        counter.push(Block(microbatch, 1), leaves[microbatch].to(ranks.device))
     like = torch.empty_like(leaves[0], device=ranks.device)
     reduction = ranks.communicator.reduce(rank_blocks(ranges, len(leaves)), counter.sums, like)
     for _ in range(reduction.num_folds):
@@ -286,7 +286,7 @@ def time_gather(ranks: Ranks, num_bytes: int) -> Operation:
 
 
 def time_ordered(ranks: Ranks, num_bytes: int) -> Operation:
-    """An ordered reduction of a tensor of so many bytes, one shard a rank."""
+    """An ordered reduction of a tensor of so many bytes, one microbatch a rank."""
     tensor = _floats(ranks, num_bytes)
     blocks = tuple((Block(rank, 1),) for rank in range(ranks.world_size))
 

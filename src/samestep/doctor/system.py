@@ -7,7 +7,7 @@ from pathlib import Path
 
 import psutil
 
-from samestep.comm.segment import OUTBOX_SIZES, NoSegmentError, check_machine
+from samestep.comm.shm.segment import OUTBOX_SIZES, NoSegmentError, check_machine
 from samestep.devices.device import counted, gib
 from samestep.doctor.findings import Finding, bad, good, note
 

@@ -1,7 +1,7 @@
-"""Module buffers: every shard starts from the step's buffers, and what the shards left is merged, never overwritten.
+"""Module buffers: every microbatch starts from the step's buffers, and the results are merged, never overwritten.
 
-BatchNorm's (and InstanceNorm's) running statistics end as the sample-weighted mean over the shards, summed in float64
-on the tree. Any other buffer may change in a step only if all shards leave it equal.
+BatchNorm's (and InstanceNorm's) running statistics end as the sample-weighted mean over the microbatches, summed in
+float64 on the tree. Any other buffer may change in a step only if all microbatches leave it equal.
 """
 
 from collections.abc import Sequence
@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from samestep.comm.communicator import Communicator
+from samestep.core.tree import Block, TreeSum
 from samestep.data.batch import tensor_checksum
 from samestep.engine.losses import wide_dtype
 from samestep.errors import BufferMergeError, UsageError
-from samestep.plan.tree import Block, TreeSum
 
 COMPARED_ELEMENTS = 2**16
 COMPARED_STEPS = 2
@@ -41,26 +41,26 @@ class BufferPlace:
 
 
 def refuse_sync_batchnorm(model: nn.Module) -> None:
-    """Raises a `UsageError` that names the first SyncBatchNorm: it would see only the shards in flight."""
+    """Raises a `UsageError` that names the first SyncBatchNorm: it would see only the microbatches in flight."""
     for name, module in model.named_modules():
         if isinstance(module, nn.SyncBatchNorm):
             raise UsageError(
                 f"module {name or 'model'} is a SyncBatchNorm, whose statistics would depend on the number of devices; "
-                "use BatchNorm (statistics per shard, merged by samestep) or GroupNorm"
+                "use BatchNorm (statistics per microbatch, merged by samestep) or GroupNorm"
             )
 
 
 def is_mean_buffer(module: nn.Module, key: str) -> bool:
-    """Whether a module's buffer holds running statistics, which end as the mean over the shards."""
+    """Whether a module's buffer holds running statistics, which end as the mean over the microbatches."""
     return isinstance(module, _NormBase) and key in MEAN_BUFFERS
 
 
 class BufferMerge:
-    """Restores the buffers before each shard and merges what the shards left of them.
+    """Restores the buffers before each microbatch and merges what the microbatches left of them.
 
     Args:
         model: whose buffers.
-        communicator: this rank's voice.
+        communicator: this rank's communicator.
     """
 
     def __init__(self, model: nn.Module, communicator: Communicator) -> None:
@@ -105,8 +105,8 @@ class BufferMerge:
         self._ends, self._checksums, self._merged_means = {}, [], None
         self.touched_means = self.touched_others = False
 
-    def collect(self, shard: int, num_samples: int) -> None:
-        """Takes what a shard left in the buffers, and puts the step's start back."""
+    def collect(self, microbatch: int, num_samples: int) -> None:
+        """Takes what a microbatch left in the buffers, and puts the step's start back."""
         if self._compare_all:
             self._check_known()
         if not self._places:
@@ -114,7 +114,7 @@ class BufferMerge:
         changed = [index for index in range(len(self._places)) if self._is_changed(index)]
         self.touched_means |= any(index < len(self._means) for index in changed)
         if self._means:
-            self._mean_sum.push(Block(shard, 1), self._mean_leaf(num_samples))
+            self._mean_sum.push(Block(microbatch, 1), self._mean_leaf(num_samples))
         self._checksums.append([0] * len(self._others))
         for index in changed:
             if index >= len(self._means):
@@ -122,17 +122,17 @@ class BufferMerge:
             self._restore(index)
 
     def left(self) -> list[tuple[int, Tensor | None]]:
-        """What a shard has changed, and what it left there, for `leave`."""
+        """What a microbatch has changed, and what it left there, for `leave`."""
         return [(index, place.get()) for index, place in enumerate(self._places) if self._is_changed(index)]
 
     def leave(self, ends: Sequence[tuple[int, Tensor | None]]) -> None:
-        """Notes that a shard has left these again, by a replay of what it did: that moves no version."""
+        """Notes that a microbatch has left these again, by a replay of what it did: that moves no version."""
         for index, end in ends:
             self._places[index].put(end)
             self._versions[index] = -1
 
     def check_start(self) -> None:
-        """Looks, in the first steps and every so often, whether the buffers are still as a shard was to find them.
+        """Looks, in the first steps and every so often, whether the buffers are still as a microbatch was to find them.
 
         Raises:
             BufferMergeError: names one that is not.
@@ -142,18 +142,19 @@ class BufferMerge:
             if tensor is not None and start is not None and tensor_checksum(tensor) != tensor_checksum(start):
                 raise BufferMergeError(
                     f"buffer {place.name} was written to in a backward (recomputing a BatchNorm's forward does so), "
-                    "while other shards were on their way; keep it out of activation checkpointing, or use GroupNorm"
+                    "while other microbatches were on their way; keep it out of activation checkpointing, or use "
+                    "GroupNorm"
                 )
 
     def abandon(self) -> None:
-        """Puts the step's start back after a shard that failed."""
+        """Puts the step's start back after a microbatch that failed."""
         for index in range(len(self._places)):
             if self._is_changed(index):
                 self._restore(index)
 
     @property
     def touched(self) -> list[bool]:
-        """Whether a shard of this rank changed running statistics, and other buffers."""
+        """Whether a microbatch of this rank changed running statistics, and other buffers."""
         return [self.touched_means, self.touched_others]
 
     def exchange(self, touched: Sequence[bool], blocks_by_rank: Sequence[Sequence[Block]], num_samples: int) -> None:
@@ -165,7 +166,7 @@ class BufferMerge:
             num_samples: samples of the global batch.
 
         Raises:
-            BufferMergeError: a buffer without a rule ended differently on different shards.
+            BufferMergeError: a buffer without a rule ended differently on different microbatches.
         """
         touched_means, touched_others = touched
         if touched_means:
@@ -209,21 +210,22 @@ class BufferMerge:
         return tensor.shape != start.shape or not torch.equal(tensor, start)
 
     def _check_known(self) -> None:
-        """Raises if a shard registered a buffer: the next shard would find it, and other ranks would not."""
+        """Raises if a microbatch registered a buffer: the next microbatch would find it, and other ranks would not."""
         for name, module in self._model.named_modules():
             for key, buffer in module._buffers.items():
                 if buffer is not None and (id(module), key) not in self._known:
                     raise BufferMergeError(
-                        f"buffer {name}.{key} was registered while a shard ran; register it when the model is built"
+                        f"buffer {name}.{key} was registered while a microbatch ran; register it when the model is "
+                        "built"
                     )
 
     def _mean_leaf(self, num_samples: int) -> Tensor:
-        """The statistics of one shard, times its samples, in one wide flat tensor."""
+        """The statistics of one microbatch, times its samples, in one wide flat tensor."""
         parts = [buffer.detach().reshape(-1) for place in self._means if (buffer := place.get()) is not None]
         return torch.cat([part.to(wide_dtype(part.device)) for part in parts]) * num_samples
 
     def _note_end(self, index: int) -> None:
-        """Remembers how a shard left a buffer that has no rule for merging.
+        """Remembers how a microbatch left a buffer that has no rule for merging.
 
         Raises:
             BufferMergeError: it left none.
@@ -231,7 +233,7 @@ class BufferMerge:
         end = self._places[index].get()
         if end is None:
             raise BufferMergeError(
-                f"buffer {self._places[index].name} was set to None while a shard ran; do so outside the forward"
+                f"buffer {self._places[index].name} was set to None while a microbatch ran; do so outside the forward"
             )
         self.touched_others = True
         self._checksums[-1][index - len(self._means)] = int(tensor_checksum(end)) | 1
@@ -239,7 +241,7 @@ class BufferMerge:
             self._ends[index] = end.detach().clone()
 
     def _restore(self, index: int) -> None:
-        """Gives the next shard the buffer that the step began with."""
+        """Gives the next microbatch the buffer that the step began with."""
         tensor, start = self._tensors[index], self._starts[index]
         if tensor is None or start is None:
             self._places[index].module._buffers[self._places[index].key] = None
@@ -250,7 +252,7 @@ class BufferMerge:
             self._places[index].put(tensor)
 
     def _sum_means(self, blocks_by_rank: Sequence[Sequence[Block]]) -> Tensor:
-        """The weighted statistics of all shards, summed along the tree."""
+        """The weighted statistics of all microbatches, summed along the tree."""
         width = sum(start.numel() for start in self._starts[: len(self._means)] if start is not None)
         sums = self._mean_sum.sums
         wide = wide_dtype(self._communicator.device)
@@ -261,7 +263,7 @@ class BufferMerge:
         for block, row in sorted(everything, key=lambda pair: pair[0].start):
             counter.push(block, row)
         total = counter.root()
-        assert total is not None, "a step has at least one shard"
+        assert total is not None, "a step has at least one microbatch"
         return total
 
     def _write_means(self, merged: Tensor, ok: Tensor | None) -> None:
@@ -276,7 +278,7 @@ class BufferMerge:
             target.copy_(value if ok is None else torch.where(ok, value, target))
 
     def _check_others(self, blocks_by_rank: Sequence[Sequence[Block]]) -> None:
-        """Compares the other buffers over all shards, and takes the common value."""
+        """Compares the other buffers over all microbatches, and takes the common value."""
         communicator = self._communicator
         ours = torch.tensor(self._checksums, dtype=torch.int64).view(-1, len(self._others))
         counts = [sum(block.size for block in blocks) for blocks in blocks_by_rank]
@@ -284,7 +286,8 @@ class BufferMerge:
         for column in range(len(self._others)):
             if len(set(rows[:, column].tolist())) > 1:
                 raise BufferMergeError(
-                    f"buffer {self._others[column].name} ended differently on different shards and has no rule for "
+                    f"buffer {self._others[column].name} ended differently on different microbatches and has no rule "
+                    "for "
                     "merging; only the running statistics of BatchNorm and InstanceNorm may differ. Update it outside "
                     "the forward, or from quantities that do not depend on the samples"
                 )

@@ -1,10 +1,10 @@
-"""torch.compile for the forward and the loss of a shard, by settings under which the ranks' code is the same."""
+"""torch.compile for the forward and the loss of a microbatch, by settings under which the ranks' code is the same."""
 
 from samestep.engine.losses import LossFn
 
 
 def compile_loss(loss_fn: LossFn) -> LossFn:
-    """The loss function, compiled when it is first called with shards of a size.
+    """The loss function, compiled when it is first called with microbatches of a size.
 
     Tier `bitwise`, like any other loss function; the bits are not those of the function that is not compiled.
     """

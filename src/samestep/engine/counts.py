@@ -14,11 +14,11 @@ from samestep.errors import LossError
 
 
 class GlobalCounts:
-    """Sums what `counts_fn` says of each shard over all shards, along the tree.
+    """Sums what `counts_fn` says of each microbatch over all microbatches, along the tree.
 
     Args:
-        counts_fn: maps a shard to a number, or a dict, list or tuple of numbers (0-d tensors too).
-        communicator: this rank's voice.
+        counts_fn: maps a microbatch to a number, or a dict, list or tuple of numbers (0-d tensors too).
+        communicator: this rank's communicator.
     """
 
     def __init__(self, counts_fn: Callable[[Any], Any], communicator: Communicator) -> None:
@@ -31,25 +31,27 @@ class GlobalCounts:
         """The counts of the global batch: 0-d tensors on the device, in the structure that `counts_fn` returned.
 
         Raises:
-            LossError: `counts_fn` returned something else, or not the same structure for every shard.
+            LossError: `counts_fn` returned something else, or not the same structure for every microbatch.
         """
         device = self._communicator.device
         mine = ranges[self._communicator.rank]
-        values = {shard: self._numbers(self._counts_fn(value)) for shard, value in batch.shards.items()}
+        values = {microbatch: self._numbers(self._counts_fn(value)) for microbatch, value in batch.microbatches.items()}
         width = max(row[0] for row in self._communicator.gather_words([max(map(len, values.values()), default=0)]))
         rows = torch.zeros(len(mine), width, dtype=wide_dtype(device), device=device)
-        for shard, numbers in values.items():
+        for microbatch, numbers in values.items():
             if len(numbers) != width:
-                raise LossError(f"counts_fn returned {len(numbers)} numbers for one shard and {width} for another")
-            if shard in mine:  # else this rank runs along with it, and needs its structure alone
-                rows[mine.index(shard)] = torch.stack(numbers)
+                raise LossError(f"counts_fn returned {len(numbers)} numbers for one microbatch and {width} for another")
+            if microbatch in mine:  # else this rank runs along with it, and needs its structure alone
+                rows[mine.index(microbatch)] = torch.stack(numbers)
         return self._structure(self._communicator.sum_rows(rows, ranges))
 
     def _numbers(self, value: Any) -> list[Tensor]:
-        """Flattens one shard's counts, and remembers their structure."""
+        """Flattens one microbatch's counts, and remembers their structure."""
         names = tuple(value) if isinstance(value, Mapping) else None
         if self._names not in (None, names):
-            raise LossError(f"counts_fn returned {names or describe(value)} for one shard, {self._names} for another")
+            raise LossError(
+                f"counts_fn returned {names or describe(value)} for one microbatch, {self._names} for another"
+            )
         self._names = names
         self._sequence = isinstance(value, list | tuple)
         entries = list(value.values()) if isinstance(value, Mapping) else list(value) if self._sequence else [value]

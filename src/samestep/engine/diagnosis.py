@@ -24,7 +24,7 @@ def explain_nondeterminism(
     Args:
         error: what torch raised in forward or backward.
         model: the model that ran.
-        forward: computes the loss of the same shard again; used to find the module of a backward operation.
+        forward: computes the loss of the same microbatch again; used to find the module of a backward operation.
 
     Returns:
         The error to raise, or None if `error` is about something else.

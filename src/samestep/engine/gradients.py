@@ -1,7 +1,7 @@
-"""The gradient of one step: each shard's pushed on the tree, then reduced over the ranks.
+"""The gradient of one step: each microbatch's pushed on the tree, then reduced over the ranks.
 
-While a rank runs its last shard, a bucket whose gradients are all there goes on its way at once, so that the exchange
-of the last layers runs beside the backward of the first.
+While a rank runs its last microbatch, a bucket whose gradients are all there goes on its way at once, so that the
+exchange of the last layers runs beside the backward of the first.
 """
 
 import sys
@@ -19,15 +19,15 @@ from samestep.comm.communicator import CARRIER_BYTES, Communicator
 from samestep.comm.letters import LetterBox
 from samestep.comm.recording import Recording
 from samestep.comm.reduction import Reduction, fold, fold_all
+from samestep.core.tree import Block, TreeSum
 from samestep.engine.norms import NORM_ELEMENTS, block_norm, block_norms, join_norms
 from samestep.engine.owning import OwnedParts
 from samestep.engine.scaling import divide, scale
 from samestep.errors import DeterminismError
-from samestep.plan.tree import Block, TreeSum
 
 
 class Leaf(NamedTuple):
-    """Memory for the gradient of one shard, of one bucket.
+    """Memory for the gradient of one microbatch, of one bucket.
 
     Attributes:
         flat: the whole of it.
@@ -41,7 +41,7 @@ class Leaf(NamedTuple):
 
 
 class BucketSum:
-    """The shards' gradients of one bucket, summed along the tree in reused memory."""
+    """The microbatches' gradients of one bucket, summed along the tree in reused memory."""
 
     def __init__(self, bucket: Bucket, parameters: Sequence[nn.Parameter]) -> None:
         self.bucket = bucket
@@ -53,7 +53,7 @@ class BucketSum:
         self._box: LetterBox | None = None
 
     def leaf(self) -> Leaf:
-        """Memory for one shard's gradient."""
+        """Memory for one microbatch's gradient."""
         if self._free:
             return self._free.pop()
         flat = self.bucket.empty()
@@ -61,12 +61,12 @@ class BucketSum:
         return Leaf(flat, views, num_holders(flat))
 
     def push(self, block: Block, leaf: Leaf) -> None:
-        """Adds a shard's gradient."""
+        """Adds a microbatch's gradient."""
         self._lent[id(leaf.flat)] = leaf
         self._counter.push(block, leaf.flat)
 
     def fill_up(self, blocks: Sequence[Block]) -> None:
-        """Takes zeros in place of what the shards should have given: their sums are awaited, and come to nothing."""
+        """Takes zeros in place of the microbatches' gradients: other ranks wait for their sums, which nobody uses."""
         for block in blocks:
             leaf = self.leaf()
             leaf.flat.zero_()
@@ -103,7 +103,7 @@ class BucketSum:
         return self._counter.sums[0].copy_(total) if self._counter.sums else total.clone()
 
     def total(self, blocks: Sequence[Block]) -> Tensor:
-        """The sum over all shards, where this rank has them all."""
+        """The sum over all microbatches, where this rank has them all."""
         sums = self._counter.sums
         return sums[0] if len(sums) == 1 else fold(blocks, sums)
 
@@ -133,22 +133,22 @@ class BucketSum:
 
 
 class GradientSum:
-    """Sums the gradients of all shards of a step, on all ranks.
+    """Sums the gradients of all microbatches of a step, on all ranks.
 
     Args:
         parameters: the trainable parameters, without repetition.
         names: their names, for messages.
-        communicator: this rank's voice.
+        communicator: this rank's communicator.
         bucket_bytes: how much travels in one message; the bits do not depend on it.
-        overlap: whether buckets leave during the backward of the last shard.
+        overlap: whether buckets leave during the backward of the last microbatch.
         recording: is told when they leave.
 
     Attributes:
         parameters: the trainable ones.
         inputs: the same, as autograd wants them.
         is_spread: false: every rank gets the whole sums.
-        used: for each whether a shard of this rank used it.
-        flats: after `finish` the sums over all shards, a flat tensor a bucket.
+        used: for each whether a microbatch of this rank used it.
+        flats: after `finish` the sums over all microbatches, a flat tensor a bucket.
     """
 
     is_spread = False
@@ -174,7 +174,7 @@ class GradientSum:
         self._bucket_of = {index: number for number, bucket in enumerate(buckets) for index in bucket.members}
         self._started: list[Reduction] = []
         self.flats: list[Tensor] = []
-        self._armed_shard: int | None = None
+        self._armed_microbatch: int | None = None
         self._leaf_totals: list[Tensor] = []
         self._zero = torch.zeros((), device=self.parameters[0].device)
         self._is_only = False
@@ -197,7 +197,7 @@ class GradientSum:
 
     @property
     def bucket_bytes(self) -> list[int]:
-        """What the gradient of one shard takes, by bucket."""
+        """What the gradient of one microbatch takes, by bucket."""
         return [bucket.numel * bucket.dtype.itemsize for bucket in self.buckets]
 
     def keep_parts(self) -> OwnedParts:
@@ -215,7 +215,7 @@ class GradientSum:
         self._is_only = sum(block.size for blocks in blocks_by_rank for block in blocks) == 1
         self._started = []
         self.flats = []
-        self._armed_shard = None
+        self._armed_microbatch = None
         self._leaf_totals = []
         self.used = [False] * len(self.parameters)
         self.forget()
@@ -229,22 +229,22 @@ class GradientSum:
         for parameter in self.parameters:
             parameter.grad = None
 
-    def arm(self, shard: int, is_last: bool) -> None:
-        """Announces the next shard; during the backward of this rank's last full buckets may leave."""
+    def arm(self, microbatch: int, is_last: bool) -> None:
+        """Announces the next microbatch; during the backward of this rank's last full buckets may leave."""
         if is_last and self._hooks:
-            self._armed_shard = shard
+            self._armed_microbatch = microbatch
             self._awaited = [set(bucket_sum.bucket.members) for bucket_sum in self._sums]
 
-    def collect(self, shard: int) -> Tensor:
-        """Pushes what the backward of a shard left in the parameters' `.grad` on the tree.
+    def collect(self, microbatch: int) -> Tensor:
+        """Pushes what the backward of a microbatch left in the parameters' `.grad` on the tree.
 
         Returns:
-            The sum of all its elements, 0-d: not finite if one of them is not. Zero for the only shard of a step, whose
-            norm says it as well.
+            The sum of all its elements, 0-d: not finite if one of them is not. Zero for the only microbatch of a step,
+            whose norm says it as well.
         """
         for number in range(len(self._leaf_totals), len(self._sums)):
-            self._take(number, shard)
-        self._armed_shard = None
+            self._take(number, microbatch)
+        self._armed_microbatch = None
         self.forget()
         totals, self._leaf_totals = self._leaf_totals, []
         return totals[0] if len(totals) == 1 else torch.stack([total.float() for total in totals]).sum()
@@ -280,7 +280,7 @@ class GradientSum:
         return box.letters
 
     def finish(self) -> None:
-        """Waits for the sums over all shards: one flat tensor a bucket; this rank's part of it where that is all."""
+        """Waits for the sums over all microbatches: one flat tensor a bucket, or this rank's part of it."""
         if self._communicator.world_size == 1:
             self.flats = [bucket_sum.total(self._blocks_by_rank[0]) for bucket_sum in self._sums]
             return
@@ -320,7 +320,7 @@ class GradientSum:
         return join_norms(parts)
 
     def assign(self, used: Sequence[bool]) -> None:
-        """Gives each parameter that any shard used its gradient, as a view of the flat results; the others get None."""
+        """Gives each parameter that a microbatch used its gradient, a view of the flat results; the others get None."""
         if self._owned is not None:
             self._owned.assign(self.flats, used)
             return
@@ -338,8 +338,8 @@ class GradientSum:
             bucket_sum.drop_memory()
 
     def fill_up(self, rank: int) -> None:
-        """Lets this rank, which could not run its shards, take part in the exchanges all the same."""
-        self._armed_shard = None
+        """Lets this rank, which could not run its microbatches, take part in the exchanges all the same."""
+        self._armed_microbatch = None
         self._leaf_totals = []
         for bucket_sum in self._sums[len(self._started) :]:
             bucket_sum.recycle()
@@ -354,7 +354,7 @@ class GradientSum:
 
     def abandon(self) -> None:
         """Drops what a step that failed has left, exchanges under way among it."""
-        self._armed_shard = None
+        self._armed_microbatch = None
         self._leaf_totals = []
         self._started = []
         self.flats = []
@@ -392,13 +392,13 @@ class GradientSum:
         if present:
             torch._foreach_copy_(present, gradients)
 
-    def _take(self, number: int, shard: int) -> None:
-        """Pushes a shard's gradients of one bucket on the tree; of the last shard, sends it on its way too."""
+    def _take(self, number: int, microbatch: int) -> None:
+        """Pushes a microbatch's gradients of one bucket on the tree; after the last one the exchange starts."""
         leaf = self._sums[number].leaf()
         self._fill(self._sums[number].bucket, leaf)
         self._leaf_totals.append(self._zero if self._is_only else leaf.flat.sum())
-        self._sums[number].push(Block(shard, 1), leaf)
-        if self._armed_shard is not None:
+        self._sums[number].push(Block(microbatch, 1), leaf)
+        if self._armed_microbatch is not None:
             self._start(number)
 
     def _start(self, number: int) -> None:
@@ -416,7 +416,7 @@ class GradientSum:
 
         def on_gradient(_: Tensor) -> None:
             owner = reference()
-            if owner is None or owner._armed_shard is None:
+            if owner is None or owner._armed_microbatch is None:
                 return
             if number < len(owner._started):
                 raise DeterminismError(
@@ -426,7 +426,7 @@ class GradientSum:
                 )
             owner._awaited[number].discard(index)
             while len(owner._started) < len(owner._sums) and not owner._awaited[len(owner._started)]:
-                owner._take(len(owner._started), owner._armed_shard)
+                owner._take(len(owner._started), owner._armed_microbatch)
 
         return on_gradient
 

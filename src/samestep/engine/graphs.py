@@ -1,17 +1,17 @@
-"""CUDA graphs: forward and backward of a shard, captured once a form of shard and replayed for every other.
+"""CUDA graphs: forward and backward of a microbatch, captured once a form of microbatch and replayed for every other.
 
-A shard of a small model is hundreds of kernels of a few microseconds each, which Python hands over one by one; a replay
-hands over all of them at once. The shard is copied into memory that the graph reads, and what it leaves (the loss, the
-count, the gradients, the buffers) lies in memory that it writes; that is taken before the next replay.
+A microbatch of a small model is hundreds of kernels of a few microseconds each, which Python hands over one by one; a
+replay hands over all of them at once. The microbatch is copied into memory that the graph reads, and what it leaves
+(the loss, the count, the gradients, the buffers) lies in memory that it writes; that is taken before the next replay.
 
-Random numbers on the device are those of a shard that runs without a graph. A generator counts what is drawn: while a
-graph is captured, kernels get the place of their draws in the graph, and two cells in which they look up seed and
-offset when they run. A replay first writes the generator's seed and offset to these cells (PyTorch,
+Random numbers on the device are those of a microbatch that runs without a graph. A generator counts what is drawn:
+while a graph is captured, kernels get the place of their draws in the graph, and two cells in which they look up seed
+and offset when they run. A replay first writes the generator's seed and offset to these cells (PyTorch,
 aten/src/ATen/cuda/CUDAGeneratorImpl.cpp, `capture_prologue` and `replay_prologue`; CUDAGraph.cpp, `replay`), so seeding
 before every replay is all it takes.
 
-The update is not captured. It runs once a step and not once a shard, a fused optimizer is a handful of kernels, and
-what it reads changes places between steps: sums lie in memory that is lent by turns, learning rates are Python's.
+The update is not captured. It runs once a step and not once a microbatch, a fused optimizer is a handful of kernels,
+and what it reads changes places between steps: sums lie in memory that is lent by turns, learning rates are Python's.
 """
 
 from collections.abc import Callable, Hashable, Mapping
@@ -22,12 +22,12 @@ import torch
 from torch import Tensor
 
 from samestep.data.nested import leaves, map_tensors
-from samestep.engine.losses import ShardLoss, describe
+from samestep.engine.losses import MicrobatchLoss, describe
 from samestep.engine.memory import is_out_of_memory
 from samestep.errors import SamestepError, UsageError
 
 if TYPE_CHECKING:
-    from samestep.engine.shards import ShardRunner
+    from samestep.engine.microbatches import MicrobatchRunner
 
 WARM_UPS = 3  # as torch.cuda.make_graphed_callables: libraries load and choose kernels in the first runs
 MOST_GRAPHS = 16
@@ -37,10 +37,10 @@ LEAVE_OUT = "or leave cuda_graphs out (--no-cuda-graphs)"
 class Recorder(Protocol):
     """What runs a function so that it can be replayed."""
 
-    def warm_up(self, run: Callable[[], ShardLoss]) -> None:
+    def warm_up(self, run: Callable[[], MicrobatchLoss]) -> None:
         """Runs it as it will be recorded."""
 
-    def record(self, run: Callable[[], ShardLoss]) -> tuple[Callable[[], object], ShardLoss]:
+    def record(self, run: Callable[[], MicrobatchLoss]) -> tuple[Callable[[], object], MicrobatchLoss]:
         """Runs it once, as a recording.
 
         Returns:
@@ -49,30 +49,31 @@ class Recorder(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class ShardGraph:
-    """Forward and backward of the shards of one form.
+class MicrobatchGraph:
+    """Forward and backward of the microbatches of one form.
 
     Attributes:
         replay: runs them.
-        slots: the memory that the shard is read from.
+        slots: the memory that the microbatch is read from.
         loss: what a replay fills.
-        gradients: of each trainable parameter what a replay fills; None where the shard does not use it.
+        gradients: of each trainable parameter what a replay fills; None where the microbatch does not use it.
         buffers: the index of each buffer that a replay changes, and what then stands in its place.
         held: other memory that a replay reads.
     """
 
     replay: Callable[[], object]
     slots: list[Tensor]
-    loss: ShardLoss
+    loss: MicrobatchLoss
     gradients: list[Tensor | None]
     buffers: list[tuple[int, Tensor | None]]
     held: list[Tensor]
 
 
-class ShardGraphs:
+class MicrobatchGraphs:
     """The graphs of one train step.
 
-    Which shards run by a graph is decided by the length of the batch alone, so it is the same on every rank and after a
+    Which microbatches run by a graph is decided by the length of the batch alone, so it is the same on every rank and
+    after a
     resume: those of full batches do, those of a shorter last batch do not.
 
     Args:
@@ -88,23 +89,23 @@ class ShardGraphs:
         self._device = device
         self._make_recorder = CudaRecorder if make_recorder is None else make_recorder
         self._recorder: Recorder | None = None
-        self._graphs: dict[Hashable, ShardGraph] = {}
+        self._graphs: dict[Hashable, MicrobatchGraph] = {}
         self._addresses: list[int] = []
         self._settings: tuple[Hashable, ...] = ()
 
     def __len__(self) -> int:
-        """How many forms of shards are captured."""
+        """How many forms of microbatches are captured."""
         return len(self._graphs)
 
-    def begin(self, runner: "ShardRunner", length: int) -> bool:
+    def begin(self, runner: "MicrobatchRunner", length: int) -> bool:
         """Starts a step; graphs that read or write memory which the model has left are dropped.
 
         Args:
-            runner: whose shards; its guard and its buffers have begun the step.
+            runner: whose microbatches; its guard and its buffers have begun the step.
             length: samples of the global batch.
 
         Returns:
-            Whether the shards of this step run by graphs.
+            Whether the microbatches of this step run by graphs.
 
         Raises:
             UsageError: autograd looks for anomalies.
@@ -126,12 +127,12 @@ class ShardGraphs:
         return True
 
     def run(
-        self, runner: "ShardRunner", value: Any, num_samples: int, counts: Any, is_only: bool, seed: int
-    ) -> ShardLoss:
+        self, runner: "MicrobatchRunner", value: Any, num_samples: int, counts: Any, is_only: bool, seed: int
+    ) -> MicrobatchLoss:
         """What `runner.run_one` does, by a graph; the generators have been seeded for it.
 
         Args:
-            runner: whose shard.
+            runner: whose microbatch.
             value: the samples.
             num_samples: how many.
             counts: the global counts, or None.
@@ -139,7 +140,7 @@ class ShardGraphs:
             seed: by which the generators were seeded.
 
         Raises:
-            UsageError: the shard, or what is computed on it, cannot be captured.
+            UsageError: the microbatch, or what is computed on it, cannot be captured.
         """
         inputs = (value,) if counts is None else (value, counts)
         form = form_of(inputs)
@@ -161,12 +162,13 @@ class ShardGraphs:
         self._recorder = None
 
     def _capture(
-        self, runner: "ShardRunner", inputs: tuple[Any, ...], num_samples: int, is_only: bool, seed: int
-    ) -> ShardGraph:
-        """Runs a shard until all is loaded and chosen, then captures it; leaves no trace of either."""
+        self, runner: "MicrobatchRunner", inputs: tuple[Any, ...], num_samples: int, is_only: bool, seed: int
+    ) -> MicrobatchGraph:
+        """Runs a microbatch until all is loaded and chosen, then captures it; leaves no trace of either."""
         if len(self._graphs) >= MOST_GRAPHS:
             raise UsageError(
-                f"the shards came in more than {MOST_GRAPHS} forms (sizes, dtypes, training modes), and each is a CUDA "
+                f"the microbatches came in more than {MOST_GRAPHS} forms (sizes, dtypes, training modes), and each is "
+                "a CUDA "
                 f"graph with a gradient of its own: pad to a few sizes, {LEAVE_OUT}"
             )
         if self._recorder is None:
@@ -174,15 +176,15 @@ class ShardGraphs:
         value, *counts = map_tensors(lambda tensor: tensor.detach().clone(), inputs)
         slots = leaves([value, *counts])
 
-        def forward_backward() -> ShardLoss:
+        def forward_backward() -> MicrobatchLoss:
             loss = runner.run_one(value, num_samples, counts[0] if counts else None, is_only)
-            return ShardLoss(loss.value.detach(), loss.weight, loss.count)  # without the autograd graph
+            return MicrobatchLoss(loss.value.detach(), loss.weight, loss.count)  # without the autograd graph
 
         torch.clear_autocast_cache()  # the script's own autocast may hold weights that were cast before
         try:
             for _ in range(WARM_UPS):
                 self._warm_up(runner, forward_backward, seed)
-                _fill(slots, inputs)  # a loss may write to its shard
+                _fill(slots, inputs)  # a loss may write to its microbatch
             runner.generators.seed(seed)
             replay, loss = self._recorder.record(forward_backward)
             gradients = [parameter.grad for parameter in runner.gradients.parameters]
@@ -190,9 +192,9 @@ class ShardGraphs:
         finally:
             torch.clear_autocast_cache()
             _undo(runner)
-        return ShardGraph(replay, slots, loss, gradients, buffers, runner.held())
+        return MicrobatchGraph(replay, slots, loss, gradients, buffers, runner.held())
 
-    def _warm_up(self, runner: "ShardRunner", run: Callable[[], ShardLoss], seed: int) -> None:
+    def _warm_up(self, runner: "MicrobatchRunner", run: Callable[[], MicrobatchLoss], seed: int) -> None:
         """One run that leaves nothing behind.
 
         Raises:
@@ -227,7 +229,7 @@ class CudaRecorder:
         self._stream = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
 
-    def warm_up(self, run: Callable[[], ShardLoss]) -> None:
+    def warm_up(self, run: Callable[[], MicrobatchLoss]) -> None:
         """Runs it on the stream of the captures, for which libraries prepare themselves."""
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
@@ -237,7 +239,7 @@ class CudaRecorder:
         finally:
             current.wait_stream(self._stream)
 
-    def record(self, run: Callable[[], ShardLoss]) -> tuple[Callable[[], object], ShardLoss]:
+    def record(self, run: Callable[[], MicrobatchLoss]) -> tuple[Callable[[], object], MicrobatchLoss]:
         """Captures it; nothing is computed yet.
 
         Other threads go on with what they do (`thread_local`): those of a DataLoader pin memory, which else would be an
@@ -261,8 +263,8 @@ class CudaRecorder:
         raise explain_capture(failure)
 
 
-def never_by_graphs(graphs: ShardGraphs, runner: "ShardRunner", length: int) -> bool:
-    """Stands in for `ShardGraphs.begin` where modules are watched: a replay calls none."""
+def never_by_graphs(graphs: MicrobatchGraphs, runner: "MicrobatchRunner", length: int) -> bool:
+    """Stands in for `MicrobatchGraphs.begin` where modules are watched: a replay calls none."""
     return False
 
 
@@ -275,7 +277,7 @@ def check_graphs(device: torch.device) -> None:
 
 
 def form_of(value: Any) -> Hashable:
-    """What two shards have in common that one graph can run: structure, shapes, strides and dtypes.
+    """What two microbatches have in common that one graph can run: structure, shapes, strides and dtypes.
 
     Raises:
         UsageError: there is something else in it than dense tensors.
@@ -317,12 +319,12 @@ def explain_capture(error: BaseException) -> BaseException:
 
 @torch.no_grad()
 def _fill(slots: list[Tensor], inputs: Any) -> None:
-    """Copies a shard into the memory that a graph reads."""
+    """Copies a microbatch into the memory that a graph reads."""
     torch._foreach_copy_(slots, leaves(inputs))
 
 
-def _undo(runner: "ShardRunner") -> None:
-    """Takes back what a run of a shard leaves in the model."""
+def _undo(runner: "MicrobatchRunner") -> None:
+    """Takes back what a run of a microbatch leaves in the model."""
     runner.gradients.forget()
     runner.buffers.abandon()
     runner.guard.restore_modes()

@@ -1,4 +1,4 @@
-"""The guard: a shard leaves the parameters and the modes of the modules as it found them."""
+"""The guard: a microbatch leaves the parameters and the modes of the modules as it found them."""
 
 from collections.abc import Mapping
 from itertools import chain
@@ -13,7 +13,7 @@ LOOKED_EVERY = 100
 
 
 class ModelGuard:
-    """Watches a model while shards run.
+    """Watches a model while microbatches run.
 
     Args:
         model: whose parameters and modules, those that no optimizer holds too.
@@ -47,7 +47,7 @@ class ModelGuard:
         self._versions = [parameter._version for parameter in self._parameters]
 
     def end(self) -> None:
-        """Lets go of the copies: the shards have run."""
+        """Lets go of the copies: the microbatches have run."""
         self._copies = None
 
     def not_finite(self) -> str | None:
@@ -66,23 +66,24 @@ class ModelGuard:
         return [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
 
     def restore_modes(self) -> None:
-        """Puts back which modules train: a shard must not decide it for the next."""
+        """Puts back which modules train: a microbatch must not decide it for the next."""
         if [module.training for module in self._modules] != self._modes:
             for module, mode in zip(self._modules, self._modes, strict=True):
                 module.training = mode
 
     def check(self) -> None:
-        """Looks at the parameters after a shard.
+        """Looks at the parameters after a microbatch.
 
         Raises:
-            DeterminismError: it wrote to one: the next shard would see it, and other ranks would not.
+            DeterminismError: it wrote to one: the next microbatch would see it, and other ranks would not.
         """
         if self._addresses is None and [parameter._version for parameter in self._parameters] == self._versions:
             return
         for index, name in enumerate(self._names):
             if self._is_written(index):
                 raise DeterminismError(
-                    f"parameter {name} was written to while a shard ran (Embedding with max_norm, a teacher that is "
+                    f"parameter {name} was written to while a microbatch ran (Embedding with max_norm, a teacher that "
+                    "is "
                     "averaged in the forward and weights that normalise themselves do so); write to parameters between "
                     "steps, under torch.no_grad()"
                 )

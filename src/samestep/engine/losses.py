@@ -15,11 +15,12 @@ from samestep.errors import LossError
 class Mean:
     """A sum and what to divide it by, for losses and metrics over ragged things: tokens, pixels, boxes.
 
-    The sums and the counts of all shards are added up separately and divided once, so the result is the mean over
-    the global batch whatever the shards hold. A shard without a valid element has a total and a count of zero.
+    The sums and the counts of all microbatches are added up separately and divided once, so the result is the mean over
+    the global batch whatever the microbatches hold. A microbatch without a valid element has a total and a count of
+    zero.
 
     Attributes:
-        total: 0-d tensor, the sum over the shard.
+        total: 0-d tensor, the sum over the microbatch.
         count: 0-d tensor or number, how many elements the sum runs over; not negative.
     """
 
@@ -31,12 +32,12 @@ LossFn = Callable[..., Tensor | Mean]
 
 
 @dataclass(slots=True)
-class ShardLoss:
-    """What a loss function said of one shard.
+class MicrobatchLoss:
+    """What a loss function said of one microbatch.
 
     Attributes:
         value: 0-d, float32 or wider, differentiable.
-        weight: times `value` it is the sum over the shard.
+        weight: times `value` it is the sum over the microbatch.
         count: what the sum is divided by; a number, or a 0-d tensor on the device.
     """
 
@@ -45,32 +46,33 @@ class ShardLoss:
     count: float | Tensor
 
 
-def read_loss(value: Any, num_samples: int) -> ShardLoss:
+def read_loss(value: Any, num_samples: int) -> MicrobatchLoss:
     """Reads a loss function's return value as a sum to differentiate and a count to divide by.
 
     A loss of 16 bits is widened before it is summed or multiplied: 65504 is soon exceeded.
 
     Args:
-        value: a 0-d tensor (a mean over the shard's samples), a 1-d tensor (a loss a sample) or a `Mean`.
-        num_samples: samples of the shard.
+        value: a 0-d tensor (a mean over the microbatch's samples), a 1-d tensor (a loss a sample) or a `Mean`.
+        num_samples: samples of the microbatch.
 
     Raises:
         LossError: the value is something else.
     """
     if isinstance(value, Tensor) and value.ndim == 0:
-        loss = ShardLoss(_widened(value), float(num_samples), float(num_samples))
+        loss = MicrobatchLoss(_widened(value), float(num_samples), float(num_samples))
     elif isinstance(value, Tensor) and value.ndim == 1:
         if value.numel() != num_samples:
             raise LossError(
-                f"the loss function returned {value.numel()} losses for a shard of {num_samples} samples; "
+                f"the loss function returned {value.numel()} losses for a microbatch of {num_samples} samples; "
                 "return one a sample, a 0-d mean, or samestep.Mean(total, count)"
             )
-        loss = ShardLoss(_widened(value).sum(), 1.0, float(num_samples))
+        loss = MicrobatchLoss(_widened(value).sum(), 1.0, float(num_samples))
     elif isinstance(value, Mean):
         loss = _read_mean(value)
     else:
         raise LossError(
-            f"the loss function returned {describe(value)}; needed: a 0-d tensor (the mean over the shard's samples), "
+            f"the loss function returned {describe(value)}; needed: a 0-d tensor (the mean over the microbatch's "
+            "samples), "
             "a 1-d tensor (a loss a sample) or samestep.Mean(total, count)"
         )
     if not loss.value.is_floating_point():
@@ -78,7 +80,7 @@ def read_loss(value: Any, num_samples: int) -> ShardLoss:
     return loss
 
 
-def _read_mean(value: Mean) -> ShardLoss:
+def _read_mean(value: Mean) -> MicrobatchLoss:
     total: Any = value.total
     count: Any = value.count
     if not isinstance(total, Tensor) or total.ndim != 0:
@@ -89,7 +91,7 @@ def _read_mean(value: Mean) -> ShardLoss:
         count = count.detach().reshape(()).to(total.device, wide_dtype(total.device))
     else:
         count = float(count)
-    return ShardLoss(_widened(total), 1.0, count)
+    return MicrobatchLoss(_widened(total), 1.0, count)
 
 
 def _widened(loss: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Memory: a shard that does not fit, and the number of shards that would, found by trying."""
+"""Memory: a microbatch that does not fit, and the number of microbatches that would, found by trying."""
 
 import gc
 from collections.abc import Callable, Sequence
@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from samestep.core.tree import Block, TreeSum
 from samestep.data.nested import leaves, take_rows
-from samestep.plan.tree import Block, TreeSum
 
 NOTHING_FITS, FAILS = 0, -1
 CPU_MESSAGES = ("can't allocate memory", "not enough memory", "Cannot allocate memory", "std::bad_alloc")
@@ -20,22 +20,22 @@ LONE_ADVICE = {
     "pipeline": 'more stages (ranks along "pipe"), or activation checkpointing (torch.utils.checkpoint)',
     "tensor": 'more ranks along "tensor", or TensorParallel(sequence=True)',
 }
-"""What helps beside smaller shards, by strategy."""
+"""What helps beside smaller microbatches, by strategy."""
 
 
 @dataclass(frozen=True)
 class Shortage:
-    """A shard for which memory ran out.
+    """A microbatch for which memory ran out.
 
     Attributes:
-        shard: its index.
+        microbatch: its index.
         num_samples: how many samples it holds.
         value: the samples.
         phase: "forward" or "backward".
         counts: what `counts_fn` gave for the global batch.
     """
 
-    shard: int
+    microbatch: int
     num_samples: int
     value: Any
     phase: str
@@ -46,24 +46,25 @@ class Shortage:
         run: Callable[[Any, int, Any], None],
         needed_beside: Callable[[int], tuple[Sequence[int], Sequence[int]]],
         length: int,
-        num_shards: int,
+        num_microbatches: int,
         device: torch.device,
     ) -> int:
-        """Tries smaller and smaller shards.
+        """Tries smaller and smaller microbatches.
 
         Args:
             run: `run(value, num_samples, counts)` does forward and backward as a step does.
-            needed_beside: bytes of the tensors that a step with so many shards needs beside a shard's own, and of those
-                that it needs after the last one.
+            needed_beside: bytes of the tensors that a step with so many microbatches needs beside a microbatch's own,
+                and of those that it needs after the last one.
             length: samples of the global batch.
-            num_shards: V.
+            num_microbatches: V.
             device: where memory ran out.
 
         Returns:
-            The smallest number of shards, V times a power of two and no more than the samples, of which the largest
-            shard fits; `NOTHING_FITS` if not even one sample does, `FAILS` if the model fails for another cause first.
+            The smallest number of microbatches, V times a power of two and no more than the samples, of which the
+            largest microbatch fits; `NOTHING_FITS` if not even one sample does, `FAILS` if the model fails for another
+            cause first.
         """
-        count, size = num_shards, self.num_samples
+        count, size = num_microbatches, self.num_samples
         while size > 1:
             count *= 2
             size = -(-length // count)
@@ -95,19 +96,19 @@ class Shortage:
         return True
 
 
-def num_sums_alive(shards: range, at_once: int = 1) -> int:
-    """How many gradients a rank holds at once while it sums those of its shards along the tree.
+def num_sums_alive(microbatches: range, at_once: int = 1) -> int:
+    """How many gradients a rank holds at once while it sums those of its microbatches along the tree.
 
     Args:
-        shards: adjacent ones.
+        microbatches: adjacent ones.
         at_once: how many of them come together; they are added up, as far as the tree has it, before they are kept.
     """
     counter: TreeSum[None] = TreeSum(lambda left, right: None)
     most = 1
-    for first in range(shards.start, shards.stop, at_once):
+    for first in range(microbatches.start, microbatches.stop, at_once):
         arrived: TreeSum[None] = TreeSum(lambda left, right: None)
-        for shard in range(first, min(first + at_once, shards.stop)):
-            arrived.push(Block(shard, 1), None)
+        for microbatch in range(first, min(first + at_once, microbatches.stop)):
+            arrived.push(Block(microbatch, 1), None)
         for block in arrived.blocks:
             most = max(most, 1 + len(counter.blocks))
             counter.push(block, None)
@@ -155,48 +156,56 @@ def free_memory(device: torch.device) -> None:
         torch.get_device_module(device).empty_cache()
 
 
-def describe_shortage(rows: Sequence[Sequence[int]], length: int, num_shards: int, device: torch.device) -> str:
+def describe_shortage(rows: Sequence[Sequence[int]], length: int, num_microbatches: int, device: torch.device) -> str:
     """The message, from what every rank measured.
 
     Args:
-        rows: (shard, samples, number of shards that fits, whether memory ran out) by rank.
+        rows: (microbatch, samples, number of microbatches that fits, whether memory ran out) by rank.
         length: samples of the global batch.
-        num_shards: V.
+        num_microbatches: V.
         device: this rank's.
     """
     short = [(rank, row) for rank, row in enumerate(rows) if row[3]]
-    rank, (shard, num_samples, _, _) = short[0]
-    where = f"shard {shard} of {num_shards} ({num_samples} samples) does not fit in the memory of rank {rank}"
+    rank, (microbatch, num_samples, _, _) = short[0]
+    which = f"microbatch {microbatch} of {num_microbatches} ({num_samples} samples)"
+    where = f"{which} does not fit in the memory of rank {rank}"
     if len(short) > 1:
         where += f" (nor do others on ranks {', '.join(str(other) for other, _ in short[1:])})"
     if device.type == "cuda":
         where += f", {torch.cuda.get_device_properties(device).total_memory / 2**30:.0f} GiB"
     worst = min(row[2] for _, row in short)
     if worst in (NOTHING_FITS, FAILS):
-        why = "not even one sample does" if worst == NOTHING_FITS else "with smaller shards the model fails otherwise"
+        why = (
+            "not even one sample does"
+            if worst == NOTHING_FITS
+            else "with smaller microbatches the model fails otherwise"
+        )
         return (
             f"out of memory: {where}, and {why}, as measured: use a smaller model, --precision bf16-mixed, or "
             "activation checkpointing (torch.utils.checkpoint)"
         )
     fitting = max(row[2] for _, row in short)
     return (
-        f"out of memory: {where}; shards of {-(-length // fitting)} do, as measured: use num_shards={fitting} "
-        f"(--num-shards {fitting}; it is part of the contract: the bits of another number of shards are others)"
+        f"out of memory: {where}; microbatches of {-(-length // fitting)} do, as measured: use "
+        f"num_microbatches={fitting} "
+        f"(--num-microbatches {fitting}; it is part of the contract: the bits of another number of microbatches are "
+        "others)"
     )
 
 
-def describe_lone_shortage(shard: int, num_samples: int, rank: int, strategy: str) -> str:
+def describe_lone_shortage(microbatch: int, num_samples: int, rank: int, strategy: str) -> str:
     """The message where nothing can be measured, since a rank alone has not the whole model.
 
     Args:
-        shard: that did not fit.
+        microbatch: that did not fit.
         num_samples: how many it holds.
         rank: this one.
         strategy: "sharded", "pipeline" or "tensor", by which the model is spread.
     """
     return (
-        f"out of memory: shard {shard} ({num_samples} samples) does not fit in the memory of rank {rank} beside its "
-        "part of the model: use more shards, which are smaller (--num-shards; it is part of the contract), "
+        f"out of memory: microbatch {microbatch} ({num_samples} samples) does not fit in the memory of rank {rank} "
+        "beside its "
+        "part of the model: use more microbatches, which are smaller (--num-microbatches; it is part of the contract), "
         f"{LONE_ADVICE[strategy]}"
     )
 
@@ -206,6 +215,7 @@ def describe_update_shortage(optimizer: str, step: int, rank: int) -> str:
     state = "the state that it makes in its first step" if step == 0 else "what it computes on the way"
     return (
         f"out of memory: the update of step {step} by {optimizer}, {state}, does not fit in the memory of rank {rank}, "
-        "and the model may be half updated: go on from a checkpoint. More shards do not help here; use an optimizer "
+        "and the model may be half updated: go on from a checkpoint. More microbatches do not help here; use an "
+        "optimizer "
         "with less state (SGD, Adafactor), foreach=False, a smaller model, or a device with more memory"
     )

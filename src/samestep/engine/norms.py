@@ -46,7 +46,7 @@ class SpreadNorm:
     rank, one after another, which adds 1/D of the gradient to what a rank sends in a step.
 
     Args:
-        communicator: this rank's voice.
+        communicator: this rank's communicator.
         spreads: how each parameter is spread, in the model's order.
         dtypes: of each.
     """

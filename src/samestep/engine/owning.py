@@ -24,7 +24,7 @@ class OwnedParts:
         parameters: whole on every rank, contiguous.
         names: of each.
         buckets: how their gradients lie.
-        communicator: this rank's voice.
+        communicator: this rank's communicator.
 
     Attributes:
         state: the parts.
@@ -69,7 +69,7 @@ class OwnedParts:
         return self._norm.of([views[name] for name in self._names])
 
     def assign(self, flats: Sequence[Tensor], used: Sequence[bool]) -> None:
-        """Gives each part of a parameter that any shard used its gradient; the others get None."""
+        """Gives each part of a parameter that any microbatch used its gradient; the others get None."""
         views = self._views(flats)
         for name, is_used in zip(self._names, used, strict=True):
             self.state.parts[name].grad = views[name] if is_used else None

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from samestep.comm.communicator import Communicator
-from samestep.comm.team import Team
+from samestep.comm.membership import Membership
 from samestep.engine.buffers import BufferMerge
 from samestep.engine.gradients import GradientSum
 from samestep.engine.guard import ModelGuard
+from samestep.engine.microbatches import MicrobatchRunner
 from samestep.engine.owning import OwnedParts
 from samestep.engine.parameters import Homes, check_same_model, named_parameters, settle_model
-from samestep.engine.shards import ShardRunner
 from samestep.engine.spread import SpreadState, check_elementwise
 from samestep.engine.strategies import Pipeline, Replicate, Sharded, Strategy, TensorParallel
 from samestep.engine.update import FlatUpdate
@@ -36,7 +36,7 @@ class Placement:
     """Every rank has the whole state; subclasses say what is otherwise.
 
     Args:
-        team: the ranks.
+        membership: the ranks.
         model: that is trained.
         shard_optimizer: each rank updates its part of the parameters only.
 
@@ -45,8 +45,8 @@ class Placement:
         forward: what runs the model where nothing is trained.
     """
 
-    def __init__(self, team: Team, model: nn.Module, shard_optimizer: bool = False) -> None:
-        self.team = team
+    def __init__(self, membership: Membership, model: nn.Module, shard_optimizer: bool = False) -> None:
+        self.membership = membership
         self.model = model
         self.forward = model
         self.state: SpreadState | None = None
@@ -58,7 +58,7 @@ class Placement:
     def communicator(self) -> Communicator:
         """Among the ranks over which the state is spread, if it is; several groups of ranks may have the same."""
         inner = None if self.state is None else self.state.communicator
-        return self.team.communicator if inner is None else inner
+        return self.membership.communicator if inner is None else inner
 
     @property
     def _spread(self) -> SpreadState | None:
@@ -86,21 +86,21 @@ class Placement:
         return named_parameters(self.model, optimizers) if self._spread is None else self._spread.held(optimizers)
 
     def make_guard(self) -> ModelGuard:
-        """What watches the model while shards run: of spread parameters this rank's parts."""
+        """What watches the model while microbatches run: of spread parameters this rank's parts."""
         return ModelGuard(self.model, None if self._spread is None else self._spread.parts)
 
     def make_buffers(self) -> Any:
-        """What merges the buffers of the shards."""
-        return BufferMerge(self.model, self.team.data)
+        """What merges the buffers of the microbatches."""
+        return BufferMerge(self.model, self.membership.data)
 
-    def make_runner(self, inner: ShardRunner, seed: int, stream: int, rows: Any) -> Any:
-        """What runs this rank's shards, if it is not the one that knows how one shard is computed."""
+    def make_runner(self, inner: MicrobatchRunner, seed: int, stream: int, rows: Any) -> Any:
+        """What runs this rank's microbatches, if it is not the one that knows how one microbatch is computed."""
         return inner
 
     def make_gradients(
         self, trainable: dict[str, nn.Parameter], optimizers: Sequence[Optimizer], bucket_bytes: int, overlap: bool
     ) -> "Gradients":
-        """What sums the shards' gradients.
+        """What sums the microbatches' gradients.
 
         Args:
             trainable: what of `held` is trained.
@@ -108,15 +108,20 @@ class Placement:
             bucket_bytes: how much travels in one message.
             overlap: whether messages leave during the backward.
         """
-        team = self.team
+        membership = self.membership
         gradients = GradientSum(
-            list(trainable.values()), list(trainable), team.communicator, bucket_bytes, overlap, team.pulse.recording
+            list(trainable.values()),
+            list(trainable),
+            membership.communicator,
+            bucket_bytes,
+            overlap,
+            membership.heartbeat.recording,
         )
-        if self._shards_optimizer and team.world_size > 1:
+        if self._shards_optimizer and membership.world_size > 1:
             names = {id(parameter): name for name, parameter in self.held(optimizers).items()}
             self._owned = gradients.keep_parts()
             self.state = self._owned.state
-            self.state.hand_over(optimizers, names, team.rank)
+            self.state.hand_over(optimizers, names, membership.rank)
         self._homes = Homes(self.model, trainable)
         return gradients
 
@@ -146,7 +151,7 @@ class Placement:
             self._owned.hand_out()
 
     def note_loss(self, loss: Tensor) -> None:
-        """Called after the backward of each shard, with what it began with."""
+        """Called after the backward of each microbatch, with what it began with."""
 
     def note_frozen(self) -> None:
         """Called before each step: what was frozen or unfrozen in the model is so for what the optimizers hold."""
@@ -155,11 +160,11 @@ class Placement:
         """Called when other values were written to the parameters."""
 
 
-def place(team: Team, model: nn.Module, optimizers: Sequence[Optimizer], strategy: Strategy) -> Placement:
+def place(membership: Membership, model: nn.Module, optimizers: Sequence[Optimizer], strategy: Strategy) -> Placement:
     """Lays the state of a step out on the ranks: moves the model to the device, and changes it as the strategy says.
 
     Args:
-        team: the ranks.
+        membership: the ranks.
         model: the same on all of them.
         optimizers: over its parameters.
         strategy: how.
@@ -168,36 +173,36 @@ def place(team: Team, model: nn.Module, optimizers: Sequence[Optimizer], strateg
         UsageError: it cannot be laid out so.
         DeterminismError: the ranks have built different models.
     """
-    device = team.communicator.device
+    device = membership.communicator.device
     if isinstance(strategy, Replicate):
         if strategy.shard_optimizer:
             check_elementwise(optimizers, device, by_rows=False)
-            team.rely_on_all()
-    elif isinstance(strategy, Sharded) or team.mesh is not None:
-        team.perform(lambda: check_same_model(model, team.communicator))
-        placement = _spread(team, model, optimizers, strategy)
+            membership.rely_on_all()
+    elif isinstance(strategy, Sharded) or membership.mesh is not None:
+        membership.perform(lambda: check_same_model(model, membership.communicator))
+        placement = _spread(membership, model, optimizers, strategy)
         settle_model(model, device)
         _load_whole_weights(placement)
         return placement
     settle_model(model, device)
-    team.perform(lambda: check_same_model(model, team.communicator))
-    return Placement(team, model, isinstance(strategy, Replicate) and strategy.shard_optimizer)
+    membership.perform(lambda: check_same_model(model, membership.communicator))
+    return Placement(membership, model, isinstance(strategy, Replicate) and strategy.shard_optimizer)
 
 
-def _spread(team: Team, model: nn.Module, optimizers: Sequence[Optimizer], strategy: Strategy) -> Placement:
+def _spread(membership: Membership, model: nn.Module, optimizers: Sequence[Optimizer], strategy: Strategy) -> Placement:
     """Spreads a model; each module is loaded when it is needed, since they load half of torch.distributed."""
     if isinstance(strategy, Sharded):
         from samestep.engine.sharding.placement import ShardedPlacement
 
-        return ShardedPlacement(team, model, optimizers, strategy)
+        return ShardedPlacement(membership, model, optimizers, strategy)
     if isinstance(strategy, Pipeline):
         from samestep.engine.pipelining.placement import PipelinedPlacement
 
-        return PipelinedPlacement(team, model, optimizers, strategy)
+        return PipelinedPlacement(membership, model, optimizers, strategy)
     assert isinstance(strategy, TensorParallel), "the others keep the whole state on each rank"
     from samestep.engine.tensor_parallel.placement import DividedPlacement
 
-    return DividedPlacement(team, model, optimizers, strategy)
+    return DividedPlacement(membership, model, optimizers, strategy)
 
 
 def _load_whole_weights(placement: Placement) -> None:
@@ -208,10 +213,10 @@ def _load_whole_weights(placement: Placement) -> None:
     load_whole_weights(placement.model, placement.state, placement.communicator)
 
 
-def check_mesh(team: Team, strategy: Strategy, compile: bool) -> None:
+def check_mesh(membership: Membership, strategy: Strategy, compile: bool) -> None:
     """Raises a `UsageError` unless the strategy has work for all ranks of the mesh."""
     name, axis = strategy.name, strategy.axis
-    sizes = {} if team.mesh is None else {key: size for key, size in team.mesh.sizes.items() if size > 1}
+    sizes = {} if membership.mesh is None else {key: size for key, size in membership.mesh.sizes.items() if size > 1}
     if strange := [key for key in sizes if key not in ("data", axis)]:
         known = 'the axis "data"' if axis is None else f'the axes "data" and "{axis}"'
         other = {"pipe": "pipeline", "tensor": "tensor"}[strange[0]]
@@ -219,10 +224,10 @@ def check_mesh(team: Team, strategy: Strategy, compile: bool) -> None:
         raise UsageError(f"got mesh={sizes} with strategy='{name}', which knows {known} alone: {advice}")
     if axis is None:
         return
-    if team.mesh is None and team.world_size > 1:
+    if membership.mesh is None and membership.world_size > 1:
         raise UsageError(
             f"strategy='{name}' needs to know how many ranks share one model: for example "
-            f'Run(…, mesh={{"data": -1, "{axis}": {team.world_size}}})'
+            f'Run(…, mesh={{"data": -1, "{axis}": {membership.world_size}}})'
         )
     if compile:
         raise UsageError(f"strategy='{name}' runs parts of the model by themselves: leave compile=True out")

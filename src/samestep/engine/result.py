@@ -10,7 +10,7 @@ from samestep.data.batch import Batch
 from samestep.errors import NonFiniteError
 
 ADVICE = "Lower the learning rate, set max_grad_norm, or pass on_nonfinite='skip' to leave such steps out"
-NUM_SUMS = 5  # total, count, gradient norm, skipped, poisoned; then a row a shard
+NUM_SUMS = 5  # total, count, gradient norm, skipped, poisoned; then a row a microbatch
 
 
 @dataclass(slots=True)
@@ -28,7 +28,7 @@ class StepResult:
     step: int
     num_samples: int
     _batch: Batch = field(repr=False)
-    _num_shards: int = field(repr=False)
+    _num_microbatches: int = field(repr=False)
     _scalars: Tensor | list[float] = field(repr=False)
     _event: torch.Event | None = field(default=None, repr=False)
     _settle: Callable[[int], None] | None = field(default=None, repr=False)
@@ -94,16 +94,17 @@ class StepResult:
         return self._values
 
     def _explain(self, values: list[float]) -> str:
-        """Names the first shard whose loss or gradient is not finite."""
+        """Names the first microbatch whose loss or gradient is not finite."""
         rows = [values[i : i + 3] for i in range(NUM_SUMS, len(values), 3)]
         if len(rows) == 1:
-            rows[0][2] = values[2]  # of the only shard there is the norm alone
-        where = "the gradient summed over all shards (each shard's own is finite)"
-        for shard, (total, _, gradient) in enumerate(rows):
+            rows[0][2] = values[2]  # of the only microbatch there is the norm alone
+        where = "the gradient summed over all microbatches (each microbatch's own is finite)"
+        for microbatch, (total, _, gradient) in enumerate(rows):
             if not _is_finite(total) or not _is_finite(gradient):
                 what = "loss" if not _is_finite(total) else "gradient"
                 value = total if not _is_finite(total) else gradient
-                where = f"the {what} of shard {shard} ({value}; {self._batch.describe_shard(shard, self._num_shards)})"
+                samples = self._batch.describe_microbatch(microbatch, self._num_microbatches)
+                where = f"the {what} of microbatch {microbatch} ({value}; {samples})"
                 break
         else:
             if values[1] == 0:

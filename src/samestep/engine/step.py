@@ -1,11 +1,11 @@
-"""The step: one optimizer update over the shards of a global batch, whichever ranks execute them.
+"""The step: one optimizer update over the microbatches of a global batch, whichever ranks execute them.
 
     save every random generator
-    for each of my shards, in order:
-        seed every generator with (seed, stream, step, shard)
-        total, count = loss(model, shard)          a sum, and what to divide it by
+    for each of my microbatches, in order:
+        seed every generator with (seed, stream, step, microbatch)
+        total, count = loss(model, microbatch)          a sum, and what to divide it by
         backward(total)
-        push the shard's gradient on the tree
+        push the microbatch's gradient on the tree
     restore every random generator
     reduce over the ranks along the same tree
     divide by the global count; clip; update       the same arithmetic on every rank
@@ -24,13 +24,14 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from samestep.comm.communicator import Communicator
-from samestep.comm.team import Team
+from samestep.comm.membership import Membership
+from samestep.core.tree import Block, rank_blocks
 from samestep.data.batch import Batch, split_batch
 from samestep.engine.buffers import refuse_sync_batchnorm
 from samestep.engine.compiled import compile_loss, fix_shapes
 from samestep.engine.counts import GlobalCounts
 from samestep.engine.gradients import GradientSum
-from samestep.engine.graphs import ShardGraphs, check_graphs
+from samestep.engine.graphs import MicrobatchGraphs, check_graphs
 from samestep.engine.header import read_headers, write_header
 from samestep.engine.losses import LossFn, describe
 from samestep.engine.memory import (
@@ -41,13 +42,13 @@ from samestep.engine.memory import (
     missing_state_bytes,
     num_sums_alive,
 )
+from samestep.engine.microbatches import MicrobatchRunner
 from samestep.engine.parameters import named_parameters
 from samestep.engine.placement import check_mesh, place
 from samestep.engine.precision import LossScale, check_precision
 from samestep.engine.result import ADVICE, StepResult
 from samestep.engine.rows import DeviceRows, HostRows, is_finite, quotient
 from samestep.engine.settings import settings_of
-from samestep.engine.shards import ShardRunner
 from samestep.engine.spread import SpreadState
 from samestep.engine.strategies import REPLICATE, Replicate, Strategy
 from samestep.engine.traces import Traces
@@ -60,7 +61,6 @@ from samestep.errors import (
     PeerLostError,
     UsageError,
 )
-from samestep.plan.tree import Block, rank_blocks
 
 if TYPE_CHECKING:
     from samestep.engine.placement import Gradients
@@ -77,7 +77,7 @@ class TrainStep:
 
     def __init__(
         self,
-        team: Team,
+        membership: Membership,
         seed: int,
         stream: int,
         model: nn.Module,
@@ -102,7 +102,7 @@ class TrainStep:
             raise UsageError(f"got max_grad_norm={max_grad_norm!r}; it must be above 0, or None for no clipping")
         if on_nonfinite not in ("raise", "skip"):
             raise UsageError(f"got on_nonfinite={on_nonfinite!r}; it is 'raise' or 'skip'")
-        self.team = team
+        self.membership = membership
         self.model = model
         self.optimizers = tuple(optimizers)
         self.num_steps = 0
@@ -120,22 +120,23 @@ class TrainStep:
         self._bucket_bytes = bucket_bytes
 
         refuse_sync_batchnorm(model)
-        device = team.communicator.device
+        device = membership.communicator.device
         if graphed_length is not None:
             check_graphs(device)
-        if team.communicator.reduction == "ordered" and "torch._dynamo" in sys.modules:  # the optimizer imported it
+        # the optimizer imported it
+        if membership.communicator.reduction == "ordered" and "torch._dynamo" in sys.modules:
             fix_shapes()
         self.strategy = strategy
         if graphed_length is not None and strategy != REPLICATE:
             raise UsageError("CUDA graphs replay a step in which every rank has the whole state: leave strategy=… out")
-        check_mesh(team, strategy, compile)
+        check_mesh(membership, strategy, compile)
         self._late = _can_check_late(device, self.optimizers) if late_check is None else late_check
         if self._late and not all(_honours_found_inf(optimizer) for optimizer in self.optimizers):
             raise UsageError(
                 "late_check=True needs Adam or AdamW with fused=True, which can skip an update on the device"
             )
         _check_trained(named_parameters(model, self.optimizers).values())
-        self.placement = place(team, model, self.optimizers, strategy)
+        self.placement = place(membership, model, self.optimizers, strategy)
         self._scale = LossScale(device, enabled=precision == "16-mixed")
         self._counts_fn = counts_fn
         self._rows: Any = DeviceRows(device) if self._late else HostRows()
@@ -147,20 +148,20 @@ class TrainStep:
         self._flat_update: FlatUpdate | None
         self.compile = compile
         run_loss = compile_loss(loss_fn) if compile else loss_fn
-        inner = ShardRunner(team, seed, stream, model, run_loss, dtype, self._scale, self._rows)
+        inner = MicrobatchRunner(membership, seed, stream, model, run_loss, dtype, self._scale, self._rows)
         inner.explain, inner.note_loss = self.placement.explain, self.placement.note_loss
-        if isinstance(strategy, Replicate) and team.num_shards > 1 and graphed_length is None:
-            inner.traces = Traces(team, model, loss_fn)
+        if isinstance(strategy, Replicate) and membership.num_microbatches > 1 and graphed_length is None:
+            inner.traces = Traces(membership, model, loss_fn)
         self.runner: Any = self.placement.make_runner(inner, seed, stream, self._rows)
         self.cuda_graphs = graphed_length is not None
         if graphed_length is not None:
-            self.runner.graphs = ShardGraphs(graphed_length, device)
-        self._settle_in_team()
+            self.runner.graphs = MicrobatchGraphs(graphed_length, device)
+        self._settle_in_membership()
 
     @property
     def communicator(self) -> Communicator:
-        """This rank's voice, as the team is now."""
-        return self.team.communicator
+        """This rank's communicator, as the ranks are now."""
+        return self.membership.communicator
 
     @property
     def spread(self) -> SpreadState | None:
@@ -187,7 +188,7 @@ class TrainStep:
                 finite; the state is the one from before that step.
             DeterminismError: an operation has no deterministic form, or the ranks were handed different batches.
             LossError: the loss function broke its contract.
-            OutOfMemoryError: a shard did not fit on some rank; raised on all of them.
+            OutOfMemoryError: a microbatch did not fit on some rank; raised on all of them.
             PeerLostError: a rank died or did not answer in time, and the run cannot heal.
         """
         if self.num_steps == 0 and self.before_first is not None:
@@ -195,17 +196,17 @@ class TrainStep:
             self.before_first = None
         self._read_what_is_there()
         self._check_process()
-        self.team.pulse.step = self.num_steps
-        result = self.team.perform(lambda: self._attempt(batch))
-        self.team.pulse.enter("script")
+        self.membership.heartbeat.step = self.num_steps
+        result = self.membership.perform(lambda: self._attempt(batch))
+        self.membership.heartbeat.enter("script")
         return result
 
     def _attempt(self, value: Any) -> StepResult:
-        """The step by the team as it is; leaves everything as it was if a rank is lost meanwhile."""
-        team = self.team
-        if team.version != self._version:
-            self._settle_in_team()
-        batch = self._own_shards(value)
+        """The step by the ranks as they are; leaves everything as it was if a rank is lost meanwhile."""
+        membership = self.membership
+        if membership.version != self._version:
+            self._settle_in_membership()
+        batch = self._own_microbatches(value)
         if batch.length < 1:
             raise DataError("the batch holds no samples; leave empty batches out")
         self.placement.note_frozen()
@@ -215,7 +216,7 @@ class TrainStep:
             before.remove_hooks()
         self.placement.check_in_use()
 
-        num_leaves = min(team.num_shards, batch.length)
+        num_leaves = min(membership.num_microbatches, batch.length)
         blocks_by_rank = self._blocks(num_leaves)
         self._gradients.begin(blocks_by_rank)
         self._buffers.begin(self.num_steps)
@@ -225,51 +226,54 @@ class TrainStep:
             self._abandon()
             # The script's own exception is refused on one rank as on several; Ctrl-C in a notebook is nobody's failure.
             self._failed = (
-                isinstance(error, Exception) if team.world_size == 1 else not isinstance(error, PeerLostError)
+                isinstance(error, Exception) if membership.world_size == 1 else not isinstance(error, PeerLostError)
             )
             raise
         try:
-            team.pulse.enter("exchange")
+            membership.heartbeat.enter("exchange")
             used, touched = self._exchange_header(batch, shortage)
             self._gradients.finish()
             self._buffers.exchange(touched, blocks_by_rank, batch.length)
         except (PeerLostError, OutOfMemoryError):
             self._abandon()
             raise
-        team.pulse.enter("update")
+        membership.heartbeat.enter("update")
         return self._update(batch, num_leaves, used)
 
     def _blocks(self, num_leaves: int) -> tuple[tuple[Block, ...], ...]:
-        """The blocks that each rank ships, of so many shards that hold samples."""
+        """The blocks that each rank ships, of so many microbatches that hold samples."""
         if num_leaves not in self._blocks_by_leaves:
-            self._blocks_by_leaves[num_leaves] = rank_blocks(self.team.data_ranges, num_leaves)
+            self._blocks_by_leaves[num_leaves] = rank_blocks(self.membership.data_ranges, num_leaves)
         return self._blocks_by_leaves[num_leaves]
 
-    def _settle_in_team(self) -> None:
+    def _settle_in_membership(self) -> None:
         """Lays out what depends on the ranks."""
         if self._version >= 0:
             self._gradients.remove_hooks()
-        self._version = self.team.version
+        self._version = self.membership.version
         self._blocks_by_leaves: dict[int, tuple[tuple[Block, ...], ...]] = {}
-        self.runner.counts = None if self._counts_fn is None else GlobalCounts(self._counts_fn, self.team.data)
+        self.runner.counts = None if self._counts_fn is None else GlobalCounts(self._counts_fn, self.membership.data)
         self._buffers = self.runner.buffers = self.placement.make_buffers()
         self._lay_out()
 
-    def _own_shards(self, value: Any) -> Batch:
-        """This rank's shards of a global batch, as the team is now."""
-        team = self.team
+    def _own_microbatches(self, value: Any) -> Batch:
+        """This rank's microbatches of a global batch, as the ranks are now."""
+        membership = self.membership
         if isinstance(value, Batch):
-            if value.version == team.version:
+            if value.version == membership.version:
                 return value
             if value.renew is None:
                 raise DataError("a batch of another run's loader; use the loader of this run")
-            before = team.pulse.enter("data")  # who hangs while it fetches the shards of the lost waits for nobody
+            # who hangs while it fetches the microbatches of the lost waits for nobody
+            before = membership.heartbeat.enter("data")
             renewed = value.renew()
-            team.pulse.enter(before)
+            membership.heartbeat.enter(before)
             return renewed
-        compare = team.world_size > 1
-        device = team.communicator.device
-        batch = split_batch(value, team.num_shards, team.to_fetch, device, compare, team.version)
+        compare = membership.world_size > 1
+        device = membership.communicator.device
+        batch = split_batch(
+            value, membership.num_microbatches, membership.to_fetch, device, compare, membership.version
+        )
         self._check_lengths(batch.length)
         return batch
 
@@ -289,7 +293,7 @@ class TrainStep:
 
     def _check_process(self) -> None:
         """Raises if something has changed on which equal bits rest, or if this rank alone would take a step."""
-        self.team.check_here()
+        self.membership.check_here()
         if self._failed:
             raise DeterminismError(
                 f"step {self.num_steps} failed on rank {self.communicator.rank}, and its exception was caught: a step "
@@ -302,40 +306,41 @@ class TrainStep:
             )
 
     def _exchange_header(self, batch: Batch, shortage: Shortage | None) -> tuple[list[bool], list[bool]]:
-        """Sends the gradient on its way, and gathers the rows of all shards and what the ranks must agree on.
+        """Sends the gradient on its way, and gathers the rows of all microbatches and what the ranks must agree on.
 
         Returns:
-            For each trainable parameter whether any shard used it; what is `touched` of the buffers by any shard.
+            For each trainable parameter whether any microbatch used it; what is `touched` of the buffers by any
+            microbatch.
         """
-        team, used = self.team, self._gradients.used
+        membership, used = self.membership, self._gradients.used
         touched = self._buffers.touched
-        if team.world_size == 1:
+        if membership.world_size == 1:
             if shortage is not None:
                 self._explain_shortage(batch, shortage)
-            team.stop, team.checkpoint_agreed = team.stop_asked, team.asks_checkpoint
+            membership.stop, membership.checkpoint_agreed = membership.stop_asked, membership.asks_checkpoint
             return used, touched
-        flags = [*touched, team.asks_checkpoint, *used]
-        said = write_header(batch, self.num_steps, team.stop_asked, shortage is not None, flags)
+        flags = [*touched, membership.asks_checkpoint, *used]
+        said = write_header(batch, self.num_steps, membership.stop_asked, shortage is not None, flags)
         gradients = self._gradients
         if not self._late and isinstance(gradients, GradientSum) and gradients.carries_letters():
-            headers = self._rows.exchange_by_letter(gradients.send_with_letter, team.ranges, said)
+            headers = self._rows.exchange_by_letter(gradients.send_with_letter, membership.ranges, said)
         else:
             gradients.start_rest()
-            headers = self._rows.exchange(self.communicator, team.ranges, said)
+            headers = self._rows.exchange(self.communicator, membership.ranges, said)
         heard = read_headers(headers, len(flags))
         if heard.is_short:
             self._explain_shortage(batch, shortage)
         count = len(touched)
-        team.stop, team.checkpoint_agreed = heard.stop, heard.flags[count]
+        membership.stop, membership.checkpoint_agreed = heard.stop, heard.flags[count]
         return heard.flags[count + 1 :], heard.flags[:count]
 
     def _explain_shortage(self, batch: Batch, shortage: Shortage | None) -> NoReturn:
-        """Measures, on every rank whose memory ran out, which number of shards fits, and raises alike on all ranks.
+        """Measures, on ranks whose memory ran out, which number of microbatches fits; raises alike on all ranks.
 
         Raises:
-            OutOfMemoryError: names the shard, and the `num_shards` that fits.
+            OutOfMemoryError: names the microbatch, and the `num_microbatches` that fits.
         """
-        assert isinstance(self._gradients, GradientSum), "where the model is spread the shard itself has raised"
+        assert isinstance(self._gradients, GradientSum), "where the model is spread the microbatch itself has raised"
         self._gradients.drain()
         fitting, num_samples = 0, 0
         if shortage is not None:
@@ -344,23 +349,25 @@ class TrainStep:
                     self.runner.run_slice,
                     self._needed_beside,
                     batch.length,
-                    self.team.num_shards,
+                    self.membership.num_microbatches,
                     self.communicator.device,
                 )
             self._gradients.forget()
             num_samples = shortage.num_samples
         rows = self.communicator.gather_words(
-            [-1 if shortage is None else shortage.shard, num_samples, fitting, int(shortage is not None)]
+            [-1 if shortage is None else shortage.microbatch, num_samples, fitting, int(shortage is not None)]
         )
-        raise OutOfMemoryError(describe_shortage(rows, batch.length, self.team.num_shards, self.communicator.device))
+        raise OutOfMemoryError(
+            describe_shortage(rows, batch.length, self.membership.num_microbatches, self.communicator.device)
+        )
 
-    def _needed_beside(self, num_shards: int) -> tuple[list[int], list[int]]:
-        """Bytes of the tensors that a step with so many shards needs beside a shard's, and after it for the update."""
-        factor = num_shards // self.team.num_shards
-        ours = range(factor * self.team.mine.start, factor * self.team.mine.stop)
+    def _needed_beside(self, num_microbatches: int) -> tuple[list[int], list[int]]:
+        """Bytes that a step with so many microbatches needs beside those of one microbatch, and for the update."""
+        factor = num_microbatches // self.membership.num_microbatches
+        ours = range(factor * self.membership.mine.start, factor * self.membership.mine.stop)
         assert isinstance(self._gradients, GradientSum), "where the model is spread nothing is measured"
         gradient = self._gradients.bucket_bytes
-        on_their_way = 0 if self.team.world_size == 1 else 3
+        on_their_way = 0 if self.membership.world_size == 1 else 3
         state = [size for optimizer in self.optimizers for size in missing_state_bytes(optimizer)]
         return gradient * (num_sums_alive(ours) + on_their_way) + state, gradient * 2
 
@@ -454,7 +461,7 @@ class TrainStep:
                     raise
                 self._failed = True
                 name = type(optimizer).__name__
-                raise OutOfMemoryError(describe_update_shortage(name, self.num_steps, self.team.rank)) from error
+                raise OutOfMemoryError(describe_update_shortage(name, self.num_steps, self.membership.rank)) from error
         self.placement.end_update()
 
     def _make_result(self, batch: Batch, scalars: Tensor | list[float]) -> StepResult:
@@ -466,7 +473,13 @@ class TrainStep:
             event.record()
         settle = self._read_up_to if self._late else None
         return StepResult(
-            self.num_steps, batch.length, batch.without_samples(), self.team.num_shards, scalars, event, settle
+            self.num_steps,
+            batch.length,
+            batch.without_samples(),
+            self.membership.num_microbatches,
+            scalars,
+            event,
+            settle,
         )
 
     def _read(self, result: StepResult, schedule: _Schedule | None) -> None:

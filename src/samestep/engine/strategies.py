@@ -66,7 +66,7 @@ class Sharded:
 
 @dataclass(frozen=True)
 class Pipeline:
-    """The model is cut into stages, one rank has one or a few of them, and the shards go through. Tier `bitwise`.
+    """The model is cut into stages, one rank has one or a few of them, and the microbatches go through. Tier `bitwise`.
 
     The ranks are those along the axis "pipe" of the run's mesh: `Run(…, mesh={"data": -1, "pipe": 4})`. The model is an
     `nn.Sequential`, or says by a method `pipeline_stages()` which modules it applies one after another.
@@ -78,7 +78,7 @@ class Pipeline:
         schedule: in which order a rank runs forwards and backwards: "gpipe", "1f1b", "interleaved", "zero-bubble" or
             "zbv"; see docs/pipeline.md. The bits do not depend on it.
         stages_per_rank: how many stages each rank has: 1 with "gpipe" and "1f1b", 2 with "zbv".
-        example: what `loss_fn` gives to the model for one shard; only read to measure how long modules take.
+        example: what `loss_fn` gives to the model for one microbatch; only read to measure how long modules take.
     """
 
     name: ClassVar[str] = "pipeline"
@@ -107,7 +107,7 @@ class Pipeline:
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """Every rank has a part of each matrix, by PyTorch's DTensor, and the ranks execute each shard together.
+    """Every rank has a part of each matrix, by PyTorch's DTensor, and the ranks execute each microbatch together.
 
     The ranks are those along the axis "tensor" of the run's mesh: `Run(…, mesh={"data": -1, "tensor": 2})`. Tier
     `bitwise` between numbers of ranks along "data", `allclose` between numbers of ranks along "tensor": sums within a

@@ -1,4 +1,4 @@
-"""Traces: what a shard leaves in places that the next shard finds, and that other ranks do not have.
+"""Traces: what a microbatch leaves in places that the next microbatch finds, and that other ranks do not have.
 
 Plain attributes of modules, generators that nobody seeds, and questions for the rank: looked for in the first two
 steps, and told in a line, no more, since caches and values kept for a look at them are legitimate.
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from samestep.comm.team import Team
+from samestep.comm.membership import Membership
 from samestep.data.batch import tensor_checksum
 from samestep.engine.drawing import GENERATORS, MAX_ENTRIES, is_same_state, named_variables, reachable, state_of
 
@@ -30,16 +30,16 @@ Values = dict[tuple[str, str], Any]
 
 
 class Traces:
-    """Looks for the traces of shards.
+    """Looks for the traces of microbatches.
 
     Args:
-        team: says what was found, and by it the run tells who is asked for the rank.
+        membership: says what was found, and by it the run tells who is asked for the rank.
         model: that is trained.
-        loss_fn: by which its shards are run.
+        loss_fn: by which its microbatches are run.
     """
 
-    def __init__(self, team: Team, model: nn.Module, loss_fn: Callable[..., Any]) -> None:
-        self._team, self._model, self._loss_fn = team, model, loss_fn
+    def __init__(self, membership: Membership, model: nn.Module, loss_fn: Callable[..., Any]) -> None:
+        self._membership, self._model, self._loss_fn = membership, model, loss_fn
         self._generators: list[Any] | None = None
         self._states: list[Any] = []
         self._before: Values = {}
@@ -56,10 +56,10 @@ class Traces:
             self._generators = [*(one for one in generators if _is_own(one)), *iterators]
         self._states = [_state(one) for one in self._generators]
         self._before, self._ends = _values(self._model), {}
-        self._team.on_rank_asked = lambda name: self._asked.update({name: None})
+        self._membership.on_rank_asked = lambda name: self._asked.update({name: None})
 
     def look(self) -> None:
-        """Compares with how it was before the last shard, and what other shards of the step have left."""
+        """Compares with how it was before the last microbatch, and what other microbatches of the step have left."""
         now = _values(self._model)
         for place, value in now.items():
             is_written = place not in self._before or self._before[place] != value
@@ -75,29 +75,33 @@ class Traces:
 
     def end(self) -> None:
         """Ends a step, and says what was found."""
-        self._team.on_rank_asked = None
+        self._membership.on_rank_asked = None
         self._before, self._ends, self._states = {}, {}, []
         self._tell(
             self._left,
-            "written in the forward, other values by other shards; if a later forward reads it, it finds what the "
-            "shard before left on this device, and the results depend on the number of devices. Pass it through the "
-            "batch, or train with num_shards=1",
+            "written in the forward, other values by other microbatches; if a later forward reads it, it finds what "
+            "the "
+            "microbatch before left on this device, and the results depend on the number of devices. Pass it through "
+            "the "
+            "batch, or train with num_microbatches=1",
         )
         self._tell(
             self._drawn,
-            "drawn from while shards run, and not seeded by shard: the results depend on the number of devices. Draw "
+            "drawn from while microbatches run, and not seeded by microbatch: the results depend on the number of "
+            "devices. Draw "
             "from the global generators of torch, NumPy or Python, which are",
         )
         self._tell(
             self._asked,
-            "read while a shard runs: a loss that depends on the rank depends on the number of devices. Leave it to "
+            "read while a microbatch runs: a loss that depends on the rank depends on the number of devices. Leave it "
+            "to "
             "the code between steps",
         )
 
     def _tell(self, names: dict[str, None], what: str) -> None:
         if names:
             shown = ", ".join(list(names)[:MOST_NAMES])
-            self._team.notice(f"{shown}{', …' if len(names) > MOST_NAMES else ''}: {what}")
+            self._membership.notice(f"{shown}{', …' if len(names) > MOST_NAMES else ''}: {what}")
             names.clear()
 
     def _name(self, generator: Any) -> str:
@@ -159,7 +163,7 @@ def _state(one: Any) -> Any:
 
 
 def _is_own(generator: Any) -> bool:
-    """Whether it is none of the global generators, which a step seeds by shard."""
+    """Whether it is none of the global generators, which a step seeds by microbatch."""
     devices = [] if not torch.cuda.is_initialized() else list(torch.cuda.default_generators)
     return not any(
         generator is one for one in (torch.default_generator, np.random.mtrand._rand, random._inst, *devices)

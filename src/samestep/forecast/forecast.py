@@ -113,7 +113,7 @@ def forecast(subject: Subject, machines: Machines, wish: Wish) -> Forecast:
         unit=subject.unit,
         units=subject.units,
         num_parameters=trace.num_parameters,
-        flops=float(trace.operations[:, 1].sum()) / chosen.layout.shard_size,
+        flops=float(trace.operations[:, 1].sum()) / chosen.layout.microbatch_size,
         machines=machines,
         wish=wish,
         candidates=candidates,
@@ -129,7 +129,7 @@ def _check(wish: Wish) -> None:
         raise UsageError(f"got --global-batch-size {wish.batch_size}; it must be 1 or more")
     if wish.precision not in PRECISIONS:
         raise UsageError(f"got --precision {wish.precision!r}; it is one of {', '.join(PRECISIONS)}")
-    for name in ("num_shards", "tensor", "pipe"):
+    for name in ("num_microbatches", "tensor", "pipe"):
         value = getattr(wish, name)
         if value is not None and value < 1:
             raise UsageError(f"got --{name.replace('_', '-')} {value}; it must be 1 or more")
@@ -143,7 +143,7 @@ def _check(wish: Wish) -> None:
 def _reason(candidates: Sequence[Candidate], chosen: Candidate, machines: Machines) -> str:
     """Why this layout, in a sentence."""
     limit = USABLE_SHARE * machines.kind.memory_bytes
-    strategy, shards = chosen.layout.strategy, chosen.layout.num_shards
+    strategy, microbatches = chosen.layout.strategy, chosen.layout.num_microbatches
     again = ", each block computed a second time in the backward" if chosen.layout.is_checkpointed else ""
     if not chosen.fits:
         return (
@@ -169,7 +169,7 @@ def _reason(candidates: Sequence[Candidate], chosen: Candidate, machines: Machin
         why = "the fastest that fits"
     if len(candidates) == 1:
         why = "it fits, as asked for"
-    return f"{strategy}, {shards} shards of {chosen.layout.shard_size}{again}: {why}"
+    return f"{strategy}, {microbatches} microbatches of {chosen.layout.microbatch_size}{again}: {why}"
 
 
 def _advice(search: Search, candidates: Sequence[Candidate], chosen: Candidate) -> list[str]:
@@ -186,9 +186,10 @@ def _advice(search: Search, candidates: Sequence[Candidate], chosen: Candidate) 
             )
         if wish.precision == "32-true" and kind.has_bfloat16:
             found.append("--precision bf16-mixed halves most activations")
-        if layout.shard_size > 1 and wish.num_shards is not None:
+        if layout.microbatch_size > 1 and wish.num_microbatches is not None:
             found.append(
-                f"more shards: --num-shards {min(2 * layout.num_shards, layout.batch_size)}; activations shrink"
+                f"more microbatches: --num-microbatches {min(2 * layout.num_microbatches, layout.batch_size)}; "
+                "activations shrink"
             )
         if wish.strategy is not None or wish.tensor is not None or wish.pipe is not None:
             found.append("other strategies were ruled out by the options given")

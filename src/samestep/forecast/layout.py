@@ -17,7 +17,7 @@ class Layout:
         data: groups that each take a part of the batch.
         tensor: devices that share every matrix of a block.
         pipe: stages, each some of the blocks.
-        num_shards: V, the slices of the global batch.
+        num_microbatches: V, the slices of the global batch.
         batch_size: samples of the global batch.
         is_sharded: parameters, gradients and optimizer state are divided over the data axis (FSDP2).
         is_optimizer_sharded: the optimizer state alone is.
@@ -26,7 +26,7 @@ class Layout:
     """
 
     data: int
-    num_shards: int
+    num_microbatches: int
     batch_size: int
     tensor: int = 1
     pipe: int = 1
@@ -41,14 +41,14 @@ class Layout:
         return self.data * self.tensor * self.pipe
 
     @property
-    def shard_size(self) -> int:
-        """Samples of the largest shard."""
-        return -(-self.batch_size // self.num_shards)
+    def microbatch_size(self) -> int:
+        """Samples of the largest microbatch."""
+        return -(-self.batch_size // self.num_microbatches)
 
     @property
-    def shards_per_group(self) -> int:
-        """Shards of the group that has most: micro-batches of a pipeline."""
-        return -(-self.num_shards // self.data)
+    def microbatches_per_group(self) -> int:
+        """Microbatches of the group that has most: micro-batches of a pipeline."""
+        return -(-self.num_microbatches // self.data)
 
     @property
     def strategy(self) -> str:
@@ -82,15 +82,17 @@ def layout_problem(layout: Layout, machines: Machines, trace: Trace, name: str) 
             f"data {layout.data} × tensor {layout.tensor} × pipe {layout.pipe} are {layout.num_devices} devices, and "
             f"there are {machines.num_devices}; their product must be the number of devices"
         )
-    if layout.num_shards < layout.data:
+    if layout.num_microbatches < layout.data:
         return (
-            f"got --num-shards {layout.num_shards} for {layout.data} groups of devices, and some would have none; "
-            f"needed: --num-shards {layout.data} or more, or fewer devices"
+            f"got --num-microbatches {layout.num_microbatches} for {layout.data} groups of devices, and some would "
+            "have none; "
+            f"needed: --num-microbatches {layout.data} or more, or fewer devices"
         )
-    if layout.batch_size < layout.num_shards:
+    if layout.batch_size < layout.num_microbatches:
         return (
-            f"a global batch of {layout.batch_size} samples cannot be cut into {layout.num_shards} shards; needed: "
-            f"--global-batch-size {layout.num_shards} or more, or fewer devices"
+            f"a global batch of {layout.batch_size} samples cannot be cut into {layout.num_microbatches} microbatches; "
+            "needed: "
+            f"--global-batch-size {layout.num_microbatches} or more, or fewer devices"
         )
     if layout.tensor > 1:
         if not trace.tensor_divisors:

@@ -3,13 +3,13 @@
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from samestep.core.microbatches import microbatch_ranges
+from samestep.core.tree import rank_blocks
 from samestep.engine.memory import num_sums_alive
 from samestep.forecast.devices import DeviceKind
 from samestep.forecast.layout import Layout
 from samestep.forecast.tally import COPIES, GRADIENTS, SPLIT, SPLIT_GRADIENTS, WHOLE
 from samestep.forecast.trace import Array, Trace
-from samestep.plan.shards import shard_ranges
-from samestep.plan.tree import rank_blocks
 
 SEGMENT_BYTES = 2 * 2**20  # c10/cuda/CUDACachingAllocator.cpp, kSmallBuffer: what the allocator asks the driver for
 LARGE_SEGMENT_BYTES = 20 * 2**20  # kLargeBuffer: pieces of 1 to 10 MiB share such
@@ -23,10 +23,10 @@ class Memory:
 
     Attributes:
         parameters: this device's.
-        gradients: sums over shards along the tree, and the gradient that a backward is making.
+        gradients: sums over microbatches along the tree, and the gradient that a backward is making.
         optimizer: its state, and what an update takes for a while.
         activations: what the forward keeps for the backward, and what both compute with.
-        buffers: of the model, and the samples of this rank's shards.
+        buffers: of the model, and the samples of this rank's microbatches.
         communication: pieces on their way, and gathered parameters.
         device: the driver's context, libraries, and whole segments.
         phase: "backward", "exchange" or "update".
@@ -59,7 +59,8 @@ def needed_memory(trace: Trace, layout: Layout, kind: DeviceKind) -> Memory:
     """The memory of the fullest device.
 
     Args:
-        trace: of one of the layout's shards (`layout.shard_size` samples), with checkpointing if the layout has it.
+        trace: of one of the layout's microbatches (`layout.microbatch_size` samples), with checkpointing if the layout
+            has it.
         layout: how devices share the work.
         kind: of the devices.
     """
@@ -97,7 +98,7 @@ def _of_stage(trace: Trace, layout: Layout, kind: DeviceKind, stage: int | None)
         gradients=gradients,
         optimizer=state + temporary,
         activations=activations,
-        buffers=trace.buffers + trace.batch * layout.shards_per_group,
+        buffers=trace.buffers + trace.batch * layout.microbatches_per_group,
         communication=communication,
         device=float(kind.context_bytes + segments),
         phase=name,
@@ -109,11 +110,11 @@ def _sums(layout: Layout) -> tuple[int, float]:
 
     The buckets keep the memory of all gradients that were alive on the tree at once, and one that shows their layout.
     """
-    if layout.is_sharded:  # each rank has its part of the sums over all shards
-        return num_sums_alive(range(layout.num_shards), at_once=layout.data), 0.0
-    ranges = shard_ranges(layout.num_shards, layout.data)
-    alive = max(num_sums_alive(shards) for shards in ranges)
-    return alive + 1, sum(map(len, rank_blocks(tuple(ranges), layout.num_shards))) / layout.data
+    if layout.is_sharded:  # each rank has its part of the sums over all microbatches
+        return num_sums_alive(range(layout.num_microbatches), at_once=layout.data), 0.0
+    ranges = microbatch_ranges(layout.num_microbatches, layout.data)
+    alive = max(num_sums_alive(microbatches) for microbatches in ranges)
+    return alive + 1, sum(map(len, rank_blocks(tuple(ranges), layout.num_microbatches))) / layout.data
 
 
 def _own_weights(trace: Trace, layout: Layout, stage: int | None) -> Array:
@@ -133,10 +134,10 @@ def _stage_sections(trace: Trace, layout: Layout, stage: int) -> slice:
 def _busiest(trace: Trace, layout: Layout, stage: int | None) -> tuple[float, float]:
     """Bytes of activations, and of gradients that a backward has made, when both together are most.
 
-    With parameters in shards a gradient is scattered as soon as its block has made it, and copies of parameters in 16
-    bits are what is gathered. A stage of a pipeline with 1F1B keeps what the forward saved of as many micro-batches as
-    stages follow it, itself among them (Narayanan et al. 2019); the moment at which one of them needs most is that
-    of the whole model, in proportion.
+    With parameters in microbatches a gradient is scattered as soon as its block has made it, and copies of parameters
+    in 16 bits are what is gathered. A stage of a pipeline with 1F1B keeps what the forward saved of as many
+    micro-batches as stages follow it, itself among them (Narayanan et al. 2019); the moment at which one of them needs
+    most is that of the whole model, in proportion.
     """
     moments = trace.moments
     activations = moments[:, WHOLE] + moments[:, SPLIT] / layout.tensor
@@ -153,7 +154,7 @@ def _busiest(trace: Trace, layout: Layout, stage: int | None) -> tuple[float, fl
         return most, fresh
     saved = trace.saved[:, 0] + trace.saved[:, 1] / layout.tensor
     own = float(saved[_stage_sections(trace, layout, stage)].sum())
-    in_flight = min(layout.pipe - stage, layout.shards_per_group)
+    in_flight = min(layout.pipe - stage, layout.microbatches_per_group)
     transient = max(0.0, most - float(saved.sum()))
     is_last = stage == layout.pipe - 1
     return own * in_flight + (transient if is_last else transient / layout.pipe), fresh / layout.pipe

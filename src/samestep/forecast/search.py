@@ -13,7 +13,7 @@ from samestep.forecast.speed import StepTime, slowness_of, step_time
 from samestep.forecast.subject import Subject
 from samestep.forecast.trace import Trace, TraceLine, trace_line
 
-MAX_SHARDS_PER_GROUP = 64
+MAX_MICROBATCHES_PER_GROUP = 64
 MAX_DEVICES = 1024
 SIMPLER_IF_WITHIN = 1.05
 MODEL_SIZES = (2, 4, 8, 16)
@@ -26,7 +26,7 @@ class Wish:
     Attributes:
         batch_size: samples of the global batch.
         precision: "32-true", "bf16-mixed" or "16-mixed".
-        num_shards: V.
+        num_microbatches: V.
         strategy: one of `STRATEGIES`.
         shard_optimizer: divide the optimizer state.
         tensor: devices that share every matrix.
@@ -38,7 +38,7 @@ class Wish:
 
     batch_size: int
     precision: str = "32-true"
-    num_shards: int | None = None
+    num_microbatches: int | None = None
     strategy: str | None = None
     shard_optimizer: bool | None = None
     tensor: int | None = None
@@ -97,8 +97,8 @@ class Search:
         self._slowness: Callable[[], float] = cache(self._measured_slowness)
 
     def trace_of(self, layout: Layout) -> Trace:
-        """The trace of one of a layout's shards."""
-        return self._at(layout.is_checkpointed, layout.shard_size)
+        """The trace of one of a layout's microbatches."""
+        return self._at(layout.is_checkpointed, layout.microbatch_size)
 
     def weigh(self, layout: Layout, machines: Machines | None = None) -> Candidate:
         """Memory and time of a layout."""
@@ -109,7 +109,7 @@ class Search:
         return Candidate(layout, memory, time, bool(memory.total <= USABLE_SHARE * devices.kind.memory_bytes))
 
     def candidates(self, machines: Machines | None = None, checkpointing: bool | None = None) -> list[Candidate]:
-        """Every layout that was not ruled out, the fastest number of shards for each; checkpointed only if need be.
+        """Every layout that was not ruled out, the fastest number of microbatches for each; checkpointed only if need be.
 
         Raises:
             UsageError: no layout is possible, with why the first is not.
@@ -140,7 +140,7 @@ class Search:
         """The least power of two of such devices, up to 1,024, on which it fits; None if it never does."""
         count = 2 * self.machines.num_devices
         while count <= MAX_DEVICES:
-            enlarged = replace(self.wish, batch_size=max(self.wish.batch_size, count), num_shards=None)
+            enlarged = replace(self.wish, batch_size=max(self.wish.batch_size, count), num_microbatches=None)
             search = Search(self.subject, self.machines.resized(count), enlarged)
             search._line, search._at = self._line, self._at
             search._slowness = self._slowness
@@ -152,19 +152,19 @@ class Search:
 
     def _point(self, layout: Layout, data: int, count: int) -> Point:
         machines = self.machines.resized(count)
-        shards = max(layout.num_shards, data)
+        microbatches = max(layout.num_microbatches, data)
         same = None
-        if data <= layout.batch_size and shards <= layout.batch_size:
-            same = self.weigh(replace(layout, data=data, num_shards=shards), machines)
+        if data <= layout.batch_size and microbatches <= layout.batch_size:
+            same = self.weigh(replace(layout, data=data, num_microbatches=microbatches), machines)
         size = max(1, layout.batch_size * data // layout.data)
-        per_group = max(1, min(layout.shards_per_group, size // data))
-        larger = replace(layout, data=data, num_shards=data * per_group, batch_size=max(size, data * per_group))
+        per_group = max(1, min(layout.microbatches_per_group, size // data))
+        larger = replace(layout, data=data, num_microbatches=data * per_group, batch_size=max(size, data * per_group))
         return Point(count, same, self.weigh(larger, machines))
 
     def _weighed(self, machines: Machines, checkpointing: bool) -> list[Candidate]:
         found, problems = [], []
         for layout in self._layouts(machines, checkpointing):
-            best, problem = self._best_shards(layout, machines)
+            best, problem = self._best_microbatches(layout, machines)
             if best is not None:
                 found.append(best)
             elif problem is not None:
@@ -173,23 +173,25 @@ class Search:
             raise UsageError(problems[0])
         return found
 
-    def _best_shards(self, layout: Layout, machines: Machines) -> tuple[Candidate | None, str | None]:
-        """The fastest number of shards that fits, else that which takes least memory."""
+    def _best_microbatches(self, layout: Layout, machines: Machines) -> tuple[Candidate | None, str | None]:
+        """The fastest number of microbatches that fits, else that which takes least memory."""
         weighed, problem = [], None
-        for num_shards in self._numbers_of_shards(layout):
-            trial = replace(layout, num_shards=num_shards)
+        for num_microbatches in self._numbers_of_microbatches(layout):
+            trial = replace(layout, num_microbatches=num_microbatches)
             problem = layout_problem(trial, machines, self._line(layout.is_checkpointed).few, self.subject.name)
             if problem is not None:
                 break
             weighed.append(self.weigh(trial, machines))
         return (self.best(weighed) if weighed else None), problem
 
-    def _numbers_of_shards(self, layout: Layout) -> Iterator[int]:
-        if self.wish.num_shards is not None:
-            yield self.wish.num_shards
+    def _numbers_of_microbatches(self, layout: Layout) -> Iterator[int]:
+        if self.wish.num_microbatches is not None:
+            yield self.wish.num_microbatches
             return
         per_group = 1
-        while per_group == 1 or (per_group <= MAX_SHARDS_PER_GROUP and layout.data * per_group <= layout.batch_size):
+        while per_group == 1 or (
+            per_group <= MAX_MICROBATCHES_PER_GROUP and layout.data * per_group <= layout.batch_size
+        ):
             yield layout.data * per_group
             per_group *= 2
 
@@ -200,9 +202,16 @@ class Search:
 
         def layout(tensor: int = 1, pipe: int = 1, **options: Any) -> Layout:
             data = max(1, count // (tensor * pipe))
-            shards = data
+            microbatches = data
             return Layout(
-                data, shards, wish.batch_size, tensor, pipe, is_checkpointed=checkpointing, is_mixed=is_mixed, **options
+                data,
+                microbatches,
+                wish.batch_size,
+                tensor,
+                pipe,
+                is_checkpointed=checkpointing,
+                is_mixed=is_mixed,
+                **options,
             )
 
         if wish.strategy is not None and wish.strategy not in STRATEGIES:
@@ -246,7 +255,7 @@ class Search:
             seconds = wish.batch_size * self.subject.units / wish.rate
         if seconds is None:
             return 1.0
-        layout = Layout(1, wish.num_shards or min(8, wish.batch_size), wish.batch_size)
+        layout = Layout(1, wish.num_microbatches or min(8, wish.batch_size), wish.batch_size)
         layout = replace(layout, is_checkpointed=bool(wish.checkpointing), is_mixed=wish.precision != "32-true")
         return slowness_of(self.trace_of(layout), layout, self.machines, self.dtype_bits, seconds)
 

@@ -39,7 +39,7 @@ def print_forecast(forecast: Forecast, console: Console | None = None) -> None:
 def layouts_table(forecast: Forecast) -> Table:
     """The ways that were weighed; `→` is the one to take."""
     table = Table(box=box.SIMPLE, show_edge=False, pad_edge=False, padding=0)
-    for name in ("", "strategy", "shards"):
+    for name in ("", "strategy", "microbatches"):
         table.add_column(name, overflow="fold")
     for name in ("memory", "step", f"{forecast.unit}/s", "exposed"):
         table.add_column(name, justify="right")
@@ -51,7 +51,7 @@ def layouts_table(forecast: Forecast) -> Table:
         table.add_row(
             "→" if candidate is forecast.chosen else "",
             escape(_named(layout) + again),
-            f"{layout.num_shards} of {layout.shard_size}",
+            f"{layout.num_microbatches} of {layout.microbatch_size}",
             in_gib(candidate.memory.total),
             step,
             _rate(forecast.rate(candidate)),
@@ -82,7 +82,7 @@ def curve_table(forecast: Forecast) -> Table:
         show_edge=False,
         pad_edge=False,
         padding=0,
-        caption=f"- : a global batch of {forecast.wish.batch_size:,} has no shard for each of them"
+        caption=f"- : a global batch of {forecast.wish.batch_size:,} has no microbatch for each of them"
         if has_gaps
         else None,
         caption_justify="left",

@@ -25,7 +25,7 @@ class StepTime:
     """Seconds of one step.
 
     Attributes:
-        compute: forward and backward of the group that has most shards.
+        compute: forward and backward of the group that has most microbatches.
         update: the optimizer.
         bubble: a pipeline fills and drains.
         exchange: everything that travels, hidden or not.
@@ -54,33 +54,33 @@ def step_time(
     """The time of a step.
 
     Args:
-        trace: of one of the layout's shards, with checkpointing if the layout has it.
+        trace: of one of the layout's microbatches, with checkpointing if the layout has it.
         layout: how devices share the work.
         machines: the devices.
         dtype_bits: of the products' inputs: 32 or 16.
         slowness: by what computing takes longer than the table of devices says; 1 where nothing was measured.
     """
     kind = machines.kind
-    shard = shard_seconds(trace, layout.tensor, kind, dtype_bits) * slowness / layout.pipe
-    count = layout.shards_per_group
+    microbatch = microbatch_seconds(trace, layout.tensor, kind, dtype_bits) * slowness / layout.pipe
+    count = layout.microbatches_per_group
     model = layout.tensor * layout.pipe
     part = 1 / model / (layout.data if layout.is_sharded else 1)
     update = trace.update_moved * part / (kind.memory_gbs * 1e9 * kind.memory_share) * slowness
     if layout.is_optimizer_sharded:
         update /= layout.data
-    exchange, exposed = _data_exchange(trace, layout, machines, shard)
+    exchange, exposed = _data_exchange(trace, layout, machines, microbatch)
     inner = _tensor_exchange(trace, layout, machines) + _pipe_exchange(trace, layout, machines)
     return StepTime(
-        compute=shard * count,
+        compute=microbatch * count,
         update=update,
-        bubble=shard * (layout.pipe - 1),
+        bubble=microbatch * (layout.pipe - 1),
         exchange=exchange + inner,
         exposed=exposed + inner,
     )
 
 
-def shard_seconds(trace: Trace, tensor: int, kind: DeviceKind, dtype_bits: int) -> float:
-    """Forward and backward of one shard, on one device or on several that share its matrices."""
+def microbatch_seconds(trace: Trace, tensor: int, kind: DeviceKind, dtype_bits: int) -> float:
+    """Forward and backward of one microbatch, on one device or on several that share its matrices."""
     peak = kind.half_tflops if dtype_bits == 16 else kind.float32_tflops
     operations: Array = trace.operations
     part = numpy.where(operations[:, IS_SPLIT] > 0, 1 / tensor, 1.0)
@@ -95,7 +95,7 @@ def all_reduce_seconds(links: Links, num_bytes: float) -> float:
     return links.reduce(num_bytes) + 2 * alpha * max(0.0, num_bytes / BUCKET_BYTES - 1)
 
 
-def _data_exchange(trace: Trace, layout: Layout, machines: Machines, shard: float) -> tuple[float, float]:
+def _data_exchange(trace: Trace, layout: Layout, machines: Machines, microbatch: float) -> tuple[float, float]:
     """Seconds of what the data axis exchanges, and what of them is exposed."""
     if layout.data == 1:
         return 0.0, 0.0
@@ -103,14 +103,14 @@ def _data_exchange(trace: Trace, layout: Layout, machines: Machines, shard: floa
     links = links_of(machines, layout.data, stride=model)
     gradient = float(trace.weights[:, GRADIENT].sum()) / model
     if not layout.is_sharded:
-        # The last shard's backward hides all buckets but the last, which leaves when it is over.
+        # The last microbatch's backward hides all buckets but the last, which leaves when it is over.
         total = all_reduce_seconds(links, gradient)
         last = links.reduce(min(gradient, BUCKET_BYTES))
-        return total, max(last, total - BACKWARD_SHARE * shard)
+        return total, max(last, total - BACKWARD_SHARE * microbatch)
     width = 0.5 if layout.is_mixed else 1.0
     parameters = float(trace.weights[:, PARAMETERS].sum()) * width / model
     units = max(1, trace.num_blocks)
-    # Every shard gathers the parameters for its forward and again for its backward, and scatters its gradient; the
+    # Every microbatch gathers the parameters for its forward and again for its backward, and scatters its gradient; the
     # units before the one at work and behind it hide all but the first gather and the last scatter.
     gather, scatter = links.gather(parameters), links.scatter(gradient)
     latency = (units - 1) * (links.gather(0.0) * 2 + links.scatter(0.0))
@@ -118,8 +118,8 @@ def _data_exchange(trace: Trace, layout: Layout, machines: Machines, shard: floa
     ends = links.gather(parameters / units) + links.scatter(gradient / units)
     # The host copies each unit's parameters into and out of what travels.
     copies = units * OPERATIONS_OF_A_UNIT * machines.kind.launch_seconds
-    exposed = max(ends, total - shard) + copies
-    return total * layout.shards_per_group, exposed * layout.shards_per_group
+    exposed = max(ends, total - microbatch) + copies
+    return total * layout.microbatches_per_group, exposed * layout.microbatches_per_group
 
 
 def _tensor_exchange(trace: Trace, layout: Layout, machines: Machines) -> float:
@@ -128,7 +128,7 @@ def _tensor_exchange(trace: Trace, layout: Layout, machines: Machines) -> float:
         return 0.0
     links = links_of(machines, layout.tensor)
     times = 3 if layout.is_checkpointed else 2
-    return times * sum(map(links.reduce, trace.sums.tolist())) * layout.shards_per_group / layout.pipe
+    return times * sum(map(links.reduce, trace.sums.tolist())) * layout.microbatches_per_group / layout.pipe
 
 
 def _pipe_exchange(trace: Trace, layout: Layout, machines: Machines) -> float:
@@ -136,7 +136,7 @@ def _pipe_exchange(trace: Trace, layout: Layout, machines: Machines) -> float:
     if layout.pipe == 1:
         return 0.0
     links = links_of(machines, layout.pipe, stride=layout.tensor)
-    return 2 * links.send(trace.boundary) * (layout.shards_per_group + layout.pipe - 1)
+    return 2 * links.send(trace.boundary) * (layout.microbatches_per_group + layout.pipe - 1)
 
 
 def slowness_of(trace: Trace, layout: Layout, machines: Machines, dtype_bits: int, measured_seconds: float) -> float:

@@ -1,4 +1,4 @@
-"""The trace: one shard's forward, backward and update, run with tensors that have no memory.
+"""The trace: one microbatch's forward, backward and update, run with tensors that have no memory.
 
 The operations are the real ones, as PyTorch dispatches them; only the arithmetic is left out (`FakeTensorMode`). So the
 forecast holds whatever the model is made of, and a model of any size is traced in the memory of this process.
@@ -44,16 +44,16 @@ Array = Any  # numpy's own annotations would name the dtype in every line
 
 @dataclass(frozen=True)
 class Trace:
-    """What a step of one shard on one device takes.
+    """What a step of one microbatch on one device takes.
 
     The first index of `weights`, and that of `saved`, is the section: 0 is before the blocks, the last after them.
 
     Attributes:
-        num_samples: of the shard.
+        num_samples: of the microbatch.
         weights: bytes `[sections, 3, 2]` of parameters, gradients and optimizer state, whole and split by tensor
             parallelism.
         buffers: bytes of the model's buffers.
-        batch: bytes of the shard's own samples.
+        batch: bytes of the microbatch's own samples.
         moments: bytes alive `[moments, 5]` by kind (see `tally`), while forward and backward run.
         saved: bytes `[sections, 2]` that the forward leaves for the backward, whole and split.
         operations: `[operations, 4]`: kind, flops, bytes moved, whether split.
@@ -140,7 +140,7 @@ def trace(
 
     Args:
         subject: what is trained.
-        num_samples: of the shard.
+        num_samples: of the microbatch.
         accelerator: with the kernels of an accelerator, else those of the CPU.
         precision: "32-true", "bf16-mixed" or "16-mixed".
         checkpointing: the blocks are computed a second time in the backward, instead of kept.

@@ -17,7 +17,7 @@ from typing import Any
 
 from torch.distributed.elastic.rendezvous.api import RendezvousGracefulExitError
 
-from samestep.comm.board import Board
+from samestep.comm.heartbeat_page import HeartbeatPage
 from samestep.devices.device import counted
 from samestep.devices.selection import Selection
 from samestep.errors import PeerLostError
@@ -175,10 +175,10 @@ class Agent:
             node=node,
         )
         log_dir = make_log_dir(job.log_dir)
-        crew, board = self._crew(job), Board.create(count)
+        crew, page = self._crew(job), HeartbeatPage.create(count)
         watch = Watch(
             crew,
-            board,
+            page,
             display,
             job,
             self.policy,
@@ -197,7 +197,7 @@ class Agent:
         finally:
             crew.close()
             watch.close()
-            board.close()
+            page.close()
         return outcome, end_of(outcome, watch.culprit, watch.stopped_by, outlook, watch.is_fault)
 
     def _crew(self, job: Job) -> Crew:

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from samestep.comm.board import BOARD_VARIABLE, SLOT_VARIABLE
 from samestep.comm.channel import EVENTS_VARIABLE
 from samestep.comm.environment import LOOPBACK
+from samestep.comm.heartbeat_page import PAGE_VARIABLE, SLOT_VARIABLE
 from samestep.devices.selection import Selection
 from samestep.launcher.job import Job
 
@@ -49,7 +49,7 @@ class Assignment:
         threads: CPU threads of the worker.
         run_id: names the run among those on the machine.
         variables: the selection's environment variables.
-        slot: the worker's number on the board; its own for as long as the board lives.
+        slot: the worker's number on the page; its own for as long as the page lives.
         attempt: how often all workers have been started again.
         max_restarts: how often they may be.
         joins: whether it is started late, and waits until the others count it in.
@@ -88,7 +88,7 @@ class Instruction:
         assignment: its place.
         job: what to do.
         port: where the store listens on the loopback address.
-        fds: its descriptors by name: "events", "words" and "board" always; "stdout" and "stderr" unless they are
+        fds: its descriptors by name: "events", "words" and "page" always; "stdout" and "stderr" unless they are
             inherited; "payload" and "answer" when arguments and result travel pickled.
     """
 
@@ -188,7 +188,7 @@ def worker_variables(instruction: Instruction) -> dict[str, str]:
         "SAMESTEP_DEVICE_KIND": place.device_kind,
         "SAMESTEP_THREADS": str(place.threads),
         EVENTS_VARIABLE: str(instruction.fds["events"]),
-        BOARD_VARIABLE: str(instruction.fds["board"]),
+        PAGE_VARIABLE: str(instruction.fds["page"]),
         SLOT_VARIABLE: str(place.slot),
     }
     if place.joins:

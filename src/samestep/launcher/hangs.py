@@ -7,7 +7,7 @@ timeout decides. Time is counted in looks, so that hours in which the whole mach
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from samestep.comm.board import HEALS, SHOWS_LIFE, Beat
+from samestep.comm.heartbeat_page import HEALS, SHOWS_LIFE, Beat
 
 WORKING = frozenset({"data", "forward", "backward", "update", "checkpoint", "evaluate"})
 MAX_LOOK_SECONDS = 1.0
@@ -20,7 +20,7 @@ class Silence:
     Attributes:
         beat: its last.
         silent_seconds: since it changed.
-        stuck_seconds: since phase, step or view changed; a worker that waits may show signs of life.
+        stuck_seconds: since phase, step or quorum changed; a worker that waits may show signs of life.
         watched: whether it has ever said that it heals, or shows signs of life without.
     """
 
@@ -55,7 +55,7 @@ class Silences:
         for slot, beat in beats.items():
             silence = self.by_slot[slot] = known.get(slot) or Silence(beat)
             before = silence.beat
-            is_stuck = (beat.phase, beat.step, beat.view) == (before.phase, before.step, before.view)
+            is_stuck = (beat.phase, beat.step, beat.quorum) == (before.phase, before.step, before.quorum)
             silence.silent_seconds = silence.silent_seconds + elapsed if beat == before else 0.0
             silence.stuck_seconds = silence.stuck_seconds + elapsed if is_stuck else 0.0
             silence.watched = silence.watched or bool(beat.flags & (HEALS | SHOWS_LIFE))
@@ -91,6 +91,6 @@ class Silences:
         if phase == "exchange":
             return bool(regrouping)  # they have broken the exchange: whoever is alive has noticed
         if phase == "regroup":
-            # Those that have met in the new view show signs of life while they wait for the last.
+            # Those that have met in the new quorum show signs of life while they wait for the last.
             return any(s.silent_seconds < timeout / 2 for s in regrouping)
         return False

@@ -1,7 +1,7 @@
 """The healing: decides whether a run goes on without a worker, tells those that are left, and sees them go on.
 
-A worker is counted out by a new view on the board: those in it connect anew among themselves, and redo the step. Until
-all of them have, the healing is pending; further losses meanwhile are further views.
+A worker is counted out by a new quorum on the page: those in it connect anew among themselves, and redo the step. Until
+all of them have, the healing is pending; further losses meanwhile are further quorums.
 """
 
 import time
@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from samestep.comm.board import READY_TO_JOIN
+from samestep.comm.heartbeat_page import READY_TO_JOIN
 from samestep.launcher.hangs import Silences
 from samestep.launcher.losses import Loss, describe, details, go_on, repeats
 from samestep.launcher.policy import Policy
@@ -26,7 +26,7 @@ MAX_STRAYS = 3
 
 @dataclass
 class Change:
-    """What the members of a new view have not taken up yet.
+    """What the members of a new quorum have not taken up yet.
 
     Attributes:
         began: when, on the clock of `time.monotonic`.
@@ -44,13 +44,13 @@ class Healed:
     """A healing whose end is still to be told.
 
     Attributes:
-        view: the number of the view that was taken up.
+        quorum: the number of the quorum that was taken up.
         world_size: how many went on.
-        seconds: from the loss until all had taken up the view, as it looked from here.
+        seconds: from the loss until all had taken up the quorum, as it looked from here.
         lost: the ranks that were lost.
     """
 
-    view: int
+    quorum: int
     world_size: int
     seconds: float
     lost: tuple[int, ...]
@@ -85,7 +85,7 @@ class Healing:
 
     @property
     def is_pending(self) -> bool:
-        """Whether the members of the view are still taking it up, or something is still to be told."""
+        """Whether the members of the quorum are still taking it up, or something is still to be told."""
         return self._change is not None or bool(self._untold)
 
     def verdict(self, worker: Worker) -> Verdict:
@@ -154,10 +154,10 @@ class Healing:
     def hear(self, event: Mapping[str, Any]) -> None:
         """Takes in an event of the worker that writes the ledger: that it does, or how long a healing took."""
         self._keeps_ledger = True
-        view, seconds = event.get("view"), event.get("seconds")
-        if isinstance(view, int) and isinstance(seconds, int | float):
-            self._recorded[view] = seconds
-            self._tell_healed(view)
+        quorum, seconds = event.get("quorum"), event.get("seconds")
+        if isinstance(quorum, int) and isinstance(seconds, int | float):
+            self._recorded[quorum] = seconds
+            self._tell_healed(quorum)
 
     def finish(self) -> None:
         """Tells what is still to be told, at the end of a run that went on."""
@@ -167,10 +167,10 @@ class Healing:
     def give_up_waiting(self) -> None:
         """Tells of the healings of which nothing stands in the ledger."""
         while self._healed:
-            self._tell_healed(self._healed[0].view)
+            self._tell_healed(self._healed[0].quorum)
 
     def _announce(self) -> int:
-        """Posts a view of those that are left; returns how many they are."""
+        """Posts a quorum of those that are left; returns how many they are."""
         slots = tuple(worker.slot for worker in self._workers.living)
         if slots:
             self._workers.announce(slots, [loss.to_json() for _, loss in self._losses])
@@ -205,13 +205,13 @@ class Healing:
             self._announce()
 
     def _complete(self, now: float) -> None:
-        """Sees whether all members have taken up the view in force."""
+        """Sees whether all members have taken up the quorum in force."""
         workers, change = self._workers, self._change
         if change is None:
             return
         living = workers.living
         beats = [workers.beat(worker) for worker in living]
-        if any(beat.view != workers.view.number or beat.phase == "regroup" for beat in beats):
+        if any(beat.quorum != workers.quorum.number or beat.phase == "regroup" for beat in beats):
             return
         self._change = None
         self._tell_all()
@@ -219,9 +219,9 @@ class Healing:
         seconds = round(now - change.began, 3)
         if change.lost and count:
             lost = tuple(loss.rank for _, loss in change.lost)
-            self._healed.append(Healed(workers.view.number, count, seconds, lost))
-            if not self._keeps_ledger or workers.view.number in self._recorded:
-                self._tell_healed(workers.view.number)
+            self._healed.append(Healed(workers.quorum.number, count, seconds, lost))
+            if not self._keeps_ledger or workers.quorum.number in self._recorded:
+                self._tell_healed(workers.quorum.number)
         for worker in change.joined:
             if worker in living:
                 self._say(f"a replacement joined on {worker.place.device}; {go_on(count)}")
@@ -253,11 +253,11 @@ class Healing:
         while self._untold:
             self._tell(*self._untold.pop(0)[1:])
 
-    def _tell_healed(self, view: int) -> None:
-        """Says that those who are left went on, up to this view."""
-        while self._healed and self._healed[0].view <= view:
+    def _tell_healed(self, quorum: int) -> None:
+        """Says that those who are left went on, up to this quorum."""
+        while self._healed and self._healed[0].quorum <= quorum:
             healed = self._healed.pop(0)
-            seconds = self._recorded.get(healed.view, healed.seconds)
+            seconds = self._recorded.get(healed.quorum, healed.seconds)
             self._say(f"went on after {seconds:.3g} s")
             self._note("heal", world_size=healed.world_size, seconds=seconds, lost=list(healed.lost))
 

@@ -18,10 +18,10 @@ class Loss:
 
     Attributes:
         slot: its slot.
-        rank: its rank in the last view that counted it in.
+        rank: its rank in the last quorum that counted it in.
         device: its device as messages name it.
         cause: "SIGKILL", "exit code 3", "hang", or the type of an exception.
-        phase: what it was doing, one of `board.PHASES`.
+        phase: what it was doing, one of `page.PHASES`.
         step: in which step, counted from 0.
     """
 

@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from samestep.comm.board import MAX_SLOTS
+from samestep.comm.heartbeat_page import MAX_SLOTS
 from samestep.errors import UsageError
 
 HANG_TIMEOUT_SECONDS = 600.0

@@ -48,7 +48,7 @@ class Starter:
                 self.watch.listen(reader, handle)
                 return writer
 
-            given = {**self.fds, "board": self.watch.board.fd}
+            given = {**self.fds, "page": self.watch.page.fd}
             given["events"] = pipe(lambda fd: self.watch.read_events(worker, fd))
             given["words"] = pipe(lambda fd: self.watch.read_output(worker, fd))
             if log is not None:

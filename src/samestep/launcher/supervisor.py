@@ -16,7 +16,7 @@ from dataclasses import replace
 from types import FrameType
 from typing import Any, Literal
 
-from samestep.comm.board import Board
+from samestep.comm.heartbeat_page import HeartbeatPage
 from samestep.devices.selection import Selection
 from samestep.errors import UsageError
 from samestep.launcher.assignment import assign, process_variables
@@ -121,8 +121,8 @@ def supervise_crew(
         crew = open_crew()
         for attempt in itertools.count():
             again = False
-            board = Board.create(selection.count)
-            watch = Watch(crew, board, display, job, policy, restarts, grace_seconds)
+            page = HeartbeatPage.create(selection.count)
+            watch = Watch(crew, page, display, job, policy, restarts, grace_seconds)
             try:
                 if requests is not None:
                     watch.listen_for_stop(requests)
@@ -136,7 +136,7 @@ def supervise_crew(
                 if watch.is_broken or not again:
                     crew.close()
                 watch.close()
-                board.close()
+                page.close()
             if not again:
                 break
             display.say(f"{outcome.failure}\nsamestep: all workers start again ({restarts.used} of {restarts.limit})")

@@ -23,7 +23,7 @@ from datetime import UTC, datetime
 from typing import Any, Literal
 
 from samestep.comm import channel
-from samestep.comm.board import MAX_SLOTS, STOPS_ON_REQUEST, Board
+from samestep.comm.heartbeat_page import MAX_SLOTS, STOPS_ON_REQUEST, HeartbeatPage
 from samestep.launcher.assignment import Assignment
 from samestep.launcher.crew import Crew
 from samestep.launcher.display import Display
@@ -41,7 +41,7 @@ from samestep.launcher.workers import Worker, Workers
 POLL_SECONDS = 0.05
 LOOK_SECONDS = 0.5
 SETTLE_SECONDS = 0.5
-LEAVE_SECONDS = 2.0  # how long those may take that see by the board that the run is over, and close what they have open
+LEAVE_SECONDS = 2.0  # how long those may take that see by the page that the run is over, and close what they have open
 KILL_SECONDS = 5.0
 ABORT_SECONDS = 2.0
 
@@ -51,7 +51,7 @@ class Watch:
 
     Args:
         crew: starts and ends the workers; the caller closes it.
-        board: where they post; the caller closes it.
+        page: where they post; the caller closes it.
         display: shows progress; the caller closes it.
         job: what they do.
         policy: what to do about losses.
@@ -65,7 +65,7 @@ class Watch:
     def __init__(
         self,
         crew: Crew,
-        board: Board,
+        page: HeartbeatPage,
         display: Display,
         job: Job,
         policy: Policy,
@@ -75,8 +75,8 @@ class Watch:
         outlook: Callable[[], Literal["", "stop", "end"]] = lambda: "",
     ) -> None:
         self.crew = crew
-        self.board = board
-        self.workers = Workers(board, first_rank)
+        self.page = page
+        self.workers = Workers(page, first_rank)
         self.events: list[dict[str, Any]] = []
         self.is_broken = False
         self._display = display
@@ -330,7 +330,7 @@ class Watch:
             self._hint = self._say_few()
         told = any(self.workers.heals(other) for other in self.workers.living)
         if told:
-            self.board.announce(())
+            self.page.announce(())
         self._phase, self._deadline = "settling", time.monotonic() + (LEAVE_SECONDS if told else SETTLE_SECONDS)
 
     def _left_as_asked(self, worker: Worker) -> bool:
@@ -365,7 +365,7 @@ class Watch:
         beats = [self.workers.beat(worker) for worker in self.workers.living]
         if self._phase == "running" and beats and all(b.flags & STOPS_ON_REQUEST or b.phase == "end" for b in beats):
             self._phase = "finishing"
-            self.board.ask_to_stop(signum)
+            self.page.ask_to_stop(signum)
             self._dismiss_waiting()
             self._display.say(words)
         else:

@@ -14,8 +14,8 @@ import threading
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from samestep.comm.board import HEALS, Board
 from samestep.comm.channel import Channel
+from samestep.comm.heartbeat_page import HEALS, HeartbeatPage
 from samestep.launcher import lifeline
 from samestep.launcher.assignment import Instruction, worker_variables
 from samestep.launcher.failure import report_exception
@@ -144,17 +144,17 @@ def _set_threads(threads: int) -> None:
 def _deliver(value: Any, instruction: Instruction, channel: Channel) -> None:
     """Hands rank 0's result to the supervisor, pickled where the caller asked for that, else as JSON.
 
-    Rank 0 is whoever leads the view in force. Where others would go on without it, they send theirs too, in case that
+    Rank 0 is whoever leads the quorum in force. Where others would go on without it, they send theirs too, in case that
     it is lost at the last moment.
     """
     if instruction.job.kind != "function":
         return
-    board, slot = _board(instruction), instruction.assignment.slot
-    leads = board.view().slots[:1] == (slot,)
+    page, slot = _page(instruction), instruction.assignment.slot
+    leads = page.quorum().slots[:1] == (slot,)
     if "answer" not in instruction.fds:
         if leads:
             channel.send("result", value=value)
-        elif board.beat(slot).flags & HEALS:
+        elif page.beat(slot).flags & HEALS:
             with contextlib.suppress(TypeError, ValueError):
                 channel.send("result", value=value)
         return
@@ -168,14 +168,14 @@ def _deliver(value: Any, instruction: Instruction, channel: Channel) -> None:
 
 def _post_end(instruction: Instruction) -> None:
     """Says that this worker has done all it had to do."""
-    board, slot = _board(instruction), instruction.assignment.slot
-    beat = board.beat(slot)
-    board.post(slot, "end", beat.step, beat.flags, beat.view)
+    page, slot = _page(instruction), instruction.assignment.slot
+    beat = page.beat(slot)
+    page.post(slot, "end", beat.step, beat.flags, beat.quorum)
 
 
-def _board(instruction: Instruction) -> Board:
-    """The supervisor's board; its memory goes with this process."""
-    return Board(instruction.fds["board"])
+def _page(instruction: Instruction) -> HeartbeatPage:
+    """The supervisor's page; its memory goes with this process."""
+    return HeartbeatPage(instruction.fds["page"])
 
 
 def _report_exit(stop: SystemExit, instruction: Instruction, channel: Channel) -> int:

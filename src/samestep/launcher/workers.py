@@ -1,4 +1,4 @@
-"""The workers of a run as the supervisor sees them, and which of them make it up: the view on the board."""
+"""The workers of a run as the supervisor sees them, and which of them make it up: the quorum on the page."""
 
 import contextlib
 import os
@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from samestep.comm.board import HEALS, LEAVES_EARLY, READY_TO_JOIN, Beat, Board, View
 from samestep.comm.channel import Event, EventParser
+from samestep.comm.heartbeat_page import HEALS, LEAVES_EARLY, READY_TO_JOIN, Beat, HeartbeatPage, Quorum
 from samestep.launcher.assignment import Assignment
 from samestep.launcher.failure import Casualty
 
@@ -52,7 +52,7 @@ class Worker:
 
     @property
     def slot(self) -> int:
-        """Its number on the board."""
+        """Its number on the page."""
         return self.place.slot
 
     def keep(self, data: bytes) -> None:
@@ -78,17 +78,17 @@ class Worker:
 
 
 class Workers:
-    """All workers of one attempt, by slot, and the board on which they post.
+    """All workers of one attempt, by slot, and the page on which they post.
 
     Args:
-        board: the board; its first view holds those that the attempt begins with.
+        page: the page; its first quorum holds those that the attempt begins with.
         first_rank: the lowest rank on this machine.
     """
 
-    def __init__(self, board: Board, first_rank: int = 0) -> None:
-        self.board = board
+    def __init__(self, page: HeartbeatPage, first_rank: int = 0) -> None:
+        self.page = page
         self.first_rank = first_rank
-        self.view: View = board.view()
+        self.quorum: Quorum = page.quorum()
         self.all: list[Worker] = []
 
     def add(self, place: Assignment, log: str | None, spare_log: str | None) -> Worker:
@@ -100,7 +100,7 @@ class Workers:
     @property
     def members(self) -> list[Worker]:
         """Those that make up the run, in the order of their ranks."""
-        return [self.all[slot] for slot in self.view.slots if slot < len(self.all)]
+        return [self.all[slot] for slot in self.quorum.slots if slot < len(self.all)]
 
     @property
     def living(self) -> list[Worker]:
@@ -114,7 +114,7 @@ class Workers:
 
     def beat(self, worker: Worker) -> Beat:
         """What a worker posted last."""
-        return self.board.beat(worker.slot)
+        return self.page.beat(worker.slot)
 
     def heals(self, worker: Worker) -> bool:
         """Whether a worker goes on when another is lost."""
@@ -129,13 +129,13 @@ class Workers:
         return bool(self.beat(worker).flags & LEAVES_EARLY)
 
     def rank(self, worker: Worker) -> int:
-        """Its rank in the view in force; the one that it was started with if it is in none."""
-        slots = self.view.slots
+        """Its rank in the quorum in force; the one that it was started with if it is in none."""
+        slots = self.quorum.slots
         return self.first_rank + slots.index(worker.slot) if worker.slot in slots else worker.place.rank
 
     def announce(self, slots: tuple[int, ...], lost: Sequence[Mapping[str, Any]]) -> None:
-        """Posts a new view."""
-        self.view = self.board.announce(slots, lost=lost)
+        """Posts a new quorum."""
+        self.quorum = self.page.announce(slots, lost=lost)
 
     def result(self) -> Any:
         """The run's result: that of the lowest rank that sent one."""

@@ -35,7 +35,7 @@ def train(
     data_dir: str | None = None,
     epochs: int | None = None,
     global_batch_size: int | None = None,
-    num_shards: int | None = None,
+    num_microbatches: int | None = None,
     shares: Sequence[float] | None = None,
     spares: int = 0,
     seed: int = 0,
@@ -69,13 +69,13 @@ def train(
     """Trains a recipe; None takes the recipe's own value. `job` is recorded: what a resumed run is given again.
 
     Returns:
-        What `samestep train --json` prints: digest, run, devices, num_shards, global_batch_size, epochs and more.
+        What `samestep train --json` prints: digest, run, devices, num_microbatches, global_batch_size, epochs and more.
     """
     chosen = load(recipe)
     batch_size = chosen.global_batch_size if global_batch_size is None else global_batch_size
     run = Run(
         batch_size,
-        num_shards,
+        num_microbatches,
         seed,
         shares=shares,
         spares=spares,
@@ -129,7 +129,7 @@ def train(
             strategy=strategy,
             shard_optimizer=shard_optimizer,
         ) as trainer,
-        stopping_on_request(run.team),  # asked to when training is done, it leaves the result first
+        stopping_on_request(run.membership),  # asked to when training is done, it leaves the result first
     ):
         trainer.say(_introduction(chosen, content.description, run))
         history = trainer.fit(
@@ -145,7 +145,7 @@ def train(
             "digest": trainer.digest,
             "run": run_dir,
             "devices": devices,
-            "num_shards": run.contract.num_shards,
+            "num_microbatches": run.contract.num_microbatches,
             "global_batch_size": batch_size,
             "seed": seed,
             "data": content.description,
@@ -153,7 +153,7 @@ def train(
         }
         if run_dir is not None:
             path = Path(run_dir) / RESULT_FILE
-            run.team.perform(lambda: on_main(run.communicator, lambda: write_json(path, result)))
+            run.membership.perform(lambda: on_main(run.communicator, lambda: write_json(path, result)))
     return result
 
 
@@ -199,7 +199,7 @@ def make_optimizer(
 def device_names(run: Run) -> list[str]:
     """What each rank computes on, by rank: `cuda:1 (NVIDIA H200)`, `cpu`."""
     index = -1 if run.device.index is None else run.device.index
-    rows = run.team.perform(lambda: run.communicator.gather_words([index]))
+    rows = run.membership.perform(lambda: run.communicator.gather_words([index]))
     if run.device.type == "cpu":
         return ["cpu"] * len(rows)
     name = torch.get_device_module(run.device).get_device_name(run.device) if run.device.type != "mps" else "Apple GPU"
@@ -210,6 +210,7 @@ def _introduction(recipe: Recipe, description: str, run: Run) -> str:
     """One line on what is about to happen, as an equation."""
     contract = run.contract
     return (
-        f"{recipe.name}: {description}; {contract.global_batch_size} samples a step = {contract.num_shards} shards on "
+        f"{recipe.name}: {description}; {contract.global_batch_size} samples a step = {contract.num_microbatches} "
+        "microbatches on "
         f"{run.world_size} {contract.device_kind} device{'s' if run.world_size > 1 else ''}"
     )

@@ -18,7 +18,7 @@ BREAKING: Final[Mapping[str, str]] = {
     "data": "what is trained on",
     "options": "the recipe's model and data",
     "global_batch_size": "which samples make a step",
-    "num_shards": "how sums are split, and what BatchNorm and dropout see",
+    "num_microbatches": "how sums are split, and what BatchNorm and dropout see",
     "seed": "the order of the samples, first weights, dropout and augmentation",
     "shuffle": "the order of the samples",
     "drop_last": "whether a last, shorter batch is a step",

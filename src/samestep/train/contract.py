@@ -19,11 +19,11 @@ from torch import nn
 from torch.utils.data import DataLoader, RandomSampler
 
 from samestep.comm.reduction import REDUCTIONS
+from samestep.core.microbatches import check_num_microbatches
 from samestep.data.loader import Loader
 from samestep.engine.spread import SpreadState
 from samestep.engine.step import TrainStep
 from samestep.errors import UsageError
-from samestep.plan.shards import check_num_shards
 from samestep.train.parts import SEVERAL, own_tensors
 from samestep.version import __version__
 
@@ -36,7 +36,7 @@ class Contract:
 
     Attributes:
         global_batch_size: samples of one optimizer step.
-        num_shards: slices of the global batch, the unit of computation.
+        num_microbatches: slices of the global batch, the unit of computation.
         seed: of every random generator and of the order.
         reduction: "ordered" or "native".
         device_kind: "cpu", "cuda", …
@@ -44,7 +44,7 @@ class Contract:
     """
 
     global_batch_size: int
-    num_shards: int
+    num_microbatches: int
     seed: int
     reduction: str
     device_kind: str
@@ -55,13 +55,13 @@ class Contract:
         return {**asdict(self), "versions": versions(), "flags": precision_flags()}
 
 
-def check_contract(global_batch_size: int, num_shards: int | None, reduction: str, seed: int) -> int:
-    """Checks what the user asked for, and returns the number of shards.
+def check_contract(global_batch_size: int, num_microbatches: int | None, reduction: str, seed: int) -> int:
+    """Checks what the user asked for, and returns the number of microbatches.
 
     Raises:
         UsageError: names the argument and the option.
     """
-    count = check_num_shards(num_shards, global_batch_size)
+    count = check_num_microbatches(num_microbatches, global_batch_size)
     if reduction not in REDUCTIONS:
         raise UsageError(f"got reduction={reduction!r}; --reduction is one of {', '.join(REDUCTIONS)}")
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:

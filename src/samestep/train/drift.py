@@ -5,8 +5,8 @@ from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
+from samestep.comm.membership import Membership
 from samestep.comm.pieces import Piece
-from samestep.comm.team import Team
 from samestep.data.batch import checksum
 from samestep.data.nested import leaves
 from samestep.engine.step import TrainStep
@@ -20,12 +20,12 @@ class Drift:
     """Compares the state that several ranks hold alike, by 8 bytes a rank (16 if it is spread over the ranks).
 
     Args:
-        team: the ranks.
+        membership: the ranks.
         steps: whose states are compared.
     """
 
-    def __init__(self, team: Team, steps: Sequence[TrainStep]) -> None:
-        self._team = team
+    def __init__(self, membership: Membership, steps: Sequence[TrainStep]) -> None:
+        self._membership = membership
         self._steps = list(steps)
         self._sums = [StateChecksum(step) for step in self._steps]
         self._equal_at: list[int] | None = None
@@ -40,18 +40,18 @@ class Drift:
             DeterminismError: names the step, a rank and what differs there; raised on all ranks.
         """
         at = [step.num_steps for step in self._steps]
-        if self._team.world_size == 1 or at == self._equal_at:
+        if self._membership.world_size == 1 or at == self._equal_at:
             return
         tensors = [digest] if digest is not None else [part for total in self._sums for part in total.compute_held()]
         words = [int(tensor) for tensor in tensors]
-        before = self._team.pulse.enter("exchange")  # a rank that waits for a slower one does not hang
-        self._team.perform(lambda: self._compare(words))
-        self._team.pulse.enter(before)
+        before = self._membership.heartbeat.enter("exchange")  # a rank that waits for a slower one does not hang
+        self._membership.perform(lambda: self._compare(words))
+        self._membership.heartbeat.enter(before)
         self._equal_at = at
 
     def _compare(self, words: Sequence[int]) -> None:
         """Gathers the checksums; those of the pieces that ranks have are the second of each step."""
-        columns = list(zip(*self._team.communicator.gather_words(words), strict=True))
+        columns = list(zip(*self._membership.communicator.gather_words(words), strict=True))
         for step in self._steps:
             for is_piece in (False,) if step.spread is None else (False, True):
                 if self._odd_one(columns.pop(0), step, is_piece) is not None:
@@ -79,12 +79,12 @@ class Drift:
         Raises:
             DeterminismError: always.
         """
-        team, entries = self._team, list(_entries(step))
-        draws = checksum(list(leaves(generator_states(team.communicator.device))))
-        rows = team.communicator.gather_words([len(entries), draws])
+        membership, entries = self._membership, list(_entries(step))
+        draws = checksum(list(leaves(generator_states(membership.communicator.device))))
+        rows = membership.communicator.gather_words([len(entries), draws])
         most = max(count for count, _ in rows)
         own = [total for _, total, _ in entries] + [0] * (most - len(entries))
-        columns = zip(*team.communicator.gather_words(own), strict=True)
+        columns = zip(*membership.communicator.gather_words(own), strict=True)
         found = []
         for number, column in enumerate(columns):
             name, _, is_piece = entries[number] if number < len(entries) else ("the number of entries", 0, False)

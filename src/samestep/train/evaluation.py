@@ -9,8 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from samestep.comm.communicator import DTYPES, Communicator
+from samestep.comm.membership import Membership
 from samestep.comm.reduction import tree_sum_rows
-from samestep.comm.team import Team
+from samestep.core.microbatches import in_microbatch_order, microbatch_bounds
+from samestep.core.seeds import derive_seed
 from samestep.data.loader import Loader
 from samestep.data.nested import leaves, map_tensors
 from samestep.data.randomness import Generators
@@ -19,8 +21,6 @@ from samestep.engine.losses import describe, wide_dtype
 from samestep.engine.parameters import settle_model
 from samestep.engine.precision import autocast, check_precision
 from samestep.errors import DeterminismError, UsageError
-from samestep.plan.seeds import derive_seed
-from samestep.plan.shards import in_shard_order, shard_bounds
 from samestep.train.metrics import Metric, as_metric, sums
 
 SMALL_ELEMENTS = 2**16
@@ -32,7 +32,7 @@ Take = Callable[[int, int, int, Any, Any], None]
 
 
 def evaluate(
-    team: Team,
+    membership: Membership,
     model: nn.Module,
     loader: Loader,
     metrics: Mapping[str, Any],
@@ -42,10 +42,10 @@ def evaluate(
 ) -> dict[str, float]:
     """Measures a model on every sample of a loader, once, in evaluation mode and without gradients. Tier `bitwise`.
 
-    Random generators are seeded for each shard, for the forward and the metrics, and restored afterwards.
+    Random generators are seeded for each microbatch, for the forward and the metrics, and restored afterwards.
 
     Args:
-        team: the ranks that share the work.
+        membership: the ranks that share the work.
         model: measured; its training mode and its buffers are put back.
         loader: a loader of the run; its whole next epoch is used.
         metrics: name to `Metric`, or to a function `(output, batch) -> Tensor | Mean`.
@@ -61,29 +61,34 @@ def evaluate(
     named = {name: as_metric(metric) for name, metric in metrics.items()}
     if not named:
         raise UsageError("evaluate needs at least one metric, for example {'accuracy': samestep.metrics.accuracy}")
-    return carry_out(team, loader, lambda: _evaluate(team, model, loader, named, forward, precision))
+    return carry_out(membership, loader, lambda: _evaluate(membership, model, loader, named, forward, precision))
 
 
 def _evaluate(
-    team: Team, model: nn.Module, loader: Loader, named: Mapping[str, Metric], forward: Forward | None, precision: str
+    membership: Membership,
+    model: nn.Module,
+    loader: Loader,
+    named: Mapping[str, Metric],
+    forward: Forward | None,
+    precision: str,
 ) -> dict[str, float]:
-    """`evaluate` by the team as it is now."""
-    communicator = team.communicator
+    """`evaluate` by the ranks as they are now."""
+    communicator = membership.communicator
     rows: list[Tensor] = []
-    mine = team.mine
+    mine = membership.mine
     empty = torch.zeros(len(mine), 2 * len(named), dtype=wide_dtype(communicator.device), device=communicator.device)
 
-    def measure(number: int, shard: int, num_samples: int, value: Any, output: Any) -> None:
+    def measure(number: int, microbatch: int, num_samples: int, value: Any, output: Any) -> None:
         while len(rows) <= number:
             rows.append(empty.clone())
         measured = [sums(m, output, value, name=name, num_samples=num_samples) for name, m in named.items()]
-        rows[number][mine.index(shard)] = torch.stack([part for pair in measured for part in pair])
+        rows[number][mine.index(microbatch)] = torch.stack([part for pair in measured for part in pair])
 
-    num_batches = _forward_all(team, model, loader, forward, precision, measure)
+    num_batches = _forward_all(membership, model, loader, forward, precision, measure)
     rows += [empty.clone() for _ in range(num_batches - len(rows))]
-    team.pulse.enter("exchange")
-    by_shard = _by_shard(communicator, team.ranges, rows)
-    totals = tree_sum_rows(by_shard).tolist() if rows else [0.0] * (2 * len(named))
+    membership.heartbeat.enter("exchange")
+    by_microbatch = _by_microbatch(communicator, membership.ranges, rows)
+    totals = tree_sum_rows(by_microbatch).tolist() if rows else [0.0] * (2 * len(named))
     return {
         name: metric.finish(totals[2 * k] / totals[2 * k + 1]) if totals[2 * k + 1] else float("nan")
         for k, (name, metric) in enumerate(named.items())
@@ -91,7 +96,7 @@ def _evaluate(
 
 
 def predict(
-    team: Team,
+    membership: Membership,
     model: nn.Module,
     loader: Loader,
     *,
@@ -101,7 +106,7 @@ def predict(
     """The model's outputs for every sample of a loader, in its order, on every rank. Tier `bitwise`.
 
     Args:
-        team: the ranks that share the work.
+        membership: the ranks that share the work.
         model: run in evaluation mode and without gradients; its training mode and its buffers are put back.
         loader: a loader of the run; its whole next epoch is used.
         forward: `forward(model, batch)` gives the output; by default the model on the batch's first entry.
@@ -113,25 +118,25 @@ def predict(
     Raises:
         UsageError: an output is no tensor, or holds other than a row a sample, or there is none at all.
     """
-    return carry_out(team, loader, lambda: _predict(team, model, loader, forward, precision))
+    return carry_out(membership, loader, lambda: _predict(membership, model, loader, forward, precision))
 
 
-def _predict(team: Team, model: nn.Module, loader: Loader, forward: Forward | None, precision: str) -> Any:
-    """`predict` by the team as it is now."""
-    communicator = team.communicator
+def _predict(membership: Membership, model: nn.Module, loader: Loader, forward: Forward | None, precision: str) -> Any:
+    """`predict` by the ranks as they are now."""
+    communicator = membership.communicator
     pieces: list[tuple[int, Any]] = []
 
-    def keep(number: int, shard: int, num_samples: int, value: Any, output: Any) -> None:
+    def keep(number: int, microbatch: int, num_samples: int, value: Any, output: Any) -> None:
         for leaf in leaves(output):
             if not isinstance(leaf, Tensor) or leaf.ndim == 0 or len(leaf) != num_samples:
                 raise UsageError(
                     f"predict needs outputs with the samples along dim 0, got {describe(leaf)} for {num_samples} "
                     "samples; say what to keep with forward=lambda model, batch: …"
                 )
-        pieces.append((number * team.num_shards + shard, to_host(output)))
+        pieces.append((number * membership.num_microbatches + microbatch, to_host(output)))
 
-    _forward_all(team, model, loader, forward, precision, keep)
-    team.pulse.enter("exchange")
+    _forward_all(membership, model, loader, forward, precision, keep)
+    membership.heartbeat.enter("exchange")
     columns = iter(_gather_columns(communicator, [(key, leaves(value)) for key, value in pieces]))
     form = json.dumps(_form(pieces[0][1])) if communicator.rank == 0 and pieces else ""
     sent = _exchange(communicator, torch.tensor(list(form.encode()), dtype=torch.int64))
@@ -139,29 +144,29 @@ def _predict(team: Team, model: nn.Module, loader: Loader, forward: Forward | No
     return map_tensors(lambda _: next(columns), structure)
 
 
-def carry_out(team: Team, loader: Loader, attempt: Callable[[], T]) -> T:
+def carry_out(membership: Membership, loader: Loader, attempt: Callable[[], T]) -> T:
     """Carries out an operation on the loader's next epoch; begun anew if a rank is lost meanwhile."""
     start = loader.bookmark()
 
     def once() -> T:
-        if team.version != version:
+        if membership.version != version:
             loader.go_back(start)
-        _check_same_length(team, loader)
+        _check_same_length(membership, loader)
         return attempt()
 
-    version = team.version
-    before = team.pulse.enter("evaluate")
+    version = membership.version
+    before = membership.heartbeat.enter("evaluate")
     try:
-        return team.perform(once)
+        return membership.perform(once)
     finally:
-        team.pulse.enter(before)
+        membership.heartbeat.enter(before)
 
 
-def _check_same_length(team: Team, loader: Loader) -> None:
+def _check_same_length(membership: Membership, loader: Loader) -> None:
     """Raises a `DeterminismError` unless all ranks have as many samples: by that each takes its part of them."""
-    before = team.pulse.enter("exchange")  # a rank that waits for another does not hang
-    counts = [row[0] for row in team.communicator.gather_words([loader.num_samples or 0])]
-    team.pulse.enter(before)
+    before = membership.heartbeat.enter("exchange")  # a rank that waits for another does not hang
+    counts = [row[0] for row in membership.communicator.gather_words([loader.num_samples or 0])]
+    membership.heartbeat.enter(before)
     if len(set(counts)) > 1:
         raise DeterminismError(
             f"the ranks were handed datasets of {counts} samples to evaluate on or to predict for; needed: the same "
@@ -173,8 +178,8 @@ def _check_same_length(team: Team, loader: Loader) -> None:
 def evaluating(model: nn.Module, device: torch.device, precision: str) -> Iterator[Callable[[], None]]:
     """Evaluation mode, no gradients, autocast; the modes of all modules and their buffers are put back.
 
-    Gives a function that puts the buffers back at once: what one shard leaves in them must not reach the next one, of
-    which another rank knows nothing.
+    Gives a function that puts the buffers back at once: what one microbatch leaves in them must not reach the next one,
+    of which another rank knows nothing.
     """
     dtype = check_precision(precision)
     settle_model(model, device)
@@ -203,28 +208,28 @@ def evaluating(model: nn.Module, device: torch.device, precision: str) -> Iterat
 
 
 def _forward_all(
-    team: Team, model: nn.Module, loader: Loader, forward: Forward | None, precision: str, take: Take
+    membership: Membership, model: nn.Module, loader: Loader, forward: Forward | None, precision: str, take: Take
 ) -> int:
-    """Runs this rank's shards of every batch, and hands on `take(number, shard, num_samples, value, output)`.
+    """Runs this rank's microbatches of every batch; calls `take(number, microbatch, num_samples, value, output)`.
 
     Returns:
         The number of batches.
     """
     compute = _first_entry if forward is None else forward
-    device = team.communicator.device
+    device = membership.communicator.device
     generators = Generators(device)
     num_batches = 0
     with evaluating(model, device, precision) as put_back:
         for number, batch in enumerate(loader):
-            team.pulse.enter("evaluate")
-            bounds = shard_bounds(batch.length, team.num_shards)
-            rounds = team.num_rounds(batch.length)
+            membership.heartbeat.enter("evaluate")
+            bounds = microbatch_bounds(batch.length, membership.num_microbatches)
+            rounds = membership.num_rounds(batch.length)
             with generators.preserved():
-                for shard, value in batch.shards.items():
-                    generators.seed(derive_seed(loader.seed, EVALUATION_STREAM, number, shard))
+                for microbatch, value in batch.microbatches.items():
+                    generators.seed(derive_seed(loader.seed, EVALUATION_STREAM, number, microbatch))
                     output = compute(model, value)
-                    if shard in team.mine:
-                        take(number, shard, bounds[shard + 1] - bounds[shard], value, output)
+                    if microbatch in membership.mine:
+                        take(number, microbatch, bounds[microbatch + 1] - bounds[microbatch], value, output)
                     put_back()
                     rounds -= 1
                 if rounds > 0:  # the others need this rank's part of the model once more
@@ -263,22 +268,22 @@ def _structure(form: Any) -> Any:
     return (tuple if kind == "tuple" else list)(_structure(entry) for entry in entries)
 
 
-def _by_shard(communicator: Communicator, ranges: Sequence[range], blocks: list[Tensor]) -> Tensor:
-    """All ranks' rows in the order of batch and shard: [batches · V, k]."""
+def _by_microbatch(communicator: Communicator, ranges: Sequence[range], blocks: list[Tensor]) -> Tensor:
+    """All ranks' rows in the order of batch and microbatch: [batches · V, k]."""
     if not blocks:
         return torch.zeros(0, 0, device=communicator.device)
-    sizes = [len(shards) for shards in ranges]
+    sizes = [len(microbatches) for microbatches in ranges]
     width = blocks[0].shape[1]
     ours = torch.stack(blocks)  # [batches, V of this rank, k]
     everyone = communicator.gather_rows(ours.reshape(-1, width), [len(blocks) * size for size in sizes])
     parts = everyone.split([len(blocks) * size for size in sizes])
     by_rank = torch.cat([part.view(len(blocks), -1, width) for part in parts], dim=1)
-    order = in_shard_order(ranges)
+    order = in_microbatch_order(ranges)
     return (by_rank if order is None else by_rank[:, order]).reshape(-1, width)
 
 
 def _gather_columns(communicator: Communicator, pieces: list[tuple[int, list[Any]]]) -> list[Tensor]:
-    """Joins each output tensor over all shards of all batches, on the host of every rank."""
+    """Joins each output tensor over all microbatches of all batches, on the host of every rank."""
     num_columns = max(row[0] for row in communicator.gather_words([max((len(v) for _, v in pieces), default=0)]))
     if num_columns == 0:
         raise UsageError("the model returned no tensor to predict with")

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from samestep.comm.team import Team
+from samestep.comm.membership import Membership
 from samestep.data.loader import Loader
 from samestep.engine.step import TrainStep
 from samestep.errors import CheckpointError, UsageError
@@ -28,7 +28,7 @@ Loaders = Loader | DataLoader[Any] | None
 
 
 def save(
-    team: Team,
+    membership: Membership,
     contract: Mapping[str, Any],
     place: str | Path,
     step: Steps,
@@ -41,7 +41,7 @@ def save(
     """Writes a checkpoint; see `samestep.Run.save_checkpoint`.
 
     Args:
-        team: the ranks.
+        membership: the ranks.
         contract: of the run.
         place: the folder.
         step: one or several.
@@ -71,32 +71,34 @@ def save(
 
     def write() -> str:
         check_ours()
-        before = team.pulse.enter("checkpoint")
+        before = membership.heartbeat.enter("checkpoint")
         state = capture(step, values)
         snapshot = Snapshot(number, to_host_copy(divided(state.files)[0]), state.facts)
         name = attempts(partial(write_checkpoint, folder, snapshot, keep, replace=True)).name
-        team.pulse.enter(before)
+        membership.heartbeat.enter(before)
         return name
 
     def attempt() -> str:
         if is_spread(step):
-            on_main(team.communicator, check_ours)
+            on_main(membership.communicator, check_ours)
             state = capture(step, values)
             over = _listed(step)[0].spread_over
-            write_all = partial(write_together, team.communicator, over, folder, number, state, keep, replace=True)
+            write_all = partial(
+                write_together, membership.communicator, over, folder, number, state, keep, replace=True
+            )
             return attempts(write_all).name
-        return share_text(team.communicator, on_main(team.communicator, write) or "")
+        return share_text(membership.communicator, on_main(membership.communicator, write) or "")
 
-    Drift(team, _listed(step)).check()
-    before = team.pulse.enter("exchange")  # who waits for the one that writes is not silent for want of life
+    Drift(membership, _listed(step)).check()
+    before = membership.heartbeat.enter("exchange")  # who waits for the one that writes is not silent for want of life
     try:
-        return folder / team.perform(attempt)
+        return folder / membership.perform(attempt)
     finally:
-        team.pulse.enter(before)
+        membership.heartbeat.enter(before)
 
 
 def load(
-    team: Team,
+    membership: Membership,
     contract: Mapping[str, Any],
     place: str | Path,
     step: Steps,
@@ -107,7 +109,7 @@ def load(
     """Takes up a checkpoint; see `samestep.Run.load_checkpoint`.
 
     Args:
-        team: the ranks.
+        membership: the ranks.
         contract: of the run.
         place: a folder, or a checkpoint in one.
         step: one or several, as they were saved.
@@ -120,10 +122,10 @@ def load(
     """
 
     def attempt() -> Any:
-        found = on_main(team.communicator, lambda: find_checkpoint(place, tell))
-        return hand_out(team.communicator, found, layout=layout_of(step))
+        found = on_main(membership.communicator, lambda: find_checkpoint(place, tell))
+        return hand_out(membership.communicator, found, layout=layout_of(step))
 
-    state = team.perform(attempt)
+    state = membership.perform(attempt)
     if state is None:
         return None
     now = full_contract(contract, step, loader)

@@ -1,8 +1,8 @@
-"""Metrics: what is measured of a model's output, as sums and counts that add up exactly over shards.
+"""Metrics: what is measured of a model's output, as sums and counts that add up exactly over microbatches.
 
-A metric is never averaged over shards or ranks. Each shard gives a sum and the number of things the sum runs over;
-both are added up along the tree and divided once, so every sample (or token) weighs the same whatever the devices.
-A metric of your own is a function of the model's output and the batch:
+A metric is never averaged over microbatches or ranks. Each microbatch gives a sum and the number of things the sum runs
+over; both are added up along the tree and divided once, so every sample (or token) weighs the same whatever the
+devices. A metric of your own is a function of the model's output and the batch:
 
     def absolute_error(output, batch):
         _, y = batch
@@ -44,7 +44,7 @@ class Metric:
     """Something to measure in an evaluation; tier `bitwise`, since only sums and counts cross devices.
 
     Attributes:
-        measure: called as `measure(output, batch)` on one shard. It returns a 1-d tensor (a value a sample; of any
+        measure: called as `measure(output, batch)` on one microbatch. It returns a 1-d tensor (a value a sample; of any
             dtype, also bool) or `samestep.Mean(total, count)` for ragged things such as tokens.
         finish: applied once to the global mean, for example `math.sqrt` for a root mean squared error.
         name: what messages call it; the name of `measure` if empty.
@@ -71,14 +71,14 @@ def as_metric(value: Any) -> Metric:
 def sums(
     metric: Metric, output: Any, batch: Any, *, name: str | None = None, num_samples: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Measures one shard, without waiting for the device.
+    """Measures one microbatch, without waiting for the device.
 
     Args:
         metric: what to measure.
-        output: what the model returned for the shard.
-        batch: the shard.
+        output: what the model returned for the microbatch.
+        batch: the microbatch.
         name: what the user calls the metric, for messages.
-        num_samples: samples of the shard, if known; a 1-d result of another length is then an error.
+        num_samples: samples of the microbatch, if known; a 1-d result of another length is then an error.
 
     Returns:
         The total and the count: 0-d, float64 (float32 on MPS), on the output's device, detached.
@@ -104,7 +104,7 @@ def sums(
     else:
         raise UsageError(
             f"metric {title!r} returned {describe(measured)}; needed: a 1-d tensor (a value a sample) or "
-            "samestep.Mean(total, count). A mean over the shard could not be weighted rightly"
+            "samestep.Mean(total, count). A mean over the microbatch could not be weighted rightly"
         )
     device = output.device if isinstance(output, Tensor) else total.device
     wide = wide_dtype(device)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from samestep.comm.team import Team
+from samestep.comm.membership import Membership
 from samestep.data.batch import Batch
 from samestep.data.randomness import Generators
 from samestep.engine.result import StepResult
@@ -42,7 +42,7 @@ class Notes:
     """What one rank has noted.
 
     Args:
-        team: the ranks.
+        membership: the ranks.
         step: whose steps are noted.
         folder: of the run; None writes nothing but to the loggers.
         loggers: of the user's.
@@ -62,7 +62,7 @@ class Notes:
 
     def __init__(
         self,
-        team: Team,
+        membership: Membership,
         step: TrainStep,
         *,
         folder: Path | None,
@@ -76,12 +76,12 @@ class Notes:
         _check_counts(checkpoint_steps, checkpoint_minutes, keep, digest_every)
         check_retries(checkpoint_retries)
         self.folder = folder
-        self.display = make_display(team.rank)
+        self.display = make_display(membership.rank)
         self.recorder: Recorder | None = None
         self.has_begun = False
         self.last_loss: float | None = None
-        self._team, self._step = team, step
-        self._generators = Generators(team.communicator.device)
+        self._membership, self._step = membership, step
+        self._generators = Generators(membership.communicator.device)
         self._loggers: list[Logger] = [Aside(list(loggers), self._generators)] if loggers else []
         self._keep = keep
         self._digest_every = digest_every
@@ -89,7 +89,7 @@ class Notes:
         self._checkpoint_seconds = None if checkpoint_minutes is None else 60 * checkpoint_minutes
         self._checkpoint_retries = checkpoint_retries
         self._checksum = StateChecksum(step)
-        self._drift = Drift(team, [step])
+        self._drift = Drift(membership, [step])
         self._lock: FolderLock | None = None
         self._recent: deque[StepNote] = deque(maxlen=REMEMBERED_STEPS)
         self._unread: deque[StepNote] = deque()
@@ -109,10 +109,10 @@ class Notes:
         """
         if self._lock is not None or self.folder is None or not self.folder.is_dir():
             return
-        pulse = self._team.pulse
+        heartbeat = self._membership.heartbeat
 
         def live() -> None:
-            pulse.enter(pulse.phase)
+            heartbeat.enter(heartbeat.phase)
 
         self._lock = take_lock(self.folder, self.say, wait_seconds, live)
 
@@ -147,19 +147,19 @@ class Notes:
     def join(self) -> None:
         """Begins on a rank that joined a run under way: what was healed before is not ours to tell."""
         self.has_begun = True
-        self._num_healed = len(self._team.healed)
-        self.display = make_display(self._team.rank)
+        self._num_healed = len(self._membership.healed)
+        self.display = make_display(self._membership.rank)
 
     def note(self, result: StepResult, batch: Any, rates: list[float]) -> None:
         """Remembers a step until its scalars have arrived."""
         is_due = (result.step + 1) % self._digest_every == 0
-        before = self._team.pulse.enter_detail("ledger")
+        before = self._membership.heartbeat.enter_detail("ledger")
         digest = self._checksum.compute() if is_due and self.folder is not None else None
         if is_due:
             self._drift.check(None if is_spread(self._step) else digest)
-        self._team.pulse.enter_detail(before)
+        self._membership.heartbeat.enter_detail(before)
         known = batch if isinstance(batch, Batch) else None
-        self._unread.append(StepNote(result, known, rates, self._team.world_size, digest))
+        self._unread.append(StepNote(result, known, rates, self._membership.world_size, digest))
 
     def compare(self) -> None:
         """Compares the state over the ranks; all of them call it, and raise a `DeterminismError` if it differs."""
@@ -171,7 +171,7 @@ class Notes:
         Raises:
             NonFiniteError: one was not finite; the state is the one from before it.
         """
-        before = self._team.pulse.enter_detail("ledger")
+        before = self._membership.heartbeat.enter_detail("ledger")
         while self._unread and (wait or self._unread[0].result.is_there):
             note = self._unread.popleft()
             try:
@@ -185,11 +185,11 @@ class Notes:
             self.last_loss = note.result.loss
             light = None if note.batch is None else note.result.batch
             note = StepNote(note.result, light, note.rates, note.world_size, note.digest)
-            if self._team.can_heal:
+            if self._membership.can_heal:
                 self._recent.append(note)
             if self.recorder is not None:
                 self.recorder.step(note)
-        self._team.pulse.enter_detail(before)
+        self._membership.heartbeat.enter_detail(before)
 
     def forget_unread(self) -> None:
         """Forgets what followed a step that was not finite: it never happened."""
@@ -197,11 +197,11 @@ class Notes:
 
     def note_losses(self, epoch: EpochSoFar) -> None:
         """Writes down what was healed since the last call; takes over where rank 0 was lost."""
-        healed = self._team.healed
+        healed = self._membership.healed
         if len(healed) == self._num_healed:
             return
         self.settle(epoch, wait=True)
-        if self._team.rank == 0 and self.recorder is None:
+        if self._membership.rank == 0 and self.recorder is None:
             self.take_over()
         for view, seconds in healed[self._num_healed :]:
             if self.recorder is not None:
@@ -212,23 +212,23 @@ class Notes:
 
     def take_over(self) -> None:
         """Becomes the rank that writes, after the one before was lost."""
-        self.display = make_display(self._team.rank)
+        self.display = make_display(self._membership.rank)
         recorder = self._open(self._recent[0].result.step + 1 if self._recent else self._step.num_steps)
         recorder.catch_up(self._recent)
 
     def is_checkpoint_due(self) -> bool:
         """Whether one is to be written now; all ranks say the same after the same step."""
-        team = self._team
+        membership = self._membership
         if self.folder is None:
             return False
         step, when = self._last_checkpoint
         if self._checkpoint_steps is not None and self._step.num_steps % self._checkpoint_steps == 0:
             return step != self._step.num_steps
         is_old = self._checkpoint_seconds is not None and time.monotonic() - when >= self._checkpoint_seconds
-        if team.world_size == 1:
+        if membership.world_size == 1:
             return is_old
-        team.asks_checkpoint = is_old and team.rank == 0  # the others hear of it in the next step
-        return team.checkpoint_agreed and step != self._step.num_steps
+        membership.asks_checkpoint = is_old and membership.rank == 0  # the others hear of it in the next step
+        return membership.checkpoint_agreed and step != self._step.num_steps
 
     @property
     def has_checkpoint(self) -> bool:
@@ -238,7 +238,7 @@ class Notes:
     def count_checkpoint(self) -> None:
         """Notes that the state of the last step is kept, from now on."""
         self._last_checkpoint = (self._step.num_steps, time.monotonic())
-        self._team.asks_checkpoint = False
+        self._membership.asks_checkpoint = False
 
     def checkpoint(self, epoch: EpochSoFar, capture: Callable[[], State]) -> None:
         """Has the state written, on the rank that writes; where it is spread, by all ranks.
@@ -251,8 +251,8 @@ class Notes:
         if self.folder is None or (self.recorder is None and not all_write):
             return
         self.settle(epoch, wait=True)
-        pulse = self._team.pulse
-        before = pulse.enter("checkpoint")
+        heartbeat = self._membership.heartbeat
+        before = heartbeat.enter("checkpoint")
         if self.recorder is not None:
             self.recorder.flush()
         if all_write:
@@ -260,11 +260,11 @@ class Notes:
         elif self.recorder is not None:
             self.recorder.checkpoint(self._step.num_steps, capture())
         self.count_checkpoint()
-        pulse.enter(before)
+        heartbeat.enter(before)
 
     def _checkpoint_together(self, folder: Path, state: State) -> None:
         """Writes a state of which each rank has a part."""
-        number, communicator = self._step.num_steps, self._team.communicator
+        number, communicator = self._step.num_steps, self._membership.communicator
         state = State(in_order(state.files, self._step.spread_over), state.facts)
         if not has_part_files(state):
             state = State(gathered(state.files, self._step.spread_over, communicator.rank == 0), state.facts)
@@ -294,7 +294,7 @@ class Notes:
         try:
             if recorder is not None:
                 recorder.close()
-            elif not self.has_begun and self._team.rank == 0:
+            elif not self.has_begun and self._membership.rank == 0:
                 for logger in self._loggers:
                     logger.close()
         finally:
@@ -302,13 +302,15 @@ class Notes:
 
     def _open(self, purge_step: int | None, contract: Mapping[str, Any] | None = None) -> Recorder:
         """Opens the recorder of this rank, as the only one that writes to the folder."""
-        self.lock(TAKE_OVER_SECONDS if self._team.healed else LOCK_SECONDS)
+        self.lock(TAKE_OVER_SECONDS if self._membership.healed else LOCK_SECONDS)
         if self.folder is not None:
             for folder in (self.folder, self.folder / CHECKPOINT_FOLDER):
                 remove_leftovers(folder)
         told = (self._checkpoint_retries, self.say)
         with self._generators.aside(self._step.num_steps):
-            self.recorder = Recorder(self._team, self.folder, self._loggers, self._keep, purge_step, contract, *told)
+            self.recorder = Recorder(
+                self._membership, self.folder, self._loggers, self._keep, purge_step, contract, *told
+            )
         self._tell_ledger()
         return self.recorder
 

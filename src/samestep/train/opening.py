@@ -7,10 +7,10 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from samestep.comm.communicator import Communicator
-from samestep.comm.team import Team
+from samestep.comm.membership import Membership
+from samestep.core.cursor import Cursor
 from samestep.data.loader import Loader
 from samestep.engine.step import TrainStep
-from samestep.plan.cursor import Cursor
 from samestep.train.agreement import Change
 from samestep.train.notes import Notes
 from samestep.train.parts import divided
@@ -21,7 +21,7 @@ from samestep.train.together import on_main
 
 
 def open_run(
-    team: Team,
+    membership: Membership,
     step: TrainStep,
     contract: Mapping[str, Any],
     progress: Progress,
@@ -32,7 +32,7 @@ def open_run(
     """Takes up a state, if there is one to take up, and opens what is written to all along; see `Trainer.fit`.
 
     Args:
-        team: the ranks.
+        membership: the ranks.
         step: of the trainer, still as it was made.
         contract: of the run.
         progress: of the trainer; takes up the state.
@@ -52,11 +52,11 @@ def open_run(
     try:
         if resume is not None:
             # Locked first: who writes there may be about to leave another checkpoint.
-            _perform_on_main(team, notes.lock)
-            resumed, changes = find_run(team, step, resume, notes.folder, contract, allow_change, notes.say)
+            _perform_on_main(membership, notes.lock)
+            resumed, changes = find_run(membership, step, resume, notes.folder, contract, allow_change, notes.say)
             goes_on = is_same_run(resume, resumed, notes.folder)
         if notes.folder is not None and not goes_on:
-            _perform_on_main(team, notes.make_folder)
+            _perform_on_main(membership, notes.make_folder)
         if resumed is not None:
             _take_up(resumed, step, progress, notes)
     except BaseException:
@@ -65,12 +65,12 @@ def open_run(
     notes.has_begun = True
     source = None if resumed is None else resumed.name
     # Done by another rank, if rank 0 is lost meanwhile.
-    _perform_on_main(team, lambda: notes.begin(contract, goes_on, source, changes))
+    _perform_on_main(membership, lambda: notes.begin(contract, goes_on, source, changes))
 
 
-def join_run(team: Team, step: TrainStep, progress: Progress, notes: Notes) -> None:
+def join_run(membership: Membership, step: TrainStep, progress: Progress, notes: Notes) -> None:
     """Receives the state of a run that is under way, in a worker that was started late."""
-    resumed = team.join(lambda communicator, source: hand_out(communicator, None, source))
+    resumed = membership.join(lambda communicator, source: hand_out(communicator, None, source))
     assert resumed is not None, "whoever takes in a late worker has a state"
     _take_up(resumed, step, progress, notes)
     notes.join()
@@ -104,6 +104,6 @@ def _take_up(resumed: Resumed, step: TrainStep, progress: Progress, notes: Notes
     notes.say(f"resumed from {resumed.name}, epoch {len(progress.history) + 1}, step {step.num_steps}")
 
 
-def _perform_on_main(team: Team, action: Callable[[], None]) -> None:
+def _perform_on_main(membership: Membership, action: Callable[[], None]) -> None:
     """Has the rank that is rank 0 do something, for which all wait."""
-    team.perform(lambda: on_main(team.communicator, action))
+    membership.perform(lambda: on_main(membership.communicator, action))

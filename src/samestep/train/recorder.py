@@ -11,8 +11,8 @@ import psutil
 import torch
 from torch import Tensor
 
-from samestep.comm.board import View
-from samestep.comm.team import Team
+from samestep.comm.heartbeat_page import Quorum
+from samestep.comm.membership import Membership
 from samestep.data.batch import Batch
 from samestep.engine.result import StepResult
 from samestep.errors import RunFolderError
@@ -73,7 +73,7 @@ class Recorder:
     """Writes ledger, metrics, TensorBoard events and checkpoints; only the rank that is rank 0 has one.
 
     Args:
-        team: whose pulse tells how long things took.
+        membership: whose heartbeat tells how long things took.
         folder: of the run; None writes nothing but to the loggers.
         loggers: of the user's.
         keep: how many checkpoints are kept.
@@ -88,7 +88,7 @@ class Recorder:
 
     def __init__(
         self,
-        team: Team,
+        membership: Membership,
         folder: Path | None,
         loggers: Sequence[Logger],
         keep: int,
@@ -97,7 +97,7 @@ class Recorder:
         retries: int = 0,
         tell: Callable[[str], None] = print,
     ) -> None:
-        self._team = team
+        self._membership = membership
         self._retries, self._tell = retries, tell
         self._folder = folder
         self._keep = keep
@@ -106,7 +106,7 @@ class Recorder:
         self._saver: CheckpointSaver | None = None  # while there are checkpoints to be written
         self._blocked: dict[int, float] = {}
         self._timed_steps = 0
-        team.pulse.take_seconds()  # a rank that takes over counts from here
+        membership.heartbeat.take_seconds()  # a rank that takes over counts from here
         self._timed_at = time.monotonic()
         self._known_losses: set[int] = set()
         if folder is None:
@@ -134,7 +134,7 @@ class Recorder:
         Raises:
             RunFolderError: it cannot be written.
         """
-        where = {"world_size": self._team.world_size, "device_kind": self._team.communicator.device.type}
+        where = {"world_size": self._membership.world_size, "device_kind": self._membership.communicator.device.type}
         if resumed_from is None:
             self.event("start", 0, **where)
             return
@@ -170,22 +170,22 @@ class Recorder:
         if self._ledger is not None:
             self._ledger.write_event(name, step, **fields)
 
-    def healed(self, step: int, view: View, seconds: float) -> None:
+    def healed(self, step: int, quorum: Quorum, seconds: float) -> None:
         """Writes down what a healing was about: who was lost, or who joined.
 
         Args:
             step: that was carried out once more.
-            view: who went on.
+            quorum: who went on.
             seconds: how long it took this rank.
         """
-        about = {"world_size": len(view.slots), "seconds": seconds}
-        lost = [loss for loss in view.lost if loss["slot"] not in self._known_losses]
+        about = {"world_size": len(quorum.slots), "seconds": seconds}
+        lost = [loss for loss in quorum.lost if loss["slot"] not in self._known_losses]
         for loss in lost:
             self._known_losses.add(loss["slot"])
             self.event("death", step, **{key: value for key, value in loss.items() if key != "step"})
-        if lost or not view.joined:  # connections may break although nobody is lost
+        if lost or not quorum.joined:  # connections may break although nobody is lost
             self.event("heal", step, **about, lost=[loss["rank"] for loss in lost])
-        if view.joined:
+        if quorum.joined:
             self.event("join", step, **about)
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
@@ -282,11 +282,11 @@ class Recorder:
 
     def _log_times(self, step: int) -> None:
         """Host seconds a step since the last time, and memory."""
-        seconds = self._team.pulse.take_seconds()
+        seconds = self._membership.heartbeat.take_seconds()
         kinds = ("data", "compute", "exchange", "update", "checkpoint")
         scalars = {f"seconds/{kind}": seconds.get(kind, 0.0) / self._timed_steps for kind in kinds}
         scalars["memory/host_bytes"] = float(psutil.Process().memory_info().rss)
-        device = self._team.communicator.device
+        device = self._membership.communicator.device
         if device.type == "cuda":
             scalars["memory/device_bytes"] = float(torch.cuda.max_memory_allocated(device))
         self.log(step, scalars)

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from samestep.comm.communicator import Communicator
+from samestep.comm.membership import Membership
 from samestep.comm.pieces import Piece, Spread
-from samestep.comm.team import Team
 from samestep.errors import CheckpointError, ContractError, UsageError
 from samestep.train.agreement import Change, check_contract_kept, differences, explain, shown
 from samestep.train.checkpoint import (
@@ -69,7 +69,7 @@ class Resumed:
 
 
 def find_run(
-    team: Team,
+    membership: Membership,
     step: Steps,
     resume: str | Path,
     folder: Path | None,
@@ -80,7 +80,7 @@ def find_run(
     """The state that a program is to go on from, on every rank, and how the contract has changed since.
 
     Args:
-        team: the ranks.
+        membership: the ranks.
         step: of the program, still as it was made.
         resume: see `find_state`.
         folder: of the program's own run.
@@ -95,10 +95,10 @@ def find_run(
     """
 
     def attempt() -> Resumed | None:
-        found = on_main(team.communicator, lambda: find_state(resume, folder, tell))
-        return hand_out(team.communicator, found, layout=layout_of(step))
+        found = on_main(membership.communicator, lambda: find_state(resume, folder, tell))
+        return hand_out(membership.communicator, found, layout=layout_of(step))
 
-    state = team.perform(attempt)
+    state = membership.perform(attempt)
     if state is None:
         return None, []
     beside = None if folder is None else folder / CHECKPOINT_FOLDER
@@ -241,7 +241,7 @@ def hand_out(
     """Gives every rank the state that one of them has.
 
     Args:
-        communicator: this rank's voice.
+        communicator: this rank's communicator.
         state: on rank `source`: the state, or None if there is none; not read on others.
         source: the rank that has it.
         layout: of what is spread, each rank but that one keeps its piece only; one tensor at a time is whole on all.

@@ -13,12 +13,14 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from samestep.comm.board import LEAVES_EARLY, Board
 from samestep.comm.communicator import Communicator, make_communicator
 from samestep.comm.environment import Environment, chosen_profile, read_environment
 from samestep.comm.group import meeting_of
-from samestep.comm.pulse import Pulse
-from samestep.comm.team import Team
+from samestep.comm.heartbeat import Heartbeat
+from samestep.comm.heartbeat_page import LEAVES_EARLY, HeartbeatPage
+from samestep.comm.membership import Membership
+from samestep.core.mesh import make_mesh
+from samestep.core.microbatches import active_shares, microbatch_ranges
 from samestep.data.loader import Loader
 from samestep.data.randomness import seed_process
 from samestep.data.tensors import TensorData
@@ -28,8 +30,6 @@ from samestep.engine.placement import Placement
 from samestep.engine.step import BUCKET_BYTES, OnNonFinite, TrainStep
 from samestep.engine.strategies import Sharded, Strategy, as_strategy
 from samestep.errors import SamestepError, UsageError
-from samestep.plan.mesh import make_mesh
-from samestep.plan.shards import active_shares, shard_ranges
 from samestep.train.agreement import check_contract_kept, differences
 from samestep.train.contract import Contract, check_contract
 from samestep.train.evaluation import evaluate, predict
@@ -50,41 +50,42 @@ class Run:
 
     Build it first: it seeds every random generator alike on all ranks, so that models built after it are equal. Under
     `python script.py` it is a run on one device; under `samestep run`, torchrun, srun or mpirun on all of them. Tier
-    `bitwise`: for equal arguments, code and data the results are the same bits on 1 to `num_shards` devices of a kind.
+    `bitwise`: for equal arguments, code and data the results are the same bits on 1 to `num_microbatches` devices of a
+        kind.
 
     Args:
         global_batch_size: samples of one optimizer step, whatever the devices.
-        num_shards: into how many slices a global batch is cut, the unit of computation and of reproducibility; 8 by
-            default (the global batch, if that is smaller). At least as many as there are devices.
+        num_microbatches: into how many slices a global batch is cut, the unit of computation and of reproducibility; 8
+            by default (the global batch, if that is smaller). At least as many as there are devices.
         seed: of every random generator and of the order of the data.
         shares: how much each device should do, one number a device; equal by default. The bits do not depend on it.
         spares: how many of the devices, the last ones, stand by: they hold the state and take over at once when another
-            is lost. Devices beyond `num_shards` can only be spares.
+            is lost. Devices beyond `num_microbatches` can only be spares.
         reduction: "ordered" (tier `bitwise`) or "native", the backend's own all-reduce (tier `allclose`).
         device: this rank's device; chosen by the launcher, else the first accelerator, else the CPU.
         num_threads: threads of a CPU worker, part of the contract since reductions split by it; 1 by default.
         timeout_seconds: how long to wait for other ranks before an error names the missing ones.
-        communicator: this rank's voice, instead of one from the environment; for tests and special transports.
+        communicator: this rank's communicator, instead of one from the environment; for tests and special transports.
         profile: a folder for a profile of where the time goes, written when the process ends; that of the environment
             variable SAMESTEP_PROFILE (which `samestep run --profile` sets) by default, and none without it.
         mesh: how the devices divide the work: `{"data": 2, "pipe": 4}` trains two copies of a model in four stages each
             (`strategy="pipeline"`), `{"data": 2, "tensor": 2}` two copies with each matrix on two devices
             (`strategy="tensor"`). One size may be -1: what is left. By default all are on "data"; `shares` and
-            `num_shards` are about "data". On one device it is not looked at. The bits do not depend on "data" and
+            `num_microbatches` are about "data". On one device it is not looked at. The bits do not depend on "data" and
             "pipe"; they do on "tensor": see docs/tensor.md.
 
     Attributes:
         profile_facts: what the advice of a profile goes by, besides times; JSON.
 
     Raises:
-        UsageError: an argument that cannot be, or more devices than shards.
+        UsageError: an argument that cannot be, or more devices than microbatches.
         PeerLostError: not all ranks came within the timeout.
     """
 
     def __init__(
         self,
         global_batch_size: int,
-        num_shards: int | None = None,
+        num_microbatches: int | None = None,
         seed: int = 0,
         *,
         shares: Sequence[float] | None = None,
@@ -97,7 +98,7 @@ class Run:
         profile: str | Path | None = None,
         mesh: Mapping[str, int] | None = None,
     ) -> None:
-        count = check_contract(global_batch_size, num_shards, reduction, seed)
+        count = check_contract(global_batch_size, num_microbatches, reduction, seed)
         if num_threads is not None and (not isinstance(num_threads, int) or num_threads < 1):
             raise UsageError(f"got num_threads={num_threads!r}; it must be 1 or more (--threads)")
         if not 0 < timeout_seconds <= MAX_TIMEOUT_SECONDS:
@@ -112,40 +113,40 @@ class Run:
                 "can take another's place; leave --spares out"
             )
         num_data = world_size if grid.num_inner == 1 else grid.sizes["data"]
-        shard_ranges(count, num_data - spares, active_shares(shares, num_data, spares))
+        microbatch_ranges(count, num_data - spares, active_shares(shares, num_data, spares))
         self.device = own_device(device, environment) if communicator is None else communicator.device
         threads = (num_threads or environment.num_threads or 1) if self.device.type == "cpu" else 0
         self.contract = Contract(global_batch_size, count, seed, reduction, self.device.type, threads)
         make_deterministic(self.device, threads, reduction)
-        pulse = Pulse()
+        heartbeat = Heartbeat()
         if communicator is None:
-            watched = Board.from_environment()
-            pulse = Pulse() if watched is None else Pulse(*watched)
-            if environment.joins and pulse.board is not None:
-                pulse.view = pulse.board.number
+            watched = HeartbeatPage.from_environment()
+            heartbeat = Heartbeat() if watched is None else Heartbeat(*watched)
+            if environment.joins and heartbeat.page is not None:
+                heartbeat.quorum = heartbeat.page.number
         timeout = timedelta(seconds=timeout_seconds)
         meeting = meeting_of(environment, timeout) if environment.joins else None
         if communicator is None:
             own = Environment() if environment.joins else environment
             communicator = make_communicator(own, self.device, timeout, reduction)
-        self.team = Team(
+        self.membership = Membership(
             communicator,
             count,
             shares=None if environment.joins else shares,
             spares=0 if environment.joins else spares,
-            pulse=pulse,
+            heartbeat=heartbeat,
             timeout_seconds=timeout_seconds,
             meeting=meeting,
             mesh=grid,
         )
         if environment.joins:
-            self.team.will_share(world_size - spares, shares)
-        if world_size > 1 or pulse.board is not None:
-            atexit.register(self.team.close)
+            self.membership.will_share(world_size - spares, shares)
+        if world_size > 1 or heartbeat.page is not None:
+            atexit.register(self.membership.close)
         kept = profile or chosen_profile()
-        self.profile_facts: dict[str, Any] = {"num_shards": count}
+        self.profile_facts: dict[str, Any] = {"num_microbatches": count}
         if kept:
-            keep_profile(pulse, Path(kept), environment, self.device, self.profile_facts)
+            keep_profile(heartbeat, Path(kept), environment, self.device, self.profile_facts)
         self._until_end = ExitStack()
         self._leaves_by_itself = False
         self._num_streams = 0
@@ -157,13 +158,13 @@ class Run:
 
     @property
     def communicator(self) -> Communicator:
-        """This rank's voice; another one after a rank was lost."""
-        return self.team.communicator
+        """This rank's communicator; another one after a rank was lost."""
+        return self.membership.communicator
 
     @property
     def ranges(self) -> tuple[range, ...]:
-        """The shards that each rank executes, by rank."""
-        return self.team.ranges
+        """The microbatches that each rank executes, by rank."""
+        return self.membership.ranges
 
     @property
     def stopping(self) -> bool:
@@ -174,10 +175,10 @@ class Run:
         """
         if not self._leaves_by_itself:
             self._leaves_by_itself = True
-            self._until_end.enter_context(stopping_on_request(self.team))
-        if self.team.stop == 0:
+            self._until_end.enter_context(stopping_on_request(self.membership))
+        if self.membership.stop == 0:
             return False
-        self.team.pulse.set_flags(self.team.pulse.flags | LEAVES_EARLY)
+        self.membership.heartbeat.set_flags(self.membership.heartbeat.flags | LEAVES_EARLY)
         return True
 
     @property
@@ -200,12 +201,12 @@ class Run:
 
     @property
     def _is_main(self) -> bool:
-        return self.team.rank == 0 and not self.team.is_late
+        return self.membership.rank == 0 and not self.membership.is_late
 
     def _note_asked(self, name: str) -> None:
-        """Tells a step whose shards run that one of them asks for the rank."""
-        if self.team.on_rank_asked is not None:
-            self.team.on_rank_asked(name)
+        """Tells a step whose microbatches run that one of them asks for the rank."""
+        if self.membership.on_rank_asked is not None:
+            self.membership.on_rank_asked(name)
 
     def print(self, *values: Any) -> None:
         """Prints on rank 0 only."""
@@ -238,11 +239,11 @@ class Run:
         Args:
             model: whose parameters the optimizer holds.
             optimizer: one or several, all stepped together.
-            loss_fn: `loss_fn(model, batch)` returns a 0-d tensor (a mean over the shard's samples), a 1-d tensor (a
-                loss a sample) or `samestep.Mean(total, count)`; it is called once a shard.
+            loss_fn: `loss_fn(model, batch)` returns a 0-d tensor (a mean over the microbatch's samples), a 1-d tensor
+                (a loss a sample) or `samestep.Mean(total, count)`; it is called once a microbatch.
             counts_fn: for losses with several denominators: `counts_fn(batch)` returns numbers, which are summed over
-                the global batch and handed over as `loss_fn(model, batch, counts)`; the loss then returns the shard's
-                0-d share of the loss, which is summed and not divided again.
+                the global batch and handed over as `loss_fn(model, batch, counts)`; the loss then returns the
+                microbatch's 0-d share of the loss, which is summed and not divided again.
             scheduler: stepped after every step; one that counts epochs is stepped by you.
             max_grad_norm: clip the gradient of the global batch to this 2-norm.
             precision: "32-true", "bf16-mixed" or "16-mixed" (autocast; with a power-of-two loss scale for the last).
@@ -253,8 +254,9 @@ class Run:
             bucket_bytes: how much travels in a message. The bits depend on neither.
             compile: run forward and loss through `torch.compile`, with deterministic settings. The bits are equal on
                 all numbers of devices, and others than without it.
-            cuda_graphs: capture forward and backward of the shards of full batches as CUDA graphs, and replay them.
-                Batches are then made of dense tensors alone; what the loss does in Python happens at the capture only.
+            cuda_graphs: capture forward and backward of the microbatches of full batches as CUDA graphs, and replay
+                them. Batches are then made of dense tensors alone; what the loss does in Python happens at the capture
+                only.
             strategy: how the state lies on the ranks: "replicate" (each has all of it), "sharded" (each has 1/D),
                 "pipeline" (each has some layers; needs `mesh`) or "tensor" (each has a part of each matrix; needs
                 `mesh`), or one of `samestep.Replicate`, `samestep.Sharded`, `samestep.Pipeline` and
@@ -277,16 +279,17 @@ class Run:
             )
         drawn = self._drawn_before.parameters(model)
         chosen = as_strategy(strategy, shard_optimizer)
-        if self._has_steps and isinstance(chosen, Sharded) != self.team.is_dealt:
+        if self._has_steps and isinstance(chosen, Sharded) != self.membership.is_dealt:
             raise UsageError(
-                "strategy='sharded' deals the shards to the ranks in turn, for all training steps of a run alike: give "
+                "strategy='sharded' deals the microbatches to the ranks in turn, for all training steps of a run "
+                "alike: give "
                 "it to all of them or to none"
             )
         stream = self._num_streams
         self._num_streams += 1
         self.profile_facts["compiles"] = compile or self.profile_facts.get("compiles", False)
         step = TrainStep(
-            self.team,
+            self.membership,
             self.contract.seed,
             stream,
             model,
@@ -306,7 +309,7 @@ class Run:
         )
         if drawn:
             before = versions(model, drawn)
-            step.before_first = lambda: self.team.notice(describe_parameters(drawn, model, before))
+            step.before_first = lambda: self.membership.notice(describe_parameters(drawn, model, before))
         self._has_steps = True
         if step.spread is not None and not step.spread.has_whole_parameters:
             self._spread[model] = step.placement
@@ -323,17 +326,18 @@ class Run:
         multiprocessing_context: str | None = None,
         cache: str | None = None,
     ) -> Loader:
-        """Makes a loader of this rank's shards of each global batch, on its device. Tier `bitwise`.
+        """Makes a loader of this rank's microbatches of each global batch, on its device. Tier `bitwise`.
 
         Args:
             dataset: tensors (also nested in tuples and dicts), a map-style or an iterable dataset. An iterable one is
-                read by every rank, which keeps its shards.
+                read by every rank, which keeps its microbatches.
             shuffle: a new order each epoch, a function of (seed, epoch).
-            drop_last: leave out a shorter last batch. By default it is split over the shards like any.
+            drop_last: leave out a shorter last batch. By default it is split over the microbatches like any.
             num_workers: processes that fetch samples; the bits do not depend on it.
             collate_fn: makes a batch of a list of samples; torch's by default.
             multiprocessing_context: how worker processes start; the platform's way by default.
-            cache: "device" keeps a dataset of tensors in the device's memory, where its shards are taken from then on.
+            cache: "device" keeps a dataset of tensors in the device's memory, where its microbatches are taken from
+                then on.
 
         Raises:
             DataError: it is no dataset, or empty.
@@ -342,7 +346,7 @@ class Run:
         """
         loader = Loader(
             dataset,
-            team=self.team,
+            membership=self.membership,
             device=self.device,
             seed=self.contract.seed,
             global_batch_size=self.contract.global_batch_size,
@@ -354,7 +358,7 @@ class Run:
             cache=cache,
         )
         if type(loader.dataset) is TensorData:
-            self.team.notice(self._drawn_before.describe_data(loader.dataset.tensors))
+            self.membership.notice(self._drawn_before.describe_data(loader.dataset.tensors))
             if cache is None and self.device.type != "cpu":
                 self.profile_facts["cacheable"] = True
         return loader
@@ -372,7 +376,7 @@ class Run:
         """Measures a model on a dataset; see `samestep.train.evaluation.evaluate`. Tier `bitwise`."""
         loader = data if isinstance(data, Loader) else self.loader(data, num_workers=num_workers)
         with self._placed(model) as placed:
-            return evaluate(self.team, placed, loader, metrics, forward=forward, precision=precision)
+            return evaluate(self.membership, placed, loader, metrics, forward=forward, precision=precision)
 
     def predict(
         self,
@@ -386,7 +390,7 @@ class Run:
         """The model's outputs on a dataset, in its order, in host memory; see `samestep.train.evaluation.predict`."""
         loader = data if isinstance(data, Loader) else self.loader(data, num_workers=num_workers)
         with self._placed(model) as placed:
-            return predict(self.team, placed, loader, forward=forward, precision=precision)
+            return predict(self.membership, placed, loader, forward=forward, precision=precision)
 
     @contextmanager
     def _placed(self, model: nn.Module) -> Iterator[nn.Module]:
@@ -438,7 +442,7 @@ class Run:
         is_ours = Path(folder).resolve() in self._folders
         check_retries(checkpoint_retries)
         attempts = partial(retrying, retries=checkpoint_retries, tell=self.print)
-        path = save(self.team, contract, folder, step, loader, rest, keep, is_ours, attempts)
+        path = save(self.membership, contract, folder, step, loader, rest, keep, is_ours, attempts)
         self._folders.add(path.parent.resolve())
         return path
 
@@ -469,7 +473,7 @@ class Run:
             UsageError: a folder in which no checkpoint is good.
         """
         contract = self.contract.as_json()
-        found = load(self.team, contract, place, step, loader, allow_contract_change, self.print)
+        found = load(self.membership, contract, place, step, loader, allow_contract_change, self.print)
         if found is None:
             return None
         self._folders.add(found[0].resolve())
@@ -490,8 +494,8 @@ class Run:
 
     def close(self) -> None:
         """Gives back connections; a run that is not closed does so when the process ends."""
-        atexit.unregister(self.team.close)
-        self.team.close()
+        atexit.unregister(self.membership.close)
+        self.membership.close()
 
 
 def _check_spares(spares: int, world_size: int) -> None:

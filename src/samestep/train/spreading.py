@@ -42,7 +42,7 @@ def write_together(
     """Writes a checkpoint; all ranks call it, and none goes on before it is complete.
 
     Args:
-        communicator: this rank's voice.
+        communicator: this rank's communicator.
         over: the same among those over which the state is spread; where several groups have it, the first one writes.
         folder: see `write_checkpoint`; on a file system that all ranks share.
         step: of the checkpoint.

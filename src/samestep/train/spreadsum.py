@@ -97,7 +97,7 @@ class SpreadSum:
         Args:
             tensors: of the state in its order: whole ones, the same on all ranks, or this rank's part.
             pieces: by number those that are spread.
-            communicator: this rank's voice.
+            communicator: this rank's communicator.
 
         Returns:
             A 0-d int64 tensor.

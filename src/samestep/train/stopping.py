@@ -7,25 +7,25 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from samestep.comm.board import STOPS_ON_REQUEST
-from samestep.comm.team import Team
+from samestep.comm.heartbeat_page import STOPS_ON_REQUEST
+from samestep.comm.membership import Membership
 
 
 @contextmanager
-def stopping_on_request(team: Team) -> Iterator[None]:
-    """Makes this rank one that stops after a step; see `Team.stop`.
+def stopping_on_request(membership: Membership) -> Iterator[None]:
+    """Makes this rank one that stops after a step; see `Membership.stop`.
 
-    Under a supervisor the request comes by its board. Else it is a signal, in the main thread, unless the program
+    Under a supervisor the request comes by its page. Else it is a signal, in the main thread, unless the program
     handles that signal itself. Inside another one of its kind it changes nothing.
     """
-    pulse = team.pulse
-    if pulse.board is not None:
-        before = pulse.flags
-        pulse.set_flags(before | STOPS_ON_REQUEST)
+    heartbeat = membership.heartbeat
+    if heartbeat.page is not None:
+        before = heartbeat.flags
+        heartbeat.set_flags(before | STOPS_ON_REQUEST)
         try:
             yield
         finally:
-            pulse.set_flags(pulse.flags & ~STOPS_ON_REQUEST | before & STOPS_ON_REQUEST)
+            heartbeat.set_flags(heartbeat.flags & ~STOPS_ON_REQUEST | before & STOPS_ON_REQUEST)
         return
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -35,8 +35,8 @@ def stopping_on_request(team: Team) -> Iterator[None]:
 
     def request(signum: int, _frame: FrameType | None) -> None:
         signal.signal(signum, ours[signal.Signals(signum)])
-        team.ask_to_stop(signum)
-        if team.rank == 0:
+        membership.ask_to_stop(signum)
+        if membership.rank == 0:
             os.write(2, b"samestep: stopping after this step; once more to end at once\n")  # print may be under way
 
     for signum in ours:

@@ -22,7 +22,7 @@ def on_main(communicator: Communicator, action: Callable[[], T]) -> T | None:
     """Does something on rank 0, for which the others wait.
 
     Args:
-        communicator: this rank's voice.
+        communicator: this rank's communicator.
         action: called on rank 0 only.
 
     Returns:

@@ -99,7 +99,7 @@ class Trainer:
         }
         self._progress = Progress(run, self.step)
         self._notes = Notes(
-            run.team,
+            run.membership,
             self.step,
             folder=Path(run_dir) if run_dir is not None else None,
             loggers=list(loggers),
@@ -177,15 +177,15 @@ class Trainer:
         notes = self._notes
         if not notes.has_begun:
             self._contract = {**loader_contract(loader), **self._contract}
-            if self.run.team.is_late:
-                join_run(self.run.team, self.step, progress, notes)
+            if self.run.membership.is_late:
+                join_run(self.run.membership, self.step, progress, notes)
             else:
-                open_run(self.run.team, self.step, self._contract, progress, notes, resume, allow_contract_change)
+                open_run(self.run.membership, self.step, self._contract, progress, notes, resume, allow_contract_change)
         self._planned += epochs
         if self._planned < len(self.history) or (self._planned == len(self.history) and progress.epoch.num_batches > 0):
             return self.history  # a program that was resumed comes by here again: the state is past this
         progress.go_on(loader)
-        with stopping_on_request(self.run.team):
+        with stopping_on_request(self.run.membership):
             try:
                 for number in range(len(self.history) + 1, self._planned + 1):
                     record = self._train_epoch(loader, number)
@@ -225,7 +225,7 @@ class Trainer:
 
     def _train_epoch(self, loader: Loader | DataLoader[Any], number: int) -> EpochRecord:
         """Runs through the loader once, or through the rest of an epoch that was begun."""
-        team, notes, progress = self.run.team, self._notes, self._progress
+        membership, notes, progress = self.run.membership, self._notes, self._progress
         self.model.train()
         notes.forget_unread()
         if progress.epoch.num_batches == 0:
@@ -238,10 +238,10 @@ class Trainer:
 
         for batch in batches_left(loader, epoch, self.run.device):
             rates = learning_rates(self.step.optimizers)
-            if team.can_heal:
-                team.give = give
+            if membership.can_heal:
+                membership.give = give
             result = self.step(batch)
-            team.give = None
+            membership.give = None
             notes.note(result, batch, rates)
             epoch.num_samples += result.num_samples
             epoch.num_batches += 1
@@ -265,7 +265,7 @@ class Trainer:
         notes.note_losses(self._progress.epoch)
         if notes.recorder is not None:
             notes.recorder.poll()
-        if self.run.team.stop:
+        if self.run.membership.stop:
             self._stop(loader)
         if notes.is_checkpoint_due():
             notes.compare()
@@ -283,7 +283,7 @@ class Trainer:
 
     def _stop(self, loader: Loader | DataLoader[Any]) -> NoReturn:
         """Leaves in good order: no rank goes before the checkpoint is complete, lest a launcher ends the others."""
-        notes, signum = self._notes, self.run.team.stop
+        notes, signum = self._notes, self.run.membership.stop
         notes.compare()
 
         def write() -> None:
@@ -296,7 +296,7 @@ class Trainer:
 
         if is_spread(self.step):
             self._checkpoint(loader)
-        self.run.team.perform(lambda: on_main(self.run.communicator, write))
+        self.run.membership.perform(lambda: on_main(self.run.communicator, write))
         if notes.recorder is not None:
             notes.recorder.event("stop", self.step.num_steps, signal=signum)
         how = self._resume_command or f"fit(…, resume={str(notes.folder)!r})"
@@ -318,7 +318,7 @@ class Trainer:
 
     def _end_fit(self, loader: Loader | DataLoader[Any]) -> None:
         """Leaves a checkpoint, the weights and the picture; all ranks stay until they are there."""
-        notes, team = self._notes, self.run.team
+        notes, membership = self._notes, self.run.membership
         notes.compare()
         if notes.folder is None:
             return
@@ -349,6 +349,6 @@ class Trainer:
             on_main(self.run.communicator, lambda: leave(digest))
             leave_weights(weights, self.step)
 
-        team.perform(attempt)
-        team.perform(lambda: self.run.communicator.barrier())
-        team.pulse.enter("script")
+        membership.perform(attempt)
+        membership.perform(lambda: self.run.communicator.barrier())
+        membership.heartbeat.enter("script")

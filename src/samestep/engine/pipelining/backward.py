@@ -1,4 +1,4 @@
-"""The backward of one shard through one stage: at once, or first for the input and later for the weights.
+"""The backward of one microbatch through one stage: at once, or first for the input and later for the weights.
 
 The two parts are those of the zero-bubble schedules (Qi et al., arXiv 2401.10241, section 2): what the stage before
 waits for comes first, and the weights' gradients fill the time in which nothing else could be done.
@@ -11,20 +11,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from samestep.engine.losses import ShardLoss
+from samestep.engine.losses import MicrobatchLoss
 from samestep.engine.spread import reads_itself
 from samestep.errors import LossError
 
 
 @dataclass
-class ShardInStage:
-    """What a stage keeps of a shard between its forward and the end of its backward.
+class MicrobatchInStage:
+    """What a stage keeps of a microbatch between its forward and the end of its backward.
 
     Attributes:
         inputs: what came from the stage before, leaves of the graph.
         outputs: what went on, or the loss.
-        loss: of the shard, in the last stage.
-        weight: of the loss: times its value it is the sum over the shard.
+        loss: of the microbatch, in the last stage.
+        weight: of the loss: times its value it is the sum over the microbatch.
         row: what came back of the loss: its value, and its count with the sum of the gradients' elements so far.
         groups: where the backward for the weights goes on.
         early: gradients of weights that came with those of the input.
@@ -32,7 +32,7 @@ class ShardInStage:
 
     inputs: list[Tensor]
     outputs: list[Tensor]
-    loss: ShardLoss | None = None
+    loss: MicrobatchLoss | None = None
     weight: float = 1.0
     row: tuple[Tensor, Tensor] | None = None
     seeds: Sequence[Tensor | None] = ()
@@ -55,7 +55,7 @@ class ShardInStage:
         return [tensor for tensor in self.inputs if tensor.requires_grad]
 
 
-def whole_backward(shard: ShardInStage, parameters: Sequence[nn.Parameter]) -> list[Tensor | None]:
+def whole_backward(microbatch: MicrobatchInStage, parameters: Sequence[nn.Parameter]) -> list[Tensor | None]:
     """Leaves the gradients of the parameters in their `.grad`.
 
     They are asked for one by one, and not accumulated: so a gradient of an input has the strides with which it came.
@@ -63,48 +63,48 @@ def whole_backward(shard: ShardInStage, parameters: Sequence[nn.Parameter]) -> l
     Returns:
         The gradients of the inputs.
     """
-    outputs, seeds = shard.roots
-    leaves = shard.leaves
+    outputs, seeds = microbatch.roots
+    leaves = microbatch.leaves
     if not outputs or not (leaves or parameters):
-        return [None] * len(shard.inputs)
+        return [None] * len(microbatch.inputs)
     found = torch.autograd.grad(outputs, [*leaves, *parameters], seeds, allow_unused=True)
     for parameter, gradient in zip(parameters, found[len(leaves) :], strict=True):
         parameter.grad = gradient
-    return _spread_out(shard, found[: len(leaves)])
+    return _spread_out(microbatch, found[: len(leaves)])
 
 
-def input_backward(shard: ShardInStage, parameters: Sequence[nn.Parameter]) -> list[Tensor | None]:
-    """The gradients of the inputs; what `weight_backward` needs stays in the shard."""
+def input_backward(microbatch: MicrobatchInStage, parameters: Sequence[nn.Parameter]) -> list[Tensor | None]:
+    """The gradients of the inputs; what `weight_backward` needs stays in the microbatch."""
     from torch.distributed.pipelining._backward import stage_backward_input  # not before: it loads torch.export
 
-    outputs, seeds = shard.roots
-    if not outputs or not shard.leaves:
-        return [None] * len(shard.inputs)
+    outputs, seeds = microbatch.roots
+    if not outputs or not microbatch.leaves:
+        return [None] * len(microbatch.inputs)
     if any(output._is_view() or output.is_leaf for output in outputs):  # which PyTorch's way would have to detach
-        found = torch.autograd.grad(outputs, [*shard.leaves, *parameters], seeds, allow_unused=True)
-        num_leaves = len(shard.leaves)
+        found = torch.autograd.grad(outputs, [*microbatch.leaves, *parameters], seeds, allow_unused=True)
+        num_leaves = len(microbatch.leaves)
         pairs = zip(parameters, found[num_leaves:], strict=True)
-        shard.groups, shard.early = [], [(p, g) for p, g in pairs if g is not None]
-        return _spread_out(shard, found[:num_leaves])
+        microbatch.groups, microbatch.early = [], [(p, g) for p, g in pairs if g is not None]
+        return _spread_out(microbatch, found[:num_leaves])
     edges = [torch.autograd.graph.get_gradient_edge(output) for output in outputs]
-    of_inputs, shard.groups = stage_backward_input(outputs, seeds, shard.leaves, iter(parameters))
-    reached = {id(node.variable) for group in shard.groups for node in group["params"]}
+    of_inputs, microbatch.groups = stage_backward_input(outputs, seeds, microbatch.leaves, iter(parameters))
+    reached = {id(node.variable) for group in microbatch.groups for node in group["params"]}
     missed = [parameter for parameter in parameters if id(parameter) not in reached]
     if missed:  # what does not meet the input on its way to the output; or is not used
         gradients = torch.autograd.grad(edges, missed, seeds, retain_graph=True, allow_unused=True)
-        shard.early = [(p, g) for p, g in zip(missed, gradients, strict=True) if g is not None]
-    return _spread_out(shard, of_inputs)
+        microbatch.early = [(p, g) for p, g in zip(missed, gradients, strict=True) if g is not None]
+    return _spread_out(microbatch, of_inputs)
 
 
-def weight_backward(shard: ShardInStage, parameters: Sequence[nn.Parameter]) -> None:
+def weight_backward(microbatch: MicrobatchInStage, parameters: Sequence[nn.Parameter]) -> None:
     """Leaves the gradients of the parameters in their `.grad`, after `input_backward`."""
     from torch.distributed.pipelining._backward import stage_backward_weight
 
-    if shard.groups is None:
-        whole_backward(shard, parameters)
+    if microbatch.groups is None:
+        whole_backward(microbatch, parameters)
         return
-    stage_backward_weight(iter(parameters), shard.groups)
-    for parameter, gradient in shard.early:
+    stage_backward_weight(iter(parameters), microbatch.groups)
+    for parameter, gradient in microbatch.early:
         parameter.grad = gradient
 
 
@@ -127,7 +127,7 @@ def check_read(loss: Tensor, foreign: Mapping[int, str]) -> None:
         waiting += [other for other, _ in node.next_functions]
 
 
-def _spread_out(shard: ShardInStage, found: Sequence[Tensor | None]) -> list[Tensor | None]:
+def _spread_out(microbatch: MicrobatchInStage, found: Sequence[Tensor | None]) -> list[Tensor | None]:
     """The gradients of all inputs, of those of the inputs that need one."""
     given = iter(found)
-    return [next(given) if tensor.requires_grad else None for tensor in shard.inputs]
+    return [next(given) if tensor.requires_grad else None for tensor in microbatch.inputs]

@@ -5,32 +5,32 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from samestep.comm.team import Team
+from samestep.comm.membership import Membership
+from samestep.core.tree import Block
 from samestep.data.batch import flattened
 from samestep.engine.buffers import BufferMerge, is_mean_buffer
 from samestep.engine.pipelining.model import PipelinedModel
-from samestep.plan.tree import Block
 
 
 class StageBuffers:
-    """Merges what the shards left in the buffers of this rank's stages, as `BufferMerge` does.
+    """Merges what the microbatches left in the buffers of this rank's stages, as `BufferMerge` does.
 
     Afterwards every rank has the buffers of all stages: they are small, and a checkpoint holds them.
 
     Args:
         pipelined: the model.
-        team: the ranks.
+        membership: the ranks.
     """
 
-    def __init__(self, pipelined: PipelinedModel, team: Team) -> None:
+    def __init__(self, pipelined: PipelinedModel, membership: Membership) -> None:
         self._pipelined = pipelined
-        self._pipe = team.along("pipe")
-        self._merges = {stage: BufferMerge(pipelined.stages[stage], team.data) for stage in pipelined.own}
+        self._pipe = membership.along("pipe")
+        self._merges = {stage: BufferMerge(pipelined.stages[stage], membership.data) for stage in pipelined.own}
         self._touched: Sequence[bool] = ()
 
     @property
     def touched(self) -> list[bool]:
-        """For each stage of the model whether a shard of this rank changed running statistics, and other buffers."""
+        """For each stage, whether this rank's microbatches changed its running statistics, and other buffers."""
         untouched = [False, False]
         merges = (self._merges.get(stage) for stage in range(len(self._pipelined.stages)))
         return [flag for merge in merges for flag in (untouched if merge is None else merge.touched)]
@@ -40,16 +40,16 @@ class StageBuffers:
         for merge in self._merges.values():
             merge.begin(step)
 
-    def collect(self, stage: int, shard: int, num_samples: int) -> None:
-        """Takes what the forward of a shard left in the buffers of a stage, and puts the step's start back."""
-        self._merges[stage].collect(shard, num_samples)
+    def collect(self, stage: int, microbatch: int, num_samples: int) -> None:
+        """Takes what the forward of a microbatch left in the buffers of a stage, and puts the step's start back."""
+        self._merges[stage].collect(microbatch, num_samples)
 
     def check_start(self, stage: int) -> None:
         """Looks whether a backward has left the buffers of a stage alone."""
         self._merges[stage].check_start()
 
     def abandon(self) -> None:
-        """Puts the step's start back after a shard that failed."""
+        """Puts the step's start back after a microbatch that failed."""
         for merge in self._merges.values():
             merge.abandon()
 

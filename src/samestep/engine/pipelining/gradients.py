@@ -5,21 +5,21 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from samestep.comm.membership import Membership
 from samestep.comm.recording import Recording
-from samestep.comm.team import Team
+from samestep.core.tree import Block
 from samestep.engine.gradients import GradientSum
 from samestep.engine.norms import SpreadNorm
 from samestep.engine.pipelining.model import PipelinedModel
-from samestep.plan.tree import Block
 
 
 class PipelinedGradientSum:
-    """Sums the gradients of all shards of a step, of this rank's stages; what `GradientSum` says of its methods holds.
+    """Sums the gradients of all microbatches of a step, of this rank's stages; methods as those of `GradientSum`.
 
     Args:
         pipelined: the model.
         trainable: the parameters that the optimizers update, of all stages, by name.
-        team: the ranks.
+        membership: the ranks.
         bucket_bytes: how much travels in one message.
         recording: is told when messages leave.
 
@@ -28,7 +28,7 @@ class PipelinedGradientSum:
         stage_parameters: of each of this rank's stages, by its number, the trainable ones.
         inputs: empty: each stage has its own.
         is_spread: true.
-        used: for each parameter whether a shard of this rank used it.
+        used: for each parameter whether a microbatch of this rank used it.
     """
 
     is_spread = True
@@ -38,11 +38,11 @@ class PipelinedGradientSum:
         self,
         pipelined: PipelinedModel,
         trainable: dict[str, nn.Parameter],
-        team: Team,
+        membership: Membership,
         bucket_bytes: int,
         recording: Recording | None,
     ) -> None:
-        self._data = team.data
+        self._data = membership.data
         self.parameters = list(trainable.values())
         self._index = {name: index for index, name in enumerate(trainable)}
         self._sums: dict[int, GradientSum] = {}
@@ -54,14 +54,14 @@ class PipelinedGradientSum:
             self._places[stage] = [self._index[name] for name in names]
             if names:
                 self._sums[stage] = GradientSum(
-                    self.stage_parameters[stage], names, team.data, bucket_bytes, False, recording
+                    self.stage_parameters[stage], names, membership.data, bucket_bytes, False, recording
                 )
         spreads = [pipelined.state.spreads[name] for name in trainable]
-        self._norm = SpreadNorm(team.along("pipe"), spreads, [parameter.dtype for parameter in self.parameters])
+        self._norm = SpreadNorm(membership.along("pipe"), spreads, [parameter.dtype for parameter in self.parameters])
 
     @property
     def used(self) -> list[bool]:
-        """For each parameter whether a shard of this rank used it."""
+        """For each parameter whether a microbatch of this rank used it."""
         used = [False] * len(self.parameters)
         for stage, gradients in self._sums.items():
             for place, is_used in zip(self._places[stage], gradients.used, strict=True):
@@ -70,11 +70,11 @@ class PipelinedGradientSum:
 
     @property
     def flats(self) -> list[Tensor]:
-        """After `finish` the sums over all shards, of this rank's stages."""
+        """After `finish` the sums over all microbatches, of this rank's stages."""
         return [flat for gradients in self._sums.values() for flat in gradients.flats]
 
     def begin(self, blocks_by_rank: Sequence[Sequence[Block]]) -> None:
-        """Starts a step; the blocks are those of the ranks of `team.data`."""
+        """Starts a step; the blocks are those of the ranks of `membership.data`."""
         self.forget()
         for gradients in self._sums.values():
             gradients.begin(blocks_by_rank)
@@ -84,15 +84,15 @@ class PipelinedGradientSum:
         for parameter in self.parameters:
             parameter.grad = None
 
-    def collect(self, stage: int, shard: int) -> Tensor:
-        """Pushes what the backward of a shard left in the `.grad` of a stage's parameters on its tree.
+    def collect(self, stage: int, microbatch: int) -> Tensor:
+        """Pushes what the backward of a microbatch left in the `.grad` of a stage's parameters on its tree.
 
         Returns:
             The sum of all its elements, 0-d.
         """
         if stage not in self._sums:
             return torch.zeros((), device=self._data.device)
-        return self._sums[stage].collect(shard)
+        return self._sums[stage].collect(microbatch)
 
     def start_rest(self) -> None:
         """Sends every bucket on its way, if this rank's stages are others', too."""
@@ -100,7 +100,7 @@ class PipelinedGradientSum:
             gradients.start_rest()
 
     def finish(self) -> None:
-        """Waits for the sums over all shards."""
+        """Waits for the sums over all microbatches."""
         for gradients in self._sums.values():
             gradients.finish()
 
@@ -123,7 +123,7 @@ class PipelinedGradientSum:
         return self._norm.of(flat)
 
     def assign(self, used: Sequence[bool]) -> None:
-        """Gives each parameter that any shard used its gradient; the others get None.
+        """Gives each parameter that any microbatch used its gradient; the others get None.
 
         Parameters of other ranks get gradients without elements, so that the optimizers have state of all alike.
         """

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from samestep.comm.membership import Membership
 from samestep.comm.pieces import Spread
-from samestep.comm.team import Team
 from samestep.data.randomness import Generators
 from samestep.engine.parameters import named_parameters
 from samestep.engine.pipelining.parcel import packed, unpacked
@@ -22,7 +22,7 @@ class PipelinedModel:
     """Cuts a model into stages, and lets go of the parameters of those that other ranks have.
 
     Args:
-        team: the ranks; those along "pipe" have different stages.
+        membership: the ranks; those along "pipe" have different stages.
         model: equal on all ranks.
         optimizers: over its parameters; those of other stages, and their state, have no elements from then on.
         options: where to cut.
@@ -36,21 +36,25 @@ class PipelinedModel:
         names: of the parameters of each stage.
         foreign: the names of the parameters that other ranks have, by their ids.
         state: this rank's parameters.
-        whole: runs all stages, as the model; all ranks that execute the same shards call it.
+        whole: runs all stages, as the model; all ranks that execute the same microbatches call it.
 
     Raises:
         UsageError: the model cannot be cut, or the optimizer's state cannot be spread.
     """
 
-    def __init__(self, team: Team, model: nn.Module, optimizers: Sequence[Optimizer], options: Pipeline) -> None:
-        check_elementwise(optimizers, team.communicator.device, by_rows=False)
+    def __init__(
+        self, membership: Membership, model: nn.Module, optimizers: Sequence[Optimizer], options: Pipeline
+    ) -> None:
+        check_elementwise(optimizers, membership.communicator.device, by_rows=False)
         named_parameters(model, optimizers)
-        pipe = team.along("pipe")
+        pipe = membership.along("pipe")
         self.model = model
         self.options = options
         num_stages = pipe.world_size * options.stages_per_rank
         self.owners = owners_of_stages(options.schedule, pipe.world_size, options.stages_per_rank)
-        self.stages = [Stage(parts) for parts in cut(model, parts_of(model), options, num_stages, team.communicator)]
+        self.stages = [
+            Stage(parts) for parts in cut(model, parts_of(model), options, num_stages, membership.communicator)
+        ]
         self.own = [number for number, owner in enumerate(self.owners) if owner == pipe.rank]
         parameters = dict(model.named_parameters())
         names = {id(parameter): name for name, parameter in parameters.items()}
@@ -64,49 +68,51 @@ class PipelinedModel:
             spreads[name] = Spread(parameter.shape, cuts)
         for name, parameter in parameters.items():
             if homes[name] != pipe.rank:
-                parameter.data = torch.empty(0, dtype=parameter.dtype, device=team.communicator.device)
+                parameter.data = torch.empty(0, dtype=parameter.dtype, device=membership.communicator.device)
         self.foreign = {id(p): name for name, p in parameters.items() if homes[name] != pipe.rank}
         self.state = SpreadState(parameters, spreads, has_whole_parameters=False, communicator=pipe)
         self.state.hand_over(optimizers, names, pipe.rank)
-        self.whole = Whole(team, model, self.stages, self.owners)
+        self.whole = Whole(membership, model, self.stages, self.owners)
 
 
 class Whole(nn.Module):
     """The model, of which no rank has all: its stages run one after another, each on its rank.
 
     Args:
-        team: the ranks.
+        membership: the ranks.
         model: whose buffers and modes are this module's.
         stages: all stages.
         owners: of each, the rank along "pipe".
     """
 
-    def __init__(self, team: Team, model: nn.Module, stages: Sequence[Stage], owners: Sequence[int]) -> None:
+    def __init__(
+        self, membership: Membership, model: nn.Module, stages: Sequence[Stage], owners: Sequence[int]
+    ) -> None:
         super().__init__()
         self.model = model
-        self._team = team
+        self._membership = membership
         self._stages = tuple(stages)
         self._owners = tuple(owners)
-        self._generators = Generators(team.communicator.device)
+        self._generators = Generators(membership.communicator.device)
 
     def forward(self, value: Any) -> Any:
-        """The model's output, on every rank that executes the same shards.
+        """The model's output, on every rank that executes the same microbatches.
 
         Raises:
             UsageError: the output is neither a tensor nor a tuple of tensors.
             PeerLostError: a rank is lost, or has failed.
         """
-        relay = self._team.relay
+        relay = self._membership.relay
         try:
             output = self._through_stages(value)
         except BaseException as error:
-            relay.fail(f"rank {self._team.rank}, which has another stage, failed: {error}")
+            relay.fail(f"rank {self._membership.rank}, which has another stage, failed: {error}")
             raise
         relay.settle()
         return output
 
     def _through_stages(self, value: Any) -> Any:
-        relay = self._team.relay
+        relay = self._membership.relay
         holder = 0
         for stage, owner in zip(self._stages, self._owners, strict=True):
             if relay.rank == owner:

@@ -1,7 +1,7 @@
 """The parcel: what goes from one stage to the next, a value and the state of the random generators.
 
-On one device a shard draws all its randomness from one stream, whichever layer draws. So each stage goes on where the
-one before it stopped.
+On one device a microbatch draws all its randomness from one stream, whichever layer draws. So each stage goes on where
+the one before it stopped.
 """
 
 import random

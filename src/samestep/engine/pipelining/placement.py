@@ -6,13 +6,13 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from samestep.comm.team import Team
+from samestep.comm.membership import Membership
+from samestep.engine.microbatches import MicrobatchRunner
 from samestep.engine.pipelining.buffers import StageBuffers
 from samestep.engine.pipelining.gradients import PipelinedGradientSum
 from samestep.engine.pipelining.model import PipelinedModel
 from samestep.engine.pipelining.runner import PipelineRunner
 from samestep.engine.placement import Placement
-from samestep.engine.shards import ShardRunner
 from samestep.engine.strategies import Pipeline
 
 
@@ -20,7 +20,7 @@ class PipelinedPlacement(Placement):
     """Every rank has some stages.
 
     Args:
-        team: the ranks; those along "pipe" have different stages.
+        membership: the ranks; those along "pipe" have different stages.
         model: cut into stages.
         optimizers: over its parameters.
         options: where to cut.
@@ -29,22 +29,26 @@ class PipelinedPlacement(Placement):
         pipelined: the stages.
     """
 
-    def __init__(self, team: Team, model: nn.Module, optimizers: Sequence[Optimizer], options: Pipeline) -> None:
-        super().__init__(team, model)
-        self.pipelined = PipelinedModel(team, model, optimizers, options)
+    def __init__(
+        self, membership: Membership, model: nn.Module, optimizers: Sequence[Optimizer], options: Pipeline
+    ) -> None:
+        super().__init__(membership, model)
+        self.pipelined = PipelinedModel(membership, model, optimizers, options)
         self.state = self.pipelined.state
         self.forward = self.pipelined.whole
 
     def make_buffers(self) -> StageBuffers:
-        """What merges the buffers of the shards, stage by stage."""
-        return StageBuffers(self.pipelined, self.team)
+        """What merges the buffers of the microbatches, stage by stage."""
+        return StageBuffers(self.pipelined, self.membership)
 
-    def make_runner(self, inner: ShardRunner, seed: int, stream: int, rows: Any) -> PipelineRunner:
-        """What takes this rank's shards through its stages."""
-        return PipelineRunner(self.pipelined, self.team, seed, stream, inner, rows)
+    def make_runner(self, inner: MicrobatchRunner, seed: int, stream: int, rows: Any) -> PipelineRunner:
+        """What takes this rank's microbatches through its stages."""
+        return PipelineRunner(self.pipelined, self.membership, seed, stream, inner, rows)
 
     def make_gradients(
         self, trainable: dict[str, nn.Parameter], optimizers: Sequence[Optimizer], bucket_bytes: int, overlap: bool
     ) -> PipelinedGradientSum:
-        """What sums the shards' gradients, stage by stage."""
-        return PipelinedGradientSum(self.pipelined, trainable, self.team, bucket_bytes, self.team.pulse.recording)
+        """What sums the microbatches' gradients, stage by stage."""
+        return PipelinedGradientSum(
+            self.pipelined, trainable, self.membership, bucket_bytes, self.membership.heartbeat.recording
+        )

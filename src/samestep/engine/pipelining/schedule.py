@@ -2,8 +2,8 @@
 
 The orders are PyTorch's (`torch.distributed.pipelining`): GPipe (Huang et al., arXiv 1811.06965), 1F1B (PipeDream-Flush
 in Narayanan et al., arXiv 2006.09503), interleaved 1F1B (arXiv 2104.04473), and the zero-bubble schedules ZB1P and ZB-V
-(Qi et al., arXiv 2401.10241). Within one stage all of them run the shards in order, forwards and backwards alike, as
-the tree wants it.
+(Qi et al., arXiv 2401.10241). Within one stage all of them run the microbatches in order, forwards and backwards alike,
+as the tree wants it.
 """
 
 from collections.abc import Iterable
@@ -28,7 +28,7 @@ class Action(NamedTuple):
     Attributes:
         kind: a forward, a whole backward, or the part of one that gives the gradient of the input, or of the weights.
         stage: of all stages.
-        place: of the shard among those that the pipeline runs in this step.
+        place: of the microbatch among those that the pipeline runs in this step.
     """
 
     kind: str
@@ -42,7 +42,7 @@ class Message(NamedTuple):
     Attributes:
         kind: `FORWARD`, a value, or `BACKWARD`, its gradient.
         stage: that it is for.
-        place: of the shard.
+        place: of the microbatch.
     """
 
     kind: str
@@ -86,27 +86,27 @@ def owners_of_stages(name: str, num_ranks: int, stages_per_rank: int) -> tuple[i
 
 
 @cache
-def make_schedule(name: str, num_ranks: int, stages_per_rank: int, num_shards: int) -> Schedule:
+def make_schedule(name: str, num_ranks: int, stages_per_rank: int, num_microbatches: int) -> Schedule:
     """The schedule of a step.
 
-    Some orders exist for certain numbers of shards only. Then it is that of the next larger number, of which the shards
-    that there are not are left out: what depends on what stays in order.
+    Some orders exist for certain numbers of microbatches only. Then it is that of the next larger number, of which the
+    microbatches that there are not are left out: what depends on what stays in order.
 
     Args:
         name: of the schedule.
         num_ranks: along the axis; 2 or more.
         stages_per_rank: as the schedule wants it.
-        num_shards: that this pipeline runs in the step.
+        num_microbatches: that this pipeline runs in the step.
     """
     owners = owners_of_stages(name, num_ranks, stages_per_rank)
-    if num_shards == 0:
+    if num_microbatches == 0:
         return Schedule(((),) * num_ranks, owners)
-    count = max(num_shards, len(owners))
+    count = max(num_microbatches, len(owners))
     while (order := _order(name, num_ranks, stages_per_rank, count)) is None:
         count += 1
-    actions = tuple(tuple(_actions(order[rank], num_shards)) for rank in range(num_ranks))
+    actions = tuple(tuple(_actions(order[rank], num_microbatches)) for rank in range(num_ranks))
     for rank, mine in enumerate(actions):
-        _check(mine, [stage for stage, owner in enumerate(owners) if owner == rank], num_shards)
+        _check(mine, [stage for stage, owner in enumerate(owners) if owner == rank], num_microbatches)
     return Schedule(actions, owners)
 
 
@@ -128,8 +128,8 @@ def _sent_by(action: Action, num_stages: int) -> Message | None:
     return Message(BACKWARD, action.stage - 1, action.place) if action.stage else None
 
 
-def _order(name: str, num_ranks: int, stages_per_rank: int, num_shards: int) -> Any:
-    """PyTorch's order by rank; None where it has none for so many shards."""
+def _order(name: str, num_ranks: int, stages_per_rank: int, num_microbatches: int) -> Any:
+    """PyTorch's order by rank; None where it has none for so many microbatches."""
     from torch.distributed.pipelining import schedules  # not before: it loads the tracer of torch.export
 
     stages = [
@@ -147,14 +147,14 @@ def _order(name: str, num_ranks: int, stages_per_rank: int, num_shards: int) -> 
     ]
     make: Any = getattr(schedules, CLASSES[name])
     try:
-        made = make(stages[0] if name in ("gpipe", "1f1b") else stages, num_shards)
+        made = make(stages[0] if name in ("gpipe", "1f1b") else stages, num_microbatches)
     except ValueError:
         return None
     return made.pipeline_order if made.pipeline_order is not None else made._get_pipeline_order()
 
 
-def _actions(order: Iterable[Any], num_shards: int) -> Iterable[Action]:
-    """One rank's actions, of the shards that there are.
+def _actions(order: Iterable[Any], num_microbatches: int) -> Iterable[Action]:
+    """One rank's actions, of the microbatches that there are.
 
     PyTorch's order of 1F1B counts the forwards of the last stage from 1 (2.13); here all are counted from 0.
     """
@@ -166,18 +166,18 @@ def _actions(order: Iterable[Any], num_shards: int) -> Iterable[Action]:
     if first.get((FORWARD, entries[0][1])) == 1:
         entries = [(kind, stage, place - first[kind, stage]) for kind, stage, place in entries]
     for kind, stage, place in entries:
-        if place < num_shards:
+        if place < num_microbatches:
             yield Action(kind, stage, place)
 
 
-def _check(actions: Iterable[Action], stages: list[int], num_shards: int) -> None:
-    """Asserts that a rank runs each shard once in each of its stages, in order."""
-    everything = list(range(num_shards))
+def _check(actions: Iterable[Action], stages: list[int], num_microbatches: int) -> None:
+    """Asserts that a rank runs each microbatch once in each of its stages, in order."""
+    everything = list(range(num_microbatches))
     for stage in stages:
         places = {kind: [a.place for a in actions if a.kind == kind and a.stage == stage] for kind in "FBIW"}
-        assert places[FORWARD] == everything, "each stage runs the shards in order"
+        assert places[FORWARD] == everything, "each stage runs the microbatches in order"
         done = sorted(places[BACKWARD] + places[WEIGHT])
-        assert done == everything, "each shard goes back through each stage once"
+        assert done == everything, "each microbatch goes back through each stage once"
         last = [a.place for a in actions if a.stage == stage and a.kind in (BACKWARD, WEIGHT)]
-        assert last == everything, "each stage runs the shards backwards in order"
+        assert last == everything, "each stage runs the microbatches backwards in order"
         assert sorted(places[BACKWARD] + places[INPUT]) == everything, "weights follow inputs"

@@ -156,7 +156,8 @@ def _measured(parts: Parts, example: Any, device: torch.device) -> tuple[list[in
     except Exception as error:  # whatever the parts make of the example
         what = f"part {parts[number][0]} raised {type(error).__name__}: {error}"
         text = (
-            f"Pipeline(example=…) does not fit the model: {what}; give what loss_fn gives to the model for one shard, "
+            f"Pipeline(example=…) does not fit the model: {what}; give what loss_fn gives to the model for one "
+            "microbatch, "
             "or leave it out (stages are cut by parameters then)"
         )
         return costs, text.encode()

@@ -42,7 +42,8 @@ class StandIn:
         self.num_calls += 1
         if self.num_calls > 1:
             raise LossError(
-                "the loss function calls the model twice; with strategy='pipeline' a shard goes through the stages "
+                "the loss function calls the model twice; with strategy='pipeline' a microbatch goes through the "
+                "stages "
                 "once: join the inputs along dim 0 and call it once, or use another strategy"
             )
         if len(args) != 1 or kwargs:

@@ -2,7 +2,7 @@
 
 FSDP2 gathers a module's parameters before its forward and backward, and after its backward asks for the sum of all
 ranks' gradients, of which each rank keeps its part. Here each rank gets the parts themselves, one a rank, and pushes
-them on the tree in the order of the shards; what FSDP2 then finds in `.grad` is dropped.
+them on the tree in the order of the microbatches; what FSDP2 then finds in `.grad` is dropped.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,21 +14,21 @@ from torch import Tensor
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
 from samestep.comm.communicator import Communicator
-from samestep.comm.pulse import Pulse
+from samestep.comm.heartbeat import Heartbeat
 
 
 class PartGather(AllGather):
     """Gathers the parameters of one module by the transport.
 
     Args:
-        communicator: this rank's voice.
-        pulse: says that this rank waits for others.
+        communicator: this rank's communicator.
+        heartbeat: says that this rank waits for others.
         note: called before each.
     """
 
-    def __init__(self, communicator: Communicator, pulse: Pulse, note: Callable[[], None]) -> None:
+    def __init__(self, communicator: Communicator, heartbeat: Heartbeat, note: Callable[[], None]) -> None:
         self._communicator = communicator
-        self._pulse = pulse
+        self._heartbeat = heartbeat
         self._note = note
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -40,17 +40,17 @@ class PartGather(AllGather):
     ) -> None:
         """Fills the output with the inputs of all ranks."""
         self._note()
-        before = self._pulse.enter("exchange")
+        before = self._heartbeat.enter("exchange")
         output_tensor.copy_(self._communicator.transport.gather(input_tensor).wait())
-        self._pulse.enter(before)
+        self._heartbeat.enter(before)
 
 
 class PieceScatter(ReduceScatter):
     """Hands over the gradients of one module, without adding them.
 
     Args:
-        communicator: this rank's voice.
-        pulse: says that this rank waits for others.
+        communicator: this rank's communicator.
+        heartbeat: says that this rank waits for others.
         take: is given this rank's gradient, flat, and what arrived: this rank's part of the gradient of each rank, one
             after another.
         unread: memory of at least one part, for what FSDP2 takes to be the sum: all modules may have the same.
@@ -59,12 +59,12 @@ class PieceScatter(ReduceScatter):
     def __init__(
         self,
         communicator: Communicator,
-        pulse: Pulse,
+        heartbeat: Heartbeat,
         take: Callable[[Tensor, Tensor], None],
         unread: Callable[[int], Tensor],
     ) -> None:
         self._communicator = communicator
-        self._pulse = pulse
+        self._heartbeat = heartbeat
         self._take = take
         self._unread = unread
         self._is_sum_next = False
@@ -81,7 +81,7 @@ class PieceScatter(ReduceScatter):
     ) -> None:
         """Exchanges the parts. The output is left as it is: nobody reads it."""
         part, ranks = output_tensor.numel(), self._communicator.world_size
-        before = self._pulse.enter("exchange")
+        before = self._heartbeat.enter("exchange")
         received = self._communicator.transport.exchange(input_tensor, [part] * ranks, [part] * ranks).wait()
-        self._pulse.enter(before)
+        self._heartbeat.enter(before)
         self._take(input_tensor, received)

@@ -1,9 +1,9 @@
-"""The gradient of one step where the model is spread: each rank sums its part of all shards' gradients on the tree.
+"""The gradient of one step of a sharded model: each rank sums its part of all microbatches' gradients on the tree.
 
-In round k the ranks run the adjacent shards kD … kD + D - 1. As soon as a module's backward is through, each rank gets
-its part of the module's gradient from all of them, and pushes these parts on its counter in the order of the shards:
-the same tree as on one rank, of other parts. Where the last round has fewer shards than ranks, the others run along,
-and what they make is left out.
+In round k the ranks run the adjacent microbatches kD … kD + D - 1. As soon as a module's backward is through, each rank
+gets its part of the module's gradient from all of them, and pushes these parts on its counter in the order of the
+microbatches: the same tree as on one rank, of other parts. Where the last round has fewer microbatches than ranks, the
+others run along, and what they make is left out.
 """
 
 import hashlib
@@ -15,38 +15,38 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from samestep.comm.membership import Membership
 from samestep.comm.reduction import merge_blocks, merge_received
-from samestep.comm.team import Team
+from samestep.core.tree import Block, TreeSum
 from samestep.engine.norms import SpreadNorm
 from samestep.engine.scaling import divide, scale
 from samestep.engine.sharding.exchange import PartGather, PieceScatter
 from samestep.engine.sharding.model import ShardedModel, Together
 from samestep.errors import DeterminismError
-from samestep.plan.tree import Block, TreeSum
 
 
 class ShardedGradientSum:
-    """Sums the gradients of all shards of a step, each rank its part; what `GradientSum` says of its methods holds.
+    """Sums the gradients of all microbatches of a step, each rank its part; methods as those of `GradientSum`.
 
     Args:
         sharded: the model.
         trainable: this rank's parts of the parameters that the optimizers update, by name.
-        team: the ranks.
+        membership: the ranks.
 
     Attributes:
         inputs: empty: which leaves there are FSDP2 knows.
         is_spread: true.
-        used: for each parameter whether a shard of this rank used it.
-        flats: after `finish` this rank's part of the sums over all shards, a flat tensor a module.
+        used: for each parameter whether a microbatch of this rank used it.
+        flats: after `finish` this rank's part of the sums over all microbatches, a flat tensor a module.
     """
 
     is_spread = True
     inputs: tuple[Tensor, ...] = ()
 
-    def __init__(self, sharded: ShardedModel, trainable: dict[str, nn.Parameter], team: Team) -> None:
+    def __init__(self, sharded: ShardedModel, trainable: dict[str, nn.Parameter], membership: Membership) -> None:
         self._sharded = sharded
-        self._communicator = communicator = team.communicator
-        self._pulse = team.pulse
+        self._communicator = communicator = membership.communicator
+        self._heartbeat = membership.heartbeat
         self._names = list(trainable)
         self.parameters = list(trainable.values())
         self._index = {name: index for index, name in enumerate(self._names)}
@@ -85,15 +85,15 @@ class ShardedGradientSum:
             parameter.grad = None
         self._sharded.forget_gradients()
 
-    def arm(self, shard: int, is_last: bool) -> None:
-        """Announces which shard comes next; one beyond the last stands for running along."""
+    def arm(self, microbatch: int, is_last: bool) -> None:
+        """Announces which microbatch comes next; one beyond the last stands for running along."""
         ranks = self._communicator.world_size
-        self._first = shard // ranks * ranks
-        self._is_out = shard >= self._num_leaves
+        self._first = microbatch // ranks * ranks
+        self._is_out = microbatch >= self._num_leaves
         self._calls = [0] * len(self._groups)
 
-    def collect(self, shard: int) -> Tensor:
-        """What the backward of a shard has left is on the tree already; drops the rest.
+    def collect(self, microbatch: int) -> Tensor:
+        """What the backward of a microbatch has left is on the tree already; drops the rest.
 
         Returns:
             The sum of all elements of its gradient, 0-d: not finite if one of them is not.
@@ -102,7 +102,7 @@ class ShardedGradientSum:
             for number, group in enumerate(self._groups):
                 flat = self._sharded.own_gradient(group)
                 self._totals.append(flat.sum())
-                self._sums[number].push(Block(shard, 1), flat)
+                self._sums[number].push(Block(microbatch, 1), flat)
         for number, received in self._waiting.items():
             self._push(number, received)
         self._waiting = {}
@@ -124,12 +124,13 @@ class ShardedGradientSum:
         if len({word for (word,) in words}) > 1:
             raise DeterminismError(
                 "the ranks ran different modules, or the same in another order (layers that are skipped at random, or "
-                "by what is in the batch, do so): strategy='sharded' needs every shard to run all that `wrap` names; "
+                "by what is in the batch, do so): strategy='sharded' needs every microbatch to run all that `wrap` "
+                "names; "
                 "name larger modules, or use strategy='replicate'"
             )
 
     def finish(self) -> None:
-        """This rank's part of the sums over all shards: one flat tensor a module."""
+        """This rank's part of the sums over all microbatches: one flat tensor a module."""
         self.flats = []
         for group, counter in zip(self._groups, self._sums, strict=True):
             total = counter.root()
@@ -149,7 +150,7 @@ class ShardedGradientSum:
         return self._norm.of([by_name[name].reshape(-1) for name in self._names])
 
     def assign(self, used: Sequence[bool]) -> None:
-        """Gives each part of a parameter that any shard used its gradient; the others get None."""
+        """Gives each part of a parameter that any microbatch used its gradient; the others get None."""
         for name, view in self._views():
             if name in self._index:
                 index = self._index[name]
@@ -171,13 +172,13 @@ class ShardedGradientSum:
 
     def _connect(self, number: int, group: Together) -> None:
         """Has FSDP2 exchange the parameters and gradients of a module by us."""
-        communicator, pulse, module = self._communicator, self._pulse, group.module
+        communicator, heartbeat, module = self._communicator, self._heartbeat, group.module
         take = partial(self._take, number)
-        module.set_custom_reduce_scatter(PieceScatter(communicator, pulse, take, self._unread_part))
+        module.set_custom_reduce_scatter(PieceScatter(communicator, heartbeat, take, self._unread_part))
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
         if communicator.device.type == "cpu":
-            module.set_custom_all_gather(PartGather(communicator, pulse, lambda: self._order.append(-1 - number)))
+            module.set_custom_all_gather(PartGather(communicator, heartbeat, lambda: self._order.append(-1 - number)))
         if hasattr(module, "set_reduce_scatter_unused_params"):
             module.set_reduce_scatter_unused_params(True)
 
@@ -235,10 +236,10 @@ class ShardedGradientSum:
             self._push(number, received)
 
     def _push(self, number: int, received: Tensor) -> None:
-        """Pushes what came of the shards of a round on the tree of a module."""
+        """Pushes what came of the microbatches of a round on the tree of a module."""
         group = self._groups[number]
         last = min(self._first + self._communicator.world_size, self._num_leaves)
-        blocks = [Block(shard, 1) for shard in range(self._first, last)]
+        blocks = [Block(microbatch, 1) for microbatch in range(self._first, last)]
         sums = merge_received(blocks, received[: len(blocks) * group.numel], group.numel)
         for block, value in zip(merge_blocks(blocks), sums, strict=True):
             self._sums[number].push(block, value.clone())

@@ -13,9 +13,9 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from samestep.comm.communicator import Communicator
+from samestep.comm.membership import Membership
 from samestep.comm.mesh import data_mesh
 from samestep.comm.pieces import by_rows
-from samestep.comm.team import Team
 from samestep.engine.parameters import named_parameters
 from samestep.engine.sharding.wrapping import plan_modules, shard_modules
 from samestep.engine.spread import SpreadState, check_elementwise, refuse_reading
@@ -57,7 +57,7 @@ class ShardedModel:
     Args:
         model: equal on all ranks; its parameters become DTensors.
         optimizers: over its parameters, which become this rank's parts.
-        communicator: this rank's voice.
+        communicator: this rank's communicator.
         mesh: over all ranks.
         inner: the modules inside it that come together as one, from `plan_modules`.
         options: how.
@@ -134,14 +134,16 @@ class ShardedModel:
                 module.reshard()
 
 
-def shard_model(team: Team, model: nn.Module, optimizers: Sequence[Optimizer], options: Sharded) -> ShardedModel:
-    """Spreads a model over the ranks of a team, which deals its shards in turn from then on."""
-    communicator = team.communicator
+def shard_model(
+    membership: Membership, model: nn.Module, optimizers: Sequence[Optimizer], options: Sharded
+) -> ShardedModel:
+    """Spreads a model over the ranks of a run, which deal the microbatches in turn from then on."""
+    communicator = membership.communicator
     check_elementwise(optimizers, communicator.device, by_rows=True)  # before the ranks connect
     named_parameters(model, optimizers)
     inner = plan_modules(model, options)
-    team.deal_in_turn()
-    return ShardedModel(model, optimizers, communicator, data_mesh(communicator, team.timeout), inner, options)
+    membership.deal_in_turn()
+    return ShardedModel(model, optimizers, communicator, data_mesh(communicator, membership.timeout), inner, options)
 
 
 def _part(parameter: nn.Parameter) -> nn.Parameter:

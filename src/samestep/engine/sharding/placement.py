@@ -6,7 +6,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from samestep.comm.team import Team
+from samestep.comm.membership import Membership
 from samestep.engine.placement import Placement
 from samestep.engine.sharding.gradients import ShardedGradientSum
 from samestep.engine.sharding.model import shard_model
@@ -24,15 +24,17 @@ class ShardedPlacement(Placement):
     """Every rank has 1/D of the state, and the model comes together module by module.
 
     Args:
-        team: the ranks, to which shards are dealt in turn from now on.
+        membership: the ranks, to which microbatches are dealt in turn from now on.
         model: spread over them.
         optimizers: over its parameters.
         options: how.
     """
 
-    def __init__(self, team: Team, model: nn.Module, optimizers: Sequence[Optimizer], options: Sharded) -> None:
-        super().__init__(team, model)
-        self.sharded = shard_model(team, model, optimizers, options)
+    def __init__(
+        self, membership: Membership, model: nn.Module, optimizers: Sequence[Optimizer], options: Sharded
+    ) -> None:
+        super().__init__(membership, model)
+        self.sharded = shard_model(membership, model, optimizers, options)
         self.state = self.sharded.state
         self._param_dtype = options.param_dtype
 
@@ -48,8 +50,8 @@ class ShardedPlacement(Placement):
     def make_gradients(
         self, trainable: dict[str, nn.Parameter], optimizers: Sequence[Optimizer], bucket_bytes: int, overlap: bool
     ) -> ShardedGradientSum:
-        """What sums the shards' gradients: each module is a message of its own."""
-        return ShardedGradientSum(self.sharded, trainable, self.team)
+        """What sums the microbatches' gradients: each module is a message of its own."""
+        return ShardedGradientSum(self.sharded, trainable, self.membership)
 
     def note_frozen(self) -> None:
         """What is trained stays as it was."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from samestep.comm.team import Team
+from samestep.comm.membership import Membership
 from samestep.data.batch import tensor_checksum
 from samestep.engine.buffers import COMPARED_ELEMENTS, COMPARED_EVERY, COMPARED_STEPS
 from samestep.engine.gradients import GradientSum
@@ -22,12 +22,12 @@ from samestep.errors import DeterminismError
 
 
 class DividedGradientSum(GradientSum):
-    """Sums the gradients of all shards of a step, of this rank's parts.
+    """Sums the gradients of all microbatches of a step, of this rank's parts.
 
     Args:
         divided: the model.
         trainable: this rank's parts of the parameters that the optimizers update, by name.
-        team: the ranks.
+        membership: the ranks.
         bucket_bytes: how much travels in one message.
 
     Attributes:
@@ -38,10 +38,15 @@ class DividedGradientSum(GradientSum):
     is_spread = True
 
     def __init__(
-        self, divided: DividedModel, trainable: dict[str, nn.Parameter], team: Team, bucket_bytes: int
+        self, divided: DividedModel, trainable: dict[str, nn.Parameter], membership: Membership, bucket_bytes: int
     ) -> None:
         super().__init__(
-            list(trainable.values()), list(trainable), team.data, bucket_bytes, False, team.pulse.recording
+            list(trainable.values()),
+            list(trainable),
+            membership.data,
+            bucket_bytes,
+            False,
+            membership.heartbeat.recording,
         )
         self.inputs = tuple(divided.leaves[name] for name in trainable)
         self._tensor = divided.communicator
@@ -57,12 +62,12 @@ class DividedGradientSum(GradientSum):
             leaf.grad = None
 
     def note_loss(self, loss: Tensor) -> None:
-        """Keeps the loss of a shard until it is compared."""
+        """Keeps the loss of a microbatch until it is compared."""
         if self._compares:
             self._losses.append(loss.detach().double().nan_to_num())
 
-    def collect(self, shard: int) -> Tensor:
-        """Pushes what the backward of a shard left on the tree; shares of a gradient are added up before."""
+    def collect(self, microbatch: int) -> Tensor:
+        """Pushes what the backward of a microbatch left on the tree; shares of a gradient are added up before."""
         shares: list[tuple[nn.Parameter, Tensor]] = []
         for leaf, part in zip(self.inputs, self.parameters, strict=True):
             if leaf is part or leaf.grad is None:
@@ -75,7 +80,7 @@ class DividedGradientSum(GradientSum):
                 part.grad = gradient.redistribute(placements=own.placements).to_local()
         for (part, _), whole in zip(shares, self._added([share for _, share in shares]), strict=True):
             part.grad = whole
-        return super().collect(shard)
+        return super().collect(microbatch)
 
     def carries_letters(self) -> bool:
         """False: what the ranks have to say concerns all of them, and the gradient some."""
@@ -87,7 +92,7 @@ class DividedGradientSum(GradientSum):
             super().start_rest()
 
     def finish(self) -> None:
-        """Waits for the sums over all shards.
+        """Waits for the sums over all microbatches.
 
         Raises:
             DeterminismError: the ranks along "tensor" have different gradients of a parameter that each of them has.
@@ -129,14 +134,14 @@ class DividedGradientSum(GradientSum):
         return self._num_compared < COMPARED_STEPS or self._num_compared % COMPARED_EVERY == 0
 
     def _compare_state(self) -> None:
-        """Compares the losses of the shards, and the buffers."""
+        """Compares the losses of the microbatches, and the buffers."""
         losses, self._losses = self._losses, []
         buffers = dict(self._buffers())
         words = [int(tensor_checksum(tensor)) for tensor in (*losses, *buffers.values())]
         names = [None] * len(losses) + list(buffers)
         for name, row in zip(names, zip(*self._tensor.gather_words(words), strict=True), strict=True):
             if len(set(row)) > 1:
-                what = "losses of one shard" if name is None else f"values in the buffer {name}"
+                what = "losses of one microbatch" if name is None else f"values in the buffer {name}"
                 raise DeterminismError(
                     f"the ranks that share one model have different {what}: computed from a part of the features or "
                     'positions; bring these together first ("rowwise", "colwise_gathered"), or leave what divides '

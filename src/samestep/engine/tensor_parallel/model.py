@@ -13,9 +13,9 @@ from torch.optim import Optimizer
 
 from samestep.comm.buckets import aligned_zeros
 from samestep.comm.group import GroupTransport
+from samestep.comm.membership import Membership
 from samestep.comm.mesh import line_mesh
 from samestep.comm.pieces import Spread
-from samestep.comm.team import Team
 from samestep.data.batch import memory_border
 from samestep.engine.leaving import make_writable
 from samestep.engine.parameters import named_parameters
@@ -34,7 +34,7 @@ class DividedModel:
     """Divides a model, in place, and gives the optimizers what this rank has of it.
 
     Args:
-        team: the ranks; those along "tensor" have a part of each matrix.
+        membership: the ranks; those along "tensor" have a part of each matrix.
         model: equal on all ranks; the parameters of modules in the plan become DTensors.
         optimizers: over its parameters, which become this rank's parts.
         options: how.
@@ -50,11 +50,13 @@ class DividedModel:
         UsageError: it cannot be divided so, or the optimizer's state cannot be spread.
     """
 
-    def __init__(self, team: Team, model: nn.Module, optimizers: Sequence[Optimizer], options: TensorParallel) -> None:
-        check_elementwise(optimizers, team.communicator.device, by_rows=False)
+    def __init__(
+        self, membership: Membership, model: nn.Module, optimizers: Sequence[Optimizer], options: TensorParallel
+    ) -> None:
+        check_elementwise(optimizers, membership.communicator.device, by_rows=False)
         named_parameters(model, optimizers)
         self.model = model
-        self.communicator = team.along("tensor")
+        self.communicator = membership.along("tensor")
         size = self.communicator.world_size
         divisions = read_plan(model, options, size)
         self.contract = {"ranks": size, "plan": describe_plan(divisions)}
@@ -62,13 +64,13 @@ class DividedModel:
         for name, parameter in model.named_parameters():
             check_contiguous(name, parameter, "keep the whole model on each device (strategy='replicate')")
         _refuse_hooks(model, divisions)
-        assert team.mesh is not None, "a rank that is alone has everything"
-        mesh = line_mesh(team.communicator, team.mesh, "tensor", team.timeout)
+        assert membership.mesh is not None, "a rank that is alone has everything"
+        mesh = line_mesh(membership.communicator, membership.mesh, "tensor", membership.timeout)
         _divide(model, divisions, mesh)
         if options.plan is None and not callable(getattr(model, "tensor_plan", None)):
             call_as_a_whole(model, divisions)
         for name in divisions:
-            tell_waiting(model.get_submodule(name), team.pulse)
+            tell_waiting(model.get_submodule(name), membership.heartbeat)
         self.leaves: dict[str, nn.Parameter] = dict(model.named_parameters())
         parts, spreads = {}, {}
         packed = _packed(model, divisions)

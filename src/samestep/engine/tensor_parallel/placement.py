@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from samestep.comm.team import Team
+from samestep.comm.membership import Membership
 from samestep.engine.placement import Placement
 from samestep.engine.strategies import TensorParallel
 from samestep.engine.tensor_parallel.gradients import DividedGradientSum
@@ -17,15 +17,17 @@ class DividedPlacement(Placement):
     """Every rank along "tensor" has a part of each matrix.
 
     Args:
-        team: the ranks.
+        membership: the ranks.
         model: divided.
         optimizers: over its parameters.
         options: how.
     """
 
-    def __init__(self, team: Team, model: nn.Module, optimizers: Sequence[Optimizer], options: TensorParallel) -> None:
-        super().__init__(team, model)
-        self.divided = DividedModel(team, model, optimizers, options)
+    def __init__(
+        self, membership: Membership, model: nn.Module, optimizers: Sequence[Optimizer], options: TensorParallel
+    ) -> None:
+        super().__init__(membership, model)
+        self.divided = DividedModel(membership, model, optimizers, options)
         self.state = self.divided.state
         self._gradients: DividedGradientSum | None = None
 
@@ -50,6 +52,6 @@ class DividedPlacement(Placement):
     def make_gradients(
         self, trainable: dict[str, nn.Parameter], optimizers: Sequence[Optimizer], bucket_bytes: int, overlap: bool
     ) -> DividedGradientSum:
-        """What sums the shards' gradients, of this rank's parts."""
-        self._gradients = DividedGradientSum(self.divided, trainable, self.team, bucket_bytes)
+        """What sums the microbatches' gradients, of this rank's parts."""
+        self._gradients = DividedGradientSum(self.divided, trainable, self.membership, bucket_bytes)
         return self._gradients

@@ -8,7 +8,7 @@ from samestep.train.profile.numbers import Numbers, RankNumbers
 MUCH = 0.10  # of the step: data, exchange, the script, or waiting for a slower rank
 SOME = 0.02  # of the step: checkpoints, the ledger
 UNEVEN = 0.15  # by how much the computing of the ranks may differ
-SMALL_SHARD_MS = 0.5  # below it Python and the dispatch of operations take most of a shard's time
+SMALL_MICROBATCH_MS = 0.5  # below it Python and the dispatch of operations take most of a microbatch's time
 
 
 @dataclass(frozen=True)
@@ -16,7 +16,8 @@ class Advice:
     """One piece of advice.
 
     Attributes:
-        about: "exchange", "data", "ranks", "shards", "checkpoint", "ledger", "script"; "nothing" where all is well.
+        about: "exchange", "data", "ranks", "microbatches", "checkpoint", "ledger", "script"; "nothing" where all is
+            well.
         text: a sentence.
     """
 
@@ -53,7 +54,7 @@ def _found(numbers: Numbers) -> Iterator[tuple[float, Advice]]:
         yield data, Advice("data", f"data {_percent(data)}: {mend}")
     yield from _uneven(numbers)
     if not adopted:
-        yield from _small_shards(slowest)
+        yield from _small_microbatches(slowest)
     checkpoint = slowest.share("checkpoint")
     if checkpoint > SOME:
         mend = "write them less often (--checkpoint-minutes, --checkpoint-steps)."
@@ -70,7 +71,7 @@ def _found(numbers: Numbers) -> Iterator[tuple[float, Advice]]:
 
 def _uneven(numbers: Numbers) -> Iterator[tuple[float, Advice]]:
     """Whether some ranks wait for the computing of another."""
-    working = [rank for rank in numbers.ranks if rank.shards]
+    working = [rank for rank in numbers.ranks if rank.microbatches]
     if len(working) < 2:
         return
     quickest = min(working, key=lambda rank: rank.median_ms("compute"))
@@ -80,27 +81,27 @@ def _uneven(numbers: Numbers) -> Iterator[tuple[float, Advice]]:
     if gap <= UNEVEN * most or gap <= MUCH * longest.step_ms:
         return
     text = f"uneven ranks: rank {longest.rank} computes {most:.3g} ms a step, rank {quickest.rank} {least:.3g} ms; "
-    times = [rank.median_ms("compute") / rank.shards for rank in working]
+    times = [rank.median_ms("compute") / rank.microbatches for rank in working]
     if numbers.is_adopted:
         text += "see what else runs on the slower device, or leave it out (--devices)."
     elif max(times) <= (1 + UNEVEN) * min(times):
-        text += f"they have {longest.shards} and {quickest.shards} shards: take a number of devices that divides them."
+        text += f"they have {longest.microbatches} and {quickest.microbatches} microbatches: take a number of devices that divides them."
     else:
         shares = ",".join(f"{max(times) / each:.2g}" for each in times)
         text += f"give each what it can do (--shares {shares}, Run(shares=…)): the same bits."
     yield gap / longest.step_ms, Advice("ranks", text)
 
 
-def _small_shards(rank: RankNumbers) -> Iterator[tuple[float, Advice]]:
-    """Whether shards are so small that Python takes most of their time."""
-    if rank.shards < 2:
+def _small_microbatches(rank: RankNumbers) -> Iterator[tuple[float, Advice]]:
+    """Whether microbatches are so small that Python takes most of their time."""
+    if rank.microbatches < 2:
         return
-    shard = rank.median_ms("compute") / rank.shards
-    if shard < SMALL_SHARD_MS and rank.share("compute") > MUCH:
+    microbatch = rank.median_ms("compute") / rank.microbatches
+    if microbatch < SMALL_MICROBATCH_MS and rank.share("compute") > MUCH:
         again = ", which is another training"
         compiling = "" if rank.profile.facts.get("compiles") else ", or --compile, train_step(compile=True)"
-        text = f"a shard computes for {shard:.2g} ms, most of it Python: fewer shards (--num-shards{again}){compiling}."
-        yield rank.share("compute"), Advice("shards", text)
+        text = f"a microbatch computes for {microbatch:.2g} ms, most of it Python: fewer microbatches (--num-microbatches{again}){compiling}."
+        yield rank.share("compute"), Advice("microbatches", text)
 
 
 def _percent(part: float) -> str:

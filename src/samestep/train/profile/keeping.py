@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from samestep.comm.environment import Environment
-from samestep.comm.pulse import Pulse
+from samestep.comm.heartbeat import Heartbeat
 from samestep.comm.recording import RecordedStep, Recording
 from samestep.errors import SamestepError
 from samestep.train.profile.files import rank_file, remove_profile
@@ -26,14 +26,14 @@ OTHERS_SECONDS = 20.0
 
 
 def keep_profile(
-    pulse: Pulse, folder: Path, environment: Environment, device: torch.device, facts: Mapping[str, Any]
+    heartbeat: Heartbeat, folder: Path, environment: Environment, device: torch.device, facts: Mapping[str, Any]
 ) -> None:
     """Records what this rank does from now on, and writes it down when the process ends.
 
     Under our launcher the profile is put together by the command that started the ranks, else by rank 0.
 
     Args:
-        pulse: of this rank; it records.
+        heartbeat: of this rank; it records.
         folder: of the profile; made when there is something to put into it.
         environment: of this process.
         device: that this rank computes on.
@@ -41,11 +41,11 @@ def keep_profile(
     """
     from samestep.train.profile.showing import tell_profile  # not needed where there is no profile
 
-    rank = environment.rank if pulse.board is None else pulse.slot
+    rank = environment.rank if heartbeat.page is None else heartbeat.slot
     if rank == 0 and not environment.joins:
         remove_profile(folder)  # no rank gets to its end before this one has begun
     folder = folder.absolute()  # the program may go elsewhere
-    recording = pulse.recording = Recording(_settle_on(device))
+    recording = heartbeat.recording = Recording(_settle_on(device))
     about = {
         "rank": rank,
         "world_size": environment.world_size,
@@ -55,9 +55,9 @@ def keep_profile(
     process = os.getpid()
 
     def leave() -> None:
-        if pulse.recording is not recording or os.getpid() != process:
+        if heartbeat.recording is not recording or os.getpid() != process:
             return  # it is written, or this is a process that the script forked
-        pulse.recording = None
+        heartbeat.recording = None
         try:
             write_rank(folder, {**about, **facts}, recording)
             if rank == 0 and environment.launcher != "samestep" and recording.steps:
@@ -66,7 +66,7 @@ def keep_profile(
             os.write(2, f"samestep: the profile: {error}\n".encode())
 
     atexit.register(leave)
-    if pulse.board is not None and threading.current_thread() is threading.main_thread():
+    if heartbeat.page is not None and threading.current_thread() is threading.main_thread():
         _write_before_end(leave)
 
 

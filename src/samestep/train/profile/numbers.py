@@ -57,8 +57,8 @@ class RankNumbers:
         return median(_total(step) - step["exchange exposed"] for step in self.steps)
 
     @property
-    def shards(self) -> int:
-        """How many shards the rank executes in a step."""
+    def microbatches(self) -> int:
+        """How many microbatches the rank executes in a step."""
         return median_low(sum(phase == "forward" for phase, _, _ in step.events) for step in self.profile.steps)
 
     def median_ms(self, kind: str) -> float:

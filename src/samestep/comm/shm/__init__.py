@@ -1,0 +1,1 @@
+"""The shared-memory transport among CPU ranks of one host."""

@@ -1,0 +1,136 @@
+"""Microbatches: how a global batch is cut, and which rank executes which microbatches."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+from samestep.errors import UsageError
+
+DEFAULT_NUM_MICROBATCHES = 8
+
+
+def check_num_microbatches(num_microbatches: int | None, global_batch_size: int | None) -> int:
+    """The number of microbatches: what was asked for, else 8, or the global batch if that is smaller.
+
+    Args:
+        num_microbatches: as asked for, or None.
+        global_batch_size: as asked for, or None where it is not known yet and no smaller than 8.
+
+    Raises:
+        UsageError: one of them is no integer of 1 or more.
+    """
+    if global_batch_size is not None and not _is_count(global_batch_size):
+        raise UsageError(f"got global_batch_size={global_batch_size!r}; it must be 1 or more (--global-batch-size)")
+    if num_microbatches is not None and not _is_count(num_microbatches):
+        raise UsageError(f"got num_microbatches={num_microbatches!r}; it must be 1 or more (--num-microbatches)")
+    if num_microbatches is not None:
+        return num_microbatches
+    return DEFAULT_NUM_MICROBATCHES if global_batch_size is None else min(DEFAULT_NUM_MICROBATCHES, global_batch_size)
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def microbatch_bounds(length: int, num_microbatches: int) -> list[int]:
+    """Where the microbatches of a batch begin and end.
+
+    Sizes differ by at most one, larger microbatches first, and depend on (length, num_microbatches) only. A batch
+    smaller than `num_microbatches` leaves the last microbatches empty.
+
+    Args:
+        length: samples in the global batch, 0 or more.
+        num_microbatches: V, 1 or more.
+
+    Returns:
+        V + 1 positions: microbatch s holds samples bounds[s] to bounds[s + 1] - 1.
+    """
+    size, larger = divmod(length, num_microbatches)
+    return [s * size + min(s, larger) for s in range(num_microbatches + 1)]
+
+
+def microbatch_ranges(
+    num_microbatches: int, world_size: int, shares: Sequence[float] | None = None
+) -> tuple[range, ...]:
+    """Which contiguous microbatches each rank executes.
+
+    Args:
+        num_microbatches: V.
+        world_size: D, at most V.
+        shares: how much each rank should do, in any unit; equal if None. The bits do not depend on it.
+
+    Returns:
+        One range of microbatch indices a rank, in rank order, together 0 … V - 1.
+
+    Raises:
+        UsageError: D exceeds V, or the shares are not D positive numbers that leave each rank a microbatch.
+    """
+    check_num_microbatches(num_microbatches, None)
+    if world_size > num_microbatches:
+        raise UsageError(
+            f"got {world_size} devices for {num_microbatches} microbatches; a device needs at least one microbatch: "
+            f"use --num-microbatches {world_size} or more (it is part of the recipe), or --devices for "
+            f"{num_microbatches} or fewer"
+        )
+    if shares is None:
+        cuts = [rank * num_microbatches // world_size for rank in range(world_size + 1)]
+        return tuple(range(a, b) for a, b in pairwise(cuts))
+    if len(shares) != world_size:
+        raise UsageError(f"got {len(shares)} shares for {world_size} devices; --shares needs one number a device")
+    if not all(0 < share < float("inf") for share in shares):
+        raise UsageError(f"got shares {list(shares)}; --shares needs positive numbers")
+    return _weighted_ranges(num_microbatches, shares)
+
+
+def dealt_ranges(num_microbatches: int, world_size: int) -> tuple[range, ...]:
+    """Which microbatches each rank executes where they are dealt in turn: rank r has r, r + D, r + 2D, …
+
+    In round k the ranks then execute the adjacent microbatches kD … kD + D - 1, so that whoever receives what all of
+    them made of one tensor can push it on the tree at once.
+
+    Args:
+        num_microbatches: V.
+        world_size: D, at most V.
+    """
+    return tuple(range(rank, num_microbatches, world_size) for rank in range(world_size))
+
+
+def num_rounds(num_leaves: int, world_size: int) -> int:
+    """How many microbatches the busiest rank executes of so many that hold samples, where they are dealt in turn."""
+    return -(-num_leaves // world_size)
+
+
+def in_microbatch_order(ranges: Sequence[range]) -> list[int] | None:
+    """Where each microbatch's entry lies in what the ranks have put one after another; None where it lies in order."""
+    if all(before.stop == after.start and before.step == 1 for before, after in pairwise(ranges)):
+        return None
+    microbatches = [microbatch for microbatches in ranges for microbatch in microbatches]
+    return sorted(range(len(microbatches)), key=microbatches.__getitem__)
+
+
+def active_shares(shares: Sequence[float] | None, world_size: int, spares: int) -> list[float] | None:
+    """The shares of the ranks that work from the start, of those of all ranks.
+
+    Raises:
+        UsageError: they are not one a rank.
+    """
+    if shares is None:
+        return None
+    if len(shares) != world_size:
+        raise UsageError(f"got {len(shares)} shares for {world_size} devices; --shares needs one number a device")
+    return list(shares[: world_size - spares])
+
+
+def _weighted_ranges(num_microbatches: int, shares: Sequence[float]) -> tuple[range, ...]:
+    """One microbatch for everyone, the rest by largest remainder (ties to the lower rank)."""
+    spare = num_microbatches - len(shares)
+    exact = [max(0.0, num_microbatches * share / sum(shares) - 1) for share in shares]
+    scale = spare / sum(exact) if sum(exact) else 0.0
+    extra = [int(value * scale) for value in exact]
+    by_remainder = sorted(range(len(shares)), key=lambda rank: (extra[rank] - exact[rank] * scale, rank))
+    for rank in by_remainder[: spare - sum(extra)]:
+        extra[rank] += 1
+    ranges, start = [], 0
+    for count in extra:
+        ranges.append(range(start, start + 1 + count))
+        start += 1 + count
+    return tuple(ranges)

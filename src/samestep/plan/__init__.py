@@ -1,1 +1,0 @@
-"""Pure arithmetic: shards, the tree, the order, the cursor. No torch, no processes, no files."""

@@ -1,0 +1,178 @@
+"""What a ledger proves: of one run by itself, and of two runs side by side."""
+
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from typing import Any, Literal
+
+from samestep.report.events import counted
+from samestep.verify.ledger import FINAL_DIGEST, Difference, Extent, Ledger, cause, compare, extent, number
+
+NAMES = {
+    "ids": "sample ids",
+    "num_samples": "number of samples",
+    "grad_norm": "gradient norm",
+    "lr": "learning rate",
+    "skipped": "update left out",
+    "digest": "state",
+}
+
+Verdict = Literal["holds", "fails", "note"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A sentence on a run.
+
+    Attributes:
+        verdict: whether what was promised holds, or neither.
+        text: the sentence.
+    """
+
+    verdict: Verdict
+    text: str
+
+    def as_json(self) -> dict[str, Any]:
+        """The finding as a JSON object."""
+        return asdict(self)
+
+
+def findings(ledger: Ledger, num_repeated: int) -> tuple[Finding, ...]:
+    """What the ledger of one run proves.
+
+    Args:
+        ledger: of the run.
+        num_repeated: steps that were done more than once.
+    """
+    steps = ledger.steps
+    if not steps:
+        return (Finding("note", "The ledger holds no step yet, so nothing is proven."),)
+    found = [_completeness(ledger), *_repeats(ledger, num_repeated), *_order(ledger)]
+    digests = [step for step, entry in steps.items() if entry.get("digest")]
+    if digests:
+        last = max(digests)
+        times = "once" if len(digests) == 1 else f"{len(digests):,} times"
+        text = f"A checksum of the state was taken {times}; after step {last:,} it is {steps[last]['digest']}."
+        found.append(Finding("note", text))
+    skipped = sum(bool(entry.get("skipped")) for entry in steps.values())
+    if skipped:
+        text = f"{counted(skipped, 'step')} changed nothing: a loss or gradient was not finite."
+        found.append(Finding("note", text))
+    if ledger.problems:
+        text = f"{counted(len(ledger.problems), 'line')} of the ledger cannot be trusted: {ledger.problems[0]}."
+        found.append(Finding("fails", text))
+    if ledger.torn:
+        found.append(Finding("note", "The last line of the ledger is unfinished: the run is under way, or was killed."))
+    return tuple(found)
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """Two ledgers side by side.
+
+    Attributes:
+        extent: how far they can be compared.
+        difference: the first step that differs; None if none does.
+        lengths: steps of each.
+    """
+
+    extent: Extent
+    difference: Difference | None
+    lengths: tuple[int, int]
+
+    @property
+    def num_equal(self) -> int:
+        """Steps that both hold and that are equal, up to the first that differs."""
+        return self.extent.common if self.difference is None else self.difference.agreed
+
+    @property
+    def finding(self) -> Finding:
+        """The agreement as a sentence."""
+        if not self.extent.common:
+            return Finding("note", "No step is in both ledgers, so there is nothing to compare.")
+        return Finding("holds", self._equal()) if self.difference is None else Finding("fails", self._different())
+
+    def as_json(self) -> dict[str, Any]:
+        """The agreement as a JSON object."""
+        difference = None if self.difference is None else asdict(self.difference)
+        return {"num_equal": self.num_equal, "extent": asdict(self.extent), "difference": difference}
+
+    def _equal(self) -> str:
+        what = "the 1 step" if self.extent.common == 1 else f"all {self.extent.common:,} steps"
+        if self.lengths[0] != self.lengths[1]:
+            what += f" that both have ({self.lengths[0]:,} and {self.lengths[1]:,} steps)"
+        digests = self.extent.digests
+        state = f", the state {'once' if digests == 1 else f'{digests:,} times'}" if digests else ""
+        final = " Both ended in the same state, by its digest." if self.extent.final else ""
+        return (
+            f"Same bits for {what}. Compared each step: sample ids, loss, gradient norm, learning rate{state}.{final}"
+        )
+
+    def _different(self) -> str:
+        assert self.difference is not None
+        first = self.difference.fields[0]
+        when = "from the first step on" if not self.num_equal else f"after {counted(self.num_equal, 'equal step')}"
+        step = "the final state" if first.field == FINAL_DIGEST else f"step {self.difference.step:,}"
+        what = "" if first.field == FINAL_DIGEST else f", {NAMES.get(first.field, first.field)}"
+        return f"Different bits {when}: {step}{what} {_shown(first.a)} and {_shown(first.b)}. {cause(self.difference)}."
+
+
+def agreement(first: Ledger, other: Ledger) -> Agreement:
+    """Compares two ledgers; the number of devices may differ."""
+    return Agreement(extent(first, other), compare(first, other), (len(first.steps), len(other.steps)))
+
+
+def _repeats(ledger: Ledger, num_repeated: int) -> list[Finding]:
+    """Whether steps that were done again gave the same bits."""
+    if not ledger.repeats_that_differ:
+        if not num_repeated:
+            return []
+        what = "1 step was" if num_repeated == 1 else f"{num_repeated:,} steps were"
+        return [Finding("holds", f"{what} done again after a resume, with the same bits each time.")]
+    first = ledger.repeats_that_differ[0]
+    values = f"{NAMES.get(first.field, first.field)} {_shown(first.before)} at first, {_shown(first.after)} later"
+    others = len({repeat.step for repeat in ledger.repeats_that_differ}) - 1
+    more = f"; so did {counted(others, 'other step')}" if others else ""
+    return [Finding("fails", f"Step {first.step:,} was done again and gave other bits: {values}{more}.")]
+
+
+def _completeness(ledger: Ledger) -> Finding:
+    steps = ledger.steps
+    missing = max(steps) + 1 - len(steps)
+    if not missing:
+        what = "1 step is" if len(steps) == 1 else f"{len(steps):,} steps are"
+        return Finding("holds", f"{what} recorded, none is missing.")
+    first = next(step for step in range(max(steps) + 1) if step not in steps)
+    lacking = f"{counted(missing, 'step')} {'is' if missing == 1 else 'are'} missing, the first is step {first:,}"
+    return Finding("fails", f"{counted(len(steps), 'step')} recorded; {lacking}.")
+
+
+def _order(ledger: Ledger) -> list[Finding]:
+    """Whether the batches of each epoch follow one another."""
+    steps = ledger.steps
+    epochs: dict[int, list[tuple[int, int, int]]] = {}
+    for step in sorted(steps):
+        epoch, position, size = (steps[step].get(name) for name in ("epoch", "position", "num_samples"))
+        if isinstance(epoch, int) and isinstance(position, int) and isinstance(size, int):
+            epochs.setdefault(epoch, []).append((position, size, step))
+    if not epochs:
+        return []
+    for epoch, batches in epochs.items():
+        if batches[0][0] and len(epochs) > 1 and epoch == min(epochs):
+            continue  # the ledger begins in the middle of it
+        for (position, size, _), (following, _, step) in pairwise([(0, 0, -1), *batches]):
+            if following != position + size:
+                what = "left out" if following > position + size else "used twice"
+                text = f"In epoch {epoch + 1} samples were {what} before step {step:,}: {position + size:,} of the "
+                return [Finding("fails", f"{text}epoch were used, and the batch begins at {following:,}.")]
+    total = sum(size for batches in epochs.values() for _, size, _ in batches)
+    where = "the epoch" if len(epochs) == 1 else f"each of the {len(epochs):,} epochs"
+    text = f"In {where} the batches follow one another, none left out, none twice: {total:,} samples."
+    return [Finding("holds", text)]
+
+
+def _shown(value: Any) -> str:
+    """A value of the ledger: numbers with enough digits to tell neighbours apart."""
+    if isinstance(value, list):
+        return ", ".join(map(_shown, value))
+    known = number(value)
+    return str(value) if known is None else f"{known:.17g}"

@@ -1,0 +1,144 @@
+"""Loading: the batches of a script's DataLoader, loaded once for all ranks, as plain `python` would have loaded them.
+
+Every rank iterates over the script's loader. How its batches come to all of them is chosen by the kind of loader:
+
+- workers are dealt: worker w of the loader's W lives on rank w % D, and what it makes is handed to all (`dealing`);
+- in turn: without workers, each rank loads every D-th batch, and a round is exchanged (`turns`);
+- rank 0 loads what only one process can see, a stream, and hands it to all (`solo`);
+- every rank loads everything where handing over cannot be done, or is dearer: small batches, data in memory.
+
+Batches, their order, and all generators after each batch are those of one process. A loader that is iterated where
+ranks cannot meet (on another thread, in a wrapped forward) is left alone.
+"""
+
+from collections.abc import Iterator, Sized
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+from torch.utils.data import (
+    BatchSampler,
+    ConcatDataset,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    IterDataPipe,
+    MapDataPipe,
+    RandomSampler,
+    SequentialSampler,
+    StackDataset,
+    Subset,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
+
+from samestep.data.fetch import SeededSamples
+from samestep.engine.site import script_line
+from samestep.scripts.adoption import Adoption
+from samestep.scripts.loading.rank0_loader import SoloIterator
+from samestep.scripts.loading.round_robin import TurnsIterator, num_safe_ahead
+from samestep.scripts.loading.rows import by_rows
+from samestep.scripts.loading.split_workers import DealtIterator
+from samestep.scripts.patch import Patch
+
+_SAMPLERS = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler, list, tuple, range)
+_MEMORIES = (Tensor, np.ndarray, list, tuple, range)
+
+_original_iterator = DataLoader._get_iterator
+
+
+def patches(adoption: Adoption) -> list[Patch]:
+    """What loading changes: how a DataLoader is iterated."""
+    original = DataLoader.__iter__
+
+    def iterate(loader: DataLoader[Any]) -> Iterator[Any]:
+        """Iterates over the batches of a loader, which the ranks load together."""
+        if adoption.world_size == 1:
+            return by_rows(loader, original(loader))
+        if is_apart(loader):
+            return original(loader)
+        if not adoption.may_meet():
+            return loader._get_iterator() if isinstance(loader._iterator, DealtIterator) else original(loader)
+        line = script_line() or "a DataLoader"
+
+        def say(text: str) -> None:
+            adoption.notice(f"{line}: {text}")
+
+        if reason := why_solo(loader):
+            say(f"batches loaded by rank 0: {reason}")
+            return SoloIterator(loader, adoption, original)
+        if loader.num_workers > 0:
+            return _deal(adoption, loader, say, original)
+        if reason := why_together(loader):
+            say(f"every rank loads all batches: {reason}")
+            return by_rows(loader, original(loader))
+        return TurnsIterator(loader, adoption, say)
+
+    return [Patch(DataLoader, "__iter__", iterate)]
+
+
+def _deal(adoption: Adoption, loader: DataLoader[Any], say: Any, original: Any) -> Iterator[Any]:
+    """Iterates by workers that are dealt to the ranks; those of an earlier epoch go on if they are to persist."""
+    if loader._iterator is not None and not isinstance(loader._iterator, DealtIterator):
+        return original(loader)  # type: ignore[no-any-return]
+    if loader._iterator is not None and loader.persistent_workers:
+        loader._iterator._reset(loader)
+        return loader._iterator
+    say(f"{loader.num_workers} data workers dealt to {adoption.world_size} ranks")
+    iterator = DealtIterator(loader, adoption, is_known_sampler(loader))
+    if loader.persistent_workers:
+        loader._iterator = iterator
+    return iterator
+
+
+def is_apart(loader: DataLoader[Any]) -> bool:
+    """Whether a loader gives each rank batches of its own: by a distributed sampler, or for a run of samestep."""
+    samplers = (loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None))
+    if any(isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1 for sampler in samplers):
+        return True
+    return isinstance(loader.dataset, SeededSamples)
+
+
+def why_solo(loader: DataLoader[Any]) -> str:
+    """Why only rank 0 can load; empty if others can."""
+    if isinstance(loader.dataset, IterableDataset | IterDataPipe | MapDataPipe):
+        return "the dataset is a stream"
+    if loader.num_workers > 0 and not loader.in_order:
+        return "in_order=False makes their order a matter of chance"
+    if loader.num_workers > 0 and type(loader)._get_iterator is not _original_iterator:
+        return "the loader has an iterator of its own"
+    return ""
+
+
+def why_together(loader: DataLoader[Any]) -> str:
+    """Why every rank has to load everything, given a loader without workers; empty if they can take turns."""
+    if is_in_memory(loader.dataset):
+        return "the data is in memory"
+    if type(loader)._get_iterator is not _original_iterator:
+        return "the loader has an iterator of its own"
+    if not is_known_sampler(loader):
+        return "the sampler is not one of torch's; num_workers above 0 shares the work out"
+    if num_safe_ahead(loader) == 0:
+        return "the sampler draws from the script's generator as it goes; num_workers above 0 shares the work out"
+    return ""
+
+
+def is_known_sampler(loader: DataLoader[Any]) -> bool:
+    """Whether the sampler is one of torch's own or a list: the same indices on all ranks, whenever they are drawn."""
+    sampler: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+    while type(sampler) is BatchSampler:
+        sampler = sampler.sampler
+    return type(sampler) in _SAMPLERS
+
+
+def is_in_memory(dataset: Any) -> bool:
+    """Whether a dataset gives what it holds, at no cost, judged by its type."""
+    if type(dataset) is Subset:
+        return is_in_memory(dataset.dataset)
+    if type(dataset) is ConcatDataset:
+        return all(is_in_memory(part) for part in dataset.datasets)
+    if type(dataset) is StackDataset:
+        parts = dataset.datasets.values() if isinstance(dataset.datasets, dict) else dataset.datasets
+        return all(is_in_memory(part) for part in parts)
+    return type(dataset) is TensorDataset or (isinstance(dataset, _MEMORIES) and isinstance(dataset, Sized))

@@ -1,0 +1,172 @@
+"""Output: the script's streams, its warnings, and what chunks of a wrapped forward say, kept until it is said in order.
+
+Chunks run on several ranks, so what they print is kept where they run and replayed on rank 0 in the order of the
+chunks. `script_streams` stands before stdout and stderr from the start, so that whoever holds on to them (handlers of
+`logging`, progress bars) goes through it too. Bytes written to `sys.stdout.buffer` go straight through.
+"""
+
+import io
+import sys
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from types import FrameType
+from typing import Any, TextIO
+
+from samestep.engine.site import calling_frame, is_own_file
+from samestep.scripts.adoption import Adoption
+from samestep.scripts.patch import Patch
+
+STDOUT = 1
+STDERR = 2
+
+_SAID: ContextVar[list[tuple[int, str]] | None] = ContextVar("said", default=None)
+
+
+def _passed_on(name: str) -> Any:
+    """An attribute or method of the stream behind; `io.TextIOBase` has its own, which would be found first."""
+    return property(lambda self: getattr(self._stream, name))
+
+
+class ScriptStream(io.TextIOBase):
+    """A text stream in front of another: everything is the other's, but text written in a chunk is kept.
+
+    Args:
+        stream: the stream behind.
+        number: `STDOUT` or `STDERR`.
+    """
+
+    encoding: Any = _passed_on("encoding")
+    errors: Any = _passed_on("errors")
+    newlines: Any = _passed_on("newlines")
+    closed: Any = _passed_on("closed")
+    fileno: Any = _passed_on("fileno")
+    isatty: Any = _passed_on("isatty")
+    readable: Any = _passed_on("readable")
+    writable: Any = _passed_on("writable")
+    seekable: Any = _passed_on("seekable")
+    read: Any = _passed_on("read")
+    readline: Any = _passed_on("readline")
+    readlines: Any = _passed_on("readlines")
+    seek: Any = _passed_on("seek")
+    tell: Any = _passed_on("tell")
+    truncate: Any = _passed_on("truncate")
+    detach: Any = _passed_on("detach")
+    close: Any = _passed_on("close")
+
+    def __init__(self, stream: TextIO, number: int) -> None:
+        self._stream = stream
+        self._number = number
+
+    def write(self, text: str) -> int:
+        """Writes text, or keeps it while a chunk runs on this thread."""
+        said = _SAID.get()
+        if said is None:
+            return self._stream.write(text)
+        if not isinstance(text, str):
+            raise TypeError(f"write() argument must be str, not {type(text).__name__}")
+        said.append((self._number, text))
+        return len(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:  # type: ignore[override]  # narrower than bytes or text
+        """Writes several texts."""
+        for line in lines:
+            self.write(line)
+
+    def flush(self) -> None:
+        """Flushes the stream behind; text that is kept stays where it is."""
+        if _SAID.get() is None:
+            self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_stream":  # not there yet: a copy or a failed construction
+            raise AttributeError(name)
+        return getattr(self._stream, name)
+
+    def __del__(self) -> None:
+        """Leaves the stream behind open: it is not this object's."""
+
+    def __enter__(self) -> "ScriptStream":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._stream.close()
+
+    def __iter__(self) -> Iterator[str]:  # type: ignore[override]  # of text only
+        return iter(self._stream)
+
+    def __next__(self) -> str:  # type: ignore[override]
+        return next(self._stream)
+
+    def __repr__(self) -> str:
+        return repr(self._stream)
+
+
+def patches(_: Adoption) -> list[Patch]:
+    """Warnings that name a changed function of ours name the line that called it, and once each."""
+    show: Any = vars(warnings)["_showwarnmsg"]  # what `warnings` calls, also from C, whatever filters and records
+    shown: set[tuple[Any, ...]] = set()
+
+    def show_calling_line(message: warnings.WarningMessage) -> None:
+        frame: FrameType | None = sys._getframe(1) if is_own_file(message.filename) else None
+        while frame is not None and (frame.f_code.co_filename, frame.f_lineno) != (message.filename, message.lineno):
+            frame = frame.f_back
+        caller = calling_frame(frame)
+        if frame is not None and caller is not None:
+            # Python remembers which lines have warned by the line that it knows, which is ours for all of the script's.
+            registry, what = frame.f_globals.get("__warningregistry__", {}), (str(message.message), message.category)
+            is_once = registry.pop((*what, message.lineno), None)
+            message.filename, message.lineno = caller.f_code.co_filename, caller.f_lineno
+            place = (*what, message.filename, message.lineno, registry.get("version"))
+            if is_once and place in shown:
+                return
+            shown.add(place)
+        show(message)
+
+    return [Patch(warnings, "_showwarnmsg", show_calling_line)]
+
+
+@contextmanager
+def script_streams(adoption: Adoption) -> Iterator[None]:
+    """The time in which `sys.stdout` and `sys.stderr` can be kept; does nothing where there is one rank."""
+    if adoption.world_size == 1:
+        yield
+        return
+    before = sys.stdout, sys.stderr
+    try:
+        # a process without a console has None here
+        sys.stdout, sys.stderr = (
+            stream and ScriptStream(stream, number) for number, stream in zip((STDOUT, STDERR), before, strict=True)
+        )
+        yield
+    finally:
+        sys.stdout, sys.stderr = before
+
+
+@contextmanager
+def captured() -> Iterator[list[tuple[int, str]]]:
+    """Keeps what this thread writes to the script's streams.
+
+    Yields:
+        A list that grows: (`STDOUT` or `STDERR`, text) in the order of writing. Inside of another `captured`, nothing
+        reaches the outer one until it is replayed.
+    """
+    said: list[tuple[int, str]] = []
+    token = _SAID.set(said)
+    try:
+        yield said
+    finally:
+        _SAID.reset(token)
+
+
+def replay(said: Iterable[tuple[int, str]]) -> None:
+    """Writes what was kept.
+
+    Args:
+        said: (`STDOUT` or `STDERR`, text), in order.
+    """
+    for number, text in said:
+        stream = sys.stdout if number == STDOUT else sys.stderr
+        if stream is not None:
+            stream.write(text)

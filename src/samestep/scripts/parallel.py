@@ -1,0 +1,309 @@
+"""DataParallel: torch's own, made to share its chunks out over the ranks, and the same by samestep's name.
+
+The parts of which scripts make a DataParallel of their own are shared out as well: `replicate` gives stand-ins for the
+module, and `parallel_apply` runs each of them on the rank that its chunk is dealt to.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from torch.nn import parallel as torch_parallel
+
+from samestep.errors import UsageError
+from samestep.scripts.active import active
+from samestep.scripts.adoption import Adoption
+from samestep.scripts.patch import Patch
+from samestep.scripts.visible import num_visible
+from samestep.scripts.wrapped.forward import chunked_forward, given_forward
+
+OVERRIDABLE = ("scatter", "gather", "replicate", "parallel_apply")
+
+
+class DataParallel(nn.DataParallel[Any]):
+    """`torch.nn.DataParallel`, with processes instead of threads. Tier `bitwise` in the number of processes.
+
+    The forward takes the whole batch on every rank, runs this rank's chunks of it and returns all outputs, so the
+    script's loss and everything after it stay as they are; the gradients of the parameters are summed on the tree.
+    In one process (`python train.py`) the chunks run one after another, with the same bits.
+
+    Args:
+        module: the module to share out.
+        device_ids: as torch's; their number is the number of chunks. All devices by default.
+        output_device: as torch's.
+        dim: along which tensors are cut and outputs are joined.
+        num_microbatches: the number of chunks, whatever the devices; `samestep run --num-microbatches` goes before it.
+        scatter: "tensors" cuts every tensor by `torch.chunk`, as torch does; "elements" cuts lists by element, for
+            images of different sizes.
+
+    Raises:
+        UsageError: an argument that cannot be.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        device_ids: Sequence[int | torch.device] | None = None,
+        output_device: int | torch.device | None = None,
+        dim: int = 0,
+        *,
+        num_microbatches: int | None = None,
+        scatter: str = "tensors",
+    ) -> None:
+        nn.Module.__init__(self)
+        if scatter not in ("tensors", "elements"):
+            raise UsageError(f'got scatter={scatter!r}; it is "tensors" or "elements"')
+        if num_microbatches is not None and (not isinstance(num_microbatches, int) or num_microbatches < 1):
+            raise UsageError(f"got num_microbatches={num_microbatches!r}; it must be 1 or more")
+        self.module = module
+        self.num_microbatches = num_microbatches
+        self.scatter_mode = scatter
+        _set_devices(active(), self, device_ids, output_device, dim)
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Runs the chunks; see `samestep.scripts.wrapped.forward.chunked_forward`."""
+        changed = _overridden(self)
+        if changed:
+            raise UsageError(
+                f"{type(self).__name__} overrides DataParallel.{changed[0]}, which samestep replaces as a whole; "
+                "derive it from nn.DataParallel, move what it does into the module's forward, or pass lists with "
+                "samestep.DataParallel(…, scatter='elements')"
+            )
+        return _forward(active(), self, inputs, kwargs, self.num_microbatches, self.scatter_mode)
+
+
+class Replica:
+    """What `torch.nn.parallel.replicate` gives an adopted script: for `parallel_apply`, and for nothing else.
+
+    Args:
+        module: the module itself.
+        device: of this replica, as the script counts them.
+    """
+
+    _module: nn.Module
+    _device: int
+
+    def __init__(self, module: nn.Module, device: int) -> None:
+        self.__dict__.update(_module=module, _device=device)
+
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        raise UsageError(
+            f"the script uses a replica of {type(self._module).__name__} itself, and its chunk may run elsewhere; "
+            "needed: hand what torch.nn.parallel.replicate returns to torch.nn.parallel.parallel_apply as it is"
+        )
+
+    __call__ = __getattr__ = __setattr__ = _refuse
+
+
+def data_parallel(
+    module: nn.Module,
+    inputs: Any,
+    device_ids: Sequence[int | torch.device] | None = None,
+    output_device: int | torch.device | None = None,
+    dim: int = 0,
+    module_kwargs: Mapping[str, Any] | None = None,
+) -> Any:
+    """`torch.nn.parallel.data_parallel`, with processes instead of threads. Tier `bitwise`.
+
+    Args:
+        module: whose forward is shared out.
+        inputs: one input, or a tuple of them.
+        device_ids: as torch's; their number is the number of chunks. All devices by default.
+        output_device: as torch's.
+        dim: along which tensors are cut and outputs are joined.
+        module_kwargs: keyword arguments of the forward.
+
+    Returns:
+        The outputs of all chunks, joined.
+    """
+    return _data_parallel(active(), module, inputs, device_ids, output_device, dim, module_kwargs)
+
+
+def patches(adoption: Adoption) -> list[Patch]:
+    """What makes torch's DataParallel ours, in place: subclasses, earlier imports and pickles keep working."""
+
+    def init(
+        self: Any,
+        module: nn.Module,
+        device_ids: Sequence[int | torch.device] | None = None,
+        output_device: int | torch.device | None = None,
+        dim: int = 0,
+    ) -> None:
+        super(nn.DataParallel, self).__init__()
+        self.module = module
+        _set_devices(adoption, self, device_ids, output_device, dim)
+
+    by_parts = nn.DataParallel.forward
+
+    def forward(self: Any, *inputs: Any, **kwargs: Any) -> Any:
+        if _overridden(self):
+            return by_parts(self, *inputs, **kwargs)
+        return _forward(adoption, self, inputs, kwargs, None, "tensors")
+
+    def functional(
+        module: nn.Module,
+        inputs: Any,
+        device_ids: Sequence[int | torch.device] | None = None,
+        output_device: int | torch.device | None = None,
+        dim: int = 0,
+        module_kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        return _data_parallel(adoption, module, inputs, device_ids, output_device, dim, module_kwargs)
+
+    return [
+        Patch(nn.DataParallel, "__init__", init),
+        Patch(nn.DataParallel, "forward", forward),
+        Patch(torch_parallel, "data_parallel", functional, aliases=("torch.nn.parallel.data_parallel",)),
+        *_parts(adoption),
+        *_random_states(adoption),
+    ]
+
+
+def _parts(adoption: Adoption) -> list[Patch]:
+    """The parts that deal with replicas; scattering and gathering are torch's own."""
+
+    def replicate(network: nn.Module, devices: Sequence[int | torch.device], detach: bool = False) -> list[Replica]:
+        if detach and torch.is_grad_enabled():
+            raise UsageError("got replicate(…, detach=True); needed: call it inside torch.no_grad() instead")
+        return [Replica(network, _index(device)) for device in devices]
+
+    def parallel_apply(
+        modules: Sequence[Any],
+        inputs: Sequence[Any],
+        kwargs_tup: Sequence[Mapping[str, Any]] | None = None,
+        devices: Sequence[Any] | None = None,
+    ) -> list[Any]:
+        owners = {id(module._module) if isinstance(module, Replica) else None for module in modules}
+        if len(owners) != 1 or None in owners:
+            raise UsageError(
+                "torch.nn.parallel.parallel_apply got modules that are not replicas of one; needed: what "
+                "torch.nn.parallel.replicate returned"
+            )
+        calls = [
+            (tuple(entry) if isinstance(entry, list | tuple) else (entry,), keywords or {})
+            for entry, keywords in zip(inputs, kwargs_tup or [{}] * len(modules), strict=True)
+        ]
+        return given_forward(adoption, modules[0]._module, calls, [module._device for module in modules])
+
+    def refuse(self: nn.Module) -> NoReturn:
+        raise UsageError(
+            "the script replicates a module by a function of its own; needed: torch.nn.parallel.replicate, whose "
+            "replicas are shared out over the devices, or nn.DataParallel"
+        )
+
+    within = "torch.nn.parallel.data_parallel"
+    return [
+        Patch(torch_parallel, "replicate", replicate, aliases=("torch.nn.parallel.replicate", within)),
+        Patch(torch_parallel, "parallel_apply", parallel_apply, aliases=("torch.nn.parallel.parallel_apply", within)),
+        Patch(nn.Module, "_replicate_for_data_parallel", refuse),
+    ]
+
+
+def _random_states(adoption: Adoption) -> list[Patch]:
+    """What keeps the chunks' seeds in step with the script's generator.
+
+    A chunk's seed is a function of the generator's state and of the forwards since that state was set. Whoever saves
+    and restores the state (activation checkpointing, above all, which repeats a forward) must get the same seeds again,
+    so a saved state remembers the number of forwards.
+    """
+    save, restore, seed = torch.get_rng_state, torch.set_rng_state, torch.manual_seed
+
+    def get_rng_state() -> torch.Tensor:
+        state = save()
+        state.num_forwards = adoption.num_since_reseed  # type: ignore[attr-defined]  # tensors take attributes
+        return state
+
+    def set_rng_state(new_state: torch.Tensor) -> None:
+        restore(new_state)
+        if adoption.may_meet():
+            adoption.num_since_reseed = getattr(new_state, "num_forwards", 0)
+
+    def manual_seed(value: Any) -> torch.Generator:
+        if adoption.may_meet():
+            adoption.num_since_reseed = 0
+        return seed(value)
+
+    pairs: list[tuple[str, Callable[..., Any]]] = [
+        ("get_rng_state", get_rng_state),
+        ("set_rng_state", set_rng_state),
+        ("manual_seed", manual_seed),
+    ]
+    return [Patch(torch, name, function, aliases=("torch.random",)) for name, function in pairs]
+
+
+def _set_devices(
+    adoption: Adoption,
+    wrapper: Any,
+    device_ids: Sequence[int | torch.device] | None,
+    output_device: int | torch.device | None,
+    dim: int,
+) -> None:
+    """Gives a wrapper the attributes that torch's own has."""
+    count = num_visible(adoption)
+    ids = list(range(count)) if device_ids is None else [_index(device) for device in device_ids]
+    wrapper.device_ids = ids
+    if not ids:
+        return
+    wrapper.dim = dim
+    wrapper.output_device = ids[0] if output_device is None else _index(output_device)
+    kind = adoption.communicator.device.type
+    wrapper.src_device_obj = torch.device("cuda", ids[0]) if kind == "cpu" else adoption.communicator.device
+
+
+def _forward(
+    adoption: Adoption, wrapper: Any, inputs: tuple[Any, ...], kwargs: dict[str, Any], asked: int | None, scatter: str
+) -> Any:
+    """The forward of a wrapper, torch's or ours."""
+    if not wrapper.device_ids:  # made where there was no device, as in torch
+        return wrapper.module(*inputs, **kwargs)
+    return chunked_forward(
+        adoption,
+        wrapper.module,
+        inputs,
+        kwargs,
+        num_microbatches=adoption.num_microbatches or asked or len(wrapper.device_ids),
+        dim=wrapper.dim,
+        scatter=scatter,
+        device_ids=wrapper.device_ids,
+        output_device=wrapper.output_device,
+    )
+
+
+def _overridden(wrapper: nn.DataParallel[Any]) -> list[str]:
+    """The parts of DataParallel that a subclass has of its own."""
+    return [name for name in OVERRIDABLE if getattr(type(wrapper), name) is not getattr(nn.DataParallel, name)]
+
+
+def _data_parallel(
+    adoption: Adoption,
+    module: nn.Module,
+    inputs: Any,
+    device_ids: Sequence[int | torch.device] | None,
+    output_device: int | torch.device | None,
+    dim: int,
+    module_kwargs: Mapping[str, Any] | None,
+) -> Any:
+    """The functional form."""
+    args = inputs if isinstance(inputs, tuple) else () if inputs is None else (inputs,)
+    ids = list(range(num_visible(adoption))) if device_ids is None else [_index(device) for device in device_ids]
+    if not ids:
+        raise UsageError("got device_ids=[] (or there is no device); give one id a chunk, or None for all devices")
+    return chunked_forward(
+        adoption,
+        module,
+        args,
+        module_kwargs or {},
+        num_microbatches=adoption.num_microbatches or len(ids),
+        dim=dim,
+        device_ids=ids,
+        output_device=ids[0] if output_device is None else _index(output_device),
+    )
+
+
+def _index(device: int | str | torch.device) -> int:
+    """A device's number; -1 for the host, as in torch."""
+    if isinstance(device, int):
+        return device
+    chosen = torch.device(device)
+    return -1 if chosen.type == "cpu" else chosen.index or 0

@@ -1,0 +1,205 @@
+"""The spawning: a native script whose ranks do not come together is told so: where they would wait for ever, and where
+none waits for another, but each trains on its own.
+
+A child inherits the variables of the worker that started it, among them that the launcher keeps the store where ranks
+meet (TORCHELASTIC_USE_AGENT_STORE). Then no rank opens one (torch/distributed/rendezvous.py), and a process group at
+another address, or with more ranks than were started, never comes about. Children that make no process group, such as
+those of a data loader, and those that take the place of their parent's rank, are left alone.
+
+Children import this module, so it imports torch only where a process group is made.
+"""
+
+import gc
+import importlib
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from multiprocessing.process import BaseProcess
+from typing import Any, NoReturn
+
+from samestep.errors import UsageError
+from samestep.launcher.program import run_module, run_script
+from samestep.scripts.patch import Patch, applied
+
+REFUSED = 173  # the exit code of a child that stopped before it would wait; no signal's, and hardly a script's
+OTHER_GROUPS = ("horovod.torch", "mpi4py.MPI")  # whose processes exchange gradients without torch's process groups
+RENDEZVOUS = "torch.distributed.rendezvous"
+Place = tuple[str, str, str]
+Started = list[tuple[BaseProcess, str]]
+
+
+def run_native(kind: str, target: str, argv: Sequence[str]) -> None:
+    """Runs a script that deals with ranks itself: what `samestep run` starts in every worker.
+
+    Args:
+        kind: "script" or "module".
+        target: the file, or the module's name.
+        argv: its arguments.
+
+    Raises:
+        UsageError: the script starts ranks of its own, or has them meet where nobody keeps a store.
+    """
+    with watching_children(target), applied(_first_backward(target)):
+        if kind == "module":
+            run_module(target, tuple(argv))
+        else:
+            run_script(target, tuple(argv))
+
+
+@contextmanager
+def watching_children(program: str) -> Iterator[None]:
+    """The time in which a process group that could never come about is an error, here and in child processes.
+
+    Args:
+        program: as messages name it.
+
+    Raises:
+        UsageError: one was about to be made; raised in place of what the script made of that.
+    """
+    place, started, start = _place(), Started(), BaseProcess.start
+
+    def noted(process: BaseProcess) -> None:
+        if process._target is not None:  # type: ignore[attr-defined]  # what run() calls, until start() is over
+            process._target = partial(_in_child, place, process._target)  # type: ignore[attr-defined]
+        _raise_for_refused(started, program)
+        start(process)
+        started[:] = [(child, line) for child, line in started if _exit_code(child) in (None, REFUSED)]
+        started.append((process, _script_line()))
+
+    def alone(port: str, *_: str) -> NoReturn:
+        raise UsageError(
+            f"{program} has its ranks meet at port {port}, and samestep keeps their store at port {place[0]}: "
+            "leave MASTER_ADDR and MASTER_PORT as they are, and give init_process_group no address (init_method)"
+        )
+
+    try:
+        with applied([Patch(BaseProcess, "start", noted), *_meeting(lambda port, *_: port == place[0], alone)]):
+            yield
+    finally:
+        _raise_for_refused(started, program)
+
+
+def _first_backward(program: str) -> list[Patch]:
+    """Says at the first backward that the processes do not work together, if nothing has connected them by then."""
+    autograd: Any = sys.modules.get("torch.autograd")
+    (_, rank, world_size), process = _place(), os.getpid()
+    if autograd is None or rank != "0" or world_size in ("", "1"):
+        return []
+    inner = autograd.backward
+
+    def backward(*args: Any, **kwargs: Any) -> Any:
+        if autograd.backward is backward:
+            autograd.backward = inner  # once; later calls cost nothing
+        reason = _why_alone() if os.getpid() == process else ""
+        if reason:
+            print(f"samestep: {program} {reason}{_mend_alone(world_size)}", file=sys.stderr, flush=True)
+        return inner(*args, **kwargs)
+
+    return [Patch(autograd, "backward", backward)]
+
+
+def _why_alone() -> str:
+    """Why the processes do not train together; empty where a process group, samestep or other means connect them."""
+    import torch.distributed as dist
+
+    trainers = sys.modules.get("transformers.trainer")
+    if trainers is not None and any(trainer.args.world_size == 1 for trainer in _objects(trainers.Trainer)):
+        return "has a Trainer of transformers that takes its process for the only one"
+    if not dist.is_available() or dist.is_initialized() or any(name in sys.modules for name in OTHER_GROUPS):
+        return ""
+    ours = sys.modules.get("samestep.comm.communicator")
+    if ours is not None and any(_objects(ours.Communicator)):
+        return ""
+    return "has started no process group before its first backward"
+
+
+def _objects(kind: type) -> Iterator[Any]:
+    """The objects of a class that there are."""
+    return (thing for thing in gc.get_objects() if issubclass(type(thing), kind))
+
+
+def _mend_alone(world_size: str) -> str:
+    """What follows, and what mends it for what the script has imported."""
+    import torch
+
+    one = "1" if torch.accelerator.is_available() else "cpu:1"
+    if {"lightning", "pytorch_lightning", "lightning_fabric"} & sys.modules.keys():
+        mend = f'give Lightning strategy="ddp" and devices={world_size}'
+    elif "transformers.trainer" in sys.modules:
+        mend = "for CPU workers give TrainingArguments use_cpu=True (--use_cpu)"
+    else:
+        mend = "samestep run --adopt shares one training out, or start a process group in the script"
+    return (
+        f": each of the {world_size} processes trains on its own, and all write the same files; {mend}, or run one "
+        f"process (--devices {one})"
+    )
+
+
+def _in_child(place: Place, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Calls what a child process is to do, with a watch on the process groups that it makes."""
+
+    def leave(*_: str) -> NoReturn:
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(REFUSED)  # past the script's own handlers: its parent has the word
+
+    with applied(_meeting(lambda *own: own == place, leave)):
+        return target(*args, **kwargs)
+
+
+def _meeting(may_meet: Callable[..., bool], refuse: Callable[..., NoReturn]) -> list[Patch]:
+    """Looks at every store that ranks are to meet at: `may_meet(port, rank, world_size)`, all as text."""
+    package = sys.modules.get("torch.distributed")
+    if package is None or not package.is_available():
+        return []
+    rendezvous = importlib.import_module(RENDEZVOUS)  # the package has a function of that name
+    connect = getattr(rendezvous, "_create_c10d_store", None)
+    if connect is None:
+        return []
+
+    def checked(hostname: str, port: int, rank: int, world_size: int, *rest: Any, **options: Any) -> Any:
+        own = (str(port), str(rank), str(world_size))
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and not may_meet(*own):
+            refuse(*own)
+        return connect(hostname, port, rank, world_size, *rest, **options)
+
+    return [Patch(rendezvous, "_create_c10d_store", checked)]
+
+
+def _place() -> Place:
+    """This worker's port, rank and world size, as its variables say."""
+    port, rank, world_size = (os.environ.get(name, "") for name in ("MASTER_PORT", "RANK", "WORLD_SIZE"))
+    return port, rank, world_size
+
+
+def _exit_code(child: BaseProcess) -> int | None:
+    """How a child ended; None while it runs."""
+    try:
+        return child.exitcode
+    except ValueError:  # it was closed, after it had ended
+        return 0
+
+
+def _raise_for_refused(started: Started, program: str) -> None:
+    """Raises a `UsageError` if a child stopped because it was about to wait for ever."""
+    line = next((line for child, line in started if _exit_code(child) == REFUSED), None)
+    if line is None:
+        return
+    count = os.environ.get("WORLD_SIZE", "1")
+    place = f" ({line})" if line else ""
+    raise UsageError(
+        f"{program} starts its ranks itself{place}, and samestep has started {count} of them already: start it with "
+        "plain python; or drop the spawn and let samestep start the workers: call the function that it starts once, "
+        'with int(os.environ["RANK"]) as the rank and int(os.environ["WORLD_SIZE"]) as the world size, and leave '
+        "MASTER_ADDR and MASTER_PORT alone"
+    ) from None
+
+
+def _script_line() -> str:
+    """The line of the script that is being executed."""
+    from samestep.engine.site import script_line
+
+    return script_line()

@@ -1,0 +1,383 @@
+"""From scratch: the verbs of scripts that spell data parallelism out by hand, on lists of parameters.
+
+    devices = [torch.device("cuda", i) for i in range(4)]
+    replicas = replicate_params(params, devices)
+    for x, y in batches:
+        parts = split_and_load((x, y), devices)
+        for (x_part, y_part), replica in zip(parts, replicas):
+            loss(net(x_part, replica), y_part).sum().backward()
+        allreduce([[p.grad for p in replica] for replica in replicas])
+        for replica in replicas:
+            sgd(replica, lr=0.1, batch_size=len(x))
+
+Each entry of `devices` is a logical device; there are V of them, whatever the number of processes. A process holds
+the logical devices of its contiguous range, so the lists are as long as that range; a process beyond V holds one
+ghost, whose microbatch has no rows and whose gradients do not count. Loop over what the verbs return, not over
+`devices`.
+
+Random numbers that are drawn for a microbatch (dropout) come from the process's own stream, so they depend on the
+number of processes, and a notice says so; `samestep.DataParallel` seeds each microbatch.
+"""
+
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from samestep.comm.transport import LocalTransport
+from samestep.core.microbatches import microbatch_bounds
+from samestep.data.batch import checksum, settle
+from samestep.data.nested import leaves, map_tensors, num_samples, take_rows
+from samestep.devices.device import counted
+from samestep.errors import DataError, DeviceError, UsageError
+from samestep.scripts.active import active
+from samestep.scripts.adoption import Adoption
+from samestep.scripts.visible import num_visible
+from samestep.scripts.wrapped.chunks import deal
+from samestep.scripts.wrapped.exchange import sum_pieces
+
+DeviceLike = torch.device | str | int
+HOST = -1
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The logical devices of a call, and who holds them.
+
+    Attributes:
+        ranges: the logical devices of each rank; empty for ranks beyond V.
+        indices: the accelerator that the script named for each logical device, as it counts them; -1 for the host.
+    """
+
+    ranges: tuple[range, ...]
+    indices: tuple[int, ...]
+
+    @property
+    def num_microbatches(self) -> int:
+        """V, the number of logical devices."""
+        return len(self.indices)
+
+    def held_by(self, rank: int) -> range:
+        """The logical devices of a rank; for a ghost the number V, which is none."""
+        return self.ranges[rank] or range(self.num_microbatches, self.num_microbatches + 1)
+
+    def index_of(self, logical: int) -> int:
+        """The accelerator of a logical device or of a ghost."""
+        return self.indices[min(logical, self.num_microbatches - 1)]
+
+
+@dataclass
+class Scratch:
+    """What is remembered from one verb to the next.
+
+    Attributes:
+        layout: that of the last `replicate_params` or `split_and_load`.
+        generators: the state of the random generators after a `split_and_load`, until it has been looked at.
+    """
+
+    layout: Layout
+    generators: int | None = None
+
+
+def replicate_params(
+    params: Any, devices: Sequence[DeviceLike] | int, *, adoption: Adoption | None = None
+) -> list[Any]:
+    """Copies parameters to every logical device that this process holds.
+
+    Args:
+        params: tensors or `nn.Parameter`s in a list, or in nested lists, tuples and dicts.
+        devices: one entry a logical device, or how many there are. `--num-microbatches` overrides their number.
+        adoption: of this process; that of the running script if None.
+
+    Returns:
+        A copy of `params`, of the same nesting, for each local logical device: leaf tensors in memory of their own,
+        with equal bits; floating ones require gradients.
+
+    Raises:
+        UsageError: there is no tensor in `params`, or one twice; or no device in `devices`.
+        DeviceError: an entry of `devices` is no device, or an accelerator where there is none.
+        DeterminismError: the ranks hold different parameters.
+    """
+    adoption = _found(adoption, "replicate_params")
+    layout = _layout(devices, adoption)
+    source = _nested(params)
+    tensors = [leaf for leaf in leaves(source) if isinstance(leaf, Tensor)]
+    if not tensors:
+        raise UsageError(f"got {type(params).__name__} without a tensor as params; give a list of tensors")
+    if len({id(tensor) for tensor in tensors}) < len(tensors):
+        raise UsageError(
+            "params holds one tensor twice, so its gradient would be summed twice; list it once, and use it twice in "
+            "the forward"
+        )
+    state = f"{counted(layout.num_microbatches, 'device')}, {counted(len(tensors), 'tensor')}"
+    _compare("replicate_params", "the ranks hold different parameters", state, source, adoption)
+    adoption.scratch = Scratch(layout)
+    with torch.no_grad():
+        copies = [_place(source, layout.index_of(logical), adoption) for logical in layout.held_by(adoption.rank)]
+    for tensor in leaves(copies):
+        if isinstance(tensor, Tensor) and (tensor.is_floating_point() or tensor.is_complex()):
+            tensor.requires_grad_()
+    return copies
+
+
+def split_and_load(
+    batch: Any, devices: Sequence[DeviceLike] | int, even_split: bool = True, *, adoption: Adoption | None = None
+) -> list[Any]:
+    """Cuts a global batch into V microbatches, and copies those of this process to their devices.
+
+    Args:
+        batch: a tensor, or tensors in nested tuples, lists and dicts, with the samples along dim 0; the whole global
+            batch, the same on every rank.
+        devices: as for `replicate_params`.
+        even_split: refuse a batch that V does not divide; else the first microbatches hold one sample more, and the
+            last ones may be empty.
+        adoption: of this process; that of the running script if None.
+
+    Returns:
+        For each local logical device its microbatch, of the same nesting as `batch`, always a copy.
+
+    Raises:
+        UsageError: V does not divide the batch and `even_split` is True; or the batch requires gradients or holds
+            NumPy arrays.
+        DataError: there is no tensor in it, or the tensors disagree on the number of samples.
+        DeviceError: as for `replicate_params`.
+        DeterminismError: the ranks were handed different batches.
+    """
+    adoption = _found(adoption, "split_and_load")
+    layout = _layout(devices, adoption)
+    length = _check_batch(batch)
+    if even_split and length % layout.num_microbatches:
+        raise UsageError(
+            f"got {counted(length, 'sample')} for {counted(layout.num_microbatches, 'device')}, which do not divide "
+            "evenly; "
+            "use split_and_load(batch, devices, even_split=False), or batches of a multiple of that many samples"
+        )
+    state = f"{counted(layout.num_microbatches, 'device')}, {counted(length, 'sample')}"
+    _compare("split_and_load", "the ranks were handed different batches", state, batch, adoption)
+    adoption.scratch = Scratch(layout, _random_state(adoption))
+    bounds = [*microbatch_bounds(length, layout.num_microbatches), length]
+
+    def part(logical: int) -> Any:
+        rows = take_rows(batch, bounds[logical], bounds[logical + 1], length)
+        return _place(rows, layout.index_of(logical), adoption)
+
+    with torch._C.DisableTorchFunction():
+        return [part(logical) for logical in layout.held_by(adoption.rank)]
+
+
+def allreduce(tensors: Sequence[Any], *, adoption: Adoption | None = None) -> None:
+    """Makes every tensor the sum over all logical devices, in place; tier `bitwise`.
+
+    Args:
+        tensors: one tensor a local logical device (`[replica[i].grad for replica in replicas]`), or one list of
+            tensors each (`[[p.grad for p in replica] for replica in replicas]`), which travel together and so faster.
+            Before the first `replicate_params` or `split_and_load` nothing is divided: every process holds the whole
+            list, and sums it.
+        adoption: of this process; that of the running script if None.
+
+    Raises:
+        UsageError: not one entry a local logical device, entries that do not match, None or a sparse tensor among
+            them.
+        DeterminismError: the ranks reduce tensors of other shapes or dtypes.
+    """
+    adoption = _found(adoption, "allreduce")
+    rows = _rows(tensors)
+    scratch: Scratch | None = adoption.scratch
+    communicator = adoption.communicator
+    if scratch is None:
+        _compare("allreduce", "the ranks hold different tensors", f"a list of {len(rows)}", rows, adoption)
+        alone = LocalTransport()
+        communicator = replace(communicator, transport=alone, control=alone)
+        layout = Layout((range(len(rows)),), (HOST,) * len(rows))
+    else:
+        layout = scratch.layout
+        _look_for_draws(scratch, adoption)
+    held = layout.held_by(communicator.rank)
+    if len(rows) != len(held):
+        raise UsageError(
+            f"got {counted(len(rows), 'tensor')} (or lists of them) to reduce over {layout.num_microbatches} logical "
+            "devices "
+            f"on {counted(communicator.world_size, 'rank')}; this rank holds {len(held)} of them: give one entry for "
+            "each replica that replicate_params returned"
+        )
+    _agree_on_forms(rows[0], layout, adoption)
+    with torch._C.DisableTorchFunction(), torch.no_grad():
+        likes = [tensor.to(communicator.device) for tensor in rows[0]]
+        columns = [[row[index] for row in rows] for index in range(len(likes))]  # a ghost's are not read
+        sums = sum_pieces(communicator, layout.ranges, likes, columns)
+        totals = [total for total in sums if total is not None]  # all: each device has a part in each
+        for row in rows:
+            torch._foreach_copy_(row, totals)
+
+
+def shares_out(adoption: Adoption) -> bool:
+    """Whether the script has used these verbs: it needs no wrapper then."""
+    return adoption.scratch is not None
+
+
+def _found(adoption: Adoption | None, verb: str) -> Adoption:
+    """The adoption of a call, which must be at a point that all ranks pass."""
+    adoption = adoption or active()
+    if adoption.world_size > 1 and not adoption.may_meet():
+        raise UsageError(
+            f"{verb} was called inside a wrapped forward, in another thread or in a child process, where the ranks "
+            "cannot meet; call it from the script's main thread, outside the forward"
+        )
+    return adoption
+
+
+def _layout(devices: Sequence[DeviceLike] | int, adoption: Adoption) -> Layout:
+    """Who holds which logical devices."""
+    if isinstance(devices, int) and not isinstance(devices, bool):
+        named = [index % max(num_visible(adoption), 1) for index in range(devices)]
+    elif isinstance(devices, Iterable) and not isinstance(devices, str):
+        named = [_index_of(entry) for entry in devices]
+    else:
+        raise UsageError(f"got devices={devices!r}; give a list of devices, such as [0, 1], or their number")
+    if not named:
+        raise UsageError(f"got devices={devices!r}; at least one device is needed")
+    num_microbatches = adoption.num_microbatches or len(named)
+    indices = tuple(named[microbatch * len(named) // num_microbatches] for microbatch in range(num_microbatches))
+    return Layout(deal(num_microbatches, adoption.world_size), indices)
+
+
+def _index_of(entry: Any) -> int:
+    """The accelerator that an entry of `devices` names; -1 for the host."""
+    if isinstance(entry, int) and not isinstance(entry, bool) and entry >= 0:
+        return entry
+    try:
+        device = torch.device(entry)
+    except (RuntimeError, TypeError) as error:
+        raise DeviceError(f"got {entry!r} among devices; write such as cuda:0, cpu or 0") from error
+    if device.type == "cpu":
+        return HOST
+    if not torch.accelerator.is_available():
+        raise DeviceError(
+            f"asked for {device}, torch {torch.__version__} sees no accelerator; give a number of devices, or cpu for "
+            "each, or start by samestep run --devices cpu:N, where CPU workers play accelerators"
+        )
+    return device.index or 0
+
+
+def _place(value: Any, index: int, adoption: Adoption) -> Any:
+    """A copy of all tensors of a value on this rank's device, which plays the accelerator of that index."""
+    device = torch.device("cpu") if index == HOST else adoption.communicator.device
+    with torch._C.DisableTorchFunction():  # virtual devices need not look on
+        settled = settle(map_tensors(torch.clone, value), device)
+        return map_tensors(lambda tensor: adoption.mark(tensor, index), settled)
+
+
+def _nested(params: Any) -> Any:
+    """Parameters as plain containers."""
+    if isinstance(params, nn.Module) and not isinstance(params, nn.ParameterList | nn.ParameterDict):
+        raise UsageError(f"got the module {type(params).__name__} as params; give list(model.parameters())")
+    if isinstance(params, nn.ParameterDict):
+        return dict(params.items())
+    if isinstance(params, Iterable) and not isinstance(params, Tensor | Mapping | tuple | list | str):
+        return list(params)
+    return params
+
+
+def _check_batch(batch: Any) -> int:
+    """The number of samples of a batch that can be split."""
+    found = leaves(batch)
+    if any(isinstance(leaf, np.ndarray) for leaf in found):
+        raise UsageError(
+            "the batch holds a NumPy array, which cannot be moved to a device; give torch.as_tensor(array)"
+        )
+    if torch.is_grad_enabled() and any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in found):
+        raise UsageError(
+            "the batch requires gradients, which would come back from this process's microbatches only; give "
+            "batch.detach(), "
+            "or wrap the model in samestep.DataParallel"
+        )
+    length = num_samples(batch)
+    if length < 1:
+        raise DataError("the batch holds no samples; leave empty batches out")
+    return length
+
+
+def _rows(tensors: Any) -> list[list[Tensor]]:
+    """The tensors of each local logical device, checked against those of the first."""
+    entries = list(tensors) if isinstance(tensors, Iterable) and not isinstance(tensors, Tensor) else []
+    if not entries:
+        what = "an empty list" if isinstance(tensors, Iterable) else type(tensors).__name__
+        raise UsageError(
+            f"got {'one tensor' if isinstance(tensors, Tensor) else what}; allreduce needs a list, one entry a device"
+        )
+    if len({isinstance(entry, list | tuple | Mapping) for entry in entries if entry is not None}) > 1:
+        raise UsageError(
+            "got tensors and lists of tensors mixed; give one tensor a device, or one list of tensors each"
+        )
+    rows = [leaves(entry) for entry in entries]
+    for device, row in enumerate(rows):
+        for number, tensor in enumerate(row):
+            _check_tensor(tensor, number, device)
+        if [(t.dtype, t.shape) for t in row] != [(t.dtype, t.shape) for t in rows[0]]:
+            shapes = [[list(tensor.shape) for tensor in row] for row in (rows[0], row)]
+            raise UsageError(
+                f"the tensors of local device {device} ({shapes[1]}) do not match those of device 0 ({shapes[0]}) in "
+                "number, shape or dtype; give the same parameters' gradients for each device"
+            )
+    if not rows[0]:
+        raise UsageError("got empty lists; give the tensors to reduce, one list a device")
+    return rows
+
+
+def _check_tensor(tensor: Any, number: int, device: int) -> None:
+    """Refuses what cannot be summed in place."""
+    place = f"tensor {number} of local device {device}"
+    if tensor is None:
+        raise UsageError(
+            f"{place} is None: a parameter that the loss does not depend on has no gradient, and without a backward "
+            "none has; leave such parameters out on all devices, or give zeros"
+        )
+    if not isinstance(tensor, Tensor):
+        raise UsageError(f"{place} is a {type(tensor).__name__}; allreduce sums tensors")
+    if tensor.layout != torch.strided:
+        raise UsageError(f"{place} is sparse, and cannot be summed in place; give its .to_dense()")
+
+
+def _random_state(adoption: Adoption) -> int:
+    """A checksum of the random generators that a microbatch's forward would draw from."""
+    states = [torch.default_generator.get_state()]
+    device = adoption.communicator.device
+    if device.type != "cpu":
+        states.append(torch.get_device_module(device).get_rng_state())
+    return zlib.crc32(b"".join(state.numpy().tobytes() for state in states))
+
+
+def _look_for_draws(scratch: Scratch, adoption: Adoption) -> None:
+    """Says so if the microbatches drew random numbers."""
+    if scratch.generators is not None and scratch.generators != _random_state(adoption):
+        adoption.notice(
+            "random numbers were drawn between split_and_load and allreduce (by dropout, for one): they depend on the "
+            "number of processes, and so will the result; samestep.DataParallel seeds each microbatch alike"
+        )
+    scratch.generators = None
+
+
+def _compare(verb: str, why: str, state: str, value: Any, adoption: Adoption) -> None:
+    """Raises where the ranks call a verb on different values."""
+    if adoption.world_size == 1:
+        return
+    with torch._C.DisableTorchFunction():
+        words = [zlib.crc32(state.encode()), checksum(value)]
+    rows = adoption.meet(verb, words)
+    if any(row[:2] != rows[0][:2] for row in rows):
+        adoption.drifted(why, f"{state}, checksum {words[1]:016x}")
+
+
+def _agree_on_forms(tensors: Sequence[Tensor], layout: Layout, adoption: Adoption) -> None:
+    """Raises where the ranks reduce tensors of different forms."""
+    if adoption.world_size == 1:
+        return
+    forms = ", ".join(f"{tensor.dtype} {list(tensor.shape)}" for tensor in tensors)
+    state = f"{layout.num_microbatches} devices, {forms}"
+    rows = adoption.meet("allreduce", [zlib.crc32(state.encode())])
+    if any(row[0] != rows[0][0] for row in rows):
+        adoption.drifted("the ranks reduce different tensors", state)

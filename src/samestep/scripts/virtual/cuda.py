@@ -1,0 +1,254 @@
+"""torch.cuda and torch.accelerator on virtual devices: every name that would touch CUDA, and what it does instead."""
+
+from collections import defaultdict
+from collections.abc import Callable
+from contextlib import nullcontext
+from types import SimpleNamespace, TracebackType
+from typing import Any
+
+import psutil
+import torch
+
+from samestep.scripts.patch import Patch
+from samestep.scripts.virtual import legacy
+from samestep.scripts.virtual.refusals import without_counterpart
+from samestep.scripts.virtual.registry import Machine
+from samestep.scripts.virtual.streams import VirtualEvent, VirtualStream
+
+NAME = "virtual CUDA device (CPU)"
+CAPABILITY = (8, 0)
+
+_HARMLESS = (
+    *("CudaError", "DeferredCudaCallError", "amp", "cudaStatus", "has_half", "is_initialized", "OutOfMemoryError"),
+    *(name for name in torch.cuda.__all__ if name.endswith("Storage")),
+)
+"""Names that touch no device; the storages of torch.cuda refuse by themselves."""
+
+Table = dict[str, Any]
+
+
+def patches(machine: Machine) -> list[Patch]:
+    """The names of torch.cuda, its submodules and torch.accelerator."""
+    cuda = {**_devices(machine), **_random(machine), **_memory(), **_streams(machine), **_rest()}
+    table = [_placed(torch.cuda, name, replacement) for name, replacement in cuda.items() if hasattr(torch.cuda, name)]
+    table += [
+        Patch(torch.accelerator, name, replacement)
+        for name, replacement in _accelerator(machine, cuda).items()
+        if hasattr(torch.accelerator, name)
+    ]
+    table += [Patch(torch.cuda.nvtx, name, replacement) for name, replacement in _annotations().items()]
+    table += [Patch(torch.cuda.profiler, name, _nothing) for name in ("init", "start", "stop")]
+    known = {*cuda, *_HARMLESS, *legacy.NAMES}
+    table += without_counterpart(torch.cuda, torch.cuda.__all__, known.__contains__)
+    table += without_counterpart(torch.cuda.nccl, _functions_of(torch.cuda.nccl), ("is_available",).__contains__)
+    return table
+
+
+def _placed(owner: Any, name: str, replacement: Any) -> Patch:
+    """A patch that also reaches the submodule in which a name is defined."""
+    module = getattr(getattr(owner, name), "__module__", owner.__name__)
+    aliases = (module,) if module.startswith(f"{owner.__name__}.") else ()
+    return Patch(owner, name, replacement, aliases)
+
+
+def _functions_of(module: Any) -> list[str]:
+    return [name for name, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__]
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    """There is nothing to do."""
+
+
+def _always(value: Any) -> Callable[..., Any]:
+    return lambda *args, **kwargs: value
+
+
+def _device_class(machine: Machine, read: Callable[[Any], int]) -> type:
+    """A context manager in which another device is current; one without an index changes nothing."""
+
+    class device:
+        """The time in which a virtual device is the current one."""
+
+        def __init__(self, device: Any) -> None:
+            self.idx = read(device)
+            self.prev_idx = -1
+
+        def __enter__(self) -> None:
+            self.prev_idx = machine.thread.current
+            if self.idx >= 0:
+                machine.thread.current = self.idx
+
+        def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+            machine.thread.current = self.prev_idx
+
+    return device
+
+
+def _devices(machine: Machine) -> Table:
+    """Which devices there are, and which is current."""
+
+    def index_of(device: Any) -> int:
+        if isinstance(device, int) and device < 0:
+            return -1
+        index = machine.index(device)
+        if index is None or index < 0:
+            raise ValueError(f"Expected a cuda device, but got: {device}")
+        return index
+
+    def optional_index_of(device: Any) -> int:
+        return -1 if device is None else index_of(device)
+
+    def set_device(device: Any) -> None:
+        index = index_of(device)
+        if index >= 0:
+            machine.thread.current = index
+
+    def properties(device: Any = None) -> SimpleNamespace:
+        index_of(device)
+        return SimpleNamespace(
+            name=NAME,
+            major=CAPABILITY[0],
+            minor=CAPABILITY[1],
+            total_memory=psutil.virtual_memory().total,
+            multi_processor_count=psutil.cpu_count() or 1,
+            max_threads_per_multi_processor=1,
+            warp_size=32,
+            is_integrated=1,
+            is_multi_gpu_board=0,
+            L2_cache_size=0,
+            gcnArchName="",
+            uuid="",
+        )
+
+    def with_index(value: Any) -> Callable[..., Any]:
+        def function(device: Any = None) -> Any:
+            index_of(device)
+            return value
+
+        return function
+
+    return {
+        "is_available": lambda: machine.count > 0,
+        "device_count": lambda: machine.count,
+        "current_device": lambda: machine.checked(machine.thread.current),
+        "set_device": set_device,
+        "device": _device_class(machine, optional_index_of),
+        "device_of": _device_class(machine, lambda tensor: machine.where(tensor)),
+        "get_device_properties": properties,
+        "get_device_name": with_index(NAME),
+        "get_device_capability": with_index(CAPABILITY),
+        "can_device_access_peer": lambda device, peer_device: index_of(device) != index_of(peer_device),
+        "synchronize": with_index(None),
+        "_get_device_index": index_of,
+    }
+
+
+def _random(machine: Machine) -> Table:
+    """Generators of devices: draws on virtual devices come from the CPU's generator, so that is what they all mean."""
+
+    def manual_seed(seed: int) -> None:
+        torch.default_generator.manual_seed(int(seed))
+
+    def new_seed() -> None:
+        torch.seed()
+
+    def get_state(device: Any = "cuda") -> torch.Tensor:
+        return torch.default_generator.get_state()
+
+    def set_state(new_state: torch.Tensor, device: Any = "cuda") -> None:
+        torch.default_generator.set_state(new_state)
+
+    def set_states(new_states: Any) -> None:
+        for state in new_states:
+            set_state(state)
+
+    return {
+        "manual_seed": manual_seed,
+        "manual_seed_all": manual_seed,
+        "seed": new_seed,
+        "seed_all": new_seed,
+        "initial_seed": lambda: torch.initial_seed(),
+        "get_rng_state": get_state,
+        "set_rng_state": set_state,
+        "get_rng_state_all": lambda: [get_state() for _ in range(machine.count)],
+        "set_rng_state_all": set_states,
+        "default_generators": (torch.default_generator,) * machine.count,
+    }
+
+
+def _memory() -> Table:
+    """The allocator: it holds nothing, since tensors are in the host's memory."""
+    zero = (
+        *("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"),
+        *("memory_cached", "max_memory_cached", "device_memory_used"),
+    )
+    done = (
+        *("empty_cache", "ipc_collect", "reset_peak_memory_stats", "reset_accumulated_memory_stats"),
+        *("reset_max_memory_allocated", "reset_max_memory_cached", "set_per_process_memory_fraction"),
+        *("reset_peak_host_memory_stats", "reset_accumulated_host_memory_stats"),
+    )
+    return {
+        **{name: _always(0) for name in zero},
+        **dict.fromkeys(done, _nothing),
+        **{name: lambda *_, **__: defaultdict(int) for name in ("memory_stats", "host_memory_stats")},
+        "memory_summary": _always(f"{NAME}: tensors are in the host's memory"),
+        "mem_get_info": lambda device=None: (psutil.virtual_memory().available, psutil.virtual_memory().total),
+        "get_per_process_memory_fraction": _always(1.0),
+        "get_allocator_backend": _always("native"),
+    }
+
+
+def _streams(machine: Machine) -> Table:
+    """Streams and events."""
+    return {
+        "Stream": VirtualStream,
+        "Event": VirtualEvent,
+        "StreamContext": nullcontext,
+        "stream": nullcontext,
+        "set_stream": _nothing,
+        "current_stream": VirtualStream,
+        "default_stream": VirtualStream,
+        "is_current_stream_capturing": _always(False),
+    }
+
+
+def _rest() -> Table:
+    """What a build can do."""
+    return {
+        "init": _nothing,
+        "is_bf16_supported": _always(True),
+        "is_tf32_supported": _always(True),
+        "get_arch_list": list,
+        "get_gencode_flags": _always(""),
+        "set_sync_debug_mode": _nothing,
+        "get_sync_debug_mode": _always(0),
+    }
+
+
+def _annotations() -> Table:
+    """NVTX: nobody listens."""
+    names = ("range_push", "range_pop", "range_start", "range_end", "mark")
+    return {**dict.fromkeys(names, _always(0)), "range": lambda msg, *args, **kwargs: nullcontext(msg)}
+
+
+def _accelerator(machine: Machine, cuda: Table) -> Table:
+    """torch.accelerator: the same devices."""
+
+    def current_accelerator(check_available: bool = False) -> torch.device | None:
+        return None if check_available and machine.count == 0 else torch.device("cuda")
+
+    same = {name: cuda[name] for name in ("is_available", "device_count", "synchronize", "set_stream", "empty_cache")}
+    same |= {name: cuda[name] for name in cuda if "memory_" in name}
+    return {
+        **same,
+        "current_accelerator": current_accelerator,
+        "current_device_index": cuda["current_device"],
+        "current_device_idx": cuda["current_device"],
+        "set_device_index": cuda["set_device"],
+        "set_device_idx": cuda["set_device"],
+        "device_index": cuda["device"],
+        "current_stream": VirtualStream,
+        "get_memory_info": cuda["mem_get_info"],
+        "get_device_capability": _always({"supported_dtypes": set()}),
+        "empty_host_cache": _nothing,
+    }

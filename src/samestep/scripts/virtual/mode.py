@@ -1,0 +1,150 @@
+"""The mode: stands in front of every torch call of the script, and keeps track of which virtual device a tensor is on.
+
+All tensors are CPU tensors. A tensor on a virtual device carries its index as an attribute; what a function makes of
+tensors is where the first of them that carries one is. A mark that gets lost costs a copy, never a wrong number.
+"""
+
+from collections.abc import Callable, Iterable
+from types import NoneType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils import _device as default_device
+
+from samestep.scripts.virtual.registry import CPU, HOST, TAG, Machine, mark
+
+Handler = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+
+PINNED = "_samestep_pinned"
+"""The attribute of a host tensor that was asked to be in pinned memory."""
+
+_PLAIN_RESULTS = frozenset(
+    (bool, int, float, complex, str, NoneType, torch.Size, torch.dtype, torch.layout, torch.device)
+)
+
+
+class VirtualMode(TorchFunctionMode):
+    """Calls what was called, and marks what comes out.
+
+    Args:
+        machine: the devices.
+        handlers: functions that need more than that, and what is called in their place: `handler(function, args,
+            kwargs)`.
+    """
+
+    def __init__(self, machine: Machine, handlers: dict[Callable[..., Any], Handler]) -> None:
+        super().__init__()
+        self._machine = machine
+        self._handlers = handlers
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """One call; the mode is off while it runs."""
+        handler = self._handlers.get(func)
+        if handler is not None:
+            return handler(func, args, kwargs or {})
+        if kwargs:
+            return self._with_keywords(func, args, kwargs)
+        out = func(*args)
+        if type(out) is not Tensor:
+            return out if type(out) in _PLAIN_RESULTS else self._inherit(func, out, args)
+        index, nested = None, False
+        for arg in args:
+            found = getattr(arg, TAG, None)
+            if found is not None:
+                index = found
+                if found >= 0:
+                    break
+            elif isinstance(arg, (list, tuple)):
+                nested = True
+        if index is not None:
+            if out is not args[0]:
+                setattr(out, TAG, index)
+        elif nested or default_device.CURRENT_DEVICE is not None:
+            return self._inherit(func, out, args)
+        return out
+
+    def _with_keywords(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A call with keywords: `device`, `pin_memory` and `out` say where the result is."""
+        pinned = kwargs.get("pin_memory")
+        if pinned is not None:
+            kwargs = {name: value for name, value in kwargs.items() if name != "pin_memory"}
+        device = kwargs.get("device")
+        if device is not None:
+            index = self._machine.index(device)
+            if index is None:
+                return func(*args, **kwargs)
+            out = func(*args, **{**kwargs, "device": CPU})
+            _mark_all(out, index)
+        else:
+            out = func(*args, **kwargs)
+            if "out" in kwargs or type(out) in _PLAIN_RESULTS:
+                return out
+            out = self._inherit(func, out, (*args, *kwargs.values()))
+        if pinned and isinstance(out, Tensor):
+            setattr(out, PINNED, True)
+        return out
+
+    def _inherit(self, func: Callable[..., Any], out: Any, args: tuple[Any, ...]) -> Any:
+        """Marks results that were not marked yet as being where the arguments are."""
+        index = found_index(args)
+        if index is None and default_device.CURRENT_DEVICE is not None:
+            index = self._default_index(func)
+        if index is not None and not (args and out is args[0]):
+            _mark_new(out, index)
+        return out
+
+    def _default_index(self, func: Callable[..., Any]) -> int | None:
+        """Where `torch.set_default_device` or `with torch.device(…)` puts what a factory makes."""
+        if func not in default_device._device_constructors():
+            return None
+        return self._machine.index(default_device.CURRENT_DEVICE)
+
+
+def found_index(args: Iterable[Any]) -> int | None:
+    """Where the first tensor on a virtual device is, also in lists; else -1 if one is known to be on the host."""
+    index = None
+    for arg in args:
+        if isinstance(arg, (list, tuple)):
+            found = found_index(arg) if type(arg) not in _PLAIN_RESULTS else None
+        else:
+            found = getattr(arg, TAG, None)
+        if found is not None:
+            index = found
+            if found >= 0:
+                break
+    return index
+
+
+def _mark_new(out: Any, index: int) -> None:
+    """Marks the tensors of a result that have no mark."""
+    if isinstance(out, Tensor):
+        if getattr(out, TAG, None) is None:
+            mark(out, index)
+    elif isinstance(out, (tuple, list)):
+        for item in out:
+            _mark_new(item, index)
+
+
+def _mark_all(out: Any, index: int) -> None:
+    """Marks the tensors of a result that was placed by name."""
+    if isinstance(out, Tensor):
+        mark(out, index)
+    elif isinstance(out, (tuple, list)):
+        for item in out:
+            _mark_all(item, index)
+
+
+def marked_like(out: Any, args: Iterable[Any]) -> Any:
+    """Marks what a call that no mode sees has made of its arguments, and returns it."""
+    index = found_index(args)
+    if index is not None and index != HOST:
+        _mark_new(out, index)
+    return out

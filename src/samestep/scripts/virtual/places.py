@@ -1,0 +1,240 @@
+"""Places where the mode does not reach by itself: threads, backward passes, loaders, checkpoints, generators."""
+
+import functools
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch._C import _len_torch_function_stack
+from torch.overrides import TorchFunctionMode
+from torch.utils.data import dataloader
+
+from samestep.engine.site import is_script_file
+from samestep.scripts.patch import Patch
+from samestep.scripts.virtual.mode import marked_like
+from samestep.scripts.virtual.registry import CPU, HOST, TAG, Machine, mark
+from samestep.scripts.virtual.streams import VirtualEvent, VirtualStream
+
+
+def patches(machine: Machine, mode: TorchFunctionMode) -> list[Patch]:
+    """All of them."""
+    return [
+        _threads(mode),
+        *_autograd(machine, mode),
+        *_made_by_cpp(machine),
+        *_saved_and_loaded(machine),
+        _generators(),
+        *_asked_of_the_build(),
+        _loaders(),
+        _compiler(machine),
+        *_torchscript(),
+        Patch(torch, "Stream", VirtualStream),
+        Patch(torch, "Event", VirtualEvent),
+    ]
+
+
+def _threads(mode: TorchFunctionMode) -> Patch:
+    """Modes belong to a thread: new ones get it too."""
+    start = threading.Thread.start
+
+    @functools.wraps(start)
+    def start_with_mode(self: threading.Thread) -> None:
+        run = self.run
+
+        def run_with_mode() -> None:
+            del self.run  # it would keep the thread alive
+            with mode:
+                run()
+
+        self.run = run_with_mode  # type: ignore[method-assign]
+        start(self)
+
+    return Patch(threading.Thread, "start", start_with_mode)
+
+
+def _autograd(machine: Machine, mode: TorchFunctionMode) -> list[Patch]:
+    """Backward passes run hooks and custom functions of the script, and torch turns modes off around them."""
+    run_backward = torch.autograd.graph._engine_run_backward
+    apply = vars(torch.autograd.Function)["apply"].__func__
+    hooks = torch.autograd.graph.saved_tensors_hooks
+    init = hooks.__init__
+
+    def run_with_mode(outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        before = machine.thread.unmarked
+        machine.thread.unmarked = machine.where(outputs[0])
+        try:
+            with nullcontext() if _len_torch_function_stack() else mode:
+                return run_backward(outputs, *args, **kwargs)
+        finally:
+            machine.thread.unmarked = before
+
+    def on_the_host(hook: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """Saved tensors come from C++: both hooks see them on the host, so that what they note agrees."""
+
+        def hook_with_mode(saved: Any) -> Any:
+            before, machine.thread.unmarked = machine.thread.unmarked, HOST
+            try:
+                with nullcontext() if _len_torch_function_stack() else mode:
+                    return hook(saved)
+            finally:
+                machine.thread.unmarked = before
+
+        return hook_with_mode
+
+    def hooks_with_mode(self: Any, pack_hook: Callable[[Any], Any], unpack_hook: Callable[[Any], Any]) -> None:
+        init(self, on_the_host(pack_hook), on_the_host(unpack_hook))
+
+    def marking_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        return marked_like(apply(cls, *args, **kwargs), args)
+
+    return [
+        Patch(torch.autograd.graph, "_engine_run_backward", run_with_mode, ("torch.autograd",)),
+        Patch(torch.autograd.Function, "apply", classmethod(marking_apply)),
+        Patch(hooks, "__init__", hooks_with_mode),
+    ]
+
+
+def _made_by_cpp(machine: Machine) -> list[Patch]:
+    """Parameters, tensors on storages, and `torch.set_default_device`, which would name a real device."""
+    make = torch.Tensor._make_subclass
+    context: Any = torch.utils._device.DeviceContext
+    default = context.__torch_function__
+
+    set_storage = torch.Tensor.set_
+
+    def set_(self: Any, source: Any = None, *args: Any, **kwargs: Any) -> Any:
+        out = set_storage(self, *(() if source is None else (source, *args)), **kwargs)
+        index = getattr(source, TAG, None)
+        return out if index is None else mark(out, index)
+
+    def make_subclass(cls: Any, data: Any, *args: Any, **kwargs: Any) -> Any:
+        out = make(cls, data, *args, **kwargs)
+        index = getattr(data, TAG, None)
+        return out if index is None else mark(out, index)
+
+    def with_default(self: Any, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.device.type == "cuda" and not _len_torch_function_stack():  # the mode came first, and knows it
+            return func(*args, **(kwargs or {}))
+        return default(self, func, types, args, kwargs)
+
+    return [
+        Patch(torch.Tensor, "_make_subclass", staticmethod(make_subclass)),
+        Patch(torch.Tensor, "set_", set_),
+        Patch(torch.Tensor, "record_stream", lambda self, s: None),
+        Patch(context, "__torch_function__", with_default),
+    ]
+
+
+def _saved_and_loaded(machine: Machine) -> list[Patch]:
+    """Files hold CPU tensors without marks; a location such as "cuda:0" marks the storage that is read."""
+    state_of: Any = torch._utils._get_obj_state
+    restore: Any = torch.serialization.default_restore_location
+
+    def state_without_mark(holder: Any) -> Any:
+        state = state_of(holder)
+        if isinstance(state, dict) and TAG in state:
+            return {name: value for name, value in state.items() if name != TAG}
+        if isinstance(state, tuple) and state and isinstance(state[0], dict) and TAG in state[0]:
+            return ({name: value for name, value in state[0].items() if name != TAG}, *state[1:])
+        return state
+
+    def restore_location(storage: Any, location: Any) -> Any:
+        name = location.decode() if isinstance(location, bytes) else location
+        if isinstance(name, str) and name.split(":")[0] == "cuda":
+            return mark(storage, machine.index(name) or 0)
+        return restore(storage, location)
+
+    def to_device(self: Any, device: Any = None, non_blocking: bool = False) -> Any:
+        return mark(self.clone(), machine.index(device) or 0)
+
+    storages = (torch.UntypedStorage, torch.TypedStorage)
+    return [
+        Patch(torch._utils, "_get_obj_state", state_without_mark),
+        Patch(torch.serialization, "default_restore_location", restore_location),
+        *(Patch(storage, "cuda", to_device) for storage in storages),
+    ]
+
+
+def _generators() -> Patch:
+    """`torch.Generator("cuda")`: a CPU generator that says it is on the device."""
+    plain: Any = torch._C.Generator
+
+    class AnyGenerator(type(plain)):  # type: ignore[misc]
+        """`isinstance(generator, torch.Generator)` is true of those that C++ made, too."""
+
+        def __instancecheck__(cls, instance: Any) -> bool:
+            return isinstance(instance, plain)
+
+    class Generator(plain, metaclass=AnyGenerator):  # type: ignore[misc]
+        """A generator of the CPU, or of a virtual device."""
+
+        def __new__(cls, device: Any = CPU) -> Any:
+            asked = torch.device(device)
+            if asked.type != "cuda":
+                return plain(device)
+            made = super().__new__(cls)
+            made._asked = torch.device("cuda", asked.index or 0)
+            return made
+
+        @property
+        def device(self) -> torch.device:
+            """The device that was asked for."""
+            return self._asked  # type: ignore[no-any-return]
+
+    return Patch(torch, "Generator", Generator)
+
+
+def _asked_of_the_build() -> list[Patch]:
+    """Whether torch was built for CUDA: yes, if the script asks; libraries would call what is not there."""
+
+    def yes_for_the_script(original: Callable[[], bool]) -> Callable[[], bool]:
+        return lambda: is_script_file(sys._getframe(1).f_code.co_filename) or original()
+
+    cudnn = torch.backends.cudnn
+    return [
+        Patch(torch.backends.cuda, "is_built", yes_for_the_script(torch.backends.cuda.is_built)),
+        Patch(cudnn, "is_available", yes_for_the_script(cudnn.is_available)),
+        Patch(cudnn, "is_acceptable", lambda tensor: False),
+    ]
+
+
+def _loaders() -> Patch:
+    """Loaders pin nothing: a CPU has no use for it, and no thread for it is started."""
+    init = dataloader._BaseDataLoaderIter.__init__
+
+    def init_without_pinning(self: Any, loader: Any) -> None:
+        init(self, loader)
+        self._pin_memory = False
+
+    return Patch(dataloader._BaseDataLoaderIter, "__init__", init_without_pinning)
+
+
+def _compiler(machine: Machine) -> Patch:
+    """`torch.compile` compiles nothing: it would trace the mode."""
+
+    def compile_nothing(model: Any = None, **kwargs: Any) -> Any:
+        machine.adoption.notice("torch.compile does nothing on virtual devices: the script runs eagerly")
+        return (lambda function: function) if model is None else model
+
+    return Patch(torch, "compile", compile_nothing)
+
+
+def _torchscript() -> list[Patch]:
+    """Traced and scripted modules run in C++, which marks nothing; the check of a trace would miss the marks."""
+    call: Any = torch.nn.Module.__call__
+    trace: Any = torch.jit.trace
+
+    def marking_call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return marked_like(call(self, *args, **kwargs), (*args, *kwargs.values()))
+
+    def trace_unchecked(*args: Any, **kwargs: Any) -> Any:
+        return trace(*args, **{**kwargs, "check_trace": False})
+
+    return [
+        Patch(torch.jit.RecursiveScriptModule, "__call__", marking_call),
+        Patch(torch.jit.TopLevelTracedModule, "__call__", marking_call),
+        Patch(torch.jit, "trace", trace_unchecked, ("torch.jit._trace",)),
+    ]

@@ -1,0 +1,140 @@
+"""Real accelerators: a script that names several of them runs in a process that has one.
+
+Not run on hardware: what maps indices is tested without a GPU, what it is plugged into is not.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from samestep.scripts.adoption import Adoption
+from samestep.scripts.patch import Patch, applied
+from samestep.scripts.visible import MAX_DEVICES, num_visible
+
+
+def mapped_device(asked: Any, own: torch.device) -> Any:
+    """What a device argument of the script means in a process with one accelerator.
+
+    Args:
+        asked: an index, a string, a `torch.device`, or anything else, which is returned as it is.
+        own: the accelerator of this process.
+
+    Returns:
+        `own` for each of the script's accelerators; other devices, such as the CPU, as they were asked for.
+
+    Raises:
+        RuntimeError: the index is not one of `MAX_DEVICES`.
+    """
+    if isinstance(asked, bool) or not isinstance(asked, (int, str, torch.device)):
+        return asked
+    if isinstance(asked, int):
+        index: int | None = asked
+    else:
+        device = torch.device(asked)
+        if device.type != own.type:
+            return asked
+        index = device.index
+    if index is not None and not 0 <= index < MAX_DEVICES:
+        raise RuntimeError(
+            f"invalid device ordinal: {own.type}:{index} was asked for; needed: 0 to {MAX_DEVICES - 1}, all of which "
+            "are this process's own device"
+        )
+    return own
+
+
+class OwnMode(TorchFunctionMode):
+    """Sends every device argument through `read`.
+
+    Args:
+        read: what a device argument means.
+    """
+
+    def __init__(self, read: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self._read = read
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """One call; the mode is off while it runs."""
+        if kwargs and kwargs.get("device") is not None:
+            kwargs = {**kwargs, "device": self._read(kwargs["device"])}
+        if (func is Tensor.to or func is Tensor.cuda) and len(args) > 1:
+            args = (args[0], self._read(args[1]), *args[2:])
+        elif func is torch._C._nn._parse_to and args:
+            args = (self._read(args[0]), *args[1:])
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def own_accelerator(adoption: Adoption, device: torch.device) -> Iterator[None]:
+    """The time in which the script sees `num_visible(adoption)` accelerators, and all of them are this process's own.
+
+    What a tensor says about its device is the truth: `x.to("cuda:3").device` is that of this process.
+
+    Args:
+        adoption: says how many accelerators the script sees.
+        device: the accelerator of this process.
+    """
+    if device.type == "cuda":
+        torch.cuda.init()  # before the script can change what the driver shows
+
+    def read(asked: Any) -> Any:
+        return mapped_device(asked, device)
+
+    with applied(_patches(adoption, device, read)), OwnMode(read):
+        yield
+
+
+def _patches(adoption: Adoption, device: torch.device, read: Callable[[Any], Any]) -> list[Patch]:
+    """The names that take an index or count devices; torch's own modules keep counting what there is."""
+    restore: Any = torch.serialization.default_restore_location
+
+    def count() -> int:
+        return num_visible(adoption)
+
+    def restore_location(storage: Any, location: Any) -> Any:
+        name = location.decode() if isinstance(location, bytes) else location
+        return restore(storage, str(read(name)) if name.split(":")[0] == device.type else location)
+
+    def set_device(asked: Any) -> None:
+        read(asked)
+
+    table = [
+        Patch(torch.serialization, "default_restore_location", restore_location),
+        Patch(torch.accelerator, "device_count", count),
+        Patch(torch.accelerator, "set_device_index", set_device),
+    ]
+    if device.type == "cuda":
+        table += _cuda_patches(device, read, count, set_device)
+    return table
+
+
+def _cuda_patches(
+    device: torch.device, read: Callable[[Any], Any], count: Callable[[], int], set_device: Callable[[Any], None]
+) -> list[Patch]:
+    """The names of torch.cuda; most of its functions turn what they are given into an index in one place."""
+    index_of: Any = torch.cuda._utils._get_device_index
+    get_state, set_state = torch.cuda.get_rng_state, torch.cuda.set_rng_state
+
+    def own_index(asked: Any, optional: bool = False, allow_cpu: bool = False) -> Any:
+        if isinstance(asked, int) and asked < 0:
+            return asked
+        return index_of(read(asked), optional, allow_cpu)
+
+    return [
+        Patch(torch.cuda._utils, "_get_device_index", own_index, ("torch.cuda", "torch.cuda.memory")),
+        Patch(torch.cuda, "device_count", count),
+        Patch(torch.cuda, "is_available", lambda: count() > 0),
+        Patch(torch.cuda, "set_device", set_device),
+        Patch(torch.cuda, "get_rng_state", lambda asked="cuda": get_state(read(asked))),
+        Patch(torch.cuda, "set_rng_state", lambda state, asked="cuda": set_state(state, read(asked))),
+    ]

@@ -1,0 +1,222 @@
+"""Regions: what enters and leaves the part of the graph that is shared out, differentiable any number of times.
+
+Outside a region every tensor is whole and equal on all ranks. Inside, each rank has the pieces of its own chunks.
+
+    enter   whole → pieces    cuts a tensor, or hands a parameter to every chunk
+    leave   pieces → whole    joins cut pieces from all ranks, or sums what the chunks have, on the tree
+
+Each is the other's derivative: the gradient of a cut input is joined, that of a parameter is summed, and that of a
+joined output is cut. So `p.grad` is never reduced: what the script adds to it outside the region is there already.
+
+Both nodes are in the graph of every rank, also of one without a chunk: a 0-d token of zeros runs from `enter` to
+`leave`. Autograd runs the nodes of a thread by descending sequence number, so the nodes between the two run in one
+piece, and all ranks meet in the same order (torch/csrc/autograd/engine.cpp, `CompareNodeTaskTime`).
+"""
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from samestep.scripts.adoption import Adoption
+from samestep.scripts.backward import begin_backward, meet_in_backward
+from samestep.scripts.wrapped.exchange import join_pieces, sum_pieces
+
+
+@dataclass(frozen=True)
+class Item:
+    """How a whole tensor relates to its pieces.
+
+    Attributes:
+        kind: "cut" along a dim, "stacked" (a vector of one number a chunk) or "copied" (each chunk has it whole).
+        like: a tensor with the whole's shape, dtype, strides and device, for "copied".
+        shape: the whole's shape.
+        dtype: of whole and pieces.
+        dim: where it is cut.
+        sizes: what each chunk has along `dim`.
+        shapes: of each chunk's piece, if these are laid out flat one after another in the whole, a vector.
+        is_sparse: whether the sum of "copied" pieces is to be sparse by rows, as an embedding's gradient may be.
+    """
+
+    kind: Literal["cut", "stacked", "copied"]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    dim: int = 0
+    sizes: tuple[int, ...] = ()
+    shapes: tuple[tuple[int, ...], ...] = ()
+    like: Tensor | None = None
+    is_sparse: bool = False
+
+    def piece_shape(self, chunk: int) -> tuple[int, ...]:
+        """The shape of a chunk's piece."""
+        if self.kind == "stacked":
+            return ()
+        if self.kind == "copied":
+            return self.shape
+        if self.shapes:
+            return self.shapes[chunk]
+        return (*self.shape[: self.dim], self.sizes[chunk], *self.shape[self.dim + 1 :])
+
+    def piece(self, whole: Tensor, chunk: int) -> Tensor:
+        """A chunk's piece of the whole: a copy, but for "copied", which shares the whole's memory."""
+        if self.kind == "copied":
+            return whole.detach().clone() if whole.ndim == 0 else whole.detach()
+        if self.kind == "stacked":
+            return whole[chunk].clone()
+        piece = whole.narrow(self.dim, sum(self.sizes[:chunk]), self.sizes[chunk]).clone()
+        return piece.view(self.shapes[chunk]) if self.shapes else piece
+
+    def joined(self, pieces: Sequence[Tensor]) -> Tensor:
+        """The whole of all chunks' pieces, contiguous ones; for "cut" and "stacked"."""
+        if self.kind == "stacked":
+            return torch.stack(list(pieces))
+        return torch.cat([piece.view(-1) for piece in pieces] if self.shapes else list(pieces), self.dim)
+
+
+@dataclass(frozen=True)
+class Region:
+    """The ranks and chunks of one wrapped forward, and what crosses its border in one direction.
+
+    Attributes:
+        adoption: of this process.
+        ranges: the chunks of each rank.
+        items: one a tensor.
+        device: where the pieces are.
+        guard: shields the module while the chunks' backward runs, until what it returns is called.
+    """
+
+    adoption: Adoption
+    ranges: tuple[range, ...]
+    items: tuple[Item, ...]
+    device: torch.device
+    guard: Callable[[], Callable[[], None]] | None = None
+
+    @property
+    def mine(self) -> range:
+        """This rank's chunks."""
+        return self.ranges[self.adoption.rank]
+
+    def select(self, present: Sequence[bool]) -> "Region":
+        """The region of some of the items."""
+        items = tuple(item for item, here in zip(self.items, present, strict=True) if here)
+        return Region(self.adoption, self.ranges, items, self.device, self.guard)
+
+    def by_item(self, pieces: Sequence[Any]) -> list[list[Any]]:
+        """Pieces, given item by item and chunk by chunk, as a list an item."""
+        count = len(self.mine)
+        return [list(pieces[index * count : (index + 1) * count]) for index in range(len(self.items))]
+
+
+def enter(region: Region, wholes: Sequence[Tensor]) -> tuple[Tensor, list[list[Tensor]]]:
+    """Takes whole tensors into a region.
+
+    Returns:
+        The token, and this rank's pieces: one list an item, one piece a chunk.
+    """
+    token, *pieces = _Enter.apply(region, *wholes)  # type: ignore[no-untyped-call]
+    return token, region.by_item(pieces)
+
+
+def leave(region: Region, token: Tensor, pieces: Sequence[Sequence[Tensor]], wholes: Sequence[Tensor]) -> list[Tensor]:
+    """Takes pieces out of a region.
+
+    Args:
+        region: with an item a whole tensor.
+        token: from `enter`.
+        pieces: this rank's, one list an item.
+        wholes: their wholes, which have been exchanged already.
+    """
+    flat = [piece for row in pieces for piece in row]
+    return list(_Leave.apply(region, list(wholes), token, *flat))  # type: ignore[no-untyped-call]
+
+
+class _Enter(torch.autograd.Function):
+    """Whole to pieces; its derivative is `_Leave`."""
+
+    @staticmethod
+    def forward(ctx: Any, region: Region, *wholes: Tensor) -> tuple[Tensor, ...]:
+        ctx.region = region
+        ctx.set_materialize_grads(False)
+        with torch._C.DisableTorchFunction():  # virtual devices have nothing to see here
+            pairs = list(zip(region.items, wholes, strict=True))
+            pieces = [item.piece(whole, chunk) for item, whole in pairs for chunk in region.mine]
+            token = torch.zeros((), device=region.device)
+        ctx.save_for_backward(token)
+        return (token, *pieces)
+
+    @staticmethod
+    def backward(ctx: Any, token_gradient: Tensor | None, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        adoption: Adoption = ctx.region.adoption
+        with torch._C.DisableTorchFunction():
+            token = torch.zeros((), device=ctx.region.device)
+            if torch.is_grad_enabled():  # a second derivative must find its way through both
+                (entered,) = ctx.saved_tensors
+                token = entered if token_gradient is None else entered + token_gradient
+            meet_in_backward(adoption)
+            return (None, *_Leave.apply(ctx.region, None, token, *gradients))  # type: ignore[no-untyped-call]
+
+
+class _Leave(torch.autograd.Function):
+    """Pieces to whole; its derivative is `_Enter`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, region: Region, wholes: list[Tensor] | None, token: Tensor, *pieces: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        ctx.region = region
+        ctx.present = tuple(piece is not None for piece in pieces)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(token)
+        return tuple(wholes if wholes is not None else exchange(region, region.by_item(pieces)))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        present = [gradient is not None for gradient in gradients]
+        region = ctx.region.select(present)
+        # Whoever checkpoints the wrapped forward as a whole repeats it when a saved tensor is read: here, on all ranks.
+        # A second backward, through another result, finds it freed; the nodes inside decide whether that is an error.
+        with contextlib.suppress(RuntimeError):
+            _ = ctx.saved_tensors
+        begin_backward(region.adoption, region.guard)
+        token, *pieces = _Enter.apply(region, *[g for g in gradients if g is not None])  # type: ignore[no-untyped-call]
+        by_item = iter(region.by_item(pieces))
+        absent = [None] * len(region.mine)
+        flat = [piece for here in present for piece in (next(by_item) if here else absent)]
+        return (None, None, token, *[piece if was else None for piece, was in zip(flat, ctx.present, strict=True)])
+
+
+def exchange(region: Region, pieces: Sequence[Sequence[Tensor | None]]) -> list[Tensor | None]:
+    """The wholes of all items, with the pieces of all ranks.
+
+    A "cut" piece that is None counts as zeros; a "copied" item is None where every chunk of every rank has None.
+    """
+    wholes: list[Tensor | None] = [None] * len(region.items)
+    joined = [index for index, item in enumerate(region.items) if item.kind != "copied"]
+    summed = [index for index, item in enumerate(region.items) if item.kind == "copied"]
+    if summed:
+        likes = [item.like for index in summed if (item := region.items[index]).like is not None]
+        sums = sum_pieces(region.adoption.communicator, region.ranges, likes, [pieces[index] for index in summed])
+        for index, total in zip(summed, sums, strict=True):
+            wholes[index] = total if total is None or not region.items[index].is_sparse else total.to_sparse(1)
+    if joined:
+        rows = [
+            [
+                _filled(region.items[i], piece, chunk, region)
+                for piece, chunk in zip(pieces[i], region.mine, strict=True)
+            ]
+            for i in joined
+        ]
+        items = [region.items[index] for index in joined]
+        for index, whole in zip(joined, join_pieces(region.adoption, region.ranges, items, rows), strict=True):
+            wholes[index] = whole
+    return wholes
+
+
+def _filled(item: Item, piece: Tensor | None, chunk: int, region: Region) -> Tensor:
+    """The piece, or zeros for one that is not there."""
+    if piece is not None:
+        return piece
+    return torch.zeros(item.piece_shape(chunk), dtype=item.dtype, device=region.device)

@@ -1,0 +1,238 @@
+"""Results: what the chunks of a wrapped forward returned, joined on every rank as `torch.nn.parallel.gather` does.
+
+Tensors are joined along `dim`, a 0-d tensor becomes a vector with one entry a chunk; lists, tuples, named tuples, dicts
+and dataclasses are joined entry by entry; None, numbers and strings must be the same in every chunk.
+"""
+
+import math
+import pickle
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from samestep.comm.communicator import DTYPES
+from samestep.errors import UsageError
+from samestep.scripts.adoption import Adoption
+from samestep.scripts.wrapped.exchange import join_pieces, pack, unpack
+from samestep.scripts.wrapped.regions import Item, Region, leave
+from samestep.scripts.wrapped.structure import is_tensor, put_together, take_apart
+
+MAX_DIMS = 8
+FORM_WORDS = 3 + MAX_DIMS
+IDLE = -1
+UNLIKE = -2
+
+Form = list[int]
+
+
+class Results:
+    """This rank's results.
+
+    Args:
+        device: where they are exchanged.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.leaves: list[list[Tensor]] = []
+        self.templates: list[Any] = []
+        self._device = device
+
+    def add(self, result: Any) -> None:
+        """Takes what a chunk returned.
+
+        Raises:
+            UsageError: a tensor that cannot be joined.
+        """
+        leaves, template = take_apart(result, is_tensor, dataclasses=True)
+        for leaf in leaves:
+            if leaf.layout != torch.strided or leaf.is_quantized or leaf.dtype not in DTYPES or leaf.ndim > MAX_DIMS:
+                raise UsageError(
+                    f"the wrapped forward returned a tensor of layout {leaf.layout}, dtype {leaf.dtype} and "
+                    f"{leaf.ndim} dims; results to be joined are dense, of a plain dtype and of at most {MAX_DIMS} dims"
+                )
+        leaves = [leaf.resolve_conj().resolve_neg() for leaf in leaves]
+        self.leaves.append([leaf if leaf.device == self._device else leaf.to(self._device) for leaf in leaves])
+        self.templates.append(template)
+
+    def words(self) -> list[int]:
+        """For the header: number of leaves (or `IDLE`, `UNLIKE`), and a checksum of the template."""
+        if not self.leaves:
+            return [IDLE, 0]
+        sums = {zlib.crc32(describe(template)) for template in self.templates}
+        if len({len(row) for row in self.leaves}) > 1 or len(sums) > 1:
+            return [UNLIKE, 0]
+        return [len(self.leaves[0]), sums.pop()]
+
+    def packed(self, world_size: int) -> Tensor | None:
+        """The forms of all leaves and their bytes, [n] uint8; None without results, or where nobody else is."""
+        if not self.leaves or not self.leaves[0] or world_size == 1:
+            return None
+        forms = torch.tensor([form_of(leaf) for row in self.leaves for leaf in row], dtype=torch.int64)
+        tensors = [forms.to(self._device), *(leaf.detach().contiguous() for row in self.leaves for leaf in row)]
+        return pack(tensors, self._device)
+
+
+def gather_results(
+    adoption: Adoption,
+    results: Results,
+    words_by_rank: Sequence[Sequence[int]],
+    packed_by_rank: Sequence[Tensor],
+    region: Region,
+    token: Tensor | None,
+    *,
+    dim: int | None,
+    output_devices: Sequence[int],
+) -> Any:
+    """Joins the results of all ranks.
+
+    Args:
+        adoption: of this process.
+        results: this rank's.
+        words_by_rank: each rank's `Results.words`.
+        packed_by_rank: each rank's `Results.packed`.
+        region: the chunks ran in it.
+        token: from `enter`; None if nothing that requires grad entered the region.
+        dim: along which tensors are joined; None leaves the results of each chunk by themselves.
+        output_devices: where they are, as the script counts devices: one, or one a chunk if they are not joined.
+
+    Returns:
+        The result; a list with that of each chunk if they are not joined.
+
+    Raises:
+        UsageError: the chunks returned what cannot be joined; on all ranks.
+    """
+    busy = [tuple(words) for words in words_by_rank if words[0] != IDLE]
+    if len(set(busy)) > 1 or busy[0][0] == UNLIKE:
+        raise UsageError(
+            "the chunks of a wrapped forward returned different things: other containers, other keys, or numbers and "
+            "strings that differ; return tensors, whose entries are joined"
+        )
+    num_leaves, template_sum = busy[0]
+    template = _shared_template(adoption, results, template_sum, has_idle=len(busy) < adoption.world_size)
+    if num_leaves == 0:
+        return put_together(template, []) if dim is not None else [put_together(template, []) for _ in output_devices]
+    if adoption.world_size == 1:
+        forms = [[form_of(leaf) for leaf in row] for row in results.leaves]
+        items = [_item(column, dim) for column in zip(*forms, strict=True)]
+        wholes = join_pieces(adoption, region.ranges, items, list(zip(*results.leaves, strict=True)))
+    else:
+        items, forms, wholes = _unpacked(packed_by_rank, num_leaves, dim, region)
+    values = _differentiable(results, items, forms, wholes, region, token)
+    if dim is not None:
+        return put_together(template, [adoption.mark(value, output_devices[0]) for value in values])
+    columns = [value.split(list(item.sizes)) for item, value in zip(items, values, strict=True)]
+    return [
+        put_together(
+            template,
+            [
+                adoption.mark(column[chunk].view(item.shapes[chunk]).clone(), device)
+                for item, column in zip(items, columns, strict=True)
+            ],
+        )
+        for chunk, device in enumerate(output_devices)
+    ]
+
+
+def describe(template: Any) -> bytes:
+    """A template as bytes that are equal for equal templates; by its representation where it does not pickle."""
+    try:
+        return pickle.dumps(template)
+    except Exception:  # whatever a class of the script's raises in its __reduce__
+        return repr(template).encode()
+
+
+def form_of(leaf: Tensor) -> Form:
+    """A tensor's form as `FORM_WORDS` integers: dtype, whether it requires grad, number of dims, sizes."""
+    return [DTYPES.index(leaf.dtype), int(leaf.requires_grad), leaf.ndim, *leaf.shape, *[0] * (MAX_DIMS - leaf.ndim)]
+
+
+def _unpacked(
+    buffers: Sequence[Tensor], num_leaves: int, dim: int | None, region: Region
+) -> tuple[list[Item], list[list[Form]], list[Tensor]]:
+    """Items, forms by chunk and leaf, and wholes, of the packed results of all ranks."""
+    forms: list[list[Form]] = []
+    offsets = []
+    for chunks, buffer in zip(region.ranges, buffers, strict=True):
+        count = len(chunks) * num_leaves
+        table, offset = unpack(buffer, 0, torch.int64, (count, FORM_WORDS)) if count else (torch.empty(0), 0)
+        rows = table.tolist()
+        forms += [rows[k * num_leaves : (k + 1) * num_leaves] for k in range(len(chunks))]
+        offsets.append(offset)
+    items = [_item(column, dim) for column in zip(*forms, strict=True)]
+    pieces: list[list[Tensor]] = [[] for _ in items]
+    for chunks, buffer, start in zip(region.ranges, buffers, offsets, strict=True):
+        offset = start
+        for chunk in chunks:
+            for item, row in zip(items, pieces, strict=True):
+                piece, offset = unpack(buffer, offset, item.dtype, item.piece_shape(chunk))
+                row.append(piece)
+    return items, forms, [item.joined(row) for item, row in zip(items, pieces, strict=True)]
+
+
+def _item(forms: Sequence[Form], dim: int | None) -> Item:
+    """How the pieces of one leaf, chunk by chunk, make a whole."""
+    shapes = [tuple(form[3 : 3 + form[2]]) for form in forms]
+    dtypes = {form[0] for form in forms}
+    ndim = len(shapes[0])
+    dtype = DTYPES[forms[0][0]]
+    if dim is None and len(dtypes) == 1:
+        sizes = tuple(math.prod(shape) for shape in shapes)
+        return Item("cut", (sum(sizes),), dtype, 0, sizes, tuple(shapes))
+    if ndim == 0 and len(set(shapes)) == 1 and len(dtypes) == 1:
+        return Item("stacked", (len(forms),), dtype)
+    along = dim % ndim if dim is not None and ndim and -ndim <= dim < ndim else None
+    if along is None or len(dtypes) > 1 or len({_without(shape, along) for shape in shapes}) > 1:
+        found = ", ".join(sorted({f"{list(s)} {DTYPES[f[0]]}" for s, f in zip(shapes, forms, strict=True)}))
+        raise UsageError(
+            f"the chunks of a wrapped forward returned tensors that cannot be joined along dim={dim or 0}: {found}. "
+            "Only that dim may differ; return what has the batch along it, or pad to a fixed size"
+        )
+    sizes = tuple(shape[along] for shape in shapes)
+    return Item("cut", (*shapes[0][:along], sum(sizes), *shapes[0][along + 1 :]), dtype, along, sizes)
+
+
+def _without(shape: tuple[int, ...], dim: int) -> tuple[int, ...]:
+    return (len(shape), *shape[:dim], *shape[dim + 1 :])
+
+
+def _shared_template(adoption: Adoption, results: Results, template_sum: int, has_idle: bool) -> Any:
+    """The template; ranks without a chunk get it from rank 0, which always has one, when it is first seen."""
+    known = adoption.templates
+    if has_idle and template_sum not in known:
+        ours = None
+        if results.templates:
+            try:
+                ours = pickle.dumps(results.templates[0])
+            except Exception:  # whatever a class of the script's raises in its __reduce__
+                ours = None
+        data = adoption.share("the structure of a result", ours, 0)
+        if data is None:
+            raise UsageError(
+                "the wrapped forward returned an object that does not pickle, and some ranks had no chunk of this "
+                "batch: define its class at the top of a module, or use no more devices than there are chunks"
+            )
+        known[template_sum] = data
+    return results.templates[0] if results.templates else pickle.loads(known[template_sum])
+
+
+def _differentiable(
+    results: Results,
+    items: Sequence[Item],
+    forms: Sequence[Sequence[Form]],
+    wholes: Sequence[Tensor],
+    region: Region,
+    token: Tensor | None,
+) -> list[Tensor]:
+    """The wholes, of which those that require grad in any chunk lead back into the region."""
+    tracked = [index for index in range(len(items)) if any(row[index][1] for row in forms)]
+    values = list(wholes)
+    if tracked and torch.is_grad_enabled():
+        if token is None:
+            token = torch.zeros((), device=region.device, requires_grad=True)
+        for index in tracked:  # a node each: a backward from one result must not use up the graph of the others
+            border = Region(region.adoption, region.ranges, (items[index],), region.device, region.guard)
+            (values[index],) = leave(border, token, [[row[index] for row in results.leaves]], [wholes[index]])
+    return values

@@ -1,0 +1,121 @@
+"""The summarize_tensor: a few numbers in place of a tensor, by which two runs tell how far apart their tensors are.
+
+A summarize_tensor is linear: a tensor's elements, in float64, are multiplied by fixed random signs and added up in
+`WIDTH` buckets. The 2-norm of the difference of two sketches estimates the 2-norm of the difference of the tensors,
+within a third or so (Charikar, Chen, Farach-Colton: Finding Frequent Items in Data Streams, 2002). Nothing here draws
+from a generator of the program's.
+"""
+
+import math
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from samestep.data.batch import flattened, tensor_checksum
+from samestep.data.nested import leaves
+
+WIDTH = 16
+CHUNK = 1 << 18
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """A tensor as this rank holds it: plain, without gradient, dense."""
+    found = tensor.detach()
+    if hasattr(found, "to_local"):
+        found = found.to_local()
+    return found.to_dense() if found.layout != torch.strided else found
+
+
+@torch.no_grad()
+def summarize_tensor(tensor: Tensor) -> list[float]:
+    """A tensor's summarize_tensor: `WIDTH` numbers."""
+    total = _summarize_rows(_as_numbers(tensor).reshape(1, -1))
+    return [float(value) for value in total[0].tolist()]
+
+
+@torch.no_grad()
+def summarize_rows(tensor: Tensor) -> list[list[float]]:
+    """The summarize_tensor of each row (entry along dim 0) of a tensor."""
+    numbers = _as_numbers(tensor)
+    rows: list[list[float]] = _summarize_rows(numbers.reshape(numbers.shape[0], -1)).tolist()
+    return rows
+
+
+@torch.no_grad()
+def norm(tensor: Tensor) -> float:
+    """A tensor's 2-norm, in float64."""
+    numbers = _as_numbers(tensor)
+    exact = numbers if numbers.is_floating_point() else numbers.to(torch.float64)
+    return float(torch.linalg.vector_norm(exact, dtype=torch.float64))
+
+
+@torch.no_grad()
+def bits(tensor: Tensor) -> int:
+    """A checksum of a tensor's bytes that depends on their positions."""
+    return int(tensor_checksum(local_part(tensor)))
+
+
+def distance(ours: Sequence[float], theirs: Sequence[float]) -> float:
+    """About how far apart, by 2-norm, the tensors of two sketches are; NaN where both are NaN counts as equal."""
+    if list(map(repr, ours)) == list(map(repr, theirs)):
+        return 0.0
+    total = math.fsum((a - b) ** 2 for a, b in zip(ours, theirs, strict=True))
+    return math.sqrt(total) if total == total else math.inf
+
+
+@torch.no_grad()
+def row_checksums(value: Any, length: int) -> list[int]:
+    """A checksum of each sample of a nested value: its rows of all tensors and arrays with `length` rows."""
+    total = torch.zeros(length, dtype=torch.int64)
+    for leaf in leaves(value):
+        tensor = torch.from_numpy(leaf) if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "fiub" else leaf
+        if not isinstance(tensor, Tensor) or tensor.ndim == 0 or tensor.shape[0] != length:
+            continue
+        plain = flattened(local_part(tensor).resolve_conj().resolve_neg()).cpu()
+        words = plain.view({1: torch.uint8, 2: torch.int16}.get(plain.element_size(), torch.int32)).reshape(length, -1)
+        weights, total = _weights(words.shape[1]), total * 1_000_003
+        step = max(1, CHUNK // max(1, words.shape[1]))
+        for start in range(0, length, step):
+            part = words[start : start + step].to(torch.int64)
+            total[start : start + step] += ((part + 1) * weights).sum(1)
+    rows: list[int] = total.tolist()
+    return rows
+
+
+def num_rows(value: Any) -> int | None:
+    """The common length of dim 0 of the tensors in a nested value; None if there is none."""
+    lengths = {leaf.shape[0] for leaf in leaves(value) if isinstance(leaf, Tensor | np.ndarray) and leaf.ndim > 0}
+    return lengths.pop() if len(lengths) == 1 else None
+
+
+def _as_numbers(tensor: Tensor) -> Tensor:
+    """A tensor with real entries, of the same number of rows."""
+    plain = local_part(tensor).resolve_conj().resolve_neg()
+    return torch.view_as_real(plain) if plain.is_complex() else plain
+
+
+def _summarize_rows(rows: Tensor) -> Tensor:
+    """[n, k] numbers as [n, WIDTH] sketches."""
+    total = torch.zeros(rows.shape[0], WIDTH, dtype=torch.float64)
+    for start in range(0, rows.shape[1], CHUNK):
+        part = rows[:, start : start + CHUNK].to("cpu", torch.float64) * _signs()[: rows.shape[1] - start]
+        part = torch.nn.functional.pad(part, (0, -part.shape[1] % WIDTH))
+        total += part.reshape(rows.shape[0], -1, WIDTH).sum(1)
+    return total
+
+
+@cache
+def _signs() -> Tensor:
+    """[CHUNK] fixed random signs."""
+    generator = np.random.Generator(np.random.Philox(key=20_260_131))
+    return torch.from_numpy(generator.integers(0, 2, CHUNK).astype(np.float64) * 2 - 1)
+
+
+def _weights(length: int) -> Tensor:
+    """Odd weights that depend on the position: [length]."""
+    positions = torch.arange(1, length + 1)
+    return ((positions * -7046029254386353131) ^ (positions << 17)) | 1

@@ -1,0 +1,272 @@
+"""Adopting: runs a small script on real processes, as `samestep run` does, or on one device under the reference."""
+
+import builtins
+import gc
+import io
+import logging
+import os
+import random
+import sys
+import traceback
+import warnings
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from reference import ReferenceDataParallel, from_the_left, in_pairs, reference_data_parallel, replicate
+from torch import nn
+
+from samestep.launcher.program import run_script
+from samestep.scripts.adoption import Adoption
+from samestep.scripts.patch import Patch, applied
+
+FOLDS = {"tree": in_pairs, "left": from_the_left}
+OWNERS = (torch, torch.random, torch.cuda, torch.Tensor, nn.Module, nn.DataParallel, nn.parallel, os, os.path, builtins)
+
+
+@dataclass(frozen=True)
+class Bits:
+    """A tensor or a float, to the bit."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data: bytes
+
+    def tensor(self) -> torch.Tensor:
+        """The values again."""
+        return torch.frombuffer(bytearray(self.data), dtype=getattr(torch, self.dtype)).view(self.shape)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a script on one rank.
+
+    Attributes:
+        stdout: what it printed.
+        stderr: what it wrote to stderr.
+        result: its global `RESULT`: by path, a `Bits` for tensors and floats, anything else as it is.
+        chunks: (forward, chunk) of each chunk that ran on this rank; under the reference, all.
+        error: the name of the exception that ended it; empty if none did.
+        message: the exception's text.
+        frames: (file, line) of the exception's traceback, the innermost last.
+        exit_code: what it gave `sys.exit`.
+    """
+
+    stdout: str
+    stderr: str
+    result: dict[str, Any]
+    chunks: tuple[tuple[int, int], ...]
+    error: str = ""
+    message: str = ""
+    frames: tuple[tuple[str, int], ...] = ()
+    exit_code: Any = None
+
+
+def run(worlds, n, path, num_microbatches=4, argv=(), *, cwd, seed=None, wrap=None, num_devices=None, environment=None):
+    """Runs a script under adoption.
+
+    Args:
+        worlds: the fixture.
+        n: how many processes.
+        path: the script.
+        num_microbatches: V; None leaves it to the script.
+        argv: its arguments.
+        cwd: the folder it runs in; made if it is not there.
+        seed: as of `samestep run --seed`.
+        wrap: as of `samestep run --wrap`.
+        num_devices: how many devices the script sees; n if None.
+        environment: variables to set.
+
+    Returns:
+        An `Outcome` a rank.
+    """
+    Path(cwd).mkdir(parents=True, exist_ok=True)
+    settings = {"num_microbatches": num_microbatches, "num_devices": num_devices or n, "seed": seed, "wrap": wrap}
+    return worlds(n).run(run_adopted, str(path), tuple(argv), str(cwd), settings, environment or {})
+
+
+def run_reference(worlds, path, num_microbatches=4, argv=(), *, cwd, num_devices=4, fold="tree"):
+    """Runs a script under the reference, in one process; an `Outcome`.
+
+    Args:
+        worlds: the fixture.
+        path: the script.
+        num_microbatches: the number of chunks; None leaves it to the script.
+        argv: its arguments.
+        cwd: the folder it runs in; made if it is not there.
+        num_devices: how many devices the script sees.
+        fold: how gradients of the copies are added up, "tree" or "left".
+    """
+    Path(cwd).mkdir(parents=True, exist_ok=True)
+    return worlds(1).run(run_referenced, str(path), tuple(argv), str(cwd), num_microbatches, num_devices, fold)[0]
+
+
+def run_adopted(communicator, path, argv, cwd, settings, environment):
+    """On one rank: the script under adoption."""
+    from samestep.scripts.script import adopted  # compiles much of torch, which the workers have at hand
+
+    adoption = Adoption(communicator, settings["num_microbatches"], settings["num_devices"])
+    context = adopted(adoption, virtual=True, seed=settings["seed"], wrap=settings["wrap"])
+    return _run(path, argv, cwd, environment, context, lambda: tuple(adoption.chunks_run))
+
+
+def run_referenced(communicator, path, argv, cwd, num_microbatches, num_devices, fold):
+    """On the only rank: the script with the reference in the place of torch's DataParallel."""
+    counts: list[int] = []
+    context = _referenced(Adoption(communicator, num_microbatches, num_devices), FOLDS[fold], counts)
+    chunks = lambda: tuple((number, chunk) for number, count in enumerate(counts) for chunk in range(count))  # noqa: E731
+    return _run(path, argv, cwd, {}, context, chunks)
+
+
+@contextmanager
+def _referenced(adoption, fold, counts):
+    """The time in which torch's DataParallel is the reference, on virtual devices."""
+    from samestep.scripts.virtual.devices import virtual_devices
+
+    patches = _substitutes(adoption.num_microbatches, fold, counts)
+    with _generators_preserved(), virtual_devices(adoption), applied(patches):
+        yield
+
+
+def _substitutes(num_microbatches, fold, counts):
+    """The reference by the names that scripts use."""
+
+    def number(device_ids):
+        return num_microbatches or (torch.cuda.device_count() if device_ids is None else len(device_ids))
+
+    class DataParallel(ReferenceDataParallel):
+        def __init__(self, module, device_ids=None, output_device=None, dim=0):
+            super().__init__(module, number(device_ids), dim)
+            self.device_ids = list(range(self.num_chunks))
+            self.output_device = 0
+
+        def forward(self, *inputs, **kwargs):
+            if all(getattr(type(self), name) is getattr(DataParallel, name) for name in ("scatter", "gather")):
+                return super().forward(*inputs, **kwargs)
+            inputs, kwargs = self.scatter(inputs, kwargs, self.device_ids)
+            replicas = self.replicate(self.module, self.device_ids[: len(inputs)])
+            return self.gather(self.parallel_apply(replicas, inputs, kwargs), self.output_device)
+
+        def scatter(self, inputs, kwargs, device_ids):
+            return nn.parallel.scatter_gather.scatter_kwargs(inputs, kwargs, device_ids, self.dim)
+
+        def replicate(self, module, device_ids):
+            return nn.parallel.replicate(module, device_ids)
+
+        def parallel_apply(self, replicas, inputs, kwargs):
+            return nn.parallel.parallel_apply(replicas, inputs, kwargs)
+
+        def gather(self, outputs, output_device):
+            return nn.parallel.gather(outputs, output_device, self.dim)
+
+    def data_parallel(module, inputs, device_ids=None, output_device=None, dim=0, module_kwargs=None):
+        return reference_data_parallel(module, inputs, number(device_ids), dim, module_kwargs, counts, fold)
+
+    def by_hand(replicas, inputs, kwargs_tup=None, devices=None):
+        counts.append(len(replicas))
+        calls = zip(replicas, inputs, kwargs_tup or [{}] * len(replicas), strict=True)
+        return [
+            replica(*(args if isinstance(args, list | tuple) else (args,)), **kwargs) for replica, args, kwargs in calls
+        ]
+
+    DataParallel.log, DataParallel.fold = counts, staticmethod(fold)
+    DataParallel.__module__, DataParallel.__qualname__ = "torch.nn", "DataParallel"  # so that it pickles
+    aliases = ("torch.nn.parallel", "torch.nn.parallel.data_parallel")
+    return [
+        Patch(nn, "DataParallel", DataParallel, aliases=aliases),
+        Patch(nn.parallel, "data_parallel", data_parallel, aliases=aliases[1:]),
+        Patch(nn.parallel, "replicate", lambda module, devices: replicate(module, len(devices), fold)),
+        Patch(nn.parallel, "parallel_apply", by_hand),
+    ]
+
+
+def _run(path, argv, cwd, environment, context, chunks):
+    """Runs a script in a context, and puts everything else back as well."""
+    streams = [io.TextIOWrapper(io.BytesIO(), encoding="utf-8", write_through=True) for _ in range(2)]
+    before, ended = _fingerprint(), {}
+    gc.freeze()  # so that the collection at the end looks at nothing but what the script made
+    with _put_back(cwd, environment), redirect_stdout(streams[0]), redirect_stderr(streams[1]):
+        try:
+            with context:
+                run_script(path, argv)
+        except SystemExit as exit:
+            ended = {"exit_code": exit.code}
+        except BaseException as error:
+            frames = tuple(
+                (Path(frame.filename).name, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)
+            )
+            ended = {"error": type(error).__name__, "message": str(error), "frames": frames}
+        result = dict(_flat(vars(sys.modules["__main__"]).get("RESULT", {})))
+        texts = [stream.buffer.getvalue().decode() for stream in streams]
+    gc.collect()
+    gc.unfreeze()
+    left = sorted(name for name, value in _fingerprint().items() if before.get(name, value) != value)
+    assert not left, f"adoption left these changed: {left}"
+    return Outcome(texts[0], texts[1], result, chunks(), **ended)
+
+
+def _flat(value, path=""):
+    """The entries of a nested value, by path."""
+    if isinstance(value, torch.Tensor):
+        plain = value.detach().cpu().contiguous()
+        data = plain.view(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b""
+        yield path, Bits(str(plain.dtype).removeprefix("torch."), tuple(plain.shape), data)
+    elif isinstance(value, dict):
+        for key, entry in value.items():
+            yield from _flat(entry, f"{path}/{key}")
+    elif isinstance(value, list | tuple):
+        for index, entry in enumerate(value):
+            yield from _flat(entry, f"{path}/{index}")
+    elif isinstance(value, float):
+        yield path, Bits("float64", (), np.float64(value).tobytes())
+    else:
+        yield path, value
+
+
+def _fingerprint():
+    """Which objects the places hold that adoption may change."""
+    return {f"{owner.__name__}.{name}": id(value) for owner in OWNERS for name, value in list(vars(owner).items())}
+
+
+@contextmanager
+def _put_back(cwd, environment):
+    """The time in which this process is another program; afterwards it is itself again."""
+    folder, argv, search_path, main = os.getcwd(), sys.argv, list(sys.path), sys.modules["__main__"]
+    variables, modules = dict(os.environ), set(sys.modules)
+    handlers, level = list(logging.root.handlers), logging.root.level
+    os.chdir(cwd)
+    os.environ.update(environment)
+    try:
+        with warnings.catch_warnings():
+            yield
+    finally:
+        os.chdir(folder)
+        os.environ.clear()
+        os.environ.update(variables)
+        own = str(Path(sys.argv[0]).parent)
+        sys.argv, sys.path[:], sys.modules["__main__"] = argv, search_path, main
+        for name in set(sys.modules) - modules:
+            if str(getattr(sys.modules[name], "__file__", None) or "").startswith(own):
+                del sys.modules[name]
+        for handler in set(logging.root.handlers) - set(handlers):
+            handler.close()
+        logging.root.handlers[:] = handlers
+        logging.root.setLevel(level)
+        torch.set_default_dtype(torch.float32)
+        torch.set_grad_enabled(True)
+
+
+@contextmanager
+def _generators_preserved():
+    """The time after which the process's generators are where they were."""
+    states, of_numpy = (torch.get_rng_state(), np.random.get_state(), random.getstate()), np.random.get_bit_generator()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(states[0])
+        np.random.set_bit_generator(of_numpy)
+        np.random.set_state(states[1])
+        random.setstate(states[2])

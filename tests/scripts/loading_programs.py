@@ -1,0 +1,502 @@
+"""Loaders of many kinds, and what a script sees of them: the batches, and the generators after each."""
+
+import hashlib
+import io
+import os
+import pickle
+import random
+import threading
+import time
+from collections import namedtuple
+from contextlib import ExitStack, redirect_stdout
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import psutil
+import torch
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    TensorDataset,
+    get_worker_info,
+)
+from torch.utils.data.datapipes.iter import IterableWrapper
+
+from samestep.engine import drawing
+from samestep.scripts import output
+from samestep.scripts.adoption import Adoption
+from samestep.scripts.loading import choice, rank0_loader, round_robin, split_workers
+from samestep.scripts.patch import Patch, applied
+
+Pair = namedtuple("Pair", "image label")
+
+
+@dataclass
+class Sample:
+    """A batch that is no tensor."""
+
+    values: torch.Tensor
+    names: list
+
+
+class Computed(Dataset):
+    """Samples that are computed; the folder's file `fetched` says who fetched which."""
+
+    def __init__(self, folder, size=22, form="tuple"):
+        self.path = os.path.join(folder, "fetched")
+        self.size = size
+        self.form = form
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, index):
+        with open(self.path, "a") as file:
+            file.write(f"{index}\n")
+        image = torch.full((3, 4), float(index)) / 7
+        if self.form == "dict":
+            return {"image": image, "label": index, "array": np.arange(3, dtype=np.int16) * index, "name": f"n{index}"}
+        return Pair(image, index) if self.form == "named" else (image, index)
+
+
+class Augmented(Computed):
+    """Samples to which every generator adds something."""
+
+    def __getitem__(self, index):
+        image, label = super().__getitem__(index)
+        return image + torch.rand(1) + np.random.rand() + random.random(), label
+
+
+class Late(Computed):
+    """Samples that draw a random number from the tenth on."""
+
+    def __getitem__(self, index):
+        image, label = super().__getitem__(index)
+        return image + (random.random() if index >= 10 else 0), label
+
+
+class OwnGenerator(Computed):
+    """Samples that draw from a generator of the dataset's own."""
+
+    def __init__(self, folder):
+        super().__init__(folder)
+        self.generator = np.random.default_rng(3)
+
+    def __getitem__(self, index):
+        image, label = super().__getitem__(index)
+        return image + self.generator.random(), label
+
+
+class Counting(Computed):
+    """Samples that depend on how many were fetched before."""
+
+    def __init__(self, folder):
+        super().__init__(folder)
+        self.num_fetched = 0
+
+    def __getitem__(self, index):
+        self.num_fetched += 1
+        image, label = super().__getitem__(index)
+        return image + self.num_fetched, label
+
+
+class Failing(Computed):
+    """The sample 13 is broken."""
+
+    def __init__(self, folder, error):
+        super().__init__(folder)
+        self.error = error
+
+    def __getitem__(self, index):
+        if index == 13:
+            raise self.error
+        return super().__getitem__(index)
+
+
+class LocalError(Exception):
+    """Pickle cannot make it again: it is made of two arguments and keeps one."""
+
+    def __init__(self, first, second):
+        super().__init__(f"{first} and {second}")
+
+
+class LockedError(Exception):
+    """Cannot be sent at all: it holds a lock."""
+
+    def __init__(self):
+        super().__init__("here")
+        self.lock = threading.Lock()
+
+
+class Wide(Computed):
+    """Samples so large that their batches travel in pieces."""
+
+    def __getitem__(self, index):
+        super().__getitem__(index)
+        return torch.full((3, 200, 200), index, dtype=torch.float32), index
+
+
+class Held(Computed):
+    """Samples that are parts of a tensor in memory."""
+
+    def __init__(self, folder):
+        super().__init__(folder)
+        self.table = torch.arange(44.0).view(22, 2)
+
+    def __getitem__(self, index):
+        super().__getitem__(index)
+        return self.table[index]
+
+
+class Stream(IterableDataset):
+    """A stream with an own share for each worker, which draws random numbers."""
+
+    def __init__(self, folder):
+        self.path = os.path.join(folder, "fetched")
+
+    def __iter__(self):
+        info = get_worker_info()
+        first, stride = (0, 1) if info is None else (info.id, info.num_workers)
+        for index in range(first, 11, stride):
+            with open(self.path, "a") as file:
+                file.write(f"{index}\n")
+            yield index + random.random() + torch.rand(2)
+
+
+class Unpicklable(IterableDataset):
+    """A stream of functions."""
+
+    def __iter__(self):
+        for index in range(4):
+            yield partial(lambda shift, x: x + shift, index + random.random())
+
+
+class EvenFirst(Sampler):
+    """A sampler of the script's own, which draws as it goes and counts its passes."""
+
+    def __init__(self, size):
+        self.size = size
+        self.num_passes = 0
+
+    def __iter__(self):
+        self.num_passes += 1
+        for index in [*range(0, self.size, 2), *range(1, self.size, 2)]:
+            yield (index + int(torch.randint(3, ()))) % self.size
+
+    def __len__(self):
+        return self.size
+
+
+class Chancy(EvenFirst):
+    """A sampler that differs between processes."""
+
+    def __iter__(self):
+        order = list(range(self.size))
+        random.Random(time.time_ns() + os.getpid()).shuffle(order)
+        return iter(order)
+
+
+def shifted(samples):
+    """Collates into two views of one tensor, and an object."""
+    rows = torch.stack([image for image, _ in samples]).flatten(1)
+    return rows[:, 1:], rows[:, :-1], Sample(rows.t(), [str(label) for _, label in samples])
+
+
+def as_function(samples):
+    """Collates into what does not pickle."""
+    return lambda _: [label for _, label in samples]
+
+
+def at_length(samples):
+    """Collates into something large that is no tensor."""
+    return samples, "x" * 600_000
+
+
+def reseed(worker):
+    """A worker_init_fn: reseeds NumPy from torch's seed."""
+    np.random.seed(torch.initial_seed() % 2**32 + worker)
+
+
+def generator(seed=5):
+    return torch.Generator().manual_seed(seed)
+
+
+def cases(folder):
+    """Loaders by name."""
+    three = {"batch_size": 3, "shuffle": True}
+    two = {**three, "num_workers": 2}
+    return {
+        "turns": lambda: DataLoader(Computed(folder), **three),
+        "turns in order, last dropped": lambda: DataLoader(Computed(folder), 4, drop_last=True),
+        "turns, a divisor": lambda: DataLoader(Computed(folder, 24), 4, shuffle=True),
+        "turns, own generator": lambda: DataLoader(Computed(folder), **three, generator=generator()),
+        "turns, own generator, a divisor": lambda: DataLoader(Computed(folder, 24), **three, generator=generator()),
+        "turns, dict": lambda: DataLoader(Computed(folder, form="dict"), **three),
+        "turns, named": lambda: DataLoader(Computed(folder, form="named"), **three),
+        "turns, no batches": lambda: DataLoader(Computed(folder), batch_size=None, shuffle=True),
+        "turns, views": lambda: DataLoader(Computed(folder), **three, collate_fn=shifted),
+        "turns, large": lambda: DataLoader(Wide(folder, 10), **three),
+        "turns, much": lambda: DataLoader(Computed(folder, form="dict"), 3, collate_fn=at_length),
+        "turns, list of batches": lambda: DataLoader(Computed(folder), batch_sampler=[[1, 2], [7], [3, 4, 5], [0]]),
+        "dealt": lambda: DataLoader(Computed(folder), **two),
+        "dealt, own generator": lambda: DataLoader(Computed(folder), **two, generator=generator()),
+        "dealt, augmented": lambda: DataLoader(Augmented(folder), **two, worker_init_fn=reseed),
+        "dealt, persistent": lambda: DataLoader(
+            Augmented(folder), 3, num_workers=3, persistent_workers=True, prefetch_factor=1
+        ),
+        "dealt, own sampler": lambda: DataLoader(Augmented(folder), 3, num_workers=1, sampler=EvenFirst(22)),
+        "dealt, large": lambda: DataLoader(Wide(folder, 10), **two, timeout=60),
+        "dealt, replaced": lambda: DataLoader(
+            Computed(folder),
+            3,
+            num_workers=2,
+            sampler=RandomSampler(range(22), replacement=True, generator=generator()),
+        ),
+        "stream": lambda: DataLoader(Stream(folder), 3),
+        "stream, workers": lambda: DataLoader(Stream(folder), 3, num_workers=2, generator=generator()),
+        "stream, pipe": lambda: DataLoader(
+            IterableWrapper(list(range(11))).shuffle().sharding_filter(), 3, shuffle=True, generator=generator()
+        ),
+        "stream, unpicklable": lambda: DataLoader(Unpicklable(), batch_size=None),
+        "together, augmented": lambda: DataLoader(Augmented(folder), **three),
+        "together, late": lambda: DataLoader(Late(folder), 3),
+        "together, dataset's generator": lambda: DataLoader(OwnGenerator(folder), **three),
+        "together, counting": lambda: DataLoader(Counting(folder), **three),
+        "together, memory": lambda: DataLoader(TensorDataset(torch.arange(22.0)), **three),
+        "together, held": lambda: DataLoader(Held(folder), **three),
+        "together, unpicklable": lambda: DataLoader(Computed(folder), **three, collate_fn=as_function),
+        "together, own sampler": lambda: DataLoader(Computed(folder), 3, sampler=EvenFirst(22)),
+        "together, replaced": lambda: DataLoader(
+            Computed(folder), 3, sampler=RandomSampler(range(22), replacement=True, generator=generator())
+        ),
+        "chancy": lambda: DataLoader(Computed(folder), 3, num_workers=2, sampler=Chancy(22)),
+    }
+
+
+ANY_SIZE = Patch(round_robin, "SMALL_BYTES", 0)
+BREAKERS = {
+    "": [ANY_SIZE],
+    "small batches are left alone": [],
+    "draws are not noticed": [ANY_SIZE, Patch(drawing.Watch, "has_moved", lambda watch, kept: False)],
+    "all workers are everywhere": [Patch(split_workers._Context, "_is_ours", lambda context, worker: True)],
+    "generators are not handed over": [Patch(rank0_loader.SoloIterator, "_draw_on", lambda iterator, outcome: None)],
+    "indices are drawn ahead": [ANY_SIZE, Patch(round_robin, "num_safe_ahead", lambda loader: None)],
+}
+
+
+def plain(program, *args):
+    """What a program sees in this process, with torch's own iterators."""
+    return program(None, *args)
+
+
+class Adopted:
+    """The time in which a program's loaders are shared by the ranks; without a communicator they are not."""
+
+    def __init__(self, communicator, breaker=""):
+        self.adoption = None if communicator is None else Adoption(communicator)
+        self._breaker = breaker
+        self._stack = ExitStack()
+
+    def __enter__(self):
+        if self.adoption is not None:
+            self._stack.enter_context(output.script_streams(self.adoption))
+            hidden = Patch(torch.distributed, "is_initialized", lambda: False)  # as it is from adopted scripts
+            self._stack.enter_context(applied([hidden, *choice.patches(self.adoption), *BREAKERS[self._breaker]]))
+        torch.manual_seed(1)
+        np.random.seed(2)
+        random.seed(3)
+        return self
+
+    def __exit__(self, *problem):
+        self._stack.close()
+
+    @property
+    def notices(self):
+        return sorted(notice.split(": ", 1)[1] for notice in self.adoption._noticed)
+
+
+def form(value):
+    """A value's content and memory layout, comparable."""
+    if isinstance(value, torch.Tensor):
+        layout = (str(value.dtype), tuple(value.shape), value.stride(), value.data_ptr() % 64, value.requires_grad)
+        return (*layout, value.tolist() if value.numel() < 10000 else hashlib.sha256(value.numpy()).hexdigest())
+    if isinstance(value, np.ndarray):
+        return str(value.dtype), value.strides, value.tolist()
+    if isinstance(value, dict):
+        return {key: form(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value).__name__, [form(entry) for entry in value]
+    if isinstance(value, Sample):
+        return form(value.values), value.names
+    return value(1) if callable(value) else value
+
+
+def states(loader=None):
+    """A digest of all generators that the script can see."""
+    seen = [torch.get_rng_state().numpy().tobytes(), np.random.get_state(), random.getstate()]
+    if getattr(loader, "generator", None) is not None:
+        seen.append(loader.generator.get_state().numpy().tobytes())
+    return hashlib.sha256(
+        pickle.dumps([repr(entry) if isinstance(entry, tuple) else entry for entry in seen])
+    ).hexdigest()
+
+
+def two_epochs(communicator, name, folder, breaker=""):
+    """Every batch and generator of an epoch that is left early and of a whole one; the notices; children left."""
+    seen, children = [], len(psutil.Process().children())
+    with Adopted(communicator, breaker) as adopted:
+        loader = cases(folder)[name]()
+        for last in (1, 10**6):
+            for number, batch in enumerate(loader):
+                seen.append((form(batch), states(loader)))
+                torch.rand(1), random.random()
+                if number == last:
+                    break
+            seen.append(states(loader))
+        seen.append(getattr(loader.sampler, "num_passes", None))
+        del loader
+        return seen, len(psutil.Process().children()) - children, adopted.notices if communicator else None
+
+
+def shared_generator(communicator, folder, breaker=""):
+    """The script draws from the loader's generator between batches."""
+    with Adopted(communicator, breaker):
+        own = generator()
+        loader = DataLoader(Computed(folder), batch_size=4, shuffle=True, generator=own)
+        return [(form(batch), float(torch.rand((), generator=own))) for _ in range(2) for batch in loader]
+
+
+def nested(communicator, folder):
+    """Two loaders zipped, one nested in itself, and some iterators side by side."""
+    with Adopted(communicator):
+        first = DataLoader(Computed(folder, 10), batch_size=2, shuffle=True)
+        second = DataLoader(Augmented(folder, 10), batch_size=3, shuffle=True, num_workers=2)
+        seen = [(form(one), form(two), states()) for one, two in zip(first, second, strict=False)]
+        seen += [(form(one), form(two), states()) for one in first for two in first]
+        ahead, behind = iter(second), iter(second)
+        seen += [form(next(ahead)), form(next(ahead)), form(next(behind)), states(), len(ahead), len(second)]
+        seen += [form(next(iter(first))) for _ in range(3)]
+        return seen
+
+
+def broken(communicator, folder, num_workers, error):
+    """The error that the script meets, and the batches before and after it."""
+    with Adopted(communicator):
+        loader = DataLoader(Failing(folder, error), batch_size=4, num_workers=num_workers)
+        return _until_end(iter(loader))
+
+
+def broken_locally(communicator, folder, error):
+    """The same for an error that does not pickle."""
+    met = LocalError("this", "that") if error == "LocalError" else LockedError()
+    return broken(communicator, folder, 0, met)
+
+
+def broken_stream(communicator, num_workers):
+    """The same of a stream."""
+    with Adopted(communicator):
+        return _until_end(iter(DataLoader(BrokenStream(), batch_size=None, num_workers=num_workers)))
+
+
+class BrokenStream(IterableDataset):
+    """A stream that breaks."""
+
+    def __iter__(self):
+        yield 1
+        random.random()
+        raise KeyError("gone")
+
+
+def _until_end(iterator):
+    seen = []
+    while True:
+        try:
+            seen.append((form(next(iterator)), states()))
+        except StopIteration:
+            return [*seen, states()]
+        except Exception as error:
+            cause = type(error.__cause__).__name__, getattr(error.__cause__, "ranks", None)
+            seen.append((type(error).__name__, str(error).splitlines()[0], cause))
+
+
+def timed_out(communicator, folder):
+    """A worker process that takes longer than it may."""
+    seen = []
+    with Adopted(communicator):
+        try:
+            for batch in DataLoader(Slow(folder), batch_size=4, num_workers=2, timeout=1):
+                seen.append(form(batch))
+        except RuntimeError as error:
+            seen.append("timed out" in str(error))
+    return seen
+
+
+class Slow(Computed):
+    """The sample 5 takes its time."""
+
+    def __getitem__(self, index):
+        time.sleep(2 * (index == 5))
+        return super().__getitem__(index)
+
+
+def elsewhere(communicator, folder):
+    """A loader iterated in a chunk, and an iterator that is taken there."""
+    with Adopted(communicator) as adopted:
+        loader = DataLoader(Computed(folder), batch_size=4)
+        iterator = iter(loader)
+        with adopted.adoption.chunk(0):
+            inside = [form(batch) for batch in loader]
+            try:
+                next(iterator)
+            except Exception as error:
+                return inside, type(error).__name__, str(error)
+        return None
+
+
+class Talking(Computed):
+    """Samples that are announced."""
+
+    def __getitem__(self, index):
+        print(f"sample {index}")
+        return super().__getitem__(index)
+
+
+def announced(communicator, folder):
+    """What rank 0 prints while a loader is iterated, and left early."""
+    with redirect_stdout(io.StringIO()) as printed, Adopted(communicator):
+        for number, (_, labels) in enumerate(DataLoader(Talking(folder), batch_size=3)):
+            print(f"labels {labels.tolist()}")
+            if number == 4:
+                break
+    return printed.getvalue()
+
+
+def kept_apart(communicator, folder):
+    """Each rank's share by a distributed sampler, which is the script's own way."""
+    with Adopted(communicator):
+        sampler = torch.utils.data.DistributedSampler(
+            range(22), num_replicas=communicator.world_size, rank=communicator.rank, shuffle=False
+        )
+        return [batch[1].tolist() for batch in DataLoader(Computed(folder), batch_size=4, sampler=sampler)]
+
+
+def abandoned(communicator, folder, breaker=""):
+    """Children while an iterator is held, and after it is gone, by break, by an exception and by `del`."""
+    with Adopted(communicator, breaker):
+        counts = []
+        loader = DataLoader(Computed(folder), batch_size=4, num_workers=4)
+        iterator = iter(loader)
+        next(iterator)
+        counts.append(len(psutil.Process().children()))
+        del iterator
+        counts.append(len(psutil.Process().children()))
+        try:
+            for _ in loader:
+                raise LookupError
+        except LookupError:
+            counts.append(len(psutil.Process().children()))
+        return counts

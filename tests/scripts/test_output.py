@@ -1,0 +1,173 @@
+"""What chunks print is kept, and said in order."""
+
+import contextlib
+import io
+import subprocess
+import sys
+import threading
+from contextlib import contextmanager
+
+import io_programs as programs
+import pytest
+from adopting import run
+
+from samestep.scripts import output
+from samestep.scripts.output import STDERR, STDOUT, ScriptStream
+
+
+@contextmanager
+def wrapped_streams():
+    """The time in which the streams are wrapped; the texts behind them."""
+    before, behind = (sys.stdout, sys.stderr), (io.StringIO(), io.StringIO())
+    sys.stdout, sys.stderr = ScriptStream(behind[0], STDOUT), ScriptStream(behind[1], STDERR)
+    try:
+        yield behind
+    finally:
+        sys.stdout, sys.stderr = before
+
+
+def test_what_is_written_is_kept_in_order_and_replayed():
+    with wrapped_streams() as (stdout, stderr):
+        with output.captured() as said:
+            print("one", flush=True)
+            print("two", file=sys.stderr)
+            sys.stdout.writelines(["three", "\n"])
+        assert said == [
+            *((STDOUT, "one"), (STDOUT, "\n"), (STDERR, "two"), (STDERR, "\n"), (STDOUT, "three"), (STDOUT, "\n")),
+        ]
+        assert stdout.getvalue() == stderr.getvalue() == ""
+        output.replay(said)
+        assert (stdout.getvalue(), stderr.getvalue()) == ("one\nthree\n", "two\n")
+
+
+def test_an_inner_capture_tells_the_outer_one_when_it_is_replayed():
+    with wrapped_streams() as (stdout, _):
+        with output.captured() as outer:
+            with output.captured() as inner:
+                sys.stdout.write("inside")
+            assert outer == []
+            output.replay(inner)
+            sys.stdout.write("outside")
+        assert outer == [(STDOUT, "inside"), (STDOUT, "outside")]
+        assert stdout.getvalue() == ""
+
+
+def test_an_exception_ends_the_capture():
+    with wrapped_streams() as (stdout, _):
+        with contextlib.suppress(KeyError), output.captured():
+            raise KeyError
+        print("after")
+        assert stdout.getvalue() == "after\n"
+
+
+def test_other_threads_write_straight_through():
+    with wrapped_streams() as (stdout, _):
+        with output.captured() as said:
+            thread = threading.Thread(target=lambda: print("aside"))
+            thread.start()
+            thread.join()
+        assert said == []
+        assert stdout.getvalue() == "aside\n"
+
+
+def test_where_no_stream_is_wrapped_nothing_is_kept(capsys):
+    with output.captured() as said:
+        print("plain")
+    assert said == []
+    assert capsys.readouterr().out == "plain\n"
+
+
+def test_a_wrapped_stream_is_like_the_one_behind(tmp_path):
+    with open(tmp_path / "log", "w+", encoding="latin-1", newline="\n") as behind:
+        stream = ScriptStream(behind, STDOUT)
+        assert isinstance(stream, io.TextIOBase)
+        for name in ("encoding", "errors", "newlines", "name", "mode", "line_buffering", "closed", "buffer"):
+            assert getattr(stream, name) == getattr(behind, name), name
+        for name in ("fileno", "isatty", "readable", "writable", "seekable", "tell"):
+            assert getattr(stream, name)() == getattr(behind, name)(), name
+        stream.reconfigure(errors="replace", line_buffering=True)
+        assert behind.errors == "replace"
+        assert stream.write("größe → x\n") == 10
+        stream.flush()
+        subprocess.run(["echo", "from a program"], stdout=stream, check=True)
+        with pytest.raises(TypeError):
+            stream.write(b"bytes")
+        with output.captured(), pytest.raises(TypeError):
+            stream.write(b"bytes")
+        with pytest.raises(AttributeError):
+            stream.no_such_thing  # noqa: B018
+        del stream
+        assert not behind.closed, "a wrapper that goes leaves the stream open"
+    assert (tmp_path / "log").read_bytes() == "größe ? x\nfrom a program\n".encode("latin-1")
+
+
+def test_a_wrapped_stream_can_be_read_and_closed(tmp_path):
+    path = tmp_path / "log"
+    path.write_text("a\nb\n")
+    with ScriptStream(open(path), STDOUT) as stream:
+        assert next(stream) == "a\n"
+        assert list(stream) == ["b\n"]
+    assert stream.closed
+
+
+def test_handlers_bound_at_set_up_are_kept_too_and_rank_0_says_it(worlds):
+    results = worlds(2).run(programs.streams)
+    for rank, (said, middle, _, _, is_restored) in enumerate(results):
+        assert "".join(text for _, text in said) == f"inside {rank}\nlogged\n"
+        assert middle == "before\n"
+        assert is_restored
+    assert results[0][2:4] == ("before\ninside 0\n", "logged\n")
+    assert results[1][2:4] == ("before\n", "")
+
+
+def test_one_rank_alone_keeps_its_own_streams(worlds):
+    said, middle, stdout, stderr, is_restored = worlds(1).run(programs.streams)[0]
+    assert said == []
+    assert middle == stdout == "before\ninside 0\n"
+    assert stderr == "logged\n"
+    assert is_restored
+
+
+def test_a_process_without_a_console_says_nothing(capsys):
+    before, sys.stdout = sys.stdout, None
+    try:
+        output.replay([(STDOUT, "nowhere"), (STDERR, "somewhere")])
+    finally:
+        sys.stdout = before
+    assert capsys.readouterr() == ("", "somewhere")
+
+
+WARNING = """
+import os, warnings
+import torch
+import torch.nn.functional as F
+
+a, b = torch.ones(4, 1).cuda(), torch.ones(4).cuda()
+for _ in range(2):
+    F.mse_loss(a, b)
+F.mse_loss(a, b)
+torch.nn.MSELoss()(a, b)
+torch.tensor(a)
+torch.save({}, "saved")
+os.environ["TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"] = "1"
+torch.load("saved")
+with warnings.catch_warnings(record=True) as kept:
+    warnings.simplefilter("always")
+    F.mse_loss(a, b), F.mse_loss(a, b)
+RESULT = [(warning.filename == __file__, warning.lineno) for warning in kept]
+"""
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_warnings_name_the_lines_that_they_name_without_adoption_and_each_once(worlds, tmp_path, n):
+    script = tmp_path / "warns.py"
+    script.write_text(WARNING)
+    for outcome in run(worlds, n, script, cwd=tmp_path):
+        assert not outcome.error, outcome.message
+        places = [line.split(": UserWarning:")[0] for line in outcome.stderr.splitlines() if "UserWarning" in line]
+        names = [place.replace(str(script), "warns.py").rsplit("/", 1)[-1] for place in places]
+        assert [name for name in names if not name.startswith("loss.py")] == [
+            *("warns.py:8", "warns.py:9", "warns.py:11", "warns.py:14"),
+        ]
+        assert sum(name.startswith("loss.py") for name in names) == 1
+        assert list(outcome.result.values()) == [True, 17, True, 17]

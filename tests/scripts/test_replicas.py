@@ -1,0 +1,298 @@
+"""A wrapped module for the time of one chunk: stand-ins in the places of its parameters, and nothing left of it."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+from core_programs import WIDTH, inferred, restless
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from samestep.errors import DeterminismError, UsageError
+from samestep.scripts.wrapped.replicas import Replicas, check_in_place_state, in_place_state, uninitialized
+
+
+class Net(nn.Module):
+    """A module with a child, a buffer, and attributes of several kinds."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, 2)
+        self.tied = nn.Linear(WIDTH, 2)
+        self.tied.weight = self.inner.weight
+        self.gain = nn.Parameter(torch.ones(2))
+        self.register_buffer("level", torch.zeros(2))
+        self.count = 0
+        self.notes = ["first"]
+        self.scratch = torch.zeros(2)
+
+    def forward(self, x):
+        return self.tied(self.inner(x) @ self.inner.weight) * self.gain + self.level
+
+
+def held(module):
+    """The replicas of a module, ready for a forward."""
+    replicas = Replicas(module)
+    assert replicas.hold(module)
+    return replicas
+
+
+def stand_ins(replicas):
+    """A copy of each parameter, by number."""
+    return {number: (parameter * 2).detach() for number, parameter in enumerate(replicas.parameters)}
+
+
+def state(module):
+    """Which objects a module and its children hold, by place, in order."""
+    places = {}
+    for prefix, child in module.named_modules():
+        for table in ("__dict__", "_parameters", "_buffers", "_modules"):
+            entries = vars(child) if table == "__dict__" else getattr(child, table)
+            places[prefix, table] = [(key, id(value)) for key, value in entries.items()]
+    return places
+
+
+def graph_error(module, result):
+    """The message about the graph of a result that a chunk returned."""
+    oldest = (torch.zeros((), requires_grad=True) * 1).grad_fn
+    with pytest.raises(DeterminismError) as caught:
+        held(module).check_graph([result()], None, oldest._sequence_nr())
+    return str(caught.value)
+
+
+def test_parameters_are_counted_once_however_many_places_hold_them():
+    replicas = Replicas(Net())
+    assert replicas.names == ["gain", "inner.weight", "inner.bias", "tied.bias"]
+
+
+def test_stand_ins_are_in_all_places_for_a_while_and_are_parameters():
+    module = Net()
+    before, replicas, lost = state(module), held(module), set()
+    theirs = stand_ins(replicas)
+    with replicas.swapped(theirs, lost):
+        assert module.inner.weight is module.tied.weight is theirs[1]
+        assert isinstance(module.gain, nn.Parameter)
+        assert [id(p) for p in module.parameters()] == [id(p) for p in theirs.values()]
+    assert state(module) == before
+    assert lost == set()
+
+
+def test_a_forward_computes_with_the_stand_ins():
+    module, doubled = Net(), Net()
+    doubled.load_state_dict(module.state_dict())
+    with torch.no_grad():
+        for parameter in doubled.parameters():
+            parameter *= 2
+    x = torch.randn(3, WIDTH)
+    expected, replicas = doubled(x), held(module)
+    with replicas.swapped(stand_ins(replicas), set()):
+        assert torch.equal(module(x), expected)
+    assert not torch.equal(module(x), expected), "the comparison notices the originals"
+
+
+def test_parameters_without_a_stand_in_stay():
+    module = Net()
+    replicas = held(module)
+    with replicas.swapped({0: torch.zeros(2)}, set()):
+        assert module.inner.weight is replicas.parameters[1]
+        assert module.gain is not replicas.parameters[0]
+    assert module.gain is replicas.parameters[0]
+
+
+@pytest.mark.parametrize("kind", [nn.RNN, nn.LSTM, nn.GRU])
+def test_recurrent_layers_compute_with_the_stand_ins(kind):
+    module = kind(WIDTH, 3, num_layers=2)
+    doubled = copy.deepcopy(module)
+    with torch.no_grad():
+        for parameter in doubled.parameters():
+            parameter *= 2
+    x, before, replicas = torch.randn(4, 2, WIDTH), state(module), held(module)
+    weights, theirs = list(module._flat_weights), stand_ins(replicas)
+    with replicas.swapped(theirs, set()):
+        assert {id(weight) for weight in module._flat_weights} == {id(value) for value in theirs.values()}
+        assert torch.equal(module(x)[0], doubled(x)[0])
+    assert all(now is then for now, then in zip(module._flat_weights, weights, strict=True))
+    assert state(module) == before
+
+
+def test_what_a_chunk_writes_is_taken_back_and_named():
+    module, lost = Net(), set()
+    before, replicas = state(module), held(module)
+    with replicas.swapped({}, lost):
+        module.count = 1
+        module.notes = [*module.notes, "second"]
+        module.new = "made"
+        del module.scratch
+        module.inner.mine = 3  # of a class of PyTorch's own, which may write such things each time
+        module.extra = nn.Identity()
+        module.extra_weight = nn.Parameter(torch.ones(1))
+        module.tied.register_buffer("table", torch.ones(1))
+        del module.tied
+    assert state(module) == before
+    assert lost >= {"count", "notes", "new", "scratch", "extra", "extra_weight", "tied"}
+    assert "gain" not in lost
+    assert "level" not in lost
+
+
+def test_names_of_what_was_written_say_in_which_child():
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = Net()
+
+    module, lost = Outer(), set()
+    with held(module).swapped({}, lost):
+        module.net.count = 1
+        module.net.inner.register_buffer("table", torch.ones(1))
+    assert lost == {"net.count", "net.inner.table"}
+    assert module.net.count == 0
+
+
+def test_what_a_chunk_wrote_is_taken_back_when_it_raises():
+    module, lost = Net(), set()
+    before, replicas = state(module), held(module)
+
+    def fail():
+        module.count = 1
+        module.gain = nn.Parameter(torch.zeros(2))
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError), replicas.swapped(stand_ins(replicas), lost):
+        fail()
+    assert state(module) == before
+    assert lost == {"count"}
+
+
+def test_replicas_are_current_until_a_child_or_a_parameter_is_another_object():
+    changes = {
+        "a child": lambda module: setattr(module, "inner", nn.Linear(WIDTH, 2)),
+        "one more child": lambda module: setattr(module, "more", nn.Identity()),
+        "a parameter": lambda module: setattr(module, "gain", nn.Parameter(torch.ones(2))),
+        "one more parameter": lambda module: setattr(module, "shift", nn.Parameter(torch.ones(2))),
+        "one parameter less": lambda module: setattr(module, "gain", None),
+        "no longer tied": lambda module: setattr(module.tied, "weight", nn.Parameter(torch.ones(2, WIDTH))),
+    }
+    for what, change in changes.items():
+        module = Net()
+        replicas = held(module)
+        module.count, module.gain.data = 3, torch.zeros(2)
+        assert replicas.hold(module), "values may change"
+        change(module)
+        assert not replicas.hold(module), what
+
+
+@pytest.mark.parametrize(
+    ("write", "at_length"),
+    [
+        pytest.param(lambda p: p.detach().add_(1), False, id="in place"),
+        pytest.param(lambda p: setattr(p, "data", p.data + 1), False, id="other memory"),
+        pytest.param(lambda p: p.data.mul_(2), True, id="behind autograd's back"),
+    ],
+)
+def test_a_write_to_a_parameter_is_an_error_that_names_it(write, at_length):
+    module = Net()
+    replicas = held(module)
+    states = replicas.states(at_length)
+    replicas.check_unwritten(states, at_length)
+    write(module.inner.weight)
+    with pytest.raises(DeterminismError, match=r"parameter inner\.weight was written"):
+        replicas.check_unwritten(states, at_length)
+
+
+def test_a_gradient_that_passes_by_the_stand_ins_is_an_error_that_says_how():
+    module, other = Net(), nn.Linear(WIDTH, 2)
+    x = torch.ones(1, WIDTH)
+    kept = [module.gain]
+    assert "parameter gain was used" in graph_error(module, lambda: (x[:, :2] * kept[0]).sum())
+    assert "of shape [2, 5] that is none of the wrapped module's" in graph_error(module, lambda: other(x).sum())
+    module.scratch.requires_grad_()
+    assert "the attribute scratch holds" in graph_error(module, lambda: (module.scratch * 2).sum())
+    module.table = {"deep": [torch.ones(2, requires_grad=True)]}
+    assert "the attribute table holds" in graph_error(module, lambda: (module.table["deep"][0] * 2).sum())
+    loose = torch.ones(3, requires_grad=True)
+    assert "shape [3], made outside" in graph_error(module, lambda: (loose * 2).sum())
+    outside = loose * 3
+    assert "computed outside of it (MulBackward0)" in graph_error(module, lambda: (outside * 2).sum())
+    weight = torch.ones(2, requires_grad=True)
+    repeated = graph_error(module, lambda: checkpoint(torch.square, weight, use_reentrant=True).sum())
+    assert "use_reentrant=False" in repeated
+
+
+def test_a_graph_that_ends_in_stand_ins_is_in_order():
+    module = Net()
+    replicas = held(module)
+    theirs = {number: (parameter * 2).detach() for number, parameter in enumerate(replicas.parameters)}
+    token = torch.zeros((), requires_grad=True) * 1
+    oldest = token.grad_fn._sequence_nr()
+    made = {number: value + token for number, value in theirs.items()}
+    with replicas.swapped(made, set()):
+        result = module(torch.ones(1, WIDTH)).sum()
+    assert result.requires_grad
+    replicas.check_graph([result], token, oldest)
+
+
+def test_a_leaf_that_was_made_inside_and_that_nobody_holds_is_in_order():
+    oldest = (torch.zeros((), requires_grad=True) * 1).grad_fn._sequence_nr()
+    held(Net()).check_graph([(torch.ones(2, requires_grad=True) * 2).sum()], None, oldest)
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        (lambda module: module.notes.append("second"), "notes"),
+        (lambda module: module.scratch.add_(1), "scratch"),
+        (lambda module: module.scratch[:1].fill_(3), "scratch"),
+    ],
+)
+def test_attributes_changed_in_place_are_an_error_that_names_them(change, name):
+    module = Net()
+    modules = list(module.named_modules())
+    before = in_place_state(modules)
+    check_in_place_state(before, in_place_state(modules))
+    change(module)
+    with pytest.raises(DeterminismError, match=f"attribute {name} was changed in place"):
+        check_in_place_state(before, in_place_state(modules))
+
+
+def test_attributes_replaced_and_tensors_of_inference_mode_are_not_changes_in_place():
+    module = Net()
+    with torch.inference_mode():
+        module.cache = torch.zeros(2)
+    modules = list(module.named_modules())
+    before = in_place_state(modules)
+    module.scratch, module.notes = torch.ones(2), ["other", "entries"]
+    check_in_place_state(before, in_place_state(modules))
+
+
+def test_a_part_that_torchscript_runs_is_refused_by_its_name():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # newer PyTorch would rather not have it
+        module = nn.Sequential(nn.Linear(2, 2), torch.jit.trace(nn.Tanh(), torch.ones(2)))
+    with pytest.raises(UsageError, match=r"^1 was compiled by torch\.jit"):
+        Replicas(module)
+
+
+def test_weights_of_sparse_embeddings_are_known_by_their_number():
+    module = nn.ModuleList([nn.Embedding(4, 2), nn.Embedding(4, 2, sparse=True), nn.EmbeddingBag(4, 2, sparse=True)])
+    assert Replicas(module).sparse == {1, 2}
+
+
+def test_lazy_layers_are_uninitialized_until_their_first_input():
+    module = nn.Sequential(nn.Linear(3, 2), nn.LazyLinear(2))
+    assert uninitialized(module)
+    module(torch.ones(1, 3))
+    assert not uninitialized(module)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_every_chunk_of_every_forward_finds_the_module_as_the_first_did(worlds, n):
+    for found in worlds(n).run(restless):
+        assert found["the first call, in every chunk"] == [True, True]
+        assert found["left"] == (0, (), True, True)
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_buffer_may_be_replaced_in_inference_mode(worlds, n):
+    for sums in worlds(n).run(inferred, (3, 5, 5, 2)):
+        assert sums == [4.0 * (width + width * (width - 1) / 2) for width in (3, 5, 5, 2)]

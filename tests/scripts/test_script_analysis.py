@@ -1,0 +1,207 @@
+"""Reading a script without running it: whether it deals with ranks itself."""
+
+import json
+import subprocess
+import sys
+from textwrap import dedent
+
+import pytest
+
+from samestep.scripts.script_analysis import MAX_FILES, reads_as
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """`folder({"a.py": …})` writes files, and gives the folder."""
+
+    def write(files):
+        for name, text in files.items():
+            path = tmp_path / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(dedent(text))
+        return tmp_path
+
+    return write
+
+
+def read(folder, text, **others):
+    return reads_as(folder({"train.py": text, **others}) / "train.py")
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("import torch.distributed as dist\ndist.init_process_group('gloo')", "train.py, line 2, calls init_process"),
+        ("from torch.distributed import *\ninit_process_group()", "calls init_process_group"),
+        ("from torch.distributed import init_process_group as go\nif 1:\n  go()", "line 3, calls init_process_group"),
+        (
+            "from torch.distributed.device_mesh import init_device_mesh\ninit_device_mesh('cpu', (2,))",
+            "init_device_mesh",
+        ),
+        ("import samestep\nrun = samestep.Run(8)", "uses samestep.Run"),
+        ("import samestep as s\ns.Trainer", "uses samestep.Trainer"),
+        ("from samestep import launch", "imports samestep.launch"),
+        ("from samestep.train.run import Run", "imports samestep.train.run"),
+        ("from samestep.train import metrics", "imports samestep.train"),
+        ("import accelerate", "imports accelerate"),
+        ("from lightning.pytorch import Trainer", "imports lightning"),
+        ("import pytorch_lightning as pl", "imports pytorch_lightning"),
+        ("def f():\n    import deepspeed", "line 2, imports deepspeed"),
+        ("from composer import Trainer", "imports composer"),
+        ("import ray.train", "imports ray"),
+        ("import horovod.torch as hvd", "imports horovod"),
+        ("from transformers import AutoModel, Trainer", "imports transformers.Trainer"),
+        ("import os\nrank = int(os.environ['RANK'])", "reads RANK from the environment"),
+        ("import os\nos.environ.get('LOCAL_RANK', 0)", "reads LOCAL_RANK"),
+        ("import os\nos.getenv('LOCAL_RANK')", "reads LOCAL_RANK"),
+        ("from os import environ as env, getenv as g\n'RANK' in env", "reads RANK"),
+        ("from os import getenv as g\ng('WORLD_SIZE')", "reads WORLD_SIZE"),
+        ("if __name__ == '__main__':\n    import ray", "imports ray"),
+    ],
+)
+def test_a_script_that_deals_with_ranks_is_native(folder, text, reason):
+    reading = read(folder, text)
+    assert reading.kind == "native"
+    assert reason in reading.reason
+    assert "--adopt" not in reading.reason
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "import torch\nmodel = torch.nn.DataParallel(torch.nn.Linear(1, 1))",
+        "import samestep\nsamestep.DataParallel(net)\nsamestep.data_parallel(net, x)",
+        "from samestep import replicate_params, split_and_load, allreduce, DataParallel, data_parallel",
+        "import samestep.scripts.tutorial_api\nsamestep.metrics",
+        "from transformers import AutoModel",
+        "import os\nos.environ['RANK'] = '0'\nos.environ['CUDA_VISIBLE_DEVICES']\nrank = os.environ.get('HOME')",
+        "RANK = {'RANK': 1}['RANK']\nx = Run(3)\nlaunch = 1",
+        "# init_process_group\ntext = 'import accelerate'",
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import accelerate",
+        "try:\n    import horovod\nexcept ImportError:\n    horovod = None",
+    ],
+)
+def test_a_script_for_one_process_is_adopted(folder, text):
+    assert read(folder, text).kind == "adopted"
+
+
+def test_the_reason_says_what_will_be_shared_out(folder):
+    reading = read(folder, "from torch.nn import DataParallel as DP\n\nmodel = DP(net)\n")
+    assert reading.reason == "it has DataParallel (train.py, line 3), and starts no process group"
+    assert reads_as(folder({"train.py": "class Mine(torch.nn.DataParallel): pass"}) / "train.py").reason.startswith(
+        "it has DataParallel (train.py, line 1)"
+    )
+    assert read(folder, "args.data_parallel = isinstance(net, nn.DataParallel)").reason == (
+        "nothing in its file deals with ranks"
+    )
+
+
+def test_a_script_that_has_both_is_native_and_told_how_to_share_its_wrapper_out(folder):
+    text = """
+    import torch, torch.distributed as dist
+    if args.distributed:
+        dist.init_process_group()
+        model = torch.nn.parallel.DistributedDataParallel(model)
+    else:
+        model = torch.nn.DataParallel(model)
+    """
+    reading = read(folder, text)
+    assert reading.kind == "native"
+    assert "line 4, calls init_process_group" in reading.reason
+    assert "DataParallel (train.py, line 7), which samestep run --adopt shares out instead" in reading.reason
+
+
+def test_modules_of_the_scripts_own_folder_count_however_they_are_imported(folder):
+    where = folder({"package/__init__.py": "", "package/ranks.py": "import accelerate", "start.py": "import ray"})
+    for text in (
+        "import start",
+        "from start import *",
+        "def f():\n    from package.ranks import something",
+        "from package import ranks",
+        "import package.ranks as r",
+    ):
+        assert read(folder, text).kind == "native", text
+    folder({"package/__init__.py": "from . import ranks"})
+    assert read(folder, "import package.other").kind == "native"
+    folder({"package/__init__.py": "", "package/deep/__init__.py": "", "package/deep/own.py": "from ..ranks import x"})
+    reading = reads_as(folder({"train.py": "from package.deep import own"}) / "train.py")
+    assert reading.reason.startswith("ranks.py, line 1, imports accelerate")
+    assert read(folder, "import elsewhere, torch").kind == "adopted"
+    assert where.is_dir()
+
+
+def test_what_an_imported_module_does_as_a_script_does_not_count(folder):
+    others = {"tool.py": "if __name__ == '__main__':\n    import ray\nelse:\n    x = 1"}
+    assert read(folder, "import tool", **others).kind == "adopted"
+
+
+def test_a_module_of_ones_own_is_no_framework(folder):
+    assert read(folder, "import composer", **{"composer.py": "notes = 1"}).kind == "adopted"
+    assert read(folder, "from composer import Trainer", **{"composer.py": "import ray"}).kind == "native"
+
+
+@pytest.mark.parametrize("content", [b"def f(:\n", b"\xff\xfe\x00", b"x = 1\x00", b"(" * 5000, None])
+def test_what_cannot_be_parsed_is_left_to_python(tmp_path, content):
+    path = tmp_path / "train.py"
+    if content is not None:
+        path.write_bytes(content)
+    reading = reads_as(path)
+    assert reading.kind == "adopted"
+    assert "Python will say why" in reading.reason
+
+
+def test_a_module_beside_it_that_cannot_be_parsed_is_left_out(folder):
+    assert read(folder, "import broken, fine", **{"broken.py": "def (", "fine.py": "import ray"}).kind == "native"
+
+
+def test_a_source_in_another_encoding_is_read_without_a_word(tmp_path, recwarn):
+    path = tmp_path / "train.py"
+    path.write_bytes("# -*- coding: latin-1 -*-\nname = 'é\\d'\nimport ray\n".encode("latin-1"))
+    assert reads_as(path).kind == "native"
+    assert not recwarn.list
+
+
+def test_a_circle_of_imports_and_a_large_folder_come_to_an_end(folder):
+    files = {f"m{k}.py": f"import m{k + 1}, m{max(k - 1, 0)}, train" for k in range(MAX_FILES + 20)}
+    reading = read(folder, "import m0", **files)
+    assert reading.reason == f"nothing in any of its {MAX_FILES} files deals with ranks"
+
+
+def test_a_module_is_found_as_python_finds_it_and_is_not_imported(folder, monkeypatch):
+    where = folder(
+        {
+            "package/__init__.py": "raise SystemExit('imported')",
+            "package/__main__.py": "from package import work",
+            "package/work.py": "import accelerate",
+            "package/quiet.py": "",
+            "single.py": "import ray",
+        }
+    )
+    monkeypatch.chdir(where)
+    assert reads_as("package", is_module=True).reason.startswith("work.py, line 1, imports accelerate")
+    assert reads_as("package.quiet", is_module=True).kind == "adopted"
+    assert reads_as("single", is_module=True).kind == "native"
+    assert reads_as("nowhere.at.all", is_module=True).kind == "adopted"
+
+
+def test_an_installed_module_is_not_judged_by_the_libraries_around_it(folder, monkeypatch, tmp_path):
+    where = folder({"lib/tool/__init__.py": "", "lib/tool/__main__.py": "import other", "lib/other.py": "import ray"})
+    folder({"lib/tool/start.py": "from tool.ranks import x", "lib/tool/ranks.py": "import ray"})
+    monkeypatch.syspath_prepend(str(where / "lib"))
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    monkeypatch.chdir(empty)
+    assert reads_as("tool", is_module=True).kind == "adopted"
+    assert reads_as("tool.start", is_module=True).kind == "native"
+
+
+def test_reading_does_not_import_torch(folder):
+    path = folder({"train.py": "import torch, samestep\nsamestep.Run"}) / "train.py"
+    code = (
+        "import json, sys\nfrom samestep.scripts.script_analysis import reads_as\n"
+        f"kind = reads_as({str(path)!r}).kind\n"
+        "print(json.dumps([kind, 'torch' in sys.modules, 'numpy' in sys.modules]))"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert json.loads(run.stdout) == ["native", False, False]

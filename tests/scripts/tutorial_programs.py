@@ -1,0 +1,191 @@
+"""Hand-written training loops, and scripts that wrap nothing, which tests run on every rank of a world."""
+
+import contextlib
+import io
+import runpy
+
+import torch
+from torch import nn
+
+from samestep.comm import reduction
+from samestep.core.tree import Block, TreeSum
+from samestep.errors import SamestepError
+from samestep.scripts.active import activated
+from samestep.scripts.adoption import Adoption
+from samestep.scripts.tutorial_api import allreduce, replicate_params, split_and_load
+from samestep.scripts.wrapped.chunks import deal
+from samestep.scripts.wrapping import hinting, wrapped
+
+FEATURES, CLASSES = 6, 3
+
+
+def data(sizes):
+    """Batches of the given sizes."""
+    generator = torch.Generator().manual_seed(4)
+    return [
+        {"x": torch.randn(n, FEATURES, generator=generator), "y": torch.randint(CLASSES, (n,), generator=generator)}
+        for n in sizes
+    ]
+
+
+def parameters():
+    """A small network as a list of parameters, with one above the size of a small message."""
+    generator = torch.Generator().manual_seed(5)
+    shapes = [(FEATURES, 2500), (2500,), (2500, CLASSES), (CLASSES,)]
+    return [torch.randn(*shape, generator=generator) * 0.1 for shape in shapes]
+
+
+def loss_of(params, batch):
+    """The sum of the losses of a microbatch, by hand."""
+    hidden = torch.tanh(batch["x"] @ params[0] + params[1])
+    return torch.nn.functional.cross_entropy(hidden @ params[2] + params[3], batch["y"], reduction="sum")
+
+
+def bits(tensors):
+    """Bytes of tensors."""
+    return [tensor.detach().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes() for tensor in tensors]
+
+
+def train(communicator, devices, sizes, together=True, even_split=False, breaker=None):
+    """A few steps of hand-written SGD: the losses, the parameters' bits, and the rows that this rank had."""
+    adoption = Adoption(communicator)
+    replicas = replicate_params(parameters(), devices, adoption=adoption)
+    losses, rows = [], []
+    for batch in data(sizes):
+        parts = split_and_load(batch, devices, even_split, adoption=adoption)
+        rows.append([len(part["x"]) for part in parts])
+        totals = []
+        for replica, part in zip(replicas, parts, strict=True):
+            total = loss_of(replica, part)
+            total.backward()
+            totals.append(total.detach())
+        gradients = [[p.grad for p in replica] for replica in replicas]
+        if breaker is not None:
+            BREAKERS[breaker](gradients, adoption)
+        elif together:
+            allreduce(gradients, adoption=adoption)
+        else:
+            for column in zip(*gradients, strict=True):
+                allreduce(column, adoption=adoption)
+        allreduce(totals, adoption=adoption)
+        losses.append(totals[0].item().hex())
+        assert all(bits([total]) == bits(totals[:1]) for total in totals)
+        with torch.no_grad():
+            for replica in replicas:
+                for p in replica:
+                    p -= 0.5 * p.grad / len(batch["x"])
+                    p.grad = None
+    assert all(bits(replica) == bits(replicas[0]) for replica in replicas)
+    return {"losses": losses, "bits": bits(replicas[0]), "rows": rows}
+
+
+def left_fold(gradients, adoption):
+    """Adds this rank's gradients one after another before they are reduced: a sum of another order."""
+    for column in zip(*gradients, strict=True):
+        total = column[0].clone()
+        for other in column[1:]:
+            total += other
+        total = adoption.communicator.transport.add(total.view(-1)).wait().view(total.shape)
+        for gradient in column:
+            gradient.copy_(total)
+
+
+def local_mean(gradients, adoption):
+    """Leaves the other ranks out."""
+    for column in zip(*gradients, strict=True):
+        total = torch.stack(list(column)).mean(0) * 4
+        for gradient in column:
+            gradient.copy_(total)
+
+
+BREAKERS = {"left fold": left_fold, "local mean": local_mean}
+
+
+def sum_values(communicator, num_devices, dtype_name, shape):
+    """The sum of tensors that the rank makes for each of its logical devices; and what the tree makes of all."""
+    dtype = getattr(torch, dtype_name)
+    adoption = Adoption(communicator)
+    replicate_params([torch.zeros(1)], num_devices, adoption=adoption)
+    generator = torch.Generator().manual_seed(6)
+    everyone = [(torch.randn(shape, generator=generator) * 100).to(dtype) for _ in range(num_devices)]
+    mine = deal(num_devices, communicator.world_size)[communicator.rank]
+    ghost = torch.full(shape, 7, dtype=dtype)
+    ours = [everyone[k].clone() for k in mine] or [ghost]
+    allreduce(ours, adoption=adoption)
+    counter = TreeSum(torch.add)
+    for k, value in enumerate(everyone):
+        counter.push(Block(k, 1), value)
+    return [bits([value]) == bits([counter.root()]) for value in ours]
+
+
+def reduce_what_everyone_holds(communicator):
+    """A list of three that the script made itself, before anything was divided."""
+    values = [torch.full((2,), float(10**k)) for k in range(3)]
+    allreduce(values, adoption=Adoption(communicator))
+    return [value.tolist() for value in values]
+
+
+def error_of(communicator, case):
+    """The error that a rank gets; cases are named by what is wrong."""
+    adoption = Adoption(communicator)
+    rank = communicator.rank
+    try:
+        if case == "parameters":
+            replicate_params([torch.full((3,), float(rank))], 4, adoption=adoption)
+        elif case == "batches":
+            split_and_load(torch.full((4, 2), float(rank)), 4, adoption=adoption)
+        elif case == "lengths":
+            split_and_load(torch.zeros(4 + 4 * rank, 2), 4, adoption=adoption)
+        elif case == "tensors":
+            replicate_params([torch.zeros(1)], 4, adoption=adoption)
+            allreduce([torch.zeros(2 + rank)] * 2, adoption=adoption)
+        elif case == "undivided":
+            allreduce([torch.full((3,), float(rank))] * 2, adoption=adoption)
+        elif case == "chunk":
+            with adoption.chunk(0):
+                replicate_params([torch.zeros(1)], 4, adoption=adoption)
+    except SamestepError as error:
+        return type(error).__name__, str(error)
+    return None
+
+
+def messages(communicator, together):
+    """How many tensors were sent on their way for one step."""
+    started = []
+
+    class Counting(reduction.OrderedReduction):
+        def __init__(self, *args):
+            started.append(args)
+            super().__init__(*args)
+
+    before = dict(reduction.REDUCTIONS)
+    reduction.REDUCTIONS["ordered"] = Counting
+    try:
+        train(communicator, 4, [8], together)
+    finally:
+        reduction.REDUCTIONS.update(before)
+    return len(started)
+
+
+def run_script(communicator, path, wrap, num_microbatches=4, hint=False):
+    """Runs a script as an adopted one: its `RESULT`, the chunks that this rank ran, what was said, and the error."""
+    adoption = Adoption(communicator, num_microbatches)
+    said = io.StringIO()
+    before = nn.Module.__call__, torch.autograd.backward
+    result, error = None, None
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(activated(adoption))
+        stack.enter_context(contextlib.redirect_stderr(said))
+        stack.enter_context(adoption.generators.preserved())
+        torch.manual_seed(1)
+        try:
+            with contextlib.ExitStack() as parts:
+                if wrap:
+                    parts.enter_context(wrapped(adoption, wrap))
+                if hint:
+                    parts.enter_context(hinting(adoption))
+                result = runpy.run_path(str(path), run_name="__main__").get("RESULT")
+        except (Exception, SystemExit) as stop:
+            error = f"{type(stop).__name__}: {stop}"
+    assert (nn.Module.__call__, torch.autograd.backward) == before, "the patches are taken out again"
+    return {"result": result, "chunks": list(adoption.chunks_run), "said": said.getvalue(), "error": error}

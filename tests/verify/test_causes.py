@@ -1,0 +1,231 @@
+"""The table of causes: every row is a script with the breaker switched on, in which it is found and confirmed."""
+
+import json
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.optim import optimizer as hooks
+from torch.utils.data import DataLoader, TensorDataset
+
+from samestep.scripts.patch import applied
+from samestep.verify.causes.divisors import divisor
+from samestep.verify.causes.evidence import Recorder
+from samestep.verify.causes.notes import Wrap, composed
+from samestep.verify.causes.table import CAUSES
+
+BREAKERS = Path(__file__).resolve().parent / "breakers"
+THREE = ("cpu:1", "cpu:2", "cpu:3")
+
+ROWS = {
+    "alone": "alone",
+    "augmentation": "augmentation",
+    "batchnorm": "batchnorm",
+    "buffers": "buffers",
+    "draws": "draws",
+    "dropout": "dropout",
+    "flags": "flags",
+    "global_batch": "global_batch",
+    "learning_rate_scaled": "learning_rate",
+    "learning_rate_stepped": "learning_rate",
+    "local_clip": "local_clip",
+    "loss_scale": "loss_scale",
+    "mean_of_means": "mean_of_means",
+    "metrics": "metrics",
+    "mixup": "draws",
+    "module_state": "module_state",
+    "order": "order",
+    "own_generator": "own_generator",
+    "own_mean": "mean_of_means",
+    "sampler": "sampler",
+    "unseeded": "unseeded",
+    "unshared": "unshared",
+    "unused": "unused",
+}
+"""Scripts for DistributedDataParallel or with an exchange by hand, and the cause that each has; held to `allclose`."""
+
+BITS = {"accumulation": THREE, "kernels": ("cpu:1", "cpu:2"), "reduction_order": THREE, "nondeterministic": THREE[:1]}
+"""Scripts in which nothing but rounding differs, named as their cause, and the devices that show it."""
+
+API = {
+    "api_dataset_generator": "own_generator",
+    "api_loss_draws": "own_generator",
+    "api_module_state": "module_state",
+    "api_native": "native",
+    "api_stream": "stream",
+}
+"""Programs that use samestep and still break its promise; held to `bitwise`."""
+
+QUICK = ("alone", "api_stream")
+TOGETHER = (
+    *("augmentation", "batchnorm", "buffers", "dropout", "global_batch", "learning_rate", "local_clip"),
+    *("mean_of_means", "module_state", "order", "sampler"),
+)
+"""The breakers that `several.py` can switch on."""
+PAIRS = random.Random(2024).sample([(one, other) for one in TOGETHER for other in TOGETHER if one < other], 6)
+
+
+def quick(name):
+    return name if name in QUICK else pytest.param(name, marks=pytest.mark.slow)
+
+
+def named(verdict):
+    return {cause.key for cause in verdict.causes}
+
+
+@pytest.mark.parametrize("name", [quick(name) for name in sorted(ROWS)])
+def test_a_breaker_is_caught_named_and_confirmed_without_which_the_runs_agree(verdict_on, name):
+    verdict = verdict_on(BREAKERS / f"{name}.py", steps=6)
+    assert verdict.difference is not None
+    assert named(verdict) == {ROWS[name]}
+    assert verdict.unexplained is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(BITS))
+def test_what_changes_bits_only_is_named_where_bits_are_asked_for(verdict_on, name):
+    devices = BITS[name] if len(BITS[name]) > 1 else THREE[:2]
+    verdict = verdict_on(BREAKERS / f"{name}.py", devices=devices, steps=4, tier="bitwise")
+    assert verdict.difference is not None
+    assert name in named(verdict)
+
+
+@pytest.mark.parametrize("name", [quick(name) for name in sorted(API)])
+def test_a_program_of_samesteps_own_that_breaks_its_promise_is_told_why(verdict_on, name):
+    devices = ("cpu:1", "cpu:3") if name == "api_native" else ("cpu:1", "cpu:2")
+    verdict = verdict_on(BREAKERS / f"{name}.py", devices=devices, steps=4)
+    assert verdict.family == "api"
+    assert named(verdict) == {API[name]}
+    assert verdict.unexplained is None
+
+
+@pytest.mark.parametrize("name", [pytest.param("clean", marks=pytest.mark.slow), "kernels", "api_clean"])
+def test_a_script_without_a_breaker_raises_no_alarm(verdict_on, name):
+    verdict = verdict_on(BREAKERS / f"{name}.py", steps=4)
+    assert verdict.agrees
+    assert verdict.reached == ("bitwise" if name == "api_clean" else "allclose")
+    assert not verdict.causes
+
+
+@pytest.mark.parametrize(
+    "pair", [PAIRS[0], *(pytest.param(pair, marks=pytest.mark.slow) for pair in PAIRS[1:])], ids="-".join
+)
+def test_two_breakers_are_both_named_and_nothing_else(verdict_on, pair):
+    verdict = verdict_on(BREAKERS / "several.py", *pair, steps=4)
+    assert named(verdict) == set(pair)
+    assert verdict.unexplained is None
+
+
+def test_another_sampler_on_several_devices_is_found_beside_another_batch(verdict_on):
+    verdict = verdict_on(BREAKERS / "two_samplers.py", steps=2)
+    assert named(verdict) == {"global_batch", "order"}
+    assert verdict.unexplained is None
+
+
+@pytest.mark.slow
+def test_without_a_breaker_the_script_of_all_breakers_raises_no_alarm(verdict_on):
+    assert verdict_on(BREAKERS / "several.py", steps=4).agrees
+
+
+def test_what_a_program_divides_its_loss_by_is_read_from_its_graph():
+    x, weights = torch.randn(6, requires_grad=True), torch.tensor([1.0, 0.0, 1.0, 1.0, 0.0, 0.5])
+    total = (x * weights).sum()
+    for loss, count in (
+        (x.mean(), 6),
+        (total / weights.sum(), 3.5),
+        (-x[:4].mean() / 2, 8),
+        (total * 0.25, 4),
+        (1024 * (total / 5), 5),
+        (x.view(2, 3).mean(0).sum() / 3, 3),
+    ):
+        assert divisor(loss)[1] == count
+    for loss in (total, F.mse_loss(x, weights), x.mean() + total, total / x.sum(), x, weights.mean(), [total / 2]):
+        assert divisor(loss) is None
+
+
+def test_every_breaker_of_the_table_has_a_script():
+    assert {*ROWS.values(), *BITS, *API.values()} == {cause.key for cause in CAUSES}
+
+
+def test_every_cause_is_documented_and_no_other():
+    page = (Path(__file__).resolve().parents[2] / "docs" / "causes.md").read_text(encoding="utf-8")
+    documented = [line.split("`")[1] for line in page.splitlines() if line.startswith("| `")]
+    assert sorted(documented) == sorted(cause.key for cause in CAUSES)
+
+
+def trained():
+    """The weights after a short training that draws, drops, normalises, clips and loads; and all generators' states."""
+    for seed in (torch.manual_seed, np.random.seed, random.seed):
+        seed(0)
+    data = TensorDataset(torch.randn(24, 4), torch.randint(3, (24,)))
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 3))
+    optimizer = torch.optim.Adam(model.parameters())
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    for x, y in DataLoader(data, batch_size=5, shuffle=True):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x + torch.randn_like(x) * random.random()), y).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        schedule.step()
+    state = [*model.state_dict().values(), torch.get_rng_state(), torch.tensor(np.random.random())]
+    return [*state, torch.tensor(random.random())]
+
+
+@pytest.fixture(scope="module")
+def warm():
+    """The first optimizer imports more of torch, which then has more names."""
+    trained()
+
+
+def places(*owners):
+    return [dict(vars(owner)) for owner in owners]
+
+
+OWNERS = (torch, torch.nn.functional, torch.Tensor, nn.Module, torch.optim.Optimizer, DataLoader, np.random, random)
+
+
+def test_listening_changes_no_number_and_leaves_torch_as_it_was(warm):
+    alone, before = trained(), places(*OWNERS)
+    recorder = Recorder(0, 1)
+    with applied(recorder.patches()):
+        listened = trained()
+        facts = recorder.facts()
+    assert all(torch.equal(one, other) for one, other in zip(alone, listened, strict=True))
+    assert places(*OWNERS) == before
+    assert {"dropout", "batch_norm", "clip", "draw", "mean", "backward", "forward"} <= {fact["name"] for fact in facts}
+    assert json.loads(json.dumps(facts)) == facts
+
+
+@pytest.mark.parametrize("cause", CAUSES, ids=lambda cause: cause.key)
+def test_an_antidote_can_be_taken_and_leaves_torch_as_it_was(warm, cause):
+    before, flags = places(*OWNERS), torch.get_deterministic_debug_mode()
+    with cause.neutralise():
+        assert all(torch.isfinite(value).all() for value in trained())
+    assert places(*OWNERS) == before
+    assert torch.get_deterministic_debug_mode() == flags
+    assert not hooks._global_optimizer_pre_hooks
+
+
+def test_wraps_at_one_place_enclose_each_other_in_order():
+    class Place:
+        @staticmethod
+        def say():
+            return "place"
+
+    first = Wrap(Place, "say", lambda inner: lambda: f"first({inner()})")
+    second = Wrap(Place, "say", lambda inner: lambda: f"second({inner()})")
+    patches = composed([first, second])
+    assert len(patches) == 1
+    assert patches[0].replacement() == "second(first(place))"
+
+
+def test_dropout_is_drawn_again_once_the_antidote_is_gone():
+    cause = next(cause for cause in CAUSES if cause.key == "dropout")
+    x = torch.ones(64)
+    with cause.neutralise():
+        assert torch.equal(nn.functional.dropout(x, 0.5), x)
+    assert not torch.equal(nn.functional.dropout(x, 0.5), x)

@@ -1,0 +1,138 @@
+"""The probe: what it writes down about a program, and that the program does not notice."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from samestep.verify.runner import Question
+
+PROGRAM = """
+    import sys
+    import torch, torch.distributed as dist
+    from torch import nn
+    from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    data = TensorDataset(torch.randn(24, 3), torch.arange(24.0))
+    sampler = DistributedSampler(data, shuffle=True)
+    loader = DataLoader(data, batch_size=6 // dist.get_world_size(), sampler=sampler, num_workers=int(sys.argv[1]))
+    held_out = DataLoader(TensorDataset(torch.randn(7, 3)), batch_size=4)
+    model = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(3, 5), nn.Dropout(0.2), nn.Linear(5, 1)))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    try:
+        for epoch in range(3):
+            for x, y in loader:
+                loss = (model(x).squeeze(1) - y).square().mean()
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+            with torch.no_grad():
+                for (x,) in held_out:
+                    model(x)
+            total = torch.tensor([loss.item(), 1.0])
+            dist.all_reduce(total)
+    except Exception:
+        print("the program caught it")
+    if dist.get_rank() == 0 and len(sys.argv) > 2:
+        torch.save(model.module.state_dict(), sys.argv[2])
+"""
+
+
+@pytest.fixture
+def program(script):
+    return script(PROGRAM)
+
+
+def test_a_step_is_written_down_with_its_samples_loss_gradients_and_state(stage_of, program):
+    recording = stage_of(program, 0).record(Question("cpu:2", 3))
+    assert recording.failure is None
+    assert recording.family == "ddp"
+    assert recording.num_steps == 3
+    (parameters,) = recording.lines("parameters")
+    assert parameters["names"] == ["0.weight", "0.bias", "2.weight", "2.bias"]
+    for ranks in zip(*recording.steps, strict=True):
+        assert len({number for line in ranks for number in line["ids"]}) == 6
+        assert [line["num_samples"] for line in ranks] == [3, 3]
+        assert ranks[0]["gradients"][0]["bits"] == ranks[1]["gradients"][0]["bits"]
+        assert all(size > 0 for line in ranks for size in line["gradients"][0]["norm"])
+        assert ranks[0]["loss"] != ranks[1]["loss"]
+        assert ranks[0]["states"][0]["lr"] == [0.01]
+    assert recording.steps[0][0]["states"][0]["bits"] != recording.steps[0][1]["states"][0]["bits"]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_what_is_read_ahead_or_for_an_evaluation_is_not_counted_to_a_step(stage_of, program, num_workers):
+    recording = stage_of(program, num_workers).record(Question("cpu:1", 7))
+    assert recording.failure is None
+    epochs = [recording.steps[0][:4], recording.steps[0][4:7]]
+    assert sorted(number for line in epochs[0] for number in line["ids"]) == list(range(24))
+    assert [len(line["ids"]) for line in epochs[1]] == [6, 6, 6]
+    (metric,) = recording.lines("metric")
+    assert metric["step"] == 4
+
+
+def test_a_program_that_catches_its_own_failures_ends_after_the_last_step(stage_of, program):
+    recording = stage_of(program, 0).record(Question("cpu:2", 2))
+    assert [line["reason"] for rank in (0, 1) for line in recording.lines("end", rank)] == ["steps", "steps"]
+
+
+def test_a_program_computes_the_same_bits_with_and_without_a_witness(stage_of, program, tmp_path):
+    alone, seen = tmp_path / "alone.pt", tmp_path / "seen.pt"
+    recording = stage_of(program, 0, seen).record(Question("cpu:1", 100, detail=2))
+    assert recording.failure is None
+    assert recording.num_steps == 12
+    variables = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "OMP_NUM_THREADS": "1"}
+    subprocess.run([sys.executable, program, "0", alone], check=True, env={**os.environ, **variables})
+    ours, theirs = torch.load(alone), torch.load(seen)
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_modules_are_written_down_by_sample_in_the_step_that_is_asked_for(stage_of, program):
+    recording = stage_of(program, 0).record(Question("cpu:2", 3, detail=1))
+    lines = [line for rank in (0, 1) for line in recording.lines("module", rank)]
+    assert {line["step"] for line in lines} == {1}
+    assert {line["name"] for line in lines if line["direction"] == "forward"} == {"", "0", "1", "2"}
+    keys = [set(line["keys"]) for line in lines if line["name"] == "2" and line["direction"] == "backward"]
+    assert len(keys) == 2
+    assert not keys[0] & keys[1]
+
+
+def test_a_program_that_fails_is_told_with_its_traceback(stage_of, script):
+    recording = stage_of(script("raise KeyError('no such thing')")).record(Question("cpu:2", 2))
+    assert "no such thing" in recording.failure
+
+
+def test_what_a_program_prints_before_it_gives_up_is_told(stage_of, script):
+    recording = stage_of(script("import sys; print('the data is missing'); sys.exit(3)")).record(Question("cpu:1", 2))
+    assert "the data is missing" in recording.failure
+
+
+CLOSURE = """
+    import torch
+    from torch.utils.data import DataLoader
+
+    torch.manual_seed(0)
+    parameter = torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    held_out = iter(DataLoader(torch.randn(40, 3), batch_size=7))
+    with torch.no_grad():
+        next(held_out)
+    for x in DataLoader(torch.randn(8, 3), batch_size=4):
+
+        def closure():
+            optimizer.zero_grad()
+            (parameter * x).sum().backward()
+
+        optimizer.step(closure)
+"""
+
+
+def test_of_a_step_by_a_closure_the_gradients_are_its_own_and_the_samples_of_an_evaluation_are_not(stage_of, script):
+    recording = stage_of(script(CLOSURE)).record(Question("cpu:1", 2))
+    lines = recording.steps[0]
+    assert [line["num_samples"] for line in lines] == [4, 4]
+    assert all(size for line in lines for group in line["gradients"] for size in group["norm"])

@@ -1,0 +1,502 @@
+"""Replay: the same bits at every step, what was wrong and where, and what is not what was recorded."""
+
+import io
+import json
+import math
+import shutil
+import sys
+from bdb import BdbQuit
+from pathlib import Path
+
+import pytest
+import torch
+import typer
+from replay_programs import NUM_MICROBATCHES, PARTS, POISONED, SCRIPT, Plain, loss_fn, record, train
+from safetensors.torch import load_file
+from torch.nn import functional
+from typer.testing import CliRunner
+
+from samestep.cli.replay import replay as replay_command
+from samestep.errors import DeviceError, NonFiniteError, UsageError, WorkerError
+from samestep.replay.program import program_of
+from samestep.replay.replaying import replay
+from samestep.train.line import from_line, to_line
+from samestep.verify.ledger import read_ledger
+
+PLAIN = {"kind": "plain", "poison": -300.0}
+
+
+def replayed(folder, step, program=None, **options):
+    """A replay of a run that `record` made."""
+    given = options.pop("given", {})
+    return replay(folder, step, program=program or (lambda: train(None, folder, **given)), **options)
+
+
+def alter(folder, step, change):
+    """Changes the line of a step in a ledger."""
+    path = folder / "ledger.jsonl"
+    lines = [from_line(line) for line in path.read_bytes().splitlines()]
+    for line in lines:
+        if line["step"] == step and "event" not in line:
+            change(line)
+    path.write_bytes(b"".join(map(to_line, lines)))
+
+
+def next_up(text):
+    """The float of a ledger with its last bit changed."""
+    return math.nextafter(float.fromhex(text), math.inf).hex()
+
+
+def copied(folder, tmp_path):
+    return Path(shutil.copytree(folder, tmp_path / "copy"))
+
+
+def contents(folder):
+    return {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """Twelve steps on three devices, with checkpoints after 5, 10 and 12."""
+    folder = tmp_path_factory.mktemp("replay") / "run"
+    record(3, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    """A run on three devices whose steps can be computed with torch alone, in which one sample stands out."""
+    folder = tmp_path_factory.mktemp("replay") / "plain"
+    record(3, folder, **PLAIN)
+    return folder
+
+
+def assert_every_step_is_the_same(folder, steps):
+    ledger = read_ledger(folder)
+    before = contents(folder)
+    for step in steps:
+        found = replayed(folder, step)
+        assert found.holds
+        assert found.check.same_bits
+        assert found.check.tier == "bitwise"
+        assert found.changes == []
+        recorded = ledger.steps[step]
+        assert found.view.digest == recorded["digest"]
+        assert found.view.loss.hex() == recorded["loss"]
+        assert found.view.grad_norm.hex() == recorded["grad_norm"]
+        first = 0 if found.start is None else int(found.start.removeprefix("step-"))
+        assert found.check.first == first
+        assert found.check.compared == found.check.digests == step - first + 1
+        assert len(found.view.samples) == recorded["num_samples"]
+    assert contents(folder) == before
+
+
+def test_every_step_of_a_run_on_three_devices_is_replayed_on_one_with_the_same_bits(run):
+    assert_every_step_is_the_same(run, range(12))
+    assert [replayed(run, step).start for step in (4, 5, 10)] == [None, "step-00000005", "step-00000010"]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_some_steps_of_runs_on_other_numbers_of_devices_too(tmp_path, world_size):
+    record(world_size, tmp_path / "run")
+    assert_every_step_is_the_same(tmp_path / "run", (0, 7, 11))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("checkpoint_steps", [1, None])
+def test_every_step_is_replayed_with_many_checkpoints_and_without(tmp_path, world_size, checkpoint_steps):
+    record(world_size, tmp_path / "run", checkpoint_steps=checkpoint_steps, keep=20)
+    assert_every_step_is_the_same(tmp_path / "run", range(12))
+
+
+def test_a_run_without_checkpoints_is_replayed_from_its_beginning(run, tmp_path):
+    folder = copied(run, tmp_path)
+    shutil.rmtree(folder / "checkpoints")
+    found = replayed(folder, 11)
+    assert found.start is None
+    assert found.check.compared == 12
+    assert found.check.same_bits
+
+
+def test_a_damaged_line_is_said_and_not_compared(run, tmp_path):
+    folder = copied(run, tmp_path)
+    path = folder / "ledger.jsonl"
+    path.write_bytes(path.read_bytes().replace(b'"skipped": false', b'"skipped": true ', 1))
+    found = replayed(folder, 3)
+    assert found.holds
+    assert any("is damaged: its checksum is not that of its bytes" in note for note in found.notes)
+
+
+def test_steps_of_a_run_that_broke_off_before_it_wrote_them_down_are_replayed_too(run, tmp_path):
+    folder = copied(run, tmp_path)
+    path = folder / "ledger.jsonl"
+    lines = [from_line(line) for line in path.read_bytes().splitlines()]
+    path.write_bytes(b"".join(to_line(line) for line in lines if line["step"] < 9))
+    found = replayed(folder, 9)
+    assert found.holds
+    assert found.check.compared == 4
+    assert found.view.digest == next(line["digest"] for line in lines if line["step"] == 9 and "digest" in line)
+    assert any("steps 0 to 8" in note for note in found.notes)
+
+
+def test_a_damaged_checkpoint_is_passed_over_and_told(run, tmp_path):
+    folder = copied(run, tmp_path)
+    with (folder / "checkpoints" / "step-00000010" / "model.safetensors").open("r+b") as file:
+        file.seek(-1, 2)
+        file.write(b"\x55")
+    found = replayed(folder, 11)
+    assert found.start == "step-00000005"
+    assert found.check.same_bits
+    assert any("step-00000010" in note for note in found.notes)
+
+
+def test_a_loss_spike_on_three_devices_is_traced_to_its_sample_microbatch_and_module(plain):
+    losses = [float.fromhex(line["loss"]) for line in read_ledger(plain).steps.values()]
+    spike = max(range(4), key=losses.__getitem__)
+    assert losses[spike] > 3 * min(losses[:4])
+    found = replayed(plain, spike, given=PLAIN)
+    assert found.check.same_bits
+    worst = max(found.view.microbatches, key=lambda microbatch: microbatch.loss)
+    assert POISONED in worst.samples
+    assert worst.loss > 3 * min(microbatch.loss for microbatch in found.view.microbatches)
+    for module in ("first", "act", "head"):
+        peaks = {
+            microbatch.microbatch: (abs(one.forward.peak), one.sample)
+            for microbatch in found.view.microbatches
+            for one in microbatch.activations
+            if one.place.name == f"{module}.output"
+        }
+        assert max(peaks, key=peaks.get) == worst.microbatch
+        assert peaks[worst.microbatch][1] == POISONED
+
+
+def test_what_is_shown_and_saved_is_what_torch_alone_computes(plain, tmp_path):
+    found = replayed(plain, 6, given=PLAIN, save=tmp_path / "saved")
+    step = load_file(tmp_path / "saved" / "step.safetensors")
+    index = json.loads((tmp_path / "saved" / "index.json").read_text())
+    model = Plain()
+    model.load_state_dict({name: step[f"{name}.before"] for name, _ in model.named_parameters()})
+    sums = {name: torch.zeros_like(parameter, dtype=torch.float64) for name, parameter in model.named_parameters()}
+    total = 0.0
+    for microbatch in found.view.microbatches:
+        file = f"microbatch-{microbatch.microbatch:05d}.safetensors"
+        kept = load_file(tmp_path / "saved" / file)
+        assert index["files"][file]["samples"] == list(microbatch.samples)
+        assert set(index["files"][file]["tensors"]) == set(kept)
+        model.zero_grad()
+        first = model.first(kept["batch.0"])
+        act = model.act(first)
+        out = model.head(act)
+        out.retain_grad()
+        act.retain_grad()
+        mean = functional.cross_entropy(out, kept["batch.1"])
+        (mean * len(microbatch.samples)).backward()
+        for name, value in (("first.output", first), ("act.output", act), ("head.input", act), ("head.output", out)):
+            assert torch.equal(kept[name], value.detach())
+            assert torch.equal(kept["(model).output"], out.detach())
+            (seen,) = [one for one in microbatch.activations if one.place.name == name]
+            exact = value.detach().double()
+            assert seen.forward.shape == tuple(value.shape)
+            assert (seen.forward.min, seen.forward.max) == (float(exact.min()), float(exact.max()))
+            assert seen.forward.mean == pytest.approx(float(exact.mean()), rel=1e-12, abs=1e-15)
+            assert seen.forward.std == pytest.approx(float(exact.std(correction=0)), rel=1e-12)
+            assert seen.forward.zeros == int((value == 0).sum())
+            assert seen.sample == microbatch.samples[int(exact.abs().amax(1).argmax())]
+        assert torch.equal(kept["head.output.gradient"], out.grad)
+        assert torch.equal(kept["head.input.gradient"], act.grad)
+        assert microbatch.loss == pytest.approx(mean.item(), rel=1e-6)  # a product and a quotient of float32
+        for name, parameter in model.named_parameters():
+            assert torch.equal(kept[f"{name}.gradient"], parameter.grad)
+            sums[name] += parameter.grad.double()
+        norm = math.sqrt(sum(float(p.grad.double().square().sum()) for p in model.parameters()))
+        assert microbatch.grad_norm == pytest.approx(norm / len(microbatch.samples), rel=1e-9)
+        total += microbatch.total
+    assert found.view.loss == total / 24
+    for parameter in found.view.parameters:
+        gradient = sums[parameter.name] / 24
+        assert torch.allclose(step[f"{parameter.name}.gradient"].double(), gradient, rtol=1e-5, atol=1e-7)
+        assert parameter.grad_norm == pytest.approx(float(gradient.norm()), rel=1e-5)
+        update = step[f"{parameter.name}.after"] - step[f"{parameter.name}.before"]
+        before = step[f"{parameter.name}.before"].double().norm()
+        assert parameter.update_ratio == pytest.approx(float(update.double().norm() / before), rel=1e-9)
+    assert found.view.grad_norm == pytest.approx(
+        math.sqrt(sum(p.grad_norm**2 for p in found.view.parameters)), rel=1e-5
+    )
+
+
+def test_modules_are_seen_in_place_again_and_between(run):
+    microbatch = replayed(run, 2).view.microbatches[1]
+    places = {one.place.name: one for one in microbatch.activations}
+    assert [name for name in places if name.startswith("twice") and "output" in name] == [
+        "twice.output",
+        "twice#1.output",
+    ]
+    assert places["body.1.output"].forward.min < 0 == places["body.2.output"].forward.min
+    assert places["body.2.input"].backward is not None
+    assert places["body.3.output"].forward == places["body.output"].forward == places["twice.input"].forward
+
+
+@pytest.mark.parametrize(
+    ("field", "change"),
+    [
+        ("loss", lambda line: line.update(loss=next_up(line["loss"]))),
+        ("grad_norm", lambda line: line.update(grad_norm=next_up(line["grad_norm"]))),
+        ("ids", lambda line: line.update(ids="0" * 16)),
+        ("digest", lambda line: line.update(digest=f"{int(line['digest'], 16) ^ 1:016x}")),
+    ],
+)
+def test_twin_a_ledger_that_is_altered_by_one_bit_is_noticed(run, tmp_path, field, change):
+    folder = copied(run, tmp_path)
+    alter(folder, 7, change)
+    found = replayed(folder, 8)
+    assert not found.holds
+    assert found.check.differs == 7
+    assert [one.field for one in found.check.fields] == [field]
+    assert found.check.reason
+    assert replayed(folder, 6).holds
+
+
+def test_other_data_are_a_finding_with_the_step_at_which_they_show(run):
+    found = replayed(run, 3, given={"poison": 2.0})
+    assert not found.holds
+    assert found.check.differs == next(step for step in range(4) if POISONED in replayed(run, step).view.samples)
+    assert "forward" in found.check.reason
+
+
+@pytest.mark.parametrize(
+    ("kind", "poison", "direction", "module"),
+    [
+        ("batch", math.inf, "batch", None),
+        ("forward", 1e4, "forward", "0.1.0"),
+        ("backward", 0.0, "backward", "0.1.0"),
+        ("loss", 0.0, "loss", None),
+    ],
+)
+def test_a_run_that_was_stopped_by_what_is_not_finite_is_replayed_at_that_step(
+    tmp_path, kind, poison, direction, module
+):
+    given = {"kind": kind, "poison": poison, "checkpoint_steps": 1}
+    with pytest.raises(NonFiniteError):
+        record(1, tmp_path / "run", **given)
+    step = len(read_ledger(tmp_path / "run").steps)
+    found = replayed(tmp_path / "run", step, given=given)
+    assert found.holds
+    assert found.view.error.startswith("NonFiniteError")
+    assert found.view.loss is None
+    where = found.view.nonfinite
+    assert (where.direction, where.module) == (direction, module)
+    assert POISONED in found.view.microbatches[where.microbatch].samples
+    if direction != "loss":
+        assert where.sample == POISONED
+    assert (
+        json.loads(json.dumps(found.as_json(), allow_nan=False))["view"]["nonfinite"]["microbatch"] == where.microbatch
+    )
+
+
+def test_a_step_that_is_left_out_is_shown_as_such(tmp_path):
+    given = {"kind": "forward", "poison": 1e4, "on_nonfinite": "skip"}
+    record(2, tmp_path / "run", **given)
+    step = next(number for number, line in read_ledger(tmp_path / "run").steps.items() if line["skipped"])
+    found = replayed(tmp_path / "run", step, given=given)
+    assert found.check.same_bits
+    assert found.view.skipped
+    assert found.view.nonfinite.module == "0.1.0"
+    assert all(parameter.update_norm == 0 for parameter in found.view.parameters)
+
+
+def test_an_exception_of_the_program_in_the_step_is_shown(tmp_path, run):
+    def fails(model, batch):
+        raise KeyError("nothing of this name")
+
+    def program():
+        import replay_programs
+
+        replay_programs.loss_fn = fails
+        try:
+            train(None, run)
+        finally:
+            replay_programs.loss_fn = loss_fn
+
+    found = replayed(run, 0, program=program)
+    assert "KeyError: 'nothing of this name'" in found.view.error
+    assert any("did not raise" in note for note in found.notes)
+    with pytest.raises(WorkerError, match="before step 2, after 0 steps"):
+        replayed(run, 2, program=program)
+
+
+def test_where_other_bits_are_sure_losses_are_compared_up_to_rounding(plain, tmp_path):
+    folder = copied(plain, tmp_path)
+
+    def changed(line, factor):
+        line.update(loss=(float.fromhex(line["loss"]) * factor).hex(), digest="0" * 16)
+
+    alter(folder, 2, lambda line: changed(line, 1 + 1e-6))
+    found = replayed(folder, 3, given={**PLAIN, "num_threads": 2})
+    assert [change.field for change in found.changes if change.breaks] == ["num_threads"]
+    assert found.check.tier == "allclose"
+    assert found.holds
+    assert not found.check.same_bits
+    assert 0.9e-6 < found.check.relative < 1e-4
+    assert not replayed(folder, 3, given=PLAIN).holds, "twin: where nothing has changed, every bit counts"
+
+    alter(folder, 2, lambda line: changed(line, 1.01))
+    again = replayed(folder, 3, given={**PLAIN, "num_threads": 2})
+    assert again.check.differs == 2
+
+
+def test_one_microbatch_and_one_module_can_be_chosen(run, tmp_path):
+    found = replayed(run, 1, microbatch=2, module="body", save=tmp_path / "saved")
+    assert [microbatch.microbatch for microbatch in found.view.microbatches] == [2]
+    assert {one.place.module for one in found.view.microbatches[0].activations} == {
+        "body",
+        *(f"body.{number}" for number in range(4)),
+    }
+    assert {parameter.name.partition(".")[0] for parameter in found.view.parameters} == {"body"}
+    assert sorted(path.name for path in (tmp_path / "saved").iterdir()) == [
+        "index.json",
+        "microbatch-00002.safetensors",
+        "step.safetensors",
+    ]
+
+
+def test_the_debugger_opens_in_the_forward_of_the_chosen_module_and_microbatch(run, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("p 'rows', input.shape[0]\nc\n"))
+    found = replayed(run, 3, microbatch=1, module="head", debug=True)
+    printed = capsys.readouterr().out
+    assert "step 3, microbatch 1: the forward of Linear" in printed
+    assert "('rows', 6)" in printed
+    assert printed.count("(Pdb)") == 2
+    assert found.check.same_bits
+
+
+def test_leaving_the_debugger_ends_the_replay(run, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("q\n"))
+    with pytest.raises(BdbQuit):
+        replayed(run, 3, debug=True)
+    assert "step 3, microbatch 0: the forward of Net" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("step", "options", "sentence"),
+    [
+        (12, {}, "steps 0 to 11"),
+        (-1, {}, "counted from 0"),
+        (3, {"microbatch": NUM_MICROBATCHES}, "microbatches 0 to 3"),
+        (3, {"module": "boddy"}, "for example body"),
+        (3, {"save": "inside"}, "run's own folder"),
+        (3, {"device": "cuda:99"}, "this process has"),
+        (3, {"program": lambda: None}, "before a Trainer of its own"),
+    ],
+)
+def test_what_cannot_be_is_a_sentence(run, step, options, sentence):
+    if options.get("save") == "inside":
+        options = {"save": run / "saved"}
+    with pytest.raises(UsageError, match=sentence):
+        replayed(run, step, **options)
+    assert issubclass(DeviceError, UsageError)
+
+
+def test_a_folder_without_a_run_is_a_sentence_that_says_what_is_missing(tmp_path):
+    with pytest.raises(UsageError, match=r"no run\.json in it.*Trainer.*loops of your own"):
+        replay(tmp_path, 0)
+    with pytest.raises(UsageError, match="holds no run"):
+        replay(tmp_path / "nowhere", 0)
+
+
+def test_a_program_that_ends_early_is_a_sentence(tmp_path):
+    record(1, tmp_path / "run", epochs=2, checkpoint_steps=None)
+    (tmp_path / "run" / "checkpoints").rename(tmp_path / "checkpoints")
+    with pytest.raises(UsageError, match="ended before step 6, after 4 steps"):
+        replayed(tmp_path / "run", 6, given={"epochs": 1})
+
+
+def test_the_program_of_a_run_is_found_in_its_command(tmp_path):
+    (tmp_path / "train.py").write_text("")
+    here = {"working_folder": str(tmp_path)}
+
+    def found(*words):
+        job = program_of({**here, "command": list(words)}, Path("run")).job
+        return job.kind, Path(job.target).name, job.argv
+
+    assert found("python", "train.py", "--lr", "1") == ("script", "train.py", ("--lr", "1"))
+    assert found("/usr/bin/python3.12", "train.py") == ("script", "train.py", ())
+    assert found("python", "-m", "package.train", "-x") == ("module", "package.train", ("-x",))
+    assert found("samestep", "run", "--devices", "cpu:3", "train.py", "a") == ("script", "train.py", ("a",))
+    assert found("samestep", "run", "--threads=2", "-m", "package.train") == ("module", "package.train", ())
+    recipe = program_of({"command": ["samestep", "train"], "job": {"recipe": "mlp", "spares": 1, "seed": 2}}, Path("r"))
+    assert recipe.is_recipe
+    assert recipe.job.kwargs == {"recipe": "mlp", "seed": 2}
+    for words in ([], ["samestep", "train", "mlp"], ["python", "-c", "pass"], ["jupyter", "lab"]):
+        with pytest.raises(UsageError, match="does not say which program"):
+            found(*words)
+    with pytest.raises(UsageError, match="not there any more"):
+        found("python", "gone.py")
+
+
+@pytest.mark.parametrize("starter", ["script", "module"])
+def test_what_a_run_records_of_its_program_leads_back_to_it(tmp_path, monkeypatch, capsys, starter):
+    (tmp_path / "origins.py").write_text(
+        "import json\nfrom samestep.train.origin import origin\nprint(json.dumps(origin()))\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    first = {"script": ["python", "origins.py", "a", "-b"], "module": ["python", "-m", "origins", "a", "-b"]}[starter]
+    program_of({"command": first, "working_folder": str(tmp_path)}, tmp_path).run()
+    said = json.loads(capsys.readouterr().out)
+    assert said["working_folder"] == str(tmp_path)
+    monkeypatch.chdir("/")
+    program_of(said, tmp_path).run()
+    again = json.loads(capsys.readouterr().out)
+    assert again["working_folder"] == str(tmp_path)
+    assert [Path(word).name for word in again["command"]] == [Path(word).name for word in first]
+
+
+def test_a_recipe_s_run_is_replayed_from_its_record(tmp_path, monkeypatch):
+    from samestep.recipes.job import train as train_recipe
+
+    rows = [f"{i % 7},{(i * i) % 11},{(3 * i) % 5},{(i % 7) * 2 - (3 * i) % 5}" for i in range(60)]
+    (tmp_path / "table.csv").write_text("a,b,c,target\n" + "\n".join(rows) + "\n")
+    monkeypatch.chdir(tmp_path)
+    job = {"recipe": "mlp", "data": "table.csv", "epochs": 2, "global_batch_size": 16, "digest_every": 1}
+    train_recipe(**job, run_dir="runs/a", command=["samestep", "train", "mlp"], job={**job, "spares": 1})
+    before = contents(tmp_path / "runs")
+    monkeypatch.chdir("/")
+    found = replay(tmp_path / "runs" / "a", 5)
+    assert found.check.same_bits
+    assert found.check.digests == 6
+    assert contents(tmp_path / "runs") == before
+
+
+app = typer.Typer()
+app.command()(replay_command)
+
+
+def test_a_script_s_run_is_replayed_by_the_command_with_its_own_arguments(tmp_path, monkeypatch):
+    (tmp_path / "train.py").write_text(SCRIPT)
+    (tmp_path / "replayed_parts.py").write_text(PARTS)
+    monkeypatch.chdir(tmp_path)
+    program_of({"command": ["python", "train.py", "0.1"], "working_folder": str(tmp_path)}, tmp_path).run()
+    monkeypatch.chdir("/")
+    kept = sys.argv[:], sys.path[:], sys.modules["__main__"]
+    runner = CliRunner()
+    done = runner.invoke(app, [str(tmp_path / "runs" / "a"), "--step", "4", "--json"])
+    assert done.exit_code == 0, done.output
+    assert kept == (sys.argv, sys.path, sys.modules["__main__"])
+    value = json.loads(done.stdout)
+    assert value["holds"]
+    assert value["check"]["compared"] == 5
+    assert value["view"]["lr"] == [0.1]
+
+    shown = runner.invoke(app, [str(tmp_path / "runs" / "a"), "--step", "4", "--module", "3"])
+    assert "same bits as recorded (5 steps, 5 checksums of the state)" in shown.stdout
+    assert "3.input gradient" in shown.stdout
+    assert "this is the script" not in shown.stdout
+    alter(tmp_path / "runs" / "a", 2, lambda line: line.update(loss=next_up(line["loss"])))
+    altered = runner.invoke(app, [str(tmp_path / "runs" / "a"), "--step", "4"])
+    assert altered.exit_code == 1
+    assert "step 2 is not what was recorded" in altered.stdout
+    assert "No field of the contract that decides the bits has changed" in altered.stdout
+    (tmp_path / "train.py").unlink()
+    gone = runner.invoke(app, [str(tmp_path / "runs" / "a"), "--step", "4"])
+    assert "not there any more" in str(gone.exception)
+    del sys.modules["replayed_parts"]

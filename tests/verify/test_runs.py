@@ -1,0 +1,244 @@
+"""Runs are found and told apart: finished, under way, stopped, crashed; and a broken folder hides no other."""
+
+import errno
+import fcntl
+import json
+import os
+import time
+
+import pytest
+import typer
+from ledger_runs import write
+from typer.testing import CliRunner
+
+from samestep.cli import runs as command
+from samestep.errors import DataError, UsageError
+from samestep.train.line import to_line
+from samestep.train.lock import take_lock
+from samestep.verify.runs import find_runs, is_run, read_contract, summarize
+
+CONTRACT = {"recipe": "lenet", "epochs": 3, "command": ["samestep", "train", "lenet"], "seed": 0}
+OLD = time.time() - 3600
+
+
+def step(number, world_size=2, loss=1.5):
+    return {"step": number, "loss": loss.hex(), "grad_norm": "0x1.0p+0", "lr": [], "world_size": world_size}
+
+
+def event(name, number, **fields):
+    return {"event": name, "step": number, "time": "2026-01-31T12:00:00.123+00:00", **fields}
+
+
+def make_run(folder, ledger=(), metrics=(), contract=CONTRACT, result=False, checkpoints=(), when=OLD):
+    """A run's folder as a run leaves it, last written at a time."""
+    folder.mkdir(parents=True)
+    (folder / "run.json").write_text(json.dumps(contract))
+    for name, lines in (("ledger.jsonl", ledger), ("metrics.jsonl", metrics)):
+        write = to_line if name == "ledger.jsonl" else lambda line: json.dumps(line).encode() + b"\n"
+        (folder / name).write_bytes(b"".join(map(write, lines)))
+    if result:
+        (folder / "result.json").write_text("{}")
+    for name in checkpoints:
+        (folder / "checkpoints" / name).mkdir(parents=True)
+        (folder / "checkpoints" / name / "manifest.json").write_text("{}")
+    for path in folder.rglob("*"):
+        os.utime(path, (when, when))
+    return folder
+
+
+def shown(*arguments):
+
+    app = typer.Typer()
+    app.command()(command.runs)
+    result = CliRunner().invoke(app, [str(item) for item in arguments])
+    if result.exception is not None:
+        raise result.exception
+    return result.stdout
+
+
+def test_a_finished_run_is_summed_up(tmp_path):
+    metrics = [
+        {"step": 1, "loss/train": 2.0},
+        {"step": 2, "epoch": 1.0, "loss/train_epoch": 1.0, "accuracy/eval": 0.9, "loss/eval": 0.5},
+        {"step": 4, "epoch": 2.0, "loss/train_epoch": 0.5, "accuracy/eval": 0.8, "loss/eval": 0.4},
+    ]
+    ledger = [event("start", 0, world_size=2), *map(step, range(4)), event("end", 4, digest="00")]
+    found = summarize(make_run(tmp_path / "a", ledger, metrics, result=True))
+    assert (found.state, found.recipe, found.steps, found.epochs, found.epochs_planned) == (
+        "finished",
+        "lenet",
+        4,
+        2,
+        3,
+    )
+    assert (found.loss, found.metric, found.world_sizes) == (1.5, ("accuracy", 0.9), (2,))
+    assert found.changed == pytest.approx(OLD)
+    assert found.size_bytes == sum(path.stat().st_size for path in (tmp_path / "a").rglob("*") if path.is_file())
+    assert found.checkpoint is None
+    assert found.problems == ()
+
+
+START, STOP = event("start", 0, world_size=2), event("stop", 1, signal="SIGTERM")
+RESUME, END = event("resume", 1, world_size=1), event("end", 2, digest="00")
+
+
+@pytest.mark.parametrize(
+    ("events", "result", "age", "state"),
+    [
+        ([], True, 3600, "finished"),
+        ([START, END], False, 3600, "finished"),
+        ([START, STOP], False, 3600, "stopped"),
+        ([START, STOP], False, 0, "stopped"),
+        ([START], False, 3600, "crashed"),
+        ([START], False, 0, "crashed"),
+        ([START, STOP, RESUME], False, 3600, "crashed"),
+        ([START, STOP, RESUME], False, 0, "crashed"),
+        ([START, END, RESUME, STOP], True, 3600, "stopped"),
+        ([START, event("death", 1, rank=1), event("heal", 1, world_size=1), END], False, 3600, "finished"),
+        ([START, STOP, event("checkpoint", 1)], False, 3600, "stopped"),
+        ([], False, 3600, "crashed"),
+    ],
+)
+def test_the_state_is_told_by_how_the_ledger_ends(tmp_path, events, result, age, state):
+    folder = make_run(tmp_path / "a", [step(0), *events], result=result, when=time.time() - age)
+    assert summarize(folder).state == state
+
+
+def test_a_run_whose_lock_is_held_is_under_way_and_once_it_is_let_go_it_has_crashed(tmp_path):
+    folder = make_run(tmp_path / "a", [START, step(0)])
+    lock = take_lock(folder, pytest.fail)
+    assert summarize(folder).state == "running"
+    lock.release()
+    (folder / ".lock").write_text("{}")  # as a process that was killed leaves it
+    assert summarize(folder).state == "crashed"
+
+
+@pytest.mark.parametrize(("age", "state"), [(0, "running?"), (3600, "crashed")])
+def test_without_locks_what_was_written_lately_may_be_a_run_under_way(tmp_path, monkeypatch, age, state):
+    def flock(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    folder = make_run(tmp_path / "a", [START, step(0)])
+    (folder / ".lock").touch()
+    for path in folder.iterdir():
+        os.utime(path, (time.time() - age, time.time() - age))
+    monkeypatch.setattr(fcntl, "flock", flock)
+    assert summarize(folder).state == state
+
+
+def test_a_result_from_before_a_resume_does_not_make_a_run_finished(tmp_path):
+    folder = make_run(tmp_path / "a", [START, step(0), END, RESUME], result=True)
+    os.utime(folder / "ledger.jsonl", (OLD + 60, OLD + 60))
+    assert summarize(folder).state == "crashed"
+
+
+def test_the_newest_checkpoint_is_that_of_the_highest_step(tmp_path):
+    names = ["step-00000900", "step-00001200", ".tmp-step-00009999-1", "step-100000000"]
+    folder = make_run(tmp_path / "a", [step(0)], checkpoints=names)
+    (folder / "checkpoints" / "latest").write_text("step-00000900")
+    assert summarize(folder).checkpoint == "step-100000000"
+
+
+def test_world_sizes_are_those_that_the_run_had_one_after_another(tmp_path):
+    events = [START, event("death", 3, rank=1), event("heal", 3, world_size=1), event("join", 4, world_size=2)]
+    assert summarize(make_run(tmp_path / "a", [step(0), *events])).world_sizes == (2, 1, 2)
+    assert summarize(make_run(tmp_path / "b", [step(0, 4), step(1, 4)])).world_sizes == (4,)
+    assert summarize(make_run(tmp_path / "c", [step(0, 4), step(1, 3)])).world_sizes == (4, 3)
+
+
+@pytest.mark.parametrize(
+    ("name", "best"), [("accuracy", 0.9), ("perplexity", 0.1), ("top5_error", 0.1), ("r2", 0.9), ("loss", 0.1)]
+)
+def test_the_best_of_a_metric_is_its_largest_value_or_its_smallest(tmp_path, name, best):
+    values = [0.5, 0.9, "nan", 0.1]
+    metrics = [{"step": k, "epoch": k, f"{name}/eval": value} for k, value in enumerate(values)]
+    assert summarize(make_run(tmp_path / "a", metrics=metrics)).metric == (name, best)
+
+
+def test_runs_come_newest_first_and_other_folders_are_left_out(tmp_path):
+    for number, name in enumerate(["b", "a", "c"]):
+        make_run(tmp_path / name, when=OLD + number)
+    (tmp_path / "notes").mkdir()
+    (tmp_path / ".hidden").mkdir()
+    (tmp_path / "file").write_text("")
+    assert [run.path.name for run in find_runs(tmp_path)] == ["c", "a", "b"]
+    assert [run.path.name for run in find_runs(tmp_path / "a")] == ["a"]
+    assert not is_run(tmp_path / "notes")
+
+
+def test_a_folder_that_is_not_there_is_bad_usage(tmp_path):
+    with pytest.raises(DataError, match=r"no folder .*nowhere"):
+        find_runs(tmp_path / "nowhere")
+    with pytest.raises(UsageError, match=r"no folder .*nowhere; name one with runs in it") as caught:
+        shown(tmp_path / "nowhere")
+    assert caught.value.exit_code == 2
+
+
+BROKEN = {
+    "no contract": lambda folder: (folder / "run.json").unlink(),
+    "contract is no JSON": lambda folder: (folder / "run.json").write_bytes(b"\xff{"),
+    "contract is a list": lambda folder: (folder / "run.json").write_text("[1]"),
+    "contract of odd types": lambda folder: (folder / "run.json").write_text(
+        '{"recipe": 3, "command": 4, "epochs": []}'
+    ),
+    "no ledger": lambda folder: (folder / "ledger.jsonl").unlink(),
+    "ledger is garbage": lambda folder: (folder / "ledger.jsonl").write_bytes(b'\xff\n{}\n[1]\n{\n"event"\n'),
+    "ledger of odd types": lambda folder: (folder / "ledger.jsonl").write_bytes(to_line({"step": "x", "loss": 3})),
+    "ledger is a folder": lambda folder: ((folder / "ledger.jsonl").unlink(), (folder / "ledger.jsonl").mkdir()),
+    "metrics are garbage": lambda folder: (folder / "metrics.jsonl").write_bytes(
+        b'"epoch"\n\xff"epoch"\n{"epoch": []}\n'
+    ),
+    "checkpoints are a file": lambda folder: (folder / "checkpoints").write_text(""),
+    "a dangling link": lambda folder: (folder / "link").symlink_to(folder / "nowhere"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_folder_is_listed_as_far_as_it_can_be_read(tmp_path, name):
+    make_run(tmp_path / "good", [step(0)])
+    BROKEN[name](make_run(tmp_path / "bad", [step(0)]))
+    assert {run.path.name for run in find_runs(tmp_path)} == {"good", "bad"}
+    assert "bad" in shown(tmp_path)
+    assert len(json.loads(shown(tmp_path, "--json"))) == 2
+
+
+def test_what_cannot_be_read_is_said(tmp_path):
+    folder = make_run(tmp_path / "a", [step(0)])
+    BROKEN["contract is no JSON"](folder)
+    BROKEN["ledger is a folder"](folder)
+    problems = summarize(folder).problems
+    assert problems[0] == "run.json cannot be read"
+    assert problems[1].startswith("ledger.jsonl cannot be read: ")
+    assert f"note: {folder}: run.json cannot be read" in shown(tmp_path)
+    assert read_contract(folder) is None
+
+
+def test_the_table_tells_where_a_run_resumes_and_what_script_it_was(tmp_path):
+    contract = {"command": ["python", "lib/train [x].py", "--lr", "1"]}
+    make_run(tmp_path / "[run]", [step(11, loss=0.123456)], contract=contract, checkpoints=["step-00000008"])
+    (row,) = [line for line in shown(tmp_path).splitlines() if "[run]" in line]
+    for cell in ("train [x].py", "crashed, resumes from step-00000008", " 12 ", " 0 ", "0.1235", " 2 "):
+        assert cell in row
+
+
+def test_json_has_every_field_and_stays_json(tmp_path):
+    make_run(tmp_path / "a", [step(0, loss=float("nan"))], [{"step": 1, "epoch": 1, "accuracy/eval": 0.5}])
+    (found,) = json.loads(shown(tmp_path, "--json"), parse_constant=lambda name: pytest.fail(name))
+    assert found["loss"] == "nan"
+    assert found["metric"] == {"name": "accuracy", "best": 0.5}
+    assert found["path"] == str(tmp_path / "a")
+    assert (found["state"], found["steps"], found["world_sizes"]) == ("crashed", 1, [2])
+
+
+def test_an_empty_folder_has_no_runs(tmp_path):
+    assert shown(tmp_path) == f"no runs in {tmp_path}\n"
+    assert json.loads(shown(tmp_path, "--json")) == []
+
+
+def test_the_ledger_of_a_run_that_ran_is_summed_up(tmp_path):
+    (tmp_path / "a").mkdir()
+    write(tmp_path / "a" / "ledger.jsonl", world_size=3, steps=5)
+    (found,) = find_runs(tmp_path)
+    assert (found.steps, found.world_sizes, found.state) == (5, (3,), "crashed")
+    assert found.loss is not None
+    assert 0 < found.loss < 10
