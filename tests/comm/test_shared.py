@@ -19,7 +19,7 @@ from shared_programs import (
 )
 
 from samestep.comm.shm import segment
-from samestep.comm.shm.outbox import Outbox
+from samestep.comm.shm.ring import Outbox
 from samestep.comm.shm.segment import NoSegmentError
 from samestep.comm.shm.transport import MAX_BROADCAST_BYTES
 from samestep.core.tree import tree_sum

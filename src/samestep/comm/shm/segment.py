@@ -15,16 +15,26 @@ Layout, in words of 8 bytes, native:
     then, a multiple of 4,096 bytes a rank: process id, number of operations posted, whether it has gone; at 512 words,
            the ring of `RING` places: where in its outbox operation n lies is at n % `RING`
     then, an outbox a rank
+
+A rank that waits sleeps on a word of the segment by Linux's `futex` system call: futex(2), FUTEX_WAIT and FUTEX_WAKE
+without FUTEX_PRIVATE_FLAG, since the word is shared between processes. The calls release the interpreter's lock.
+Whether another rank's process has ended is known from the kernel: pidfd_open(2).
 """
 
 import ctypes
+import functools
 import mmap
 import os
 import platform
 import secrets
+import select
 import sys
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
+
+import torch
+from torch import Tensor
 
 RING = 16_384
 """Operations that may be under way between two ranks."""
@@ -34,6 +44,8 @@ OUTBOX_SIZES = tuple(gigabytes << 30 for gigabytes in (64, 16, 4, 1))
 PAGE = 4096
 WORD = 8
 _RANK_SIZE = PAGE + RING * WORD
+_SYSCALL_X86_64 = 202
+_WAIT, _WAKE, _EVERYONE = 0, 1, 2**31 - 1
 
 
 class NoSegmentError(Exception):
@@ -187,3 +199,109 @@ def _lane(rank: int, world_size: int, outbox_size: int) -> Lane:
     word = (PAGE + rank * _RANK_SIZE) // WORD
     outbox = PAGE + world_size * _RANK_SIZE + rank * outbox_size
     return Lane(word, word + 1, word + 2, word + PAGE // WORD, outbox)
+
+
+class _Timespec(ctypes.Structure):
+    _fields_ = (("seconds", ctypes.c_int64), ("nanoseconds", ctypes.c_int64))
+
+
+def futex_wait(address: int, value: int, seconds: float) -> None:
+    """Sleeps while the 32-bit word at an address holds a value, until somebody wakes us; perhaps for less.
+
+    Args:
+        address: of the word, a multiple of 4, in memory that the processes share.
+        value: what we saw there; if it is something else by now, the call returns at once.
+        seconds: how long at most.
+    """
+    whole = int(seconds)
+    limit = _Timespec(whole, int((seconds - whole) * 1e9))
+    _syscall()(_SYSCALL_X86_64, address, _WAIT, value & 0xFFFFFFFF, ctypes.addressof(limit), None, 0)
+
+
+def futex_wake(address: int) -> None:
+    """Wakes everybody who sleeps at an address."""
+    _syscall()(_SYSCALL_X86_64, address, _WAKE, _EVERYONE, None, None, 0)
+
+
+@functools.cache
+def _syscall() -> Callable[..., int]:
+    """The C library's `syscall`, for the arguments of `futex`."""
+    function = ctypes.CDLL(None).syscall
+    function.restype = ctypes.c_long
+    function.argtypes = (
+        *(ctypes.c_long, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32),
+        *(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint32),
+    )
+    return function
+
+
+class Peers:
+    """The processes of other ranks.
+
+    Args:
+        pids: their process ids, by rank.
+    """
+
+    def __init__(self, pids: Mapping[int, int]) -> None:
+        self._fds: dict[int, int | None] = {}
+        for rank, pid in pids.items():
+            try:
+                self._fds[rank] = os.pidfd_open(pid)
+            except ProcessLookupError:
+                self._fds[rank] = None
+
+    def has_ended(self, rank: int) -> bool:
+        """Whether a rank's process has ended, however it did. One that is stopped has not."""
+        fd = self._fds.get(rank)
+        if fd is None:
+            return True
+        poll = select.poll()
+        poll.register(fd, select.POLLIN)
+        return bool(poll.poll(0))
+
+    def close(self) -> None:
+        """Gives back the descriptors."""
+        for fd in self._fds.values():
+            if fd is not None:
+                os.close(fd)
+        self._fds = {}
+
+
+def write(segment: Segment, at: int, tensor: Tensor, start: int, size: int) -> None:
+    """Copies some bytes of a contiguous tensor to a place in the segment."""
+    if size == 0:
+        return
+    if tensor.is_cpu:
+        ctypes.memmove(segment.address + at, tensor.data_ptr() + start, size)
+    else:
+        _bytes_at(segment, at, size).copy_(_bytes_of(tensor, start, size))
+
+
+def read(segment: Segment, at: int, tensor: Tensor, start: int, size: int) -> None:
+    """Copies bytes at a place in the segment to a place in a contiguous tensor."""
+    if size == 0:
+        return
+    if tensor.is_cpu:
+        ctypes.memmove(tensor.data_ptr() + start, segment.address + at, size)
+    else:
+        _bytes_of(tensor, start, size).copy_(_bytes_at(segment, at, size))
+
+
+def copy(target: Tensor, at: int, tensor: Tensor, start: int, size: int) -> None:
+    """Copies bytes of a contiguous tensor to a place in another of the same device."""
+    if size == 0:
+        return
+    if tensor.is_cpu:
+        ctypes.memmove(target.data_ptr() + at, tensor.data_ptr() + start, size)
+    else:
+        _bytes_of(target, at, size).copy_(_bytes_of(tensor, start, size))
+
+
+def _bytes_of(tensor: Tensor, start: int, size: int) -> Tensor:
+    """Some bytes of a contiguous tensor, as a view."""
+    return tensor.view(-1).view(torch.uint8)[start : start + size]
+
+
+def _bytes_at(segment: Segment, at: int, size: int) -> Tensor:
+    """Bytes of the segment, as a view."""
+    return torch.frombuffer(segment.memory, dtype=torch.uint8, count=size, offset=at)

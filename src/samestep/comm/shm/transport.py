@@ -16,12 +16,8 @@ from datetime import timedelta
 from torch import Tensor
 from torch.distributed import Store
 
-from samestep.comm.shm import futex
-from samestep.comm.shm.copying import copy, read, write
-from samestep.comm.shm.layout import Layout, exchange_layout, gather_layout, header, receive_layout
-from samestep.comm.shm.outbox import Block, Outbox
-from samestep.comm.shm.peers import Peers
-from samestep.comm.shm.segment import RING, WORD, Segment
+from samestep.comm.shm.ring import Block, Layout, Outbox, exchange_layout, gather_layout, header, receive_layout
+from samestep.comm.shm.segment import RING, WORD, Peers, Segment, copy, futex_wait, futex_wake, read, write
 from samestep.comm.transport import Pending, peers_lost, unexpected_sizes
 from samestep.devices.inventory import usable_cores
 from samestep.errors import PeerLostError, UsageError
@@ -133,7 +129,7 @@ class SharedTransport:
         self._peers.close()
         if os.getpid() == self._pid:  # a child that was forked has a copy of us, and is not the rank
             segment.words[self._lane.gone] = 1
-            futex.wake(segment.address_of(self._lane.posted))
+            futex_wake(segment.address_of(self._lane.posted))
 
     def _mapped(self) -> Segment:
         """The segment, if it is still ours.
@@ -167,7 +163,7 @@ class SharedTransport:
         words, lane = segment.words, self._lane
         words[lane.ring + block.number % RING] = block.start
         words[lane.posted] = self._number = block.number + 1
-        futex.wake(segment.address + lane.posted * WORD)
+        futex_wake(segment.address + lane.posted * WORD)
 
     def _pass(self) -> int:
         """Takes part in an operation to which this rank has nothing to give, and which nobody waits for."""
@@ -229,7 +225,7 @@ class SharedTransport:
                     return
                 raise self._peers_lost([p for p in self.others if words[segment.lanes[p].posted] <= number])
             before = time.monotonic()
-            futex.sleep(segment.address_of(at), posted, pause)
+            futex_wait(segment.address_of(at), posted, pause)
             waited += min(time.monotonic() - before, LONGEST_COUNTED_SECONDS)
             pause = min(2 * pause, SLEEP_SECONDS[1])
 
