@@ -25,7 +25,7 @@ from workloads import WORKLOADS
 WORKLOAD, PROCESSES = "W3", 2
 TWO = ("--num-microbatches", "2")
 DIVIDED = ("--strategy", "tensor", "--mesh", '{"tensor": 2}')
-SHARDED, OWNED = ("--strategy", "sharded"), ("--microbatch-optimizer",)
+SHARDED, OWNED = ("--strategy", "sharded"), ("--shard-optimizer",)
 ENTRANTS = (
     BY_NAME[LIMIT],
     BY_NAME[LIMIT_IN_8],

@@ -15,7 +15,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--num-microbatches", type=int)
     parser.add_argument("--reduction", default="ordered")
     parser.add_argument("--strategy", default="replicate")
-    parser.add_argument("--microbatch-optimizer", action="store_true")
+    parser.add_argument("--shard-optimizer", action="store_true")
     parser.add_argument("--mesh", type=json.loads, help="as JSON")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
 

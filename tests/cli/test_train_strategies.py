@@ -9,7 +9,7 @@ __all__ = ["tables"]
 
 STRATEGIES = [
     ["--devices", "cpu:2", "--strategy", "sharded"],
-    ["--devices", "cpu:2", "--microbatch-optimizer"],
+    ["--devices", "cpu:2", "--shard-optimizer"],
     ["--devices", "cpu:2", "--strategy", "pipeline", "--mesh", "pipe=2"],
 ]
 

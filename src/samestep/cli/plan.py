@@ -70,7 +70,7 @@ def plan(
     shard_optimizer: Annotated[
         bool | None,
         typer.Option(
-            "--microbatch-optimizer/--no-microbatch-optimizer",
+            "--shard-optimizer/--no-shard-optimizer",
             rich_help_panel=LAYOUT_PANEL,
             help="Divide the optimizer state.",
         ),

@@ -95,7 +95,7 @@ def train(
     ] = None,
     shard_optimizer: Annotated[
         bool | None,
-        typer.Option("--microbatch-optimizer", help="Under replicate: each device has 1/D of the optimizer's state."),
+        typer.Option("--shard-optimizer", help="Under replicate: each device has 1/D of the optimizer's state."),
     ] = None,
     num_workers: Annotated[
         int | None, typer.Option(help="Processes a rank that fetch samples; none by default.")
