@@ -79,23 +79,20 @@ class Nodes:
     def run(self, *arguments: str | Path, **variables: str) -> Ended:
         return self.end_of(self.start(*arguments, **variables))
 
+    def start_all(
+        self, count: int, before: Sequence[str], after: Sequence[str | Path]
+    ) -> list["subprocess.Popen[str]"]:
+        """Starts `samestep BEFORE --nnodes COUNT … AFTER` on so many nodes, which have numbers."""
+        meeting = ["--nnodes", str(count), "--master-addr", "localhost", "--master_port", str(self.port)]
+        return [self.start(*before, *meeting, "--node-rank", str(rank), *after) for rank in range(count)]
+
     def run_all(self, count: int, before: Sequence[str], after: Sequence[str | Path]) -> list[Ended]:
-        """Runs `samestep BEFORE --nnodes COUNT --rdzv-endpoint … AFTER` on so many nodes."""
-        meeting = ["--nnodes", str(count), "--rdzv-endpoint", self.endpoint]
-        started = [self.start(*before, *meeting, "--node-rank", str(rank), *after) for rank in range(count)]
-        return [self.end_of(process) for process in started]
+        return [self.end_of(process) for process in self.start_all(count, before, after)]
 
     def wait_for(self, name: str) -> None:
         deadline = time.monotonic() + SECONDS
         while not (self.folder / name).exists():
             assert time.monotonic() < deadline, f"{name} did not appear"
-            time.sleep(0.02)
-
-    def wait_for_words(self, process: "subprocess.Popen[str]", words: str) -> None:
-        """Waits until a program has said something on stderr."""
-        deadline, path = time.monotonic() + SECONDS, self.folder / f"err-{self.started.index(process)}"
-        while words not in path.read_text():
-            assert time.monotonic() < deadline, f"{words!r} was not said: {path.read_text()}"
             time.sleep(0.02)
 
     def processes(self) -> list[psutil.Process]:

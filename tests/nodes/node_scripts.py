@@ -53,16 +53,15 @@ print("digest", sum(p.double().sum().item() for p in model.parameters()).hex())
 """
 """A script for one process with nn.DataParallel."""
 
-WAITING = """
+FAILING = """
 import os, sys, time
 import torch, torch.distributed as dist
 
 dist.init_process_group("gloo")
 total = torch.ones(1)
 dist.all_reduce(total)
-open(f"met-{dist.get_rank()}", "w").close()
-if os.environ["RANK"] == sys.argv[1]:
+if os.environ["RANK"] == "3":
     sys.exit(7)
-time.sleep(600)
+dist.all_reduce(total)
 """
-"""A script of torch.distributed; one rank fails once all have met, the others wait."""
+"""A script of torch.distributed; one rank fails once all have met, the others wait for it."""

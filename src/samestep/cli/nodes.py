@@ -1,14 +1,15 @@
-"""The options that say on how many machines a run is, in torchrun's words: the same for `samestep run` and `train`."""
+"""The options for several machines, which torchrun takes: the same for `samestep run` and `train`."""
 
 import os
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from samestep.errors import UsageError
 
 if TYPE_CHECKING:
-    from samestep.launcher.cluster import Cluster
+    from samestep.launcher.policy import Policy
+    from samestep.launcher.torchrun import Torchrun
 
 PANEL = "Several machines (torchrun's options; PET_… variables give their defaults)"
 
@@ -25,10 +26,7 @@ NumNodes = Annotated[
     typer.Option("--nnodes", rich_help_panel=PANEL, metavar="N|MIN:MAX", help="On how many machines; 1 by default."),
 ]
 NodeRank = Annotated[
-    int | None,
-    typer.Option(
-        "--node-rank", rich_help_panel=PANEL, metavar="R", help="This machine's number; 0 hosts the meeting place."
-    ),
+    int | None, typer.Option("--node-rank", rich_help_panel=PANEL, metavar="R", help="This machine's number.")
 ]
 Endpoint = Annotated[
     str | None,
@@ -41,61 +39,62 @@ RunId = Annotated[
 ]
 Backend = Annotated[
     str | None,
-    typer.Option("--rdzv-backend", rich_help_panel=PANEL, metavar="c10d|static", help="Both are the same here."),
+    typer.Option(
+        "--rdzv-backend", rich_help_panel=PANEL, metavar="c10d|static", help="c10d unless machines have numbers."
+    ),
 ]
 Conf = Annotated[
     str | None,
-    typer.Option(
-        "--rdzv-conf",
-        rich_help_panel=PANEL,
-        metavar="NAME=N,…",
-        help="join_timeout, last_call_timeout, keep_alive_interval (seconds), keep_alive_max_attempt.",
-    ),
+    typer.Option("--rdzv-conf", rich_help_panel=PANEL, metavar="NAME=N,…", help="Such as join_timeout=60."),
 ]
 MasterAddress = Annotated[
     str | None,
-    typer.Option("--master-addr", rich_help_panel=PANEL, metavar="HOST", help="With --master-port: the meeting place."),
+    typer.Option("--master-addr", rich_help_panel=PANEL, metavar="HOST", help="Machine 0, for machines with numbers."),
 ]
-MasterPort = Annotated[int | None, typer.Option("--master-port", rich_help_panel=PANEL, metavar="PORT", help="29400.")]
+MasterPort = Annotated[
+    int | None, typer.Option("--master-port", rich_help_panel=PANEL, metavar="PORT", help="A free port there; 29500.")
+]
 
 
-def chosen_cluster(
-    nnodes: str | None,
-    node_rank: int | None,
-    rdzv_endpoint: str | None,
-    rdzv_id: str | None,
-    rdzv_backend: str | None,
-    rdzv_conf: str | None,
-    master_addr: str | None,
-    master_port: int | None,
-) -> "Cluster | None":
-    """The machines that the options ask for, and the variables that stand for them; None for this one alone.
+def chosen_torchrun(policy: "Policy", start_method: str | None, **given: str | int | None) -> "Torchrun | None":
+    """What torchrun is to be told, by the options and the variables that stand for them; None for this machine alone.
+
+    Args:
+        policy: what is done about failures; torchrun only restarts.
+        start_method: as it was given.
+        given: torchrun's options by their names with underscores.
 
     Raises:
-        UsageError: they cannot be, or these processes were started as ranks already.
+        UsageError: these processes were started as ranks already, or an option is for one machine.
     """
     from samestep.comm.environment import read_environment, torchrun_defaults
-    from samestep.launcher.cluster import ClusterOptions, cluster_of
+    from samestep.launcher.policy import Policy
+    from samestep.launcher.torchrun import Torchrun, parse_max_nodes
 
-    given = ClusterOptions(nnodes, node_rank, rdzv_endpoint, rdzv_id, rdzv_backend, rdzv_conf, master_addr, master_port)
+    options = {name: str(value) for name, value in given.items() if value is not None}
     launcher = read_environment().launcher
-    if launcher == "none":
-        found = torchrun_defaults()
-        values: dict[str, Any] = {
-            name: value if value is not None else found.get(name) for name, value in vars(given).items()
-        }
-        for name in ("node_rank", "master_port"):
-            values[name] = None if values[name] is None else _whole(name, values[name])
-        if given.rdzv_endpoint is None and given.master_addr is not None:
-            values["rdzv_endpoint"] = None
-        given = ClusterOptions(**values)
-    elif given != ClusterOptions() and launcher not in ("slurm", "mpi"):
+    if launcher not in ("none", "slurm", "mpi"):
+        if options:
+            raise UsageError(
+                "got --nnodes, --rdzv-endpoint or the like under "
+                f"{'torchrun or the like' if launcher == 'other' else launcher}, which has started the ranks of all "
+                "nodes already; leave them out"
+            )
+        return None
+    known = {**(torchrun_defaults() if launcher == "none" else {}), **options}
+    max_nodes = parse_max_nodes(known.get("nnodes", "1"))
+    if max_nodes == 1 and "rdzv_endpoint" not in known:
+        return None
+    if not known.keys() & {"rdzv_endpoint", "master_addr"}:
+        raise UsageError(f"got --nnodes {known['nnodes']} and no place to meet; give --rdzv-endpoint HOST:PORT as well")
+    if policy != Policy(max_restarts=policy.max_restarts) or start_method is not None:
         raise UsageError(
-            "got --nnodes, --rdzv-endpoint or the like under "
-            f"{'torchrun or the like' if launcher == 'other' else launcher}, which has started the ranks of all nodes "
-            "already; leave them out"
+            "got --no-heal, --min-devices, --replace, --hang-timeout-seconds or --start-method with --nnodes; several "
+            "machines are torchrun's, which restarts workers (--max-restarts) and knows none of these: leave them out"
         )
-    return cluster_of(given)
+    if "rdzv_endpoint" in options and not known.keys() & {"rdzv_backend", "node_rank"}:
+        options["rdzv_backend"] = "c10d"  # torchrun's default, static, takes a machine without a number for number 0
+    return Torchrun({name.replace("_", "-"): value for name, value in options.items()}, max_nodes)
 
 
 def chosen_devices(devices: str | None, nproc_per_node: str | None) -> str | None:
@@ -114,10 +113,3 @@ def chosen_devices(devices: str | None, nproc_per_node: str | None) -> str | Non
     if text == "cpu":
         return f"cpu:{os.cpu_count() or 1}"
     return "cuda" if text == "gpu" else text or None
-
-
-def _whole(name: str, value: object) -> int:
-    """An option's value from a variable, as a number."""
-    if not str(value).isdecimal():
-        raise UsageError(f"got PET_{name.upper()}={value}; needed: a number")
-    return int(str(value))

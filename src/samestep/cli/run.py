@@ -1,6 +1,5 @@
 """`samestep run`: an existing script or module on all devices."""
 
-import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,8 +16,8 @@ from samestep.cli.nodes import (
     NumNodes,
     NumProcPerNode,
     RunId,
-    chosen_cluster,
     chosen_devices,
+    chosen_torchrun,
 )
 from samestep.cli.profiling import Profile, ProfileDir, profiled, show_profile
 from samestep.cli.scripts import Adopt, Module, Wrap
@@ -90,24 +89,32 @@ def run(
     from samestep.train.naming import PROFILE_FOLDER
 
     policy = Policy(heal, min_devices, max_restarts, hang_timeout, replace)
-    cluster = chosen_cluster(
-        nnodes, node_rank, rdzv_endpoint, rdzv_id, rdzv_backend, rdzv_conf, master_addr, master_port
+    torchrun = chosen_torchrun(
+        policy,
+        start_method,
+        nnodes=nnodes,
+        node_rank=node_rank,
+        rdzv_endpoint=rdzv_endpoint,
+        rdzv_id=rdzv_id,
+        rdzv_backend=rdzv_backend,
+        rdzv_conf=rdzv_conf,
+        master_addr=master_addr,
+        master_port=master_port,
     )
     launcher = read_environment().launcher
-    if launcher != "none" and cluster is None:
+    if launcher != "none" and torchrun is None:
         raise UsageError(
             f"these processes were started by {'torchrun or the like' if launcher == 'other' else launcher} already; "
             "under it start the script with python instead of samestep run"
         )
     if not program:
         raise UsageError("there is no script to run; give one: samestep run train.py, or samestep run -m package.train")
-    words = shlex.join([*(["-m"] if module else []), *program])
     job = Job("module" if module else "script", program[0], tuple(program[1:]), log_dir=log_dir)
     spec = chosen_devices(devices, nproc_per_node) or "auto"
     selection = select(spec)
     reading = reads_as(program[0], is_module=module)
     if adopt if adopt is not None else reading.kind == "adopted":
-        asked = spec.startswith("cpu") or selection.count > 1 or num_microbatches is not None or cluster is not None
+        asked = spec.startswith("cpu") or selection.count > 1 or num_microbatches is not None or torchrun is not None
         is_virtual = asked and selection.kind == "cpu"
         options = {"num_microbatches": num_microbatches, "seed": seed, "wrap": wrap, "virtual": is_virtual}
         job = _called(job, "samestep.scripts.script", "run_adopted", options)
@@ -124,17 +131,13 @@ def run(
     folder = profile_dir or (Path(PROFILE_FOLDER) if profile else None)
     if folder is not None:
         selection = profiled(selection, folder)
-    if cluster is None:
-        outcome, node = supervise(job, selection, threads=threads, start_method=start_method, policy=policy), 0
+    if torchrun is None:
+        outcome = supervise(job, selection, threads=threads, start_method=start_method, policy=policy)
     else:
-        from samestep.launcher.nodes import Program, run_on_nodes
+        from samestep.launcher.torchrun import hand_over
 
-        options = {name: value for name, value in job.kwargs.items() if name not in ("kind", "target", "argv")}
-        what = Program(job, " ".join([words, *(f"{name}={value}" for name, value in sorted(options.items()))]))
-        outcome, node = run_on_nodes(
-            what, selection, cluster, threads=threads, start_method=start_method, policy=policy
-        )
-    if folder is not None and node == 0:
+        outcome = hand_over(job, selection, torchrun, threads, max_restarts)
+    if folder is not None and torchrun is None:
         show_profile(folder, to_stderr=True)
     if outcome.failure is not None:
         typer.echo(f"samestep: error: {outcome.failure}", err=True)

@@ -2,9 +2,8 @@
 
 import json
 import os
-import shlex
 import sys
-from collections.abc import Mapping
+from dataclasses import replace as changed
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -21,12 +20,11 @@ from samestep.cli.nodes import (
     NumNodes,
     NumProcPerNode,
     RunId,
-    chosen_cluster,
     chosen_devices,
+    chosen_torchrun,
 )
 from samestep.cli.profiling import Profile, show_profile
 from samestep.cli.workers import Devices, StartMethod, ThreadsOrRecorded
-from samestep.devices.device import counted
 from samestep.errors import UsageError
 from samestep.launcher.policy import HANG_TIMEOUT_SECONDS
 from samestep.recipes.catalog import NAMES
@@ -34,8 +32,8 @@ from samestep.recipes.options import own_options_in_words
 
 if TYPE_CHECKING:
     from samestep.core.mesh import Mesh
-    from samestep.launcher.cluster import Cluster
     from samestep.launcher.policy import Policy
+    from samestep.launcher.torchrun import Torchrun
 
 PANEL = "Run folder, checkpoints and resuming"
 COMPARED = (
@@ -181,8 +179,17 @@ def train(
     from samestep.train.naming import PROFILE_FOLDER, check_untaken, new_folder_name
 
     policy = Policy(heal, min_devices, max_restarts, hang_timeout, replace)
-    cluster = chosen_cluster(
-        nnodes, node_rank, rdzv_endpoint, rdzv_id, rdzv_backend, rdzv_conf, master_addr, master_port
+    torchrun = chosen_torchrun(
+        policy,
+        start_method,
+        nnodes=nnodes,
+        node_rank=node_rank,
+        rdzv_endpoint=rdzv_endpoint,
+        rdzv_id=rdzv_id,
+        rdzv_backend=rdzv_backend,
+        rdzv_conf=rdzv_conf,
+        master_addr=master_addr,
+        master_port=master_port,
     )
     given: dict[str, Any] = {
         "recipe": recipe,
@@ -216,14 +223,14 @@ def train(
         "digest_every": digest_every,
     }
     asked = {name: value for name, value in given.items() if value is not None}
-    words = shlex.join(["train", *(f"{name}={value}" for name, value in asked.items())])
     job, source = _resumed(asked, resume, run_dir, has_devices=(devices or nproc_per_node) is not None)
     if "recipe" not in job:
         raise UsageError(f"there is no recipe to train; give one of {', '.join(NAMES)}, or a run with --resume")
     check_name(job["recipe"])
     folder = run_dir or source or new_folder_name(job["recipe"])
-    # On several nodes it may have been made by another one, or before this one came back: the workers check it.
-    if cluster is None and (source is None or folder.resolve() != source.resolve()):
+    if torchrun is not None and run_dir is None and source is None:
+        raise UsageError("got several machines and no --run-dir; give all of them the same one, which all of them see")
+    if source is None or folder.resolve() != source.resolve():
         check_untaken(folder)
     check_options(job)
     if source is not None and not allow_contract_change:
@@ -231,23 +238,23 @@ def train(
     recorded_job = dict(job)
     job |= {
         "run_dir": str(folder),
-        "resume": None if source is None else resume,
+        "resume": "auto" if torchrun is not None and resume is None else None if source is None else resume,
         "allow_contract_change": allow_contract_change,
         "command": ["samestep", *sys.argv[1:]],
         "job": recorded_job,
         "profile": str(folder.resolve() / PROFILE_FOLDER) if profile else None,
     }
     environment = read_environment()
-    if environment.launcher != "none" and cluster is None:
+    if environment.launcher != "none" and torchrun is None:
         if (devices or nproc_per_node) not in (None, "auto"):
             raise UsageError(
                 f"got --devices {devices or nproc_per_node} under {environment.launcher}, which has chosen the devices "
                 "already"
             )
-        _train_here(job, environment.rank, as_json)
+        train_as_rank(as_json, **job)
         return
     spec = chosen_devices(devices, nproc_per_node)
-    _train_by_workers(job, spec, start_method, policy, as_json, cluster, words)
+    _train_by_workers(job, spec, start_method, policy, as_json, torchrun)
 
 
 def _resumed(
@@ -312,10 +319,9 @@ def _train_by_workers(
     start_method: str | None,
     policy: "Policy",
     as_json: bool,
-    cluster: "Cluster | None",
-    words: str,
+    torchrun: "Torchrun | None",
 ) -> None:
-    """Starts a worker a device, and shows what they do; `words` tells nodes apart that train something else."""
+    """Starts a worker a device, and shows what they do."""
     from samestep.devices.selection import select
     from samestep.launcher.job import Job
     from samestep.launcher.supervisor import supervise
@@ -326,7 +332,7 @@ def _train_by_workers(
         raise UsageError(
             f"got --cuda-graphs on {selection.kind}: only CUDA devices have graphs; leave it out (--no-cuda-graphs)"
         )
-    _check_division(job, selection.count * (1 if cluster is None else cluster.max_nodes))
+    _check_division(job, selection.count * (1 if torchrun is None else torchrun.max_nodes))
     threads = job.pop("num_threads", None)
     folder = Path(job["run_dir"])
     work = Job(
@@ -338,22 +344,19 @@ def _train_by_workers(
         restart_kwargs={"resume": "auto"},
         resume_hint=f"samestep train {job['recipe']} --resume {folder}",
     )
-    if cluster is None:
-        outcome, node = supervise(work, selection, threads=threads or 1, start_method=start_method, policy=policy), 0
-    else:
-        from samestep.launcher.nodes import Program, run_on_nodes
+    if torchrun is not None:
+        from samestep.launcher.torchrun import hand_over
 
-        outcome, node = run_on_nodes(
-            Program(work, words, is_shared=True),
-            selection,
-            cluster,
-            threads=threads or 1,
-            start_method=start_method,
-            policy=policy,
-        )
+        kwargs = {"as_json": as_json, **job, "num_threads": threads}
+        work = changed(work, target="samestep.cli.train:train_as_rank", kwargs=kwargs)
+        outcome = hand_over(work, selection, torchrun, threads or 1, policy.max_restarts)
+        if outcome.failure is not None:
+            typer.echo(f"samestep: error: {outcome.failure}", err=True)
+        raise typer.Exit(outcome.exit_code)
+    outcome = supervise(work, selection, threads=threads or 1, start_method=start_method, policy=policy)
     is_ended = outcome.exit_code == 0
     profile = None
-    if job["profile"] is not None and node == 0:
+    if job["profile"] is not None:
         profile = show_profile(Path(job["profile"]), to_stderr=as_json or not is_ended, silent=as_json and is_ended)
     if outcome.failure is not None:
         typer.echo(f"samestep: error: {outcome.failure}", err=True)
@@ -363,10 +366,8 @@ def _train_by_workers(
         if outcome.failure is None and folder.exists():
             typer.echo(f"samestep: stopped; what there is of the run: {folder}", err=True)
         raise typer.Exit(outcome.exit_code)
-    if node > 0:  # it is told where rank 0 is
-        return
     result = outcome.result if job["profile"] is None else {**outcome.result, "profile": profile}
-    _show(result, selection.describe() + _on_nodes(cluster, selection.count, result), as_json)
+    _show(result, selection.describe(), as_json)
 
 
 def _check_division(job: dict[str, Any], count: int) -> None:
@@ -416,15 +417,12 @@ def _check_strategy(job: dict[str, Any], grid: "Mesh") -> None:
     (check_stages if own == "pipe" else check_tensor)(job["recipe"], options, size)
 
 
-def _on_nodes(cluster: "Cluster | None", count: int, result: Mapping[str, Any]) -> str:
-    """On how many nodes that was, in words."""
-    return "" if cluster is None else f" on each of {counted(len(result['devices']) // count, 'node')}"
-
-
-def _train_here(job: dict[str, Any], rank: int, as_json: bool) -> None:
-    """Trains in this process, one of those that someone else started."""
+def train_as_rank(as_json: bool, **job: Any) -> None:
+    """Trains in this process, a rank that another launcher started."""
+    from samestep.comm.environment import read_environment
     from samestep.recipes.job import train as train_recipe
 
+    rank = read_environment().rank
     if as_json:
         sys.stdout.flush()
         with os.fdopen(os.dup(1), "w") as stdout:

@@ -17,27 +17,6 @@ JOINS_VARIABLE = "SAMESTEP_JOINS"
 
 
 @dataclass(frozen=True)
-class Node:
-    """This machine among those of a run, which have equally many workers each.
-
-    Attributes:
-        rank: its number, 0 … count - 1.
-        count: number of nodes.
-        address: where the store of the workers is.
-        port: its port there.
-        interface: the network interface by which that is reached; None if it is not known.
-        name: this machine's, for messages.
-    """
-
-    rank: int
-    count: int
-    address: str
-    port: int
-    interface: str | None
-    name: str
-
-
-@dataclass(frozen=True)
 class Assignment:
     """One worker's place.
 
@@ -53,7 +32,6 @@ class Assignment:
         attempt: how often all workers have been started again.
         max_restarts: how often they may be.
         joins: whether it is started late, and waits until the others count it in.
-        node: its node among several; None where all workers are on this machine.
     """
 
     rank: int
@@ -67,17 +45,6 @@ class Assignment:
     attempt: int = 0
     max_restarts: int = 0
     joins: bool = False
-    node: Node | None = None
-
-    @property
-    def local_world_size(self) -> int:
-        """How many of the workers are on this machine."""
-        return self.world_size if self.node is None else self.world_size // self.node.count
-
-    @property
-    def local_rank(self) -> int:
-        """Its rank among those."""
-        return self.rank % self.local_world_size
 
 
 @dataclass(frozen=True)
@@ -109,36 +76,25 @@ class Instruction:
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> "Instruction":
         """The instruction that `to_json` wrote."""
-        place = dict(value["assignment"])
-        place["node"] = None if place["node"] is None else Node(**place["node"])
-        return cls(Assignment(**place), Job.from_json(value["job"]), value["port"], value["fds"])
+        return cls(Assignment(**value["assignment"]), Job.from_json(value["job"]), value["port"], value["fds"])
 
 
 def assign(
-    selection: Selection,
-    threads: int,
-    run_id: str,
-    *,
-    attempt: int = 0,
-    max_restarts: int = 0,
-    node: Node | None = None,
+    selection: Selection, threads: int, run_id: str, *, attempt: int = 0, max_restarts: int = 0
 ) -> tuple[Assignment, ...]:
-    """The places of all workers of this machine, in rank order."""
-    first, count = (0, 1) if node is None else (node.rank * selection.count, node.count)
-    label = "" if node is None else f" of node {node.rank} ({node.name})"
+    """The places of all workers, in rank order."""
     return tuple(
         Assignment(
-            rank=first + rank,
-            world_size=count * selection.count,
+            rank=rank,
+            world_size=selection.count,
             device_kind=selection.kind,
-            device=_device_label(selection, rank) + label,
+            device=_device_label(selection, rank),
             threads=threads,
             run_id=run_id,
             variables=dict(selection.environment),
             slot=rank,
             attempt=attempt,
             max_restarts=max_restarts,
-            node=node,
         )
         for rank in range(selection.count)
     )
@@ -167,20 +123,20 @@ def worker_variables(instruction: Instruction) -> dict[str, str]:
     The store is hosted by a process of its own, so ranks must join it as clients: that is what
     TORCHELASTIC_USE_AGENT_STORE says to torch's rendezvous (`torch/distributed/rendezvous.py`).
     """
-    place, node = instruction.assignment, instruction.assignment.node
+    place = instruction.assignment
     variables = {
         **place.variables,
         "RANK": str(place.rank),
-        "LOCAL_RANK": str(place.local_rank),
+        "LOCAL_RANK": str(place.rank),
         "WORLD_SIZE": str(place.world_size),
-        "LOCAL_WORLD_SIZE": str(place.local_world_size),
-        "GROUP_RANK": "0" if node is None else str(node.rank),
-        "GROUP_WORLD_SIZE": "1" if node is None else str(node.count),
+        "LOCAL_WORLD_SIZE": str(place.world_size),
+        "GROUP_RANK": "0",
+        "GROUP_WORLD_SIZE": "1",
         "ROLE_NAME": "default",
         "ROLE_RANK": str(place.rank),
         "ROLE_WORLD_SIZE": str(place.world_size),
-        "MASTER_ADDR": LOOPBACK if node is None else node.address,
-        "MASTER_PORT": str(instruction.port if node is None else node.port),
+        "MASTER_ADDR": LOOPBACK,
+        "MASTER_PORT": str(instruction.port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RUN_ID": place.run_id,
         "TORCHELASTIC_RESTART_COUNT": str(place.attempt),
@@ -193,7 +149,7 @@ def worker_variables(instruction: Instruction) -> dict[str, str]:
     }
     if place.joins:
         variables[JOINS_VARIABLE] = "1"
-    interface = _loopback() if node is None else node.interface
+    interface = _loopback()
     if "GLOO_SOCKET_IFNAME" not in os.environ and interface is not None:
         # Otherwise gloo asks what address the host's name has, and warns where it has none.
         variables["GLOO_SOCKET_IFNAME"] = interface

@@ -52,7 +52,7 @@ class Starter:
             given["events"] = pipe(lambda fd: self.watch.read_events(worker, fd))
             given["words"] = pipe(lambda fd: self.watch.read_output(worker, fd))
             if log is not None:
-                _begin_log(log, anew=place.attempt == 0 and not place.joins)
+                begin_log(log, anew=place.attempt == 0 and not place.joins)
             if place.rank > 0:
                 given["stdout"] = pipe(lambda fd: self.watch.read_output(worker, fd, "stdout"))
                 given["stderr"] = pipe(lambda fd: self.watch.read_output(worker, fd, "stderr"))
@@ -77,7 +77,7 @@ def make_log_dir(log_dir: str | None) -> Path | None:
     return Path(log_dir)
 
 
-def _begin_log(path: str, *, anew: bool) -> None:
+def begin_log(path: str, *, anew: bool) -> None:
     """Makes a worker's log; empty, or with what an earlier worker wrote."""
     try:
         with open(path, "wb" if anew else "ab"):

@@ -27,7 +27,7 @@ from samestep.comm.heartbeat_page import MAX_SLOTS, STOPS_ON_REQUEST, HeartbeatP
 from samestep.launcher.assignment import Assignment
 from samestep.launcher.crew import Crew
 from samestep.launcher.display import Display
-from samestep.launcher.failure import Casualty, explain
+from samestep.launcher.failure import explain
 from samestep.launcher.hangs import Silences
 from samestep.launcher.healing import Healing
 from samestep.launcher.job import Job, Outcome
@@ -57,9 +57,6 @@ class Watch:
         policy: what to do about losses.
         restarts: how many workers or crews may be started again.
         grace_seconds: how long workers may take to end when they are asked to.
-        first_rank: the lowest rank on this machine.
-        outlook: called often, looks at the other machines of the run: "" while all is well, "stop" if the workers are
-            to leave after their step, "end" if the run is over.
     """
 
     def __init__(
@@ -71,12 +68,10 @@ class Watch:
         policy: Policy,
         restarts: Restarts,
         grace_seconds: float,
-        first_rank: int = 0,
-        outlook: Callable[[], Literal["", "stop", "end"]] = lambda: "",
     ) -> None:
         self.crew = crew
         self.page = page
-        self.workers = Workers(page, first_rank)
+        self.workers = Workers(page)
         self.events: list[dict[str, Any]] = []
         self.is_broken = False
         self._display = display
@@ -84,7 +79,6 @@ class Watch:
         self._policy = policy
         self._restarts = restarts
         self._grace_seconds = grace_seconds
-        self._outlook = outlook
         self._silences = Silences(policy.hang_timeout_seconds)
         self._healing = Healing(self.workers, policy, display.say, self._note)
         self._speaker = Speaker()
@@ -97,32 +91,15 @@ class Watch:
         self._deadline = float("inf")
         self._looked = float("-inf")
         self._stopped_by: int | None = None
-        self._is_for_others = False
         self._broken = ""
         self._is_fault = False
 
     @property
     def may_restart(self) -> bool:
         """Whether the attempt failed by something that another one could escape."""
-        if self._stopped_by is not None or self.is_fault:
-            return False
+        if self._stopped_by is not None or self._is_fault or any(worker.is_users_fault for worker in self._failed):
+            return False  # the program's or the user's fault, which another attempt would not escape
         return bool(self._failed) or (self.is_broken and any(self.workers.beat(w).seconds for w in self.workers.all))
-
-    @property
-    def stopped_by(self) -> int | None:
-        """The signal by which somebody asked us to stop; None if nobody did, or other machines did."""
-        return None if self._is_for_others else self._stopped_by
-
-    @property
-    def is_fault(self) -> bool:
-        """Whether what ended the attempt is the program's or the user's fault, which another one would not escape."""
-        return self._is_fault or any(worker.is_users_fault for worker in self._failed)
-
-    @property
-    def culprit(self) -> Casualty | None:
-        """The worker that failed first by itself; else one that saw another rank vanish; None if none failed."""
-        worker = self._culprit()
-        return None if worker is None else self.workers.casualty(worker)
 
     @property
     def ending(self) -> Ending | None:
@@ -145,7 +122,7 @@ class Watch:
         def stop(fd: int) -> bool:
             for signum in read_available(fd) or b"":
                 if self._stopped_by is None:
-                    self._stop(signum, "stopping after this step; once more to end at once")
+                    self._stop(signum)
                 else:
                     self._kill()
             return True
@@ -171,7 +148,6 @@ class Watch:
                 elif self._phase in ("running", "finishing", "settling"):
                     self._broken, self.is_broken = news.text.rstrip(), True
                     self._end(signal.SIGTERM)
-            self._look_out()
             self._look(start)
             if time.monotonic() > self._deadline:
                 self._next_phase()
@@ -245,15 +221,6 @@ class Watch:
                 self._owned.discard(key.fd)
                 os.close(key.fd)
 
-    def _look_out(self) -> None:
-        """Does what other machines ask for."""
-        asked = self._outlook()
-        if asked == "end":
-            self._end(signal.SIGTERM)
-        elif asked == "stop" and self._stopped_by is None and self._phase == "running":
-            self._is_for_others = True
-            self._stop(signal.SIGTERM, "the other nodes stop, or change: stopping after this step")
-
     def _look(self, start: Callable[[Assignment], None]) -> None:
         """Looks after the workers, without waking them."""
         now = time.monotonic()
@@ -268,15 +235,10 @@ class Watch:
             self._looked = now
             self._look_for_hangs(now)
         self._healing.look(self._silences, may_join=self._phase == "running")
-        self._follow_leader()
+        self._speaker.follow(self.workers.members[0])
         self._replace_lost(start)
         if all(worker.ended for worker in self.workers.members):
             self._dismiss_waiting()
-
-    def _follow_leader(self) -> None:
-        """Has the terminal show what the rank prints that leads the run now, if it is on this machine."""
-        if self.workers.first_rank == 0:
-            self._speaker.follow(self.workers.members[0])
 
     def _look_for_hangs(self, now: float) -> None:
         """Has workers that hang write their stacks and end."""
@@ -322,7 +284,7 @@ class Watch:
         verdict = self._healing.verdict(worker)
         if verdict == "heal":
             self._healing.lose(worker)
-            self._follow_leader()
+            self._speaker.follow(self.workers.members[0])
             return
         self._failed = self._healing.culprits(worker)
         self._is_fault = verdict == "fault"
@@ -358,7 +320,7 @@ class Watch:
             for worker in self.workers.all:
                 worker.ended = True  # not even the kernel can end it now
 
-    def _stop(self, signum: int, words: str) -> None:
+    def _stop(self, signum: int) -> None:
         """Somebody asked us to stop: after the step under way, where all workers do so by themselves."""
         self._stopped_by = signum
         self._note("stop", signal=signal.Signals(signum).name)
@@ -367,7 +329,7 @@ class Watch:
             self._phase = "finishing"
             self.page.ask_to_stop(signum)
             self._dismiss_waiting()
-            self._display.say(words)
+            self._display.say("stopping after this step; once more to end at once")
         else:
             self._end(signum)
 

@@ -178,16 +178,18 @@ def _page(instruction: Instruction) -> HeartbeatPage:
     return HeartbeatPage(instruction.fds["page"])
 
 
+def exit_code_of(stop: SystemExit) -> tuple[int, str]:
+    """The exit code of a program that ended itself by `sys.exit`, and the message that it may hold instead."""
+    if stop.code is None or isinstance(stop.code, int):
+        return (stop.code or 0) & 0xFF, ""
+    return 1, str(stop.code)
+
+
 def _report_exit(stop: SystemExit, instruction: Instruction, channel: Channel) -> int:
-    """The exit code of a program that ended itself by `sys.exit`, which may hold a message instead of a number."""
-    code, message = stop.code, ""
-    if code is None:
-        code = 0
-    elif not isinstance(code, int):
-        message, code = str(code), 1
-        if instruction.assignment.rank == 0:
-            print(message, file=sys.stderr)
-    code &= 0xFF
+    """Reports a program that ended itself by `sys.exit`; returns its exit code."""
+    code, message = exit_code_of(stop)
+    if message and instruction.assignment.rank == 0:
+        print(message, file=sys.stderr)
     if code:
         # Rank 0's message is on the terminal already.
         shown = "" if instruction.assignment.rank == 0 else message

@@ -82,12 +82,10 @@ class Workers:
 
     Args:
         page: the page; its first quorum holds those that the attempt begins with.
-        first_rank: the lowest rank on this machine.
     """
 
-    def __init__(self, page: HeartbeatPage, first_rank: int = 0) -> None:
+    def __init__(self, page: HeartbeatPage) -> None:
         self.page = page
-        self.first_rank = first_rank
         self.quorum: Quorum = page.quorum()
         self.all: list[Worker] = []
 
@@ -131,7 +129,7 @@ class Workers:
     def rank(self, worker: Worker) -> int:
         """Its rank in the quorum in force; the one that it was started with if it is in none."""
         slots = self.quorum.slots
-        return self.first_rank + slots.index(worker.slot) if worker.slot in slots else worker.place.rank
+        return slots.index(worker.slot) if worker.slot in slots else worker.place.rank
 
     def announce(self, slots: tuple[int, ...], lost: Sequence[Mapping[str, Any]]) -> None:
         """Posts a new quorum."""

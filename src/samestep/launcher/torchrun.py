@@ -1,0 +1,137 @@
+"""Several machines: hands a job to torchrun, whose agents meet, start the workers and restart them.
+
+`hand_over` runs torchrun's launcher in this process, so that the exit code is that of the workers; `main` is the
+program of each worker.
+"""
+
+import json
+import os
+import re
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from samestep.comm.environment import read_environment
+from samestep.devices.selection import Selection
+from samestep.errors import UsageError
+from samestep.launcher import lifeline
+from samestep.launcher.assignment import process_variables
+from samestep.launcher.failure import Casualty, describe_ending, explain, report_exception
+from samestep.launcher.job import Job, Outcome
+from samestep.launcher.program import run_program
+from samestep.launcher.starting import begin_log, make_log_dir
+from samestep.launcher.worker import exit_code_of, leave
+
+STOP_CODES = tuple(128 + signum for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
+PEER_LOST_SECONDS = 0.5  # torchrun looks every tenth of a second, and reports the worker that it sees end first
+
+
+@dataclass(frozen=True)
+class Torchrun:
+    """torchrun's options, by their names with hyphens, and the largest number of machines."""
+
+    options: Mapping[str, str]
+    max_nodes: int
+
+
+def parse_max_nodes(text: str) -> int:
+    """The largest number of machines that "2" or "1:4" allows.
+
+    Raises:
+        UsageError: it is neither.
+    """
+    found = re.fullmatch(r"(\d+)(?::(\d+))?", text.strip())
+    low, high = (0, 0) if found is None else (int(found[1]), int(found[2] or found[1]))
+    if not 1 <= low <= high:
+        raise UsageError(f"got --nnodes {text}; needed: a number of 1 or more, such as 2, or two, such as 1:4")
+    return high
+
+
+def hand_over(job: Job, selection: Selection, torchrun: Torchrun, num_threads: int, max_restarts: int) -> Outcome:
+    """Runs a job on this machine's devices and on those of the other machines, and waits for its end.
+
+    Raises:
+        UsageError: torchrun refuses its options, or the machines do not meet.
+        RunFolderError: the log folder cannot be made.
+    """
+    make_log_dir(job.log_dir)
+    variables = {"SAMESTEP_DEVICE_KIND": selection.kind, "SAMESTEP_THREADS": str(num_threads)}
+    os.environ.update({**process_variables(selection, num_threads), **variables})
+
+    from torch.distributed import DistError, run
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous.api import RendezvousError
+
+    worker = [sys.executable, "-P", "-u", "-m", "samestep.launcher.torchrun", json.dumps(job.to_json())]
+    with tempfile.TemporaryDirectory(
+        prefix="samestep-torchrun-"
+    ) as folder:  # torchrun would leave one of its own behind
+        given = {**torchrun.options, "nproc-per-node": selection.count, "max-restarts": max_restarts, "log-dir": folder}
+        options = [f"--{name}={value}" for name, value in given.items()]
+        try:
+            run.run(run.parse_args([*options, "--no-python", *worker]))
+        except ChildFailedError as error:
+            rank, failed = error.get_first_failure()
+            code = failed.exitcode if failed.exitcode > 0 else 128 - failed.exitcode
+            is_stopped = code in STOP_CODES  # by a request that reached another machine
+            return Outcome(code, failure=None if is_stopped else f"rank {rank} {describe_ending(failed.exitcode)}")
+        except SignalException as stop:
+            return Outcome(128 + stop.sigval)
+        except (RendezvousError, DistError, ValueError, AssertionError) as error:
+            reason = str(error).strip().partition("\n")[0]
+            raise UsageError(
+                f"torchrun says: {reason}; give all machines the same --nnodes, and --rdzv-endpoint or --master-addr "
+                "and --master-port with a name and a free port of one of them"
+            ) from error
+    return Outcome(0)
+
+
+def main() -> None:
+    """One worker, started by torchrun; its argument is the job as JSON."""
+    lifeline.end_with_parent(os.getppid(), signal.SIGKILL)  # torchrun's workers outlive an agent that is killed
+    place, job = read_environment(), Job.from_json(json.loads(sys.argv[1]))
+    terminal = open(os.dup(2), "w", buffering=1, encoding="utf-8", errors="replace")  # noqa: SIM115 - until the end
+    log = None if job.log_dir is None or place.rank == 0 else str(Path(job.log_dir) / f"rank-{place.rank}.log")
+    if place.rank > 0:
+        _hush(log, anew=place.attempt == 0)
+    report = None
+    try:
+        run_program(job.restarted() if place.attempt else job, {})
+        code = 0
+    except SystemExit as stop:
+        code, message = exit_code_of(stop)
+        if message:
+            print(message, file=terminal)
+    except KeyboardInterrupt:
+        code = 128 + signal.SIGINT
+    except BaseException as error:
+        report = report_exception(error)
+        code = int(report["exit_code"])
+    if report is not None:
+        failed = Casualty(place.rank, socket.gethostname(), code, report, "", log)
+        print(f"samestep: error: {explain(failed)}", file=terminal)
+        if report["peer_lost"]:
+            time.sleep(PEER_LOST_SECONDS)
+    leave(code)
+
+
+def _hush(log: str | None, *, anew: bool) -> None:
+    """Sends what a rank above 0 prints to its log; without one, its stdout nowhere."""
+    with open(os.devnull) as nothing:
+        os.dup2(nothing.fileno(), 0)
+    if log is not None:
+        begin_log(log, anew=anew)
+    with open(log or os.devnull, "a") as file:
+        os.dup2(file.fileno(), 1)
+        if log is not None:
+            os.dup2(file.fileno(), 2)
+
+
+if __name__ == "__main__":
+    main()

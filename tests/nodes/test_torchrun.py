@@ -1,0 +1,200 @@
+"""Several machines by torchrun, as agents on this one: the bits of one process, exit codes, stops and restarts."""
+
+import json
+import shutil
+import signal
+import sys
+
+import pytest
+from node_scripts import FAILING, PARALLEL, SMALL, TRAINER
+
+from samestep.cli.nodes import chosen_devices, chosen_torchrun
+from samestep.comm.environment import torchrun_defaults
+from samestep.errors import UsageError
+from samestep.launcher.policy import Policy
+from samestep.launcher.torchrun import parse_max_nodes
+
+PET = {
+    "PET_NNODES": "2",
+    "PET_NPROC_PER_NODE": "4",
+    "PET_NODE_RANK": "1",
+    "PET_MASTER_ADDR": "job-node-0-0.job",
+    "PET_MASTER_PORT": "29400",
+}
+EPOCHS = "60"
+CHECKPOINT = "mine/checkpoints/step-00000010"
+RUN_IT = "import runpy, sys; sys.argv = ['train.py', " + repr(EPOCHS) + "]; runpy.run_path({0!r}, run_name='__main__')"
+
+
+def given(policy=None, start_method=None, **options):
+    return chosen_torchrun(policy or Policy(), start_method, **options)
+
+
+def alone(nodes, script):
+    """What a script prints in one process, in a folder of its own."""
+    folder = nodes.folder / "alone"
+    folder.mkdir()
+    code = f"import os; os.chdir({str(folder)!r}); {RUN_IT.format(str(script))}"
+    ended = nodes.end_of(nodes.start_program([sys.executable, "-c", code]))
+    assert ended.code == 0, ended.stderr
+    return ended
+
+
+@pytest.mark.parametrize(("text", "count"), [("1", 1), ("2", 2), ("1:4", 4)])
+def test_nnodes_is_a_number_or_two(text, count):
+    assert parse_max_nodes(text) == count
+
+
+@pytest.mark.parametrize("text", ["0", "3:2", "two", "1:2:3", "", "-1"])
+def test_nnodes_that_cannot_be_is_a_sentence(text):
+    with pytest.raises(UsageError, match="--nnodes"):
+        parse_max_nodes(text)
+
+
+def test_torchrun_gets_its_options_and_the_backend_that_needs_no_number():
+    assert given() is None
+    assert given(nnodes="1", node_rank=0) is None
+    found = given(nnodes="1:4", rdzv_endpoint="node1:29500", rdzv_id="x")
+    options = {"nnodes": "1:4", "rdzv-endpoint": "node1:29500", "rdzv-id": "x", "rdzv-backend": "c10d"}
+    assert (found.options, found.max_nodes) == (options, 4)
+    assert "rdzv-backend" not in given(nnodes="2", node_rank=1, rdzv_endpoint="node1").options
+    assert given(rdzv_endpoint="node1").max_nodes == 1
+
+
+def test_options_that_cannot_be_are_a_sentence():
+    with pytest.raises(UsageError, match="no place to meet"):
+        given(nnodes="2")
+    meeting = {"nnodes": "2", "rdzv_endpoint": "a:1"}
+    assert given(Policy(max_restarts=3), **meeting)
+    for policy, method in ((Policy(heal=False), None), (Policy(min_devices=2), None), (Policy(), "spawn")):
+        with pytest.raises(UsageError, match="torchrun's, which restarts workers"):
+            given(policy, method, **meeting)
+
+
+def test_the_variables_of_kubeflows_runtime_are_defaults_of_the_options(monkeypatch):
+    for name, value in PET.items():
+        monkeypatch.setenv(name, value)
+    assert torchrun_defaults()["master_addr"] == "job-node-0-0.job"
+    assert given().max_nodes == 2
+    assert given(nnodes="3").max_nodes == 3
+    assert chosen_devices(None, None) == "4"
+    assert chosen_devices("cpu:2", None) == "cpu:2"
+
+
+def test_under_torchrun_the_options_are_refused_and_the_variables_left_alone(monkeypatch):
+    for name, value in {**PET, "RANK": "0", "WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "x", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert given() is None
+    with pytest.raises(UsageError, match="under torchrun"):
+        given(nnodes="2", rdzv_endpoint="a:1")
+
+
+def test_a_task_of_srun_can_hand_over(monkeypatch):
+    for name, value in {
+        "SLURM_STEP_ID": "0",
+        "SLURM_PROCID": "1",
+        "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_JOB_ID": "9",
+    }.items():
+        monkeypatch.setenv(name, value)
+    assert given() is None
+    assert given(nnodes="2", rdzv_endpoint="a:1").max_nodes == 2
+
+
+def test_devices_and_torchruns_spelling_together_are_refused():
+    with pytest.raises(UsageError, match="one of the two"):
+        chosen_devices("2", "2")
+    assert chosen_devices(None, "gpu") == "cuda"
+    assert chosen_devices(None, "cpu").startswith("cpu:")
+
+
+def test_two_nodes_of_two_ranks_give_the_bits_of_one_process_and_sum_by_nodes(nodes):
+    script = nodes.script(SMALL)
+    one = nodes.end_of(nodes.start_program([sys.executable, str(script)]))
+    first, second = nodes.run_all(2, ["run"], ["--devices", "cpu:2", "--log-dir", "logs", script])
+    assert (first.code, second.code) == (0, 0), first.stderr + second.stderr
+    assert first.digest == one.digest
+    assert "by nodes True" in first.stdout
+    assert second.stdout == ""
+    assert sorted(path.name for path in (nodes.folder / "logs").iterdir()) == [f"rank-{n}.log" for n in (1, 2, 3)]
+
+
+def test_a_meeting_that_fails_is_a_sentence(nodes):
+    script = nodes.script(SMALL)
+    meeting = ["--nnodes", "2", "--rdzv-endpoint", nodes.endpoint, "--rdzv_conf", "join_timeout=2"]
+    ended = nodes.run("run", *meeting, "--devices", "cpu:1", script)
+    assert ended.code == 2
+    assert "samestep: error: torchrun says: " in ended.stderr
+    assert "--rdzv-endpoint" in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+@pytest.mark.slow
+def test_a_recipe_on_two_nodes_ends_in_the_digest_of_one_process(nodes):
+    recipe = ["train", "lenet", "--data", "digits", "--epochs", "1", "--devices"]
+    one = nodes.run(*recipe, "cpu:1", "--run-dir", "one")
+    first, second = nodes.run_all(2, [*recipe, "cpu:2"], ["--run-dir", "many", "--json"])
+    assert (one.code, first.code, second.code) == (0, 0, 0), first.stderr
+    assert json.loads(first.stdout)["digest"] == one.digest
+    assert second.stdout == ""
+    assert (nodes.folder / "many" / "logs" / "rank-3.log").exists()
+    again = nodes.run_all(2, [*recipe, "cpu:1"], ["--run-dir", "many"])
+    assert [ended.code for ended in again] == [2, 2]
+    assert "already holds a run" in again[0].stderr
+
+
+def test_a_recipe_on_several_machines_needs_a_run_folder(nodes):
+    ended = nodes.run("train", "lenet", "--data", "digits", "--nnodes", "2", "--rdzv-endpoint", nodes.endpoint)
+    assert ended.code == 2
+    assert "no --run-dir" in ended.stderr
+
+
+@pytest.mark.slow
+def test_an_adopted_script_is_shared_out_over_nodes_with_the_same_bits(nodes):
+    script = nodes.script(PARALLEL)
+    options = ["--num-microbatches", "4", "--seed", "0"]
+    one = nodes.run("run", "--devices", "cpu:1", *options, script)
+    first, second = nodes.run_all(2, ["run"], ["--devices", "cpu:2", *options, script])
+    assert (one.code, first.code, second.code) == (0, 0, 0), first.stderr + second.stderr
+    assert first.digest == one.digest
+    assert second.stdout == ""
+
+
+@pytest.mark.slow
+def test_a_rank_that_fails_ends_its_node_with_its_code_and_the_others_with_1(nodes):
+    script = nodes.script(FAILING)
+    first, second = nodes.run_all(2, ["run"], ["--devices", "cpu:2", script])
+    assert (first.code, second.code) == (1, 7), first.stderr + second.stderr
+    assert "samestep: error: rank 3 exited with code 7" in second.stderr
+
+
+@pytest.mark.slow
+def test_a_node_killed_in_mid_run_is_left_behind_and_the_digest_is_that_of_an_undisturbed_run(nodes):
+    script = nodes.script(TRAINER)
+    options = ["run", "--nnodes", "1:2", "--rdzv-endpoint", nodes.endpoint, "--max-restarts", "3", "--devices", "cpu:1"]
+    options += ["--rdzv-conf", "join_timeout=60,keep_alive_interval=1,last_call_timeout=3,is_host={}"]
+    first, second = [
+        nodes.start(*(option.format(host) for option in options), script, EPOCHS) for host in ("true", "false")
+    ]
+    nodes.wait_for(CHECKPOINT)
+    second.send_signal(signal.SIGKILL)
+    ended = nodes.end_of(first)
+    assert ended.code == 0, ended.stderr
+    assert "resumed from step-" in ended.stdout
+    assert ended.digest == alone(nodes, script).digest
+    for path in (nodes.folder.parent / "temporary").glob("samestep-torchrun-*"):
+        shutil.rmtree(path)  # of the agent that was killed
+
+
+@pytest.mark.slow
+def test_a_signal_stops_all_nodes_after_a_checkpoint_and_a_later_run_goes_on(nodes):
+    script = nodes.script(TRAINER)
+    started = nodes.start_all(2, ["run"], ["--devices", "cpu:1", script, EPOCHS])
+    nodes.wait_for(CHECKPOINT)
+    started[0].send_signal(signal.SIGTERM)
+    first, second = map(nodes.end_of, started)
+    assert (first.code, second.code) == (143, 143), first.stderr + second.stderr
+    assert "stopped after step" in first.stdout
+    assert "samestep: error" not in second.stderr
+    resumed, _ = nodes.run_all(2, ["run"], ["--devices", "cpu:1", script, EPOCHS])
+    assert resumed.digest == alone(nodes, script).digest
