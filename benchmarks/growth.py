@@ -114,7 +114,7 @@ def by_devices(name: str, rounds: int, seconds: float) -> dict[str, list[float]]
         data = folder / "data.pt"
         torch.save(WORKLOADS[name].data(), data)
         selected = [(BY_NAME[DEFAULT], count) for count in DEVICES]
-        arguments = [name, "--data", str(data), "--threads", "1"]
+        arguments = [name, "--data", str(data), "--num-threads", "1"]
         with contest(selected, arguments, folder) as (ready, failed):
             for _, _, reason in failed:
                 raise EntrantError(reason)

@@ -17,7 +17,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--strategy", default="replicate")
     parser.add_argument("--shard-optimizer", action="store_true")
     parser.add_argument("--mesh", type=json.loads, help="as JSON")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--num-threads", type=int, default=torch.get_num_threads())
 
 
 told = task(options)
@@ -26,7 +26,7 @@ run = samestep.Run(
     told.options.num_microbatches,
     reduction=told.options.reduction,
     mesh=told.options.mesh,
-    num_threads=told.options.threads,
+    num_threads=told.options.num_threads,
 )
 assert run.world_size == told.num_processes
 model = told.workload.make_model()

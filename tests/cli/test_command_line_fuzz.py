@@ -70,7 +70,7 @@ ENDLESS = {  # what such a word asks for is right, and has no end
     "--epochs": lambda word: word.lstrip("0").isdecimal(),
     "--option": lambda word: True,
     "--open": lambda word: True,
-    "--timeout": lambda word: True,
+    "--timeout-seconds": lambda word: True,
 }
 OF_NODES = ("--nnodes", "--node-rank", "--rdzv-endpoint", "--master-addr", "--master-port")
 SCRIPT = "from torch import nn\ndef model():\n    return nn.Linear(2, 2)\nprint('done')\n"

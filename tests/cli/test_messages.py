@@ -39,8 +39,8 @@ def test_what_is_no_regular_file_is_not_read(refused, tmp_path):
 
 @pytest.mark.parametrize("words", [("train", "mlp"), ("run", __file__), ("verify", __file__)], ids=" ".join)
 def test_a_number_of_threads_that_no_machine_has_is_a_sentence(refused, words):
-    said = refused(words[0], "--threads", "9" * 20, *words[1:])
-    assert "--threads" in said
+    said = refused(words[0], "--num-threads", "9" * 20, *words[1:])
+    assert "--num-threads" in said
     assert "1024" in said
 
 

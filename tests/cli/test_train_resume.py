@@ -97,7 +97,7 @@ def test_auto_takes_up_the_newest_run_that_did_not_end_and_begins_a_new_one_afte
 
 def test_a_changed_contract_is_listed_once_and_changes_nothing(folder):
     before = content(folder / "a")
-    done = samestep("train", "--resume", "a", "--seed", 4, "--threads", 2, "--devices", "cpu:2", cwd=folder)
+    done = samestep("train", "--resume", "a", "--seed", 4, "--num-threads", 2, "--devices", "cpu:2", cwd=folder)
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
     for line in ("seed: 3 before, 4 now", "num_threads: 1 before, 2 now", "--allow-contract-change"):

@@ -53,7 +53,9 @@ def test_a_variable_that_breaks_makes_exit_code_1(tmp_path):
     assert "Traceback" not in done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("words", [("--devices", "two"), ("--devices", "cuda:77"), ("--timeout", "0"), ("--slow",)])
+@pytest.mark.parametrize(
+    "words", [("--devices", "two"), ("--devices", "cuda:77"), ("--timeout-seconds", "0"), ("--slow",)]
+)
 def test_bad_usage_is_exit_code_2(words, tmp_path):
     done = doctor(*words, cwd=tmp_path)
     assert done.returncode == 2

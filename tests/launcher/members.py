@@ -13,10 +13,10 @@ from samestep.comm.heartbeat_page import HEALS, READY_TO_JOIN, STOPS_ON_REQUEST,
 from samestep.devices.selection import select
 from samestep.errors import PeerLostError
 from samestep.launcher.assignment import process_variables
-from samestep.launcher.crew import ForkCrew
 from samestep.launcher.job import Job, Outcome
 from samestep.launcher.policy import Policy
-from samestep.launcher.supervisor import supervise_crew
+from samestep.launcher.supervisor import supervise_pool
+from samestep.launcher.worker_pool import ForkPool
 
 PATIENCE_SECONDS = 60.0
 
@@ -128,11 +128,11 @@ def run_members(
     variables = process_variables(selection, 1)
     log = None if log_dir is None else str(log_dir)
     job = Job("function", "members:play", log_dir=log, resume_hint=resume_hint)
-    return supervise_crew(
-        lambda: ForkCrew.forked(call, variables),
+    return supervise_pool(
+        lambda: ForkPool.forked(call, variables),
         job,
         selection,
-        threads=1,
+        num_threads=1,
         policy=policy,
         grace_seconds=grace_seconds,
         relay=True,

@@ -10,7 +10,7 @@ import time
 import pytest
 
 from samestep.comm.heartbeat_page import HEALS, SHOWS_LIFE, Beat
-from samestep.launcher.hangs import Silences
+from samestep.launcher.hangs import HangDetector
 from samestep.launcher.policy import Policy
 
 sys.path.insert(0, os.path.dirname(__file__))
@@ -21,7 +21,7 @@ TIMEOUT = 10.0
 
 def hanging(*looks, stopped=()):
     """Who hangs after looks half a second apart; each is a mapping of slots to (phase, age of the beat, quorum)."""
-    silences = Silences(TIMEOUT)
+    silences = HangDetector(TIMEOUT)
     for index, look in enumerate(looks):
         beats = {slot: Beat(100.0 - age, 7, phase, HEALS, quorum) for slot, (phase, age, quorum) in look.items()}
         silences.look(beats, index * 0.5)
@@ -78,7 +78,7 @@ def test_a_stopped_worker_hangs_wherever_it_is_unless_all_are():
 
 
 def test_time_in_which_nobody_looked_is_not_counted():
-    silences = Silences(TIMEOUT)
+    silences = HangDetector(TIMEOUT)
     for now in (0.0, 3600.0, 7200.0):
         silences.look({0: Beat(1.0, 7, "forward", HEALS, 0)}, now)
     assert silences.by_slot[0].silent_seconds == 2.0
@@ -86,7 +86,7 @@ def test_time_in_which_nobody_looked_is_not_counted():
 
 
 def test_without_a_timeout_and_without_healing_nobody_hangs():
-    for silences, flags in ((Silences(0.0), HEALS), (Silences(TIMEOUT), 0)):
+    for silences, flags in ((HangDetector(0.0), HEALS), (HangDetector(TIMEOUT), 0)):
         for now in range(100):
             silences.look({0: Beat(1.0, 7, "forward", flags, 0)}, now)
         assert silences.hanging(lambda slot: True) == []
@@ -94,7 +94,7 @@ def test_without_a_timeout_and_without_healing_nobody_hangs():
 
 @pytest.mark.parametrize("flags", [HEALS, SHOWS_LIFE])
 def test_a_worker_is_watched_that_heals_or_that_only_shows_signs_of_life(flags):
-    silences = Silences(TIMEOUT)
+    silences = HangDetector(TIMEOUT)
     for now in range(20):
         silences.look({0: Beat(1.0, 7, "forward", flags, 0), 1: Beat(1.0, 7, "exchange", flags, 0)}, now)
     assert silences.hanging(lambda slot: False) == [0]
@@ -189,6 +189,6 @@ def test_a_hang_where_nobody_heals_after_it_is_told_as_the_failure(tmp_path):
 
     outcome = run_members(tmp_path, play, "cpu:2", Policy(hang_timeout_seconds=1.5))
     assert outcome.exit_code == 128 + signal.SIGABRT
-    said = r"rank 1 on CPU worker 1 showed no sign of life for \d s and was ended \(--hang-timeout\)"
+    said = r"rank 1 on CPU worker 1 showed no sign of life for \d s and was ended \(--hang-timeout-seconds\)"
     assert re.match(said, outcome.failure)
     assert "in sleep_in_python" in outcome.failure

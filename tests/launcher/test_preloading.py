@@ -8,7 +8,7 @@ import pytest
 
 FIRST_STEP = """
 import importlib, json, sys
-from samestep.launcher.zygote import PRELOADED
+from samestep.launcher.forkserver import PRELOADED
 for name in PRELOADED:
     importlib.import_module(name)
 before = set(sys.modules)

@@ -59,7 +59,7 @@ def test_a_script_sees_what_python_would_show_it(starter, start_method):
     done = starter.run(
         "--devices",
         "cpu:2",
-        "--threads",
+        "--num-threads",
         "2",
         "--start-method",
         start_method,
@@ -101,10 +101,10 @@ def test_a_module_runs_as_python_m_does(starter):
             "import json,", "from package import sibling\nimport json,"
         ),
     )
-    done = starter.run("--nproc_per_node", "1", "-m", "package", "-m", "--threads")
+    done = starter.run("--nproc_per_node", "1", "-m", "package", "-m", "--num-threads")
     assert (done.returncode, done.stderr) == (0, "")
     (fact,) = facts_of(starter.folder, 1)
-    assert fact["argv"] == [str(module), "-m", "--threads"]
+    assert fact["argv"] == [str(module), "-m", "--num-threads"]
     assert fact["path"] == str(starter.folder)
     assert fact["package"] == "package"
     assert fact["pickled"]
@@ -246,7 +246,7 @@ def test_a_starter_with_two_threads_refuses_to_fork(starter):
     starter.script(
         "customs/sitecustomize.py",
         "import sys, threading, time\n"
-        "if '-m' in sys.orig_argv and 'samestep.launcher.zygote' in sys.orig_argv:\n"
+        "if '-m' in sys.orig_argv and 'samestep.launcher.forkserver' in sys.orig_argv:\n"
         "    threading.Thread(target=time.sleep, args=(600,), daemon=True).start()\n",
     )
     starter.script("hello.py", "open('ran', 'w')")
@@ -268,7 +268,7 @@ def test_a_starter_with_two_threads_refuses_to_fork(starter):
         (("-m", "no/path.py"), "after -m give a dotted name"),
         (("--devices", "cpu:2", "--nproc-per-node", "2", "ok.py"), "give one of the two"),
         (("--devices", "cpu:0", "ok.py"), "1 or more"),
-        (("--threads", "0", "ok.py"), "--threads"),
+        (("--num-threads", "0", "ok.py"), "--num-threads"),
         (("--start-method", "thread", "ok.py"), "it is fork or spawn"),
         (("--log-dir", "ok.py", "ok.py"), "choose another folder (--log-dir"),
     ],

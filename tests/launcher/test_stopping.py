@@ -64,7 +64,7 @@ def test_a_signal_while_the_workers_are_being_started_is_not_lost(starter):
     starter.script("wait.py", WAIT)
     process = starter.start("--devices", "cpu:2", "wait.py")
     deadline = time.monotonic() + 30
-    names = {"samestep.launcher.zygote", "samestep fork server wait.py"}
+    names = {"samestep.launcher.forkserver", "samestep fork server wait.py"}
     while not any(names & set(found.cmdline()) for found in starter.processes()):
         assert time.monotonic() < deadline
         time.sleep(0.01)

@@ -6,7 +6,7 @@ import pytest
 
 from samestep.devices.selection import select
 from samestep.launcher.job import Job
-from samestep.launcher.supervisor import supervise_crew
+from samestep.launcher.supervisor import supervise_pool
 from samestep.verify.runner import KeptCrew, Program, ProgramRunner
 from samestep.verify.verdict import reach_verdict
 
@@ -16,7 +16,9 @@ def crew():
     """Imports torch once for all runs."""
     alone = select("cpu:1")
     kept = KeptCrew.started(alone)
-    supervise_crew(lambda: kept, Job("function", "os:getpid", quiet=True), alone, threads=1)  # waits until it is ready
+    supervise_pool(
+        lambda: kept, Job("function", "os:getpid", quiet=True), alone, num_threads=1
+    )  # waits until it is ready
     yield kept
     kept.end()
 

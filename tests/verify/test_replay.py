@@ -423,7 +423,7 @@ def test_the_program_of_a_run_is_found_in_its_command(tmp_path):
     assert found("/usr/bin/python3.12", "train.py") == ("script", "train.py", ())
     assert found("python", "-m", "package.train", "-x") == ("module", "package.train", ("-x",))
     assert found("samestep", "run", "--devices", "cpu:3", "train.py", "a") == ("script", "train.py", ("a",))
-    assert found("samestep", "run", "--threads=2", "-m", "package.train") == ("module", "package.train", ())
+    assert found("samestep", "run", "--num-threads=2", "-m", "package.train") == ("module", "package.train", ())
     recipe = program_of({"command": ["samestep", "train"], "job": {"recipe": "mlp", "spares": 1, "seed": 2}}, Path("r"))
     assert recipe.is_recipe
     assert recipe.job.kwargs == {"recipe": "mlp", "seed": 2}

@@ -16,7 +16,7 @@ TIMEOUT_SECONDS = 60.0
 def doctor(
     devices: Devices = None,
     quick: Annotated[bool, typer.Option("--quick", help="Leave out the collectives.")] = False,
-    timeout: Annotated[
+    timeout_seconds: Annotated[
         float, typer.Option(min=1.0, metavar="SECONDS", help="How long ranks wait for each other.")
     ] = TIMEOUT_SECONDS,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
@@ -32,14 +32,14 @@ def doctor(
 
     place = read_environment()
     if place.launcher == "none":
-        findings, code = examine_alone(devices or "auto", timeout, quick)
+        findings, code = examine_alone(devices or "auto", timeout_seconds, quick)
         _show(findings, as_json)
         raise typer.Exit(code)
     if devices is not None:
         raise UsageError(f"got --devices {devices}, and ranks that {place.launcher} started; leave it out")
     from samestep.doctor.group import examine_group
 
-    raise typer.Exit(examine_group(place, timeout, quick, lambda findings: _show(findings, as_json)))
+    raise typer.Exit(examine_group(place, timeout_seconds, quick, lambda findings: _show(findings, as_json)))
 
 
 def _show(findings: "list[Finding]", as_json: bool) -> None:

@@ -22,7 +22,7 @@ MaxRestarts = Annotated[
 HangTimeout = Annotated[
     float,
     typer.Option(
-        "--hang-timeout",
+        "--hang-timeout-seconds",
         rich_help_panel=PANEL,
         metavar="SECONDS",
         help="A worker without a sign of life for so long is lost; its stack is kept in its log. 0 for never.",

@@ -22,7 +22,7 @@ from samestep.cli.nodes import (
 from samestep.cli.profiling import Profile, ProfileDir, profiled, show_profile
 from samestep.cli.scripts import Adopt, Module, Wrap
 from samestep.cli.spelling import SPELLINGS
-from samestep.cli.workers import Devices, StartMethod, Threads
+from samestep.cli.workers import Devices, NumThreads, StartMethod
 from samestep.launcher.policy import HANG_TIMEOUT_SECONDS
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def run(
     module: Module = False,
     devices: Devices = None,
     nproc_per_node: NumProcPerNode = None,
-    threads: Threads = 1,
+    num_threads: NumThreads = 1,
     start_method: StartMethod = None,
     num_microbatches: Annotated[
         int | None,
@@ -59,7 +59,7 @@ def run(
     heal: Heal = True,
     min_devices: MinDevices = 1,
     max_restarts: MaxRestarts = 0,
-    hang_timeout: HangTimeout = HANG_TIMEOUT_SECONDS,
+    hang_timeout_seconds: HangTimeout = HANG_TIMEOUT_SECONDS,
     replace: Replace = False,
     nnodes: NumNodes = None,
     node_rank: NodeRank = None,
@@ -88,7 +88,7 @@ def run(
     from samestep.scripts.script_analysis import reads_as
     from samestep.train.naming import PROFILE_FOLDER
 
-    policy = Policy(heal, min_devices, max_restarts, hang_timeout, replace)
+    policy = Policy(heal, min_devices, max_restarts, hang_timeout_seconds, replace)
     torchrun = chosen_torchrun(
         policy,
         start_method,
@@ -132,11 +132,11 @@ def run(
     if folder is not None:
         selection = profiled(selection, folder)
     if torchrun is None:
-        outcome = supervise(job, selection, threads=threads, start_method=start_method, policy=policy)
+        outcome = supervise(job, selection, num_threads=num_threads, start_method=start_method, policy=policy)
     else:
         from samestep.launcher.torchrun import hand_over
 
-        outcome = hand_over(job, selection, torchrun, threads, max_restarts)
+        outcome = hand_over(job, selection, torchrun, num_threads, max_restarts)
     if folder is not None and torchrun is None:
         show_profile(folder, to_stderr=True)
     if outcome.failure is not None:

@@ -24,7 +24,7 @@ from samestep.cli.nodes import (
     chosen_torchrun,
 )
 from samestep.cli.profiling import Profile, show_profile
-from samestep.cli.workers import Devices, StartMethod, ThreadsOrRecorded
+from samestep.cli.workers import Devices, NumThreadsOrRecorded, StartMethod
 from samestep.errors import UsageError
 from samestep.launcher.policy import HANG_TIMEOUT_SECONDS
 from samestep.recipes.catalog import NAMES
@@ -98,7 +98,7 @@ def train(
     num_workers: Annotated[
         int | None, typer.Option(help="Processes a rank that fetch samples; none by default.")
     ] = None,
-    threads: ThreadsOrRecorded = None,
+    num_threads: NumThreadsOrRecorded = None,
     option: Annotated[
         list[str] | None,
         typer.Option(
@@ -156,7 +156,7 @@ def train(
     ] = None,
     min_devices: MinDevices = 1,
     max_restarts: MaxRestarts = 0,
-    hang_timeout: HangTimeout = HANG_TIMEOUT_SECONDS,
+    hang_timeout_seconds: HangTimeout = HANG_TIMEOUT_SECONDS,
     heal: Heal = True,
     replace: Replace = False,
     nnodes: NumNodes = None,
@@ -178,7 +178,7 @@ def train(
     from samestep.recipes.options import check_options
     from samestep.train.naming import PROFILE_FOLDER, check_untaken, new_folder_name
 
-    policy = Policy(heal, min_devices, max_restarts, hang_timeout, replace)
+    policy = Policy(heal, min_devices, max_restarts, hang_timeout_seconds, replace)
     torchrun = chosen_torchrun(
         policy,
         start_method,
@@ -214,7 +214,7 @@ def train(
         "mesh": None if mesh is None else _sizes(mesh),
         "shard_optimizer": shard_optimizer,
         "num_workers": num_workers,
-        "num_threads": threads,
+        "num_threads": num_threads,
         "options": pairs(option) if option else None,
         "checkpoint_steps": checkpoint_steps,
         "checkpoint_minutes": checkpoint_minutes,
@@ -333,7 +333,7 @@ def _train_by_workers(
             f"got --cuda-graphs on {selection.kind}: only CUDA devices have graphs; leave it out (--no-cuda-graphs)"
         )
     _check_division(job, selection.count * (1 if torchrun is None else torchrun.max_nodes))
-    threads = job.pop("num_threads", None)
+    num_threads = job.pop("num_threads", None)
     folder = Path(job["run_dir"])
     work = Job(
         kind="function",
@@ -347,13 +347,13 @@ def _train_by_workers(
     if torchrun is not None:
         from samestep.launcher.torchrun import hand_over
 
-        kwargs = {"as_json": as_json, **job, "num_threads": threads}
+        kwargs = {"as_json": as_json, **job, "num_threads": num_threads}
         work = changed(work, target="samestep.cli.train:train_as_rank", kwargs=kwargs)
-        outcome = hand_over(work, selection, torchrun, threads or 1, policy.max_restarts)
+        outcome = hand_over(work, selection, torchrun, num_threads or 1, policy.max_restarts)
         if outcome.failure is not None:
             typer.echo(f"samestep: error: {outcome.failure}", err=True)
         raise typer.Exit(outcome.exit_code)
-    outcome = supervise(work, selection, threads=threads or 1, start_method=start_method, policy=policy)
+    outcome = supervise(work, selection, num_threads=num_threads or 1, start_method=start_method, policy=policy)
     is_ended = outcome.exit_code == 0
     profile = None
     if job["profile"] is not None:

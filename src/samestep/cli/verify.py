@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from samestep.cli.scripts import Adopt, Module, Wrap
-from samestep.cli.workers import StartMethod, Threads
+from samestep.cli.workers import NumThreads, StartMethod
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -57,7 +57,7 @@ def verify(
             "ranks themselves without samestep.",
         ),
     ] = None,
-    threads: Threads = 1,
+    num_threads: NumThreads = 1,
     start_method: StartMethod = None,
     num_microbatches: Annotated[
         int | None,
@@ -74,8 +74,8 @@ def verify(
         int | None, typer.Option(help="Of a script of one process: seeds every generator at the start; 0 by default.")
     ] = None,
     adopt: Adopt = None,
-    hang_timeout: Annotated[
-        float, typer.Option("--hang-timeout", metavar="SECONDS", help="How long a step may take.")
+    hang_timeout_seconds: Annotated[
+        float, typer.Option("--hang-timeout-seconds", metavar="SECONDS", help="How long a step may take.")
     ] = 300.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
@@ -100,7 +100,7 @@ def verify(
     chosen = _program(program, module, adopt, options, selections)
     with (
         ProgramRunner(
-            chosen, selections, threads=threads, start_method=start_method, hang_seconds=hang_timeout
+            chosen, selections, num_threads=num_threads, start_method=start_method, hang_seconds=hang_timeout_seconds
         ) as runner,
         _telling(as_json) as tell,
     ):

@@ -13,7 +13,7 @@ from samestep.doctor.ranks import take_part
 from samestep.doctor.showing import is_good
 from samestep.errors import SamestepError
 
-ADVICE = "see what the other ranks print; do all nodes reach MASTER_ADDR? --timeout gives them more time"
+ADVICE = "see what the other ranks print; do all nodes reach MASTER_ADDR? --timeout-seconds gives them more time"
 
 
 def examine_group(

@@ -36,7 +36,7 @@ ADVICE = {
     "gloo": "look at the network (GLOO_SOCKET_IFNAME names an interface); try another one, and test the memory",
     "nccl": "try NCCL_P2P_DISABLE=1, and NCCL_DEBUG=INFO to see more; look at PCIe access control (ACS), IOMMU, driver",
 }
-HANG_ADVICE = "see what that rank does: py-spy dump --pid …, dmesg; --timeout gives it more time"
+HANG_ADVICE = "see what that rank does: py-spy dump --pid …, dmesg; --timeout-seconds gives it more time"
 
 
 @dataclass(frozen=True)

@@ -65,7 +65,7 @@ RULES = (
         "OMP_NUM_THREADS",
         lambda value: not value.isdecimal() or int(value) == 0,
         "is no number of threads",
-        "unset it; samestep gives each worker its threads (--threads)",
+        "unset it; samestep gives each worker its threads (--num-threads)",
     ),
 )
 

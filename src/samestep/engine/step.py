@@ -302,7 +302,7 @@ class TrainStep:
         if self.communicator.device.type == "cpu" and torch.get_num_threads() != self._num_threads:
             raise DeterminismError(
                 f"torch uses {torch.get_num_threads()} threads now, {self._num_threads} when the step was made; the "
-                "number decides the bits: leave it alone, or give it by Run(num_threads=…) (--threads)"
+                "number decides the bits: leave it alone, or give it by Run(num_threads=…) (--num-threads)"
             )
 
     def _exchange_header(self, batch: Batch, shortage: Shortage | None) -> tuple[list[bool], list[bool]]:

@@ -1,4 +1,4 @@
-"""The assignment: one worker's place in the run, the environment variables that say so, and what it is to do."""
+"""The assignment of a worker: its place in the run, its environment variables, and its instruction."""
 
 import os
 import socket
@@ -18,45 +18,27 @@ JOINS_VARIABLE = "SAMESTEP_JOINS"
 
 @dataclass(frozen=True)
 class Assignment:
-    """One worker's place.
-
-    Attributes:
-        rank: its rank, 0 … world_size - 1.
-        world_size: number of workers.
-        device_kind: "cpu", "cuda", "mps" or "xpu".
-        device: the device as messages name it.
-        threads: CPU threads of the worker.
-        run_id: names the run among those on the machine.
-        variables: the selection's environment variables.
-        slot: the worker's number on the page; its own for as long as the page lives.
-        attempt: how often all workers have been started again.
-        max_restarts: how often they may be.
-        joins: whether it is started late, and waits until the others count it in.
-    """
+    """One worker's place in the run."""
 
     rank: int
     world_size: int
-    device_kind: str
-    device: str
-    threads: int
+    device_kind: str  # "cpu", "cuda", "mps" or "xpu"
+    device: str  # as messages name it
+    num_threads: int
     run_id: str
-    variables: Mapping[str, str]
-    slot: int = 0
-    attempt: int = 0
+    variables: Mapping[str, str]  # of the selection
+    slot: int = 0  # the worker's index on the page, its own as long as the page lives
+    attempt: int = 0  # how often all workers have been restarted
     max_restarts: int = 0
-    joins: bool = False
+    joins: bool = False  # whether it is started late, and waits until it is in a quorum
 
 
 @dataclass(frozen=True)
 class Instruction:
-    """All that a worker is told.
+    """A worker's place and job, the store's port on the loopback address, and its descriptors by name.
 
-    Attributes:
-        assignment: its place.
-        job: what to do.
-        port: where the store listens on the loopback address.
-        fds: its descriptors by name: "events", "words" and "page" always; "stdout" and "stderr" unless they are
-            inherited; "payload" and "answer" when arguments and result travel pickled.
+    "events", "words" and "page" are always there; "stdout" and "stderr" unless they are inherited; "payload" and
+    "answer" when arguments and result travel pickled.
     """
 
     assignment: Assignment
@@ -80,7 +62,7 @@ class Instruction:
 
 
 def assign(
-    selection: Selection, threads: int, run_id: str, *, attempt: int = 0, max_restarts: int = 0
+    selection: Selection, num_threads: int, run_id: str, *, attempt: int = 0, max_restarts: int = 0
 ) -> tuple[Assignment, ...]:
     """The places of all workers, in rank order."""
     return tuple(
@@ -89,7 +71,7 @@ def assign(
             world_size=selection.count,
             device_kind=selection.kind,
             device=_device_label(selection, rank),
-            threads=threads,
+            num_threads=num_threads,
             run_id=run_id,
             variables=dict(selection.environment),
             slot=rank,
@@ -100,17 +82,15 @@ def assign(
     )
 
 
-def process_variables(selection: Selection, threads: int) -> dict[str, str]:
-    """What must be in the environment before a worker's process imports torch.
-
-    OpenBLAS starts its threads when numpy is imported, which would spoil the fork; cuBLAS reads its workspace setting,
-    needed for deterministic results, when it starts (see `torch.use_deterministic_algorithms`). Python orders sets of
-    strings by a hash that differs between processes; a vocabulary made of a set must not.
-    """
+def process_variables(selection: Selection, num_threads: int) -> dict[str, str]:
+    """The variables that must be set before a worker's process imports torch."""
+    # OpenBLAS starts threads when numpy is imported, which would spoil the fork. cuBLAS reads its workspace setting,
+    # needed for deterministic results, when it starts (see `torch.use_deterministic_algorithms`). Python orders sets of
+    # strings by a hash that differs between processes, and so would a vocabulary made of a set.
     variables = {
         "OPENBLAS_NUM_THREADS": "1",
-        "OMP_NUM_THREADS": str(threads),
-        "MKL_NUM_THREADS": str(threads),
+        "OMP_NUM_THREADS": str(num_threads),
+        "MKL_NUM_THREADS": str(num_threads),
         **selection.environment,
     }
     defaults = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "PYTHONHASHSEED": "0"}
@@ -118,11 +98,9 @@ def process_variables(selection: Selection, threads: int) -> dict[str, str]:
 
 
 def worker_variables(instruction: Instruction) -> dict[str, str]:
-    """The variables of one worker: torchrun's, so that `env://` works, and samestep's own.
-
-    The store is hosted by a process of its own, so ranks must join it as clients: that is what
-    TORCHELASTIC_USE_AGENT_STORE says to torch's rendezvous (`torch/distributed/rendezvous.py`).
-    """
+    """The variables of one worker: torchrun's, so that `env://` works, and samestep's own."""
+    # The store is hosted by a process of its own, so ranks must join it as clients: TORCHELASTIC_USE_AGENT_STORE says
+    # that to torch's rendezvous (`torch/distributed/rendezvous.py`).
     place = instruction.assignment
     variables = {
         **place.variables,
@@ -142,7 +120,7 @@ def worker_variables(instruction: Instruction) -> dict[str, str]:
         "TORCHELASTIC_RESTART_COUNT": str(place.attempt),
         "TORCHELASTIC_MAX_RESTARTS": str(place.max_restarts),
         "SAMESTEP_DEVICE_KIND": place.device_kind,
-        "SAMESTEP_THREADS": str(place.threads),
+        "SAMESTEP_THREADS": str(place.num_threads),
         EVENTS_VARIABLE: str(instruction.fds["events"]),
         PAGE_VARIABLE: str(instruction.fds["page"]),
         SLOT_VARIABLE: str(place.slot),
@@ -151,19 +129,19 @@ def worker_variables(instruction: Instruction) -> dict[str, str]:
         variables[JOINS_VARIABLE] = "1"
     interface = _loopback()
     if "GLOO_SOCKET_IFNAME" not in os.environ and interface is not None:
-        # Otherwise gloo asks what address the host's name has, and warns where it has none.
+        # Otherwise gloo resolves the host's name, and warns if it has no address.
         variables["GLOO_SOCKET_IFNAME"] = interface
     return variables
 
 
 def _loopback() -> str | None:
-    """The loopback interface, by which ranks of one machine find each other."""
+    """The name of the loopback interface, by which ranks of one machine reach each other."""
     loopback = "lo0" if sys.platform == "darwin" else "lo"
     return loopback if any(name == loopback for _, name in socket.if_nameindex()) else None
 
 
 def _device_label(selection: Selection, rank: int) -> str:
-    """A rank's device as messages name it: "CPU worker 1", "cuda:4 (NVIDIA H200)"."""
+    """A rank's device in messages: "CPU worker 1", "cuda:4 (NVIDIA H200)"."""
     if selection.kind == "cpu":
         return f"CPU worker {rank}"
     device = selection.devices[rank]

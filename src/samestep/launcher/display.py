@@ -1,4 +1,4 @@
-"""The display: one progress bar on the terminal, and the lines that rank 0 wants shown."""
+"""The display: one progress bar on the terminal, and rank 0's lines."""
 
 import contextlib
 import sys
@@ -12,19 +12,11 @@ if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
 REFRESH_SECONDS = 0.1
-TELL_SECONDS = 30.0
+LINE_SECONDS = 30.0
 
 
 class Display:
-    """Shows a run.
-
-    The bar is on stderr and vanishes at the end; where that is no terminal, there is a line each half minute instead.
-    Lines go to stdout or stderr.
-
-    Args:
-        quiet: show nothing.
-        lines_to: where lines go.
-    """
+    """Shows a run by a bar on stderr that vanishes at the end; without a terminal by a line each half minute."""
 
     def __init__(self, quiet: bool, lines_to: Literal["stdout", "stderr"]) -> None:
         self._quiet = quiet
@@ -40,7 +32,7 @@ class Display:
         if self._quiet:
             return
         if not sys.stderr.isatty():
-            self._tell(event, now)
+            self._print_progress(event, now)
             return
         if now - self._shown < REFRESH_SECONDS and not last:
             return
@@ -59,9 +51,9 @@ class Display:
         )
         self._bar.refresh()
 
-    def _tell(self, event: Event, now: float) -> None:
-        """Where no bar can be: a line now and then, so that a long epoch does not look like a standstill."""
-        if now - self._shown < TELL_SECONDS:
+    def _print_progress(self, event: Event, now: float) -> None:
+        """Prints a line now and then, so that a long epoch does not look hung."""
+        if now - self._shown < LINE_SECONDS:
             return
         self._shown = now
         steps = f"step {event.get('step')} of {event.get('steps') or '?'}"
@@ -80,7 +72,7 @@ class Display:
             print(text, file=self._lines, flush=True)
 
     def say(self, text: str) -> None:
-        """Says on stderr what happened to the run, above the bar if there is one; even where all else is quiet."""
+        """Prints a message about the run on stderr, above the bar if there is one; even if the display is quiet."""
         if self._bar is not None:
             self._bar.console.print(f"samestep: {text}", markup=False, highlight=False, soft_wrap=True)
             return
@@ -94,7 +86,7 @@ class Display:
 
 
 def _new_bar() -> "Progress":
-    """The bar; refreshed by us, so that the supervisor needs no thread for it."""
+    """The bar; it is refreshed by calls, so that the supervisor needs no thread for it."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
@@ -103,7 +95,7 @@ def _new_bar() -> "Progress":
         BarColumn(),
         MofNCompleteColumn(),
         TextColumn("{task.fields[figures]}"),
-        TextColumn("{task.fields[clock]}"),  # rich's own stops where an epoch is complete
+        TextColumn("{task.fields[clock]}"),  # rich's own stops when an epoch is complete
         console=Console(file=sys.stderr),
         transient=True,
         auto_refresh=False,
@@ -113,12 +105,12 @@ def _new_bar() -> "Progress":
 
 
 def _clock(seconds: float) -> str:
-    """How long the run has taken: "0:03:07"."""
+    """A duration as "0:03:07"."""
     return str(timedelta(seconds=int(seconds)))
 
 
 def _figures(event: Event) -> str:
-    """Loss and speed, as far as they are known."""
+    """Loss and speed, if they are known."""
     loss, speed = event.get("loss"), event.get("samples_per_second")
     figures = [f"loss {loss:.4g}"] if isinstance(loss, int | float) else []
     figures += [f"{speed:,.0f} samples/s"] if isinstance(speed, int | float) else []

@@ -1,4 +1,4 @@
-"""The job: what the workers of a run are to do, and what came of it."""
+"""The job of a run's workers, and its outcome."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -12,32 +12,18 @@ Kind = Literal["script", "module", "function"]
 
 @dataclass(frozen=True)
 class Job:
-    """What every worker runs.
+    """What every worker runs."""
 
-    Attributes:
-        kind: "script" runs a Python file as `python FILE` does, "module" as `python -m MODULE` does, "function" calls
-            a function; what rank 0's call returns is the run's result and must be JSON.
-        target: the file, the module, or "package.module:function".
-        argv: the script's or module's arguments.
-        kwargs: the function's keyword arguments; JSON.
-        log_dir: a folder for `rank-N.log`, what the ranks above 0 print; None keeps only the tail, in memory.
-        quiet: show neither the progress bar nor lines.
-        lines_to: where rank 0's `line` events are printed.
-        preload: modules that all workers will need, imported once before they are forked.
-        restart_kwargs: keyword arguments that take the place of others when all workers are started again; JSON.
-        resume_hint: says how to go on with a run that could not be healed, as the end of a sentence.
-    """
-
-    kind: Kind
-    target: str
+    kind: Kind  # "script" as `python FILE`, "module" as `python -m`, "function": what rank 0 returns is the result
+    target: str  # the file, the module, or "package.module:function"
     argv: tuple[str, ...] = ()
-    kwargs: Mapping[str, Any] = field(default_factory=dict)
-    log_dir: str | None = None
-    quiet: bool = False
-    lines_to: Literal["stdout", "stderr"] = "stdout"
-    preload: tuple[str, ...] = ()
-    restart_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    resume_hint: str = "start the script again from what it last saved"
+    kwargs: Mapping[str, Any] = field(default_factory=dict)  # of the function; JSON
+    log_dir: str | None = None  # for rank-N.log, the output of ranks above 0; None keeps its end in memory
+    quiet: bool = False  # show neither the progress bar nor lines
+    lines_to: Literal["stdout", "stderr"] = "stdout"  # for rank 0's `line` events
+    preload: tuple[str, ...] = ()  # modules to import once, before workers are forked
+    restart_kwargs: Mapping[str, Any] = field(default_factory=dict)  # replace others when all workers restart
+    resume_hint: str = "start the script again from what it last saved"  # for a run that ended, as part of a sentence
 
     def __post_init__(self) -> None:
         """Checks what can be checked before a process is started.
@@ -62,11 +48,11 @@ class Job:
 
     @property
     def name(self) -> str:
-        """What the titles of processes call it: the run folder, else the script, module or function."""
+        """The name in titles of processes: the run folder, else the script, module or function."""
         return str(self.kwargs.get("run_dir") or self.kwargs.get("target") or self.target)
 
     def restarted(self) -> "Job":
-        """The job of workers that are started again."""
+        """The job of restarted workers."""
         return replace(self, kwargs={**self.kwargs, **self.restart_kwargs})
 
     @classmethod
@@ -77,18 +63,13 @@ class Job:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a run.
+    """The end of a run.
 
-    Attributes:
-        exit_code: 0; what the script gave `sys.exit`; 1; a samestep error's own code; 128 + signal.
-        result: what rank 0 returned or sent as its result; None without one.
-        failure: the message about the worker that failed first; None if none did.
-        events: what happened to the workers, in order; each a JSON object with "event", "time" and more: "death" (rank,
-            device, phase, step, cause), "heal" (world_size, seconds, lost), "join" (world_size, seconds), "restart"
-            (attempt), "stop" (signal).
+    Each event is a JSON object with "event", "time" and more: "death" (rank, device, phase, step, cause), "heal"
+    (world_size, seconds, lost), "join" (world_size, seconds), "restart" (attempt), "stop" (signal).
     """
 
-    exit_code: int
-    result: Any = None
-    failure: str | None = None
+    exit_code: int  # 0; what the script gave `sys.exit`; 1; a samestep error's own code; 128 + signal
+    result: Any = None  # what rank 0 returned or sent
+    failure: str | None = None  # the message about the worker that failed first
     events: tuple[Mapping[str, Any], ...] = ()

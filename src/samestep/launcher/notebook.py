@@ -1,4 +1,4 @@
-"""The notebook's way to start workers: `launch(function)` runs it on every device and returns what rank 0 returned."""
+"""Workers for notebooks: `launch(function)` calls a function on every device and returns rank 0's result."""
 
 import io
 import pickle
@@ -13,10 +13,10 @@ from samestep.comm.environment import read_environment
 from samestep.devices.selection import select
 from samestep.errors import UsageError, WorkerError
 from samestep.launcher.assignment import process_variables
-from samestep.launcher.crew import Crew, ForkCrew, SpawnCrew
 from samestep.launcher.job import Job
 from samestep.launcher.program import write_payload
-from samestep.launcher.supervisor import StartMethod, resolve_start_method, supervise_crew
+from samestep.launcher.supervisor import StartMethod, resolve_start_method, supervise_pool
+from samestep.launcher.worker_pool import ForkPool, SpawnPool, WorkerPool
 
 
 def launch(
@@ -24,10 +24,10 @@ def launch(
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
     devices: str | int = "auto",
-    threads: int = 1,
+    num_threads: int = 1,
     start_method: StartMethod | None = None,
 ) -> Any:
-    """Calls a function in one worker process a device, and returns what it returned on rank 0.
+    """Calls a function in one worker process a device, and returns its result on rank 0.
 
     A function that can be imported by name runs in clean processes. A closure, or a function of a notebook's cell or
     of the program itself, runs in forks of this process; that needs Linux and no accelerator in use here so far.
@@ -37,8 +37,8 @@ def launch(
         args: its positional arguments.
         kwargs: its keyword arguments.
         devices: as for `samestep run --devices`.
-        threads: CPU threads a worker.
-        start_method: "fork" or "spawn"; None takes fork where it is safe.
+        num_threads: CPU threads a worker.
+        start_method: "fork" or "spawn"; None takes fork if it is safe.
 
     Returns:
         Rank 0's return value, which must be picklable. Tensors should be on the CPU: a tensor on a GPU would start the
@@ -54,30 +54,30 @@ def launch(
         raise UsageError("launch() starts workers and this is a worker already; call the function itself")
     if not callable(fn):
         raise UsageError(f"got {type(fn).__name__} as fn; launch() needs a function")
-    method = resolve_start_method(start_method, threads)
+    method = resolve_start_method(start_method, num_threads)
     selection = select(devices)
-    variables = process_variables(selection, threads)
+    variables = process_variables(selection, num_threads)
     arguments = _pickle_by_name(fn, tuple(args), dict(kwargs or {}))
     with tempfile.TemporaryFile() as payload, tempfile.TemporaryFile() as answer:
         fds = {"answer": answer.fileno()}
-        open_crew: Callable[[], Crew]
+        open_pool: Callable[[], WorkerPool]
         if arguments is None:
             _check_fork(fn, method)
 
             def call() -> Any:
                 return fn(*args, **(kwargs or {}))
 
-            def open_crew() -> Crew:
-                return ForkCrew.forked(call, variables)
+            def open_pool() -> WorkerPool:
+                return ForkPool.forked(call, variables)
         else:
             write_payload(payload, arguments)
             fds["payload"] = payload.fileno()
 
-            def open_crew() -> Crew:
-                return ForkCrew.executed(variables) if method == "fork" else SpawnCrew(variables)
+            def open_pool() -> WorkerPool:
+                return ForkPool.executed(variables) if method == "fork" else SpawnPool(variables)
 
         job = Job("function", f"{fn.__module__}:{getattr(fn, '__qualname__', type(fn).__qualname__)}")
-        outcome = supervise_crew(open_crew, job, selection, threads=threads, relay=True, fds=fds)
+        outcome = supervise_pool(open_pool, job, selection, num_threads=num_threads, relay=True, fds=fds)
         if outcome.exit_code == 128 + signal.SIGINT and outcome.failure is None:
             raise KeyboardInterrupt
         if outcome.exit_code != 0:
@@ -88,7 +88,7 @@ def launch(
 
 
 def _pickle_by_name(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes | None:
-    """The pickled arguments, if a clean process can import the function and unpickle them; else None."""
+    """The pickled arguments, if a clean process can import the function and unpickle them, else None."""
     module, name = getattr(fn, "__module__", None), getattr(fn, "__qualname__", None)
     if not isinstance(fn, FunctionType) or module is None or name is None or not _is_importable(module):
         return None
@@ -106,17 +106,17 @@ def _pickle_by_name(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
 
 
 class _ByName(pickle.Pickler):
-    """A pickler that refuses what a clean process would not find again."""
+    """A pickler that refuses functions and classes that a clean process cannot import."""
 
     def reducer_override(self, value: Any) -> Any:
-        """Refuses functions and classes of modules that cannot be imported."""
+        """Refuses those of modules that cannot be imported."""
         if isinstance(value, type | FunctionType) and not _is_importable(value.__module__):
             raise pickle.PicklingError(f"{value.__qualname__} is defined in {value.__module__}")
         return NotImplemented
 
 
 def _is_importable(module: str) -> bool:
-    """Whether a clean process with this process's search path finds a module."""
+    """Whether a clean process with the same search path finds a module."""
     if module == "__main__":
         return False
     top = module.partition(".")[0]
@@ -124,11 +124,7 @@ def _is_importable(module: str) -> bool:
 
 
 def _check_fork(fn: Callable[..., Any], method: StartMethod) -> None:
-    """Checks that a function without an importable name can run in forks of this process.
-
-    Raises:
-        UsageError: it cannot; it must be importable.
-    """
+    """Raises UsageError if a function without an importable name cannot run in forks of this process."""
     name = getattr(fn, "__qualname__", type(fn).__name__)
     mend = f"move {name} and what it is given into a .py file and import it from there"
     if method == "spawn":

@@ -1,4 +1,4 @@
-"""The program: runs a script, a module or a function in this process as the `python` command would."""
+"""Running a script, a module or a function in this process as the `python` command would."""
 
 import importlib
 import importlib.machinery
@@ -18,18 +18,10 @@ from samestep.launcher.job import Job
 
 
 def run_program(job: Job, fds: Mapping[str, int]) -> Any:
-    """Runs a job.
-
-    Args:
-        job: what to run.
-        fds: the worker's descriptors; with a "payload" the function's arguments are unpickled from it.
-
-    Returns:
-        What the function returned; None for scripts and modules.
+    """Runs a job, with a function's arguments from the descriptor "payload" if there is one; returns its result.
 
     Raises:
         UsageError: there is no such module or function.
-        BaseException: whatever the program raises, SystemExit too.
     """
     if job.kind == "script":
         run_script(job.target, job.argv)
@@ -46,13 +38,13 @@ def run_program(job: Job, fds: Mapping[str, int]) -> Any:
 
 
 def write_payload(file: io.BufferedRandom, arguments: bytes) -> None:
-    """Writes what `read_payload` reads: the caller's module search path and its pickled (args, kwargs)."""
+    """Writes a payload: the caller's module search path and the pickled (args, kwargs)."""
     pickle.dump((sys.path, arguments), file)
     file.flush()
 
 
 def read_payload(fd: int) -> tuple[list[str], bytes]:
-    """The payload; leaves the file offset, which all workers share, alone."""
+    """Reads a payload, without moving the file offset, which all workers share."""
     with mmap.mmap(fd, 0, access=mmap.ACCESS_READ) as content:
         search_path, arguments = pickle.loads(content)
     return search_path, arguments
@@ -100,7 +92,7 @@ def run_module(name: str, argv: tuple[str, ...]) -> None:
 
 
 def _find_spec(name: str) -> importlib.machinery.ModuleSpec | None:
-    """Where a module is; None if it or its package is nowhere."""
+    """The spec of a module; None if it or its package is not found."""
     try:
         return importlib.util.find_spec(name)
     except ModuleNotFoundError as error:
@@ -110,7 +102,7 @@ def _find_spec(name: str) -> importlib.machinery.ModuleSpec | None:
 
 
 def _execute(code: types.CodeType, names: Mapping[str, Any]) -> None:
-    """Executes code as the module `__main__`, which pickle then finds by that name."""
+    """Executes code as the module `__main__`, so that pickle finds its classes by that name."""
     main = types.ModuleType("__main__")
     main.__dict__.update(names, __builtins__=__builtins__, __cached__=None)
     sys.modules["__main__"] = main
@@ -118,7 +110,7 @@ def _execute(code: types.CodeType, names: Mapping[str, Any]) -> None:
 
 
 def _find_function(target: str) -> Any:
-    """The function that "package.module:function" names."""
+    """The function of the name "package.module:function"."""
     module_name, _, path = target.partition(":")
     try:
         found: Any = importlib.import_module(module_name)

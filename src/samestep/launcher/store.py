@@ -1,7 +1,4 @@
-"""The store keeper: a process that hosts the store at which the ranks meet, and outlives any of them.
-
-It is given a socket that listens already, so the port is its own before anybody hears of it: no run takes another's.
-"""
+"""The store process of a run on one machine: hosts torch's TCPStore, by which ranks meet, apart from every rank."""
 
 import os
 import signal
@@ -10,8 +7,7 @@ import sys
 from typing import NoReturn
 
 from samestep.comm.environment import LOOPBACK
-from samestep.launcher import lifeline
-from samestep.launcher.title import set_title
+from samestep.launcher import process_tree
 
 LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"
 
@@ -24,16 +20,16 @@ def open_listener() -> socket.socket:
     return listener
 
 
-def keep_store(listener: socket.socket) -> NoReturn:
+def host_store(listener: socket.socket) -> NoReturn:
     """Hosts the store until a signal ends the process."""
     import torch.distributed as dist
 
-    set_title("samestep store", "samestep store")
+    process_tree.set_title("samestep store", "samestep store")
     port = listener.getsockname()[1]
     # The name keeps the store, and its port, alive.
     store = dist.TCPStore(LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
     if LOG_LEVEL not in os.environ:
-        # The store survives garbage at its port, but tells of it with a C++ stack, and nothing else is told from here.
+        # The store survives garbage at its port, but logs a C++ stack for it, and this process prints nothing else.
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, 2)
         os.close(nowhere)
@@ -43,12 +39,12 @@ def keep_store(listener: socket.socket) -> NoReturn:
 
 
 def main() -> NoReturn:
-    """The keeper as a program of its own: its arguments begin with the socket's descriptor and the parent's id."""
+    """The store as a program of its own: its arguments begin with the socket's descriptor and the parent's id."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    lifeline.release_signals()
-    lifeline.end_with_parent(int(sys.argv[2]), signal.SIGKILL)
+    process_tree.release_signals()
+    process_tree.end_with_parent(int(sys.argv[2]), signal.SIGKILL)
     os.set_inheritable(int(sys.argv[1]), False)
-    keep_store(socket.socket(fileno=int(sys.argv[1])))
+    host_store(socket.socket(fileno=int(sys.argv[1])))
 
 
 if __name__ == "__main__":

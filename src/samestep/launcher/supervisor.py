@@ -1,7 +1,7 @@
-"""The supervisor: runs a job on some devices from start to end. It never imports torch.
+"""The supervisor: runs a job on the devices of this machine from start to end, without importing torch.
 
-Whatever happens, no process, port or file of the run is left: pipes instead of files, a listening socket that only the
-store keeper holds, workers that end with their parent.
+However it ends, no process, port or file of the run is left: there are pipes instead of files, a listening socket that
+only the store process holds, workers that end with their parent.
 """
 
 import contextlib
@@ -20,13 +20,12 @@ from samestep.comm.heartbeat_page import HeartbeatPage
 from samestep.devices.selection import Selection
 from samestep.errors import UsageError
 from samestep.launcher.assignment import assign, process_variables
-from samestep.launcher.crew import Crew, ForkCrew, SpawnCrew
 from samestep.launcher.display import Display
 from samestep.launcher.job import Job, Outcome
-from samestep.launcher.policy import Policy
-from samestep.launcher.restarts import Restarts
-from samestep.launcher.starting import Starter, make_log_dir
-from samestep.launcher.watch import Watch, make_event
+from samestep.launcher.monitor import Monitor, make_event
+from samestep.launcher.output import make_log_dir
+from samestep.launcher.policy import Policy, Restarts
+from samestep.launcher.worker_pool import ForkPool, SpawnPool, WorkerPool
 
 StartMethod = Literal["fork", "spawn"]
 
@@ -35,49 +34,48 @@ def supervise(
     job: Job,
     selection: Selection,
     *,
-    threads: int = 1,
+    num_threads: int = 1,
     start_method: str | None = None,
     policy: Policy | None = None,
     grace_seconds: float = 10.0,
 ) -> Outcome:
     """Runs a job on the selected devices, one worker process each, and waits for its end.
 
-    The first SIGINT or SIGTERM lets the workers finish their step, where they do so when asked to, else it is forwarded
-    to them; a second one kills them; both only where this is the main thread. Where the workers can go on without one
-    that is lost, they do. Whatever happens, no process, port or file of the run is left.
+    In the main thread, the first SIGINT or SIGTERM lets the workers finish their step if all of them can, else it is
+    forwarded to them; a second one kills them.
 
     Args:
-        job: what to run.
+        job: of every worker.
         selection: the devices.
-        threads: CPU threads a worker; part of what decides the bits.
-        start_method: "fork" (from a process that imported torch once) or "spawn"; None takes fork where it is safe.
-        policy: what is done about workers that are lost; `Policy()` if None.
+        num_threads: CPU threads a worker; they are part of what decides the bits.
+        start_method: "fork" (from a process that imported torch once) or "spawn"; None takes fork if it is safe.
+        policy: what is done about failed workers; `Policy()` if None.
         grace_seconds: how long workers may take to end when they are asked to.
 
     Raises:
-        UsageError: the arguments cannot be.
+        UsageError: an argument is invalid.
         RunFolderError: the log folder cannot be written.
     """
-    variables = process_variables(selection, threads)
-    method = resolve_start_method(start_method, threads)
-    return supervise_crew(
-        lambda: ForkCrew.executed(variables, job.preload) if method == "fork" else SpawnCrew(variables),
+    variables = process_variables(selection, num_threads)
+    method = resolve_start_method(start_method, num_threads)
+    return supervise_pool(
+        lambda: ForkPool.executed(variables, job.preload) if method == "fork" else SpawnPool(variables),
         job,
         selection,
-        threads=threads,
+        num_threads=num_threads,
         policy=policy,
         grace_seconds=grace_seconds,
     )
 
 
-def resolve_start_method(start_method: str | None, threads: int) -> StartMethod:
-    """Checks the arguments of a start.
+def resolve_start_method(start_method: str | None, num_threads: int) -> StartMethod:
+    """The start method to use.
 
     Raises:
-        UsageError: the start method does not exist here, or `threads` is no count.
+        UsageError: the start method does not exist here, or `num_threads` is below 1.
     """
-    if threads < 1:
-        raise UsageError(f"got {threads} threads; a worker needs 1 or more (--threads)")
+    if num_threads < 1:
+        raise UsageError(f"got {num_threads} threads; a worker needs 1 or more (--num-threads)")
     if sys.platform == "win32":
         raise UsageError("several processes can be started on Linux and macOS; on Windows use WSL")
     if start_method not in (None, "fork", "spawn"):
@@ -87,29 +85,21 @@ def resolve_start_method(start_method: str | None, threads: int) -> StartMethod:
     return "fork" if start_method != "spawn" and sys.platform == "linux" else "spawn"
 
 
-def supervise_crew(
-    open_crew: Callable[[], Crew],
+def supervise_pool(
+    open_pool: Callable[[], WorkerPool],
     job: Job,
     selection: Selection,
     *,
-    threads: int,
+    num_threads: int,
     policy: Policy | None = None,
     grace_seconds: float = 10.0,
     relay: bool = False,
     fds: Mapping[str, int] | None = None,
 ) -> Outcome:
-    """`supervise` with a crew of the caller's choice.
+    """`supervise` with a worker pool of the caller's choice, which is closed at the end.
 
-    Args:
-        open_crew: makes what starts the workers; it is closed at the end.
-        job: what to run.
-        selection: the devices.
-        threads: CPU threads a worker.
-        policy: what is done about workers that are lost.
-        grace_seconds: how long workers may take to end when they are asked to.
-        relay: print what rank 0 prints by `sys.stdout` of this process, which may be a notebook's, instead of letting
-            it write to this process's descriptors.
-        fds: further descriptors for all workers, by name.
+    `relay` prints rank 0's output by `sys.stdout` of this process, which may be a notebook's, instead of letting rank 0
+    write to this process's descriptors; `fds` are further descriptors for all workers, by name.
     """
     policy = policy or Policy()
     policy.check_devices(selection.count)
@@ -118,31 +108,31 @@ def supervise_crew(
     events: list[Mapping[str, Any]] = []
     run_id = uuid.uuid4().hex
     with stop_requests() as requests, contextlib.closing(Display(job.quiet, job.lines_to)) as display:
-        crew = open_crew()
+        pool = open_pool()
         for attempt in itertools.count():
             again = False
             page = HeartbeatPage.create(selection.count)
-            watch = Watch(crew, page, display, job, policy, restarts, grace_seconds)
+            attempted = job.restarted() if attempt else job
+            monitor = Monitor(pool, page, display, attempted, policy, restarts, grace_seconds, log_dir, relay, fds)
             try:
                 if requests is not None:
-                    watch.listen_for_stop(requests)
-                starter = Starter(watch, job.restarted() if attempt else job, log_dir, relay, fds or {})
-                for place in assign(selection, threads, run_id, attempt=attempt, max_restarts=policy.max_restarts):
-                    starter.start(place)
-                outcome = watch.run(starter.start)
-                events += watch.events
-                again = watch.may_restart and restarts.take_after(watch.ending)
+                    monitor.listen_for_stop(requests)
+                for place in assign(selection, num_threads, run_id, attempt=attempt, max_restarts=policy.max_restarts):
+                    monitor.start(place)
+                outcome = monitor.run()
+                events += monitor.events
+                again = monitor.may_restart and restarts.take_after(monitor.ended_by)
             finally:
-                if watch.is_broken or not again:
-                    crew.close()
-                watch.close()
+                if monitor.is_broken or not again:
+                    pool.close()
+                monitor.close()
                 page.close()
             if not again:
                 break
             display.say(f"{outcome.failure}\nsamestep: all workers start again ({restarts.used} of {restarts.limit})")
             events.append(make_event("restart", attempt=attempt + 1))
-            if watch.is_broken:
-                crew = open_crew()
+            if monitor.is_broken:
+                pool = open_pool()
     if restarts.why_not:
         sentence = f"{restarts.why_not}; when its cause is mended: {job.resume_hint}"
         outcome = replace(outcome, failure=f"{outcome.failure}\n{sentence}")
@@ -151,9 +141,9 @@ def supervise_crew(
 
 @contextlib.contextmanager
 def stop_requests() -> Iterator[int | None]:
-    """Turns SIGINT, SIGTERM and SIGHUP into bytes on a pipe; those that this process ignores stay ignored.
+    """Turns SIGINT, SIGTERM and SIGHUP, unless ignored, into bytes on a pipe.
 
-    Yields the pipe's read end; None outside the main thread, where Python has no signals.
+    Yields the pipe's read end; None outside the main thread, in which Python has no signals.
     """
     if threading.current_thread() is not threading.main_thread():
         yield None

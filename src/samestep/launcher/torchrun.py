@@ -19,12 +19,12 @@ from pathlib import Path
 from samestep.comm.environment import read_environment
 from samestep.devices.selection import Selection
 from samestep.errors import UsageError
-from samestep.launcher import lifeline
+from samestep.launcher import process_tree
 from samestep.launcher.assignment import process_variables
-from samestep.launcher.failure import Casualty, describe_ending, explain, report_exception
+from samestep.launcher.failures import FailedWorker, describe_ending, explain, report_exception
 from samestep.launcher.job import Job, Outcome
+from samestep.launcher.output import begin_log, make_log_dir
 from samestep.launcher.program import run_program
-from samestep.launcher.starting import begin_log, make_log_dir
 from samestep.launcher.worker import exit_code_of, leave
 
 STOP_CODES = tuple(128 + signum for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
@@ -94,7 +94,7 @@ def hand_over(job: Job, selection: Selection, torchrun: Torchrun, num_threads: i
 
 def main() -> None:
     """One worker, started by torchrun; its argument is the job as JSON."""
-    lifeline.end_with_parent(os.getppid(), signal.SIGKILL)  # torchrun's workers outlive an agent that is killed
+    process_tree.end_with_parent(os.getppid(), signal.SIGKILL)  # torchrun's workers outlive an agent that is killed
     place, job = read_environment(), Job.from_json(json.loads(sys.argv[1]))
     terminal = open(os.dup(2), "w", buffering=1, encoding="utf-8", errors="replace")  # noqa: SIM115 - until the end
     log = None if job.log_dir is None or place.rank == 0 else str(Path(job.log_dir) / f"rank-{place.rank}.log")
@@ -114,7 +114,7 @@ def main() -> None:
         report = report_exception(error)
         code = int(report["exit_code"])
     if report is not None:
-        failed = Casualty(place.rank, socket.gethostname(), code, report, "", log)
+        failed = FailedWorker(place.rank, socket.gethostname(), code, report, "", log)
         print(f"samestep: error: {explain(failed)}", file=terminal)
         if report["peer_lost"]:
             time.sleep(PEER_LOST_SECONDS)

@@ -1,4 +1,4 @@
-"""The worker: makes this process one rank of the run, runs the job and reports how it ended."""
+"""A worker: makes this process one rank of the run, runs the job and reports its end."""
 
 import atexit
 import contextlib
@@ -16,32 +16,26 @@ from typing import Any, NoReturn
 
 from samestep.comm.channel import Channel
 from samestep.comm.heartbeat_page import HEALS, HeartbeatPage
-from samestep.launcher import lifeline
+from samestep.launcher import process_tree
 from samestep.launcher.assignment import Instruction, worker_variables
-from samestep.launcher.failure import report_exception
+from samestep.launcher.failures import report_exception
 from samestep.launcher.program import run_program
-from samestep.launcher.title import set_title
 
 Call = Callable[[], Any]
 
 
 def work(instruction: Instruction, call: Call | None = None) -> int:
-    """Does what the instruction says; the caller ends the process with the exit code.
-
-    Args:
-        instruction: the worker's place, job and descriptors.
-        call: what to call instead of the job's target: a closure, in a worker that was forked from its owner.
-    """
+    """Runs the job, or a function of the process that this one was forked from; returns the exit code."""
     _reset_signals()
     _take_streams(instruction)
     which = f"{instruction.assignment.rank}/{instruction.assignment.world_size}"
-    set_title(f"samestep worker {which} {instruction.job.name}", f"samestep {which}")
+    process_tree.set_title(f"samestep worker {which} {instruction.job.name}", f"samestep {which}")
     os.environ.update(worker_variables(instruction))
     channel = Channel(instruction.fds["events"])
     try:
-        lifeline.release_signals()
+        process_tree.release_signals()
         _draw_seeds()
-        _set_threads(instruction.assignment.threads)
+        _set_threads(instruction.assignment.num_threads)
         value = call() if call is not None else run_program(instruction.job, instruction.fds)
         _deliver(value, instruction, channel)
         _post_end(instruction)
@@ -63,7 +57,7 @@ def work(instruction: Instruction, call: Call | None = None) -> int:
 
 def main() -> None:
     """The worker as a program of its own: its arguments begin with the instruction's descriptor and the parent's id."""
-    lifeline.end_with_parent(int(sys.argv[2]), signal.SIGKILL)
+    process_tree.end_with_parent(int(sys.argv[2]), signal.SIGKILL)
     with open(int(sys.argv[1]), encoding="utf-8") as file:
         instruction = Instruction.from_json(json.loads(os.pread(file.fileno(), os.fstat(file.fileno()).st_size, 0)))
     for fd in instruction.fds.values():
@@ -72,11 +66,9 @@ def main() -> None:
 
 
 def leave(code: int) -> NoReturn:
-    """Ends this process as the interpreter does, up to its finalisation: threads are joined, exit handlers run.
-
-    What comes after is left out. A thread of torch's that drops a tensor while the interpreter is finalised is ended in
-    the middle of C++, which aborts the process (pytorch/pytorch#38228).
-    """
+    """Ends this process as the interpreter does, up to its finalisation: threads are joined, exit handlers run."""
+    # A thread of torch's that drops a tensor while the interpreter is finalised is ended in the middle of C++, which
+    # aborts the process (pytorch/pytorch#38228).
     try:
         threading._shutdown()  # type: ignore[attr-defined]  # as multiprocessing does for its workers
         atexit._run_exitfuncs()
@@ -88,7 +80,7 @@ def leave(code: int) -> NoReturn:
 
 
 def _reset_signals() -> None:
-    """Python's own handlers, whatever the process had before."""
+    """Restores Python's own handlers."""
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for signum in (signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
@@ -96,7 +88,7 @@ def _reset_signals() -> None:
 
 
 def _take_streams(instruction: Instruction) -> None:
-    """Points the standard streams where the instruction says, and crash dumps to the supervisor."""
+    """Redirects the standard streams as instructed, and crash dumps to the supervisor."""
     fds = instruction.fds
     if instruction.assignment.rank > 0:
         with open(os.devnull) as nothing:
@@ -106,22 +98,22 @@ def _take_streams(instruction: Instruction) -> None:
         os.dup2(fds["stderr"], 2)
         sys.stdout, sys.stderr = _text_stream(1), _text_stream(2)
     elif isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(line_buffering=True)  # what a killed worker has printed is there
+        sys.stdout.reconfigure(line_buffering=True)  # so that a killed worker has printed its lines
     faulthandler.enable(fds["words"])
 
 
 def _leave_words(text: str, instruction: Instruction) -> None:
-    """Leaves in the log of a rank above 0 what the supervisor shows too."""
+    """Writes to the log of a rank above 0 the message that the supervisor shows too."""
     if instruction.assignment.rank > 0:
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError):
-                stream.flush()  # it stands after what the program printed
+                stream.flush()  # so that it comes after the program's output
         with contextlib.suppress(OSError):
             os.write(instruction.fds["words"], f"{text.rstrip()}\n".encode(errors="replace"))
 
 
 def _text_stream(fd: int) -> io.TextIOWrapper:
-    """A standard stream that hands over every line at once, so that a killed worker's last line is known."""
+    """A standard stream that flushes every line, so that a killed worker's last line is known."""
     raw = io.FileIO(fd, "w", closefd=False)
     return io.TextIOWrapper(io.BufferedWriter(raw), encoding="utf-8", errors="replace", line_buffering=True)
 
@@ -134,19 +126,17 @@ def _draw_seeds() -> None:
         numpy.random.seed()
 
 
-def _set_threads(threads: int) -> None:
-    """Sets torch's thread count, which is part of what decides the bits."""
+def _set_threads(num_threads: int) -> None:
+    """Sets torch's number of threads, which is part of what decides the bits."""
     import torch
 
-    torch.set_num_threads(threads)
+    torch.set_num_threads(num_threads)
 
 
 def _deliver(value: Any, instruction: Instruction, channel: Channel) -> None:
-    """Hands rank 0's result to the supervisor, pickled where the caller asked for that, else as JSON.
-
-    Rank 0 is whoever leads the quorum in force. Where others would go on without it, they send theirs too, in case that
-    it is lost at the last moment.
-    """
+    """Sends rank 0's result to the supervisor, pickled if the caller asked for that, else as JSON."""
+    # Rank 0 is the first of the quorum in force. Ranks that could go on without it send their results too, in case it
+    # fails at the last moment.
     if instruction.job.kind != "function":
         return
     page, slot = _page(instruction), instruction.assignment.slot
@@ -167,14 +157,14 @@ def _deliver(value: Any, instruction: Instruction, channel: Channel) -> None:
 
 
 def _post_end(instruction: Instruction) -> None:
-    """Says that this worker has done all it had to do."""
+    """Posts that this worker has completed its program."""
     page, slot = _page(instruction), instruction.assignment.slot
     beat = page.beat(slot)
     page.post(slot, "end", beat.step, beat.flags, beat.quorum)
 
 
 def _page(instruction: Instruction) -> HeartbeatPage:
-    """The supervisor's page; its memory goes with this process."""
+    """The supervisor's page; its memory is unmapped with this process."""
     return HeartbeatPage(instruction.fds["page"])
 
 

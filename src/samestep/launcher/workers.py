@@ -1,4 +1,4 @@
-"""The workers of a run as the supervisor sees them, and which of them make it up: the quorum on the page."""
+"""The workers of one attempt as the supervisor sees them, and the quorum on the page: which of them are ranks."""
 
 import contextlib
 import os
@@ -9,54 +9,36 @@ from typing import Any
 from samestep.comm.channel import Event, EventParser
 from samestep.comm.heartbeat_page import HEALS, LEAVES_EARLY, READY_TO_JOIN, Beat, HeartbeatPage, Quorum
 from samestep.launcher.assignment import Assignment
-from samestep.launcher.failure import Casualty
 
 TAIL_SIZE = 65_536
 
 
 @dataclass(eq=False)
 class Worker:
-    """One worker as the supervisor sees it.
+    """One worker; `report` is its `failed` event, `results` are what it sent as the run's result."""
 
-    Attributes:
-        place: its place when it was started.
-        log: the file with what it prints, if there is one.
-        spare_log: the file for its tail if it is lost, where there is a folder for logs.
-        parser: of its events.
-        tail: the end of what it printed, where that goes to no file.
-        report: its `failed` event.
-        results: what it sent as the run's result; empty without one.
-        ended: whether its process is gone.
-        code: its exit code.
-        silent_seconds: for how long it showed no sign of life, if it is ended for that.
-        is_lost: whether the run goes on without it.
-        has_joined: whether it was counted in, if it was started late.
-        is_replaced: whether its device has been given to another worker, or is not to be.
-        kill_at: when it is killed, on the clock of `time.monotonic`, if it has not ended by then.
-    """
-
-    place: Assignment
-    log: str | None
-    spare_log: str | None = None
+    place: Assignment  # when it was started
+    log: str | None  # the file with what it prints
+    spare_log: str | None = None  # the file for its tail if it is lost
     parser: EventParser = field(default_factory=EventParser)
-    tail: bytearray = field(default_factory=bytearray)
+    tail: bytearray = field(default_factory=bytearray)  # the end of what it printed, without a log
     report: Event | None = None
     results: list[Any] = field(default_factory=list)
     ended: bool = False
     code: int | None = None
-    silent_seconds: float | None = None
-    is_lost: bool = False
-    has_joined: bool = False
-    is_replaced: bool = False
-    kill_at: float = float("inf")
+    silent_seconds: float | None = None  # without a heartbeat, if it is ended for that
+    is_lost: bool = False  # the run goes on without it
+    has_joined: bool = False  # it was started late and is a member now
+    is_replaced: bool = False  # another worker has its device, or none is to have it
+    kill_at: float = float("inf")  # when it is killed if it has not ended, on the clock of `time.monotonic`
 
     @property
     def slot(self) -> int:
-        """Its number on the page."""
+        """Its index on the page."""
         return self.place.slot
 
     def keep(self, data: bytes) -> None:
-        """Keeps what it printed: all of it where it has a log, else the end."""
+        """Keeps its output: all in its log, else the end in memory."""
         if self.log is None:
             self.tail += data
             del self.tail[:-TAIL_SIZE]
@@ -66,23 +48,19 @@ class Worker:
 
     @property
     def is_users_fault(self) -> bool:
-        """Whether it failed by a mistake that the user has to mend."""
+        """Whether it failed by a mistake of the user's."""
         report = self.report or {}
         return bool(report.get("user_error")) and not report.get("peer_lost")
 
     @property
     def ended_itself(self) -> bool:
-        """Whether its program ended it, by an exception or an exit code, and neither its device nor another rank."""
+        """Whether its program ended it by an exception or exit code, and neither its device nor another rank did."""
         report = self.report
         return report is not None and not (report.get("peer_lost") or report.get("device_error"))
 
 
 class Workers:
-    """All workers of one attempt, by slot, and the page on which they post.
-
-    Args:
-        page: the page; its first quorum holds those that the attempt begins with.
-    """
+    """All workers of one attempt, by slot, and their page."""
 
     def __init__(self, page: HeartbeatPage) -> None:
         self.page = page
@@ -97,37 +75,37 @@ class Workers:
 
     @property
     def members(self) -> list[Worker]:
-        """Those that make up the run, in the order of their ranks."""
+        """The workers of the quorum in force, in the order of their ranks."""
         return [self.all[slot] for slot in self.quorum.slots if slot < len(self.all)]
 
     @property
     def living(self) -> list[Worker]:
-        """The members that can still do something."""
+        """The members that have neither ended nor failed."""
         return [w for w in self.members if not (w.ended or w.is_lost or w.report or w.silent_seconds is not None)]
 
     @property
     def waiting(self) -> list[Worker]:
-        """Those that were started late and are not counted in."""
+        """The workers that were started late and are no members yet."""
         return [w for w in self.all if w.place.joins and not (w.ended or w.is_lost or w.has_joined)]
 
     def beat(self, worker: Worker) -> Beat:
-        """What a worker posted last."""
+        """A worker's last heartbeat."""
         return self.page.beat(worker.slot)
 
     def heals(self, worker: Worker) -> bool:
-        """Whether a worker goes on when another is lost."""
+        """Whether a worker can go on when another is lost."""
         return bool(self.beat(worker).flags & (HEALS | READY_TO_JOIN))
 
     def finished(self, worker: Worker) -> bool:
-        """Whether a worker ended well, after all it had to do."""
+        """Whether a worker completed its program with exit code 0."""
         return worker.ended and worker.code == 0 and self.beat(worker).phase == "end"
 
     def left_early(self, worker: Worker) -> bool:
-        """Whether a worker's program was told that it is time to leave."""
+        """Whether a worker's program left its loop because of a stop request."""
         return bool(self.beat(worker).flags & LEAVES_EARLY)
 
     def rank(self, worker: Worker) -> int:
-        """Its rank in the quorum in force; the one that it was started with if it is in none."""
+        """A worker's rank in the quorum in force; its first rank if it is not in it."""
         slots = self.quorum.slots
         return slots.index(worker.slot) if worker.slot in slots else worker.place.rank
 
@@ -136,25 +114,13 @@ class Workers:
         self.quorum = self.page.announce(slots, lost=lost)
 
     def result(self) -> Any:
-        """The run's result: that of the lowest rank that sent one."""
+        """The run's result: that of the lowest rank that has one."""
         ordered = [*self.members, *(worker for worker in self.all if worker not in self.members)]
         return next((worker.results[-1] for worker in ordered if worker.results), None)
 
-    def casualty(self, worker: Worker) -> Casualty:
-        """A worker that failed, with the end of what it printed."""
-        return Casualty(
-            rank=self.rank(worker),
-            device=worker.place.device,
-            code=worker.code,
-            report=worker.report,
-            tail=tail_of(worker),
-            log=worker.log,
-            silent_seconds=worker.silent_seconds,
-        )
-
 
 def tail_of(worker: Worker) -> str:
-    """The end of what a worker printed, as far as it is not on the terminal."""
+    """The end of a worker's output, unless it was on the terminal."""
     tail = bytes(worker.tail)
     if worker.log is not None:
         with contextlib.suppress(OSError), open(worker.log, "rb") as file:

@@ -63,9 +63,9 @@ def check_options(options: Mapping[str, Any]) -> None:
         value = options.get(name)
         if value is not None and not least <= value < float("inf"):
             raise UsageError(f"got {name}={value}; {option_of(name)} must be {least} or more")
-    threads = options.get("num_threads")
-    if threads is not None and not 1 <= threads <= MAX_THREADS:
-        raise UsageError(f"got num_threads={threads}; --threads must be from 1 to {MAX_THREADS}")
+    num_threads = options.get("num_threads")
+    if num_threads is not None and not 1 <= num_threads <= MAX_THREADS:
+        raise UsageError(f"got num_threads={num_threads}; --num-threads must be from 1 to {MAX_THREADS}")
     for name in ABOVE_ZERO:
         value = options.get(name)
         if value is not None and not 0 < value < float("inf"):

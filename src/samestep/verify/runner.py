@@ -14,10 +14,10 @@ from typing import Any, Self
 
 from samestep.devices.selection import Selection
 from samestep.launcher.assignment import Instruction, process_variables
-from samestep.launcher.crew import Crew, ForkCrew, News
 from samestep.launcher.job import Job, Outcome
 from samestep.launcher.policy import Policy
-from samestep.launcher.supervisor import resolve_start_method, supervise, supervise_crew
+from samestep.launcher.supervisor import resolve_start_method, supervise, supervise_pool
+from samestep.launcher.worker_pool import ForkPool, WorkerEvent, WorkerPool
 from samestep.verify.recording import Recording, read_recording
 
 PRELOAD = ("torch._dynamo", "samestep.verify.probe")
@@ -79,7 +79,7 @@ class ProgramRunner(AbstractContextManager["ProgramRunner"]):
     Args:
         program: what is run.
         selections: the devices by the user's name for them.
-        threads: CPU threads a worker.
+        num_threads: CPU threads a worker.
         start_method: as for `supervise`.
         hang_seconds: how long a step may take.
         crew: the process that forks, where the caller has one and keeps it; else one is started and ended.
@@ -90,7 +90,7 @@ class ProgramRunner(AbstractContextManager["ProgramRunner"]):
         program: Program,
         selections: Mapping[str, Selection],
         *,
-        threads: int = 1,
+        num_threads: int = 1,
         start_method: str | None = None,
         hang_seconds: float = 300.0,
         crew: "KeptCrew | None" = None,
@@ -98,7 +98,7 @@ class ProgramRunner(AbstractContextManager["ProgramRunner"]):
         self.program = program
         self.selections = dict(selections)
         self.num_runs = 0
-        self._threads = threads
+        self._num_threads = num_threads
         self._start_method = start_method
         self._hang_seconds = hang_seconds
         self._known: dict[Question, Recording] = {}
@@ -118,7 +118,7 @@ class ProgramRunner(AbstractContextManager["ProgramRunner"]):
 
     def warm_up(self) -> None:
         """Starts the process that forks, so that it imports torch while the caller does something else."""
-        if resolve_start_method(self._start_method, self._threads) == "fork":
+        if resolve_start_method(self._start_method, self._num_threads) == "fork":
             self._forking_crew(next(iter(self.selections.values())))
 
     def record(self, question: Question) -> Recording:
@@ -165,15 +165,15 @@ class ProgramRunner(AbstractContextManager["ProgramRunner"]):
 
     def _supervise(self, job: Job, selection: Selection) -> Outcome:
         """One run; by the process that forks, where that can be."""
-        if resolve_start_method(self._start_method, self._threads) == "spawn":
-            return supervise(job, selection, threads=self._threads, start_method="spawn", policy=POLICY)
+        if resolve_start_method(self._start_method, self._num_threads) == "spawn":
+            return supervise(job, selection, num_threads=self._num_threads, start_method="spawn", policy=POLICY)
         crew = self._forking_crew(selection)
-        return supervise_crew(lambda: crew, job, selection, threads=self._threads, policy=POLICY)
+        return supervise_pool(lambda: crew, job, selection, num_threads=self._num_threads, policy=POLICY)
 
     def _forking_crew(self, selection: Selection) -> "KeptCrew":
         """The process that forks; a new one where there is none."""
         if self._crew is None or self._crew.is_over:
-            self._crew = KeptCrew.started(selection, self._threads)
+            self._crew = KeptCrew.started(selection, self._num_threads)
             self._is_ours = True
         return self._crew
 
@@ -189,16 +189,16 @@ class KeptCrew:
         is_over: whether it can start no more.
     """
 
-    def __init__(self, crew: ForkCrew) -> None:
-        self._crew: Crew = crew
+    def __init__(self, crew: ForkPool) -> None:
+        self._crew: WorkerPool = crew
         self._running: set[int] = set()
         self.num_runs = 0
         self.is_over = False
 
     @classmethod
-    def started(cls, selection: Selection, threads: int = 1) -> "KeptCrew":
+    def started(cls, selection: Selection, num_threads: int = 1) -> "KeptCrew":
         """A crew for runs on devices such as these."""
-        return cls(ForkCrew.executed(process_variables(selection, threads), PRELOAD))
+        return cls(ForkPool.executed(process_variables(selection, num_threads), PRELOAD))
 
     def start(self, instruction: Instruction) -> None:
         """Starts one worker."""
@@ -210,9 +210,9 @@ class KeptCrew:
         """What becomes readable when there is news."""
         return self._crew.fileno()
 
-    def news(self) -> list[News]:
+    def poll_events(self) -> list[WorkerEvent]:
         """What happened since the last call."""
-        found = self._crew.news()
+        found = self._crew.poll_events()
         for item in found:
             if item.slot is None:
                 self.is_over = True

@@ -1,6 +1,6 @@
-"""The lifeline: processes that end when their parent does, and that leave no grandchildren behind.
+"""Process trees: processes that end with their parent, leave no grandchildren, and have a title in `ps`.
 
-Linux has it in the kernel (prctl(2): PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER); elsewhere a thread looks at the parent.
+Linux has this in the kernel (prctl(2): PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER); elsewhere a thread polls the parent.
 """
 
 import contextlib
@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 if sys.platform != "win32":
     import resource
@@ -19,17 +20,15 @@ PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 POLL_SECONDS = 0.5
 SWEEP_SECONDS = 1.0
+TITLE_ROOM = " " * 128
+"""The last argument of a program that gets a title: the title overwrites the memory of its command line."""
 
 _REQUESTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_START = 45  # of the command line in memory: field 48 of /proc/self/stat, counted from the first after the name
 
 
 def end_with_parent(parent: int, signum: int) -> None:
-    """Sends this process a signal when its parent is gone.
-
-    Args:
-        parent: the parent's process id, as the parent itself knows it.
-        signum: the signal.
-    """
+    """Has the system send this process a signal when its parent, which it knows by this id, ends."""
     if sys.platform == "linux":
         _prctl(PR_SET_PDEATHSIG, signum)
         if os.getppid() != parent:  # it died before the call
@@ -45,17 +44,15 @@ def adopt_orphans() -> None:
 
 
 def hold_signals() -> set[int]:
-    """Keeps requests to stop pending, here and in a process that is started meanwhile; returns the mask from before.
-
-    A new process has its parent's handlers until it sets its own; a request in between would be lost. Linux keeps a
-    blocked signal even where it is ignored at the moment.
-    """
+    """Blocks requests to stop, here and in a process that is started meanwhile; returns the mask from before."""
+    # A new process has its parent's handlers until it sets its own; a request in between would be lost. Linux keeps a
+    # blocked signal pending even if it is ignored at the moment.
     return set(signal.pthread_sigmask(signal.SIG_BLOCK, _REQUESTS))
 
 
 @contextlib.contextmanager
 def held_signals() -> Iterator[None]:
-    """`hold_signals` for as long as it takes to start a process."""
+    """`hold_signals` while a process is started."""
     before = hold_signals()
     try:
         yield
@@ -64,16 +61,14 @@ def held_signals() -> Iterator[None]:
 
 
 def release_signals() -> None:
-    """Lets through what `hold_signals` kept."""
+    """Delivers what `hold_signals` kept pending."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _REQUESTS)
 
 
 def sweep_group(group: int) -> None:
-    """Ends what is left of a process group whose leader is gone; returns at once if that is nothing.
-
-    SIGTERM first: it ends data loader workers, while Python's resource tracker ignores it and removes the shared
-    memory that a killed process left in /dev/shm.
-    """
+    """Ends the rest of a process group whose leader is gone; returns at once if it is empty."""
+    # SIGTERM first: it ends data loader workers, while Python's resource tracker ignores it and removes the shared
+    # memory that a killed process left in /dev/shm.
     deadline = time.monotonic() + SWEEP_SECONDS
     signum = int(signal.SIGTERM)
     while True:
@@ -93,10 +88,7 @@ def sweep_group(group: int) -> None:
 
 
 def abort_process(pid: int) -> None:
-    """Has a process write its stacks, as `faulthandler` does, and end; also one that is stopped.
-
-    Where the system can say so (Linux), it writes no core file.
-    """
+    """Has a process, even a stopped one, write its stacks by `faulthandler` and end; on Linux without a core file."""
     if sys.platform == "linux":
         with contextlib.suppress(OSError):
             hard = resource.prlimit(pid, resource.RLIMIT_CORE)[1]
@@ -106,7 +98,7 @@ def abort_process(pid: int) -> None:
 
 
 def is_stopped(pid: int | None) -> bool:
-    """Whether a signal has stopped a process; False for one that nobody knows."""
+    """Whether a signal has stopped a process; False for an unknown one."""
     if pid is None:
         return False
     import psutil  # the workers, who import this module too, start faster without
@@ -116,13 +108,29 @@ def is_stopped(pid: int | None) -> bool:
     return False
 
 
+def set_title(title: str, short: str) -> None:
+    """Sets this process's command line and name (15 bytes at most) in `ps` and `top`; on Linux, else nothing."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        Path("/proc/self/comm").write_text(short)
+        line = Path("/proc/self/cmdline").read_bytes()
+        start = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[_START])
+        memory = os.open("/proc/self/mem", os.O_RDWR)
+        try:
+            # Memory is written only if the command line is found where /proc says.
+            if line.endswith(b"\0") and os.pread(memory, len(line), start) == line:
+                # The last byte stays 0: by it the kernel tells that the line has not grown into the environment.
+                os.pwrite(memory, os.fsencode(title)[: len(line) - 1].ljust(len(line), b"\0"), start)
+        finally:
+            os.close(memory)
+
+
 def _prctl(option: int, value: int) -> None:
     """Calls prctl(2); it cannot fail with these options on any kernel since 3.4."""
     ctypes.CDLL(None).prctl(ctypes.c_int(option), ctypes.c_ulong(value), 0, 0, 0)
 
 
 def _watch_parent(parent: int, signum: int) -> None:
-    """Waits until the parent is another one."""
+    """Sends this process the signal once its parent is another one."""
     while os.getppid() == parent:
         time.sleep(POLL_SECONDS)
     os.kill(os.getpid(), signum)

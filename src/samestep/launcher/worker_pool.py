@@ -1,7 +1,4 @@
-"""The crew: the supervisor's hands. It starts workers, signals them and tells which ended; two kinds, one interface.
-
-`ForkCrew` commands a zygote; `SpawnCrew` starts every worker as a program of its own. Neither imports torch here.
-"""
+"""Worker pools: start, signal and reap worker processes, by a fork server or by spawn, without importing torch here."""
 
 import contextlib
 import json
@@ -18,43 +15,36 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from samestep.comm.channel import EventParser
-from samestep.launcher import lifeline
+from samestep.launcher import process_tree
 from samestep.launcher.assignment import Instruction
-from samestep.launcher.failure import describe_ending
+from samestep.launcher.failures import describe_ending
 from samestep.launcher.store import open_listener
-from samestep.launcher.title import ROOM
 
 CLOSE_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
-class News:
-    """What happened to a process of the run.
-
-    Attributes:
-        slot: the worker that ended; None when the run cannot go on for another reason.
-        code: its exit code, -N for signal N; None if nobody knows.
-        text: the other reason.
-    """
+class WorkerEvent:
+    """A worker ended, with -N for signal N and None for an unknown code; without a slot, `text` broke the run."""
 
     slot: int | None
     code: int | None = None
     text: str = ""
 
 
-class Crew(Protocol):
-    """Starts and ends the workers of a run."""
+class WorkerPool(Protocol):
+    """Starts and ends the workers of a run; they are known by their slots."""
 
     def start(self, instruction: Instruction) -> None:
         """Starts one worker; the caller may close its descriptors afterwards."""
         ...
 
     def fileno(self) -> int | None:
-        """What becomes readable when there is news; None if nothing does."""
+        """A descriptor that is readable when `poll_events` has something to return; None if it must be called often."""
         ...
 
-    def news(self) -> list[News]:
-        """What happened since the last call; never waits."""
+    def poll_events(self) -> list[WorkerEvent]:
+        """The events since the last call; never waits."""
         ...
 
     def signal(self, slot: int, signum: int) -> None:
@@ -62,11 +52,11 @@ class Crew(Protocol):
         ...
 
     def abort(self, slot: int) -> None:
-        """Has a worker write its stacks and end, even one that is stopped; it leaves no core file."""
+        """Has a worker, even a stopped one, write its stacks and end."""
         ...
 
     def is_stopped(self, slot: int) -> bool:
-        """Whether a signal has stopped a worker, which may go on some day."""
+        """Whether a signal has stopped a worker."""
         ...
 
     def kill(self) -> None:
@@ -74,19 +64,19 @@ class Crew(Protocol):
         ...
 
     def close(self) -> None:
-        """Ends whatever is left, with all that it started, and waits for it."""
+        """Ends all that is left, with its descendants, and waits for it."""
         ...
 
 
 @dataclass
 class Child:
-    """A direct child process that need not be one of `subprocess`."""
+    """A direct child process, of `subprocess` or not."""
 
     pid: int
     code: int | None = None
 
     def poll(self) -> int | None:
-        """The exit code; None while it runs."""
+        """The exit code; None while the process runs."""
         if self.code is None:
             with contextlib.suppress(ChildProcessError):
                 pid, status = os.waitpid(self.pid, os.WNOHANG)
@@ -94,11 +84,11 @@ class Child:
                     return None
                 self.code = os.waitstatus_to_exitcode(status)
                 return self.code
-            self.code = -signal.SIGKILL  # somebody else reaped it
+            self.code = -signal.SIGKILL  # it was reaped elsewhere
         return self.code
 
     def wait(self, seconds: float) -> bool:
-        """Waits until it ended; False if it did not in time."""
+        """Waits for the end; False if it did not come in time."""
         deadline = time.monotonic() + seconds
         while self.poll() is None:
             if time.monotonic() > deadline:
@@ -107,13 +97,8 @@ class Child:
         return True
 
 
-class ForkCrew:
-    """Workers forked by a zygote.
-
-    Args:
-        child: the zygote's process, the leader of its own session.
-        control: our end of the socket to it.
-    """
+class ForkPool:
+    """Workers forked by a fork server, the leader of its own session, at the other end of a socket."""
 
     def __init__(self, child: Child, control: socket.socket) -> None:
         self._child = child
@@ -125,35 +110,25 @@ class ForkCrew:
         control.setblocking(False)
 
     @classmethod
-    def executed(cls, variables: Mapping[str, str], preload: Sequence[str] = ()) -> "ForkCrew":
-        """A clean zygote: a new program, so nothing of this process is in it.
-
-        Args:
-            variables: added to its environment.
-            preload: modules that it imports before it forks.
-        """
+    def executed(cls, variables: Mapping[str, str], preload: Sequence[str] = ()) -> "ForkPool":
+        """A fork server that is a new program and imports some modules before it forks."""
         ours, theirs = socket.socketpair()
-        with theirs, lifeline.held_signals():
-            program = [sys.executable, "-P", "-m", "samestep.launcher.zygote"]
-            arguments = [*program, str(theirs.fileno()), str(os.getpid()), *preload, ROOM]
+        with theirs, process_tree.held_signals():
+            program = [sys.executable, "-P", "-m", "samestep.launcher.forkserver"]
+            arguments = [*program, str(theirs.fileno()), str(os.getpid()), *preload, process_tree.TITLE_ROOM]
             process = subprocess.Popen(
                 arguments, env={**os.environ, **variables}, pass_fds=(theirs.fileno(),), start_new_session=True
             )
         return cls(_detach(process), ours)
 
     @classmethod
-    def forked(cls, call: Callable[[], Any], variables: Mapping[str, str]) -> "ForkCrew":
-        """A zygote that is a fork of this process and knows all that it knows.
-
-        Args:
-            call: what the workers call.
-            variables: added to its environment.
-        """
-        from samestep.launcher.zygote import serve_forked
+    def forked(cls, call: Callable[[], Any], variables: Mapping[str, str]) -> "ForkPool":
+        """A fork server that is a fork of this process; its workers call a function of this process."""
+        from samestep.launcher.forkserver import serve_forked
 
         ours, theirs = socket.socketpair()
         parent = os.getpid()
-        with warnings.catch_warnings(), theirs, lifeline.held_signals():
+        with warnings.catch_warnings(), theirs, process_tree.held_signals():
             # Python 3.12 warns of a fork while threads run, and notebooks always have some.
             warnings.simplefilter("ignore", DeprecationWarning)
             pid = os.fork()
@@ -164,7 +139,7 @@ class ForkCrew:
         return cls(Child(pid), ours)
 
     def start(self, instruction: Instruction) -> None:
-        """Sends the instruction and its descriptors to the zygote."""
+        """Sends the instruction and its descriptors to the fork server."""
         self._running.add(instruction.assignment.slot)
         names, fds = list(instruction.fds), list(instruction.fds.values())
         self._send({"command": "start", "instruction": instruction.to_json(), "names": names}, fds)
@@ -173,8 +148,8 @@ class ForkCrew:
         """The socket."""
         return self._control.fileno()
 
-    def news(self) -> list[News]:
-        """Reads what the zygote told."""
+    def poll_events(self) -> list[WorkerEvent]:
+        """Reads the fork server's messages."""
         if self._lost:
             return []
         data = b""
@@ -191,58 +166,58 @@ class ForkCrew:
             self._lost = True
             self._child.wait(CLOSE_SECONDS)
             if self._running and not self._broken:
-                found.append(News(None, text=f"the starter of the workers {describe_ending(self._child.code)}"))
-            found += [News(slot) for slot in sorted(self._running)]
+                found.append(WorkerEvent(None, text=f"the starter of the workers {describe_ending(self._child.code)}"))
+            found += [WorkerEvent(slot) for slot in sorted(self._running)]
             self._running.clear()
         return [item for item in found if item is not None]
 
     def signal(self, slot: int, signum: int) -> None:
-        """Has the zygote signal a worker: only it knows whether the process id is still that worker's."""
+        """Has the fork server signal it: only the parent knows whether the process id is still that worker's."""
         if self._pids:
             self._send({"command": "signal", "slot": slot, "signal": signum}, [])
         elif self._running:
-            self.kill()  # it still imports torch; no worker is there that could have something to tidy up
+            self.kill()  # it still imports torch, and no worker has been started
 
     def abort(self, slot: int) -> None:
-        """Has the zygote do it."""
+        """Has the fork server do it."""
         self._send({"command": "abort", "slot": slot}, [])
 
     def is_stopped(self, slot: int) -> bool:
         """Asks the system."""
-        return lifeline.is_stopped(self._pids.get(slot))
+        return process_tree.is_stopped(self._pids.get(slot))
 
     def close(self) -> None:
-        """Closes the socket, upon which the zygote ends all; kills all if it does not."""
+        """Closes the socket, upon which the fork server ends all; kills all if it does not."""
         with contextlib.suppress(OSError):
             self._control.shutdown(socket.SHUT_WR)
         if self._running or not self._child.wait(CLOSE_SECONDS):
             self.kill()
         for group in self._pids.values():
-            lifeline.sweep_group(group)
+            process_tree.sweep_group(group)
         self._control.close()
 
     def kill(self) -> None:
-        """Kills the zygote and the workers."""
+        """Kills the fork server and the workers."""
         for group in (self._child.pid, *self._pids.values()):
             if group != self._child.pid or self._child.poll() is None:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(group, signal.SIGKILL)
         self._child.wait(CLOSE_SECONDS)
 
-    def _read(self, message: dict[str, Any]) -> News | None:
-        """One message of the zygote."""
+    def _read(self, message: dict[str, Any]) -> WorkerEvent | None:
+        """The event of one message of the fork server."""
         if message.get("event") == "started":
             self._pids[message["slot"]] = message["pid"]
             return None
         if message.get("event") == "exited":
             self._pids.pop(message["slot"], None)
             self._running.discard(message["slot"])
-            return News(message["slot"], message["code"])
+            return WorkerEvent(message["slot"], message["code"])
         self._broken = True
-        return News(None, text=str(message.get("text", "")))
+        return WorkerEvent(None, text=str(message.get("text", "")))
 
     def _send(self, message: dict[str, Any], fds: list[int]) -> None:
-        """Sends a command; a zygote that is gone shows in the news."""
+        """Sends a command; a fork server that is gone shows in `poll_events`."""
         data = json.dumps(message).encode() + b"\n"
         with contextlib.suppress(OSError):
             self._control.setblocking(True)
@@ -252,30 +227,26 @@ class ForkCrew:
 
 
 @dataclass
-class SpawnCrew:
-    """Workers that are programs of their own, and a store keeper beside them.
-
-    Attributes:
-        variables: added to the environment of each.
-    """
+class SpawnPool:
+    """Workers that are programs of their own, and a store process; `variables` are added to their environment."""
 
     variables: Mapping[str, str]
     _port: int = 0
     _attempt: int = 0
-    _keeper: Child | None = None
+    _store: Child | None = None
     _workers: dict[int, Child] = field(default_factory=dict)
 
     def start(self, instruction: Instruction) -> None:
-        """Starts the worker's program; the store keeper's before the first of an attempt."""
-        if self._keeper is not None and instruction.assignment.attempt != self._attempt:
-            os.kill(self._keeper.pid, signal.SIGKILL)
-            self._keeper.wait(CLOSE_SECONDS)
-            self._keeper = None
+        """Starts the worker's program; before the first of an attempt the store, empty again."""
+        if self._store is not None and instruction.assignment.attempt != self._attempt:
+            os.kill(self._store.pid, signal.SIGKILL)
+            self._store.wait(CLOSE_SECONDS)
+            self._store = None
         self._attempt = instruction.assignment.attempt
-        if self._keeper is None:
+        if self._store is None:
             with open_listener() as listener:
                 self._port = listener.getsockname()[1]
-                self._keeper = self._run("store", listener.fileno(), (listener.fileno(),), {})
+                self._store = self._run("store", listener.fileno(), (listener.fileno(),), {})
         fds = instruction.fds
         with tempfile.TemporaryFile() as file:
             place = Instruction(instruction.assignment, instruction.job, self._port, fds)
@@ -285,20 +256,20 @@ class SpawnCrew:
             self._workers[instruction.assignment.slot] = self._run("worker", file.fileno(), passed, fds)
 
     def fileno(self) -> int | None:
-        """Nothing: child processes are polled."""
+        """None: child processes are polled."""
         return None
 
-    def news(self) -> list[News]:
+    def poll_events(self) -> list[WorkerEvent]:
         """Polls the processes."""
         found = []
         for slot, child in list(self._workers.items()):
             code = child.poll()
             if code is not None:
                 del self._workers[slot]
-                lifeline.sweep_group(child.pid)
-                found.append(News(slot, code))
-        if self._keeper is not None and self._keeper.code is None and self._keeper.poll() is not None:
-            found.append(News(None, text=f"the process that hosts the store ended ({self._keeper.code})"))
+                process_tree.sweep_group(child.pid)
+                found.append(WorkerEvent(slot, code))
+        if self._store is not None and self._store.code is None and self._store.poll() is not None:
+            found.append(WorkerEvent(None, text=f"the process that hosts the store ended ({self._store.code})"))
         return found
 
     def signal(self, slot: int, signum: int) -> None:
@@ -311,34 +282,42 @@ class SpawnCrew:
         """Signals a worker that is not reaped."""
         child = self._workers.get(slot)
         if child is not None and child.poll() is None:
-            lifeline.abort_process(child.pid)
+            process_tree.abort_process(child.pid)
 
     def is_stopped(self, slot: int) -> bool:
         """Asks the system."""
         child = self._workers.get(slot)
-        return child is not None and lifeline.is_stopped(child.pid)
+        return child is not None and process_tree.is_stopped(child.pid)
 
     def kill(self) -> None:
-        """Kills the workers; the news tell of it."""
+        """Kills the workers; `poll_events` reports them."""
         for child in self._workers.values():
             if child.poll() is None:
                 os.killpg(child.pid, signal.SIGKILL)
 
     def close(self) -> None:
-        """Kills what is left, the store keeper too."""
-        if self._keeper is not None:
-            self._workers[-1] = self._keeper
+        """Kills what is left, the store too."""
+        if self._store is not None:
+            self._workers[-1] = self._store
         self.kill()
         for child in self._workers.values():
             child.wait(CLOSE_SECONDS)
-            lifeline.sweep_group(child.pid)
+            process_tree.sweep_group(child.pid)
         self._workers.clear()
 
     def _run(self, module: str, fd: int, passed: tuple[int, ...], fds: Mapping[str, int]) -> Child:
         """Starts one of our modules as a program that leads a process group of its own."""
-        with lifeline.held_signals():
+        with process_tree.held_signals():
             process = subprocess.Popen(
-                [sys.executable, "-P", "-m", f"samestep.launcher.{module}", str(fd), str(os.getpid()), ROOM],
+                [
+                    sys.executable,
+                    "-P",
+                    "-m",
+                    f"samestep.launcher.{module}",
+                    str(fd),
+                    str(os.getpid()),
+                    process_tree.TITLE_ROOM,
+                ],
                 env={**os.environ, **self.variables},
                 pass_fds=tuple(set(passed)),
                 stdout=fds.get("stdout"),

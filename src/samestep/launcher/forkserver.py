@@ -1,0 +1,306 @@
+"""The fork server: a process with one thread that imports torch once and forks the workers from there.
+
+It talks with the supervisor in JSON lines over a Unix socket. Commands are `{"command": "start", "instruction": …,
+"names": […]}`, with the worker's descriptors attached to the message in the order of `names`, `{"command": "signal",
+"slot": s, "signal": n}` and `{"command": "abort", "slot": s}`. Events are `started` (slot, pid), `exited` (slot, code;
+-N for signal N) and `broken` (text). When the socket closes, or the supervisor dies, it ends the workers and itself.
+"""
+
+import contextlib
+import gc
+import importlib
+import importlib.util
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from samestep.comm.channel import EventParser
+from samestep.launcher import process_tree
+from samestep.launcher.assignment import Instruction
+from samestep.launcher.job import Job
+from samestep.launcher.store import host_store, open_listener
+from samestep.launcher.worker import leave, work
+
+# The first optimizer imports torch._dynamo, 800 modules: once here, instead of in every worker.
+PRELOADED = ("torch", "torch.distributed", "torch._dynamo", "samestep.train.run")
+GRACE_SECONDS = 2.0
+MAX_FDS = 64
+
+
+class ForkError(RuntimeError):
+    """The fork server cannot fork: it has threads, or holds an accelerator."""
+
+
+@dataclass
+class ForkServer:
+    """The fork server's state; everything happens on its one thread."""
+
+    control: socket.socket
+    wake: int
+    listener: socket.socket
+    port: int
+    store: int = 0
+    attempt: int = 0
+    workers: dict[int, int] = field(default_factory=dict)  # slot by process id
+    name: str = ""  # of the run
+    parser: EventParser = field(default_factory=EventParser)
+    received: deque[int] = field(default_factory=deque)
+
+    def send(self, event: str, **fields: Any) -> None:
+        """Sends the supervisor an event; that it is gone shows in the loop."""
+        with contextlib.suppress(OSError):
+            self.control.sendall(json.dumps({"event": event, **fields}).encode() + b"\n")
+
+
+def serve(control: socket.socket, supervisor: int, preload: Sequence[str] = ()) -> Instruction | None:
+    """Forks workers as the supervisor commands; returns None in the fork server, its instruction in each new worker."""
+    server = None
+    try:
+        wake = _install_signals()
+        process_tree.release_signals()
+        process_tree.end_with_parent(supervisor, signal.SIGTERM)
+        process_tree.adopt_orphans()
+        for name in (*PRELOADED, *preload):
+            if _is_there(name):
+                importlib.import_module(name)
+        gc.collect()
+        gc.freeze()  # the workers share these pages as long as none of them writes to them
+        listener = open_listener()
+        server = ForkServer(control, wake, listener, listener.getsockname()[1])
+        _fork_store(server)
+        return _loop(server)
+    except BaseException as error:
+        # Without this a broken installation of torch would look like a worker that died.
+        reason = str(error) if isinstance(error, ForkError) else traceback.format_exc()
+        text = json.dumps({"event": "broken", "text": reason})
+        with contextlib.suppress(OSError):
+            control.sendall(text.encode() + b"\n")
+        if server is not None:
+            _end_all(server)
+        return None
+
+
+def main() -> None:
+    """The fork server as a program: the socket's descriptor, the supervisor's id, modules, and room for a title."""
+    control = socket.socket(fileno=int(sys.argv[1]))
+    control.set_inheritable(False)
+    instruction = serve(control, int(sys.argv[2]), sys.argv[3:-1])
+    if instruction is None:
+        os._exit(0)  # the run waits for this, and nothing is left to clean up
+    leave(work(instruction))
+
+
+def serve_forked(control: socket.socket, supervisor: int, call: Callable[[], Any]) -> None:
+    """The fork server in a fork of the caller's process, whose workers call a function; never returns."""
+    code = 1
+    try:
+        os.setsid()
+        instruction = serve(control, supervisor)
+        code = work(instruction, call) if instruction is not None else 0
+    finally:
+        os._exit(code)
+
+
+def _loop(server: ForkServer) -> Instruction | None:
+    """Serves until the supervisor is gone or asks to stop."""
+    while True:
+        ready, _, _ = select.select([server.control.fileno(), server.wake], [], [])
+        if server.wake in ready and signal.SIGTERM in os.read(server.wake, 512):
+            break
+        _reap(server)
+        if server.control.fileno() in ready:
+            try:
+                data, fds, _, _ = socket.recv_fds(server.control, 65_536, MAX_FDS)
+            except OSError:
+                break
+            if not data:
+                break
+            for fd in fds:
+                os.set_inheritable(fd, False)
+            server.received.extend(fds)
+            for message in server.parser.feed(data):
+                if message.get("command") in ("signal", "abort"):
+                    _signal(server, message["slot"], message.get("signal"))
+                    continue
+                instruction = _start(server, message)
+                if instruction is not None:
+                    return instruction
+    _end_all(server)
+    return None
+
+
+def _start(server: ForkServer, message: dict[str, Any]) -> Instruction | None:
+    """Forks one worker; returns its instruction in the worker, None in the fork server."""
+    if not server.name:
+        server.name = Job.from_json(message["instruction"]["job"]).name
+        process_tree.set_title(f"samestep fork server {server.name}", "samestep fork")
+    attempt = message["instruction"]["assignment"]["attempt"]
+    if attempt != server.attempt:
+        server.attempt = attempt
+        _renew_store(server)
+    fds = {name: server.received.popleft() for name in message["names"]}
+    instruction = Instruction.from_json({**message["instruction"], "port": server.port, "fds": fds})
+    parent = os.getpid()
+    process_tree.hold_signals()
+    pid = _fork()
+    if pid == 0:
+        _become_worker(server, parent)
+        return instruction
+    process_tree.release_signals()
+    with contextlib.suppress(OSError):
+        os.setpgid(pid, pid)
+    for fd in set(fds.values()):
+        os.close(fd)
+    slot = instruction.assignment.slot
+    server.workers[pid] = slot
+    server.send("started", slot=slot, pid=pid)
+    return None
+
+
+def _become_worker(server: ForkServer, parent: int) -> None:
+    """Closes in a new worker what belongs to the fork server; must not raise, or a second fork server would run."""
+    try:
+        process_tree.end_with_parent(parent, signal.SIGKILL)
+        os.setpgid(0, 0)
+        waker = signal.set_wakeup_fd(-1)
+        server.control.close()
+        for fd in (server.wake, waker, *server.received):
+            os.close(fd)
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+
+
+def _fork_store(server: ForkServer) -> None:
+    """Forks the store process, the only one that holds the listening socket from then on."""
+    parent = os.getpid()
+    server.store = _fork()
+    if server.store == 0:
+        try:
+            process_tree.end_with_parent(parent, signal.SIGKILL)
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            server.control.close()
+            for fd in server.received:
+                os.close(fd)
+            host_store(server.listener)
+        finally:
+            traceback.print_exc()
+            os._exit(1)
+    server.listener.close()
+
+
+def _renew_store(server: ForkServer) -> None:
+    """Starts an empty store for workers that are restarted: torch's rendezvous would find addresses of dead ranks."""
+    store, server.store = server.store, 0
+    if store:
+        os.kill(store, signal.SIGKILL)
+        os.waitpid(store, 0)
+    server.listener = open_listener()
+    server.port = server.listener.getsockname()[1]
+    _fork_store(server)
+
+
+def _fork() -> int:
+    """Forks, unless threads or an accelerator would break the child."""
+    count = num_threads()
+    if count != 1:
+        raise ForkError(f"the starter process has {count} threads and must have one; use --start-method spawn")
+    torch = sys.modules.get("torch")
+    for name in ("cuda", "xpu"):
+        module = getattr(torch, name, None)
+        if module is not None and module.is_initialized():
+            raise ForkError(f"an imported module initialised {name} before the workers; use --start-method spawn")
+    return os.fork()
+
+
+def num_threads() -> int:
+    """Threads of this process by the kernel's count if there is one, else by Python's."""
+    with contextlib.suppress(FileNotFoundError):
+        return len(os.listdir("/proc/self/task"))
+    return threading.active_count()
+
+
+def _signal(server: ForkServer, slot: int, signum: int | None) -> None:
+    """Signals a worker that is not reaped, or aborts it if the signal is None."""
+    for pid, owner in server.workers.items():
+        if owner == slot:
+            with contextlib.suppress(ProcessLookupError):
+                if signum is None:
+                    process_tree.abort_process(pid)
+                else:
+                    os.kill(pid, signum)
+
+
+def _reap(server: ForkServer) -> None:
+    """Reaps ended processes with their groups, and reports them to the supervisor."""
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return
+        if pid == 0:
+            return
+        if pid == server.store:
+            server.store = 0
+            server.send("broken", text=f"the process that hosts the store ended ({os.waitstatus_to_exitcode(status)})")
+        if pid in server.workers:
+            slot = server.workers.pop(pid)
+            process_tree.sweep_group(pid)
+            server.send("exited", slot=slot, code=os.waitstatus_to_exitcode(status))
+
+
+def _end_all(server: ForkServer) -> None:
+    """Ends the workers, with a short grace, then the store."""
+    for pid in server.workers:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGTERM)
+    deadline = time.monotonic() + GRACE_SECONDS
+    while server.workers and time.monotonic() < deadline:
+        select.select([server.wake], [], [], 0.05)
+        with contextlib.suppress(BlockingIOError):
+            os.read(server.wake, 512)
+        _reap(server)
+    left = (*server.workers, *([server.store] if server.store else []))
+    for pid in left:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    for pid in left:
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(pid, 0)
+    for pid in server.workers:
+        process_tree.sweep_group(pid)
+
+
+def _install_signals() -> int:
+    """Lets SIGCHLD and SIGTERM wake the loop; returns the descriptor on which their numbers arrive."""
+    wake, waker = os.pipe()
+    os.set_blocking(wake, False)
+    os.set_blocking(waker, False)
+    signal.set_wakeup_fd(waker, warn_on_full_buffer=False)
+    for signum in (signal.SIGCHLD, signal.SIGTERM):
+        signal.signal(signum, lambda _signum, _frame: None)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    return wake
+
+
+def _is_there(name: str) -> bool:
+    """Whether a module is installed; torch always counts, so that its absence is reported."""
+    if not name.startswith("samestep."):
+        return True
+    return Path(__file__).resolve().parents[1].joinpath(*name.split(".")[1:]).with_suffix(".py").exists()
+
+
+if __name__ == "__main__":
+    main()
