@@ -1,4 +1,4 @@
-"""Examinations in which something is broken, run by workers: the examination must find and name it."""
+"""Checks over faulty transports, run by workers: the checks must find and name the fault."""
 
 import os
 import signal
@@ -6,7 +6,7 @@ import time
 
 import torch
 
-from samestep.doctor.ranks import examine
+from samestep.doctor.collective_checks import run_worker
 
 BROKEN_RANK = 1
 
@@ -66,17 +66,17 @@ class Dying(Hanging):
         self._inner.broadcast(tensor, source)
 
 
-def examine_broken(report, timeout_seconds, quick):
-    examine(report, timeout_seconds, quick, Broken)
+def run_broken(report, timeout_seconds, quick):
+    run_worker(report, timeout_seconds, quick, Broken)
 
 
-def examine_hanging(report, timeout_seconds, quick):
-    examine(report, timeout_seconds, quick, Hanging)
+def run_hanging(report, timeout_seconds, quick):
+    run_worker(report, timeout_seconds, quick, Hanging)
 
 
-def examine_silent(report, timeout_seconds, quick):
-    examine(report, timeout_seconds, quick, Silent)
+def run_silent(report, timeout_seconds, quick):
+    run_worker(report, timeout_seconds, quick, Silent)
 
 
-def examine_dying(report, timeout_seconds, quick):
-    examine(report, timeout_seconds, quick, Dying)
+def run_dying(report, timeout_seconds, quick):
+    run_worker(report, timeout_seconds, quick, Dying)

@@ -29,7 +29,7 @@ def doctor(*words, cwd, **extra):
 
 
 def rows_of(done):
-    """The findings that were printed as JSON, by name."""
+    """The results that were printed as JSON, by name."""
     return {row["name"]: row for row in json.loads(done.stdout)["findings"]}
 
 
@@ -74,7 +74,7 @@ def test_the_table_shows_every_collective_on_every_transport(tmp_path):
 
 
 @pytest.mark.slow
-def test_under_torchrun_the_group_is_examined_and_rank_0_prints(tmp_path):
+def test_under_torchrun_the_group_is_checked_and_rank_0_prints(tmp_path):
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command = [*launcher, "-m", "samestep", "doctor", "--json"]
     done = subprocess.run(
@@ -95,7 +95,7 @@ def test_devices_are_refused_where_a_launcher_chose_them(tmp_path):
 
 
 @pytest.mark.slow
-def test_two_nodes_are_examined_and_rank_0_tells_what_is_amiss_on_the_other(tmp_path):
+def test_two_nodes_are_checked_and_rank_0_tells_what_is_amiss_on_the_other(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = str(server.getsockname()[1])
     place = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}

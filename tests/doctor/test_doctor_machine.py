@@ -1,7 +1,9 @@
-"""The checks of one machine: each rule says good of what is good, and has a twin that must be noticed."""
+"""The checks of one machine: each says good of what is good, and has a twin that must be noticed."""
 
 import json
+import math
 import re
+import shutil
 import socket
 import sys
 from dataclasses import replace
@@ -9,168 +11,78 @@ from types import SimpleNamespace
 
 import pytest
 
-from samestep.devices.device import Device, Link, Process
+from samestep.devices.device import Device, Process
 from samestep.devices.inventory import discover
 from samestep.devices.selection import select
-from samestep.doctor import clocks, health, links, network, storage, system, variables, versions
-from samestep.doctor.examination import CHECKS, Check, carry_out, examine_machine
-from samestep.doctor.findings import Finding, bad, good, note
-from samestep.doctor.health import Driver, Health
-from samestep.doctor.machine import Machine, TorchFacts, ask_torch
-from samestep.doctor.showing import as_object, is_good, print_findings
+from samestep.doctor import check_table, versions
+from samestep.doctor.check_table import CHECKS, Machine, check_node
+from samestep.doctor.result import Result, as_object, bad, good, is_good, note, print_results
+from samestep.doctor.versions import TorchFacts, ask_torch
 
 GIB = 2**30
-CUDA = TorchFacts("2.13.0+cu130", cuda="13.0", gloo=True)
+CUDA = TorchFacts("2.13.0+cu130", build="CUDA 13.0", gloo=True)
 CPU = TorchFacts("2.13.0+cpu", gloo=True)
+INVENTORY = discover(accelerators=False)
+MACHINE = Machine(INVENTORY, select("cpu:2", INVENTORY), 8, torch=CPU)
 
 
-def state(finding):
-    """The state of a finding, or the worst of several."""
-    findings = [finding] if isinstance(finding, Finding) else list(finding)
-    return max((one.state for one in findings), key=("good", "note", "bad").index, default=None)
+def state(found):
+    """The state of a result, or the worst of several."""
+    results = [found] if isinstance(found, Result) else list(found)
+    for result in results:
+        assert result.found
+        assert result.advice or result.state == "good"
+    return max((result.state for result in results), key=("good", "note", "bad").index, default=None)
 
 
-@pytest.mark.parametrize(
-    ("finding", "expected"),
-    [
-        (lambda: versions.check_python((3, 11)), "good"),
-        (lambda: versions.check_python((3, 10)), "bad"),
-        (lambda: versions.check_python((3, 14)), "note"),
-        (lambda: versions.check_torch(CPU), "good"),
-        (lambda: versions.check_torch(replace(CPU, version="2.9.1")), "bad"),
-        (lambda: versions.check_torch(replace(CPU, version="2.14.0a0+git12")), "note"),
-        (lambda: versions.check_torch(replace(CPU, gloo=False)), "bad"),
-        (lambda: versions.check_torch(TorchFacts(problem="no module")), "bad"),
-        (lambda: versions.check_driver(CUDA, Driver("580.82", (13, 0))), "good"),
-        (lambda: versions.check_driver(CUDA, Driver("575.57", (12, 9))), "bad"),
-        (lambda: versions.check_driver(replace(CUDA, cuda="12.9"), Driver("580.82", (13, 0))), "good"),
-        (lambda: versions.check_driver(replace(CUDA, cuda="12.9"), Driver("550.54", (12, 4))), "note"),
-        (lambda: versions.check_driver(CUDA, Driver()), "note"),
-        (lambda: versions.check_driver(CPU, Driver()), None),
-        (lambda: versions.check_archs([(9, 0)], ["sm_80", "sm_90"]), "good"),
-        (lambda: versions.check_archs([(8, 6)], ["sm_80"]), "good"),
-        (lambda: versions.check_archs([(7, 0)], ["sm_75", "sm_90", "compute_90"]), "bad"),
-        (lambda: versions.check_archs([(12, 0)], ["sm_90", "compute_90"]), "good"),
-        (lambda: versions.check_archs([(12, 0)], ["sm_90a"]), "bad"),
-        (lambda: versions.check_archs([(9, 0), (8, 0)], ["sm_80", "sm_90"]), "note"),
-        (lambda: versions.check_nccl((2, 27, 7)), "good"),
-        (lambda: versions.check_nccl((2, 28, 3)), "note"),
-        (lambda: versions.check_nccl((2, 28, 9)), "good"),
-        (lambda: versions.check_nccl(None), None),
-        (lambda: versions.check_packages(CPU, lambda name: "1.0"), "good"),
-        (lambda: versions.check_packages(CUDA, lambda name: None if name == "triton" else "1.0"), "note"),
-        (lambda: versions.check_packages(CPU, lambda name: None if name == "numpy" else "1.0"), "bad"),
-        (lambda: health.check_health([Health(0, errors=0, persistent=True)]), "good"),
-        (lambda: health.check_health([Health(0, errors=3)]), "bad"),
-        (lambda: health.check_health([Health(0, remap_failed=True)]), "bad"),
-        (lambda: health.check_health([Health(0, remap_pending=True)]), "note"),
-        (lambda: health.check_health([Health(0, brakes=0x40)]), "bad"),
-        (lambda: health.check_health([Health(0, brakes=0x04)]), "note"),
-        (lambda: health.check_health([Health(0, brakes=0x01)]), "good"),
-        (lambda: health.check_health([Health(0, persistent=False)]), "note"),
-        (lambda: health.check_health([Health(0, mig=True)]), "note"),
-        (lambda: health.check_health([]), None),
-        (lambda: system.check_shm(8 * GIB, 8 * GIB, 8), "good"),
-        (lambda: system.check_shm(2 * GIB, 2 * GIB, 8), "note"),
-        (lambda: system.check_shm(2**26, 2**26, 2), "bad"),
-        (lambda: system.check_shm(None, None, 2), "note"),
-        (lambda: system.check_segment("", None, 8), "good"),
-        (lambda: system.check_segment("it needs Linux", None, 8), "note"),
-        (lambda: system.check_segment("", 4 * GIB, 8), "note"),
-        (lambda: system.check_limits({"nofile": 65536}, 8, on_gpus=True), "good"),
-        (lambda: system.check_limits({"nofile": 512}, 8, on_gpus=True), "note"),
-        (lambda: system.check_limits({"nofile": 256}, 8, on_gpus=True), "bad"),
-        (lambda: system.check_limits({"memlock": 65536}, 8, on_gpus=True), "note"),
-        (lambda: system.check_limits({"memlock": 65536}, 8, on_gpus=False), "good"),
-        (lambda: system.check_limits({"memlock": None, "nproc": None}, 8, on_gpus=True), "good"),
-        (lambda: system.check_limits({"nproc": 100}, 8, on_gpus=False), "note"),
-        (lambda: system.check_memory(64 * GIB, 60 * GIB, None, 8), "good"),
-        (lambda: system.check_memory(64 * GIB, 60 * GIB, 32 * GIB, 8), "note"),
-        (lambda: system.check_memory(64 * GIB, 8 * GIB, None, 8), "note"),
-        (lambda: system.check_memory(64 * GIB, 60 * GIB, 2 * GIB, 8), "bad"),
-        (lambda: system.check_processors(8, None, 8), "good"),
-        (lambda: system.check_processors(8, None, 9), "note"),
-        (lambda: system.check_processors(8, 2.5, 2), "note"),
-        (lambda: system.check_swap(0, 0), "good"),
-        (lambda: system.check_swap(8 * GIB, GIB), "good"),
-        (lambda: system.check_swap(8 * GIB, 4 * GIB), "note"),
-        (lambda: storage.check_space(100 * GIB, "here"), "good"),
-        (lambda: storage.check_space(5 * GIB, "here"), "note"),
-        (lambda: storage.check_space(GIB // 2, "here"), "bad"),
-        (lambda: clocks.judge_clock(2030, 1e-5), "good"),
-        (lambda: clocks.judge_clock(2030, -3600.0), "note"),
-        (lambda: clocks.judge_clock(1970, 0.0), "bad"),
-    ],
-)
-def test_a_rule_says_what_is_so(finding, expected):
-    found = finding()
-    assert state(found) == expected
-    for one in [found] if isinstance(found, Finding) else found:
-        assert one.found
-        assert one.advice or one.state == "good"
+def on(devices=(), **memory):
+    """The machine with other devices or other memory."""
+    inventory = replace(INVENTORY, cpu=replace(INVENTORY.cpu, **memory), cores=8)
+    kind = devices[0].kind if devices else "cpu"
+    return replace(MACHINE, inventory=inventory, selection=SimpleNamespace(kind=kind, devices=devices, notes=()))
 
 
 @pytest.mark.parametrize(
-    ("environ", "name", "expected"),
+    ("torch", "expected"),
     [
-        ({"CUDA_LAUNCH_BLOCKING": "1"}, "CUDA_LAUNCH_BLOCKING", "note"),
-        ({"CUBLAS_WORKSPACE_CONFIG": ":0:0"}, "CUBLAS_WORKSPACE_CONFIG", "bad"),
-        ({"NCCL_P2P_DISABLE": "1"}, "NCCL_P2P_DISABLE", "note"),
-        ({"PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"}, "PYTORCH_CUDA_ALLOC_CONF", "note"),
-        ({"OMP_NUM_THREADS": "many"}, "OMP_NUM_THREADS", "note"),
-        ({"GLOO_SOCKET_IFNAME": "^lo"}, "GLOO_SOCKET_IFNAME", "bad"),
-        ({"NCCL_SOCKET_IFNAME": "=eth"}, "NCCL_SOCKET_IFNAME", "bad"),
-        ({"http_proxy": "http://proxy:3128"}, "http_proxy", "note"),
-        ({"SAMESTEP_TRANSPORT": "carrier pigeon"}, "samestep's variables", "bad"),
-        ({"SAMESTEP_TRANSPORT": "gloo"}, "SAMESTEP_TRANSPORT", "note"),
+        (CPU, "good"),
+        (replace(CPU, version="2.9.1"), "bad"),
+        (replace(CPU, version="2.14.0a0+git12"), "note"),
+        (replace(CPU, gloo=False), "bad"),
+        (replace(CUDA, problem="cuda:0: no kernel image is available for execution on the device"), "bad"),
+        (TorchFacts(problem="no module"), "bad"),
     ],
 )
-def test_a_variable_that_slows_down_or_breaks_is_named_with_its_effect(environ, name, expected):
-    (found,) = variables.check_variables(environ, ["lo", "eth0"])
-    assert (found.name, found.state) == (name, expected)
-    assert found.advice
+def test_torch_must_be_whole_new_enough_and_fit_the_gpus(torch, expected):
+    assert state(versions.check_torch(torch)) == expected
 
 
-def test_variables_that_do_no_harm_are_not_named():
-    environ = {
-        "CUDA_LAUNCH_BLOCKING": "0",
-        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
-        "OMP_NUM_THREADS": "4",
-        "GLOO_SOCKET_IFNAME": "eth0",
-        "NCCL_SOCKET_IFNAME": "^lo",
-        "MASTER_ADDR": "127.0.0.1",
-        "HTTPS_PROXY": "http://proxy:3128",
-        "no_proxy": "localhost,.internal",
-        "PYTHONHASHSEED": "0",
-    }
-    (found,) = variables.check_variables(environ, ["lo", "eth0"])
-    assert found.state == "good"
-    environ["NCCL_SOCKET_IFNAME"] = "eth"
-    assert variables.check_variables(environ, ["lo", "eth0"]) == [found]
+@pytest.mark.parametrize(
+    ("facts", "expected"),
+    [
+        ({"nccl": (2, 27, 7)}, "good"),
+        ({"nccl": (2, 28, 3)}, "note"),
+        ({"nccl": (2, 28, 9)}, "good"),
+        ({"capabilities": [(9, 0), (9, 0)]}, "good"),
+        ({"capabilities": [(9, 0), (8, 0)]}, "note"),
+    ],
+)
+def test_nccl_and_unlike_gpus_are_noted(facts, expected):
+    assert state(versions.check_libraries(replace(CPU, **facts))) == expected
 
 
-def test_gpus_without_peer_access_are_named_with_their_link():
-    linked = [Device("cuda", 0, "A", GIB, GIB, links=(Link(1, "SYS"),)), Device("cuda", 1, "A", GIB, GIB)]
-    (found,) = links.check_peers(linked, [[True, False], [True, True]])
-    assert (found.state, found.found) == ("note", "none between GPUs 0-1 (SYS)")
-    (fine,) = links.check_peers(linked, [[True, True], [True, True]])
-    assert (fine.state, fine.found) == ("good", "all 2 GPUs reach each other over SYS")
-    assert links.check_peers(linked[:1], [[True]]) == []
-
-
-def test_memory_that_others_have_taken_is_found_with_who_has_it():
-    idle = Device("cuda", 0, "A", 80 * GIB, 80 * GIB, temperature=40.0)
-    assert state(health.check_use([idle])) == "good"
-    used = replace(idle, memory_free=40 * GIB, processes=(Process(7, "python", None),))
-    (found,) = health.check_use([used])
-    assert found.state == "note"
-    assert "python (pid 7) uses 40.0 GiB of 80.0 GiB" in found.found
-    assert state(health.check_use([replace(used, memory_free=GIB)])) == "bad"
-    assert state(health.check_use([replace(idle, temperature=95.0)])) == "note"
+def test_torch_is_asked_in_another_process_and_may_fail_there():
+    assert ask_torch().version.startswith("2.")
+    assert ask_torch().gloo
+    killed = ask_torch((sys.executable, "-c", "import os; os.kill(os.getpid(), 4)"))
+    assert killed.problem == "importing it ends in SIGILL"
+    failed = ask_torch((sys.executable, "-c", "raise ImportError('libtorch.so')"))
+    assert failed.problem.endswith("ImportError: libtorch.so")
+    assert versions.check_torch(failed).state == "bad"
 
 
 class FakeNvml:
-    """A driver of one GPU with faults; what it does not have it does not answer."""
+    """A driver of one GPU; what it does not have it does not answer."""
 
     class NVMLError(Exception):
         pass
@@ -180,7 +92,7 @@ class FakeNvml:
     def __init__(self, **answers):
         self.is_open = False
         for name, answer in answers.items():
-            setattr(self, name, answer)
+            setattr(self, name, lambda *_, answer=answer: answer)
 
     def nvmlInit(self):
         self.is_open = True
@@ -188,139 +100,214 @@ class FakeNvml:
     def nvmlShutdown(self):
         self.is_open = False
 
-    def nvmlDeviceGetPersistenceMode(self, handle):
+    def nvmlDeviceGetCount(self):
+        return 1
+
+    def nvmlDeviceGetHandleByIndex(self, index):
         raise self.NVMLError
 
 
-def test_the_driver_and_its_gpus_are_read_as_far_as_they_answer():
-    nvml = FakeNvml(
-        nvmlSystemGetDriverVersion=lambda: "580.82.07",
-        nvmlSystemGetCudaDriverVersion_v2=lambda: 13010,
-        nvmlDeviceGetCount=lambda: 1,
-        nvmlDeviceGetHandleByIndex=lambda index: index,
-        nvmlDeviceGetTotalEccErrors=lambda handle, kind, counter: 2,
-        nvmlDeviceGetRemappedRows=lambda handle: (0, 1, 1, 0),
-    )
-    driver = health.read_driver(nvml)
-    assert (driver.version, driver.cuda) == ("580.82.07", (13, 1))
-    assert driver.gpus == (Health(0, errors=2, remap_pending=True),)
+@pytest.mark.parametrize(
+    ("answers", "expected"),
+    [
+        ({"nvmlSystemGetDriverVersion": "580.82.07"}, "good"),
+        ({"nvmlDeviceGetTotalEccErrors": 3}, "bad"),
+        ({"nvmlDeviceGetRemappedRows": (0, 1, 0, 1)}, "bad"),
+        ({"nvmlDeviceGetRemappedRows": (0, 1, 1, 0)}, "note"),
+        ({"nvmlDeviceGetCurrentClocksThrottleReasons": 0x40}, "bad"),
+        ({"nvmlDeviceGetCurrentClocksThrottleReasons": 0x04}, "note"),
+        ({"nvmlDeviceGetCurrentClocksThrottleReasons": 0x01}, "good"),
+        ({"nvmlDeviceGetMigMode": [1, 1]}, "note"),
+    ],
+)
+def test_a_gpu_s_faults_are_found(answers, expected):
+    nvml = FakeNvml(**answers)
+    assert state(check_table.check_gpus(MACHINE, nvml)) == expected
     assert not nvml.is_open
 
 
+def test_memory_that_others_have_taken_is_found_with_who_has_it():
+    idle = Device("cuda", 0, "A", 80 * GIB, 80 * GIB, temperature=40.0)
+    assert state(check_table.check_devices(on([idle]))) is None
+    used = replace(idle, memory_free=40 * GIB, processes=(Process(7, "python", None),))
+    (found,) = check_table.check_devices(on([used]))
+    assert found.state == "note"
+    assert "python (pid 7) uses 40.0 GiB of 80.0 GiB" in found.found
+    assert state(check_table.check_devices(on([replace(used, memory_free=GIB)]))) == "bad"
+    assert state(check_table.check_devices(on([replace(idle, temperature=95.0)]))) == "note"
+
+
+def test_gpus_without_peer_access_are_named():
+    def found(peers):
+        return list(check_table.check_peers(replace(MACHINE, torch=replace(CUDA, peers=peers))))
+
+    (apart,) = found([[True, False], [True, True]])
+    assert (apart.state, apart.found) == ("note", "none between GPUs 0-1")
+    (fine,) = found([[True, True], [True, True]])
+    assert (fine.state, fine.found) == ("good", "all 2 GPUs reach each other")
+    assert found([[True]]) == []
+
+
+@pytest.mark.parametrize(("free", "expected"), [(8 * GIB, "good"), (2 * GIB, "note"), (2**26, "bad"), (None, "note")])
+def test_shared_memory_is_measured_by_the_number_of_ranks(free, expected, monkeypatch):
+    def usage(path):
+        if free is None:
+            raise FileNotFoundError(path)
+        return SimpleNamespace(free=free, total=8 * GIB)
+
+    monkeypatch.setattr(shutil, "disk_usage", usage)
+    assert state(check_table.check_shm(MACHINE)) == expected
+
+
+@pytest.mark.parametrize(("free", "expected"), [(100 * GIB, "good"), (5 * GIB, "note"), (GIB // 2, "bad")])
+def test_free_space_is_measured(free, expected, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
+    assert state(check_table.check_disk(MACHINE)) == expected
+
+
+@pytest.mark.parametrize(
+    ("limits", "kind", "expected"),
+    [
+        ({"nofile": 65536}, "cuda", "good"),
+        ({"nofile": 512}, "cpu", "note"),
+        ({"nofile": 256}, "cpu", "bad"),
+        ({"memlock": 65536}, "cuda", "note"),
+        ({"memlock": 65536}, "cpu", "good"),
+        ({"nproc": 100}, "cpu", "note"),
+    ],
+)
+def test_limits_are_measured_by_the_number_of_ranks(limits, kind, expected, monkeypatch):
+    monkeypatch.setattr(check_table, "soft_limit", lambda name: limits.get(name, math.inf))
+    devices = [Device("cuda", 0, "A", GIB, GIB)] if kind == "cuda" else []
+    assert state(check_table.check_limits(on(devices))) == expected
+
+
+def test_a_limit_on_address_space_keeps_ranks_from_sharing_memory(monkeypatch):
+    assert state(check_table.check_segment(MACHINE)) == "good"
+    monkeypatch.setattr(check_table, "soft_limit", lambda name: 4 * GIB)
+    assert state(check_table.check_segment(MACHINE)) == "note"
+
+
+@pytest.mark.parametrize(
+    ("free", "limit", "expected"),
+    [(60, None, "good"), (60, 32, "good"), (8, None, "note"), (60, 8, "note"), (60, 2, "bad")],
+)
+def test_memory_is_measured_as_the_container_allows_it(free, limit, expected, monkeypatch):
+    monkeypatch.setattr(check_table, "read_cgroup", lambda: {"memory.max": limit * GIB} if limit else {})
+    machine = on(memory_total=64 * GIB, memory_free=free * GIB)
+    assert state(check_table.check_memory(machine)) == expected
+    assert ("the container" in check_table.check_memory(machine).found) == (limit is not None)
+
+
+@pytest.mark.parametrize(("quota", "expected"), [({}, "good"), ({"cpu.max": 2.5}, "note")])
+def test_processors_are_counted_as_the_container_allows_them(quota, expected, monkeypatch):
+    monkeypatch.setattr(check_table, "read_cgroup", lambda: quota)
+    assert state(check_table.check_processors(on())) == expected
+
+
 def test_control_groups_are_read_up_to_the_root(tmp_path):
-    own = tmp_path / "job" / "task"
+    root, membership = tmp_path / "root", tmp_path / "membership"
+    own = root / "job" / "task"
     own.mkdir(parents=True)
     (own / "memory.max").write_text("max\n")
     (own.parent / "memory.max").write_text(f"{2**20}\n")
     (own / "cpu.max").write_text("150000 100000\n")
-    (tmp_path / "cpu.max").write_text("max 100000\n")
-    assert system.cgroup_limits(tmp_path, "0::/job/task\n") == (2**20, 1.5)
-    assert system.cgroup_limits(tmp_path, "") == (None, None)
-    (tmp_path / "memory").mkdir()
-    (tmp_path / "memory" / "memory.limit_in_bytes").write_text("9223372036854771712\n")  # no limit, in version 1
-    assert system.cgroup_limits(tmp_path, "") == (None, None)
+    (root / "cpu.max").write_text("max 100000\n")
+    membership.write_text("0::/job/task\n")
+    assert check_table.read_cgroup(root, membership) == {"memory.max": 2**20, "cpu.max": 1.5}
+    assert check_table.read_cgroup(root, tmp_path / "none") == {}
 
 
 @pytest.mark.parametrize(
-    ("addresses", "has_interface", "num_nodes", "expected"),
+    ("name", "value", "expected"),
     [
-        (["10.0.0.5"], False, 1, "good"),
-        (["10.0.0.5"], False, 2, "good"),
-        (["127.0.1.1"], False, 1, "good"),
-        (["127.0.1.1"], False, 2, "bad"),
-        (["127.0.1.1"], True, 2, "good"),
-        (["192.0.2.1"], False, 1, "note"),
-        (["192.0.2.1"], False, 2, "bad"),
-        ([], False, 1, "note"),
-        ([], False, 2, "bad"),
+        ("CUDA_LAUNCH_BLOCKING", "1", "note"),
+        ("CUBLAS_WORKSPACE_CONFIG", ":0:0", "bad"),
+        ("NCCL_P2P_DISABLE", "1", "note"),
+        ("GLOO_SOCKET_IFNAME", "lo,no-such-interface", "bad"),
     ],
 )
-def test_a_host_s_name_must_lead_back_to_it(addresses, has_interface, num_nodes, expected):
-    found = network.check_host_name(
-        "node7",
-        addresses,
-        lambda address: address != "192.0.2.1",
-        has_interface=has_interface,
-        num_nodes=num_nodes,
-    )
-    assert found.state == expected
-    assert "node7" in found.found
+def test_a_variable_that_slows_down_or_breaks_is_named_with_its_effect(name, value, expected, monkeypatch):
+    monkeypatch.delenv(name, raising=False)
+    assert name not in [result.name for result in check_table.check_variables(MACHINE)]
+    monkeypatch.setenv(name, value)
+    found = next(result for result in check_table.check_variables(MACHINE) if result.name == name)
+    assert (found.state, found.advice != "") == (expected, True)
 
 
-def test_an_address_that_is_not_ours_is_noticed():
-    assert network.check_loopback().state == "good"
-    assert network.check_loopback("192.0.2.1").state == "bad"  # of a net for documentation
-    assert network.is_own_address("127.0.0.1")
-    assert not network.is_own_address("192.0.2.1")
-    assert network.resolve("127.0.0.1") == ["127.0.0.1"]
-    assert network.resolve("no.such.host.invalid") == []
+def test_variables_that_do_no_harm_are_not_named(monkeypatch):
+    for name, value in (("CUDA_LAUNCH_BLOCKING", "0"), ("CUBLAS_WORKSPACE_CONFIG", ":4096:8")):
+        monkeypatch.setenv(name, value)
+        assert name not in [result.name for result in check_table.check_variables(MACHINE)]
 
 
-def test_the_run_folder_is_tried_and_left_as_it_was(tmp_path):
-    assert storage.check_run_folder(tmp_path).state == "good"
+@pytest.mark.parametrize(
+    ("address", "interface", "num_nodes", "expected"),
+    [
+        ("10.0.0.5", False, 2, "good"),
+        ("127.0.1.1", False, 1, "good"),
+        ("127.0.1.1", False, 2, "bad"),
+        ("127.0.1.1", True, 2, "good"),
+        (None, False, 1, "good"),
+        (None, False, 2, "bad"),
+    ],
+)
+def test_other_nodes_must_reach_a_host_by_its_name(address, interface, num_nodes, expected, monkeypatch):
+    def resolve(name):
+        if address is None:
+            raise socket.gaierror
+        return address
+
+    monkeypatch.setattr(socket, "gethostbyname", resolve)
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    if interface:
+        monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    assert state(check_table.check_host_name(replace(MACHINE, num_nodes=num_nodes))) == expected
+
+
+def test_an_address_that_cannot_be_listened_at_is_noticed():
+    assert check_table.check_loopback(MACHINE).state == "good"
+    assert check_table.check_loopback(MACHINE, "192.0.2.1").state == "bad"  # of a net for documentation
+
+
+def test_the_run_folder_is_tried_and_left_as_it_was(tmp_path, monkeypatch):
+    assert check_table.check_run_folder(replace(MACHINE, folder=tmp_path)).state == "good"
     assert list(tmp_path.iterdir()) == []
-    gone = storage.check_run_folder(tmp_path / "gone")
+    gone = check_table.check_run_folder(replace(MACHINE, folder=tmp_path / "gone"))
     assert gone.state == "bad"
     assert "--run-dir" in gone.advice
-    assert storage.check_temporary(tmp_path).state == "good"
-    assert storage.check_temporary(tmp_path / "gone").state == "bad"
-
-
-def test_a_file_system_without_locks_is_noted(tmp_path, monkeypatch):
     import samestep.train.lock as lock
 
     monkeypatch.setattr(lock, "is_locked", lambda folder: None)
-    assert storage.check_run_folder(tmp_path).state == "note"
+    assert check_table.check_run_folder(replace(MACHINE, folder=tmp_path)).state == "note"
 
 
-def test_a_requirement_that_is_not_met_is_named(monkeypatch):
-    assert versions.check_conflicts("pytest").state == "good"
-    monkeypatch.setattr(versions, "installed_version", lambda name: "0.1")
-    found = versions.check_conflicts("pytest")
-    assert found.state == "bad"
-    assert "0.1 is installed" in found.found
-
-
-def test_torch_is_asked_in_another_process_and_may_fail_there():
-    facts = {"version": "2.13.0", "cuda": "13.0", "hip": None, "cudnn": 91002, "nccl": [2, 27, 7], "gloo": True}
-    facts |= {"archs": ["sm_90"], "capabilities": [[9, 0]], "peers": [[True]]}
-    told = ask_torch((sys.executable, "-c", f"print({json.dumps(json.dumps(facts))})"))
-    assert told == TorchFacts("2.13.0", "", "13.0", None, 91002, (2, 27, 7), True, ("sm_90",), ((9, 0),), ((True,),))
-    killed = ask_torch((sys.executable, "-c", "import os; os.kill(os.getpid(), 4)"))
-    assert killed.problem == "importing it ends in SIGILL"
-    failed = ask_torch((sys.executable, "-c", "raise ImportError('libtorch.so')"))
-    assert failed.problem.endswith("ImportError: libtorch.so")
-    assert versions.check_torch(failed).state == "bad"
-
-
-def test_a_check_that_fails_itself_is_a_finding_without_a_traceback():
+def test_a_check_that_fails_itself_is_a_result_without_a_traceback():
     def crash(machine):
         raise OSError("no such thing\nand more")
 
-    (found,) = carry_out(Check("system", "thing", crash), None)
+    (found,) = check_node(MACHINE, [("system", "thing", crash)])
     assert (found.area, found.name, found.state) == ("system", "thing", "bad")
     assert found.found == "cannot be looked at: OSError: no such thing"
     assert found.advice
 
 
-def test_this_machine_is_examined_by_every_check(tmp_path):
-    inventory = discover(accelerators=False)
-    machine = Machine(inventory, select("cpu:2", inventory), 2, 1, CPU, Driver(), {}, tmp_path)
-    findings = examine_machine(machine)
-    assert [finding for finding in findings if "cannot be looked at" in finding.found] == []
-    assert {finding.area for finding in findings} <= {check.area for check in CHECKS}
-    assert {"Python", "torch", "loopback", "run folder", "clock"} <= {finding.name for finding in findings}
+def test_this_machine_is_checked_by_every_check(tmp_path):
+    results = check_node(replace(MACHINE, folder=tmp_path))
+    assert [result for result in results if "cannot be looked at" in result.found] == []
+    assert {result.area for result in results} <= {area for area, _, _ in CHECKS}
+    assert {"Python", "torch", "open files", "run folder", "loopback"} <= {result.name for result in results}
 
 
-FINDINGS = [
-    Finding("one", "good", "as it should be", area="system"),
-    Finding("two", "note", "not so [fast]", "look at it", area="system"),
-    Finding("three", "bad", "x" * 100, "mend it", area="ranks"),
+RESULTS = [
+    Result("one", "good", "as it should be", area="system"),
+    Result("two", "note", "not so [fast]", "look at it", area="system"),
+    Result("three", "bad", "x" * 100, "mend it", area="ranks"),
 ]
 
 
 def test_the_table_can_be_read_without_colour(capsys):
-    print_findings(FINDINGS)
+    print_results(RESULTS)
     lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
     assert "good  one    as it should be" in lines
     assert "note  two    not so [fast]" in lines
@@ -333,7 +320,7 @@ def test_nothing_is_cut_off_on_a_narrow_terminal(width, monkeypatch, tmp_path):
     monkeypatch.setenv("COLUMNS", str(width))
     monkeypatch.setenv("FORCE_COLOR", "1")
     with (tmp_path / "out").open("w") as file:
-        print_findings(FINDINGS, file)
+        print_results(RESULTS, file)
     text = (tmp_path / "out").read_text()
     assert "\x1b[" in text
     assert text.count("x") == 100
@@ -341,20 +328,14 @@ def test_nothing_is_cut_off_on_a_narrow_terminal(width, monkeypatch, tmp_path):
 
 
 def test_json_says_whether_anything_is_bad():
-    assert as_object(FINDINGS)["good"] is False
-    assert json.loads(json.dumps(as_object(FINDINGS)))["findings"][1]["advice"] == "look at it"
-    assert is_good(FINDINGS[:2])
+    assert as_object(RESULTS)["good"] is False
+    assert json.loads(json.dumps(as_object(RESULTS)))["findings"][1]["advice"] == "look at it"
+    assert is_good(RESULTS[:2])
 
 
-def test_a_bad_finding_must_say_what_to_do():
+def test_a_bad_result_must_say_what_to_do():
     assert good("a", "b").state == "good"
     assert note("a", "b").advice == ""
     assert bad("a", "b", "c").advice == "c"
     with pytest.raises(AssertionError, match="needs advice"):
         bad("a", "b", "")
-
-
-def test_the_host_name_and_interfaces_of_this_machine_are_read():
-    assert network.host_name() == socket.gethostname()
-    assert variables.own_interfaces() == [name for _, name in socket.if_nameindex()]
-    assert SimpleNamespace(**system.read_limits()).nofile != 0

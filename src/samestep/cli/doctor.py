@@ -8,7 +8,7 @@ import typer
 from samestep.cli.workers import Devices
 
 if TYPE_CHECKING:
-    from samestep.doctor.findings import Finding
+    from samestep.doctor.result import Result
 
 TIMEOUT_SECONDS = 60.0
 
@@ -21,32 +21,32 @@ def doctor(
     ] = TIMEOUT_SECONDS,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
 ) -> None:
-    """Examines this machine: versions, devices, system, and collectives between ranks, to the bit.
+    """Checks this machine: versions, devices, system, and collectives between ranks, to the bit.
 
-    Exit code 0 when nothing is bad, 1 otherwise. Under torchrun, srun or mpirun it examines the group that it is
-    started in, and rank 0 prints.
+    Exit code 0 when nothing is bad, 1 otherwise. Under torchrun, srun or mpirun it checks the group that it is started
+    in, and rank 0 prints.
     """
     from samestep.comm.environment import read_environment
-    from samestep.doctor.alone import examine_alone
+    from samestep.doctor.local import check_local
     from samestep.errors import UsageError
 
-    place = read_environment()
-    if place.launcher == "none":
-        findings, code = examine_alone(devices or "auto", timeout_seconds, quick)
-        _show(findings, as_json)
+    environment = read_environment()
+    if environment.launcher == "none":
+        results, code = check_local(devices or "auto", timeout_seconds, quick)
+        _show(results, as_json)
         raise typer.Exit(code)
     if devices is not None:
-        raise UsageError(f"got --devices {devices}, and ranks that {place.launcher} started; leave it out")
-    from samestep.doctor.group import examine_group
+        raise UsageError(f"got --devices {devices}, and ranks that {environment.launcher} started; leave it out")
+    from samestep.doctor.collective_checks import check_group
 
-    raise typer.Exit(examine_group(place, timeout_seconds, quick, lambda findings: _show(findings, as_json)))
+    raise typer.Exit(check_group(environment, timeout_seconds, quick, lambda results: _show(results, as_json)))
 
 
-def _show(findings: "list[Finding]", as_json: bool) -> None:
-    """Prints the findings."""
-    from samestep.doctor.showing import as_object, print_findings
+def _show(results: "list[Result]", as_json: bool) -> None:
+    """Prints the results."""
+    from samestep.doctor.result import as_object, print_results
 
     if as_json:
-        print(json.dumps(as_object(findings)), flush=True)
+        print(json.dumps(as_object(results)), flush=True)
     else:
-        print_findings(findings)
+        print_results(results)

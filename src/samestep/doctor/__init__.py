@@ -1,1 +1,1 @@
-"""The examination of a machine: what it has, whether it fits together, and whether its ranks can talk."""
+"""`samestep doctor`: checks of a machine, and of the collectives between its ranks."""

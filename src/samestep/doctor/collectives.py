@@ -1,11 +1,16 @@
-"""The collectives that training uses: each is tried against plain arithmetic, to the bit, and set up to be timed.
+"""The collectives that training uses: each compared to the bit with plain arithmetic, and timed.
 
-Every rank knows what every other sends, so it can tell a wrong element, and often whose it was, without asking. Sums
-that no order of ours fixes (the backend's own) are of small whole numbers, which every order adds up exactly.
+Every rank knows the input of every other rank, so it can name a wrong element and its sender without asking. Sums in an
+order that is not ours (the backend's own) are of small whole numbers: every order adds those up exactly.
+
+Algorithm bandwidth is the size of the tensor divided by the time. Bus bandwidth multiplies it by the traffic that the
+collective needs at least, so that it can be compared with the link's, whatever the number of ranks. Source: nccl-tests,
+doc/PERFORMANCE.md.
 """
 
+import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -23,38 +28,9 @@ from samestep.core.tree import Block, TreeSum, rank_blocks
 MOVED_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8, torch.bool)
 ADDED_DTYPES = (torch.float32, torch.float64)
 SIZES = (1, 1003, 65_537)
-MANY_ELEMENTS = 262_144
 LATE_SECONDS = 0.05
-FLOAT_BYTES = 4
-
-
-@dataclass(frozen=True)
-class Ranks:
-    """The ranks whose collectives are tried, seen from one of them.
-
-    Attributes:
-        communicator: its communicator, over the transport that is tried.
-        store: another way to talk, which does not depend on that transport.
-    """
-
-    communicator: Communicator
-    store: dist.Store
-
-    @property
-    def rank(self) -> int:
-        """This rank."""
-        return self.communicator.rank
-
-    @property
-    def world_size(self) -> int:
-        """How many there are."""
-        return self.communicator.world_size
-
-    @property
-    def device(self) -> torch.device:
-        """This rank's device."""
-        return self.communicator.device
-
+LARGE_CPU_BYTES, LARGE_GPU_BYTES = 8 << 20, 128 << 20
+NUM_LARGE, NUM_SMALL, NUM_WARM = 3, 20, 2
 
 Operation = Callable[[], object]
 
@@ -64,17 +40,18 @@ class Collective:
     """A collective.
 
     Attributes:
-        name: what it is called.
-        cases: tries it; yields, a case, what is wrong with what this rank got: nothing, if all is right.
-        operation: makes what is timed, for so many bytes; None where there is nothing to time.
-        bus_factor: bus bandwidth by algorithm bandwidth, on so many ranks.
-        is_torch: whether torch.distributed's own is called, which only transports over process groups have.
+        name: shown in the table.
+        cases: runs it; yields the error of this rank for each case, empty if the bits are right. The store is a second
+            channel, which does not depend on the transport under test.
+        operation: makes the call that is timed on a tensor; None if there is nothing to time.
+        bus_factor: bus bandwidth by algorithm bandwidth, for a number of ranks; None without a large message.
+        is_torch: whether torch.distributed's own function is called; only process groups have it.
     """
 
     name: str
-    cases: Callable[[Ranks], Iterator[str]]
-    operation: Callable[[Ranks, int], Operation] | None
-    bus_factor: Callable[[int], float]
+    cases: Callable[[Communicator, dist.Store], Iterator[str]]
+    operation: Callable[[Communicator, Tensor], Operation] | None
+    bus_factor: Callable[[int], float] | None
     is_torch: bool = False
 
     def is_possible(self, communicator: Communicator) -> bool:
@@ -83,7 +60,7 @@ class Collective:
 
 
 def difference(got: Tensor, expected: Tensor) -> str:
-    """The first element in which two flat tensors differ in a bit; empty if they are the same bits."""
+    """The first element in which two flat tensors differ in a bit; empty if all bits are equal."""
     got = got.detach().cpu()
     if got.shape != expected.shape or got.dtype != expected.dtype:
         return f"{got.numel()} elements of {got.dtype} arrived, should be {expected.numel()} of {expected.dtype}"
@@ -101,18 +78,27 @@ def difference(got: Tensor, expected: Tensor) -> str:
 
 
 def pattern(source: int, target: int, numel: int, dtype: torch.dtype) -> Tensor:
-    """What one rank sends another: whole numbers that every dtype holds, and that tell place, source and target."""
+    """The message of one rank to another: whole numbers that every dtype holds, different by position and ranks."""
     numbers = (7 * torch.arange(numel) + 31 * source + 17 * target) % 127
     return (numbers % 2 if dtype == torch.bool else numbers).to(dtype)
 
 
-def _about(dtype: torch.dtype, numel: int, wrong: str) -> str:
-    """What is wrong, with the case that shows it."""
-    return f"{str(dtype).removeprefix('torch.')}, about {numel:,} elements: {wrong}" if wrong else ""
+def each(
+    check: Callable[[Communicator, torch.dtype, int], str], dtypes: Sequence[torch.dtype] = MOVED_DTYPES
+) -> Callable[[Communicator, dist.Store], Iterator[str]]:
+    """The cases of a check: every dtype in every size."""
+
+    def cases(comm: Communicator, _: dist.Store) -> Iterator[str]:
+        for dtype in dtypes:
+            for size in SIZES:
+                error = check(comm, dtype, size)
+                yield f"{str(dtype).removeprefix('torch.')}, about {size:,} elements: {error}" if error else ""
+
+    return cases
 
 
 def _parts_differ(got: Tensor, parts: Sequence[Tensor]) -> str:
-    """What is wrong with parts from rank 0, 1, …, naming the first rank whose part it is."""
+    """The first error in parts from rank 0, 1, …, with the rank that sent the part."""
     if got.numel() != sum(part.numel() for part in parts):
         return difference(got, torch.cat(list(parts)))
     for source, (ours, part) in enumerate(zip(got.split([len(part) for part in parts]), parts, strict=True)):
@@ -122,235 +108,235 @@ def _parts_differ(got: Tensor, parts: Sequence[Tensor]) -> str:
 
 
 def _ragged(size: int, source: int, target: int) -> int:
-    """How many elements one rank sends another: uneven, and none at times."""
+    """The number of elements in the message of one rank to another: uneven, and sometimes 0."""
     return 0 if size == 1 and (source + target) % 2 else size + (3 * source + 5 * target) % 7
 
 
-def exchange_cases(ranks: Ranks) -> Iterator[str]:
+def check_exchange(comm: Communicator, dtype: torch.dtype, size: int) -> str:
     """All-to-all of ragged parts."""
-    rank, everyone = ranks.rank, range(ranks.world_size)
-    for dtype in MOVED_DTYPES:
-        for size in SIZES:
-            sizes = [_ragged(size, rank, target) for target in everyone]
-            expected = [pattern(source, rank, _ragged(size, source, rank), dtype) for source in everyone]
-            parts = torch.cat([pattern(rank, target, sizes[target], dtype) for target in everyone]).to(ranks.device)
-            pending = ranks.communicator.transport.exchange(parts, sizes, [len(part) for part in expected])
-            yield _about(dtype, size, _parts_differ(pending.wait(), expected))
+    rank, everyone = comm.rank, range(comm.world_size)
+    sizes = [_ragged(size, rank, target) for target in everyone]
+    expected = [pattern(source, rank, _ragged(size, source, rank), dtype) for source in everyone]
+    parts = torch.cat([pattern(rank, target, sizes[target], dtype) for target in everyone]).to(comm.device)
+    got = comm.transport.exchange(parts, sizes, [len(part) for part in expected]).wait()
+    return _parts_differ(got, expected)
 
 
-def gather_cases(ranks: Ranks) -> Iterator[str]:
+def check_gather(comm: Communicator, dtype: torch.dtype, size: int) -> str:
     """All-gather of equal parts, then of ragged ones."""
-    rank, everyone = ranks.rank, range(ranks.world_size)
-    for dtype in MOVED_DTYPES:
-        for size in SIZES:
-            expected = [pattern(source, 0, size, dtype) for source in everyone]
-            got = ranks.communicator.transport.gather(expected[rank].to(ranks.device)).wait()
-            yield _about(dtype, size, _parts_differ(got, expected))
-    for size in SIZES:
-        expected = [pattern(source, 0, _ragged(size, source, 0), torch.float32) for source in everyone]
-        sizes = [len(part) for part in expected]
-        got = gather_parts(ranks.communicator.transport, expected[rank].to(ranks.device), sizes).wait()
-        yield _about(torch.float32, size, _parts_differ(got, expected))
+    equal = [pattern(source, 0, size, dtype) for source in range(comm.world_size)]
+    error = _parts_differ(comm.transport.gather(equal[comm.rank].to(comm.device)).wait(), equal)
+    ragged = [pattern(source, 0, _ragged(size, source, 0), dtype) for source in range(comm.world_size)]
+    sizes = [len(part) for part in ragged]
+    got = gather_parts(comm.transport, ragged[comm.rank].to(comm.device), sizes).wait()
+    return error or _parts_differ(got, ragged)
 
 
-def word_cases(ranks: Ranks) -> Iterator[str]:
-    """64-bit integers of all ranks, through host memory."""
+def word_cases(comm: Communicator, _: dist.Store) -> Iterator[str]:
+    """Gather of 64-bit integers through host memory."""
     for extreme in (0, -1, 2**62):
-        got = ranks.communicator.gather_words([ranks.rank, extreme])
+        got = comm.gather_words([comm.rank, extreme])
         wrong = [source for source, row in enumerate(got) if row != [source, extreme]]
-        yield f"rank {wrong[0]} seems to say {got[wrong[0]]}" if wrong else ""
+        yield f"{got[wrong[0]]} arrived from rank {wrong[0]}" if wrong else ""
 
 
-def ordered_cases(ranks: Ranks) -> Iterator[str]:
-    """The ordered reduction of random numbers, whose bits depend on the order, for several numbers of microbatches."""
-    unit = ALIGNMENT_ELEMENTS * ranks.world_size
-    for num_microbatches in (ranks.world_size, max(8, ranks.world_size), ranks.world_size + 3):
-        for dtype in ADDED_DTYPES:
-            for numel in (unit, unit * -(-MANY_ELEMENTS // unit)):
-                leaves = [_leaf(microbatch, numel, dtype) for microbatch in range(num_microbatches)]
-                got = _reduced(ranks, leaves)
-                wrong = difference(got, tree_sum_rows(torch.stack(leaves)))
-                yield _about(dtype, numel, f"{num_microbatches} microbatches, {wrong}" if wrong else "")
+def check_ordered(comm: Communicator, dtype: torch.dtype, size: int) -> str:
+    """The ordered reduction of random numbers, whose sums depend on the order, for several numbers of microbatches."""
+    unit = ALIGNMENT_ELEMENTS * comm.world_size
+    numel = unit * -(-4 * size // unit)
+    error = ""
+    for num_microbatches in (comm.world_size, max(8, comm.world_size), comm.world_size + 3):
+        leaves = [_leaf(microbatch, numel, dtype) for microbatch in range(num_microbatches)]
+        ranges = microbatch_ranges(num_microbatches, comm.world_size)
+        counter: TreeSum[Tensor] = TreeSum(torch.add)
+        for microbatch in ranges[comm.rank]:
+            counter.push(Block(microbatch, 1), leaves[microbatch].to(comm.device))
+        like = torch.empty_like(leaves[0], device=comm.device)
+        got = _reduce(comm, rank_blocks(ranges, num_microbatches), counter.sums, like)
+        wrong = difference(got, tree_sum_rows(torch.stack(leaves)))
+        error = error or (f"{num_microbatches} microbatches, {wrong}" if wrong else "")
+    return error
 
 
 def _leaf(microbatch: int, numel: int, dtype: torch.dtype) -> Tensor:
-    """A microbatch's numbers."""
+    """Random numbers of a microbatch."""
     return torch.randn(numel, generator=torch.Generator().manual_seed(microbatch + 1), dtype=torch.float64).to(dtype)
 
 
-def _reduced(ranks: Ranks, leaves: Sequence[Tensor]) -> Tensor:
-    """The ordered reduction of a leaf a microbatch."""
-    ranges = microbatch_ranges(len(leaves), ranks.world_size)
-    counter: TreeSum[Tensor] = TreeSum(torch.add)
-    for microbatch in ranges[ranks.rank]:
-        counter.push(Block(microbatch, 1), leaves[microbatch].to(ranks.device))
-    like = torch.empty_like(leaves[0], device=ranks.device)
-    reduction = ranks.communicator.reduce(rank_blocks(ranges, len(leaves)), counter.sums, like)
+def _reduce(comm: Communicator, blocks: Sequence[Sequence[Block]], sums: Sequence[Tensor], like: Tensor) -> Tensor:
+    """One ordered reduction from beginning to end."""
+    reduction = comm.reduce(blocks, sums, like)
     for _ in range(reduction.num_folds):
         reduction.fold()
     return reduction.finish()
 
 
-def native_cases(ranks: Ranks) -> Iterator[str]:
+def check_native(comm: Communicator, dtype: torch.dtype, size: int) -> str:
     """The backend's own all-reduce."""
-    for dtype in ADDED_DTYPES:
-        for size in SIZES:
-            addends = [pattern(source, 0, size, dtype) for source in range(ranks.world_size)]
-            got = ranks.communicator.transport.add(addends[ranks.rank].to(ranks.device, copy=True)).wait()
-            yield _about(dtype, size, difference(got, torch.stack(addends).sum(0)))
+    addends = [pattern(source, 0, size, dtype) for source in range(comm.world_size)]
+    got = comm.transport.add(addends[comm.rank].to(comm.device, copy=True)).wait()
+    return difference(got, torch.stack(addends).sum(0))
 
 
-def broadcast_cases(ranks: Ranks) -> Iterator[str]:
+def check_broadcast(comm: Communicator, dtype: torch.dtype, size: int) -> str:
     """Broadcast from the first and from the last rank."""
-    for dtype in MOVED_DTYPES:
-        for source in (0, ranks.world_size - 1):
-            for size in SIZES:
-                expected = pattern(source, 1, size, dtype)
-                ours = expected if ranks.rank == source else torch.zeros_like(expected)
-                moved = ours.to(ranks.device, copy=True)
-                ranks.communicator.broadcast(moved, source)
-                wrong = difference(moved, expected)
-                yield _about(dtype, size, f"{wrong} in what rank {source} sent" if wrong else "")
+    error = ""
+    for source in (0, comm.world_size - 1):
+        expected = pattern(source, 1, size, dtype)
+        ours = expected if comm.rank == source else torch.zeros_like(expected)
+        moved = ours.to(comm.device, copy=True)
+        comm.broadcast(moved, source)
+        wrong = difference(moved, expected)
+        error = error or (f"{wrong} in what rank {source} sent" if wrong else "")
+    return error
 
 
 def _torch_device() -> torch.device:
-    """Where torch.distributed's own collectives take tensors from; gloo knows few of them for accelerators."""
+    """The device for torch.distributed's own collectives: gloo has few of them for accelerators."""
     return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
 
 
-def reduce_scatter_cases(ranks: Ranks) -> Iterator[str]:
+def check_reduce_scatter(comm: Communicator, dtype: torch.dtype, size: int) -> str:
     """torch's reduce-scatter."""
-    device = _torch_device()
-    for dtype in ADDED_DTYPES:
-        for size in SIZES:
-            addends = [pattern(source, 2, size * ranks.world_size, dtype) for source in range(ranks.world_size)]
-            got = torch.empty(size, dtype=dtype, device=device)
-            _reduce_scatter(got, addends[ranks.rank].to(device, copy=True))
-            yield _about(dtype, size, difference(got, torch.stack(addends).sum(0).split(size)[ranks.rank]))
+    addends = [pattern(source, 2, size * comm.world_size, dtype) for source in range(comm.world_size)]
+    got = torch.empty(size, dtype=dtype, device=_torch_device())
+    _reduce_scatter(got, addends[comm.rank].to(_torch_device(), copy=True))
+    return difference(got, torch.stack(addends).sum(0).split(size)[comm.rank])
 
 
 def _reduce_scatter(got: Tensor, tensor: Tensor) -> None:
-    """torch's reduce-scatter by the name that the installed torch has for it; newer ones warn of the old name."""
+    """torch's reduce-scatter; newer releases warn of the old name."""
     function = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     function(got, tensor)
 
 
-def send_cases(ranks: Ranks) -> Iterator[str]:
+def check_send(comm: Communicator, dtype: torch.dtype, size: int) -> str:
     """Each rank sends to the next and receives from the one before."""
-    rank, before, device = ranks.rank, (ranks.rank - 1) % ranks.world_size, _torch_device()
-    for dtype in MOVED_DTYPES[:-1]:
-        for size in SIZES:
-            got = torch.empty(size, dtype=dtype, device=device)
-            _send_on(ranks, pattern(rank, 3, size, dtype).to(device), got)
-            wrong = difference(got, pattern(before, 3, size, dtype))
-            yield _about(dtype, size, f"{wrong} in what rank {before} sent" if wrong else "")
+    before = (comm.rank - 1) % comm.world_size
+    got = torch.empty(size, dtype=dtype, device=_torch_device())
+    _send_on(comm, pattern(comm.rank, 3, size, dtype).to(_torch_device()), got)
+    wrong = difference(got, pattern(before, 3, size, dtype))
+    return f"{wrong} in what rank {before} sent" if wrong else ""
 
 
-def _send_on(ranks: Ranks, sent: Tensor, received: Tensor) -> None:
-    """Sends to the next rank, receives from the one before."""
-    rank, size = ranks.rank, ranks.world_size
-    there = dist.P2POp(dist.isend, sent, (rank + 1) % size)
-    back = dist.P2POp(dist.irecv, received, (rank - 1) % size)
+def _send_on(comm: Communicator, sent: Tensor, received: Tensor) -> None:
+    """Sends to the next rank and receives from the one before."""
+    there = dist.P2POp(dist.isend, sent, (comm.rank + 1) % comm.world_size)
+    back = dist.P2POp(dist.irecv, received, (comm.rank - 1) % comm.world_size)
     for work in dist.batch_isend_irecv([there, back]):
         work.wait()
 
 
-def barrier_cases(ranks: Ranks) -> Iterator[str]:
-    """Nobody leaves a barrier before all have come: each rank is late once, the first and the last."""
-    for late in sorted({0, ranks.world_size - 1}):
-        if ranks.rank == late:
+def barrier_cases(comm: Communicator, store: dist.Store) -> Iterator[str]:
+    """No rank leaves a barrier before all have entered it: first rank 0 is late, then the last rank."""
+    for late in sorted({0, comm.world_size - 1}):
+        if comm.rank == late:
             time.sleep(LATE_SECONDS)
-        ranks.store.set(f"came {late}/{ranks.rank}", "here")
-        ranks.communicator.barrier()
-        missing = [rank for rank in range(ranks.world_size) if not ranks.store.check([f"came {late}/{rank}"])]
-        yield f"left it before rank {missing[0]} came" if missing else ""
+        store.set(f"entered {late}/{comm.rank}", "here")
+        comm.barrier()
+        missing = [rank for rank in range(comm.world_size) if not store.check([f"entered {late}/{rank}"])]
+        yield f"left it before rank {missing[0]} entered" if missing else ""
 
 
-def _floats(ranks: Ranks, num_bytes: int) -> Tensor:
-    """Zeros of about so many bytes, that can be cut into a part a rank."""
-    unit = ALIGNMENT_ELEMENTS * ranks.world_size
-    return torch.zeros(unit * max(1, num_bytes // (FLOAT_BYTES * unit)), device=ranks.device)
+def _exchange(comm: Communicator, tensor: Tensor) -> Operation:
+    """An all-to-all of equal parts of the tensor."""
+    sizes = [tensor.numel() // comm.world_size] * comm.world_size
+    return lambda: comm.transport.exchange(tensor, sizes, sizes).wait()
 
 
-def time_exchange(ranks: Ranks, num_bytes: int) -> Operation:
-    """An all-to-all of equal parts, all of which together have so many bytes."""
-    tensor = _floats(ranks, num_bytes)
-    sizes = [tensor.numel() // ranks.world_size] * ranks.world_size
-    return lambda: ranks.communicator.transport.exchange(tensor, sizes, sizes).wait()
+def _gather(comm: Communicator, tensor: Tensor) -> Operation:
+    """An all-gather whose result is as large as the tensor."""
+    part = tensor.chunk(comm.world_size)[0]
+    return lambda: comm.transport.gather(part).wait()
 
 
-def time_gather(ranks: Ranks, num_bytes: int) -> Operation:
-    """An all-gather, of so many bytes together."""
-    part = _floats(ranks, num_bytes).chunk(ranks.world_size)[0]
-    return lambda: ranks.communicator.transport.gather(part).wait()
+def _ordered(comm: Communicator, tensor: Tensor) -> Operation:
+    """An ordered reduction of the tensor, one microbatch per rank."""
+    return partial(_reduce, comm, tuple((Block(rank, 1),) for rank in range(comm.world_size)), [tensor], tensor)
 
 
-def time_ordered(ranks: Ranks, num_bytes: int) -> Operation:
-    """An ordered reduction of a tensor of so many bytes, one microbatch a rank."""
-    tensor = _floats(ranks, num_bytes)
-    blocks = tuple((Block(rank, 1),) for rank in range(ranks.world_size))
-
-    def reduce() -> Tensor:
-        reduction = ranks.communicator.reduce(blocks, [tensor], tensor)
-        for _ in range(reduction.num_folds):
-            reduction.fold()
-        return reduction.finish()
-
-    return reduce
-
-
-def time_native(ranks: Ranks, num_bytes: int) -> Operation:
-    """An all-reduce of a tensor of so many bytes."""
-    tensor = _floats(ranks, num_bytes)
-    return lambda: ranks.communicator.transport.add(tensor).wait()
-
-
-def time_broadcast(ranks: Ranks, num_bytes: int) -> Operation:
-    """A broadcast of so many bytes from rank 0; the next one begins when all have it."""
-    tensor = _floats(ranks, num_bytes)
-    return lambda: ranks.communicator.transport.broadcast(tensor, 0)
-
-
-def time_reduce_scatter(ranks: Ranks, num_bytes: int) -> Operation:
-    """A reduce-scatter of a tensor of so many bytes."""
-    tensor = _floats(ranks, num_bytes).to(_torch_device())
-    got = torch.empty_like(tensor.chunk(ranks.world_size)[0])
-    return partial(_reduce_scatter, got, tensor)
-
-
-def time_send(ranks: Ranks, num_bytes: int) -> Operation:
-    """So many bytes sent on in a ring."""
-    tensor = _floats(ranks, num_bytes).to(_torch_device())
-    got = torch.empty_like(tensor)
-    return lambda: _send_on(ranks, tensor, got)
-
-
-def time_barrier(ranks: Ranks, num_bytes: int) -> Operation:
-    """A barrier, which has no bytes."""
-    return ranks.communicator.barrier
-
-
-def _shared_out(num_ranks: int) -> float:
-    return (num_ranks - 1) / num_ranks
-
-
-def _twice(num_ranks: int) -> float:
-    return 2 * _shared_out(num_ranks)
-
-
-def _once(num_ranks: int) -> float:
-    return 1.0
+def _native(comm: Communicator, tensor: Tensor) -> Operation:
+    """The backend's all-reduce of the tensor."""
+    return lambda: comm.transport.add(tensor).wait()
 
 
 COLLECTIVES = (
-    Collective("exchange (all-to-all)", exchange_cases, time_exchange, _shared_out),
-    Collective("gather (all-gather)", gather_cases, time_gather, _shared_out),
-    Collective("gather of words", word_cases, None, _once),
-    Collective("ordered reduction", ordered_cases, time_ordered, _twice),
-    Collective("native all-reduce", native_cases, time_native, _twice),
-    Collective("broadcast", broadcast_cases, time_broadcast, _once),
-    Collective("reduce-scatter", reduce_scatter_cases, time_reduce_scatter, _shared_out, is_torch=True),
-    Collective("send and receive", send_cases, time_send, _once, is_torch=True),
-    Collective("barrier", barrier_cases, time_barrier, _once),
+    Collective("exchange (all-to-all)", each(check_exchange), _exchange, lambda n: (n - 1) / n),
+    Collective("gather (all-gather)", each(check_gather), _gather, lambda n: (n - 1) / n),
+    Collective("gather of words", word_cases, None, None),
+    Collective("ordered reduction", each(check_ordered, ADDED_DTYPES), _ordered, lambda n: 2 * (n - 1) / n),
+    Collective("native all-reduce", each(check_native, ADDED_DTYPES), _native, lambda n: 2 * (n - 1) / n),
+    Collective(
+        "broadcast",
+        each(check_broadcast),
+        lambda comm, tensor: partial(comm.transport.broadcast, tensor, 0),
+        lambda n: 1.0,
+    ),
+    Collective(
+        "reduce-scatter",
+        each(check_reduce_scatter, ADDED_DTYPES),
+        lambda comm, tensor: partial(_reduce_scatter, torch.empty_like(tensor.chunk(comm.world_size)[0]), tensor),
+        lambda n: (n - 1) / n,
+        is_torch=True,
+    ),
+    Collective(
+        "send and receive",
+        each(check_send, MOVED_DTYPES[:-1]),
+        lambda comm, tensor: partial(_send_on, comm, tensor, torch.empty_like(tensor)),
+        lambda n: 1.0,
+        is_torch=True,
+    ),
+    Collective("barrier", barrier_cases, lambda comm, tensor: comm.barrier, None),
 )
-"""All that is tried. The factors are those of nccl-tests (doc/PERFORMANCE.md, "Bus bandwidth")."""
+"""All collectives. The factors are those of nccl-tests (doc/PERFORMANCE.md, "Bus bandwidth")."""
+
+
+def large_bytes(device: torch.device) -> int:
+    """The size of a large tensor on a device."""
+    return LARGE_CPU_BYTES if device.type == "cpu" else LARGE_GPU_BYTES
+
+
+def measure(comm: Communicator, collective: Collective) -> tuple[float, float]:
+    """Seconds of a small and of a large message on this rank: medians, 0 for what is not timed."""
+    small = _median(comm, collective, 1, NUM_SMALL) if collective.operation is not None else 0.0
+    large = _median(comm, collective, large_bytes(comm.device), NUM_LARGE) if collective.bus_factor is not None else 0.0
+    return small, large
+
+
+def _median(comm: Communicator, collective: Collective, num_bytes: int, repeats: int) -> float:
+    """The median of several calls, each of which all ranks start together."""
+    assert collective.operation is not None
+    device = _torch_device() if collective.is_torch else comm.device
+    unit = ALIGNMENT_ELEMENTS * comm.world_size  # each rank's part of the tensor must have a whole number of these
+    tensor = torch.zeros(unit * max(1, num_bytes // (4 * unit)), device=device)
+    operation, seconds = collective.operation(comm, tensor), []
+    for _ in range(NUM_WARM + repeats):
+        comm.barrier()
+        start = time.perf_counter()
+        operation()
+        if comm.device.type != "cpu":
+            torch.accelerator.synchronize()
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds[NUM_WARM:])
+
+
+def speed(collective: Collective, small: float, large: float, num_bytes: int, num_ranks: int) -> dict[str, float]:
+    """Bandwidths in GB/s and the latency in μs by name, from seconds on the slowest rank; 0 means not measured."""
+    numbers = {}
+    if large and collective.bus_factor is not None:
+        numbers["algorithm_gb_per_s"] = num_bytes / large / 1e9
+        numbers["bus_gb_per_s"] = numbers["algorithm_gb_per_s"] * collective.bus_factor(num_ranks)
+    if small:
+        numbers["latency_us"] = 1e6 * small
+    return numbers
+
+
+def describe_speed(numbers: Mapping[str, float], num_bytes: int) -> str:
+    """The numbers as text, such as "1.2 GB/s (bus 1.8) at 8 MiB, 35 μs"."""
+    texts = []
+    if "bus_gb_per_s" in numbers:
+        rates = f"{numbers['algorithm_gb_per_s']:.3g} GB/s (bus {numbers['bus_gb_per_s']:.3g})"
+        texts.append(f"{rates} at {num_bytes >> 20} MiB")
+    if "latency_us" in numbers:
+        texts.append(f"{numbers['latency_us']:,.0f} μs")
+    return ", ".join(texts)

@@ -1,0 +1,342 @@
+"""The table of checks of one machine, one short function each."""
+
+import math
+import os
+import shutil
+import socket
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from samestep.comm.environment import LOOPBACK
+from samestep.comm.shm.segment import OUTBOX_SIZES, NoSegmentError, check_machine
+from samestep.devices.device import counted, gib
+from samestep.devices.inventory import Inventory
+from samestep.devices.selection import Selection
+from samestep.doctor.result import Result, State, bad, good, note
+from samestep.doctor.versions import TorchFacts, ask_torch, check_libraries, check_python, check_torch
+
+MIB, GIB = 2**20, 2**30
+SHM_PER_RANK = (64 * MIB, 512 * MIB)
+"""Bytes of /dev/shm per rank: below the first, data loader workers or NCCL end in a bus error; below the second they
+may. They hold batches and NCCL's buffers there; a container has 64 MiB unless told otherwise."""
+MEMORY_PER_RANK = (512 * MIB, 2 * GIB)
+"""Bytes of host memory per rank: torch alone takes the first; a small training stays below the second."""
+HOT_CELSIUS = 87.0
+THROTTLING: dict[int, tuple[State, str]] = {
+    0x08: ("bad", "hardware slowdown"),
+    0x40: ("bad", "too hot (hardware)"),
+    0x80: ("bad", "power brake"),
+    0x04: ("note", "power cap"),
+    0x20: ("note", "warm (software)"),
+}
+"""NVML's clocks event reasons."""
+VARIABLES = {
+    "CUDA_LAUNCH_BLOCKING": "every kernel is waited for: slow",
+    "NVIDIA_TF32_OVERRIDE": "decides on TF32 instead of torch, and no contract of a run sees it",
+    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "float32 matrix products are computed in TF32",
+    "PYTORCH_NO_CUDA_MEMORY_CACHING": "every tensor is allocated anew: very slow",
+    "PYTORCH_CUDA_ALLOC_CONF": "changes how torch allocates GPU memory",
+    "TORCH_NCCL_BLOCKING_WAIT": "every NCCL operation makes the host wait: nothing overlaps",
+    "NCCL_P2P_DISABLE": "GPUs do not read each other's memory: slow",
+    "NCCL_SHM_DISABLE": "ranks of one host talk through the network: slow",
+    "NCCL_IB_DISABLE": "InfiniBand is not used: slow between nodes",
+    "NCCL_ALGO": "fixes NCCL's algorithm, and with it the bits of the native reduction",
+}
+"""Environment variables that slow down or change results, with their effect unless they are 0."""
+ELSEWHERE = "write runs elsewhere (--run-dir), or start in another folder"
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The subject of the checks.
+
+    Attributes:
+        inventory: the devices.
+        selection: those that would be used, one rank each.
+        num_ranks: the number of ranks on this machine.
+        num_nodes: the number of machines.
+        torch: facts about the installed torch.
+        folder: for runs.
+    """
+
+    inventory: Inventory
+    selection: Selection
+    num_ranks: int
+    num_nodes: int = 1
+    torch: TorchFacts = field(default_factory=ask_torch)
+    folder: Path = field(default_factory=Path.cwd)
+
+
+def check_gpus(machine: Machine, nvml: Any = None) -> Iterator[Result]:
+    """The driver; memory errors, throttling and MIG of every NVIDIA GPU. XID errors are in the kernel's log alone.
+
+    Source: NVML API reference guide, https://docs.nvidia.com/deploy/nvml-api/ (ECC counters, remapped rows, clocks
+    event reasons). Not run on a GPU yet.
+    """
+    if nvml is None:
+        import pynvml
+
+        nvml = pynvml
+
+    def ask(default: Any, question: str, *arguments: Any) -> Any:
+        try:
+            return getattr(nvml, question)(*arguments)
+        except (nvml.NVMLError, AttributeError):  # not supported; older modules lack some functions
+            return default
+
+    try:
+        nvml.nvmlInit()
+    except nvml.NVMLError:
+        return
+    reset = "reset it (nvidia-smi --gpu-reset) or restart; have it exchanged if errors come back"
+    yield good("driver", f"NVIDIA {ask('', 'nvmlSystemGetDriverVersion')}")
+    for index in range(ask(0, "nvmlDeviceGetCount")):
+        name, gpu = f"GPU {index} (nvidia-smi)", ask(None, "nvmlDeviceGetHandleByIndex", index)
+        kinds = nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
+        _, _, pending, failed = ask((0, 0, 0, 0), "nvmlDeviceGetRemappedRows", gpu)
+        if failed:
+            yield bad(name, "damaged memory could not be replaced", "have the GPU exchanged; use others")
+        elif errors := ask(0, "nvmlDeviceGetTotalEccErrors", gpu, *kinds):
+            yield bad(name, f"uncorrectable memory errors since the driver was loaded: {errors}", reset)
+        elif pending:
+            yield note(name, "a damaged row of memory waits for a reset to be replaced", reset)
+        reasons = ask(0, "nvmlDeviceGetCurrentClocksThrottleReasons", gpu)
+        for bit, (state, reason) in THROTTLING.items():
+            if reasons & bit:
+                yield Result(name, state, f"below its full clocks: {reason}", "look after its cooling and power supply")
+        if ask((0, 0), "nvmlDeviceGetMigMode", gpu)[0] == 1:
+            yield note(name, "split into MIG instances", "each is a device of its own, without peer access")
+    nvml.nvmlShutdown()
+
+
+def check_devices(machine: Machine) -> Iterator[Result]:
+    """The notes on the choice of devices; memory that other processes use, and temperature, of those chosen."""
+    for sentence in (*machine.inventory.notes, *machine.selection.notes):
+        yield note("devices", sentence.rstrip("."))
+    for device in machine.selection.devices if machine.selection.kind != "cpu" else ():
+        if not device.is_idle:
+            users = ", ".join(f"{process.name} (pid {process.pid})" for process in device.processes) or "a process"
+            found = f"{users} uses {gib(device.memory_used)} of {gib(device.memory_total)}"
+            little = device.memory_free < 0.1 * device.memory_total
+            yield (bad if little else note)(device.torch_name, found, "end it, or --devices free:N takes idle ones")
+        if (device.temperature or 0.0) >= HOT_CELSIUS:
+            yield note(device.torch_name, f"{device.temperature:.0f} °C", "look after its cooling")
+
+
+def check_peers(machine: Machine) -> Iterator[Result]:
+    """Peer access between GPUs."""
+    peers = machine.torch.peers
+    pairs = [f"{j}-{i}" for i, row in enumerate(peers) for j in range(i) if not (row[j] and peers[j][i])]
+    if pairs:
+        advice = (
+            "their traffic goes through host memory: slower, and right. If NVLink or one PCIe switch joins them, look "
+            "at nvidia-smi topo -p2p r, at PCIe access control (ACS) and at the IOMMU"
+        )
+        yield note("peer access", f"none between GPUs {', '.join(pairs)}", advice)
+    elif len(peers) > 1:
+        yield good("peer access", f"all {len(peers)} GPUs reach each other")
+
+
+def check_shm(machine: Machine) -> Result:
+    """/dev/shm for data loader workers and NCCL."""
+    try:
+        usage = shutil.disk_usage("/dev/shm")
+    except OSError:
+        return note("/dev/shm", "there is none", "load data without workers (--num-workers 0)")
+    least, enough = (size * machine.num_ranks for size in SHM_PER_RANK)
+    found = f"{gib(usage.free)} of {gib(usage.total)} free, for {counted(machine.num_ranks, 'rank')}"
+    advice = f"make it larger, {gib(enough)} or more: docker run --shm-size={math.ceil(enough / GIB)}g (or --ipc=host)"
+    return _graded("/dev/shm", found, usage.free, least, enough, advice)
+
+
+def check_segment(machine: Machine) -> Result:
+    """Whether ranks of this host can share memory for their exchange."""
+    slower = "ranks talk by gloo instead: right, and slower for small models"
+    try:
+        check_machine()
+    except NoSegmentError as error:
+        return note("shared memory", str(error), slower)
+    space, needed = soft_limit("as"), OUTBOX_SIZES[-1] * machine.num_ranks
+    if space < needed:
+        advice = f"raise it above {gib(needed)} (ulimit -v unlimited); until then {slower}"
+        return note("shared memory", f"the limit on address space is {space:.0f} bytes", advice)
+    return good("shared memory", "ranks of this host can share memory")
+
+
+def soft_limit(name: str) -> float:
+    """A limit of this process by its name in `ulimit -a`, in bytes or as a number; infinite if there is none."""
+    try:
+        import resource
+    except ImportError:  # Windows has none
+        return math.inf
+    soft = resource.getrlimit(getattr(resource, f"RLIMIT_{name.upper()}"))[0]
+    return math.inf if soft == resource.RLIM_INFINITY else soft
+
+
+def check_limits(machine: Machine) -> Iterator[Result]:
+    """Limits on open files, locked memory and processes."""
+    files, locked, processes = map(soft_limit, ("nofile", "memlock", "nproc"))
+    needed = 256 + 16 * machine.num_ranks
+    found = f"at most {files:g}, for {counted(machine.num_ranks, 'rank')}"
+    advice = f"ulimit -n 65536 (at least {needed}): data loader workers need many"
+    yield _graded("open files", found, files, needed, 1024, advice)
+    if machine.selection.kind == "cuda" and locked < 64 * MIB:
+        advice = "ulimit -l unlimited (docker run --ulimit memlock=-1): InfiniBand and pinned memory need it"
+        yield note("locked memory", f"at most {locked // 1024:.0f} KiB", advice)
+    if processes < 64 * machine.num_ranks:
+        yield note("processes", f"at most {processes:g}", "ulimit -u: it counts the threads of all your processes")
+
+
+def read_cgroup(root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> dict[str, float]:
+    """Bytes of memory and processors that the control groups (version 2) of this process allow; without those unset."""
+    allowed: dict[str, float] = {}
+    lines = membership.read_text(encoding="utf-8").splitlines() if membership.exists() else []
+    own = root / next((line[3:].strip("/") for line in lines if line.startswith("0::")), "")
+    for name in ("memory.max", "cpu.max"):
+        for group in (own, *own.parents):
+            path = group / name
+            numbers = path.read_text(encoding="utf-8").split() if root in path.parents and path.exists() else ["max"]
+            if numbers[0].isdecimal():  # "max 100000" is no limit, "150000 100000" one and a half processors
+                limit = int(numbers[0]) / int(numbers[1]) if len(numbers) > 1 else int(numbers[0])
+                allowed[name] = min(limit, allowed.get(name, math.inf))
+    return allowed
+
+
+def check_memory(machine: Machine) -> Result:
+    """Host memory for the ranks, within the limit of the control group."""
+    cpu, limit = machine.inventory.cpu, read_cgroup().get("memory.max", math.inf)
+    found = f"{gib(cpu.memory_free)} of {gib(cpu.memory_total)} free, for {counted(machine.num_ranks, 'rank')}"
+    if limit < cpu.memory_total:
+        found += f"; the container may use {limit / GIB:.1f} GiB"
+    least, enough = (size * machine.num_ranks for size in MEMORY_PER_RANK)
+    advice = f"free some, or use fewer ranks: torch alone needs {gib(least)}, small models {gib(enough)}"
+    return _graded("memory", found, min(cpu.memory_free, limit), least, enough, advice)
+
+
+def check_processors(machine: Machine) -> Result:
+    """Processors for the ranks, within the quota of the control group."""
+    cores = min(machine.inventory.cores, read_cgroup().get("cpu.max", math.inf))
+    found = f"{cores:g} for {counted(machine.num_ranks, 'rank')}"
+    advice = "ranks that share a core wait for each other; the bits are the same"
+    return _graded("processors", found, cores, 0, machine.num_ranks, advice)
+
+
+def check_disk(machine: Machine) -> Result:
+    """Free space for checkpoints and logs."""
+    free = shutil.disk_usage(machine.folder).free
+    advice = f"checkpoints are as large as parameters and optimizer state: free some space, or {ELSEWHERE}"
+    return _graded("disk", f"{gib(free)} free in {machine.folder}", free, GIB, 10 * GIB, advice)
+
+
+def _graded(name: str, found: str, value: float, least: float, enough: float, advice: str) -> Result:
+    """Bad below the least value, a note below enough, else good."""
+    return (
+        bad(name, found, advice)
+        if value < least
+        else note(name, found, advice)
+        if value < enough
+        else good(name, found)
+    )
+
+
+def check_run_folder(machine: Machine) -> Result:
+    """Writing, renaming over a file and locking in the folder for runs, tried in a folder that is removed again."""
+    from samestep.train.lock import is_locked, take_lock
+
+    reasons: list[str] = []
+    try:
+        with tempfile.TemporaryDirectory(prefix=".samestep-doctor-", dir=machine.folder) as folder:
+            new, old = Path(folder, "new"), Path(folder, "old")
+            old.write_text("old", encoding="utf-8")
+            new.write_text("new", encoding="utf-8")
+            new.replace(old)
+            is_replaced = old.read_text(encoding="utf-8") == "new"
+            lock = take_lock(Path(folder), reasons.append)
+            locked = is_locked(Path(folder))
+            lock.release()
+    except OSError as error:
+        return bad("run folder", f"cannot write to {machine.folder}: {error.strerror or error}", ELSEWHERE)
+    if not is_replaced:
+        return bad("run folder", f"a rename over a file is not seen at once in {machine.folder}", ELSEWHERE)
+    if reasons or not locked:
+        advice = f"two runs may write to one folder unnoticed: take care, or {ELSEWHERE}"
+        return note("run folder", f"the file system of {machine.folder} has no locks", advice)
+    return good("run folder", "writes, renames at once and locks work here")
+
+
+def check_loopback(machine: Machine, address: str = LOOPBACK) -> Result:
+    """A free port on the loopback address can be had and reached."""
+    try:
+        with socket.create_server((address, 0)) as server, socket.create_connection(server.getsockname(), 5.0):
+            return good("loopback", f"a free port on {address} can be had and reached")
+    except OSError as error:
+        advice = "let programs listen on and connect to 127.0.0.1: look at the firewall, and at `ip addr show lo`"
+        return bad("loopback", f"ranks cannot connect on {address}: {error.strerror or error}", advice)
+
+
+def check_host_name(machine: Machine) -> Result:
+    """The address of the host's name, which gloo uses unless GLOO_SOCKET_IFNAME names an interface."""
+    name = socket.gethostname()
+    try:
+        address = socket.gethostbyname(name)
+    except OSError:
+        address = "no address"
+    if machine.num_nodes > 1 and address.startswith(("127.", "no")) and "GLOO_SOCKET_IFNAME" not in os.environ:
+        advice = "name it in /etc/hosts, or set GLOO_SOCKET_IFNAME to this host's network interface (`ip addr`)"
+        return bad("host name", f"{name} is {address}: other nodes cannot reach it", advice)
+    return good("host name", f"{name} is {address}")
+
+
+def check_variables(machine: Machine) -> Iterator[Result]:
+    """Environment variables that slow down or break."""
+    for name in VARIABLES:
+        if os.environ.get(name, "0") not in ("", "0"):
+            yield note(name, f"{os.environ[name]!r}: {VARIABLES[name]}", "unset it, unless that is meant")
+    name = "CUBLAS_WORKSPACE_CONFIG"
+    if os.environ.get(name, ":4096:8") not in (":4096:8", ":16:8"):
+        found = "cuBLAS may give other bits from call to call, and torch refuses to use it in deterministic mode"
+        yield bad(name, f"{os.environ[name]!r}: {found}", "set it to :4096:8, or unset it")
+    interfaces = [name for _, name in socket.if_nameindex()]
+    wanted = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    if wanted and not set(wanted.split(",")) <= set(interfaces):
+        advice = f"name one that is there: {', '.join(interfaces)}"
+        yield bad("GLOO_SOCKET_IFNAME", f"{wanted!r}: no such interface", advice)
+
+
+Check = Callable[[Machine], Result | Iterable[Result]]
+CHECKS: tuple[tuple[str, str, Check], ...] = (
+    ("versions", "Python", lambda machine: check_python()),
+    ("versions", "torch", lambda machine: check_torch(machine.torch)),
+    ("versions", "libraries", lambda machine: check_libraries(machine.torch)),
+    ("devices", "GPUs", check_gpus),
+    ("devices", "devices", check_devices),
+    ("devices", "peer access", check_peers),
+    ("system", "/dev/shm", check_shm),
+    ("system", "shared memory", check_segment),
+    ("system", "limits", check_limits),
+    ("system", "memory", check_memory),
+    ("system", "processors", check_processors),
+    ("system", "disk", check_disk),
+    ("system", "run folder", check_run_folder),
+    ("system", "loopback", check_loopback),
+    ("system", "host name", check_host_name),
+    ("system", "environment variables", check_variables),
+)
+"""Area, name and function of every check of one machine, in the order of the table."""
+
+
+def check_node(machine: Machine, checks: Iterable[tuple[str, str, Check]] = CHECKS) -> list[Result]:
+    """Runs the checks of one machine. One that fails itself is a bad result."""
+    results = []
+    for area, name, check in checks:
+        try:
+            found = check(machine)
+            rows = [found] if isinstance(found, Result) else list(found)
+        except Exception as error:
+            reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+            rows = [bad(name, f"cannot be looked at: {reason}", "mend what it says, or tell us of it")]
+        results += [replace(row, area=area) for row in rows]
+    return results
