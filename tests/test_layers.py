@@ -28,7 +28,7 @@ LAYERS = (
     "recipes",
     "cli",
 )
-BOTTOM = {"errors", "text", "version"}
+BOTTOM = {"errors", "extras", "text", "version"}
 HEAVY = ("torch", "numpy", "matplotlib", "tensorboard", "sklearn")
 MODULES = sorted(path for path in ROOT.rglob("*.py") if path.parent != ROOT)
 

@@ -1,10 +1,13 @@
 """`samestep report`: what came of a run, or of several: in the terminal, as a picture and as a page."""
 
 import json
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from samestep.extras import is_installed, missing
 
 if TYPE_CHECKING:
     from samestep.report.story import Story
@@ -31,10 +34,15 @@ def report(
 
     story = gather(runs)
     folder = runs[0] if out is None else out
-    page, picture = folder / PAGE_FILE, folder / PICTURE_FILE
+    page = folder / PAGE_FILE
+    picture = folder / PICTURE_FILE if is_installed("matplotlib") else None
     _write(story, page, picture)
     if as_json:
-        print(json.dumps(story.as_json() | {"page": str(page), "picture": str(picture)}, allow_nan=False, default=str))
+        print(
+            json.dumps(
+                story.as_json() | {"page": str(page), "picture": picture and str(picture)}, allow_nan=False, default=str
+            )
+        )
     else:
         _print(story, page, picture)
     if show:
@@ -43,16 +51,19 @@ def report(
         webbrowser.open(page.resolve().as_uri())
 
 
-def _write(story: "Story", page: Path, picture: Path) -> None:
+def _write(story: "Story", page: Path, picture: Path | None) -> None:
     from samestep.report.page import make_page
     from samestep.report.picture import draw_report
     from samestep.report.writing import write_whole
 
     write_whole(page, make_page(story).encode(errors="backslashreplace"))
-    draw_report(picture, story)
+    if picture is None:
+        print(f"samestep: {missing('matplotlib', PICTURE_FILE)}", file=sys.stderr)
+    else:
+        draw_report(picture, story)
 
 
-def _print(story: "Story", page: Path, picture: Path) -> None:
+def _print(story: "Story", page: Path, picture: Path | None) -> None:
     from rich.console import Console
 
     from samestep.report.terminal import print_story
@@ -60,4 +71,4 @@ def _print(story: "Story", page: Path, picture: Path) -> None:
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = 200  # nothing is folded or cut in a file or a pipe
-    print_story(story, console, (page, picture))
+    print_story(story, console, (page,) if picture is None else (page, picture))

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from samestep.errors import DataError, UsageError
+from samestep.extras import is_installed, missing
 
 OLD_SIDE, NEW_SIDE = 8, 28
 BRIGHTEST = 16
@@ -54,12 +55,9 @@ def diabetes() -> tuple[Tensor, Tensor]:
 
 
 def _read(name: str, delimiter: str | None) -> NDArray[np.float64]:
-    spec = importlib.util.find_spec("sklearn")
+    spec = importlib.util.find_spec("sklearn") if is_installed("sklearn") else None
     if spec is None or not spec.submodule_search_locations:
-        raise UsageError(
-            "the embedded data needs scikit-learn, which is not installed: pip install 'samestep[recipes]', "
-            "or give other data by --data or --data-dir"
-        )
+        raise UsageError(f"{missing('sklearn', 'the embedded data')}, or give other data by --data or --data-dir")
     path = Path(spec.submodule_search_locations[0]) / "datasets" / "data" / name
     if not path.is_file():
         raise DataError(

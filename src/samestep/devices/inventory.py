@@ -22,6 +22,7 @@ import psutil
 
 from samestep.devices import numbering, nvml, probe
 from samestep.devices.device import Device, Kind, counted
+from samestep.extras import missing
 
 _PROBE_SECONDS = 120.0
 
@@ -175,6 +176,8 @@ def _with_nvidia(bare: Inventory, reading: nvml.Reading, environ: Mapping[str, s
             "The order of unlike GPUs is a guess, nvidia-smi's; set CUDA_DEVICE_ORDER=PCI_BUS_ID to make it certain."
         )
     devices = numbering.visible(gpus, environ) if known is None else numbering.match(gpus, known)
+    if devices and not reading.is_installed:
+        notes.append(missing("pynvml", "what is in use on the GPUs (memory, load, processes, links)") + ".")
     if not devices and not gpus:
         notes.append(f"{build} was built for CUDA, and no NVIDIA driver answers.")
     if len(devices) < len(gpus):

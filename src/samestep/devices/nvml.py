@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from samestep.devices.device import Device, Link, Process
+from samestep.extras import is_installed
 
 T = TypeVar("T")
 
@@ -43,20 +44,24 @@ class Reading:
         gpus: the GPUs, by PCI bus id.
         driver: the driver's version, None where NVML does not run.
         problems: sentences about what NVML should have told and did not.
+        is_installed: whether its Python package is there; without it the CUDA driver is asked for the GPUs' names.
     """
 
     gpus: tuple[Gpu, ...] = ()
     driver: str | None = None
     problems: tuple[str, ...] = ()
+    is_installed: bool = True
 
 
 def read(nvml: Any = None) -> Reading:
-    """Asks NVML for all it knows; an empty `Reading` where there is no NVIDIA driver.
+    """Asks NVML for all it knows; an empty `Reading` without an NVIDIA driver or the package nvidia-ml-py.
 
     Args:
         nvml: the module to ask, `pynvml` when None.
     """
     if nvml is None:
+        if not is_installed("pynvml"):
+            return Reading(is_installed=False)
         import pynvml
 
         nvml = pynvml

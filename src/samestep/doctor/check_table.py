@@ -17,6 +17,7 @@ from samestep.devices.inventory import Inventory
 from samestep.devices.selection import Selection
 from samestep.doctor.result import Result, State, bad, good, note
 from samestep.doctor.versions import TorchFacts, ask_torch, check_libraries, check_python, check_torch
+from samestep.extras import is_installed
 
 MIB, GIB = 2**20, 2**30
 SHM_PER_RANK = (64 * MIB, 512 * MIB)
@@ -77,6 +78,8 @@ def check_gpus(machine: Machine, nvml: Any = None) -> Iterator[Result]:
     event reasons). Not run on a GPU yet.
     """
     if nvml is None:
+        if not is_installed("pynvml"):
+            return
         import pynvml
 
         nvml = pynvml

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from samestep.errors import UsageError
+from samestep.extras import is_installed, missing
 from samestep.forecast.devices import GIB
 from samestep.forecast.forecast import Forecast
 from samestep.forecast.search import Candidate
@@ -17,8 +18,10 @@ def write_picture(forecast: Forecast, path: Path) -> None:
     """Writes a PNG.
 
     Raises:
-        UsageError: it cannot be written.
+        UsageError: it cannot be written, or matplotlib is not installed.
     """
+    if not is_installed("matplotlib"):
+        raise UsageError(missing("matplotlib", "--png"))
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=INCHES, dpi=DPI, layout="constrained")

@@ -30,6 +30,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from samestep.data.randomness import Generators
 from samestep.errors import UsageError
+from samestep.extras import is_installed, missing
 from samestep.train.writing import append_whole, make_folder, open_unbuffered
 
 
@@ -119,7 +120,10 @@ class TensorBoardLogger:
 
         Raises:
             RunFolderError: the file cannot be written.
+            UsageError: tensorboard is not installed.
         """
+        if not is_installed("tensorboard"):
+            raise UsageError(missing("tensorboard", "an event file"))
         # Not torch's SummaryWriter: it writes from a thread, where a full disk ends in a traceback and lost events.
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from tensorboard.compat.proto.summary_pb2 import Summary

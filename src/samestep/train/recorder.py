@@ -1,5 +1,6 @@
 """The recorder: all that rank 0 writes of a run, from the contract to the weights."""
 
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +17,7 @@ from samestep.comm.membership import Membership
 from samestep.data.batch import Batch
 from samestep.engine.result import StepResult
 from samestep.errors import RunFolderError
+from samestep.extras import is_installed, missing
 from samestep.train.agreement import Change
 from samestep.train.checkpoint import Snapshot
 from samestep.train.checksum import as_hex
@@ -118,7 +120,12 @@ class Recorder:
                 (folder / RESULT_FILE).unlink(missing_ok=True)  # of a run that goes on, which has not ended after all
             self._ledger = LedgerWriter(folder / LEDGER_FILE)
             self._loggers.append(JsonlLogger(folder / METRICS_FILE))
-            self._loggers.append(TensorBoardLogger(folder / TENSORBOARD_FOLDER, purge_step))
+            if is_installed("tensorboard"):
+                self._loggers.append(TensorBoardLogger(folder / TENSORBOARD_FOLDER, purge_step))
+            if contract is not None:  # once a run: a rank that takes over does not repeat it
+                for module, file in (("tensorboard", "TensorBoard's event file"), ("matplotlib", PICTURE_FILE)):
+                    if not is_installed(module):
+                        print(f"samestep: {missing(module, file)}", file=sys.stderr, flush=True)
         except BaseException:
             self.close()
             raise
@@ -251,7 +258,7 @@ class Recorder:
             evals: (updates done, loss of an evaluation).
             name: of the run, above the picture.
         """
-        if self._folder is None:
+        if self._folder is None or not is_installed("matplotlib"):
             return
         from samestep.train.picture import draw_losses
 

@@ -1,0 +1,26 @@
+"""Optional packages: whether one is installed, and the sentence that says how to install it."""
+
+import importlib.util
+from typing import Final
+
+EXTRAS: Final = {
+    "tensorboard": ("tensorboard", "tensorboard"),
+    "matplotlib": ("matplotlib", "plots"),
+    "pynvml": ("nvidia-ml-py", "nvidia"),
+    "sklearn": ("scikit-learn", "recipes"),
+}
+"""By the name that is imported: the package's name and the extra of samestep that installs it (pyproject.toml)."""
+
+
+def is_installed(module: str) -> bool:
+    """Whether a top-level module can be imported; it is not imported."""
+    try:
+        return importlib.util.find_spec(module) is not None
+    except (ImportError, ValueError):  # an import hook refuses it, or an object without a spec stands in for it
+        return False
+
+
+def missing(module: str, feature: str) -> str:
+    """The message for a feature that needs a package of `EXTRAS` which is not installed."""
+    package, extra = EXTRAS[module]
+    return f"{feature} needs {package}, which is not installed: pip install 'samestep[{extra}]'"

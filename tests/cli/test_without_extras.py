@@ -1,0 +1,86 @@
+"""Without the optional packages: the feature says what to install, and everything else goes on."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from samestep.devices import inventory
+from samestep.devices.device import Device
+from samestep.devices.nvml import Reading
+from samestep.errors import UsageError
+from samestep.extras import EXTRAS, is_installed, missing
+from samestep.train.loggers import TensorBoardLogger
+
+HIDE = f"""
+from importlib.machinery import PathFinder
+
+def find_spec(name, path=None, target=None, real=PathFinder.find_spec):
+    return None if name.partition(".")[0] in {sorted(EXTRAS)!r} else real(name, path, target)
+
+PathFinder.find_spec = find_spec
+"""
+
+
+@pytest.fixture
+def samestep(tmp_path):
+    """`samestep(*words)`: that command in processes that can import none of the optional packages."""
+    (tmp_path / "sitecustomize.py").write_text(HIDE)
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+
+    def run(*words):
+        command = [sys.executable, "-m", "samestep", *map(str, words)]
+        return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+
+    return run
+
+
+def test_training_and_its_report_go_on_and_say_once_what_is_not_written(samestep, tmp_path):
+    (tmp_path / "data.csv").write_text("a,b,target\n" + "".join(f"{i},{i % 7},{2 * i}\n" for i in range(200)))
+    run = tmp_path / "run"
+    done = samestep("train", "mlp", "--data", "data.csv", "--epochs", "1", "--devices", "cpu:2", "--run-dir", run)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("pip install 'samestep[tensorboard]'") == 1
+    assert done.stderr.count("pip install 'samestep[plots]'") == 1
+    assert "digest" in done.stdout
+    names = {path.name for path in run.iterdir()}
+    assert {"ledger.jsonl", "metrics.jsonl", "weights.safetensors"} <= names
+    assert not {"tensorboard", "loss.png"} & names
+
+    told = samestep("report", run)
+    assert told.returncode == 0, told.stderr
+    assert "report.png needs matplotlib, which is not installed: pip install 'samestep[plots]'" in told.stderr
+    assert (run / "report.html").is_file()
+    assert "report.png" not in told.stdout
+    assert not (run / "report.png").exists()
+
+
+def test_devices_are_listed(samestep):
+    done = samestep("devices")
+    assert done.returncode == 0, done.stderr
+    assert "cpu: " in done.stdout
+
+
+def test_a_recipe_on_embedded_data_is_refused_with_the_extra_that_brings_it(samestep):
+    done = samestep("train", "lenet", "--devices", "cpu:1")
+    assert done.returncode == 2, done.stderr
+    assert "needs scikit-learn, which is not installed: pip install 'samestep[recipes]', or give other" in done.stderr
+
+
+def test_without_nvml_the_driver_lists_the_gpus_and_a_note_says_what_is_missing(monkeypatch):
+    gpu = Device("cuda", 0, "NVIDIA H200", 140 << 30, 140 << 30, uuid="GPU-1")
+    monkeypatch.setattr(inventory, "_ask", lambda whom, environ: (gpu,))
+    build = inventory.TorchBuild("2.13.0+cu130", cuda="13.0")
+    bare = inventory.Inventory((), gpu, 8, build, variable="CUDA_VISIBLE_DEVICES")
+    found = inventory._with_nvidia(bare, Reading(is_installed=False), {})
+    assert [device.name for device in found.devices] == ["NVIDIA H200"]
+    assert found.notes == (missing("pynvml", "what is in use on the GPUs (memory, load, processes, links)") + ".",)
+    assert "pip install 'samestep[nvidia]'" in found.notes[0]
+
+
+def test_a_logger_of_events_is_refused_with_the_extra_that_brings_it(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    assert not is_installed("tensorboard")
+    with pytest.raises(UsageError, match=r"pip install 'samestep\[tensorboard\]'"):
+        TensorBoardLogger(tmp_path)
