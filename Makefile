@@ -46,7 +46,7 @@ bench: $(READY)
 	$(BIN)/python benchmarks/startup.py
 	$(BIN)/python benchmarks/growth.py
 	$(BIN)/python benchmarks/strategies.py
-	$(BIN)/python benchmarks/forecast.py
+	$(BIN)/python benchmarks/estimate.py
 	$(BIN)/python benchmarks/invariance.py --json benchmarks/results/invariance.json
 	$(BIN)/python benchmarks/page.py
 

@@ -24,7 +24,7 @@ LAYERS = (
     "replay",
     "report",
     "doctor",
-    "forecast",
+    "estimate",
     "recipes",
     "cli",
 )

@@ -62,7 +62,7 @@ WORDS = (
 )
 FIRST = {
     "train": ("mlp",),
-    "plan": ("mlp", "gpt2", "ok.py:model", "ok.py"),
+    "estimate": ("mlp", "gpt2", "ok.py:model", "ok.py"),
     "run": ("ok.py",),
     "verify": ("ok.py", "mlp"),
 }
@@ -97,7 +97,7 @@ def command_lines(seed, count):
             words += ["--rdzv-conf", "join_timeout=1,last_call_timeout=1"]
         if name == ("doctor",):
             words.append("--quick")
-        if name == ("plan",) and rng.random() < 0.8:
+        if name == ("estimate",) and rng.random() < 0.8:
             words += ["--devices", rng.choice(("8xH100", "cpu:2", "0xH100", "9" * 20 + "xH100", "2xcpu", "x", ""))]
         if name == ("replay",) and rng.random() < 0.8:
             words += ["--step", rng.choice(("1", "0", "-1", "9" * 20))]

@@ -11,8 +11,8 @@ import typer
 from samestep.cli import ledger
 from samestep.cli.devices import devices
 from samestep.cli.doctor import doctor
+from samestep.cli.estimate import estimate
 from samestep.cli.export import export
-from samestep.cli.plan import plan
 from samestep.cli.profile import profile
 from samestep.cli.replay import replay
 from samestep.cli.report import report
@@ -55,7 +55,7 @@ app.command("devices")(devices)
 app.command("train")(train)
 app.command("run", context_settings=CONTEXT_SETTINGS)(run)
 app.command("verify", context_settings=CONTEXT_SETTINGS)(verify)
-app.command("plan")(plan)
+app.command("estimate")(estimate)
 app.command("replay")(replay)
 app.command("profile")(profile)
 app.command("report")(report)

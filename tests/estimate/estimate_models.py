@@ -1,4 +1,4 @@
-"""Models that are planned in tests, and their real peak of memory as PyTorch's profiler counts it."""
+"""Models that tests estimate, and their real peak of memory as PyTorch's profiler counts it."""
 
 import torch
 from torch import nn
@@ -6,8 +6,8 @@ from torch.nn import functional
 from torch.profiler import ProfilerActivity, profile, record_function
 
 import samestep
-from samestep.forecast.subject import OPTIMIZERS, Subject, find_blocks
-from samestep.forecast.trace import recompute
+from samestep.estimate.trace import checkpoint_blocks
+from samestep.estimate.workload import OPTIMIZERS, Workload, repeated_blocks
 
 
 class Layer(nn.Module):
@@ -53,25 +53,25 @@ def class_loss(model, batch):
     return functional.cross_entropy(model(batch[0]), batch[1])
 
 
-def subject(build, *shape, optimizer="adamw", **options):
+def workload(build, *shape, optimizer="adamw", **options):
     """A model that takes samples of this shape, and classes."""
 
     def make_batch(count):
         return torch.zeros(count, *shape), torch.zeros(count, dtype=torch.int64)
 
-    return Subject("model", build, class_loss, make_batch, optimizer=optimizer, **options)
+    return Workload("model", build, class_loss, make_batch, optimizer=optimizer, **options)
 
 
 def stack(**options):
-    return subject(lambda: Stack(**options), 16)
+    return workload(lambda: Stack(**options), 16)
 
 
 def pictures():
-    return subject(Pictures, 3, 16, 16, optimizer="sgd", settings={"momentum": 0.9})
+    return workload(Pictures, 3, 16, 16, optimizer="sgd", settings={"momentum": 0.9})
 
 
 def plain_stack():
-    """Twelve layers of 1024 × 1024 that learn to give what they get."""
+    """Twelve layers of 1024 × 1024 that learn the identity."""
 
     def loss(model, batch):
         return functional.mse_loss(model(batch), batch)
@@ -79,7 +79,7 @@ def plain_stack():
     def build():
         return nn.Sequential(*(nn.Sequential(nn.Linear(1024, 1024), nn.Tanh()) for _ in range(12)))
 
-    return Subject("model", build, loss, lambda count: torch.zeros(count, 1024), optimizer="adamw")
+    return Workload("model", build, loss, lambda count: torch.zeros(count, 1024), optimizer="adamw")
 
 
 def measured_peak(trained, batch_size, num_microbatches, checkpointing=False):
@@ -88,7 +88,7 @@ def measured_peak(trained, batch_size, num_microbatches, checkpointing=False):
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         model = trained.build()
         if checkpointing:
-            recompute("model", find_blocks(model))
+            checkpoint_blocks("model", repeated_blocks(model))
         run = samestep.Run(batch_size, num_microbatches, 0, num_threads=torch.get_num_threads())
         optimizer = OPTIMIZERS[trained.optimizer](model.parameters(), lr=1e-4, **trained.settings)
         step = run.train_step(model, optimizer, trained.loss)

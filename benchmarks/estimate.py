@@ -1,12 +1,12 @@
-"""How far off is `samestep plan`? Memory against an allocator, scaling against published tables.
+"""The error of `samestep estimate`: memory against an allocator, scaling against published tables.
 
-    python benchmarks/forecast.py [--only memory|scaling] [--output benchmarks/results]
+    python benchmarks/estimate.py [--only memory|scaling] [--output benchmarks/results]
 
-Memory: every case trains for real in a process of its own, and PyTorch's profiler records each piece that the CPU
-allocator hands out and takes back; the peak of the last of four steps is compared with the forecast, which allocates
-nothing. Scaling: a forecast is calibrated on one or two points of a published table, and predicts the others.
+Memory: every case trains for real in a process of its own, and PyTorch's profiler records each block that the CPU
+allocator allocates and frees; the peak of the last of four steps is compared with the estimate, which allocates
+nothing. Scaling: an estimate is calibrated on one or two points of a published table, and predicts the others.
 
-It writes forecast.json, and the tables of docs/plan.md.
+It writes estimate.json, and the tables of docs/estimate.md.
 """
 
 import argparse
@@ -24,18 +24,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from samestep.forecast.devices import KINDS, Machines, read_machines
-from samestep.forecast.layout import Layout
-from samestep.forecast.links import links_of
-from samestep.forecast.memory import needed_memory
-from samestep.forecast.search import Search, Wish
-from samestep.forecast.shapes import published
-from samestep.forecast.speed import step_time
-from samestep.forecast.subject import OPTIMIZERS, Subject, find_blocks
-from samestep.forecast.trace import recompute, trace
-from samestep.recipes.forecast import recipe_subject
+from samestep.estimate.architectures import published
+from samestep.estimate.hardware import KINDS, Cluster, read_cluster
+from samestep.estimate.layout import Layout
+from samestep.estimate.memory import needed_memory
+from samestep.estimate.search import Request, make_search
+from samestep.estimate.step_time import gather_seconds, step_time
+from samestep.estimate.trace import checkpoint_blocks, trace
+from samestep.estimate.workload import OPTIMIZERS, Workload, repeated_blocks
+from samestep.recipes.workload import recipe_workload
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "plan.md"
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "estimate.md"
 MARKERS = ("<!-- measured: {} -->", "<!-- measured: end of {} -->")
 STEPS = 4
 
@@ -87,7 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.measure:
         print(json.dumps(measured_peak(Case(**json.loads(options.measure)))))
         return 0
-    path = options.output / "forecast.json"
+    path = options.output / "estimate.json"
     results = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     results["facts"] = {**facts.machine(), "versions": facts.versions(("torch",))}
     if options.only != "scaling":
@@ -125,40 +124,40 @@ def encoder_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     return functional.cross_entropy(model(x), y)
 
 
-def subject_of(case: Case, folder: Path) -> Subject:
+def workload_of(case: Case, folder: Path) -> Workload:
     """The model of a case."""
     if case.model == "encoder":
 
         def make_batch(count: int) -> tuple[Tensor, Tensor]:
             return torch.zeros(count, 64, 128), torch.zeros(count, dtype=torch.int64)
 
-        return Subject("encoder", Encoder, encoder_loss, make_batch)
+        return Workload("encoder", Encoder, encoder_loss, make_batch)
     data = None
     if case.model == "mlp":
         data = str(folder / "table.csv")
         rows = torch.rand(200, 14, generator=torch.Generator().manual_seed(0)).tolist()
         lines = [",".join(f"x{i}" for i in range(14)), *(",".join(f"{value:.4f}" for value in row) for row in rows)]
         Path(data).write_text("\n".join(lines) + "\n", encoding="utf-8")
-    return recipe_subject(case.model, data)
+    return recipe_workload(case.model, data)
 
 
 def measured_peak(case: Case) -> int:
-    """Bytes that the CPU's allocator has handed out at most, in the last of a few real steps; this process is spent."""
+    """The peak of the CPU's allocator in the last of a few real steps, in bytes; this process is spent."""
     from torch.profiler import ProfilerActivity, profile, record_function
 
     import samestep
 
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
-        subject = subject_of(case, Path(folder))
-    batch = subject.make_batch(case.batch_size)
+        workload = workload_of(case, Path(folder))
+    batch = workload.make_batch(case.batch_size)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        model = subject.build()
+        model = workload.build()
         if case.checkpointing:
-            recompute(case.model, find_blocks(model))
+            checkpoint_blocks(case.model, repeated_blocks(model))
         run = samestep.Run(case.batch_size, case.num_microbatches, 0)
-        optimizer = OPTIMIZERS[subject.optimizer](model.parameters(), lr=1e-4, **subject.settings)
-        step = run.train_step(model, optimizer, subject.loss)
+        optimizer = OPTIMIZERS[workload.optimizer](model.parameters(), lr=1e-4, **workload.settings)
+        step = run.train_step(model, optimizer, workload.loss)
         for number in range(STEPS):
             with record_function(f"step {number}"):
                 step(batch)
@@ -172,16 +171,16 @@ def measured_peak(case: Case) -> int:
 
 
 def compare(case: Case) -> dict[str, Any]:
-    """The forecast of a case, and what the allocator says."""
+    """The estimate of a case, and the peak of the allocator."""
     with tempfile.TemporaryDirectory() as folder:
-        subject = subject_of(case, Path(folder))
+        workload = workload_of(case, Path(folder))
         layout = Layout(1, case.num_microbatches, case.batch_size, is_checkpointed=case.checkpointing)
-        found = trace(subject, layout.microbatch_size, False, "32-true", case.checkpointing)
+        found = trace(workload, layout.microbatch_size, False, "32-true", case.checkpointing)
         memory = needed_memory(found, layout, KINDS["cpu"])
     command = [sys.executable, str(Path(__file__).resolve()), "--measure", json.dumps(asdict(case))]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     measured = json.loads(done.stdout.splitlines()[-1])
-    row = {**asdict(case), "forecast": memory.total, "measured": measured, "error": memory.total / measured - 1}
+    row = {**asdict(case), "estimate": memory.total, "measured": measured, "error": memory.total / measured - 1}
     print(memory_rows([row])[-1], flush=True)
     return row
 
@@ -220,10 +219,9 @@ def nanotron_errors() -> dict[str, float]:
 
 def horovod() -> list[dict[str, Any]]:
     """128 servers of 4 P100: one unknown, the part of an all-reduce that is exposed, from ResNet-101."""
-    machines = Machines(replace(KINDS["P100"], node_gbits=25, per_node=4), 512, 128)
-    links = links_of(machines, 512)
+    cluster = Cluster(replace(KINDS["P100"], node_gbits=25, per_node=4), 512, 128)
     alone = {name: 64 / rate for name, rate in PASCAL_RATES.items()}
-    reduce = {name: links.reduce(4.0 * count) for name, count in PARAMETERS.items()}
+    reduce = {name: 2 * gather_seconds(cluster, 512, 4.0 * count) for name, count in PARAMETERS.items()}
     known = "resnet-101"
     exposed = alone[known] * (1 / HOROVOD[known] - 1) / reduce[known]
     return [
@@ -234,14 +232,15 @@ def horovod() -> list[dict[str, Any]]:
 
 def torchtitan() -> list[dict[str, Any]]:
     """FSDP over 8 and 128 H100: the rate of computing from the first point, the links from the table of devices."""
-    subject = published("llama-3.1-8b")
-    search = Search(subject, read_machines("8xH100"), Wish(16, "bf16-mixed"))
+    workload = published("llama-3.1-8b")
+    search = make_search(workload, read_cluster("8xH100"), Request(16, "bf16-mixed"))
     layouts = {count: Layout(count, count, 2 * count, is_sharded=True, is_mixed=True) for count in TORCHTITAN}
 
     def rate(count: int, slowness: float) -> float:
         layout = layouts[count]
-        seconds = step_time(search.trace_of(layout), layout, search.machines.resized(count), 16, slowness).step
-        return 2 * subject.units / seconds
+        microbatch = search.traces.at(layout.microbatch_size, False)
+        seconds = step_time(microbatch, layout, search.cluster.resized(count), 16, slowness).step
+        return 2 * workload.units / seconds
 
     first = min(TORCHTITAN)
     slowness = 1.0
@@ -267,19 +266,19 @@ def _row(table: str, point: str, predicted: float, published: float, calibrated:
 def memory_rows(rows: list[dict[str, Any]]) -> list[str]:
     """The table of memory as Markdown."""
     lines = [
-        "| model | batch | microbatches | checkpointing | forecast, MiB | measured, MiB | error |",
+        "| model | batch | microbatches | checkpointing | estimate, MiB | measured, MiB | error |",
         "|---|" + "---:|" * 6,
     ]
     for row in rows:
         again = "yes" if row["checkpointing"] else "no"
-        sizes = f"{row['forecast'] / 2**20:.2f} | {row['measured'] / 2**20:.2f} | {100 * row['error']:+.1f} %"
+        sizes = f"{row['estimate'] / 2**20:.2f} | {row['measured'] / 2**20:.2f} | {100 * row['error']:+.1f} %"
         lines.append(f"| {row['model']} | {row['batch_size']} | {row['num_microbatches']} | {again} | {sizes} |")
     return lines
 
 
 def scaling_rows(rows: list[dict[str, Any]], errors: dict[str, float]) -> list[str]:
     """The table of scaling as Markdown."""
-    lines = ["| table | point | forecast | published | error |", "|---|---|---:|---:|---:|"]
+    lines = ["| table | point | estimate | published | error |", "|---|---|---:|---:|---:|"]
     for row in rows:
         error = "calibrated on it" if row["calibrated"] else f"{100 * row['error']:+.1f} %"
         lines.append(

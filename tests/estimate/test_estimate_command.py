@@ -1,4 +1,4 @@
-"""`samestep plan`: what it prints, and what it refuses with which sentence."""
+"""`samestep estimate`: its output, and the sentences of its refusals."""
 
 import json
 import sys
@@ -8,7 +8,7 @@ import pytest
 
 from samestep.cli.main import main
 from samestep.devices.selection import select
-from samestep.forecast import devices
+from samestep.estimate import hardware
 
 MODELS = """
 import torch
@@ -39,17 +39,17 @@ def number():
 
 @pytest.fixture
 def file(tmp_path):
-    path = tmp_path / "models_to_plan.py"
+    path = tmp_path / "models.py"
     path.write_text(MODELS, encoding="utf-8")
     return path
 
 
 @pytest.fixture
-def plan(capsys, monkeypatch):
-    """`plan(words…)`: the exit code, and what was said."""
+def estimate(capsys, monkeypatch):
+    """`estimate(words…)`: the exit code, stdout and stderr."""
 
     def call(*words):
-        monkeypatch.setattr(sys, "argv", ["samestep", "plan", *map(str, words)])
+        monkeypatch.setattr(sys, "argv", ["samestep", "estimate", *map(str, words)])
         with pytest.raises(SystemExit) as caught:
             main()
         said = capsys.readouterr()
@@ -58,12 +58,12 @@ def plan(capsys, monkeypatch):
     return call
 
 
-def test_devices_of_this_machine_are_named_as_for_any_other_command(plan):
-    code, out, _ = plan("mlp", "--devices", "cpu:2", "--json")
+def test_devices_of_this_machine_are_named_as_for_any_other_command(estimate):
+    code, out, _ = estimate("mlp", "--devices", "cpu:2", "--json")
     assert code == 0
     asked = json.loads(out)["devices"]
     assert (asked["kind"], asked["count"], asked["nodes"]) == ("cpu", 2, 1)
-    code, _, err = plan("mlp", "--devices", "cpu:0")
+    code, _, err = estimate("mlp", "--devices", "cpu:0")
     assert code == 2
     assert "cpu:N is a number of CPU workers" in err
 
@@ -80,12 +80,12 @@ def test_devices_of_this_machine_are_named_as_for_any_other_command(plan):
 def test_an_accelerator_of_this_machine_is_known_by_its_name_and_memory(monkeypatch, name, gib, kind):
     found = select("cpu:2")
     device = replace(found.devices[0], kind="cuda", name=name, memory_total=int(gib * 2**30))
-    monkeypatch.setattr(devices, "select", lambda text: replace(found, kind="cuda", devices=(device,) * 2))
-    assert str(devices.read_machines("auto")) == f"2 × {kind}"
+    monkeypatch.setattr(hardware, "select", lambda text: replace(found, kind="cuda", devices=(device,) * 2))
+    assert str(hardware.read_cluster("auto")) == f"2 × {kind}"
 
 
-def test_a_recipe_is_planned_in_the_terminal(plan):
-    code, out, _ = plan("gpt", "--devices", "4xL4")
+def test_a_recipe_is_estimated_in_the_terminal(estimate):
+    code, out, _ = estimate("gpt", "--devices", "4xL4")
     assert code == 0
     assert "834,304 parameters" in out
     assert "4 × L4, 22 GiB each" in out
@@ -94,8 +94,8 @@ def test_a_recipe_is_planned_in_the_terminal(plan):
         assert name in out
 
 
-def test_json_has_the_same_and_adds_up(plan):
-    code, out, _ = plan("lenet", "--devices", "8xH100", "--nodes", 2, "--global-batch-size", 256, "--json")
+def test_json_has_the_same_and_adds_up(estimate):
+    code, out, _ = estimate("lenet", "--devices", "8xH100", "--nodes", 2, "--global-batch-size", 256, "--json")
     found = json.loads(out)
     assert code == 0
     assert found["devices"] == {"kind": "H100", "count": 16, "nodes": 2, "memory": 79.1 * 2**30}
@@ -106,23 +106,19 @@ def test_json_has_the_same_and_adds_up(plan):
     assert [point["devices"] for point in found["curve"]][:3] == [1, 2, 4]
 
 
-def test_a_function_of_ones_own_is_planned_with_shapes_or_with_its_own_batch(plan, file):
+def test_a_function_of_ones_own_is_estimated_with_shapes_or_with_its_own_batch(estimate, file):
     shapes = ("--input-shape", "8", "--target-shape", "")
-    first = plan(f"{file}:plain", "--devices", "2xA100", *shapes, "--json")
-    second = plan(f"{file}:triple", "--devices", "2xA100", "--json")
+    first = estimate(f"{file}:plain", "--devices", "2xA100", *shapes, "--json")
+    second = estimate(f"{file}:triple", "--devices", "2xA100", "--json")
     assert (first[0], second[0]) == (0, 0)
     own, given = (json.loads(said[1])["recommended"]["memory"] for said in (first, second))
     assert own == given
 
 
-def test_a_picture_is_drawn_where_it_is_asked_for(plan, tmp_path):
-    path = tmp_path / "plan.png"
-    assert plan("lenet", "--devices", "2xH100", "--png", path)[0] == 0
-    assert path.read_bytes().startswith(b"\x89PNG")
-
-
-def test_nothing_fits_is_exit_code_1(plan, file):
-    code, out, _ = plan(f"{file}:triple", "--devices", "1xL4", "--global-batch-size", 10**10, "--num-microbatches", 1)
+def test_nothing_fits_is_exit_code_1(estimate, file):
+    code, out, _ = estimate(
+        f"{file}:triple", "--devices", "1xL4", "--global-batch-size", 10**10, "--num-microbatches", 1
+    )
     assert code == 1
     assert "✗ nothing fits" in out
     assert "--num-microbatches 2" in out
@@ -133,33 +129,35 @@ REFUSED = {
     "no device at all": (["lenet", "--devices", "many"], "8xH100"),
     "devices that no nodes hold": (["lenet", "--devices", "9xH100"], "do not divide among nodes of 8"),
     "an unknown model": (["lenett", "--devices", "1xH100"], "did you mean 'lenet'?"),
-    "a mesh of other devices": (["gpt", "--devices", "8xH100", "--tensor", "3"], "their product must be the number"),
-    "heads that do not divide": (["gpt", "--devices", "8xH100", "--tensor", "8"], "does not divide 4"),
+    "a mesh of other devices": (["gpt", "--devices", "8xH100", "--pipe", "3"], "their product must be the number"),
     "more stages than blocks": (["gpt", "--devices", "8xH100", "--pipe", "8"], "too few for 8 stages"),
     "a batch smaller than devices": (["lenet", "--devices", "8xH100", "--global-batch-size", "4"], "4 samples"),
-    "microbatches fewer than devices": (
+    "fewer microbatches than devices": (
         ["lenet", "--devices", "8xH100", "--num-microbatches", "4"],
         "--num-microbatches 8",
     ),
-    "no blocks to split": (["lenet", "--devices", "2xH100", "--strategy", "tensor"], "use --strategy sharded"),
     "no blocks to recompute": (["lenet", "--devices", "2xH100", "--checkpointing"], "leave --checkpointing out"),
     "an unknown strategy": (["lenet", "--devices", "2xH100", "--strategy", "magic"], "one of replicate"),
     "an unknown precision": (["lenet", "--devices", "2xH100", "--precision", "8"], "32-true"),
-    "two measurements": (["lenet", "--devices", "1xL4", "--rate", "1", "--measured-step-seconds", "1"], "the same"),
+    "two measurements": (["lenet", "--devices", "1xL4", "--rate", "1", "--measured-step-seconds", "1"], "of one thing"),
+    "stages of sharded state": (
+        ["gpt", "--devices", "2xL4", "--pipe", "2", "--strategy", "sharded"],
+        "--strategy pipeline",
+    ),
 }
 
 
 @pytest.mark.parametrize(("words", "sentence"), REFUSED.values(), ids=REFUSED)
-def test_what_cannot_be_is_refused_with_what_would_do(plan, words, sentence):
-    code, _, err = plan(*words)
+def test_what_cannot_be_is_refused_with_what_would_do(estimate, words, sentence):
+    code, _, err = estimate(*words)
     assert code == 2
     assert sentence in err
     assert "Traceback" not in err
 
 
-def test_a_program_that_depends_on_values_is_refused_with_its_line(plan, file):
+def test_a_program_that_depends_on_values_is_refused_with_its_line(estimate, file):
     line = MODELS[: MODELS.index("# CHOICE")].count("\n") + 1
-    code, _, err = plan(f"{file}:Choosy", "--devices", "1xH100", "--input-shape", "8")
+    code, _, err = estimate(f"{file}:Choosy", "--devices", "1xH100", "--input-shape", "8")
     assert code == 2
     assert f"{file}:{line}" in err
     assert "_local_scalar_dense" in err
@@ -174,15 +172,15 @@ def test_a_program_that_depends_on_values_is_refused_with_its_line(plan, file):
         ("plain", ("--input-shape", "9"), "failed on a batch of 2 samples"),
     ],
 )
-def test_a_function_that_does_not_fit_is_refused(plan, file, name, words, sentence):
-    code, _, err = plan(f"{file}:{name}", "--devices", "1xH100", *words)
+def test_a_function_that_does_not_fit_is_refused(estimate, file, name, words, sentence):
+    code, _, err = estimate(f"{file}:{name}", "--devices", "1xH100", *words)
     assert code == 2
     assert sentence in err
 
 
 def test_a_published_model_has_the_parameters_of_its_paper():
-    from samestep.forecast.shapes import published
-    from samestep.forecast.trace import trace
+    from samestep.estimate.architectures import published
+    from samestep.estimate.trace import trace
 
-    counts = {"gpt2": 124_439_808, "vgg-16": 138_357_544}
+    counts = {"gpt2": 124_439_808, "gpt2-xl": 1_557_611_200, "llama-3.1-8b": 8_030_261_248}
     assert {name: trace(published(name), 2, True, with_update=False).num_parameters for name in counts} == counts

@@ -1,0 +1,180 @@
+"""The workload of an estimate: a model with its loss, batches and optimizer; a published one, or a user's function."""
+
+import difflib
+import importlib
+import runpy
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from samestep.engine.losses import Mean
+from samestep.errors import UsageError
+
+OPTIMIZERS: Mapping[str, Callable[..., Optimizer]] = {
+    "sgd": torch.optim.SGD,
+    "adam": torch.optim.Adam,
+    "adamw": torch.optim.AdamW,
+}
+DTYPES = ("float32", "float64", "bfloat16", "float16", "int64", "int32", "uint8", "bool")
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A training: `loss(model, batch)` under the loss contract, batches of any size, an optimizer of `OPTIMIZERS`."""
+
+    name: str
+    build: Callable[[], nn.Module]
+    loss: Callable[[nn.Module, Any], Tensor | Mean]
+    make_batch: Callable[[int], Any]  # from a number of samples; the values do not matter
+    optimizer: str = "adamw"
+    settings: Mapping[str, Any] = field(default_factory=dict)  # further arguments of the optimizer
+    global_batch_size: int = 64
+    units: int = 1  # of `unit` in a sample
+    unit: str = "samples"  # of the speed: "samples", "images", "tokens"
+
+
+def repeated_blocks(model: nn.Module) -> list[nn.Module]:
+    """The repeated layers: the children, at least two and of one class, of the container with the most parameters.
+
+    FSDP2 wraps them one by one, a pipeline is cut between them, activation checkpointing recomputes each.
+    """
+    best: list[nn.Module] = []
+    most = 0
+    for module in model.modules():
+        children = list(module.children())
+        if (
+            isinstance(module, nn.ModuleList | nn.Sequential)
+            and len(children) > 1
+            and len(set(map(type, children))) == 1
+        ):
+            size = sum(parameter.numel() for parameter in module.parameters())
+            if size > most:
+                best, most = children, size
+    return best
+
+
+def batch_like(sample: Any, count: int) -> Any:
+    """The same nested value with so many samples along dim 0, all zeros."""
+    return tree_map_only(Tensor, lambda tensor: tensor.new_zeros((count, *tensor.shape[1:])), sample)
+
+
+def load_workload(
+    name: str,
+    recipes: Sequence[str],
+    input_shape: str | None,
+    input_dtype: str,
+    target_shape: str | None,
+    target_dtype: str,
+) -> Workload:
+    """The workload of a published name or of `FILE.py:function` or `package.module:function`; raises `UsageError`.
+
+    The function returns a model, whose samples the shapes describe, or (model, loss function, batch). Without a target
+    shape the loss is the sum of the outputs; integer targets are classes, others are compared by mean square.
+    """
+    from samestep.estimate.architectures import DECODERS, published
+
+    if name in DECODERS:
+        return published(name)
+    if ":" not in name:
+        known = (*recipes, *DECODERS)
+        close = difflib.get_close_matches(name.lower(), known, n=1)
+        hint = f"did you mean {close[0]!r}? " if close else ""
+        raise UsageError(
+            f"there is no model {name!r}; {hint}needed: one of {', '.join(known)}, or FILE.py:function or "
+            "package.module:function (such as torchvision.models:resnet50) that returns an nn.Module"
+        )
+    function = _find_function(name)
+    for dtype in (input_dtype, target_dtype):
+        if dtype not in DTYPES:
+            raise UsageError(f"there is no dtype {dtype!r} for samples; it is one of {', '.join(DTYPES)}")
+    if input_shape is None:
+        return _from_triple(name, function)
+    sample = torch.zeros(1, *_read_shape(input_shape, "--input-shape"), dtype=getattr(torch, input_dtype))
+    target = None
+    if target_shape is not None:
+        target = torch.zeros(1, *_read_shape(target_shape, "--target-shape"), dtype=getattr(torch, target_dtype))
+    return Workload(
+        name, lambda: _checked(name, function()), _shaped_loss, lambda count: batch_like((sample, target), count)
+    )
+
+
+def _shaped_loss(model: nn.Module, batch: Any) -> Tensor:
+    x, y = batch
+    scores = model(x)
+    if y is None:
+        return sum((leaf.float().sum() for leaf in tree_leaves(scores) if isinstance(leaf, Tensor)), torch.zeros(()))
+    if y.is_floating_point():
+        return functional.mse_loss(scores, y)
+    return functional.cross_entropy(scores.flatten(0, -2) if y.ndim > 1 else scores, y.flatten())
+
+
+def _from_triple(name: str, function: Callable[[], Any]) -> Workload:
+    """The workload of a function that returns (model, loss function, batch)."""
+
+    def parts() -> tuple[nn.Module, Any, Any]:
+        made = function()
+        if isinstance(made, nn.Module):
+            raise UsageError(
+                f"{name} returns a model alone; describe its samples by --input-shape (and --target-shape), or return "
+                "(model, loss_fn, batch)"
+            )
+        if not isinstance(made, tuple) or len(made) != 3:
+            raise UsageError(
+                f"{name} returns a {type(made).__name__}; needed: an nn.Module, or (model, loss_fn, batch)"
+            )
+        return _checked(name, made[0]), made[1], made[2]
+
+    def make_batch(count: int) -> Any:
+        _, loss, batch = parts()
+        return loss, batch_like(batch, count)
+
+    return Workload(name, lambda: parts()[0], lambda model, batch: batch[0](model, batch[1]), make_batch)
+
+
+def _checked(name: str, made: Any) -> nn.Module:
+    if not isinstance(made, nn.Module):
+        raise UsageError(f"{name} returns a {type(made).__name__}; needed: an nn.Module, or (model, loss_fn, batch)")
+    return made
+
+
+def _read_shape(text: str, option: str) -> tuple[int, ...]:
+    """`3,224,224`; an empty text is a sample that is a single number."""
+    try:
+        sizes = tuple(int(size) for size in text.split(",") if size.strip())
+    except ValueError:
+        sizes = (0,)
+    if any(size < 1 for size in sizes):
+        raise UsageError(f"got {option} {text!r}; needed: the sizes of one sample, such as 3,224,224")
+    return sizes
+
+
+def _find_function(name: str) -> Callable[[], Any]:
+    """The function that `FILE.py:function` or `package.module:function` names; a file can import its neighbours."""
+    source, _, function = name.rpartition(":")
+    path = Path(source)
+    is_file = source.endswith(".py")
+    if is_file and not path.is_file():
+        raise UsageError(f"got {path}: there is no such file")
+    folder = str(path.resolve().parent if is_file else Path.cwd())
+    sys.path.insert(0, folder)
+    try:
+        found = runpy.run_path(source) if is_file else vars(importlib.import_module(source))
+    except ModuleNotFoundError as error:
+        raise UsageError(
+            f"got {name!r}: {error}; give the file, FILE.py:function, or a module that is installed"
+        ) from error
+    finally:
+        sys.path.remove(folder)
+    if not callable(found.get(function)):
+        own = [key for key, value in found.items() if getattr(value, "__module__", "") == found["__name__"]]
+        raise UsageError(f"{source} has no function {function!r}; it has {', '.join(own) or 'none'}")
+    build: Callable[[], Any] = found[function]
+    return build
