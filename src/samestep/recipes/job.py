@@ -1,6 +1,6 @@
 """What each worker of `samestep train` runs: a recipe, from its data to the digest of its final state."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +11,14 @@ from torch.optim import Optimizer
 from samestep.devices.inventory import discover
 from samestep.errors import UsageError
 from samestep.recipes.catalog import load
+from samestep.recipes.config import JobConfig
 from samestep.recipes.recipe import DataOptions, Recipe
 from samestep.train.folder import write_json
 from samestep.train.naming import RESULT_FILE
 from samestep.train.run import Run
 from samestep.train.stopping import stopping_on_request
 from samestep.train.together import on_main
-from samestep.train.trainer import CHECKPOINT_MINUTES, DIGEST_EVERY, Trainer
-from samestep.train.writing import CHECKPOINT_RETRIES
+from samestep.train.trainer import Trainer
 
 DEFAULT_LR = {"sgd": 0.01, "adam": 1e-3, "adamw": 1e-3}
 OPTIMIZERS: Mapping[str, Callable[..., Optimizer]] = {
@@ -28,131 +28,94 @@ OPTIMIZERS: Mapping[str, Callable[..., Optimizer]] = {
 }
 
 
-def train(
-    *,
-    recipe: str,
-    data: str | None = None,
-    data_dir: str | None = None,
-    epochs: int | None = None,
-    global_batch_size: int | None = None,
-    num_microbatches: int | None = None,
-    shares: Sequence[float] | None = None,
-    spares: int = 0,
-    seed: int = 0,
-    optimizer: str | None = None,
-    lr: float | None = None,
-    momentum: float | None = None,
-    weight_decay: float | None = None,
-    max_grad_norm: float | None = None,
-    precision: str = "32-true",
-    compile: bool = False,
-    cuda_graphs: bool = False,
-    reduction: str = "ordered",
-    strategy: str = "replicate",
-    mesh: Mapping[str, int] | None = None,
-    shard_optimizer: bool = False,
-    num_workers: int = 0,
-    num_threads: int | None = None,
-    options: Mapping[str, str] | None = None,
-    run_dir: str | None = None,
-    resume: str | None = None,
-    allow_contract_change: bool = False,
-    checkpoint_steps: int | None = None,
-    checkpoint_minutes: float = CHECKPOINT_MINUTES,
-    checkpoint_retries: int = CHECKPOINT_RETRIES,
-    keep: int = 3,
-    digest_every: int = DIGEST_EVERY,
-    profile: str | None = None,
-    command: Sequence[str] = (),
-    job: Mapping[str, Any] | None = None,
-) -> dict[str, Any]:
-    """Trains a recipe; None takes the recipe's own value. `job` is recorded: what a resumed run is given again.
+def train(**options: Any) -> dict[str, Any]:
+    """Trains a recipe.
+
+    Args:
+        options: the fields of `JobConfig`.
 
     Returns:
         What `samestep train --json` prints: digest, run, devices, num_microbatches, global_batch_size, epochs and more.
     """
-    chosen = load(recipe)
-    batch_size = chosen.global_batch_size if global_batch_size is None else global_batch_size
+    config = JobConfig(**options)
+    recipe = load(config.recipe)
+    batch_size = recipe.global_batch_size if config.global_batch_size is None else config.global_batch_size
     run = Run(
         batch_size,
-        num_microbatches,
-        seed,
-        shares=shares,
-        spares=spares,
-        reduction=reduction,
-        mesh=mesh,
-        num_threads=num_threads,
-        profile=profile,
+        config.num_microbatches,
+        config.seed,
+        shares=config.shares,
+        spares=config.spares,
+        reduction=config.reduction,
+        mesh=config.mesh,
+        num_threads=config.num_threads,
+        profile=config.profile,
     )
-    content = chosen.data(DataOptions(data=data, data_dir=data_dir, seed=seed, options=options or {}))
-    model = chosen.model(content)
-    if strategy == "replicate":  # else its parts go there, one after another
+    content = recipe.data(DataOptions(config.data, config.data_dir, config.seed, config.options or {}))
+    model = recipe.model(content)
+    if config.strategy == "replicate":  # else its parts go there, one after another
         model = model.to(run.device)
-    settings = optimizer_settings(chosen, optimizer, lr, momentum, weight_decay)
-    clip = chosen.max_grad_norm if max_grad_norm is None else max_grad_norm
-    num_epochs = chosen.epochs if epochs is None else epochs
+    settings = optimizer_settings(recipe, config.optimizer, config.lr, config.momentum, config.weight_decay)
+    max_grad_norm = recipe.max_grad_norm if config.max_grad_norm is None else config.max_grad_norm
+    num_epochs = recipe.epochs if config.epochs is None else config.epochs
     devices = device_names(run)
     facts: dict[str, Any] = {
-        "recipe": recipe,
+        "recipe": recipe.name,
         "data": content.description,
-        "max_grad_norm": clip,
+        "max_grad_norm": max_grad_norm,
         **settings,
         "epochs": num_epochs,
         "options": dict(content.options),
         "devices": devices,
-        "shares": None if shares is None else list(shares),
-        "num_workers": num_workers,
+        "shares": None if config.shares is None else list(config.shares),
+        "num_workers": config.num_workers,
         "processor": discover(accelerators=False).cpu.name,
-        "command": list(command),
-        "job": dict(job or {}),
+        "command": list(config.command),
+        "job": dict(config.job),
     }
     with (
         Trainer(
             run,
             model,
             make_optimizer(model, **settings),
-            chosen.loss,
-            run_dir=run_dir,
-            name=f"{recipe} on {content.description}",
+            recipe.loss,
+            run_dir=config.run_dir,
+            name=f"{recipe.name} on {content.description}",
             contract=facts,
-            epoch_line=(chosen.headline, chosen.headline_label),
-            checkpoint_steps=checkpoint_steps,
-            checkpoint_minutes=checkpoint_minutes,
-            checkpoint_retries=checkpoint_retries,
-            keep=keep,
-            digest_every=digest_every,
-            resume_command=f"samestep train {recipe} --resume {run_dir}",
-            max_grad_norm=clip,
-            precision=precision,
-            compile=compile,
-            cuda_graphs=cuda_graphs,
-            strategy=strategy,
-            shard_optimizer=shard_optimizer,
+            epoch_line=(recipe.headline, recipe.headline_label),
+            **config.given("checkpoint_steps", "checkpoint_minutes", "checkpoint_retries", "keep", "digest_every"),
+            resume_command=f"samestep train {recipe.name} --resume {config.run_dir}",
+            max_grad_norm=max_grad_norm,
+            precision=config.precision,
+            compile=config.compile,
+            cuda_graphs=config.cuda_graphs,
+            strategy=config.strategy,
+            shard_optimizer=config.shard_optimizer,
         ) as trainer,
         stopping_on_request(run.membership),  # asked to when training is done, it leaves the result first
     ):
-        trainer.say(_introduction(chosen, content.description, run))
+        trainer.say(_introduction(recipe, content.description, run))
         history = trainer.fit(
             content.train,
             num_epochs,
             eval_data=content.eval,
-            metrics=chosen.metrics,
-            num_workers=num_workers,
-            resume=resume,
-            allow_contract_change=allow_contract_change,
+            metrics=recipe.metrics,
+            num_workers=config.num_workers,
+            resume=config.resume,
+            allow_contract_change=config.allow_contract_change,
         )
         result = {
             "digest": trainer.digest,
-            "run": run_dir,
+            "run": config.run_dir,
             "devices": devices,
             "num_microbatches": run.contract.num_microbatches,
             "global_batch_size": batch_size,
-            "seed": seed,
+            "seed": config.seed,
             "data": content.description,
             "epochs": [record.as_json() for record in history],
         }
-        if run_dir is not None:
-            path = Path(run_dir) / RESULT_FILE
+        if config.run_dir is not None:
+            path = Path(config.run_dir) / RESULT_FILE
             run.membership.perform(lambda: on_main(run.communicator, lambda: write_json(path, result)))
     return result
 

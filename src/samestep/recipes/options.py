@@ -1,7 +1,6 @@
-"""The options of `samestep train`, checked at the door: torch-free, before a process is started."""
+"""The recipes' own options (`-o name=value`), checked before a process is started: torch-free."""
 
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 from samestep.errors import UsageError
@@ -25,64 +24,6 @@ HIDDEN: Mapping[str, int] = {"lenet": 128, "mlp": 16, "simplenet": 128, "vgg": 5
 """The features of the hidden layer of a recipe that strategy="tensor" divides; vgg's grow with its width."""
 
 TRUTH = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
-CHOICES: Mapping[str, tuple[str, ...]] = {
-    "optimizer": ("sgd", "adam", "adamw"),
-    "precision": ("32-true", "bf16-mixed", "16-mixed"),
-    "reduction": ("ordered", "native"),
-    "strategy": ("replicate", "sharded", "pipeline", "tensor"),
-}
-LEAST: Mapping[str, int] = {
-    "epochs": 1,
-    "num_workers": 0,
-    "seed": 0,
-    "momentum": 0,
-    "weight_decay": 0,
-    "spares": 0,
-    "checkpoint_steps": 1,
-    "checkpoint_retries": 0,
-    "keep": 1,
-    "digest_every": 1,
-}
-MAX_THREADS = 1024
-"""CPU threads that a worker may have."""
-
-ABOVE_ZERO = ("lr", "max_grad_norm", "checkpoint_minutes")
-
-
-def check_options(options: Mapping[str, Any]) -> None:
-    """Checks what the user asked of a recipe; None is the recipe's own value.
-
-    Raises:
-        UsageError: names the option, and what it takes.
-    """
-    for name, choices in CHOICES.items():
-        value = options.get(name)
-        if value is not None and value not in choices:
-            raise UsageError(f"got {name} {value!r}; --{name} is one of {', '.join(choices)}")
-    for name, least in LEAST.items():
-        value = options.get(name)
-        if value is not None and not least <= value < float("inf"):
-            raise UsageError(f"got {name}={value}; {option_of(name)} must be {least} or more")
-    num_threads = options.get("num_threads")
-    if num_threads is not None and not 1 <= num_threads <= MAX_THREADS:
-        raise UsageError(f"got num_threads={num_threads}; --num-threads must be from 1 to {MAX_THREADS}")
-    for name in ABOVE_ZERO:
-        value = options.get(name)
-        if value is not None and not 0 < value < float("inf"):
-            raise UsageError(f"got {name}={value}; {option_of(name)} must be above 0")
-    recipe, data, data_dir = options["recipe"], options.get("data"), options.get("data_dir")
-    own_options(recipe, options.get("options") or {})
-    check_source(recipe, data_dir)
-    if data_dir is not None and not Path(data_dir).is_dir():
-        raise UsageError(f"got --data-dir {data_dir}: there is no such folder; needed: one with the dataset's files")
-    if data is not None and recipe in ONE_FILE and not Path(data).is_file():
-        what = "is no regular file" if Path(data).exists() else "there is no such file"
-        raise UsageError(f"got --data {data}: {what}; {recipe} reads {ONE_FILE[recipe]}")
-
-
-def option_of(name: str) -> str:
-    """How an argument is spelled on the command line."""
-    return "--" + name.replace("_", "-")
 
 
 def own_options(recipe: str, given: Mapping[str, Option]) -> dict[str, Any]:

@@ -1,0 +1,191 @@
+"""The configuration of `samestep train`, checked at the door: torch-free, before a process is started."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from samestep.errors import UsageError
+from samestep.recipes.options import ONE_FILE, check_source, own_options, own_options_in_words
+
+MAX_THREADS = 1024
+"""CPU threads that a worker may have."""
+RUN_FOLDER = "Run folder, checkpoints and resuming"
+
+
+def _sizes(text: str) -> dict[str, int]:
+    """`data=2,pipe=4` as sizes by axis."""
+    try:
+        return {axis.strip(): int(size) for axis, size in (part.split("=") for part in text.split(","))}
+    except ValueError:
+        raise UsageError(f"got --mesh {text!r}; needed: devices along each axis, such as data=2,pipe=4") from None
+
+
+def _numbers(text: str) -> list[float]:
+    """`3,1` as numbers."""
+    try:
+        return [float(part) for part in text.split(",")]
+    except ValueError:
+        raise UsageError(
+            f"got --shares {text!r}; needed: numbers separated by commas, one a device, such as 3,1"
+        ) from None
+
+
+def pairs(texts: Sequence[str]) -> dict[str, str]:
+    """`name=value` options as a dict."""
+    found = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not equals or not name:
+            raise UsageError(f"got --option {text!r}; needed: name=value")
+        found[name] = value
+    return found
+
+
+def _option(
+    help: str,
+    default: Any = None,
+    *,
+    least: float | None = None,
+    most: float | None = None,
+    above: float | None = None,
+    choices: Sequence[str] = (),
+    parse: Callable[[Any], Any] | None = None,
+    **more: Any,
+) -> Any:
+    """A field that is an option of the command line too; `cli.options` says what the metadata mean."""
+    limits = {"least": least, "most": most, "above": above, "choices": tuple(choices)}
+    return field(default=default, metadata={"help": help, "parse": parse, **limits, **more})
+
+
+@dataclass(frozen=True)
+class JobConfig:
+    """What `samestep train` was asked for, under the names of its options; None is the recipe's or `Run`'s own value.
+
+    It is made at the door, travels to the workers as JSON, and `recipes.job.train` reads it. The metadata of each field
+    say what it is for, and which values it takes.
+    """
+
+    recipe: str = ""
+    data: str | None = _option("A dataset by name (digits, mnist, fashion-mnist), or the file of mlp or gpt.")
+    data_dir: str | None = _option("A folder with the dataset's files; nothing is downloaded.")
+    epochs: int | None = _option("How often to go through the data.", least=1)
+    global_batch_size: int | None = _option("Samples of one optimizer step, on any devices.", compared=True)
+    num_microbatches: int | None = _option(
+        "Slices of a global batch, at least one a device; 8 by default.", compared=True
+    )
+    shares: Sequence[float] | None = _option("How much each device does, such as 3,1; same bits.", parse=_numbers)
+    seed: int = _option("Of weights, order and dropout; 0 by default.", 0, least=0, compared=True)
+    optimizer: str | None = _option("sgd, adam or adamw.", choices=("sgd", "adam", "adamw"), compared=True)
+    lr: float | None = _option("Learning rate.", above=0, compared=True)
+    momentum: float | None = _option("Of sgd.", least=0, compared=True)
+    weight_decay: float | None = _option("Of the optimizer.", least=0, compared=True)
+    max_grad_norm: float | None = _option("Clip the gradient's norm to this.", above=0, compared=True)
+    precision: str = _option(
+        "32-true (the default), bf16-mixed or 16-mixed.",
+        "32-true",
+        choices=("32-true", "bf16-mixed", "16-mixed"),
+        compared=True,
+    )
+    compile: bool = _option("Run forward and loss through torch.compile.", False, negated=True, compared=True)
+    cuda_graphs: bool = _option("Replay microbatches as CUDA graphs, on GPUs.", False, negated=True, compared=True)
+    reduction: str = _option(
+        "ordered (the default: same bits on any devices) or native.",
+        "ordered",
+        choices=("ordered", "native"),
+        compared=True,
+    )
+    strategy: str = _option(
+        "How the state lies on the devices: replicate (the default), sharded (1/D of it on each), pipeline (some layers "
+        "on each; needs --mesh), with the same bits.",
+        "replicate",
+        choices=("replicate", "sharded", "pipeline"),
+    )
+    mesh: Mapping[str, int] | None = _option(
+        "Devices along each axis, data=2,pipe=4 or data=-1,pipe=2; -1: the remaining devices.", parse=_sizes
+    )
+    shard_optimizer: bool = _option("Under replicate: each device has 1/D of the optimizer's state.", False)
+    num_workers: int = _option("Processes a rank that fetch samples; none by default.", 0, least=0)
+    num_threads: int | None = _option(
+        "CPU threads a worker; part of what decides the bits; 1 by default.", least=1, most=MAX_THREADS, compared=True
+    )
+    options: Mapping[str, str] | None = _option(
+        "A recipe's own option, as name=value; may be repeated. Those that there are, with their defaults: "
+        f"{own_options_in_words()}.",
+        parse=pairs,
+        flags=("--option", "-o"),
+        repeated=True,
+    )
+    run_dir: str | None = _option(
+        "Where the run goes; runs/RECIPE-DATE-TIME by default.", panel=RUN_FOLDER, metavar="PATH"
+    )
+    resume: str | None = _option(
+        "Go on with this run, on any devices, from its newest good checkpoint; it keeps its options. auto: with the "
+        "newest run of RECIPE that did not end, or a new one.",
+        panel=RUN_FOLDER,
+        metavar="RUN|auto",
+    )
+    allow_contract_change: bool = _option(
+        "Go on though something changed that decides the bits.", False, panel=RUN_FOLDER
+    )
+    checkpoint_steps: int | None = _option("Write a checkpoint every so many steps.", least=1, panel=RUN_FOLDER)
+    checkpoint_minutes: float | None = _option("And when the last is so old; 5 by default.", above=0, panel=RUN_FOLDER)
+    checkpoint_retries: int | None = _option(
+        "How often one that cannot be written is tried again, after 1, 2, 4, … seconds, before the run ends; 3 by "
+        "default.",
+        least=0,
+        panel=RUN_FOLDER,
+    )
+    keep: int | None = _option("How many checkpoints are kept; 3 by default.", least=1, panel=RUN_FOLDER)
+    digest_every: int | None = _option(
+        "The ledger has a checksum of the state every so many steps; 100 by default.", least=1, panel=RUN_FOLDER
+    )
+    spares: int = _option("How many of the devices stand by, to take over when another is lost.", 0, least=0)
+    profile: str | None = None
+    command: Sequence[str] = ()
+    job: Mapping[str, Any] = field(default_factory=dict)
+
+    def given(self, *names: str) -> dict[str, Any]:
+        """Those of the fields that are not None, by name: for a callee that has defaults of its own."""
+        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+
+    def as_json(self) -> dict[str, Any]:
+        """All fields, as the workers of the run are given them."""
+        return asdict(self)
+
+    def check(self) -> None:
+        """Checks the values; the recipe's name was checked before.
+
+        Raises:
+            UsageError: names the option, and what it takes.
+        """
+        for each in fields(self):
+            _check(each.name, getattr(self, each.name), each.metadata)
+        own_options(self.recipe, self.options or {})
+        check_source(self.recipe, self.data_dir)
+        if self.data_dir is not None and not Path(self.data_dir).is_dir():
+            raise UsageError(
+                f"got --data-dir {self.data_dir}: there is no such folder; needed: one with the dataset's files"
+            )
+        if self.data is not None and self.recipe in ONE_FILE and not Path(self.data).is_file():
+            what = "is no regular file" if Path(self.data).exists() else "there is no such file"
+            raise UsageError(f"got --data {self.data}: {what}; {self.recipe} reads {ONE_FILE[self.recipe]}")
+
+
+COMPARED = tuple(each.name for each in fields(JobConfig) if each.metadata.get("compared"))
+"""The options that a contract holds just as they are given."""
+
+
+def _check(name: str, value: Any, limits: Mapping[str, Any]) -> None:
+    """Checks a value against the limits in its field's metadata."""
+    if value is None or not limits:
+        return
+    option = f"--{name.replace('_', '-')}"
+    if limits["choices"] and value not in limits["choices"]:
+        raise UsageError(f"got {name} {value!r}; {option} is one of {', '.join(limits['choices'])}")
+    if limits["most"] is not None and not limits["least"] <= value <= limits["most"]:
+        raise UsageError(f"got {name}={value}; {option} must be from {limits['least']} to {limits['most']}")
+    if limits["least"] is not None and not limits["least"] <= value < float("inf"):
+        raise UsageError(f"got {name}={value}; {option} must be {limits['least']} or more")
+    if limits["above"] is not None and not limits["above"] < value < float("inf"):
+        raise UsageError(f"got {name}={value}; {option} must be above {limits['above']}")
