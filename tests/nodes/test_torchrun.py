@@ -8,7 +8,7 @@ import sys
 import pytest
 from node_scripts import FAILING, PARALLEL, SMALL, TRAINER
 
-from samestep.cli.nodes import chosen_devices, chosen_torchrun
+from samestep.cli.options import chosen_devices, chosen_torchrun
 from samestep.comm.environment import torchrun_defaults
 from samestep.errors import UsageError
 from samestep.launcher.policy import Policy

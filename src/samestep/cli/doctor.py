@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from samestep.cli.workers import Devices
+from samestep.cli.options import Devices
 
 if TYPE_CHECKING:
     from samestep.doctor.result import Result

@@ -99,13 +99,13 @@ def estimate(
     """
     from dataclasses import replace
 
-    from samestep.cli.train import pairs
     from samestep.errors import UsageError
     from samestep.estimate.estimate import estimate as make_estimate
     from samestep.estimate.hardware import read_cluster
     from samestep.estimate.output import print_estimate
     from samestep.estimate.search import Request
     from samestep.estimate.workload import OPTIMIZERS, load_workload
+    from samestep.recipes.config import pairs
     from samestep.recipes.workload import recipe_workload
 
     cluster = read_cluster(devices, nodes, node_gbits)

@@ -13,12 +13,12 @@ from samestep.cli.devices import devices
 from samestep.cli.doctor import doctor
 from samestep.cli.estimate import estimate
 from samestep.cli.export import export
+from samestep.cli.options import SPELLINGS
 from samestep.cli.profile import profile
 from samestep.cli.replay import replay
 from samestep.cli.report import report
 from samestep.cli.run import CONTEXT_SETTINGS, run
 from samestep.cli.runs import runs
-from samestep.cli.spelling import SPELLINGS
 from samestep.cli.train import train
 from samestep.cli.verify import verify
 from samestep.errors import SamestepError, UsageError

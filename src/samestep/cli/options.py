@@ -1,16 +1,98 @@
-"""Options from dataclasses: a command takes a few objects, and their fields are its options.
+"""Options as dataclasses: a command takes a few objects, and their fields are its options.
 
-The metadata of a field are what `typer.Option` needs: `help`, `flags` (by default the field's name), `metavar`, `panel`,
-`repeated` (given several times), `negated` (a flag that has a `--no-…` too), and `parse`, from text to the value.
+The metadata of a field are what `typer.Option` needs: `help`, `flags` (by default the field's name), `metavar`,
+`panel`, `repeated` (given several times), `negated` (a flag that has a `--no-…` too), and `parse`, from text to the value.
 """
 
 import functools
 import inspect
+import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import Field, fields, is_dataclass
-from typing import Annotated, Any, get_args, get_origin, get_type_hints
+from dataclasses import Field, asdict, dataclass, field, fields, is_dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Final, get_args, get_origin, get_type_hints
 
 import typer
+
+from samestep.errors import UsageError
+from samestep.recipes.config import MAX_THREADS
+
+if TYPE_CHECKING:
+    from samestep.launcher.policy import Policy
+    from samestep.launcher.torchrun import Torchrun
+
+THREADS = "CPU threads a worker; part of what decides the bits; 1 by default."
+SEVERAL_MACHINES = "Several machines (torchrun's options; PET_… variables give their defaults)"
+SPELLINGS: Final[Mapping[str, Any]] = {"token_normalize_func": lambda name: name.replace("_", "-")}
+"""What commands are registered with: options with underscores, as torchrun takes them, are those with hyphens."""
+
+Devices = Annotated[
+    str | None,
+    typer.Option(
+        metavar="SPEC", help='auto (the default), 4 (how many), "0,4" (which), cuda:0, cpu:2, free:2 (idle ones).'
+    ),
+]
+NumThreads = Annotated[int, typer.Option(min=1, max=MAX_THREADS, help=THREADS, show_default=False)]
+
+
+def _option(help: str, default: Any = None, **more: Any) -> Any:
+    return field(default=default, metadata={"help": help, **more})
+
+
+@dataclass(frozen=True)
+class WorkerOptions:
+    """Where workers run and how they start: `samestep train` and `run`."""
+
+    devices: str | None = _option(
+        'auto (the default), 4 (how many), "0,4" (which), cuda:0, cpu:2, free:2 (idle ones).', metavar="SPEC"
+    )
+    nproc_per_node: str | None = _option(
+        "torchrun's spelling of --devices: a number, auto, gpu or cpu (one worker a core).", metavar="N"
+    )
+    start_method: str | None = _option("How workers are started; fork where it is safe.", metavar="fork|spawn")
+
+
+@dataclass(frozen=True)
+class NodeOptions:
+    """On how many machines a run is, in torchrun's words: `samestep train` and `run`."""
+
+    nnodes: str | None = _option("On how many machines; 1 by default.", metavar="N|MIN:MAX", panel=SEVERAL_MACHINES)
+    node_rank: int | None = _option("This machine's number.", metavar="R", panel=SEVERAL_MACHINES)
+    rdzv_endpoint: str | None = _option(
+        "Where they meet: at one of the machines.", metavar="HOST:PORT", panel=SEVERAL_MACHINES
+    )
+    rdzv_id: str | None = _option("Names the run, alike on all.", metavar="ID", panel=SEVERAL_MACHINES)
+    rdzv_backend: str | None = _option(
+        "c10d unless machines have numbers.", metavar="c10d|static", panel=SEVERAL_MACHINES
+    )
+    rdzv_conf: str | None = _option("Such as join_timeout=60.", metavar="NAME=N,…", panel=SEVERAL_MACHINES)
+    master_addr: str | None = _option("Machine 0, for machines with numbers.", metavar="HOST", panel=SEVERAL_MACHINES)
+    master_port: int | None = _option("A free port there; 29500.", metavar="PORT", panel=SEVERAL_MACHINES)
+
+
+@dataclass(frozen=True)
+class ScriptOptions:
+    """How an existing script is run: `samestep run` and `verify`."""
+
+    module: bool = _option("SCRIPT is a module, as in `python -m`.", False, flags=("-m", "--module"))
+    wrap: str | None = _option(
+        "Share out this variable or class of a script that wraps nothing itself; its batches lie along DIM, or 0.",
+        metavar="NAME[:DIM]",
+    )
+    adopt: bool | None = _option(
+        "Run SCRIPT as if alone, and share its DataParallel out; or leave ranks to it, as torchrun does. By default "
+        "SCRIPT is read to find out.",
+        flags=("--adopt/--no-adopt",),
+        show_default=False,
+    )
+    num_microbatches: int | None = _option(
+        "Of a script of one process: into how many chunks a wrapped forward is cut, on any devices. By default the "
+        "script decides; under verify, the most devices that are compared.",
+        metavar="V",
+        min=1,
+    )
+    seed: int | None = _option(
+        "Of a script of one process: seeds every generator at its start; by default a random seed, under verify 0."
+    )
 
 
 def with_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -57,7 +139,9 @@ def _group(hint: Any) -> tuple[type[Any], bool] | None:
 def _parameter(each: Field[Any], kind: Any, only_given: bool) -> inspect.Parameter:
     """A field as a parameter of the command."""
     about: Mapping[str, Any] = each.metadata
-    base = next((arg for arg in get_args(kind) if arg is not type(None)), kind) if get_origin(kind) is not None else kind
+    base = (
+        next((arg for arg in get_args(kind) if arg is not type(None)), kind) if get_origin(kind) is not None else kind
+    )
     if about.get("repeated"):
         base = list[str]
     elif about.get("parse") or get_origin(base) is not None:
@@ -81,3 +165,58 @@ def _parameter(each: Field[Any], kind: Any, only_given: bool) -> inspect.Paramet
     return inspect.Parameter(
         each.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[base, option]
     )
+
+
+def chosen_torchrun(policy: "Policy", start_method: str | None, nodes: NodeOptions) -> "Torchrun | None":
+    """What torchrun is to be told, by the options and the variables that stand for them; None for this machine alone.
+
+    Raises:
+        UsageError: these processes were started as ranks already, or an option is for one machine.
+    """
+    from samestep.comm.environment import read_environment, torchrun_defaults
+    from samestep.launcher.policy import Policy
+    from samestep.launcher.torchrun import Torchrun, parse_max_nodes
+
+    options = {name: str(value) for name, value in asdict(nodes).items() if value is not None}
+    launcher = read_environment().launcher
+    if launcher not in ("none", "slurm", "mpi"):
+        if options:
+            raise UsageError(
+                "got --nnodes, --rdzv-endpoint or the like under "
+                f"{'torchrun or the like' if launcher == 'other' else launcher}, which has started the ranks of all "
+                "nodes already; leave them out"
+            )
+        return None
+    known = {**(torchrun_defaults() if launcher == "none" else {}), **options}
+    max_nodes = parse_max_nodes(known.get("nnodes", "1"))
+    if max_nodes == 1 and "rdzv_endpoint" not in known:
+        return None
+    if not known.keys() & {"rdzv_endpoint", "master_addr"}:
+        raise UsageError(f"got --nnodes {known['nnodes']} and no place to meet; give --rdzv-endpoint HOST:PORT as well")
+    if policy != Policy(max_restarts=policy.max_restarts) or start_method is not None:
+        raise UsageError(
+            "got --no-heal, --min-devices, --replace, --hang-timeout-seconds or --start-method with --nnodes; several "
+            "machines are torchrun's, which restarts workers (--max-restarts) and knows none of these: leave them out"
+        )
+    if "rdzv_endpoint" in options and not known.keys() & {"rdzv_backend", "node_rank"}:
+        options["rdzv_backend"] = "c10d"  # torchrun's default, static, takes a machine without a number for number 0
+    return Torchrun({name.replace("_", "-"): value for name, value in options.items()}, max_nodes)
+
+
+def chosen_devices(workers: WorkerOptions) -> str | None:
+    """The devices that --devices, --nproc-per-node, or the variable that stands for it, ask for; None for none of them.
+
+    Raises:
+        UsageError: both options were given.
+    """
+    from samestep.comm.environment import torchrun_defaults
+
+    devices, nproc_per_node = workers.devices, workers.nproc_per_node
+    if devices is not None and nproc_per_node is not None:
+        raise UsageError(f"got --devices {devices} and --nproc-per-node {nproc_per_node}; give one of the two")
+    if devices is not None:
+        return devices
+    text = (nproc_per_node or torchrun_defaults().get("nproc_per_node", "")).strip().lower()
+    if text == "cpu":
+        return f"cpu:{os.cpu_count() or 1}"
+    return "cuda" if text == "gpu" else text or None

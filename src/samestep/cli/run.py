@@ -5,25 +5,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from samestep.cli.healing import HangTimeout, Heal, MaxRestarts, MinDevices, Replace
-from samestep.cli.nodes import (
-    Backend,
-    Conf,
-    Endpoint,
-    MasterAddress,
-    MasterPort,
-    NodeRank,
-    NumNodes,
-    NumProcPerNode,
-    RunId,
+from samestep.cli.options import (
+    SPELLINGS,
+    NodeOptions,
+    NumThreads,
+    ScriptOptions,
+    WorkerOptions,
     chosen_devices,
     chosen_torchrun,
+    with_options,
 )
 from samestep.cli.profiling import Profile, ProfileDir, profiled, show_profile
-from samestep.cli.scripts import Adopt, Module, Wrap
-from samestep.cli.spelling import SPELLINGS
-from samestep.cli.workers import Devices, NumThreads, StartMethod
-from samestep.launcher.policy import HANG_TIMEOUT_SECONDS
+from samestep.launcher.policy import Policy
 
 if TYPE_CHECKING:
     from samestep.launcher.job import Job
@@ -32,43 +25,17 @@ CONTEXT_SETTINGS = {"allow_interspersed_args": False, **SPELLINGS}
 """What the command is registered with: everything after SCRIPT belongs to the script."""
 
 
+@with_options
 def run(
+    script: ScriptOptions,
+    workers: WorkerOptions,
+    policy: Policy,
+    nodes: NodeOptions,
     program: Annotated[list[str] | None, typer.Argument(metavar="SCRIPT ARGS", show_default=False)] = None,
-    module: Module = False,
-    devices: Devices = None,
-    nproc_per_node: NumProcPerNode = None,
     num_threads: NumThreads = 1,
-    start_method: StartMethod = None,
-    num_microbatches: Annotated[
-        int | None,
-        typer.Option(
-            "--num-microbatches",
-            metavar="V",
-            min=1,
-            help="Into how many chunks a wrapped forward is cut, whatever the devices; by default the script decides.",
-        ),
-    ] = None,
-    wrap: Wrap = None,
-    seed: Annotated[
-        int | None, typer.Option(help="Seeds every generator before SCRIPT starts; a random seed, by default.")
-    ] = None,
-    adopt: Adopt = None,
     log_dir: Annotated[
         str | None, typer.Option(metavar="DIR", help="Keep what the ranks above 0 print, in DIR/rank-N.log.")
     ] = None,
-    heal: Heal = True,
-    min_devices: MinDevices = 1,
-    max_restarts: MaxRestarts = 0,
-    hang_timeout_seconds: HangTimeout = HANG_TIMEOUT_SECONDS,
-    replace: Replace = False,
-    nnodes: NumNodes = None,
-    node_rank: NodeRank = None,
-    rdzv_endpoint: Endpoint = None,
-    rdzv_id: RunId = None,
-    rdzv_backend: Backend = None,
-    rdzv_conf: Conf = None,
-    master_addr: MasterAddress = None,
-    master_port: MasterPort = None,
     profile: Profile = False,
     profile_dir: ProfileDir = None,
 ) -> None:
@@ -83,24 +50,11 @@ def run(
     from samestep.devices.selection import select
     from samestep.errors import UsageError
     from samestep.launcher.job import Job
-    from samestep.launcher.policy import Policy
     from samestep.launcher.supervisor import supervise
     from samestep.scripts.script_analysis import reads_as
     from samestep.train.naming import PROFILE_FOLDER
 
-    policy = Policy(heal, min_devices, max_restarts, hang_timeout_seconds, replace)
-    torchrun = chosen_torchrun(
-        policy,
-        start_method,
-        nnodes=nnodes,
-        node_rank=node_rank,
-        rdzv_endpoint=rdzv_endpoint,
-        rdzv_id=rdzv_id,
-        rdzv_backend=rdzv_backend,
-        rdzv_conf=rdzv_conf,
-        master_addr=master_addr,
-        master_port=master_port,
-    )
+    torchrun = chosen_torchrun(policy, workers.start_method, nodes)
     launcher = read_environment().launcher
     if launcher != "none" and torchrun is None:
         raise UsageError(
@@ -109,34 +63,33 @@ def run(
         )
     if not program:
         raise UsageError("there is no script to run; give one: samestep run train.py, or samestep run -m package.train")
-    job = Job("module" if module else "script", program[0], tuple(program[1:]), log_dir=log_dir)
-    spec = chosen_devices(devices, nproc_per_node) or "auto"
+    job = Job("module" if script.module else "script", program[0], tuple(program[1:]), log_dir=log_dir)
+    spec = chosen_devices(workers) or "auto"
     selection = select(spec)
-    reading = reads_as(program[0], is_module=module)
-    if adopt if adopt is not None else reading.kind == "adopted":
-        asked = spec.startswith("cpu") or selection.count > 1 or num_microbatches is not None or torchrun is not None
-        is_virtual = asked and selection.kind == "cpu"
-        options = {"num_microbatches": num_microbatches, "seed": seed, "wrap": wrap, "virtual": is_virtual}
-        job = _called(job, "samestep.scripts.script", "run_adopted", options)
-    elif num_microbatches is not None or seed is not None or wrap is not None:
+    reading = reads_as(program[0], is_module=script.module)
+    asked = {"num_microbatches": script.num_microbatches, "seed": script.seed, "wrap": script.wrap}
+    if script.adopt if script.adopt is not None else reading.kind == "adopted":
+        several = spec.startswith("cpu") or selection.count > 1 or torchrun is not None
+        is_virtual = (several or script.num_microbatches is not None) and selection.kind == "cpu"
+        job = _called(job, "samestep.scripts.script", "run_adopted", {**asked, "virtual": is_virtual})
+    elif any(value is not None for value in asked.values()):
         raise UsageError(
             f"--num-microbatches, --seed and --wrap are for scripts of one process, and {reading.reason}; set them in "
-            "the "
-            "script, or give --adopt"
+            "the script, or give --adopt"
         )
     else:
         job = _called(job, "samestep.scripts.spawning", "run_native", {})
-    if adopt is None and reading.is_both:
+    if script.adopt is None and reading.is_both:
         typer.echo(f"samestep: {program[0]}: {reading.reason}", err=True)
     folder = profile_dir or (Path(PROFILE_FOLDER) if profile else None)
     if folder is not None:
         selection = profiled(selection, folder)
     if torchrun is None:
-        outcome = supervise(job, selection, num_threads=num_threads, start_method=start_method, policy=policy)
+        outcome = supervise(job, selection, num_threads=num_threads, start_method=workers.start_method, policy=policy)
     else:
         from samestep.launcher.torchrun import hand_over
 
-        outcome = hand_over(job, selection, torchrun, num_threads, max_restarts)
+        outcome = hand_over(job, selection, torchrun, num_threads, policy.max_restarts)
     if folder is not None and torchrun is None:
         show_profile(folder, to_stderr=True)
     if outcome.failure is not None:

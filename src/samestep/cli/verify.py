@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from samestep.cli.scripts import Adopt, Module, Wrap
-from samestep.cli.workers import NumThreads, StartMethod
+from samestep.cli.options import NumThreads, ScriptOptions, with_options
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -36,10 +35,11 @@ NOT_A_RECIPES = frozenset({"--devices", "--steps", "--tier", "--wrap", "--adopt"
 """Own options that a recipe does not have, or that verify gives it."""
 
 
+@with_options
 def verify(
     context: typer.Context,
+    script: ScriptOptions,
     program: Annotated[list[str] | None, typer.Argument(metavar="SCRIPT|RECIPE ARGS", show_default=False)] = None,
-    module: Module = False,
     devices: Annotated[
         str | None,
         typer.Option(
@@ -58,22 +58,9 @@ def verify(
         ),
     ] = None,
     num_threads: NumThreads = 1,
-    start_method: StartMethod = None,
-    num_microbatches: Annotated[
-        int | None,
-        typer.Option(
-            "--num-microbatches",
-            metavar="V",
-            min=1,
-            help="Of a script of one process: into how many chunks a wrapped forward is cut; by default as many as the "
-            "most devices that are compared.",
-        ),
+    start_method: Annotated[
+        str | None, typer.Option(metavar="fork|spawn", help="How workers are started; fork where it is safe.")
     ] = None,
-    wrap: Wrap = None,
-    seed: Annotated[
-        int | None, typer.Option(help="Of a script of one process: seeds every generator at the start; 0 by default.")
-    ] = None,
-    adopt: Adopt = None,
     hang_timeout_seconds: Annotated[
         float, typer.Option("--hang-timeout-seconds", metavar="SECONDS", help="How long a step may take.")
     ] = 300.0,
@@ -94,10 +81,10 @@ def verify(
         raise UsageError(f"got --tier {tier!r}; it is one of {', '.join(TIERS)}")
     if read_environment().launcher != "none":
         raise UsageError("verify starts processes itself; call it without torchrun, srun or mpirun")
-    _check_order(context, program, module)
+    _check_order(context, program, script.module)
     selections = _selections(devices)
-    options = {"num_microbatches": num_microbatches, "seed": seed, "wrap": wrap}
-    chosen = _program(program, module, adopt, options, selections)
+    options = {"num_microbatches": script.num_microbatches, "seed": script.seed, "wrap": script.wrap}
+    chosen = _program(program, script.module, script.adopt, options, selections)
     with (
         ProgramRunner(
             chosen, selections, num_threads=num_threads, start_method=start_method, hang_seconds=hang_timeout_seconds

@@ -1,8 +1,8 @@
 """The policy: what the supervisor does about failed workers, and how many restarts are left."""
 
 import math
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from samestep.comm.heartbeat_page import MAX_SLOTS
 from samestep.errors import UsageError
@@ -13,15 +13,28 @@ if TYPE_CHECKING:
 HANG_TIMEOUT_SECONDS = 600.0
 
 
+def _option(help: str, default: Any, **more: Any) -> Any:
+    """A field that is an option of the command line too."""
+    return field(default=default, metadata={"help": help, "panel": "Failed workers", **more})
+
+
 @dataclass(frozen=True)
 class Policy:
-    """What is done about failed workers; checked when it is made."""
+    """What is done about failed workers, by the options of `samestep train` and `run`; checked when it is made."""
 
-    heal: bool = True  # go on with the workers that are left, if they can
-    min_devices: int = 1  # with fewer left the run ends, or restarts
-    max_restarts: int = 0  # restarts of all workers and replacements of single ones, in all
-    hang_timeout_seconds: float = HANG_TIMEOUT_SECONDS  # a worker without a heartbeat for so long hangs; 0: never
-    replace: bool = False  # start a new worker on the device of a failed one
+    heal: bool = _option("Go on with the devices that are left when a worker fails: the same bits.", True, negated=True)
+    min_devices: int = _option("With fewer devices left the run ends.", 1, metavar="N")
+    max_restarts: int = _option(
+        "How often all workers may be started again, from the newest checkpoint, when none is left to go on.",
+        0,
+        metavar="N",
+    )
+    hang_timeout_seconds: float = _option(
+        "A worker without a heartbeat for so long counts as failed; its stack is kept in its log. 0 for never.",
+        HANG_TIMEOUT_SECONDS,
+        metavar="SECONDS",
+    )
+    replace: bool = _option("Start a new worker on the device of a failed one; counts as a restart.", False)
 
     def __post_init__(self) -> None:
         """Checks the values.

@@ -96,8 +96,8 @@ class JobConfig:
         compared=True,
     )
     strategy: str = _option(
-        "How the state lies on the devices: replicate (the default), sharded (1/D of it on each), pipeline (some layers "
-        "on each; needs --mesh), with the same bits.",
+        "How the state lies on the devices: replicate (the default), sharded (1/D of it on each) or pipeline (some "
+        "layers on each; needs --mesh): the same bits.",
         "replicate",
         choices=("replicate", "sharded", "pipeline"),
     )
