@@ -165,13 +165,13 @@ def judging():
     """`judge(script, devices, steps, tier)`: the causes that `samestep verify` names, and the first step at fault."""
     from samestep.devices.selection import select
     from samestep.launcher.job import Job
-    from samestep.launcher.supervisor import supervise_pool
+    from samestep.launcher.supervisor import supervise
     from samestep.verify.runner import KeptCrew, Program, ProgramRunner
     from samestep.verify.verdict import reach_verdict
 
     alone = select("cpu:1")
     crew = KeptCrew.started(alone)
-    supervise_pool(lambda: crew, Job("function", "os:getpid", quiet=True), alone, num_threads=1)
+    supervise(Job("function", "os:getpid", quiet=True), alone, open_pool=lambda: crew)
 
     def judge(script, devices, steps, tier):
         program = Program("script", str(script), (), None, str(script))

@@ -14,8 +14,8 @@ from samestep.launcher.assignment import process_variables
 from samestep.launcher.job import Job
 from samestep.launcher.policy import Policy
 from samestep.launcher.program import run_program
-from samestep.launcher.supervisor import supervise, supervise_pool
-from samestep.launcher.worker_pool import ForkPool
+from samestep.launcher.supervisor import supervise
+from samestep.launcher.worker_pool import ServerPool
 from samestep.train.line import from_line
 
 SCRIPT = str(Path(__file__).with_name("faulty_training.py"))
@@ -58,12 +58,8 @@ def run_script(script, devices, told, policy=None, start_method=None):
         for name in IMPORTED_LATE:
             importlib.import_module(name)
         variables = process_variables(selection, 1)
-        outcome = supervise_pool(
-            lambda: ForkPool.forked(lambda: run_program(job, {}), variables),
-            job,
-            selection,
-            num_threads=1,
-            policy=policy,
+        outcome = supervise(
+            job, selection, policy=policy, open_pool=lambda: ServerPool.forked(lambda: run_program(job, {}), variables)
         )
     else:
         outcome = supervise(job, selection, policy=policy, start_method=start_method)

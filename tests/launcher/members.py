@@ -15,8 +15,8 @@ from samestep.errors import PeerLostError
 from samestep.launcher.assignment import process_variables
 from samestep.launcher.job import Job, Outcome
 from samestep.launcher.policy import Policy
-from samestep.launcher.supervisor import supervise_pool
-from samestep.launcher.worker_pool import ForkPool
+from samestep.launcher.supervisor import supervise
+from samestep.launcher.worker_pool import ServerPool
 
 PATIENCE_SECONDS = 60.0
 
@@ -128,11 +128,10 @@ def run_members(
     variables = process_variables(selection, 1)
     log = None if log_dir is None else str(log_dir)
     job = Job("function", "members:play", log_dir=log, resume_hint=resume_hint)
-    return supervise_pool(
-        lambda: ForkPool.forked(call, variables),
+    return supervise(
         job,
         selection,
-        num_threads=1,
+        open_pool=lambda: ServerPool.forked(call, variables),
         policy=policy,
         grace_seconds=grace_seconds,
         relay=True,

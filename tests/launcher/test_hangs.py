@@ -25,7 +25,7 @@ def hanging(*looks, stopped=()):
     for index, look in enumerate(looks):
         beats = {slot: Beat(100.0 - age, 7, phase, HEALS, quorum) for slot, (phase, age, quorum) in look.items()}
         silences.look(beats, index * 0.5)
-    return silences.hanging(lambda slot: slot in stopped)
+    return silences.hung(lambda slot: slot in stopped)
 
 
 def still(**phases):
@@ -81,15 +81,15 @@ def test_time_in_which_nobody_looked_is_not_counted():
     silences = HangDetector(TIMEOUT)
     for now in (0.0, 3600.0, 7200.0):
         silences.look({0: Beat(1.0, 7, "forward", HEALS, 0)}, now)
-    assert silences.by_slot[0].silent_seconds == 2.0
-    assert silences.hanging(lambda slot: False) == []
+    assert silences.silent_seconds(0) == 2.0
+    assert silences.hung(lambda slot: False) == []
 
 
 def test_without_a_timeout_and_without_healing_nobody_hangs():
     for silences, flags in ((HangDetector(0.0), HEALS), (HangDetector(TIMEOUT), 0)):
         for now in range(100):
             silences.look({0: Beat(1.0, 7, "forward", flags, 0)}, now)
-        assert silences.hanging(lambda slot: True) == []
+        assert silences.hung(lambda slot: True) == []
 
 
 @pytest.mark.parametrize("flags", [HEALS, SHOWS_LIFE])
@@ -97,7 +97,7 @@ def test_a_worker_is_watched_that_heals_or_that_only_shows_signs_of_life(flags):
     silences = HangDetector(TIMEOUT)
     for now in range(20):
         silences.look({0: Beat(1.0, 7, "forward", flags, 0), 1: Beat(1.0, 7, "exchange", flags, 0)}, now)
-    assert silences.hanging(lambda slot: False) == [0]
+    assert silences.hung(lambda slot: False) == [0]
 
 
 def hang_of(slot, phase, freeze):

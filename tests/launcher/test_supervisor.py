@@ -3,6 +3,7 @@
 import math
 import os
 import sys
+from dataclasses import asdict
 
 import pytest
 
@@ -70,7 +71,7 @@ def test_a_job_that_cannot_be_is_refused_before_anything_starts(kind, target):
 
 def test_a_job_travels_as_json():
     job = Job("module", "package.train", ("--epochs", "2"), {"a": [1]}, log_dir="logs", quiet=True, lines_to="stderr")
-    assert Job.from_json(job.to_json()) == job
+    assert Job.from_json(asdict(job)) == job
 
 
 @pytest.mark.skipif(sys.platform == "linux", reason="Linux can fork")

@@ -6,7 +6,7 @@ import pytest
 
 from samestep.devices.selection import select
 from samestep.launcher.job import Job
-from samestep.launcher.supervisor import supervise_pool
+from samestep.launcher.supervisor import supervise
 from samestep.verify.runner import KeptCrew, Program, ProgramRunner
 from samestep.verify.verdict import reach_verdict
 
@@ -16,9 +16,7 @@ def crew():
     """Imports torch once for all runs."""
     alone = select("cpu:1")
     kept = KeptCrew.started(alone)
-    supervise_pool(
-        lambda: kept, Job("function", "os:getpid", quiet=True), alone, num_threads=1
-    )  # waits until it is ready
+    supervise(Job("function", "os:getpid", quiet=True), alone, open_pool=lambda: kept)  # waits until it is ready
     yield kept
     kept.end()
 

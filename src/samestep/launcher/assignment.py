@@ -4,7 +4,7 @@ import os
 import socket
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from samestep.comm.channel import EVENTS_VARIABLE
@@ -46,18 +46,9 @@ class Instruction:
     port: int
     fds: Mapping[str, int]
 
-    def to_json(self) -> dict[str, Any]:
-        """The instruction as a JSON object."""
-        return {
-            "assignment": asdict(self.assignment) | {"variables": dict(self.assignment.variables)},
-            "job": self.job.to_json(),
-            "port": self.port,
-            "fds": dict(self.fds),
-        }
-
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> "Instruction":
-        """The instruction that `to_json` wrote."""
+        """The instruction of a JSON object that `asdict` made."""
         return cls(Assignment(**value["assignment"]), Job.from_json(value["job"]), value["port"], value["fds"])
 
 

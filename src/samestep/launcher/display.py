@@ -47,7 +47,7 @@ class Display:
             completed=event.get("step") or 0,
             total=event.get("steps"),
             figures=_figures(event),
-            clock=_clock(now - self._begun),
+            clock=str(timedelta(seconds=int(now - self._begun))),
         )
         self._bar.refresh()
 
@@ -102,11 +102,6 @@ def _new_bar() -> "Progress":
         redirect_stdout=False,
         redirect_stderr=False,
     )
-
-
-def _clock(seconds: float) -> str:
-    """A duration as "0:03:07"."""
-    return str(timedelta(seconds=int(seconds)))
 
 
 def _figures(event: Event) -> str:

@@ -6,7 +6,7 @@ import site
 import sysconfig
 import traceback
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -152,8 +152,9 @@ def last_words(tail: str) -> str:
     lines = [line for line in tail.splitlines() if not line.strip().startswith(noise)]
     dumps = [index for index, line in enumerate(lines) if line.startswith("Fatal Python error: ")]
     words, dump = (lines[: dumps[-1]], lines[dumps[-1] :]) if dumps else (lines, [])
-    shown = [*_trimmed(words)[-NUM_TAIL_LINES // (2 if dump else 1) :], *_stack_of(dump)[:NUM_TAIL_LINES]]
-    return "\n".join(shown)
+    num_words = NUM_TAIL_LINES // (2 if dump else 1)
+    words = "\n".join(words).rstrip().splitlines()[-num_words:]
+    return "\n".join([*words, *_stack_of(dump)[:NUM_TAIL_LINES]])
 
 
 def _stack_of(dump: list[str]) -> list[str]:
@@ -166,13 +167,6 @@ def _stack_of(dump: list[str]) -> list[str]:
             threads[-1].append(line)
     threads.sort(key=lambda lines: not lines or not lines[0].startswith("Current thread"))
     return [line for lines in threads for line in lines]
-
-
-def _trimmed(lines: list[str]) -> list[str]:
-    """Lines without empty ones at the end."""
-    while lines and not lines[-1].strip():
-        lines = lines[:-1]
-    return lines
 
 
 def _own_frames(found: traceback.TracebackException) -> traceback.TracebackException:
@@ -245,10 +239,6 @@ class Failure:
         beat = workers.beat(worker)
         device = worker.place.device[:MAX_LABEL]
         return cls(worker.slot, workers.rank(worker), device, cause_of(worker), beat.phase, beat.step)
-
-    def to_json(self) -> dict[str, Any]:
-        """The failure as a JSON object."""
-        return asdict(self)
 
 
 def cause_of(worker: Worker) -> str:
@@ -326,11 +316,8 @@ class AttemptFailure:
 
     def is_like(self, other: "AttemptFailure") -> bool:
         """Whether two attempts failed alike in the same step, so that another one would, too."""
-        same = (self.failure.cause, self.failure.step, self.message) == (
-            other.failure.cause,
-            other.failure.step,
-            other.message,
-        )
+        ours, theirs = self.failure, other.failure
+        same = (ours.cause, ours.step, self.message) == (theirs.cause, theirs.step, other.message)
         return same and self.is_in_step and other.is_in_step
 
 

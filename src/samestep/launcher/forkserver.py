@@ -1,28 +1,29 @@
 """The fork server: a process with one thread that imports torch once and forks the workers from there.
 
+With the start method "spawn" it imports nothing, and starts each worker as a program of its own.
+
 It talks with the supervisor in JSON lines over a Unix socket. Commands are `{"command": "start", "instruction": …,
-"names": […]}`, with the worker's descriptors attached to the message in the order of `names`, `{"command": "signal",
-"slot": s, "signal": n}` and `{"command": "abort", "slot": s}`. Events are `started` (slot, pid), `exited` (slot, code;
--N for signal N) and `broken` (text). When the socket closes, or the supervisor dies, it ends the workers and itself.
+"names": […]}`, with the worker's descriptors attached to the message in the order of `names`, and
+`{"command": "signal", "slot": s, "signal": n}`. Events are `started` (slot, pid), `exited` (slot, code; -N for signal
+N) and `broken` (text). When the socket closes, or the supervisor dies, it ends the workers and itself.
 """
 
 import contextlib
 import gc
 import importlib
-import importlib.util
 import json
 import os
 import select
 import signal
 import socket
+import subprocess
 import sys
-import threading
+import tempfile
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from samestep.comm.channel import EventParser
@@ -48,8 +49,8 @@ class ForkServer:
 
     control: socket.socket
     wake: int
-    listener: socket.socket
-    port: int
+    forks: bool
+    port: int = 0  # of the store
     store: int = 0
     attempt: int = 0
     workers: dict[int, int] = field(default_factory=dict)  # slot by process id
@@ -57,45 +58,38 @@ class ForkServer:
     parser: EventParser = field(default_factory=EventParser)
     received: deque[int] = field(default_factory=deque)
 
-    def send(self, event: str, **fields: Any) -> None:
-        """Sends the supervisor an event; that it is gone shows in the loop."""
-        with contextlib.suppress(OSError):
-            self.control.sendall(json.dumps({"event": event, **fields}).encode() + b"\n")
 
-
-def serve(control: socket.socket, supervisor: int, preload: Sequence[str] = ()) -> Instruction | None:
-    """Forks workers as the supervisor commands; returns None in the fork server, its instruction in each new worker."""
+def serve(
+    control: socket.socket, supervisor: int, forks: bool = True, preload: Sequence[str] = ()
+) -> Instruction | None:
+    """Starts workers as the supervisor commands; returns None in the server, its instruction in a forked worker."""
     server = None
     try:
         wake = _install_signals()
         process_tree.release_signals()
         process_tree.end_with_parent(supervisor, signal.SIGTERM)
         process_tree.adopt_orphans()
-        for name in (*PRELOADED, *preload):
-            if _is_there(name):
-                importlib.import_module(name)
+        for name in (*PRELOADED, *preload) if forks else ():
+            importlib.import_module(name)
         gc.collect()
         gc.freeze()  # the workers share these pages as long as none of them writes to them
-        listener = open_listener()
-        server = ForkServer(control, wake, listener, listener.getsockname()[1])
-        _fork_store(server)
+        server = ForkServer(control, wake, forks)
+        _start_store(server)
         return _loop(server)
     except BaseException as error:
         # Without this a broken installation of torch would look like a worker that died.
         reason = str(error) if isinstance(error, ForkError) else traceback.format_exc()
-        text = json.dumps({"event": "broken", "text": reason})
-        with contextlib.suppress(OSError):
-            control.sendall(text.encode() + b"\n")
+        _send(control, "broken", text=reason)
         if server is not None:
             _end_all(server)
         return None
 
 
 def main() -> None:
-    """The fork server as a program: the socket's descriptor, the supervisor's id, modules, and room for a title."""
+    """The server as a program: the socket, the supervisor's process id, start method, modules, room for a title."""
     control = socket.socket(fileno=int(sys.argv[1]))
     control.set_inheritable(False)
-    instruction = serve(control, int(sys.argv[2]), sys.argv[3:-1])
+    instruction = serve(control, int(sys.argv[2]), sys.argv[3] == "fork", sys.argv[4:-1])
     if instruction is None:
         os._exit(0)  # the run waits for this, and nothing is left to clean up
     leave(work(instruction))
@@ -110,6 +104,12 @@ def serve_forked(control: socket.socket, supervisor: int, call: Callable[[], Any
         code = work(instruction, call) if instruction is not None else 0
     finally:
         os._exit(code)
+
+
+def _send(control: socket.socket, event: str, **fields: Any) -> None:
+    """Sends the supervisor an event; the loop notices if it is gone."""
+    with contextlib.suppress(OSError):
+        control.sendall(json.dumps({"event": event, **fields}).encode() + b"\n")
 
 
 def _loop(server: ForkServer) -> Instruction | None:
@@ -130,8 +130,8 @@ def _loop(server: ForkServer) -> Instruction | None:
                 os.set_inheritable(fd, False)
             server.received.extend(fds)
             for message in server.parser.feed(data):
-                if message.get("command") in ("signal", "abort"):
-                    _signal(server, message["slot"], message.get("signal"))
+                if message["command"] == "signal":
+                    _signal(server, message["slot"], message["signal"])
                     continue
                 instruction = _start(server, message)
                 if instruction is not None:
@@ -141,22 +141,28 @@ def _loop(server: ForkServer) -> Instruction | None:
 
 
 def _start(server: ForkServer, message: dict[str, Any]) -> Instruction | None:
-    """Forks one worker; returns its instruction in the worker, None in the fork server."""
+    """Starts one worker; returns its instruction in a forked worker, None in the server."""
     if not server.name:
         server.name = Job.from_json(message["instruction"]["job"]).name
         process_tree.set_title(f"samestep fork server {server.name}", "samestep fork")
     attempt = message["instruction"]["assignment"]["attempt"]
     if attempt != server.attempt:
         server.attempt = attempt
-        _renew_store(server)
+        _start_store(server)  # an empty one: torch's rendezvous would find addresses of dead ranks
     fds = {name: server.received.popleft() for name in message["names"]}
     instruction = Instruction.from_json({**message["instruction"], "port": server.port, "fds": fds})
     parent = os.getpid()
     process_tree.hold_signals()
-    pid = _fork()
-    if pid == 0:
-        _become_worker(server, parent)
-        return instruction
+    if server.forks:
+        pid = _fork()
+        if pid == 0:
+            _become_worker(server, parent)
+            return instruction
+    else:
+        with tempfile.TemporaryFile() as file:
+            file.write(json.dumps(asdict(instruction)).encode())
+            file.flush()
+            pid = _spawn("worker", file.fileno(), fds)
     process_tree.release_signals()
     with contextlib.suppress(OSError):
         os.setpgid(pid, pid)
@@ -164,7 +170,7 @@ def _start(server: ForkServer, message: dict[str, Any]) -> Instruction | None:
         os.close(fd)
     slot = instruction.assignment.slot
     server.workers[pid] = slot
-    server.send("started", slot=slot, pid=pid)
+    _send(server.control, "started", slot=slot, pid=pid)
     return None
 
 
@@ -182,10 +188,15 @@ def _become_worker(server: ForkServer, parent: int) -> None:
         os._exit(1)
 
 
-def _fork_store(server: ForkServer) -> None:
-    """Forks the store process, the only one that holds the listening socket from then on."""
-    parent = os.getpid()
-    server.store = _fork()
+def _start_store(server: ForkServer) -> None:
+    """Starts the store process in place of an earlier one; from then on it alone holds the listening socket."""
+    store, server.store = server.store, 0
+    if store:
+        os.kill(store, signal.SIGKILL)
+        os.waitpid(store, 0)
+    listener, parent = open_listener(), os.getpid()
+    server.port = listener.getsockname()[1]
+    server.store = _fork() if server.forks else _spawn("store", listener.fileno())
     if server.store == 0:
         try:
             process_tree.end_with_parent(parent, signal.SIGKILL)
@@ -194,27 +205,30 @@ def _fork_store(server: ForkServer) -> None:
             server.control.close()
             for fd in server.received:
                 os.close(fd)
-            host_store(server.listener)
+            host_store(listener)
         finally:
             traceback.print_exc()
             os._exit(1)
-    server.listener.close()
+    listener.close()
 
 
-def _renew_store(server: ForkServer) -> None:
-    """Starts an empty store for workers that are restarted: torch's rendezvous would find addresses of dead ranks."""
-    store, server.store = server.store, 0
-    if store:
-        os.kill(store, signal.SIGKILL)
-        os.waitpid(store, 0)
-    server.listener = open_listener()
-    server.port = server.listener.getsockname()[1]
-    _fork_store(server)
+def _spawn(module: str, fd: int, fds: Mapping[str, int] | None = None) -> int:
+    """Starts a module of the launcher as a program that leads a process group; returns its process id."""
+    fds = fds or {}
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-m", f"samestep.launcher.{module}", str(fd), str(os.getpid()), process_tree.TITLE_ROOM],
+        pass_fds=tuple({fd, *fds.values()}),
+        stdout=fds.get("stdout"),
+        stderr=fds.get("stderr"),
+        process_group=0,
+    )
+    process.returncode = 0  # `_reap` waits for it instead of `subprocess`
+    return process.pid
 
 
 def _fork() -> int:
     """Forks, unless threads or an accelerator would break the child."""
-    count = num_threads()
+    count = len(os.listdir("/proc/self/task"))
     if count != 1:
         raise ForkError(f"the starter process has {count} threads and must have one; use --start-method spawn")
     torch = sys.modules.get("torch")
@@ -225,22 +239,12 @@ def _fork() -> int:
     return os.fork()
 
 
-def num_threads() -> int:
-    """Threads of this process by the kernel's count if there is one, else by Python's."""
-    with contextlib.suppress(FileNotFoundError):
-        return len(os.listdir("/proc/self/task"))
-    return threading.active_count()
-
-
-def _signal(server: ForkServer, slot: int, signum: int | None) -> None:
-    """Signals a worker that is not reaped, or aborts it if the signal is None."""
+def _signal(server: ForkServer, slot: int, signum: int) -> None:
+    """Signals a worker that is not reaped."""
     for pid, owner in server.workers.items():
         if owner == slot:
             with contextlib.suppress(ProcessLookupError):
-                if signum is None:
-                    process_tree.abort_process(pid)
-                else:
-                    os.kill(pid, signum)
+                process_tree.send_signal(pid, signum)
 
 
 def _reap(server: ForkServer) -> None:
@@ -252,13 +256,14 @@ def _reap(server: ForkServer) -> None:
             return
         if pid == 0:
             return
+        code = os.waitstatus_to_exitcode(status)
         if pid == server.store:
             server.store = 0
-            server.send("broken", text=f"the process that hosts the store ended ({os.waitstatus_to_exitcode(status)})")
+            _send(server.control, "broken", text=f"the process that hosts the store ended ({code})")
         if pid in server.workers:
             slot = server.workers.pop(pid)
             process_tree.sweep_group(pid)
-            server.send("exited", slot=slot, code=os.waitstatus_to_exitcode(status))
+            _send(server.control, "exited", slot=slot, code=code)
 
 
 def _end_all(server: ForkServer) -> None:
@@ -293,13 +298,6 @@ def _install_signals() -> int:
         signal.signal(signum, lambda _signum, _frame: None)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     return wake
-
-
-def _is_there(name: str) -> bool:
-    """Whether a module is installed; torch always counts, so that its absence is reported."""
-    if not name.startswith("samestep."):
-        return True
-    return Path(__file__).resolve().parents[1].joinpath(*name.split(".")[1:]).with_suffix(".py").exists()
 
 
 if __name__ == "__main__":

@@ -4,9 +4,10 @@ A worker is removed by a new quorum on the page: the workers in it connect anew,
 have, the change is pending; further failures meanwhile make further quorums.
 """
 
+import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from samestep.comm.heartbeat_page import READY_TO_JOIN
@@ -113,7 +114,7 @@ class Healing:
         living = self._announce()
         text = f"{describe(worker, failure)}; {go_on(living)}" if living else describe(worker, failure)
         self._unreported.append((now + REPORT_SECONDS, worker, text))
-        fields = failure.to_json()
+        fields = asdict(failure)
         del fields["slot"]
         self._note("death", **fields)
 
@@ -123,8 +124,7 @@ class Healing:
         self._drop_ended()
         self._gather_strays(hangs, now)
         self._complete(now)
-        while self._unreported and self._unreported[0][0] <= now:
-            self._report(*self._unreported.pop(0)[1:])
+        self._report(now)
         if may_join and self._change is None:
             self._join(now)
 
@@ -139,7 +139,7 @@ class Healing:
     def finish(self) -> None:
         """Reports what is left, at the end of a run that went on."""
         self._complete(time.monotonic())
-        self._report_all()
+        self._report()
 
     def give_up_waiting(self) -> None:
         """Reports the healings that are not in the ledger."""
@@ -150,7 +150,7 @@ class Healing:
         """Announces a quorum of the living workers; returns their number."""
         slots = tuple(worker.slot for worker in self._workers.living)
         if slots:
-            self._workers.announce(slots, [failure.to_json() for _, failure in self._failures])
+            self._workers.announce(slots, [asdict(failure) for _, failure in self._failures])
             self._announced = time.monotonic()
         return len(slots)
 
@@ -191,7 +191,7 @@ class Healing:
         if any(beat.quorum != workers.quorum.number or beat.phase == "regroup" for beat in beats):
             return
         self._change = None
-        self._report_all()
+        self._report()
         count = sum(worker in living or workers.finished(worker) for worker in workers.members)
         seconds = round(now - change.began, 3)
         if change.removed and count:
@@ -213,7 +213,7 @@ class Healing:
         for worker in ready:
             worker.has_joined = True
         slots = tuple(worker.slot for worker in (*workers.living, *ready))
-        workers.announce(slots, [failure.to_json() for _, failure in self._failures])
+        workers.announce(slots, [asdict(failure) for _, failure in self._failures])
         self._announced = now
         self._change = Change(now, joined=ready)
 
@@ -225,11 +225,6 @@ class Healing:
         alike = (w for w, earlier in self._failures if repeats(failure, worker.report, earlier, w.report))
         return next(alike, None)
 
-    def _report_all(self) -> None:
-        """Reports the failures that are left."""
-        while self._unreported:
-            self._report(*self._unreported.pop(0)[1:])
-
     def _report_healed(self, quorum: int) -> None:
         """Reports the healings up to this quorum."""
         while self._healed and self._healed[0].quorum <= quorum:
@@ -238,7 +233,9 @@ class Healing:
             self._say(f"went on after {seconds:.3g} s")
             self._note("heal", world_size=healed.world_size, seconds=seconds, lost=list(healed.lost))
 
-    def _report(self, worker: Worker, text: str) -> None:
-        """Reports a failure with its details."""
-        more: Any = details(worker)
-        self._say(f"{text}\n{more}" if more else text)
+    def _report(self, until: float = math.inf) -> None:
+        """Reports the failures that are due, with their details."""
+        while self._unreported and self._unreported[0][0] <= until:
+            _, worker, text = self._unreported.pop(0)
+            more = details(worker)
+            self._say(f"{text}\n{more}" if more else text)

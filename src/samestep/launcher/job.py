@@ -1,7 +1,7 @@
 """The job of a run's workers, and its outcome."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -42,10 +42,6 @@ class Job:
         if self.kind == "function" and not all(self.target.partition(":")):
             raise UsageError(f"got the function {self.target!r}; give it as package.module:function")
 
-    def to_json(self) -> dict[str, Any]:
-        """The job as a JSON object."""
-        return asdict(self) | {"kwargs": dict(self.kwargs), "restart_kwargs": dict(self.restart_kwargs)}
-
     @property
     def name(self) -> str:
         """The name in titles of processes: the run folder, else the script, module or function."""
@@ -57,7 +53,7 @@ class Job:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> "Job":
-        """The job that `to_json` wrote."""
+        """The job of a JSON object that `asdict` made."""
         return cls(**{**value, "argv": tuple(value["argv"]), "preload": tuple(value["preload"])})
 
 

@@ -168,9 +168,7 @@ class Monitor:
 
     def run(self) -> Outcome:
         """Waits until every worker has ended."""
-        control = self._pool.fileno()
-        if control is not None:
-            self._selector.register(control, selectors.EVENT_READ)
+        self._selector.register(self._pool.fileno(), selectors.EVENT_READ)
         while not all(worker.ended for worker in self.workers.all):
             self._poll(self._pause())
             for event in self._pool.poll_events():
@@ -228,9 +226,9 @@ class Monitor:
         self.events.append(make_event(event, **fields))
 
     def _pause(self) -> float:
-        """How long to wait for something to read: short if something is under way, or the pool must be polled."""
+        """How long to wait for something to read: short if something is under way."""
         is_calm = self._phase in ("running", "finishing") and not self._healing.is_pending
-        if not is_calm or self._pool.fileno() is None or any(w.kill_at < float("inf") for w in self.workers.all):
+        if not is_calm or any(w.kill_at < float("inf") for w in self.workers.all):
             return POLL_SECONDS
         return self._look_seconds
 
@@ -274,7 +272,7 @@ class Monitor:
         for slot in self._hangs.hung(self._pool.is_stopped):
             living[slot].silent_seconds = self._hangs.silent_seconds(slot)
             living[slot].kill_at = now + ABORT_SECONDS
-            self._pool.abort(slot)
+            self._pool.signal(slot, signal.SIGABRT)
 
     def _replace_lost(self) -> None:
         """Starts a new worker on the device of each failed one, if the policy says so."""

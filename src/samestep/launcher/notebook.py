@@ -15,8 +15,8 @@ from samestep.errors import UsageError, WorkerError
 from samestep.launcher.assignment import process_variables
 from samestep.launcher.job import Job
 from samestep.launcher.program import write_payload
-from samestep.launcher.supervisor import StartMethod, resolve_start_method, supervise_pool
-from samestep.launcher.worker_pool import ForkPool, SpawnPool, WorkerPool
+from samestep.launcher.supervisor import StartMethod, resolve_start_method, supervise
+from samestep.launcher.worker_pool import ServerPool, WorkerPool
 
 
 def launch(
@@ -68,16 +68,16 @@ def launch(
                 return fn(*args, **(kwargs or {}))
 
             def open_pool() -> WorkerPool:
-                return ForkPool.forked(call, variables)
+                return ServerPool.forked(call, variables)
         else:
             write_payload(payload, arguments)
             fds["payload"] = payload.fileno()
 
             def open_pool() -> WorkerPool:
-                return ForkPool.executed(variables) if method == "fork" else SpawnPool(variables)
+                return ServerPool.executed(variables, start_method=method)
 
         job = Job("function", f"{fn.__module__}:{getattr(fn, '__qualname__', type(fn).__qualname__)}")
-        outcome = supervise_pool(open_pool, job, selection, num_threads=num_threads, relay=True, fds=fds)
+        outcome = supervise(job, selection, num_threads=num_threads, open_pool=open_pool, relay=True, fds=fds)
         if outcome.exit_code == 128 + signal.SIGINT and outcome.failure is None:
             raise KeyboardInterrupt
         if outcome.exit_code != 0:

@@ -87,9 +87,12 @@ def sweep_group(group: int) -> None:
         time.sleep(0.01)
 
 
-def abort_process(pid: int) -> None:
-    """Has a process, even a stopped one, write its stacks by `faulthandler` and end; on Linux without a core file."""
-    if sys.platform == "linux":
+def send_signal(pid: int, signum: int) -> None:
+    """Signals a process; SIGABRT also wakes a stopped one, so that `faulthandler` writes its stacks."""
+    if signum != signal.SIGABRT:
+        os.kill(pid, signum)
+        return
+    if sys.platform == "linux":  # no core file
         with contextlib.suppress(OSError):
             hard = resource.prlimit(pid, resource.RLIMIT_CORE)[1]
             resource.prlimit(pid, resource.RLIMIT_CORE, (0, hard))

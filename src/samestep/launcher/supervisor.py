@@ -13,6 +13,7 @@ import threading
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from types import FrameType
 from typing import Any, Literal
 
@@ -25,7 +26,7 @@ from samestep.launcher.job import Job, Outcome
 from samestep.launcher.monitor import Monitor, make_event
 from samestep.launcher.output import make_log_dir
 from samestep.launcher.policy import Policy, Restarts
-from samestep.launcher.worker_pool import ForkPool, SpawnPool, WorkerPool
+from samestep.launcher.worker_pool import ServerPool, WorkerPool
 
 StartMethod = Literal["fork", "spawn"]
 
@@ -38,6 +39,9 @@ def supervise(
     start_method: str | None = None,
     policy: Policy | None = None,
     grace_seconds: float = 10.0,
+    open_pool: Callable[[], WorkerPool] | None = None,
+    relay: bool = False,
+    fds: Mapping[str, int] | None = None,
 ) -> Outcome:
     """Runs a job on the selected devices, one worker process each, and waits for its end.
 
@@ -51,56 +55,18 @@ def supervise(
         start_method: "fork" (from a process that imported torch once) or "spawn"; None takes fork if it is safe.
         policy: what is done about failed workers; `Policy()` if None.
         grace_seconds: how long workers may take to end when they are asked to.
+        open_pool: makes the worker pool, which is closed at the end; None takes one of the start method.
+        relay: print rank 0's output by `sys.stdout` of this process, which may be a notebook's, instead of letting rank
+            0 write to this process's descriptors.
+        fds: further descriptors for all workers, by name.
 
     Raises:
         UsageError: an argument is invalid.
         RunFolderError: the log folder cannot be written.
     """
-    variables = process_variables(selection, num_threads)
-    method = resolve_start_method(start_method, num_threads)
-    return supervise_pool(
-        lambda: ForkPool.executed(variables, job.preload) if method == "fork" else SpawnPool(variables),
-        job,
-        selection,
-        num_threads=num_threads,
-        policy=policy,
-        grace_seconds=grace_seconds,
-    )
-
-
-def resolve_start_method(start_method: str | None, num_threads: int) -> StartMethod:
-    """The start method to use.
-
-    Raises:
-        UsageError: the start method does not exist here, or `num_threads` is below 1.
-    """
-    if num_threads < 1:
-        raise UsageError(f"got {num_threads} threads; a worker needs 1 or more (--num-threads)")
-    if sys.platform == "win32":
-        raise UsageError("several processes can be started on Linux and macOS; on Windows use WSL")
-    if start_method not in (None, "fork", "spawn"):
-        raise UsageError(f"got the start method {start_method!r}; it is fork or spawn (--start-method)")
-    if start_method == "fork" and sys.platform != "linux":
-        raise UsageError(f"the system libraries of {sys.platform} do not survive a fork; use --start-method spawn")
-    return "fork" if start_method != "spawn" and sys.platform == "linux" else "spawn"
-
-
-def supervise_pool(
-    open_pool: Callable[[], WorkerPool],
-    job: Job,
-    selection: Selection,
-    *,
-    num_threads: int,
-    policy: Policy | None = None,
-    grace_seconds: float = 10.0,
-    relay: bool = False,
-    fds: Mapping[str, int] | None = None,
-) -> Outcome:
-    """`supervise` with a worker pool of the caller's choice, which is closed at the end.
-
-    `relay` prints rank 0's output by `sys.stdout` of this process, which may be a notebook's, instead of letting rank 0
-    write to this process's descriptors; `fds` are further descriptors for all workers, by name.
-    """
+    method, variables = resolve_start_method(start_method, num_threads), process_variables(selection, num_threads)
+    if open_pool is None:
+        open_pool = partial(ServerPool.executed, variables, job.preload, method)
     policy = policy or Policy()
     policy.check_devices(selection.count)
     log_dir = make_log_dir(job.log_dir)
@@ -137,6 +103,23 @@ def supervise_pool(
         sentence = f"{restarts.why_not}; when its cause is mended: {job.resume_hint}"
         outcome = replace(outcome, failure=f"{outcome.failure}\n{sentence}")
     return replace(outcome, events=tuple(events))
+
+
+def resolve_start_method(start_method: str | None, num_threads: int) -> StartMethod:
+    """The start method to use.
+
+    Raises:
+        UsageError: the start method does not exist here, or `num_threads` is below 1.
+    """
+    if num_threads < 1:
+        raise UsageError(f"got {num_threads} threads; a worker needs 1 or more (--num-threads)")
+    if sys.platform == "win32":
+        raise UsageError("several processes can be started on Linux and macOS; on Windows use WSL")
+    if start_method not in (None, "fork", "spawn"):
+        raise UsageError(f"got the start method {start_method!r}; it is fork or spawn (--start-method)")
+    if start_method == "fork" and sys.platform != "linux":
+        raise UsageError(f"the system libraries of {sys.platform} do not survive a fork; use --start-method spawn")
+    return "fork" if start_method != "spawn" and sys.platform == "linux" else "spawn"
 
 
 @contextlib.contextmanager

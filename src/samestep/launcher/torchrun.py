@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from samestep.comm.environment import read_environment
@@ -68,7 +68,7 @@ def hand_over(job: Job, selection: Selection, torchrun: Torchrun, num_threads: i
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous.api import RendezvousError
 
-    worker = [sys.executable, "-P", "-u", "-m", "samestep.launcher.torchrun", json.dumps(job.to_json())]
+    worker = [sys.executable, "-P", "-u", "-m", "samestep.launcher.torchrun", json.dumps(asdict(job))]
     with tempfile.TemporaryDirectory(
         prefix="samestep-torchrun-"
     ) as folder:  # torchrun would leave one of its own behind

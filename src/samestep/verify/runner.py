@@ -16,8 +16,8 @@ from samestep.devices.selection import Selection
 from samestep.launcher.assignment import Instruction, process_variables
 from samestep.launcher.job import Job, Outcome
 from samestep.launcher.policy import Policy
-from samestep.launcher.supervisor import resolve_start_method, supervise, supervise_pool
-from samestep.launcher.worker_pool import ForkPool, WorkerEvent, WorkerPool
+from samestep.launcher.supervisor import resolve_start_method, supervise
+from samestep.launcher.worker_pool import ServerPool, WorkerEvent, WorkerPool
 from samestep.verify.recording import Recording, read_recording
 
 PRELOAD = ("torch._dynamo", "samestep.verify.probe")
@@ -168,7 +168,7 @@ class ProgramRunner(AbstractContextManager["ProgramRunner"]):
         if resolve_start_method(self._start_method, self._num_threads) == "spawn":
             return supervise(job, selection, num_threads=self._num_threads, start_method="spawn", policy=POLICY)
         crew = self._forking_crew(selection)
-        return supervise_pool(lambda: crew, job, selection, num_threads=self._num_threads, policy=POLICY)
+        return supervise(job, selection, num_threads=self._num_threads, policy=POLICY, open_pool=lambda: crew)
 
     def _forking_crew(self, selection: Selection) -> "KeptCrew":
         """The process that forks; a new one where there is none."""
@@ -189,7 +189,7 @@ class KeptCrew:
         is_over: whether it can start no more.
     """
 
-    def __init__(self, crew: ForkPool) -> None:
+    def __init__(self, crew: ServerPool) -> None:
         self._crew: WorkerPool = crew
         self._running: set[int] = set()
         self.num_runs = 0
@@ -198,7 +198,7 @@ class KeptCrew:
     @classmethod
     def started(cls, selection: Selection, num_threads: int = 1) -> "KeptCrew":
         """A crew for runs on devices such as these."""
-        return cls(ForkPool.executed(process_variables(selection, num_threads), PRELOAD))
+        return cls(ServerPool.executed(process_variables(selection, num_threads), PRELOAD))
 
     def start(self, instruction: Instruction) -> None:
         """Starts one worker."""
@@ -206,7 +206,7 @@ class KeptCrew:
         self._running.add(instruction.assignment.slot)
         self._crew.start(instruction)
 
-    def fileno(self) -> int | None:
+    def fileno(self) -> int:
         """What becomes readable when there is news."""
         return self._crew.fileno()
 
@@ -223,10 +223,6 @@ class KeptCrew:
     def signal(self, slot: int, signum: int) -> None:
         """Signals a worker."""
         self._crew.signal(slot, signum)
-
-    def abort(self, slot: int) -> None:
-        """Has a worker write its stacks and end."""
-        self._crew.abort(slot)
 
     def is_stopped(self, slot: int) -> bool:
         """Whether a signal has stopped a worker."""
