@@ -129,8 +129,8 @@ def test_the_starters_sudden_death_ends_the_run_and_is_told(starter):
     starter.script("stubborn.py", STUBBORN)
     process = starter.start("--devices", "cpu:2", "stubborn.py")
     wait_until_up(starter, 2)
-    (zygote,) = psutil.Process(process.pid).children()
-    os.kill(zygote.pid, signal.SIGKILL)
+    (server,) = psutil.Process(process.pid).children()
+    os.kill(server.pid, signal.SIGKILL)
     _, stderr = process.communicate(timeout=30)
     assert process.returncode == 1
     assert stderr.startswith("samestep: error: the starter of the workers was ended by SIGKILL")

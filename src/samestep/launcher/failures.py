@@ -63,11 +63,6 @@ class FailedWorker:
         return cls(rank, place.device, worker.code, worker.report, tail, worker.log, worker.silent_seconds)
 
     @property
-    def is_peer_lost(self) -> bool:
-        """Whether it only reports that another rank vanished."""
-        return self.report is not None and bool(self.report.get("peer_lost"))
-
-    @property
     def exit_code(self) -> int:
         """The run's exit code: the worker's own, or 128 + signal."""
         if self.report is not None:
@@ -79,17 +74,12 @@ class FailedWorker:
 def report_exception(error: BaseException) -> dict[str, Any]:
     """The fields of the `failed` event: message and line for a mistake of the user's, else the traceback."""
     user_error = isinstance(error, SamestepError)
-    if user_error:
-        text = ""
-        where = _user_line(error.__traceback__)
-    else:
-        text = "".join(_own_frames(traceback.TracebackException.from_exception(error)).format())
-        where = ""
+    frames = traceback.TracebackException.from_exception(error)
     return {
         "type": type(error).__name__,
         "message": str(error),
-        "where": where,
-        "traceback": text,
+        "where": _user_line(error.__traceback__) if user_error else "",
+        "traceback": "" if user_error else "".join(_own_frames(frames).format()),
         "user_error": user_error,
         "exit_code": error.exit_code if isinstance(error, SamestepError) else 1,
         "peer_lost": any(map(_is_peer_lost, _chain(error))),
@@ -106,10 +96,8 @@ def explain(failed: FailedWorker) -> str:
     elif report is None:
         parts = [f"{which} {describe_ending(failed.code)}", last_words(failed.tail)]
     elif report.get("type") == "SystemExit":
-        parts = [
-            f"{which} exited with code {failed.exit_code}",
-            str(report.get("message") or last_words(failed.tail)),
-        ]
+        message = str(report.get("message") or last_words(failed.tail))
+        parts = [f"{which} exited with code {failed.exit_code}", message]
     elif report.get("user_error"):
         where = f", at {report['where']}" if report.get("where") else ""
         parts = [str(report.get("message", "")), f"  {which}{where}; exit code {failed.exit_code}"]

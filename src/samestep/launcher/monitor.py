@@ -113,7 +113,7 @@ class Monitor:
     def ended_by(self) -> AttemptFailure | None:
         """The failure that ended the attempt; None if no worker failed by itself."""
         worker = self._culprit()
-        if worker is None or self.is_broken or FailedWorker.of(self.workers, worker).is_peer_lost:
+        if worker is None or self.is_broken or worker.is_peer_lost:
             return None
         return AttemptFailure.of(self.workers, worker)
 
@@ -398,8 +398,7 @@ class Monitor:
 
     def _culprit(self) -> Worker | None:
         """The worker of the final message: the first that failed by itself, else the first that failed."""
-        alone = (worker for worker in self._failed if not FailedWorker.of(self.workers, worker).is_peer_lost)
-        return next(alone, self._failed[0] if self._failed else None)
+        return next((w for w in self._failed if not w.is_peer_lost), self._failed[0] if self._failed else None)
 
     def _is_complete(self) -> bool:
         """Whether all completed their program, although they were asked to stop after their step."""

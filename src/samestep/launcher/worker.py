@@ -35,10 +35,12 @@ def work(instruction: Instruction, call: Call | None = None) -> int:
     try:
         process_tree.release_signals()
         _draw_seeds()
-        _set_threads(instruction.assignment.num_threads)
+        _set_num_threads(instruction.assignment.num_threads)
         value = call() if call is not None else run_program(instruction.job, instruction.fds)
-        _deliver(value, instruction, channel)
-        _post_end(instruction)
+        page, slot = HeartbeatPage(instruction.fds["page"]), instruction.assignment.slot
+        _deliver(value, instruction, channel, page)
+        beat = page.beat(slot)
+        page.post(slot, "end", beat.step, beat.flags, beat.quorum)
         return 0
     except SystemExit as stop:
         return _report_exit(stop, instruction, channel)
@@ -50,9 +52,7 @@ def work(instruction: Instruction, call: Call | None = None) -> int:
         _leave_words(report["traceback"] or f"{report['type']}: {report['message']}", instruction)
         return int(report["exit_code"])
     finally:
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(OSError, ValueError):
-                stream.flush()
+        _flush()
 
 
 def main() -> None:
@@ -72,11 +72,16 @@ def leave(code: int) -> NoReturn:
     try:
         threading._shutdown()  # type: ignore[attr-defined]  # as multiprocessing does for its workers
         atexit._run_exitfuncs()
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(OSError, ValueError):
-                stream.flush()
+        _flush()
     finally:
         os._exit(code)
+
+
+def _flush() -> None:
+    """Flushes the standard streams, which the program may have closed."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
 
 
 def _reset_signals() -> None:
@@ -105,9 +110,7 @@ def _take_streams(instruction: Instruction) -> None:
 def _leave_words(text: str, instruction: Instruction) -> None:
     """Writes to the log of a rank above 0 the message that the supervisor shows too."""
     if instruction.assignment.rank > 0:
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(OSError, ValueError):
-                stream.flush()  # so that it comes after the program's output
+        _flush()  # the message comes after the program's output
         with contextlib.suppress(OSError):
             os.write(instruction.fds["words"], f"{text.rstrip()}\n".encode(errors="replace"))
 
@@ -126,20 +129,20 @@ def _draw_seeds() -> None:
         numpy.random.seed()
 
 
-def _set_threads(num_threads: int) -> None:
+def _set_num_threads(num_threads: int) -> None:
     """Sets torch's number of threads, which is part of what decides the bits."""
     import torch
 
     torch.set_num_threads(num_threads)
 
 
-def _deliver(value: Any, instruction: Instruction, channel: Channel) -> None:
+def _deliver(value: Any, instruction: Instruction, channel: Channel, page: HeartbeatPage) -> None:
     """Sends rank 0's result to the supervisor, pickled if the caller asked for that, else as JSON."""
     # Rank 0 is the first of the quorum in force. Ranks that could go on without it send their results too, in case it
     # fails at the last moment.
     if instruction.job.kind != "function":
         return
-    page, slot = _page(instruction), instruction.assignment.slot
+    slot = instruction.assignment.slot
     leads = page.quorum().slots[:1] == (slot,)
     if "answer" not in instruction.fds:
         if leads:
@@ -154,18 +157,6 @@ def _deliver(value: Any, instruction: Instruction, channel: Channel) -> None:
         with open(os.dup(instruction.fds["answer"]), "wb") as file:
             file.seek(0)
             file.write(content)
-
-
-def _post_end(instruction: Instruction) -> None:
-    """Posts that this worker has completed its program."""
-    page, slot = _page(instruction), instruction.assignment.slot
-    beat = page.beat(slot)
-    page.post(slot, "end", beat.step, beat.flags, beat.quorum)
-
-
-def _page(instruction: Instruction) -> HeartbeatPage:
-    """The supervisor's page; its memory is unmapped with this process."""
-    return HeartbeatPage(instruction.fds["page"])
 
 
 def exit_code_of(stop: SystemExit) -> tuple[int, str]:

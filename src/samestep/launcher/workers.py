@@ -47,10 +47,14 @@ class Worker:
                 file.write(data)
 
     @property
+    def is_peer_lost(self) -> bool:
+        """Whether it only reports that another rank vanished."""
+        return bool((self.report or {}).get("peer_lost"))
+
+    @property
     def is_users_fault(self) -> bool:
         """Whether it failed by a mistake of the user's."""
-        report = self.report or {}
-        return bool(report.get("user_error")) and not report.get("peer_lost")
+        return bool((self.report or {}).get("user_error")) and not self.is_peer_lost
 
     @property
     def ended_itself(self) -> bool:
