@@ -83,7 +83,7 @@ def _samestep(num_processes: int) -> list[str]:
     if num_processes == 1:
         return [sys.executable]
     # A worker that waits for its turn shows no sign of life.
-    options = ["--devices", f"cpu:{num_processes}", "--hang-timeout-seconds", "0"]
+    options = ["--devices", f"cpu:{num_processes}", "--hang-seconds", "0"]
     return [sys.executable, "-m", "samestep", "run", *options]
 
 

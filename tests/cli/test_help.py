@@ -31,7 +31,7 @@ def test_every_option_can_be_read_whole_at_80_columns(words, capsys, monkeypatch
     [
         ("run", "--nproc_per_node", "0", "train.py"),
         ("run", "--nproc_per_node=0", "train.py"),
-        ("verify", "--hang_timeout_seconds=x", "train.py"),
+        ("verify", "--hang_seconds=x", "train.py"),
         ("train", "--min_devices=0", "lenet"),
         ("train", "--global_batch_size=x", "lenet"),
     ],

@@ -50,7 +50,7 @@ def run_script(script, devices, told, policy=None, start_method=None):
     Without a start method they are forks of this process, which imports once what each would import. Where there are
     GPUs a backward in it may have started threads, and no fork of it could do one: there they are forks of a clean one.
     """
-    policy = Policy(hang_timeout_seconds=5.0) if policy is None else policy
+    policy = Policy(hang_seconds=5.0) if policy is None else policy
     before = shared_memory()
     job = Job("script", script, (json.dumps(told),), quiet=True)
     selection = select(f"cpu:{devices}")

@@ -16,7 +16,7 @@ SCRIPT = str(Path(__file__).with_name("spread_hanging_script.py"))
 @pytest.mark.parametrize("strategy", ["tensor", "sharded"])
 def test_of_two_ranks_that_share_a_model_the_one_that_hangs_is_named(strategy):
     outcome = supervise(
-        Job("script", SCRIPT, (strategy,), quiet=True), select("cpu:2"), policy=Policy(hang_timeout_seconds=3.0)
+        Job("script", SCRIPT, (strategy,), quiet=True), select("cpu:2"), policy=Policy(hang_seconds=3.0)
     )
     assert "rank 1 on CPU worker 1 showed no sign of life" in outcome.failure
     assert "spread_hanging_script.py" in outcome.failure

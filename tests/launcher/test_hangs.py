@@ -130,7 +130,7 @@ def sleep_in_python():
 def test_a_worker_that_hangs_is_ended_and_its_stack_is_shown(tmp_path, capfd, monkeypatch, phase, freeze):
     monkeypatch.chdir(tmp_path)
     outcome = run_members(
-        tmp_path, hang_of(1, phase, freeze), "cpu:2", Policy(hang_timeout_seconds=1.5), log_dir=tmp_path / "logs"
+        tmp_path, hang_of(1, phase, freeze), "cpu:2", Policy(hang_seconds=1.5), log_dir=tmp_path / "logs"
     )
     assert (outcome.exit_code, outcome.failure) == (0, None)
     assert outcome.result["lost"][0]["cause"] == "hang"
@@ -148,7 +148,7 @@ def test_a_worker_that_hangs_is_ended_and_its_stack_is_shown(tmp_path, capfd, mo
 @pytest.mark.parametrize("logged", [True, False], ids=["log folder", "no log folder"])
 def test_the_stack_of_rank_0_is_kept_too(tmp_path, capfd, logged):
     log_dir = tmp_path / "logs" if logged else None
-    policy = Policy(hang_timeout_seconds=1.5)
+    policy = Policy(hang_seconds=1.5)
     outcome = run_members(tmp_path, hang_of(0, "forward", sleep_in_python), "cpu:2", policy, log_dir=log_dir)
     assert outcome.exit_code == 0
     stderr = capfd.readouterr().err
@@ -174,7 +174,7 @@ def without_abort(freeze):
 @pytest.mark.usefixtures("same_descriptors")
 def test_a_worker_that_does_not_even_abort_is_killed(tmp_path):
     play = hang_of(1, "forward", without_abort(sleep_in_python))
-    outcome = run_members(tmp_path, play, "cpu:2", Policy(hang_timeout_seconds=1.5))
+    outcome = run_members(tmp_path, play, "cpu:2", Policy(hang_seconds=1.5))
     assert (outcome.exit_code, outcome.result["lost"][0]["cause"]) == (0, "hang")
 
 
@@ -187,8 +187,8 @@ def test_a_hang_where_nobody_heals_after_it_is_told_as_the_failure(tmp_path):
         wait_until(lambda: member.page.beat(1).step == 17)  # until then it waits for all to have flags
         wait_until(lambda: bool(member.heartbeat.set_flags(0)))  # signs of life: were both silent, it would be a pause
 
-    outcome = run_members(tmp_path, play, "cpu:2", Policy(hang_timeout_seconds=1.5))
+    outcome = run_members(tmp_path, play, "cpu:2", Policy(hang_seconds=1.5))
     assert outcome.exit_code == 128 + signal.SIGABRT
-    said = r"rank 1 on CPU worker 1 showed no sign of life for \d s and was ended \(--hang-timeout-seconds\)"
+    said = r"rank 1 on CPU worker 1 showed no sign of life for \d s and was ended \(--hang-seconds\)"
     assert re.match(said, outcome.failure)
     assert "in sleep_in_python" in outcome.failure

@@ -203,7 +203,7 @@ def test_a_death_while_a_hanging_worker_is_being_ended_is_healed_too(tmp_path, c
             os.kill(os.getpid(), signal.SIGKILL)
         return member.work_until(is_down_to(1))
 
-    outcome = run_members(tmp_path, play, policy=Policy(hang_timeout_seconds=1.5))
+    outcome = run_members(tmp_path, play, policy=Policy(hang_seconds=1.5))
     assert (outcome.exit_code, outcome.failure) == (0, None)
     assert sorted(event["cause"] for event in outcome.events if event["event"] == "death") == ["SIGKILL", "hang"]
     assert "replacement" not in capfd.readouterr().err

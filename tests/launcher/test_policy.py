@@ -36,8 +36,8 @@ if page.quorum().slots[0] == slot:
     [
         ({"min_devices": 0}, "--min-devices"),
         ({"max_restarts": -1}, "--max-restarts"),
-        ({"hang_timeout_seconds": -1.0}, "--hang-timeout-seconds"),
-        ({"hang_timeout_seconds": float("nan")}, "--hang-timeout-seconds"),
+        ({"hang_seconds": -1.0}, "--hang-seconds"),
+        ({"hang_seconds": float("nan")}, "--hang-seconds"),
         ({"replace": True}, "--max-restarts"),
     ],
 )
@@ -82,7 +82,7 @@ def test_the_command_can_be_told_not_to_heal(starter):
 @pytest.mark.parametrize("start_method", ["fork", "spawn"])
 def test_a_stopped_worker_is_ended_with_its_stack_in_the_log(starter, start_method):
     starter.script("member.py", MEMBER.format(fault="os.kill(os.getpid(), 19)"))
-    options = ["--hang-timeout-seconds", "1", "--log-dir", "logs", "--start-method", start_method]
+    options = ["--hang-seconds", "1", "--log-dir", "logs", "--start-method", start_method]
     done = starter.run("--no-adopt", "--devices", "cpu:3", *options, "member.py")
     assert (done.returncode, done.stdout) == (0, "0 2\n")
     assert "rank 1 on CPU worker 1 showed no sign of life" in done.stderr

@@ -112,7 +112,7 @@ def test_a_hang_while_the_step_is_finished_is_ended(tmp_path):
         member.work_until(is_down_to(1))
         sys.exit(128 + member.page.stop)
 
-    outcome = run_members(tmp_path, play, "cpu:2", Policy(hang_timeout_seconds=1.5))
+    outcome = run_members(tmp_path, play, "cpu:2", Policy(hang_seconds=1.5))
     assert (outcome.exit_code, outcome.failure) == (128 + signal.SIGTERM, None)
     assert outcome.events[1]["cause"] == "hang"
 

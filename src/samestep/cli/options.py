@@ -1,7 +1,7 @@
 """Options as dataclasses: a command takes a few objects, and their fields are its options.
 
 The metadata of a field are what `typer.Option` needs: `help`, `flags` (by default the field's name), `metavar`,
-`panel`, `repeated` (given several times), `negated` (a flag that has a `--no-…` too), and `parse`, from text to the value.
+`panel`, `repeated` (given several times), `negated` (a flag that has a `--no-…` too), and `parse`, from text to value.
 """
 
 import functools
@@ -195,7 +195,7 @@ def chosen_torchrun(policy: "Policy", start_method: str | None, nodes: NodeOptio
         raise UsageError(f"got --nnodes {known['nnodes']} and no place to meet; give --rdzv-endpoint HOST:PORT as well")
     if policy != Policy(max_restarts=policy.max_restarts) or start_method is not None:
         raise UsageError(
-            "got --no-heal, --min-devices, --replace, --hang-timeout-seconds or --start-method with --nnodes; several "
+            "got --no-heal, --min-devices, --replace, --hang-seconds or --start-method with --nnodes; several "
             "machines are torchrun's, which restarts workers (--max-restarts) and knows none of these: leave them out"
         )
     if "rdzv_endpoint" in options and not known.keys() & {"rdzv_backend", "node_rank"}:

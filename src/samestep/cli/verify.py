@@ -61,8 +61,8 @@ def verify(
     start_method: Annotated[
         str | None, typer.Option(metavar="fork|spawn", help="How workers are started; fork where it is safe.")
     ] = None,
-    hang_timeout_seconds: Annotated[
-        float, typer.Option("--hang-timeout-seconds", metavar="SECONDS", help="How long a step may take.")
+    hang_seconds: Annotated[
+        float, typer.Option("--hang-seconds", metavar="SECONDS", help="How long a step may take.")
     ] = 300.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
@@ -87,7 +87,7 @@ def verify(
     chosen = _program(program, script.module, script.adopt, options, selections)
     with (
         ProgramRunner(
-            chosen, selections, num_threads=num_threads, start_method=start_method, hang_seconds=hang_timeout_seconds
+            chosen, selections, num_threads=num_threads, start_method=start_method, hang_seconds=hang_seconds
         ) as runner,
         _telling(as_json) as tell,
     ):

@@ -36,7 +36,7 @@ def check_ranks(
         report = Path(folder, "results.jsonl")
         kwargs = {"report": str(report), "timeout_seconds": timeout_seconds, "quick": quick}
         job = Job("function", target, kwargs=kwargs, quiet=True, preload=(target.partition(":")[0],))
-        policy = Policy(heal=False, hang_timeout_seconds=0)
+        policy = Policy(heal=False, hang_seconds=0)
         outcome = supervise(job, selection, policy=policy, grace_seconds=GRACE_SECONDS)
         lines = report.read_text(encoding="utf-8").splitlines() if report.exists() else []
     results = [Result(**json.loads(line)) for line in lines]

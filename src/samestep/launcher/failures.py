@@ -92,7 +92,7 @@ def explain(failed: FailedWorker) -> str:
     which = f"rank {failed.rank} on {failed.device}"
     report = failed.report
     if failed.silent_seconds is not None:
-        parts = [f"{which} {describe_silence(failed.silent_seconds)} (--hang-timeout-seconds)", last_words(failed.tail)]
+        parts = [f"{which} {describe_silence(failed.silent_seconds)} (--hang-seconds)", last_words(failed.tail)]
     elif report is None:
         parts = [f"{which} {describe_ending(failed.code)}", last_words(failed.tail)]
     elif report.get("type") == "SystemExit":

@@ -87,7 +87,7 @@ class Monitor:
         self._log_dir = log_dir
         self._relay = relay
         self._fds = fds or {}
-        self._hangs = HangDetector(policy.hang_timeout_seconds)
+        self._hangs = HangDetector(policy.hang_seconds)
         self._healing = Healing(self.workers, policy, display.say, self._note)
         self._stdout_relay = StdoutRelay()
         self._selector = selectors.DefaultSelector()
@@ -235,7 +235,7 @@ class Monitor:
     @property
     def _look_seconds(self) -> float:
         """How often to look for hangs, often enough for the timeout."""
-        timeout = self._policy.hang_timeout_seconds
+        timeout = self._policy.hang_seconds
         return min(LOOK_SECONDS, timeout / 4) if timeout else LOOK_SECONDS
 
     def _poll(self, seconds: float) -> None:

@@ -10,7 +10,7 @@ from samestep.errors import UsageError
 if TYPE_CHECKING:
     from samestep.launcher.failures import AttemptFailure
 
-HANG_TIMEOUT_SECONDS = 600.0
+HANG_SECONDS = 600.0
 
 
 def _option(help: str, default: Any, **more: Any) -> Any:
@@ -25,13 +25,13 @@ class Policy:
     heal: bool = _option("Go on with the devices that are left when a worker fails: the same bits.", True, negated=True)
     min_devices: int = _option("With fewer devices left the run ends.", 1, metavar="N")
     max_restarts: int = _option(
-        "How often all workers may be started again, from the newest checkpoint, when none is left to go on.",
+        "How often all workers may be restarted, from the newest checkpoint, when none can go on.",
         0,
         metavar="N",
     )
-    hang_timeout_seconds: float = _option(
-        "A worker without a heartbeat for so long counts as failed; its stack is kept in its log. 0 for never.",
-        HANG_TIMEOUT_SECONDS,
+    hang_seconds: float = _option(
+        "A worker without a heartbeat for so long is ended, its stack in its log. 0 for never.",
+        HANG_SECONDS,
         metavar="SECONDS",
     )
     replace: bool = _option("Start a new worker on the device of a failed one; counts as a restart.", False)
@@ -48,10 +48,9 @@ class Policy:
             )
         if self.max_restarts < 0:
             raise UsageError(f"got {self.max_restarts} restarts; needed: 0 or more (--max-restarts)")
-        if not (self.hang_timeout_seconds >= 0 and math.isfinite(self.hang_timeout_seconds)):
+        if not (self.hang_seconds >= 0 and math.isfinite(self.hang_seconds)):
             raise UsageError(
-                f"got a hang timeout of {self.hang_timeout_seconds} s; needed: seconds, or 0 for never "
-                "(--hang-timeout-seconds)"
+                f"got a hang timeout of {self.hang_seconds} s; needed: seconds, or 0 for never (--hang-seconds)"
             )
         if self.replace and self.max_restarts == 0:
             raise UsageError("got --replace, which starts workers again, but no --max-restarts; give it 1 or more")

@@ -54,7 +54,7 @@ UNMENTIONED: Final = frozenset(
             "working_folder",
             "min_devices",
             "max_restarts",
-            "hang_timeout_seconds",
+            "hang_seconds",
             "keep",
             "digest_every",
             "checkpoint_every",
