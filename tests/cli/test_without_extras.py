@@ -50,10 +50,10 @@ def test_training_and_its_report_go_on_and_say_once_what_is_not_written(samestep
 
     told = samestep("report", run)
     assert told.returncode == 0, told.stderr
-    assert "report.png needs matplotlib, which is not installed: pip install 'samestep[plots]'" in told.stderr
+    assert "loss.png needs matplotlib, which is not installed: pip install 'samestep[plots]'" in told.stderr
     assert (run / "report.html").is_file()
-    assert "report.png" not in told.stdout
-    assert not (run / "report.png").exists()
+    assert "loss.png" not in told.stdout
+    assert not (run / "loss.png").exists()
 
 
 def test_devices_are_listed(samestep):

@@ -3,7 +3,7 @@
 import pytest
 
 from samestep.launcher.policy import Policy
-from samestep.report.story import gather
+from samestep.report.run_summary import make_report
 
 REPLACE = Policy(replace=True, max_restarts=2)
 KILL = {"rank": 1, "step": 2, "phase": "backward", "kind": "SIGKILL"}
@@ -27,7 +27,7 @@ def test_the_terminal_the_ledger_and_the_report_tell_one_time_of_a_healing(train
     (said,) = (line for line in capfd.readouterr().err.splitlines() if "went on" in line)
     assert said == f"samestep: went on after {heal['seconds']:.3g} s"
     assert [event["seconds"] for event in told.outcome.events if event["event"] == "heal"] == [heal["seconds"]]
-    (event,) = (event for event in gather([told.folder / "run"]).runs[0].events if event.name == "heal")
+    (event,) = (event for event in make_report([told.folder / "run"]).runs[0].events if event.name == "heal")
     assert event.sentence == f"went on with 1 device without rank 0 after {heal['seconds']:.3g} s"
 
 

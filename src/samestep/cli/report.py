@@ -1,19 +1,16 @@
-"""`samestep report`: what came of a run, or of several: in the terminal, as a picture and as a page."""
+"""`samestep report`: runs in the terminal, as a page, and their losses as a picture."""
 
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from samestep.extras import is_installed, missing
 
-if TYPE_CHECKING:
-    from samestep.report.story import Story
-
 PAGE_FILE = "report.html"
-PICTURE_FILE = "report.png"
+PICTURE_FILE = "loss.png"
 
 
 def report(
@@ -21,54 +18,52 @@ def report(
         list[Path], typer.Argument(metavar="RUN...", help="Run folders; several are laid over each other.")
     ],
     out: Annotated[
-        Path | None, typer.Option(help=f"Where {PAGE_FILE} and {PICTURE_FILE} go; the first run's folder by default.")
+        Path | None,
+        typer.Option(help=f"The folder for {PAGE_FILE} and {PICTURE_FILE}; the first run's folder by default."),
     ] = None,
     show: Annotated[bool, typer.Option("--open/--no-open", help="Open the page in the browser.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON instead.")] = False,
 ) -> None:
-    """Tells what came of runs: curves, throughput, where the time goes, events, and what the ledger proves.
+    """Reports on runs: curves, throughput, where the time goes, events, and what the ledger proves.
 
-    Writes one HTML page that needs neither network nor server, and a picture. A run may be under way.
+    Writes one HTML page that needs neither network nor server, and a picture of the losses. A run may be under way.
     """
-    from samestep.report.story import gather
+    from samestep.errors import RunFolderError
+    from samestep.report.page import make_page
+    from samestep.report.run_summary import make_report
+    from samestep.report.series import loss_table
+    from samestep.train.loss_plot import draw_losses
+    from samestep.train.writing import make_folder, replacing
 
-    story = gather(runs)
+    found = make_report(runs)
     folder = runs[0] if out is None else out
-    page = folder / PAGE_FILE
-    picture = folder / PICTURE_FILE if is_installed("matplotlib") else None
-    _write(story, page, picture)
+    page, picture = folder / PAGE_FILE, folder / PICTURE_FILE
+    written = [page]
+    try:
+        make_folder(folder)
+        with replacing(page) as temporary:
+            temporary.write_bytes(make_page(found).encode(errors="backslashreplace"))
+        if is_installed("matplotlib"):
+            draw_losses(picture, [run.name for run in found.runs], loss_table(found.runs))
+            written.append(picture)
+        else:
+            print(f"samestep: {missing('matplotlib', PICTURE_FILE)}", file=sys.stderr)
+    except RunFolderError as error:
+        reason = getattr(error.__cause__, "strerror", None) or error
+        raise RunFolderError(f"cannot write to {folder}: {reason}; choose another folder with --out") from error
     if as_json:
-        print(
-            json.dumps(
-                story.as_json() | {"page": str(page), "picture": picture and str(picture)}, allow_nan=False, default=str
-            )
-        )
+        files = {"page": str(page), "picture": str(picture) if picture in written else None}
+        print(json.dumps(found.as_json() | files, allow_nan=False, default=str))
     else:
-        _print(story, page, picture)
+        from rich.console import Console
+
+        from samestep.report.terminal import print_report
+
+        console = Console(highlight=False)
+        if not console.is_terminal:
+            console.width = 200  # nothing is folded or cut in a file or a pipe
+        print_report(found, console, written)
     if show:
         import webbrowser
 
         webbrowser.open(page.resolve().as_uri())
-
-
-def _write(story: "Story", page: Path, picture: Path | None) -> None:
-    from samestep.report.page import make_page
-    from samestep.report.picture import draw_report
-    from samestep.report.writing import write_whole
-
-    write_whole(page, make_page(story).encode(errors="backslashreplace"))
-    if picture is None:
-        print(f"samestep: {missing('matplotlib', PICTURE_FILE)}", file=sys.stderr)
-    else:
-        draw_report(picture, story)
-
-
-def _print(story: "Story", page: Path, picture: Path | None) -> None:
-    from rich.console import Console
-
-    from samestep.report.terminal import print_story
-
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = 200  # nothing is folded or cut in a file or a pipe
-    print_story(story, console, (page,) if picture is None else (page, picture))

@@ -1,1 +1,1 @@
-"""The report of a run: in the terminal, as a picture, and as one page that needs nothing else."""
+"""The report of runs: in the terminal, as one page that needs nothing else, and as a PNG of the losses."""

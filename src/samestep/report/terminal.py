@@ -1,4 +1,4 @@
-"""The report in the terminal: figures, tables and a small curve."""
+"""The report in the terminal: figures, a table of curves with sparklines, epochs, events and findings."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -6,94 +6,64 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from samestep.report.curves import Curve, smoothed, wants_log
-from samestep.report.events import counted
-from samestep.report.facts import Finding
-from samestep.report.story import RunStory, Story
-from samestep.report.words import (
-    duration,
-    epoch_rows,
-    headline_metric,
-    number,
-    rate,
-    size,
-    train_loss,
-    value_text,
-)
+from samestep.report.events import QUIET, counted
+from samestep.report.findings import Finding
+from samestep.report.formatting import duration, number, size, value_text
+from samestep.report.run_summary import Report, RunSummary
 from samestep.text import one_line
+from samestep.train.curves import Curve, wants_log
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.text import Text
 
 SIGNS = {"holds": ("✓", "green"), "fails": ("✕", "bold red"), "note": ("·", "dim")}
-PART_STYLES = ("yellow", "blue", "red", "cyan", "magenta", "white")
-PART_FILLS = ("░", "█", "▒", "▓", "#", ":")  # where there are no colours
+STATE_STYLES = {"finished": "green", "running": "blue", "running?": "blue", "crashed": "red"}
 EVENT_STYLES = {"death": "red", "heal": "green", "join": "green", "resume": "blue"}
-CURVE_WIDTH, CURVE_HEIGHT = 64, 8  # characters, each of 2 × 4 dots
+LEVELS = "▁▂▃▄▅▆▇█"
+SPARK_WIDTH = 40  # characters
+HIDDEN = ("loss/train_epoch", "world_size")  # curves that other lines show
+MAX_CURVES = 12
 MAX_EPOCHS = 12
 MAX_EVENTS = 20
-# The dots of a braille character by row and column; see Unicode, chapter 21.1.
-BRAILLE = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
 
 
-def print_story(story: Story, console: "Console", written: Sequence[Path] = ()) -> None:
-    """Prints a story.
-
-    Args:
-        story: of one run, which is told at length, or of several, which are told side by side.
-        console: where to.
-        written: files that hold more, named at the end.
-    """
-    if len(story.runs) == 1:
-        _print_run(story.runs[0], console)
+def print_report(report: Report, console: "Console", written: Sequence[Path] = ()) -> None:
+    """Prints one run at length, or several side by side, and the files that were written."""
+    if len(report.runs) == 1:
+        _print_run(report.runs[0], console)
     else:
-        _print_runs(story, console)
+        _print_runs(report, console)
     if written:
         console.print()
     for path in written:
         console.print(f"{'page' if path.suffix == '.html' else 'picture':<8} {one_line(path)}", markup=False)
 
 
-def braille_curve(curve: Curve, width: int, height: int) -> list[str]:
-    """A curve in braille characters, `height` lines of `width`; logarithmic if that shows it better.
+def sparkline(curve: Curve, width: int) -> str:
+    """Means of a curve over equal spans of steps, as at most `width` bars; a span without a finite value is blank.
 
-    Values that are not finite are gaps. A curve without finite values is blank.
+    The heights are logarithmic if that suits the values better.
     """
+    width = min(width, len(curve))
     finite = np.isfinite(curve.values)
+    if not finite.any():
+        return " " * width
     steps, values = curve.steps[finite], curve.values[finite]
-    cells = np.full((height, width), 0x2800)
-    if len(values):
-        heights = np.log(values) if wants_log([curve]) else values
-        span = float(heights.max() - heights.min())
-        level = (heights - heights.min()) / span if 0 < span < np.inf else np.full(len(values), 0.5)
-        first, last = int(steps[0]), int(steps[-1])
-        columns = np.rint((steps - first) / max(1, last - first) * (2 * width - 1)).astype(int)
-        rows = np.rint((1 - level) * (4 * height - 1)).astype(int)
-        for column, low, high in _strokes(columns, rows):
-            for row in range(low, high + 1):
-                cells[row // 4, column // 2] |= BRAILLE[row % 4][column % 2]
-    return ["".join(map(chr, row)) for row in cells.tolist()]
+    heights = np.log(values) if wants_log([curve]) else values
+    first, span = int(curve.steps[0]), max(1, int(curve.steps[-1] - curve.steps[0]))
+    cell_of = np.minimum((steps - first) * width // span, width - 1)
+    sums, counts = np.bincount(cell_of, heights, width), np.bincount(cell_of, minlength=width)
+    means = sums / np.maximum(counts, 1)
+    low, high = means[counts > 0].min(), means[counts > 0].max()
+    shares = (means - low) / (high - low) if 0 < high - low < np.inf else np.full(width, 0.5)
+    levels = np.minimum(shares * len(LEVELS), len(LEVELS) - 1).astype(int)
+    return "".join(LEVELS[level] if count else " " for level, count in zip(levels, counts, strict=True))
 
 
-def _strokes(columns: np.ndarray, rows: np.ndarray) -> list[tuple[int, int, int]]:
-    """For each column of dots the rows that a line through the points covers."""
-    across = np.arange(columns[0], columns[-1] + 1)
-    along = np.rint(np.interp(across, columns, rows)).astype(int)
-    covered = {int(column): [int(row), int(row)] for column, row in zip(across, along, strict=True)}
-    for column, row in zip(columns.tolist(), rows.tolist(), strict=True):
-        low, high = covered[column]
-        covered[column] = [min(low, row), max(high, row)]
-    before = along[0]
-    strokes = []
-    for column, (low, high) in covered.items():
-        strokes.append((column, min(low, int(before)), max(high, int(before))))
-        before = along[column - columns[0]]
-    return strokes
-
-
-def _print_run(run: RunStory, console: "Console") -> None:
-    """One run at length."""
+def _print_run(run: RunSummary, console: "Console") -> None:
+    from rich import box
+    from rich.table import Table
     from rich.text import Text
 
     console.print(Text.assemble((one_line(run.name), "bold"), "  ", (run.state, _state_style(run.state))))
@@ -102,23 +72,30 @@ def _print_run(run: RunStory, console: "Console") -> None:
         console.print(one_line(run.terms), markup=False, style="dim")
     facts = [counted(run.num_steps, "step")] + ([counted(max(run.epochs), "epoch")] if run.epochs else [])
     facts += [run.devices] if run.devices else []
-    facts += [duration(run.clock.duration)] if run.clock.duration else []
-    facts += [rate(run.throughput)] if run.throughput else []
+    facts += [duration(run.time.duration)] if run.time.duration else []
+    facts += [f"{number(run.throughput, 3)} samples/s"] if run.throughput else []
     facts += [f"{name} memory {size(value)}" for name, value in run.memory.items()]
     console.print(one_line(" · ".join(facts)), markup=False)
     if run.digest:
         console.print(f"digest {one_line(run.digest)}", markup=False)
-    _print_curve(run, console)
-    _print_time(run, console)
-    _print_epochs(run, console)
+    _print_curves([run], console)
+    titles, rows = run.epoch_table()
+    if rows:
+        table = Table(box=box.SIMPLE)
+        for title in titles:
+            table.add_column(one_line(title).replace("[", r"\["), justify="right")
+        half = MAX_EPOCHS // 2
+        shown = rows if len(rows) <= MAX_EPOCHS else [*rows[:half], ["…"] * len(titles), *rows[-half:]]
+        for row in shown:
+            table.add_row(*row)
+        console.print(table)
     _print_events(run, console)
     console.print()
     for finding in run.findings:
         console.print(_finding(finding))
 
 
-def _print_runs(story: Story, console: "Console") -> None:
-    """Several runs side by side."""
+def _print_runs(report: Report, console: "Console") -> None:
     from rich import box
     from rich.table import Table
     from rich.text import Text
@@ -126,118 +103,78 @@ def _print_runs(story: Story, console: "Console") -> None:
     table = Table("run", "state", box=box.SIMPLE)
     for title in ("steps", "train loss", "metric", "samples/s", "under way", "ran on", "digest"):
         table.add_column(title, justify="left" if title in ("metric", "ran on", "digest") else "right")
-    for run in story.runs:
-        metric = headline_metric(run)
+    for run in report.runs:
         table.add_row(
             Text(one_line(run.name), "bold"),
             Text(run.state, _state_style(run.state)),
             f"{run.num_steps:,}",
-            number(train_loss(run)),
-            Text(f"{one_line(metric[0])} {number(metric[1])}" if metric else "-"),
+            number(run.train_loss),
+            Text(f"{one_line(run.metric[0])} {number(run.metric[1])}" if run.metric else "-"),
             number(run.throughput),
-            duration(run.clock.duration),
+            duration(run.time.duration),
             Text(run.devices or "-"),
             Text(one_line(run.digest)[:12] if run.digest else "-"),
         )
     console.print(table)
-    for comparison in story.comparisons:
+    for comparison in report.comparisons:
         console.print(_finding(comparison.finding, f"{comparison.first} and {comparison.other}"))
         for change in comparison.changes:
             values = f"{value_text(change.before)} and {value_text(change.after)}"
-            style = "red" if change.breaks else "dim"
             note = "" if change.breaks else " (does not decide the bits)"
+            style = "red" if change.breaks else "dim"
             console.print(Text(f"  contract: {one_line(change.field)} {values}{note}", style))
-    for run in story.runs:
-        failures = [finding for finding in run.findings if finding.verdict == "fails"]
-        for finding in failures:
-            console.print(_finding(finding, run.name))
-    for run in story.runs:
-        console.print()
-        console.print(Text(one_line(run.name), "bold"))
-        _print_curve(run, console)
-        _print_time(run, console)
-        _print_events(run, console)
+    for run in report.runs:
+        for finding in run.findings:
+            if finding.verdict == "fails":
+                console.print(_finding(finding, run.name))
+    _print_curves(report.runs, console)
+    for run in report.runs:
+        if any(event.name not in QUIET for event in run.events):
+            _print_events(run, console, f" of {one_line(run.name)}")
 
 
-def _print_curve(run: RunStory, console: "Console") -> None:
-    """The smoothed training loss."""
-    from rich.text import Text
-
-    curve = run.curves.get("loss/train")
-    if curve is None or len(curve.finite) < 2:
-        return
-    shown = smoothed(curve) if len(curve) >= 4 * CURVE_WIDTH else curve
-    width = max(16, min(CURVE_WIDTH, console.width - 12))
-    high, low = number(float(shown.finite.max()), 3), number(float(shown.finite.min()), 3)
-    console.print()
-    scale = " (logarithmic)" if wants_log([shown]) else ""
-    console.print(f"training loss{scale}", style="dim")
-    for row, line in enumerate(braille_curve(shown, width, CURVE_HEIGHT)):
-        label = high if row == 0 else low if row == CURVE_HEIGHT - 1 else ""
-        console.print(Text.assemble((f"{label:>9} ", "dim"), (line, "blue")), no_wrap=True)
-    first, last = f"{int(curve.steps[0]):,}", f"step {int(curve.steps[-1]):,}"
-    console.print(Text(f"{'':10}{first}{last:>{max(1, width - len(first))}}", "dim"), no_wrap=True)
-
-
-def _print_time(run: RunStory, console: "Console") -> None:
-    """A bar of the phases."""
-    from rich.text import Text
-
-    shares = run.phases.shares
-    if not shares:
-        return
-    width = max(16, min(CURVE_WIDTH, console.width - 12))
-    bar, words = Text(" " * 10), Text(" " * 10)
-    done = 0.0
-    for position, (name, share) in enumerate(shares.items()):
-        style = PART_STYLES[position % len(PART_STYLES)]
-        start, done = round(done * width), done + share
-        fill = "█" if console.color_system else PART_FILLS[position % len(PART_FILLS)]
-        bar.append(fill * (round(done * width) - start), style)
-        words.append(f"{fill} ", style)
-        words.append(f"{one_line(name)} {100 * share:.0f} %   ")
-    console.print()
-    console.print("where the time goes", style="dim")
-    console.print(bar, no_wrap=True)
-    console.print(words)
-
-
-def _print_epochs(run: RunStory, console: "Console") -> None:
-    """The table of epochs: the first and the last ones."""
+def _print_curves(runs: Sequence[RunSummary], console: "Console") -> None:
+    """The curves with sparklines, ends and extremes, and the phases of a step; of several runs the main curves."""
     from rich import box
     from rich.table import Table
-
-    titles, rows = epoch_rows(run)
-    if not rows:
-        return
-    table = Table(box=box.SIMPLE)
-    for title in titles:
-        table.add_column(one_line(title).replace("[", r"\["), justify="right")
-    half = MAX_EPOCHS // 2
-    shown = rows if len(rows) <= MAX_EPOCHS else [*rows[:half], ["…"] * len(titles), *rows[-half:]]
-    for row in shown:
-        table.add_row(*row)
-    console.print(table)
-
-
-def _print_events(run: RunStory, console: "Console") -> None:
-    """What happened, checkpoints last if there is not room for all."""
     from rich.text import Text
 
-    events = list(zip(run.events, run.clock.event_seconds, strict=True))
+    table = Table("curve", "", box=box.SIMPLE)
+    for title in ("first", "last", "min", "max"):
+        table.add_column(title, justify="right")
+    for run in runs:
+        found = [(tag, curve) for tag, curve in run.curves.items() if tag not in HIDDEN and len(curve.finite)]
+        found.sort(key=lambda pair: (pair[0] != "loss/train", not pair[0].endswith("/eval")))
+        for tag, curve in found[: MAX_CURVES if len(runs) == 1 else 2]:
+            values = (float(curve.values[0]), curve.last, float(curve.finite.min()), float(curve.finite.max()))
+            spark = Text(sparkline(curve, max(8, min(SPARK_WIDTH, console.width - 72))), "blue")
+            texts = [size(v) if v is not None and tag.startswith("memory/") else number(v) for v in values]
+            table.add_row(Text(one_line(tag if len(runs) == 1 else f"{run.name}: {tag}")), spark, *texts)
+    if table.row_count:
+        console.print(table)
+    for run in runs:
+        if run.phases.shares:
+            shares = "   ".join(f"{one_line(name)} {100 * share:.0f} %" for name, share in run.phases.shares.items())
+            name = one_line(run.name) + ": " if len(runs) > 1 else ""
+            console.print(Text.assemble(("where the time goes  ", "dim"), name, shares))
+
+
+def _print_events(run: RunSummary, console: "Console", of: str = "") -> None:
+    """The events; if there is not room for all, those that are no checkpoints."""
+    from rich.text import Text
+
+    events = list(zip(run.events, run.time.event_seconds, strict=True))
     if len(events) > MAX_EVENTS:
-        events = [pair for pair in events if pair[0].name != "checkpoint"]
-    left_out = len(run.events) - len(events[:MAX_EVENTS])
-    if not events and not left_out:
-        return
-    console.print()
-    console.print("events", style="dim")
-    for event, seconds in events[:MAX_EVENTS]:
+        events = [pair for pair in events if pair[0].name != "checkpoint"][:MAX_EVENTS]
+    if run.events:
+        console.print()
+        console.print(f"events{of}", style="dim", markup=False)
+    for event, seconds in events:
         moment = duration(seconds) if seconds is not None else ""
         style = EVENT_STYLES.get(event.name, "")
         console.print(Text.assemble(f"  step {event.step:>7,}  {moment:>12}  ", (one_line(event.sentence), style)))
-    if left_out:
-        console.print(f"  and {left_out:,} more, which the page shows", style="dim")
+    if len(events) < len(run.events):
+        console.print(f"  and {len(run.events) - len(events):,} more, which the page shows", style="dim")
 
 
 def _finding(finding: Finding, before: str = "") -> "Text":
@@ -249,4 +186,4 @@ def _finding(finding: Finding, before: str = "") -> "Text":
 
 
 def _state_style(state: str) -> str:
-    return {"finished": "green", "running": "blue", "running?": "blue", "crashed": "red"}.get(state, "yellow")
+    return STATE_STYLES.get(state, "yellow")

@@ -260,12 +260,14 @@ class Recorder:
         """
         if self._folder is None or not is_installed("matplotlib"):
             return
-        from samestep.train.picture import draw_losses
+        from samestep.train.curves import Curve, loss_series
+        from samestep.train.loss_plot import draw_losses
 
         self.flush()
         losses = read_losses(self._folder)
         if losses:
-            draw_losses(self._folder / PICTURE_FILE, losses, evals, name)
+            series = loss_series(0, Curve.of(dict(losses)), Curve.of(dict(evals)))
+            draw_losses(self._folder / PICTURE_FILE, [name], series)
 
     def flush(self) -> None:
         """Hands what was written to the system."""

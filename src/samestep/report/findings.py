@@ -1,10 +1,12 @@
-"""What a ledger proves: of one run by itself, and of two runs side by side."""
+"""Findings: what the ledger of one run proves, and what two ledgers side by side prove."""
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any, Literal
 
 from samestep.report.events import counted
+from samestep.train.agreement import Change
 from samestep.verify.ledger import FINAL_DIGEST, Difference, Extent, Ledger, cause, compare, extent, number
 
 NAMES = {
@@ -12,37 +14,21 @@ NAMES = {
     "num_samples": "number of samples",
     "grad_norm": "gradient norm",
     "lr": "learning rate",
-    "skipped": "update left out",
+    "skipped": "skipped update",
     "digest": "state",
 }
-
-Verdict = Literal["holds", "fails", "note"]
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A sentence on a run.
+    """A sentence on a run, and whether a promise holds, fails, or neither."""
 
-    Attributes:
-        verdict: whether what was promised holds, or neither.
-        text: the sentence.
-    """
-
-    verdict: Verdict
+    verdict: Literal["holds", "fails", "note"]
     text: str
 
-    def as_json(self) -> dict[str, Any]:
-        """The finding as a JSON object."""
-        return asdict(self)
 
-
-def findings(ledger: Ledger, num_repeated: int) -> tuple[Finding, ...]:
-    """What the ledger of one run proves.
-
-    Args:
-        ledger: of the run.
-        num_repeated: steps that were done more than once.
-    """
+def ledger_findings(ledger: Ledger, num_repeated: int) -> tuple[Finding, ...]:
+    """The findings on one run; `num_repeated` steps were done more than once."""
     steps = ledger.steps
     if not steps:
         return (Finding("note", "The ledger holds no step yet, so nothing is proven."),)
@@ -66,59 +52,73 @@ def findings(ledger: Ledger, num_repeated: int) -> tuple[Finding, ...]:
 
 
 @dataclass(frozen=True)
-class Agreement:
-    """Two ledgers side by side.
+class Comparison:
+    """A run beside the first one: the changes of the contract, and the two ledgers step by step."""
 
-    Attributes:
-        extent: how far they can be compared.
-        difference: the first step that differs; None if none does.
-        lengths: steps of each.
-    """
-
+    first: str
+    other: str
+    changes: tuple[Change, ...]
     extent: Extent
-    difference: Difference | None
-    lengths: tuple[int, int]
+    difference: Difference | None  # the first step that differs
+    lengths: tuple[int, int]  # steps of each
 
     @property
     def num_equal(self) -> int:
-        """Steps that both hold and that are equal, up to the first that differs."""
+        """Steps in both ledgers that are equal, up to the first that differs."""
         return self.extent.common if self.difference is None else self.difference.agreed
 
     @property
     def finding(self) -> Finding:
-        """The agreement as a sentence."""
+        """The comparison as a sentence; different bits are a failure only under equal contracts."""
         if not self.extent.common:
             return Finding("note", "No step is in both ledgers, so there is nothing to compare.")
-        return Finding("holds", self._equal()) if self.difference is None else Finding("fails", self._different())
+        if self.difference is None:
+            return Finding("holds", self._equal())
+        breaking = ", ".join(change.field for change in self.changes if change.breaks)
+        if not breaking:
+            return Finding("fails", _different(self.difference, self.num_equal))
+        text = f"The contracts differ ({breaking}), so no equal bits were promised."
+        return Finding("note", f"{_different(self.difference, self.num_equal)} {text}")
 
     def as_json(self) -> dict[str, Any]:
-        """The agreement as a JSON object."""
+        """The comparison as a JSON object."""
         difference = None if self.difference is None else asdict(self.difference)
-        return {"num_equal": self.num_equal, "extent": asdict(self.extent), "difference": difference}
+        ledger = {"num_equal": self.num_equal, "extent": asdict(self.extent), "difference": difference}
+        changes = [{"field": c.field, "before": c.before, "after": c.after, "breaks": c.breaks} for c in self.changes]
+        return {
+            "first": self.first,
+            "other": self.other,
+            "contract": changes,
+            "ledger": {**asdict(self.finding), **ledger},
+        }
 
     def _equal(self) -> str:
-        what = "the 1 step" if self.extent.common == 1 else f"all {self.extent.common:,} steps"
+        steps = "the 1 step" if self.extent.common == 1 else f"all {self.extent.common:,} steps"
         if self.lengths[0] != self.lengths[1]:
-            what += f" that both have ({self.lengths[0]:,} and {self.lengths[1]:,} steps)"
+            steps += f" that both have ({self.lengths[0]:,} and {self.lengths[1]:,} steps)"
         digests = self.extent.digests
         state = f", the state {'once' if digests == 1 else f'{digests:,} times'}" if digests else ""
         final = " Both ended in the same state, by its digest." if self.extent.final else ""
         return (
-            f"Same bits for {what}. Compared each step: sample ids, loss, gradient norm, learning rate{state}.{final}"
+            f"Same bits for {steps}. Compared each step: sample ids, loss, gradient norm, learning rate{state}.{final}"
         )
 
-    def _different(self) -> str:
-        assert self.difference is not None
-        first = self.difference.fields[0]
-        when = "from the first step on" if not self.num_equal else f"after {counted(self.num_equal, 'equal step')}"
-        step = "the final state" if first.field == FINAL_DIGEST else f"step {self.difference.step:,}"
-        what = "" if first.field == FINAL_DIGEST else f", {NAMES.get(first.field, first.field)}"
-        return f"Different bits {when}: {step}{what} {_shown(first.a)} and {_shown(first.b)}. {cause(self.difference)}."
+
+def compare_runs(
+    first: str, first_ledger: Ledger, other: str, other_ledger: Ledger, changes: Sequence[Change]
+) -> Comparison:
+    """Compares two runs by name and ledger; their numbers of devices may differ."""
+    lengths = (len(first_ledger.steps), len(other_ledger.steps))
+    span = extent(first_ledger, other_ledger)
+    return Comparison(first, other, tuple(changes), span, compare(first_ledger, other_ledger), lengths)
 
 
-def agreement(first: Ledger, other: Ledger) -> Agreement:
-    """Compares two ledgers; the number of devices may differ."""
-    return Agreement(extent(first, other), compare(first, other), (len(first.steps), len(other.steps)))
+def _different(difference: Difference, num_equal: int) -> str:
+    first = difference.fields[0]
+    since = f"after {counted(num_equal, 'equal step')}" if num_equal else "from the first step on"
+    is_final = first.field == FINAL_DIGEST
+    step = "the final state" if is_final else f"step {difference.step:,}, {NAMES.get(first.field, first.field)}"
+    return f"Different bits {since}: {step} {_shown(first.a)} and {_shown(first.b)}. {cause(difference)}."
 
 
 def _repeats(ledger: Ledger, num_repeated: int) -> list[Finding]:
@@ -126,8 +126,8 @@ def _repeats(ledger: Ledger, num_repeated: int) -> list[Finding]:
     if not ledger.repeats_that_differ:
         if not num_repeated:
             return []
-        what = "1 step was" if num_repeated == 1 else f"{num_repeated:,} steps were"
-        return [Finding("holds", f"{what} done again after a resume, with the same bits each time.")]
+        steps = "1 step was" if num_repeated == 1 else f"{num_repeated:,} steps were"
+        return [Finding("holds", f"{steps} done again after a resume, with the same bits each time.")]
     first = ledger.repeats_that_differ[0]
     values = f"{NAMES.get(first.field, first.field)} {_shown(first.before)} at first, {_shown(first.after)} later"
     others = len({repeat.step for repeat in ledger.repeats_that_differ}) - 1
@@ -139,8 +139,8 @@ def _completeness(ledger: Ledger) -> Finding:
     steps = ledger.steps
     missing = max(steps) + 1 - len(steps)
     if not missing:
-        what = "1 step is" if len(steps) == 1 else f"{len(steps):,} steps are"
-        return Finding("holds", f"{what} recorded, none is missing.")
+        recorded = "1 step is" if len(steps) == 1 else f"{len(steps):,} steps are"
+        return Finding("holds", f"{recorded} recorded, none is missing.")
     first = next(step for step in range(max(steps) + 1) if step not in steps)
     lacking = f"{counted(missing, 'step')} {'is' if missing == 1 else 'are'} missing, the first is step {first:,}"
     return Finding("fails", f"{counted(len(steps), 'step')} recorded; {lacking}.")
@@ -148,10 +148,9 @@ def _completeness(ledger: Ledger) -> Finding:
 
 def _order(ledger: Ledger) -> list[Finding]:
     """Whether the batches of each epoch follow one another."""
-    steps = ledger.steps
     epochs: dict[int, list[tuple[int, int, int]]] = {}
-    for step in sorted(steps):
-        epoch, position, size = (steps[step].get(name) for name in ("epoch", "position", "num_samples"))
+    for step, entry in sorted(ledger.steps.items()):
+        epoch, position, size = (entry.get(name) for name in ("epoch", "position", "num_samples"))
         if isinstance(epoch, int) and isinstance(position, int) and isinstance(size, int):
             epochs.setdefault(epoch, []).append((position, size, step))
     if not epochs:
@@ -161,12 +160,12 @@ def _order(ledger: Ledger) -> list[Finding]:
             continue  # the ledger begins in the middle of it
         for (position, size, _), (following, _, step) in pairwise([(0, 0, -1), *batches]):
             if following != position + size:
-                what = "left out" if following > position + size else "used twice"
-                text = f"In epoch {epoch + 1} samples were {what} before step {step:,}: {position + size:,} of the "
+                fault = "left out" if following > position + size else "used twice"
+                text = f"In epoch {epoch + 1} samples were {fault} before step {step:,}: {position + size:,} of the "
                 return [Finding("fails", f"{text}epoch were used, and the batch begins at {following:,}.")]
     total = sum(size for batches in epochs.values() for _, size, _ in batches)
-    where = "the epoch" if len(epochs) == 1 else f"each of the {len(epochs):,} epochs"
-    text = f"In {where} the batches follow one another, none left out, none twice: {total:,} samples."
+    span = "the epoch" if len(epochs) == 1 else f"each of the {len(epochs):,} epochs"
+    text = f"In {span} the batches follow one another, none left out, none twice: {total:,} samples."
     return [Finding("holds", text)]
 
 
