@@ -24,7 +24,7 @@ from workloads import WORKLOADS
 
 WORKLOAD, PROCESSES = "W3", 2
 TWO = ("--num-microbatches", "2")
-DIVIDED = ("--strategy", "tensor", "--mesh", '{"tensor": 2}')
+DIVIDED = ("--tensor", "2")
 SHARDED, OWNED = ("--strategy", "sharded"), ("--shard-optimizer",)
 ENTRANTS = (
     BY_NAME[LIMIT],

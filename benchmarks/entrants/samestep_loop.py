@@ -1,7 +1,6 @@
 """samestep: the loop of its README. The ledger, checkpoints and logs are the trainer's; this loop has none."""
 
 import argparse
-import json
 
 import torch
 from gate import Gate
@@ -16,7 +15,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--reduction", default="ordered")
     parser.add_argument("--strategy", default="replicate")
     parser.add_argument("--shard-optimizer", action="store_true")
-    parser.add_argument("--mesh", type=json.loads, help="as JSON")
+    parser.add_argument("--tensor", type=int, default=1, help="ranks that share the feed-forward networks")
     parser.add_argument("--num-threads", type=int, default=torch.get_num_threads())
 
 
@@ -25,11 +24,18 @@ run = samestep.Run(
     told.workload.global_batch_size,
     told.options.num_microbatches,
     reduction=told.options.reduction,
-    mesh=told.options.mesh,
+    mesh={"data": -1, "tensor": told.options.tensor},
     num_threads=told.options.num_threads,
 )
 assert run.world_size == told.num_processes
 model = told.workload.make_model()
+if told.options.tensor > 1:
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+    from workloads import Block
+
+    for part in model.modules():
+        if isinstance(part, Block):
+            parallelize_module(part, run.mesh["tensor"], {"feed.0": ColwiseParallel(), "feed.2": RowwiseParallel()})
 optimizer = told.workload.make_optimizer(model.parameters())
 step = run.train_step(
     model,

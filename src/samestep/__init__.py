@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from samestep.engine.losses import Mean
     from samestep.engine.result import StepResult
     from samestep.engine.step import TrainStep
-    from samestep.engine.strategies import Pipeline, Replicate, Sharded, TensorParallel
+    from samestep.engine.strategies import Pipeline, Replicate, Sharded
     from samestep.errors import SamestepError
     from samestep.launcher.notebook import launch
     from samestep.scripts.parallel import DataParallel, data_parallel
@@ -51,7 +51,6 @@ _HOMES = {
     "Sharded": "samestep.engine.strategies",
     "StepResult": "samestep.engine.result",
     "TensorData": "samestep.data.tensors",
-    "TensorParallel": "samestep.engine.strategies",
     "TrainStep": "samestep.engine.step",
     "Trainer": "samestep.train.trainer",
     "allreduce": "samestep.scripts.tutorial_api",
@@ -81,7 +80,6 @@ __all__ = [
     "Sharded",
     "StepResult",
     "TensorData",
-    "TensorParallel",
     "TrainStep",
     "Trainer",
     "__version__",

@@ -34,7 +34,6 @@ EXPORTED = [
     "Sharded",
     "StepResult",
     "TensorData",
-    "TensorParallel",
     "TrainStep",
     "Trainer",
     "__version__",

@@ -130,7 +130,7 @@ def test_gradients_alive_at_once_are_those_of_a_binary_counter():
     [
         ("sharded", ("smaller `wrap`", "Sharded(activation_checkpointing=True)"), ("pipe", "sequence")),
         ("pipeline", ('ranks along "pipe"', "torch.utils.checkpoint"), ("wrap", "Sharded", "sequence")),
-        ("tensor", ('ranks along "tensor"', "TensorParallel(sequence=True)"), ("wrap", "Sharded", "pipe")),
+        ("tensor", ('ranks along "tensor"', "SequenceParallel()"), ("wrap", "Sharded", "pipe")),
     ],
 )
 def test_a_microbatch_beside_a_part_of_the_model_gets_the_advice_of_its_strategy(strategy, advice, others):

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from weights_programs import PACKED, assigned, kept, loaded, refused, taken, weights
+from weights_programs import QUERIES, assigned, kept, loaded, refused, taken, weights
 
 CASES = [("sharded", 2), ("tensor", 2), ("pipeline", 2)]
 SLOW = [("sharded", 3), ("tensor", 4), ("pipeline", 4)]
@@ -32,7 +32,7 @@ def test_one_module_of_it_takes_whole_weights_too(worlds, strategy, size):
 @pytest.mark.parametrize(("strategy", "size"), CASES)
 def test_twin_another_last_row_is_another_digest(worlds, strategy, size):
     one = worlds(1).run(loaded, "replicate", "before")[0]
-    for _, after, _ in worlds(size).run(loaded, strategy, "before", "", PACKED):
+    for _, after, _ in worlds(size).run(loaded, strategy, "before", "", QUERIES):
         assert after != one[1]
 
 
@@ -59,7 +59,7 @@ def test_copies_of_the_parameters_themselves_are_loaded_as_they_are(worlds, stra
 @pytest.mark.parametrize(("strategy", "size"), CASES)
 def test_other_shapes_and_names_are_refused_as_those_of_any_model(worlds, strategy, size):
     for shape, name in worlds(size).run(refused, strategy):
-        assert PACKED in shape
+        assert QUERIES in shape
         assert "size mismatch" in shape
         assert "another" in name
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from samestep.errors import UsageError
 from samestep.recipes.gpt import Gpt
@@ -12,7 +13,8 @@ from samestep.train.run import Run
 
 MESHES = {"replicate": None, "sharded": None, "tensor": "tensor", "pipeline": "pipe"}
 LENGTH = 8
-PACKED = "blocks.0.queries_keys_values.weight"
+QUERIES = "blocks.0.queries_keys_values.weight"
+PLAN = {"blocks.*.feed_in": ColwiseParallel(), "blocks.*.feed_out": RowwiseParallel()}
 
 
 def texts(count=16):
@@ -39,6 +41,9 @@ def make_step(communicator, strategy):
     axis = MESHES[strategy]
     run = Run(8, 4, 5, communicator=communicator, mesh=None if axis is None or size == 1 else {axis: size})
     model = make_model()
+    if strategy == "tensor":
+        parallelize_module(model, run.mesh["tensor"], PLAN)
+        strategy = "replicate"
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     return run.train_step(model, optimizer, loss, strategy=strategy), run.loader(texts(), shuffle=True)
 
@@ -83,7 +88,7 @@ def refused(communicator, strategy):
     """What is said of weights of another shape, and of another name."""
     step, _ = make_step(communicator, strategy)
     said = []
-    for wrong in ({PACKED: torch.zeros(12, 16)}, {"another": torch.zeros(2)}):
+    for wrong in ({QUERIES: torch.zeros(12, 16)}, {"another": torch.zeros(2)}):
         with pytest.raises(RuntimeError) as caught:
             step.model.load_state_dict(weights() | wrong)
         said.append(str(caught.value))

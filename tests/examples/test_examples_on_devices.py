@@ -135,6 +135,16 @@ def test_the_parts_of_a_model_on_several_devices_give_the_losses_of_one(tmp_path
     assert re.findall(r"loss ([\d.]+)", by_hand) == [f"{loss:.4f}" for loss in by_count[0]]
 
 
+def test_a_transformer_divided_over_two_devices_learns_to_the_same_bits_on_four(tmp_path):
+    arguments = [FOLDER / "tensor_parallel.py", "--epochs", 2, "--samples", 300, "--save"]
+    said = [command(tmp_path, "run", "--devices", f"cpu:{n}", *arguments, f"{n}.pt") for n in (2, 4)]
+    assert said[0] == said[1]
+    losses = torch.load(tmp_path / "2.pt")
+    assert losses == torch.load(tmp_path / "4.pt")
+    assert losses[1] < losses[0]
+    assert f"epoch 2: loss {losses[1]:.4f}\naccuracy" in said[0]
+
+
 @pytest.mark.slow
 def test_the_command_leaves_a_script_with_processes_of_its_own_alone(tmp_path):
     said = command(tmp_path, "run", "--devices", "cpu:2", FOLDER / "ddp_native.py", "--epochs", 2, "--save", "net.pt")

@@ -53,6 +53,8 @@ def recipe(communicator, seed, folder, name, precision, optimizer, strategy):
     options, mesh = words.STRATEGIES[strategy](communicator.world_size)
     run = samestep.Run(8, 4, seed, communicator=communicator, mesh=mesh)
     model, loss, metrics, train, test = words.recipe(name, 21, 9)
+    if strategy == "tensor":
+        words.parallelize(run, model)
     optimizer = OPTIMIZERS[optimizer](model.parameters())
     step = run.train_step(model, optimizer, loss, precision=precision, max_grad_norm=1.0, **options)
     loader = run.loader(train, shuffle=True)

@@ -32,7 +32,7 @@ STRATEGIES = {
     "zero-1": lambda size: ({"strategy": "replicate", "shard_optimizer": True}, None),
     "sharded": lambda size: ({"strategy": "sharded"}, None),
     "pipeline": lambda size: ({"strategy": "pipeline"}, {"pipe": size}),
-    "tensor": lambda size: ({"strategy": "tensor"}, {"data": size // 2, "tensor": 2}),
+    "tensor": lambda size: ({}, {"data": size // 2, "tensor": 2}),
 }
 """By name: from the number of ranks to the options of `Run.train_step`, and the mesh of the run."""
 RECIPES = {
@@ -43,6 +43,15 @@ RECIPES = {
     "gpt": {"layers": 2, "width": 16, "heads": 2, "context": 8, "tied": False},
 }
 """Their own options."""
+
+
+def parallelize(run, model):
+    """Divides the first two linear layers of a recipe's model, or those behind each attention, over "tensor"."""
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    layers = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)][:2]
+    first, second = ("blocks.*.feed_in", "blocks.*.feed_out") if hasattr(model, "blocks") else layers
+    parallelize_module(model, run.mesh["tensor"], {first: ColwiseParallel(), second: RowwiseParallel()})
 
 
 def whole_state(step):

@@ -7,13 +7,12 @@ import pytest
 from samestep.comm.reduction import REDUCTIONS
 from samestep.engine.pipelining.splitting import parts_of
 from samestep.engine.precision import PRECISIONS
-from samestep.engine.strategies import STRATEGIES, TensorParallel
-from samestep.engine.tensor_parallel.plan import read_plan
+from samestep.engine.strategies import STRATEGIES
 from samestep.errors import UsageError
 from samestep.recipes.catalog import load
 from samestep.recipes.config import JobConfig
 from samestep.recipes.job import OPTIMIZERS
-from samestep.recipes.options import check_stages, check_tensor, own_options, shared_features
+from samestep.recipes.options import check_stages, own_options
 from samestep.recipes.recipe import DataOptions
 
 
@@ -32,19 +31,10 @@ def test_what_the_door_knows_of_a_model_is_what_the_model_says(recipe, options):
     chosen = load(recipe)
     content = chosen.data(DataOptions(options=options))
     model = chosen.model(content)
-    parts, shared = len(parts_of(model)), shared_features(recipe, content.options)
+    parts = len(parts_of(model))
     check_stages(recipe, content.options, parts)
     with pytest.raises(UsageError, match=f"{recipe} has {parts} parts for {parts + 1} stages"):
         check_stages(recipe, content.options, parts + 1)
-    for size in range(1, 2 * shared + 1):
-        if shared % size == 0:
-            check_tensor(recipe, content.options, size)
-            assert read_plan(model, TensorParallel(), size)
-            continue
-        with pytest.raises(UsageError, match=f"{size} devices cannot share equally"):
-            check_tensor(recipe, content.options, size)
-        with pytest.raises(UsageError, match="cannot share equally"):
-            read_plan(model, TensorParallel(), size)
 
 
 def test_stages_cannot_share_the_weights_of_gpt():

@@ -12,6 +12,7 @@ import torch
 import torch.distributed.fsdp  # what it takes to load these is not what is measured
 import torch.optim.adamw
 from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional
 
 import samestep
@@ -37,11 +38,11 @@ if limit:
     resource.setrlimit(resource.RLIMIT_DATA, (data_bytes() + (limit << 20), resource.RLIM_INFINITY))
 begin, peak = data_bytes(), []
 model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(12)))
+options = {"owned": {"shard_optimizer": True}, "tensor": {}}.get(strategy, {"strategy": strategy})
+if strategy == "tensor":
+    styles = (ColwiseParallel(), RowwiseParallel())
+    parallelize_module(model, run.mesh["tensor"], {f"{k}.0": styles[k % 2] for k in range(12)})
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-options = {
-    "owned": {"shard_optimizer": True},
-    "tensor": {"strategy": samestep.TensorParallel({f"{k}.0": ("colwise", "rowwise")[k % 2] for k in range(12)})},
-}.get(strategy, {"strategy": strategy})
 step = run.train_step(model, optimizer, loss, **options)
 for _ in range(3):
     result = step(torch.randn(16, WIDTH))

@@ -1,84 +1,109 @@
-"""Programs for ranks of which each has a part of every matrix, and the same training on one device."""
+"""Programs for ranks that train a model which `parallelize_module` has divided, and the same training on one device."""
 
-import copy
 import os
-from contextlib import contextmanager, nullcontext
-from unittest import mock
 
 import torch
-from tensor_models import LENGTH, MODELS, NUM_CLASSES, PADDING, PLANS, VOCABULARY
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 from torch.nn import functional
 
-from samestep.comm.pieces import Piece
-from samestep.engine.strategies import TensorParallel
-from samestep.engine.tensor_parallel import attention, dropout
 from samestep.errors import NonFiniteError, PeerLostError, SamestepError
 from samestep.train.metrics import accuracy
 from samestep.train.run import Run
 
+VOCABULARY, LENGTH, WIDTH, HEADS = 24, 8, 16, 4
+FEED = {"feed_in": ColwiseParallel(), "feed_out": RowwiseParallel()}
+ATTENTION = {**dict.fromkeys(("queries", "keys", "values"), ColwiseParallel()), "attention_out": RowwiseParallel()}
+BY_POSITIONS = {
+    "tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+    "feed_in": ColwiseParallel(input_layouts=Shard(1)),
+    "feed_out": RowwiseParallel(output_layouts=Shard(1)),
+    "last_norm": SequenceParallel(),
+    "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+}
+PLANS = {
+    "heads and features": {**ATTENTION, **FEED, "extra.0": ColwiseParallel(), "extra.2": RowwiseParallel()},
+    "features": FEED,
+    "tables": {
+        "tokens": RowwiseParallel(input_layouts=Replicate()),
+        "head": ColwiseParallel(output_layouts=Replicate()),
+        **FEED,
+    },
+    "positions": {**BY_POSITIONS, "norm": SequenceParallel()},
+    "norm left out": {**BY_POSITIONS, "feed_in": ColwiseParallel()},
+    "columns alone": {"feed_in": ColwiseParallel()},
+    "uneven": {"uneven": ColwiseParallel()},
+    None: {},
+}
+
+
+class Net(nn.Module):
+    """Texts `[N, T]` to scores of each next token `[N, T, VOCABULARY]`; one layer takes part by what is in a text."""
+
+    def __init__(self, attention=True, p=0.1):
+        super().__init__()
+        self.tokens = nn.Embedding(VOCABULARY, WIDTH)
+        self.attention = attention
+        self.queries, self.keys, self.values = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.attention_out = nn.Linear(WIDTH, WIDTH)
+        self.norm, self.last_norm = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.feed_in, self.feed_out = nn.Linear(WIDTH, 24), nn.Linear(24, WIDTH)
+        self.extra = nn.Sequential(nn.Linear(WIDTH, 12), nn.ReLU(), nn.Linear(12, WIDTH))
+        self.uneven = nn.Linear(WIDTH, 9)
+        self.dropout = nn.Dropout(p)
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+        self.register_buffer("highest", torch.zeros(()))
+        self.notes_highest = False
+
+    def forward(self, x):
+        hidden = self.tokens(x)
+        if self.attention:
+            heads = (
+                layer(hidden).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2)
+                for layer in (self.queries, self.keys, self.values)
+            )
+            mixed = functional.scaled_dot_product_attention(*heads)
+            hidden = hidden + self.dropout(self.attention_out(mixed.transpose(1, 2).flatten(2)))
+            if int(x.sum()) % 2:
+                hidden = hidden + self.extra(hidden)
+        self.fed = functional.gelu(self.feed_in(self.norm(hidden)))
+        if self.notes_highest:
+            self.highest = self.fed.detach().max()
+        hidden = hidden + self.dropout(self.feed_out(self.fed))
+        return self.head(self.last_norm(hidden))
+
 
 def texts(count):
-    """Texts with padding at the end, the numbers of the samples, and targets."""
+    """Texts, and the numbers of the samples."""
     generator = torch.Generator().manual_seed(6)
-    x = torch.randint(1, VOCABULARY, (count, LENGTH), generator=generator)
-    lengths = torch.randint(2, LENGTH + 1, (count, 1), generator=generator)
-    x[torch.arange(LENGTH) >= lengths] = PADDING
-    return x, torch.arange(count), torch.randint(0, NUM_CLASSES, (count,), generator=generator)
+    return torch.randint(0, VOCABULARY, (count, LENGTH), generator=generator), torch.arange(count)
 
 
 def loss(model, batch):
-    """Of each next token, or of the class; noise from the generators before and after the model."""
-    x, _, labels = batch
+    """Of each next token; noise from the generators before and after the model."""
     scale = 1 + 0.1 * torch.rand(())
-    scores = model(x) * scale
+    scores = model(batch[0]) * scale
     scores = scores + 0.01 * torch.rand(scores.shape)
-    return functional.cross_entropy(scores.flatten(0, -2), labels if scores.ndim == 2 else x.roll(-1, 1).flatten())
-
-
-def counts_of(batch):
-    """How many of a microbatch's labels are below five."""
-    return (batch[2] < 5).sum()
-
-
-def counted_loss(model, batch, counts):
-    """A share of the loss over the labels below five of the whole batch."""
-    losses = functional.cross_entropy(model(batch[0]), batch[2], reduction="none")
-    return (losses * (batch[2] < 5)).sum() / counts
-
-
-def infinite(model, batch):
-    """Is no number where the first sample is."""
-    total = loss(model, batch)
-    return total / (0.0 if 0 in batch[1].tolist() else 1.0)
+    return functional.cross_entropy(scores.flatten(0, -2), batch[0].roll(-1, 1).flatten())
 
 
 def with_weights(model, batch):
-    """Reads the parameters."""
-    return loss(model, batch) + sum(parameter.square().sum() for parameter in model.parameters())
-
-
-def with_hidden(model, batch):
-    """Reads what a hidden layer gave."""
-    seen = []
-    handle = model[3].register_forward_hook(lambda _, __, output: seen.append(output))
-    total = loss(model, batch)
-    handle.remove()
-    return total + seen[0].abs().mean()
-
-
-def of_scores(model, batch):
-    """Of as many scores as there are."""
-    return model(batch[0]).square().mean()
+    """Reads a parameter without its module."""
+    return loss(model, batch) + (model.feed_in.weight * torch.ones(WIDTH)).square().sum()
 
 
 LOSSES = {
-    "hidden": with_hidden,
-    "mean of scores": of_scores,
     "mean": loss,
-    "counts": counted_loss,
-    "infinite": infinite,
+    "infinite": lambda model, batch: loss(model, batch) / (0.0 if 0 in batch[1].tolist() else 1.0),
     "weights": with_weights,
+    "hidden": lambda model, batch: loss(model, batch) + model.fed.abs().mean(),
 }
 OPTIMIZERS = {
     "momentum": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, weight_decay=1e-3),
@@ -86,127 +111,90 @@ OPTIMIZERS = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=0.01, eps=1e-3),
     "nadam": torch.optim.NAdam,
     "lbfgs": torch.optim.LBFGS,
-    "plain": lambda p: torch.optim.SGD(p, lr=0.1),
 }
-
-
-def dropped_by_the_part(like, dim, p, mesh):
-    """Draws for the part that this rank has."""
-    return functional.dropout(torch.ones_like(like), p)
-
-
-def dropped_elsewhere(like, dim, p, mesh):
-    """Draws for the whole, and takes what belongs to the first rank."""
-    shape = list(like.shape)
-    shape[dim] *= mesh.size()
-    return functional.dropout(torch.ones(shape), p).narrow(dim, 0, like.shape[dim])
-
-
-@contextmanager
-def dropping(function):
-    """Has divided dropout draw otherwise."""
-    with mock.patch.object(dropout, "kept_part", function), mock.patch.object(attention, "kept_part", function):
-        yield
-
-
-BREAKERS = {
-    None: nullcontext,
-    "by the part": lambda: dropping(dropped_by_the_part),
-    "of the first part": lambda: dropping(dropped_elsewhere),
-}
-
-
-def strategy_of(options):
-    """The strategy: with a mesh the model is divided."""
-    if "strategy" in options or not options.get("mesh"):
-        return options.get("strategy", "replicate")
-    return TensorParallel(PLANS.get(options.get("plan")), options.get("sequence", False))
 
 
 def whole_state(step):
-    """Parameters, buffers and optimizer state, of those of all ranks if they are spread, by name, in NumPy."""
-    spread = step.spread
-    named = dict(step.model.named_parameters()) if spread is None else dict(spread.parameters())
-    state = dict(named)
-    for number, optimizer in enumerate(step.optimizers):
-        if spread is None:
-            of = {name: optimizer.state[p] for name, p in named.items() if p in optimizer.state}
-        else:
-            of = spread.state_of(optimizer)
-        state |= {f"{name} {key} {number}": v for name, values in of.items() for key, v in sorted(values.items())}
-    state |= dict(step.model.named_buffers())
-    return {
-        name: torch.as_tensor(v.gather(step.spread_over) if isinstance(v, Piece) else v).detach().clone().numpy()
-        for name, v in state.items()
-    }
+    """Parameters, buffers and optimizer state, whole, by name, in NumPy."""
+    from samestep.train.digest import named_state
+    from samestep.train.parts import whole_of
+
+    state = named_state(step.model, step.optimizers, step.spread, step.spread_over.world_size)
+    return {name: torch.as_tensor(whole_of(v, step.spread_over)).detach().clone().numpy() for name, v in state}
 
 
-def make(communicator, name, options):
-    """A run, and the step of a model."""
-    o = {"num_microbatches": 5, "batch": 12, "optimizer": "momentum", **options}
+def make(communicator, options):
+    """A run, the step of a model, and the samples of each microbatch that this rank executed, by step."""
+    o = {"num_microbatches": 5, "batch": 12, "optimizer": "momentum", "plan": "heads and features", **options}
     run = Run(o["batch"], o["num_microbatches"], o.get("seed", 3), communicator=communicator, mesh=o.get("mesh"))
-    model = MODELS[name]()
+    model = Net(o.get("attention", True), o.get("p", 0.1))
+    model.notes_highest = o.get("notes_highest", False)
+    if o.get("frozen"):
+        model.feed_in.requires_grad_(False)
+    mesh = None if o["plan"] is None else run.mesh["tensor"]
+    if o.get("own_mesh"):
+        mesh = init_device_mesh("cpu", (communicator.world_size,))
     optimizer = OPTIMIZERS[o["optimizer"]](model.parameters())
-    extra = {
-        key: o[key] for key in ("max_grad_norm", "precision", "bucket_bytes", "compile", "shard_optimizer") if key in o
-    }
-    if o.get("loss") == "counts":
-        extra["counts_fn"] = counts_of
-    chosen = LOSSES[o.get("loss", "mean")]
+    if mesh is not None:
+        parallelize_module(model, mesh, PLANS[o["plan"]])
+    if not o.get("optimizer_first"):
+        optimizer = OPTIMIZERS[o["optimizer"]](model.parameters())
     seen = []
 
-    def noted(model, batch, *counts):
+    def noted(model, batch):
         seen.append((step.num_steps, tuple(batch[1].tolist())))
-        return chosen(model, batch, *counts)
+        return LOSSES[o.get("loss", "mean")](model, batch)
 
-    step = run.train_step(model, optimizer, noted, strategy=strategy_of(o), **extra)
+    extra = ("max_grad_norm", "precision", "bucket_bytes", "compile", "shard_optimizer", "strategy")
+    step = run.train_step(model, optimizer, noted, **{key: o[key] for key in extra if key in o})
     return run, step, seen
 
 
-def train(communicator, name, options):
-    """Trains a model, divided where there is a mesh.
-
-    Returns:
-        Losses and norms by step, the whole state, the samples of the microbatches that this rank executed by step, how
-        many numbers it has of each parameter and how many there are, scores and outputs.
-    """
-    run, step, seen = make(communicator, name, options)
-    data = texts(options.get("samples", 27))
+def train(communicator, options):
+    """Losses and norms by step, the whole state, what was executed, sizes of what is held, scores and outputs."""
+    run, step, seen = make(communicator, options)
+    data = texts(27)
     loader = run.loader(data, shuffle=True)
-    with BREAKERS[options.get("breaker")]():
-        results = [step(batch) for _ in range(options.get("epochs", 1)) for batch in loader]
+    results = [step(batch) for _ in range(options.get("epochs", 1)) for batch in loader]
     held = dict(step.model.named_parameters()) if step.spread is None else step.spread.parts
-    scores = {}
-    if "gpt" not in name:
-        scores = run.evaluate(step.model, data, {"accuracy": accuracy})
-    outputs = run.predict(step.model, data)
+    outputs = run.predict(step.model, data, forward=lambda model, batch: model(batch[0]).mean(1))
+    scored = run.evaluate(step.model, data, {"a": accuracy}, forward=first_class)
     return {
         "steps": [(result.loss, result.grad_norm, result.num_samples) for result in results],
         "state": whole_state(step),
         "ran": seen,
         "held": {key: part.numel() for key, part in held.items()},
-        "scores": scores,
+        "scores": scored,
         "outputs": outputs.numpy(),
     }
 
 
-def in_two_dtypes(communicator, mesh):
-    """Losses and norms of a model of which some is in half precision, and where its parameters end, in Python."""
-    options = {"mesh": mesh, "plan": "mixed", "sequence": True, "optimizer": "plain", "max_grad_norm": 0.5}
-    run, step, _ = make(communicator, "mixed", options)
-    steps = [(result.loss, result.grad_norm) for result in map(step, run.loader(texts(27)))]
-    state = dict(step.model.named_parameters() if step.spread is None else step.spread.parts)
-    return steps, {name: state[name].tolist() for name in ("region.1.bias", "region.3.weight", "region.6.bias")}
+def first_class(model, batch):
+    """Scores of the first token's successor, and a target."""
+    return model(batch[0])[:, 0], batch[0][:, 1]
 
 
-def said(communicator, name, options):
-    """What a rank says of a training that cannot be, and whether that has changed the model."""
+def unfrozen(communicator, mesh):
+    """The state after one layer was unfrozen, and another frozen, in the middle of a training."""
+    run, step, _ = make(communicator, {"mesh": mesh, "frozen": True, **({} if mesh else {"plan": None})})
+    for number, batch in enumerate(run.loader(texts(27))):
+        if number == 1:
+            step.model.feed_in.requires_grad_(True)
+            step.model.attention_out.requires_grad_(False)
+        step(batch)
+    return whole_state(step)
+
+
+def said(communicator, options):
+    """The sentence of a training that cannot be."""
     step = None
     try:
-        run, step, _ = make(communicator, name, options)
+        run, step, _ = make(communicator, options)
         before = {key: part.detach().clone() for key, part in (step.spread.parts if step.spread else {}).items()}
-        for batch in run.loader(texts(options.get("samples", 12))):
+        for batch in run.loader(texts(12)):
             step(batch)
+        if options.get("twice"):
+            run.train_step(step.model, torch.optim.SGD(step.model.parameters()), loss)
     except SamestepError as error:
         if type(error) is NonFiniteError and step.spread:
             assert all(torch.equal(part, before[key]) for key, part in step.spread.parts.items())
@@ -215,20 +203,10 @@ def said(communicator, name, options):
     return "nothing"
 
 
-def second_step(communicator, name, options):
-    """What a rank says of a second training step over a model."""
-    run, step, _ = make(communicator, name, options)
+def loses_rank_1(communicator, options):
+    """The sentence of a rank when rank 1 ends in the middle of its second microbatch."""
     try:
-        run.train_step(step.model, torch.optim.SGD(step.model.parameters()), step.loss_fn)
-    except SamestepError as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
-
-
-def loses_rank_1(communicator, name, options):
-    """What a rank says when rank 1 ends in the middle of its second microbatch."""
-    try:
-        run, step, _ = make(communicator, name, options)
+        run, step, _ = make(communicator, options)
         forwards = []
 
         def on_forward(*_):
@@ -236,9 +214,7 @@ def loses_rank_1(communicator, name, options):
             if len(forwards) == 2 and communicator.rank == 1:
                 os._exit(7)
 
-        next(module for module in step.model.modules() if isinstance(module, nn.Linear)).register_forward_hook(
-            on_forward
-        )
+        step.model.feed_in.register_forward_hook(on_forward)
         for batch in run.loader(texts(12)):
             step(batch)
     except PeerLostError as error:
@@ -246,31 +222,8 @@ def loses_rank_1(communicator, name, options):
     return "nothing"
 
 
-def unfrozen(communicator, mesh):
-    """The state after a first layer was unfrozen, and another frozen, in the middle of a training."""
-    run, step, _ = make(communicator, "chain", {"mesh": mesh, "optimizer": "plain"})
-    step.model[2].requires_grad_(False)
-    for number, batch in enumerate(run.loader(texts(27))):
-        if number == 1:
-            step.model[2].requires_grad_(True)
-            step.model[5].requires_grad_(False)
-        step(batch)
-    return whole_state(step)
-
-
-def frozen(communicator, mesh):
-    """Which parameters of a model with a frozen norm are trained, and the state after some steps."""
-    options = {"mesh": mesh, "plan": "norm", "sequence": True, "optimizer": "plain"}
-    run, step, _ = make(communicator, "frozen norm", options)
-    for batch in run.loader(texts(27)):
-        step(batch)
-    return [name for name, leaf in step.model.named_parameters() if leaf.requires_grad], whole_state(step)
-
-
-def copied(communicator, mesh):
-    """What a copy of a model that does not train gives, while the model does."""
-    _, step, _ = make(communicator, "encoder", {"mesh": mesh})
-    average = copy.deepcopy(step.model).eval()
-    step.model.train()
-    with torch.no_grad():
-        return average(texts(4)[0]).numpy()
+def mesh_of(communicator, mesh):
+    """The axes of a run's mesh, its ranks, and those of the slice along "tensor"."""
+    run = Run(12, 6, communicator=communicator, mesh=mesh)
+    assert run.mesh is run.mesh
+    return run.mesh.mesh_dim_names, run.mesh.mesh.tolist(), run.mesh["tensor"].mesh.tolist()

@@ -1,84 +1,45 @@
-"""Matrices on several ranks: one device up to rounding, and to the bit on any number of ranks along "data"."""
+"""A model that PyTorch has divided: one device up to rounding, and to the bit on any number of ranks along "data"."""
 
 from collections import Counter
 from functools import cache
 
 import numpy as np
 import pytest
-from tensor_programs import in_two_dtypes, train
+from tensor_programs import mesh_of, train, unfrozen
 from worlds import in_turns
 
 TENSOR_2, GRID, GRID_OF_6 = {"tensor": 2}, {"data": 2, "tensor": 2}, {"data": 3, "tensor": 2}
 # Some steps in single precision: what differs is the order in which some tens of products are added up, which moves a
 # sum by some units in its last place, 6e-8 of it, and each step by that times the learning rate.
 CLOSE = {"rtol": 2e-4, "atol": 2e-5}
-ON_ONE_DEVICE = (
-    "num_microbatches",
-    "batch",
-    "samples",
-    "epochs",
-    "optimizer",
-    "precision",
-    "max_grad_norm",
-    "loss",
-    "seed",
-)
-
-QUICK = {
-    "gpt": ("gpt", {"max_grad_norm": 0.5}),
-    "gpt by positions": ("gpt", {"sequence": True}),
-    "encoder": ("encoder", {}),
-    "encoder by positions": ("encoder, positions and norm first", {"sequence": True}),
-    "a mask of each head": ("masked", {"plan": "heads"}),
-    "chain": ("chain", {"max_grad_norm": 0.5, "optimizer": "adamw"}),
-    "by entries": ("embedded", {"plan": "by entries", "optimizer": "adamw", "epochs": 2}),
-    "by features": ("embedded", {"plan": "by features"}),
-    "gathered by positions": ("positioned", {"plan": "gathered", "sequence": True}),
-    "torch's own": ("embedded", {"plan": "torch's own"}),
-    "fickle": ("fickle", {"optimizer": "adamw"}),
-    "counts": ("chain", {"loss": "counts"}),
-    "one microbatch": ("chain", {"num_microbatches": 1}),
-}
-SLOW = {
-    f"{name}, {'positions' if sequence else 'whole'}, {optimizer}, V={microbatches}": (
-        name,
-        {
-            "sequence": sequence,
-            "optimizer": optimizer,
-            "num_microbatches": microbatches,
-            "max_grad_norm": 0.5,
-            "epochs": 2,
-        },
-    )
-    for name in (
-        *("gpt", "gpt without dropout", "gpt with a head"),
-        *("encoder", "encoder, norm first", "encoder, positions first", "encoder, positions and norm first"),
-    )
-    for sequence in (False, True)
-    for optimizer, microbatches in (("momentum", 6), ("adamw", 5))
+CASES = {
+    "heads and features": {"max_grad_norm": 0.5},
+    "adamw": {"optimizer": "adamw", "epochs": 2},
+    "tables": {"plan": "tables", "attention": False},
+    "positions": {"plan": "positions", "attention": False, "p": 0.0, "max_grad_norm": 0.5},
+    "one microbatch": {"num_microbatches": 1},
 }
 
 
 @cache
-def _on_one_device(name, options):
-    return in_turns(1, train, name, dict(options))[0]
+def _on_one_device(options):
+    return in_turns(1, train, {**dict(options), "plan": None})[0]
 
 
-def one_device(name, options):
-    """The same training by strategy="replicate"."""
-    kept = {key: value for key, value in options.items() if key in ON_ONE_DEVICE}
-    return _on_one_device(name, tuple(sorted(kept.items())))
+def one_device(options):
+    """The same training on one device, of the model as it is."""
+    return _on_one_device(tuple(sorted((key, value) for key, value in options.items() if key != "plan")))
 
 
 @pytest.fixture(scope="module")
-def divided(worlds):
-    """`divided(mesh, name, options)`: what each rank returns, run once."""
+def parallel(worlds):
+    """`parallel(mesh, options)`: what each rank returns, run once."""
     known = {}
 
-    def get(mesh, name, options):
-        key = repr((mesh, name, options))
+    def get(mesh, options):
+        key = repr((mesh, options))
         if key not in known:
-            known[key] = worlds(int(np.prod(list(mesh.values())))).run(train, name, {**options, "mesh": mesh})
+            known[key] = worlds(int(np.prod(list(mesh.values())))).run(train, {**options, "mesh": mesh})
         return known[key]
 
     return get
@@ -103,128 +64,97 @@ def same_bits(one, other):
     return same_state and same_outputs and (one["steps"], one["scores"]) == (other["steps"], other["scores"])
 
 
-@pytest.mark.parametrize("case", QUICK)
-def test_matrices_on_two_ranks_give_what_one_device_gives_up_to_rounding(divided, case):
-    name, options = QUICK[case]
-    by_rank = divided(TENSOR_2, name, options)
-    assert is_close(by_rank[0], one_device(name, options))
+def check_bits_along_data(parallel, mesh, options):
+    expected = parallel(TENSOR_2, options)[0]
+    assert all(same_bits(got, expected) for got in parallel(mesh, options))
+
+
+@pytest.mark.parametrize(("size", "mesh"), [(1, TENSOR_2), (2, None), (4, GRID)], ids=str)
+def test_a_run_hands_out_its_mesh(worlds, size, mesh):
+    ranks = np.arange(size).reshape(-1, 1, 2 if mesh and size > 1 else 1)
+    for rank, (axes, got, along) in enumerate(worlds(size).run(mesh_of, mesh)):
+        assert axes == ("data", "pipe", "tensor")
+        assert got == ranks.tolist()
+        assert along == next(row for row in ranks[:, 0].tolist() if rank in row)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_two_ranks_that_share_a_model_give_what_one_device_gives_up_to_rounding(parallel, case):
+    by_rank = parallel(TENSOR_2, CASES[case])
+    assert is_close(by_rank[0], one_device(CASES[case]))
     assert same_bits(by_rank[0], by_rank[1])
-    assert by_rank[0]["scores"] == one_device(name, options)["scores"]
+    assert by_rank[0]["scores"] == one_device(CASES[case])["scores"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", SLOW)
-def test_every_kind_of_layer_gives_what_one_device_gives_up_to_rounding(divided, case):
-    name, options = SLOW[case]
-    for got in divided(TENSOR_2, name, options):
-        assert is_close(got, one_device(name, options))
+def test_four_ranks_that_share_a_model_give_what_one_device_gives_up_to_rounding(parallel):
+    for got in parallel({"tensor": 4}, CASES["heads and features"]):
+        assert is_close(got, one_device(CASES["heads and features"]))
 
 
-@pytest.mark.parametrize("case", ["gpt by positions", pytest.param("encoder", marks=pytest.mark.slow)])
-def test_matrices_on_four_ranks_give_what_one_device_gives_up_to_rounding(divided, case):
-    name, options = QUICK[case]
-    for got in divided({"tensor": 4}, name, options):
-        assert is_close(got, one_device(name, options))
+def test_on_one_device_the_mesh_has_one_rank_and_the_bits_are_those_of_the_model_that_is_not_divided(worlds):
+    options = CASES["heads and features"]
+    (got,) = worlds(1).run(train, {**options, "mesh": TENSOR_2})
+    assert same_bits(got, one_device(options))
 
 
-def check_bits_along_data(divided, mesh, name, options):
-    expected = divided(TENSOR_2, name, options)[0]
-    assert all(same_bits(got, expected) for got in divided(mesh, name, options))
-
-
-@pytest.mark.parametrize("case", ["gpt", "by entries", "fickle", "counts"])
-def test_more_ranks_along_data_give_the_same_bits(divided, case):
-    check_bits_along_data(divided, GRID, *QUICK[case])
+@pytest.mark.parametrize("case", ["heads and features", "positions"])
+def test_more_ranks_along_data_give_the_same_bits(parallel, case):
+    check_bits_along_data(parallel, GRID, CASES[case])
+    check_bits_along_data(parallel, GRID_OF_6, CASES[case])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", [GRID, GRID_OF_6], ids=str)
-@pytest.mark.parametrize("case", [case for case in (*QUICK, *SLOW) if case != "one microbatch"])
-def test_every_kind_of_layer_has_the_same_bits_on_any_number_of_ranks_along_data(divided, mesh, case):
-    check_bits_along_data(divided, mesh, *(QUICK | SLOW)[case])
+@pytest.mark.parametrize("case", ["adamw", "tables"])
+def test_every_plan_has_the_same_bits_on_any_number_of_ranks_along_data(parallel, mesh, case):
+    check_bits_along_data(parallel, mesh, CASES[case])
 
 
-def test_ranks_that_talk_by_gloo_give_the_same_bits(worlds, divided):
-    name, options = QUICK["fickle"]
-    got = worlds(2, "gloo").run(train, name, {**options, "mesh": TENSOR_2})
-    assert all(same_bits(each, divided(TENSOR_2, name, options)[0]) for each in got)
+def test_ranks_that_talk_by_gloo_give_the_same_bits(worlds, parallel):
+    got = worlds(2, "gloo").run(train, {**CASES["positions"], "mesh": TENSOR_2})
+    assert all(same_bits(each, parallel(TENSOR_2, CASES["positions"])[0]) for each in got)
 
 
-def test_in_mixed_precision_it_is_one_device_up_to_rounding_in_that_precision(divided):
+def test_in_mixed_precision_it_is_one_device_up_to_rounding_in_that_precision(parallel):
     options = {"precision": "bf16-mixed", "max_grad_norm": 0.5}
     # Products are rounded to 8 bits, 4e-3 of each, before they are added up.
-    close = {"rtol": 0.05, "atol": 0.02}
-    assert is_close(divided(TENSOR_2, "chain", options)[0], one_device("chain", options), close)
-    assert not is_close(divided(TENSOR_2, "chain", options)[0], one_device("chain", {"max_grad_norm": 0.5}))
-    check_bits_along_data(divided, GRID, "chain", options)
+    assert is_close(parallel(TENSOR_2, options)[0], one_device(options), {"rtol": 0.05, "atol": 0.02})
+    check_bits_along_data(parallel, GRID, options)
 
 
-def test_parameters_of_two_dtypes_are_trained_as_on_one_device_up_to_rounding(worlds):
-    steps, state = in_turns(1, in_two_dtypes, None)[0]
-    assert state["region.1.bias"] != [0.0] * 16
-    for got_steps, got in worlds(2).run(in_two_dtypes, TENSOR_2):
-        # The norm and the last layer round to 8 bits, 4e-3 of each number.
-        np.testing.assert_allclose(got_steps, steps, rtol=0.02)
-        for name, values in state.items():
-            np.testing.assert_allclose(got[name], values, rtol=0.02, atol=1e-3, err_msg=name)
+@pytest.mark.parametrize("other", [{"seed": 4}, {"max_grad_norm": None}], ids=str)
+def test_twin_another_seed_or_no_clipping_gives_something_else(parallel, other):
+    options = CASES["heads and features"]
+    assert not is_close(parallel(TENSOR_2, {**options, **other})[0], one_device(options))
 
 
-@pytest.mark.parametrize(
-    ("name", "breaker"),
-    [
-        *(("gpt", "by the part"), ("encoder", "of the first part"), ("chain", "by the part")),
-        *(
-            pytest.param(*each, marks=pytest.mark.slow)
-            for each in (("gpt", "of the first part"), ("encoder", "by the part"))
-        ),
-    ],
-)
-def test_twin_dropout_that_draws_otherwise_is_not_what_one_device_gives(divided, name, breaker):
-    assert not is_close(divided(TENSOR_2, name, {"breaker": breaker})[0], one_device(name, {}))
+def test_twin_the_bits_of_one_device_are_others(parallel):
+    options = CASES["heads and features"]
+    assert not same_bits(parallel(TENSOR_2, options)[0], one_device(options))
 
 
-def test_twin_queries_keys_and_values_that_are_cut_as_one_matrix_are_not_what_one_device_gives(divided):
-    options = {"plan": "queries mixed up"}
-    assert not is_close(divided(TENSOR_2, "gpt", options)[0], one_device("gpt", {}))
-
-
-def test_twin_another_seed_gives_something_else(divided):
-    assert not is_close(divided(TENSOR_2, "gpt", {"seed": 4})[0], one_device("gpt", {}))
-
-
-def test_twin_the_bits_of_one_device_are_others(divided):
-    name, options = QUICK["gpt"]
-    assert not same_bits(divided(TENSOR_2, name, options)[0], one_device(name, options))
-
-
-def test_twin_without_clipping_something_else_comes_of_it(divided):
-    name, options = QUICK["gpt"]
-    assert not is_close(divided(TENSOR_2, name, options)[0], one_device(name, {}))
-
-
-def test_every_rank_has_its_share_of_the_divided_parameters_and_all_of_the_others(divided):
-    name, options = QUICK["gpt by positions"]
-    alone, by_rank = one_device(name, options)["held"], divided({"tensor": 4}, name, options)
-    words = ("queries_keys_values", "feed_in", "attention_out.weight", "feed_out.weight")
-    parts = {name for name in alone if any(word in name for word in words)}
-    assert len(parts) == 12
+def test_every_rank_has_its_local_shards_and_all_of_the_replicated_parameters(parallel):
+    options = CASES["heads and features"]
+    alone, by_rank = one_device(options)["held"], parallel({"tensor": 4}, options)
+    columns = [f"{name}.{kind}" for name in ("queries", "keys", "values", "feed_in") for kind in ("weight", "bias")]
+    sharded = {*columns, "extra.0.weight", "extra.0.bias", *(f"{x}.weight" for x in ("attention_out", "feed_out"))}
+    sharded.add("extra.2.weight")
     for got in by_rank:
-        assert got["held"] == {name: size // 4 if name in parts else size for name, size in alone.items()}
+        assert got["held"] == {name: size // 4 if name in sharded else size for name, size in alone.items()}
 
 
-@pytest.mark.parametrize(("mesh", "name"), [(TENSOR_2, "gpt"), (GRID, "gpt"), (GRID, "fickle")], ids=str)
-def test_the_ranks_that_share_a_model_execute_the_same_microbatches_and_nobody_else_does(divided, mesh, name):
-    by_rank = divided(mesh, name, QUICK[name][1])
+@pytest.mark.parametrize("mesh", [TENSOR_2, GRID], ids=str)
+def test_the_ranks_that_share_a_model_execute_the_same_microbatches_and_no_others_do(parallel, mesh):
+    by_rank = parallel(mesh, CASES["heads and features"])
     pairs = [by_rank[first : first + 2] for first in range(0, len(by_rank), 2)]
-    executed = Counter()
-    for one, other in pairs:
-        assert one["ran"] == other["ran"]
-        executed.update(one["ran"])
-    assert executed == Counter(one_device(name, QUICK[name][1])["ran"])
+    assert all(one["ran"] == other["ran"] for one, other in pairs)
+    executed = Counter(each for one, _ in pairs for each in one["ran"])
+    assert executed == Counter(one_device(CASES["heads and features"])["ran"])
     assert set(executed.values()) == {1}
-    samples = Counter(sample for (step, ids) in executed for sample in ids)
-    epochs = QUICK[name][1].get("epochs", 1)
-    assert samples == dict.fromkeys(range(27), epochs)
-    assert Counter(step for step, _ in executed) == {3 * k + j: (5, 5, 3)[j] for k in range(epochs) for j in range(3)}
-    if mesh == GRID:
-        assert all(pair[0]["ran"] for pair in pairs)
+
+
+def test_a_layer_that_is_frozen_or_unfrozen_later_is_so_for_its_local_shards(worlds):
+    alone = in_turns(1, unfrozen, None)[0]
+    for got in worlds(2).run(unfrozen, TENSOR_2):
+        for name, values in alone.items():
+            np.testing.assert_allclose(got[name], values, err_msg=name, **CLOSE)

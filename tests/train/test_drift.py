@@ -12,12 +12,14 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn import functional
 from worlds import in_turns
 
 from samestep.comm.mesh import close_mesh
 from samestep.data.randomness import Generators
-from samestep.engine.strategies import Pipeline, TensorParallel
+from samestep.engine.strategies import Pipeline
 from samestep.errors import DeterminismError
 from samestep.train.run import Run
 from samestep.train.trainer import Trainer
@@ -119,6 +121,9 @@ def drifting(communicator, kind, options=None, mesh=None, folder=None, epochs=3)
     """Trains while the last rank changes something after its third update; how that ends."""
     run = Run(12, 4, communicator=communicator, mesh=mesh)
     model = net()
+    if "tensor" in (mesh or {}):
+        plan = {"0": ColwiseParallel(output_layouts=Replicate())}
+        parallelize_module(model, run.mesh["tensor"], plan)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     try:
         with Trainer(run, model, optimizer, squared, run_dir=folder, **options) as trainer:
@@ -189,7 +194,7 @@ def test_a_loop_of_ones_own_compares_when_it_saves_a_checkpoint(tmp_path):
 
 
 OWNED, SHARDED = {"shard_optimizer": True}, {"strategy": "sharded"}
-STAGES, PARTS = {"strategy": Pipeline(split=["3"])}, {"strategy": TensorParallel({"0": "colwise_gathered"})}
+STAGES = {"strategy": Pipeline(split=["3"])}
 
 
 @pytest.mark.parametrize(
@@ -199,12 +204,12 @@ STAGES, PARTS = {"strategy": Pipeline(split=["3"])}, {"strategy": TensorParallel
         (2, SHARDED, None, "buffer", r"2\.scale of rank 1 is not that of rank 0"),
         (2, STAGES, {"pipe": 2}, "buffer", r"2\.scale of rank 1 is not that of rank 0"),
         (4, STAGES, {"data": 2, "pipe": 2}, "piece", r"3\.weight of rank 3 is not that of rank 1"),
-        (2, PARTS, {"tensor": 2}, "buffer", r"2\.scale of rank 1 is not that of rank 0"),
-        (4, PARTS, {"data": 2, "tensor": 2}, "piece", r"0\.weight of rank 3 is not that of rank 1"),
+        (2, {}, {"tensor": 2}, "buffer", r"2\.scale of rank 1 is not that of rank 0"),
+        (4, {}, {"data": 2, "tensor": 2}, "piece", r"0\.weight of rank 3 is not that of rank 1"),
         (2, OWNED, None, None, ""),
         (2, SHARDED, None, None, ""),
         (4, STAGES, {"data": 2, "pipe": 2}, None, ""),
-        (4, PARTS, {"data": 2, "tensor": 2}, None, ""),
+        (4, {}, {"data": 2, "tensor": 2}, None, ""),
     ],
     ids=str,
 )

@@ -211,8 +211,8 @@ def _check_strategy(config: JobConfig, grid: "Mesh") -> None:
     strategy, size = config.strategy, grid.sizes["pipe"]
     if grid.sizes["tensor"] > 1:
         raise UsageError(
-            f'got --mesh tensor={grid.sizes["tensor"]}; the axis "tensor" is for models that PyTorch\'s '
-            "parallelize_module has made, in a script of your own (docs/tensor.md): leave it out"
+            f'got --mesh tensor={grid.sizes["tensor"]}; recipes are not divided along "tensor": leave it out, or '
+            'divide a model of your own by parallelize_module(model, run.mesh["tensor"], plan) (see docs/tensor.md)'
         )
     if size > 1 and strategy != "pipeline":
         raise UsageError(

@@ -2,13 +2,14 @@
 
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from samestep.comm.communicator import Communicator
 from samestep.comm.shm.transport import SharedTransport
 from samestep.comm.transport import LocalTransport
-from samestep.core.mesh import Mesh
+from samestep.core.mesh import AXES, Mesh
 from samestep.errors import UsageError
 
 DATA_AXIS = "data"
@@ -30,23 +31,27 @@ def data_mesh(communicator: Communicator, timeout: timedelta) -> DeviceMesh:
     return init_device_mesh(communicator.device.type, (communicator.world_size,), mesh_dim_names=(DATA_AXIS,))
 
 
-def line_mesh(communicator: Communicator, mesh: Mesh, axis: str, timeout: timedelta) -> DeviceMesh:
-    """A mesh of one axis over the ranks along that axis through this rank; all ranks call it.
+def device_mesh(communicator: Communicator, mesh: Mesh, timeout: timedelta) -> DeviceMesh:
+    """A mesh over all ranks with the axes of `mesh`; all ranks call it.
 
     Args:
         communicator: this rank's communicator.
-        mesh: over all ranks.
-        axis: one of its axes.
-        timeout: for what travels among these ranks.
+        mesh: the sizes of the axes.
+        timeout: of the collectives of its groups.
 
     Raises:
         UsageError: see `data_mesh`.
     """
     join_group(communicator, timeout)
-    groups = {line: dist.new_group(list(line), timeout=timeout) for line in mesh.lines(axis)}
-    own = groups[mesh.along(axis, communicator.rank)]
-    assert isinstance(own, dist.ProcessGroup), "this rank is in it"
-    return DeviceMesh.from_group(own, communicator.device.type, mesh_dim_names=(axis,))
+    own: list[dist.ProcessGroup] = []
+    for axis in AXES:
+        for line in mesh.lines(axis):
+            group = dist.new_group(list(line), timeout=timeout)
+            if communicator.rank in line:
+                assert isinstance(group, dist.ProcessGroup), "this rank is in it"
+                own.append(group)
+    ranks = torch.arange(communicator.world_size).view([mesh.sizes[axis] for axis in AXES])
+    return DeviceMesh.from_group(own, communicator.device.type, mesh=ranks, mesh_dim_names=AXES)
 
 
 def join_group(communicator: Communicator, timeout: timedelta) -> dist.Store:

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
 
@@ -26,24 +25,13 @@ class _Same(torch.autograd.Function):
         return gradients[0]
 
 
-def writable(local: Tensor) -> Tensor:
-    """A rank's part of a DTensor, with its gradient, that an activation with `inplace=True` or `x += y` may change."""
-    result: Tensor = _Same.apply(local)  # type: ignore[no-untyped-call]
-    return result
-
-
-def make_writable(module: nn.Module, _: Any, output: Any) -> Any:
-    """A forward hook: what leaves the module may be written to; a DTensor leaves as it is."""
-    return writable(output) if isinstance(output, Tensor) and not isinstance(output, DTensor) else output
-
-
 def make_views_writable(module: nn.Module, _: Any, output: Any) -> Any:
-    """A forward hook: the same for views, also within tuples, lists and dicts."""
+    """A forward hook: views become tensors that `inplace=True` or `x += y` may change, also in tuples and dicts."""
     if not torch.is_grad_enabled():
         return output
 
     def own(leaf: Any) -> Any:
         is_view = isinstance(leaf, Tensor) and leaf.requires_grad and leaf._base is not None
-        return writable(leaf) if is_view else leaf
+        return _Same.apply(leaf) if is_view else leaf  # type: ignore[no-untyped-call]
 
     return tree_map(own, output)

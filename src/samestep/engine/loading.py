@@ -1,16 +1,16 @@
 """Loading weights into a model that is spread over the ranks: they are whole, as for any model."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement
 
 from samestep.comm.communicator import Communicator
-from samestep.comm.pieces import Piece, Spread
+from samestep.comm.pieces import Spread
 from samestep.engine.spread import SpreadState
 from samestep.errors import UsageError
 
@@ -40,34 +40,20 @@ class Layout:
         """Of what all ranks have together."""
         return self.shape if self.spread is None else self.spread.shape
 
-    @property
-    def is_packed(self) -> bool:
-        """Whether the DTensor says that a rank has adjacent rows, where it has some of each of several matrices."""
-        return self.placements == (Shard(0),) and self.spread is not None and self.spread.blocks > 1
-
     def own_part(self, given: Any) -> Any:
         """This rank's part of a whole tensor; whatever else is given as it is."""
-        if isinstance(given, DTensor) and self.is_packed and given.placements == (Replicate(),):
-            given = given.to_local()
         if not isinstance(given, Tensor) or isinstance(given, DTensor) or given.shape != self.whole_shape:
             return given
         if self.spread is not None:
             given = self.spread.part(given, self.communicator.rank).view(self.shape)
-        return given if self.mesh is None else self._as_dtensor(given, self.placements)
-
-    def whole(self, packed: DTensor) -> Tensor:
-        """A packed matrix with its rows in their own order; all ranks call it, and have it."""
-        assert self.spread is not None, "it is packed"
-        return self._as_dtensor(Piece(packed.to_local(), self.spread).gather(self.communicator), (Replicate(),))
-
-    def _as_dtensor(self, local: Tensor, placements: Sequence[Placement]) -> Tensor:
-        assert self.mesh is not None, "the module has a DTensor"
+        if self.mesh is None:
+            return given
         shape = self.whole_shape
-        return DTensor.from_local(local, self.mesh, placements, run_check=False, shape=shape, stride=self.stride)
+        return DTensor.from_local(given, self.mesh, self.placements, run_check=False, shape=shape, stride=self.stride)
 
 
 def load_whole_weights(model: nn.Module, state: SpreadState, communicator: Communicator) -> None:
-    """Lets `load_state_dict` take whole tensors, and `state_dict` give packed matrices with rows in their own order.
+    """Lets `load_state_dict` of a model take whole tensors.
 
     Args:
         model: spread over the ranks; weights may be given to it, or to any module in it.
@@ -87,7 +73,7 @@ def load_whole_weights(model: nn.Module, state: SpreadState, communicator: Commu
 
 
 def _hook(module: nn.Module, layouts: dict[str, Layout]) -> None:
-    """Stands between a module and the weights that it is given, and gives."""
+    """Hooks the loading of one module."""
 
     def take(_: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Mapping[str, Any], *__: Any) -> None:
         if metadata.get("assign_to_params_buffers"):
@@ -99,14 +85,4 @@ def _hook(module: nn.Module, layouts: dict[str, Layout]) -> None:
             if prefix + key in state_dict:
                 state_dict[prefix + key] = layout.own_part(state_dict[prefix + key])
 
-    @torch.no_grad()
-    def give(_: nn.Module, state_dict: dict[str, Any], prefix: str, __: Any) -> None:
-        for key in packed:
-            given = state_dict.get(prefix + key)
-            if isinstance(given, DTensor):
-                state_dict[prefix + key] = layouts[key].whole(given)
-
     module.register_load_state_dict_pre_hook(take)
-    packed = [key for key, layout in layouts.items() if layout.is_packed]
-    if packed:
-        module.register_state_dict_post_hook(give)

@@ -18,7 +18,7 @@ CPU_MESSAGES = ("can't allocate memory", "not enough memory", "Cannot allocate m
 LONE_ADVICE = {
     "sharded": "more devices, smaller `wrap`, or Sharded(activation_checkpointing=True)",
     "pipeline": 'more stages (ranks along "pipe"), or activation checkpointing (torch.utils.checkpoint)',
-    "tensor": 'more ranks along "tensor", or TensorParallel(sequence=True)',
+    "tensor": 'more ranks along "tensor", or SequenceParallel() for the norms and dropout between divided layers',
 }
 """What helps beside smaller microbatches, by strategy."""
 

@@ -16,8 +16,8 @@ from samestep.errors import DeterminismError, UsageError
 UNINITIALIZED = (UninitializedParameter, UninitializedBuffer)
 
 
-def is_spread(tensor: Tensor) -> bool:
-    """Whether a parameter is a DTensor, of which this rank has a part only."""
+def is_dtensor(tensor: Tensor) -> bool:
+    """Whether a parameter is a DTensor; importing that class would load half of torch.distributed."""
     return hasattr(tensor, "device_mesh")
 
 
@@ -118,7 +118,7 @@ def settle_model(model: nn.Module, device: torch.device) -> None:
 
 def _own_tensors(model: nn.Module) -> list[Tensor]:
     """Parameters and buffers that this rank has whole."""
-    return [tensor for tensor in chain(model.parameters(), model.buffers()) if not is_spread(tensor)]
+    return [tensor for tensor in chain(model.parameters(), model.buffers()) if not is_dtensor(tensor)]
 
 
 def check_same_model(model: nn.Module, communicator: Communicator) -> None:
@@ -127,10 +127,15 @@ def check_same_model(model: nn.Module, communicator: Communicator) -> None:
     Raises:
         DeterminismError: names the first one that differs.
     """
-    if communicator.world_size == 1:
-        return
     everything = chain(model.named_parameters(), model.named_buffers())
     named = {name: tensor for name, tensor in everything if not isinstance(tensor, UNINITIALIZED)}
+    check_same_tensors(named, communicator)
+
+
+def check_same_tensors(named: Mapping[str, Tensor], communicator: Communicator) -> None:
+    """Raises a `DeterminismError` that names the first tensor that differs between the ranks."""
+    if communicator.world_size == 1:
+        return
     sums = [int(tensor_checksum(tensor)) for tensor in named.values()]
     count = communicator.gather_words([len(sums)])
     if len({row[0] for row in count}) > 1:

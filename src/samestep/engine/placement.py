@@ -3,7 +3,7 @@
 whole         every rank has everything               here, with `engine.owning`
 sharded       every rank has 1/D                      engine.sharding.placement
 pipelined     every rank has some layers              engine.pipelining.placement
-divided       every rank has a part of each matrix    engine.tensor_parallel.placement
+tensor        DTensors over the axis "tensor"         engine.tensor_parallel
 """
 
 from collections.abc import Sequence
@@ -19,9 +19,9 @@ from samestep.engine.gradients import GradientSum
 from samestep.engine.guard import ModelGuard
 from samestep.engine.microbatches import MicrobatchRunner
 from samestep.engine.owning import OwnedParts
-from samestep.engine.parameters import Homes, check_same_model, named_parameters, settle_model
+from samestep.engine.parameters import Homes, check_same_model, is_dtensor, named_parameters, settle_model
 from samestep.engine.spread import SpreadState, check_elementwise
-from samestep.engine.strategies import Pipeline, Replicate, Sharded, Strategy, TensorParallel
+from samestep.engine.strategies import Pipeline, Replicate, Sharded, Strategy
 from samestep.engine.update import FlatUpdate
 from samestep.errors import UsageError
 
@@ -174,6 +174,13 @@ def place(membership: Membership, model: nn.Module, optimizers: Sequence[Optimiz
         DeterminismError: the ranks have built different models.
     """
     device = membership.communicator.device
+    if is_tensor_parallel(model):
+        from samestep.engine.tensor_parallel import TensorParallelPlacement
+
+        settle_model(model, device)
+        placement: Placement = TensorParallelPlacement(membership, model, optimizers)
+        _load_whole_weights(placement)
+        return placement
     if isinstance(strategy, Replicate):
         if strategy.shard_optimizer:
             check_elementwise(optimizers, device, by_rows=False)
@@ -195,14 +202,10 @@ def _spread(membership: Membership, model: nn.Module, optimizers: Sequence[Optim
         from samestep.engine.sharding.placement import ShardedPlacement
 
         return ShardedPlacement(membership, model, optimizers, strategy)
-    if isinstance(strategy, Pipeline):
-        from samestep.engine.pipelining.placement import PipelinedPlacement
+    assert isinstance(strategy, Pipeline), "the others keep the whole state on each rank"
+    from samestep.engine.pipelining.placement import PipelinedPlacement
 
-        return PipelinedPlacement(membership, model, optimizers, strategy)
-    assert isinstance(strategy, TensorParallel), "the others keep the whole state on each rank"
-    from samestep.engine.tensor_parallel.placement import DividedPlacement
-
-    return DividedPlacement(membership, model, optimizers, strategy)
+    return PipelinedPlacement(membership, model, optimizers, strategy)
 
 
 def _load_whole_weights(placement: Placement) -> None:
@@ -213,16 +216,29 @@ def _load_whole_weights(placement: Placement) -> None:
     load_whole_weights(placement.model, placement.state, placement.communicator)
 
 
-def check_mesh(membership: Membership, strategy: Strategy, compile: bool) -> None:
-    """Raises a `UsageError` unless the strategy has work for all ranks of the mesh."""
+def is_tensor_parallel(model: nn.Module) -> bool:
+    """Whether `parallelize_module` has made DTensors of some parameters."""
+    return any(is_dtensor(parameter) for parameter in model.parameters())
+
+
+def check_mesh(membership: Membership, model: nn.Module, strategy: Strategy, compile: bool) -> None:
+    """Raises a `UsageError` unless the model and the strategy have work for all ranks of the mesh."""
     name, axis = strategy.name, strategy.axis
     sizes = {} if membership.mesh is None else {key: size for key, size in membership.mesh.sizes.items() if size > 1}
+    if is_tensor_parallel(model):
+        from samestep.engine.tensor_parallel import check_tensor_parallel
+
+        check_tensor_parallel(strategy, compile)
+        axis = "tensor"
     if strange := [key for key in sizes if key not in ("data", axis)]:
         known = 'the axis "data"' if axis is None else f'the axes "data" and "{axis}"'
-        other = {"pipe": "pipeline", "tensor": "tensor"}[strange[0]]
-        advice = f"use strategy='{other}', or leave mesh=… out" if axis is None else f'leave "{strange[0]}" out'
+        advice = f'leave "{strange[0]}" out'
+        if axis is None and strange == ["pipe"]:
+            advice = "use strategy='pipeline', or leave mesh=… out"
+        if axis is None and strange == ["tensor"]:
+            advice = 'call torch\'s parallelize_module(model, run.mesh["tensor"], plan) first, or leave mesh=… out'
         raise UsageError(f"got mesh={sizes} with strategy='{name}', which knows {known} alone: {advice}")
-    if axis is None:
+    if axis is None or axis == "tensor":
         return
     if membership.mesh is None and membership.world_size > 1:
         raise UsageError(

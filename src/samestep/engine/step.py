@@ -44,7 +44,7 @@ from samestep.engine.memory import (
 )
 from samestep.engine.microbatches import MicrobatchRunner
 from samestep.engine.parameters import named_parameters
-from samestep.engine.placement import check_mesh, place
+from samestep.engine.placement import check_mesh, is_tensor_parallel, place
 from samestep.engine.precision import LossScale, check_precision
 from samestep.engine.result import ADVICE, StepResult
 from samestep.engine.rows import DeviceRows, HostRows, is_finite, quotient
@@ -127,9 +127,9 @@ class TrainStep:
         if membership.communicator.reduction == "ordered" and "torch._dynamo" in sys.modules:
             fix_shapes()
         self.strategy = strategy
-        if graphed_length is not None and strategy != REPLICATE:
-            raise UsageError("CUDA graphs replay a step in which every rank has the whole state: leave strategy=… out")
-        check_mesh(membership, strategy, compile)
+        if graphed_length is not None and (strategy != REPLICATE or is_tensor_parallel(model)):
+            raise UsageError("CUDA graphs need a model that every rank has whole: leave cuda_graphs=True out")
+        check_mesh(membership, model, strategy, compile)
         self._late = _can_check_late(device, self.optimizers) if late_check is None else late_check
         if self._late and not all(_honours_found_inf(optimizer) for optimizer in self.optimizers):
             raise UsageError(
@@ -150,7 +150,12 @@ class TrainStep:
         run_loss = compile_loss(loss_fn) if compile else loss_fn
         inner = MicrobatchRunner(membership, seed, stream, model, run_loss, dtype, self._scale, self._rows)
         inner.explain, inner.note_loss = self.placement.explain, self.placement.note_loss
-        if isinstance(strategy, Replicate) and membership.num_microbatches > 1 and graphed_length is None:
+        if (
+            isinstance(strategy, Replicate)
+            and self.spread is None
+            and membership.num_microbatches > 1
+            and graphed_length is None
+        ):
             inner.traces = Traces(membership, model, loss_fn)
         self.runner: Any = self.placement.make_runner(inner, seed, stream, self._rows)
         self.cuda_graphs = graphed_length is not None

@@ -1,6 +1,6 @@
 """The strategies: how the state of a step lies on the ranks. What is computed is the same."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -105,65 +105,39 @@ class Pipeline:
                 raise UsageError(f'got split={self.split!r}; it is a list of different names, such as ["blocks.4"]')
 
 
-@dataclass(frozen=True)
-class TensorParallel:
-    """Every rank has a part of each matrix, by PyTorch's DTensor, and the ranks execute each microbatch together.
-
-    The ranks are those along the axis "tensor" of the run's mesh: `Run(…, mesh={"data": -1, "tensor": 2})`. Tier
-    `bitwise` between numbers of ranks along "data", `allclose` between numbers of ranks along "tensor": sums within a
-    layer are added up in parts.
-
-    Attributes:
-        plan: what is divided, and how: from names of modules, as `torch.distributed.tensor.parallel` takes them
-            (`blocks.*.feed_in`), to one of `STYLES` or a `ParallelStyle` of torch's own. None takes what the model's
-            method `tensor_plan()` returns, and adds every `nn.TransformerEncoderLayer` in it; without such a method
-            linear layers that follow each other in an `nn.Sequential`, too. See docs/tensor.md.
-        sequence: between the divided layers each rank has a part of the positions (dim 1) only, where the plan says so:
-            less memory for activations, the same bytes on the way.
-    """
-
-    name: ClassVar[str] = "tensor"
-    axis: ClassVar[str] = "tensor"
-    plan: Mapping[str, Any] | None = None
-    sequence: bool = False
-
-    def __post_init__(self) -> None:
-        if self.plan is not None and not (isinstance(self.plan, Mapping) and self.plan):
-            raise UsageError(
-                f"got plan={self.plan!r}; it is a dict from names of modules to styles, such as "
-                '{"blocks.*.feed_in": "colwise", "blocks.*.feed_out": "rowwise"}'
-            )
-        if not isinstance(self.sequence, bool):
-            raise UsageError(f"got sequence={self.sequence!r}; it is True or False")
-
-
-Strategy = Replicate | Sharded | Pipeline | TensorParallel
+Strategy = Replicate | Sharded | Pipeline
 REPLICATE = Replicate()
-STRATEGIES: dict[str, type[Strategy]] = {each.name: each for each in (Replicate, Sharded, Pipeline, TensorParallel)}
+STRATEGIES: dict[str, type[Strategy]] = {each.name: each for each in (Replicate, Sharded, Pipeline)}
 
 
 def as_strategy(value: str | Strategy, shard_optimizer: bool = False) -> Strategy:
     """A strategy by its name, or as it is.
 
     Args:
-        value: "replicate", "sharded", "pipeline", "tensor", or an object of theirs.
+        value: "replicate", "sharded", "pipeline", or an object of theirs.
         shard_optimizer: the option of `Replicate`.
 
     Raises:
         UsageError: there is no such strategy, or it has no such option.
     """
     if isinstance(value, str):
+        if value == "tensor":
+            raise UsageError(
+                "got strategy='tensor'; samestep takes models that PyTorch has divided: call "
+                'torch.distributed.tensor.parallel.parallelize_module(model, run.mesh["tensor"], plan), make the '
+                "optimizer afterwards, and leave strategy out (see docs/tensor.md)"
+            )
         if value not in STRATEGIES:
             names = ", ".join(map(repr, STRATEGIES))
             raise UsageError(f"got strategy={value!r}; it is {names}, or one with options: samestep.Sharded(…)")
         value = STRATEGIES[value]()
     if not isinstance(value, Strategy):
         raise UsageError(
-            f"got strategy={value!r}; it is a name, or samestep.Replicate(…), samestep.Sharded(…), "
-            "samestep.Pipeline(…) or samestep.TensorParallel(…)"
+            f"got strategy={value!r}; it is a name, or samestep.Replicate(…), samestep.Sharded(…) or "
+            "samestep.Pipeline(…)"
         )
     if shard_optimizer and not isinstance(value, Replicate):
-        how = {"sharded": "spreads it already", "pipeline": "keeps it by stages", "tensor": "keeps it by parts"}
+        how = {"sharded": "spreads it already", "pipeline": "keeps it by stages"}
         raise UsageError(
             f"shard_optimizer spreads the optimizer's state, and strategy={value.name!r} {how[value.name]}: leave "
             "shard_optimizer out"

@@ -68,7 +68,7 @@ class Block(nn.Module):
     def _attend(self, x: Tensor) -> Tensor:
         """Written out: the fused kernels for CUDA have a backward that is not deterministic, or are chosen by shape."""
         together = self.queries_keys_values(x)
-        samples, length, _ = together.shape  # of all heads, or of some
+        samples, length, _ = together.shape
         split = together.view(samples, length, 3, -1, self.head_width)
         queries, keys, values = split.permute(2, 0, 3, 1, 4)
         scores = queries @ keys.transpose(-2, -1) * self.head_width**-0.5
@@ -144,21 +144,6 @@ class Gpt(nn.Module):
         blocks = [(f"blocks.{name}", block) for name, block in self.blocks.named_children()]
         first = Input(self.byte_embedding, self.position_embedding, self.dropout)
         return [("input", first), *blocks, ("output", Output(self.norm, self._output_weights()))]
-
-    def tensor_plan(self) -> dict[str, str]:
-        """What `strategy="tensor"` divides: attention by heads, the feed-forward network by features."""
-        heads = next(iter(self.blocks)).heads
-        return {
-            "blocks": "sequence_region",
-            "blocks.*.attention_norm": "sequence",
-            "blocks.*.queries_keys_values": f"packed_colwise:3x{heads}",
-            "blocks.*.attention_dropout": "dropout:1",
-            "blocks.*.attention_out": "rowwise",
-            "blocks.*.feed_norm": "sequence",
-            "blocks.*.feed_in": "colwise",
-            "blocks.*.feed_out": "rowwise",
-            "blocks.*.dropout": "sequence",
-        }
 
     def _output_weights(self) -> nn.Embedding | nn.Linear:
         return self.byte_embedding if self.head is None else self.head

@@ -20,9 +20,6 @@ ONE_FILE: Mapping[str, str] = {"mlp": "one CSV file, by --data FILE.csv", "gpt":
 NUM_PARTS: Mapping[str, int] = {"lenet": 10, "mlp": 5, "simplenet": 4, "vgg": 38}
 """Of how many modules, one after another, a recipe's model is made."""
 
-HIDDEN: Mapping[str, int] = {"lenet": 128, "mlp": 16, "simplenet": 128, "vgg": 512}
-"""The features of the hidden layer of a recipe that strategy="tensor" divides; vgg's grow with its width."""
-
 TRUTH = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
 
 
@@ -56,33 +53,6 @@ def check_stages(recipe: str, options: Mapping[str, Any], stages: int) -> None:
         raise UsageError(
             "gpt's output has the weights of the embedding, which stages of a pipeline cannot share: add -o tied=false"
         )
-
-
-def check_tensor(recipe: str, options: Mapping[str, Any], ranks: int) -> None:
-    """Checks that so many ranks can share the matrices of a recipe's model equally.
-
-    Args:
-        recipe: its name.
-        options: its own, completed.
-        ranks: along "tensor".
-
-    Raises:
-        UsageError: they cannot.
-    """
-    number = shared_features(recipe, options)
-    if number % ranks:
-        fitting = [str(size) for size in range(1, number + 1) if number % size == 0]
-        raise UsageError(
-            f"{recipe} has {number} {'heads' if recipe == 'gpt' else 'hidden features'}, which {ranks} devices cannot "
-            f"share equally: use --mesh tensor=N with N one of {', '.join(fitting)}"
-        )
-
-
-def shared_features(recipe: str, options: Mapping[str, Any]) -> int:
-    """What of a recipe's model strategy="tensor" deals to the ranks: heads, or the features of the hidden layer."""
-    if recipe == "gpt":
-        return int(options["heads"])
-    return max(1, round(HIDDEN[recipe] * options["width"])) if recipe == "vgg" else HIDDEN[recipe]
 
 
 def check_source(recipe: str, data_dir: str | None) -> None:

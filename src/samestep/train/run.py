@@ -6,7 +6,7 @@ from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -25,7 +25,6 @@ from samestep.data.loader import Loader
 from samestep.data.randomness import seed_process
 from samestep.data.tensors import TensorData
 from samestep.engine.losses import LossFn, describe
-from samestep.engine.parameters import is_spread
 from samestep.engine.placement import Placement
 from samestep.engine.step import BUCKET_BYTES, OnNonFinite, TrainStep
 from samestep.engine.strategies import Sharded, Strategy, as_strategy
@@ -40,6 +39,9 @@ from samestep.train.state import generator_states, restore_generators
 from samestep.train.stopping import stopping_on_request
 from samestep.train.unseeded import DrawnBefore, describe_parameters, versions
 from samestep.train.writing import CHECKPOINT_RETRIES, check_retries, retrying
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 DEFAULT_TIMEOUT_SECONDS = 600.0
 MAX_TIMEOUT_SECONDS = 366 * 86_400.0
@@ -69,10 +71,10 @@ class Run:
         profile: a folder for a profile of where the time goes, written when the process ends; that of the environment
             variable SAMESTEP_PROFILE (which `samestep run --profile` sets) by default, and none without it.
         mesh: how the devices divide the work: `{"data": 2, "pipe": 4}` trains two copies of a model in four stages each
-            (`strategy="pipeline"`), `{"data": 2, "tensor": 2}` two copies with each matrix on two devices
-            (`strategy="tensor"`). One size may be -1: what is left. By default all are on "data"; `shares` and
-            `num_microbatches` are about "data". On one device it is not looked at. The bits do not depend on "data" and
-            "pipe"; they do on "tensor": see docs/tensor.md.
+            (`strategy="pipeline"`), `{"data": 2, "tensor": 2}` two copies with each matrix on two devices (by torch's
+            `parallelize_module` over `run.mesh["tensor"]`). One size may be -1: what is left. By default all are on
+            "data"; `shares` and `num_microbatches` are about "data". On one device it is not looked at. The bits do not
+            depend on "data" and "pipe"; they do on "tensor": see docs/tensor.md.
 
     Attributes:
         profile_facts: what the advice of a profile goes by, besides times; JSON.
@@ -147,6 +149,8 @@ class Run:
         self.profile_facts: dict[str, Any] = {"num_microbatches": count}
         if kept:
             keep_profile(heartbeat, Path(kept), environment, self.device, self.profile_facts)
+        self._grid, self._timeout = grid, timeout
+        self._device_mesh: DeviceMesh | None = None
         self._until_end = ExitStack()
         self._leaves_by_itself = False
         self._num_streams = 0
@@ -160,6 +164,22 @@ class Run:
     def communicator(self) -> Communicator:
         """This rank's communicator; another one after a rank was lost."""
         return self.membership.communicator
+
+    @property
+    def mesh(self) -> "DeviceMesh":
+        """The devices of the run as torch's DeviceMesh with the axes "data", "pipe" and "tensor".
+
+        `parallelize_module(model, run.mesh["tensor"], plan)` divides a model over the ranks that share it; on one
+        device the mesh has one rank. All ranks ask for it alike: the first time they connect.
+
+        Raises:
+            UsageError: the ranks have no way to form a process group.
+        """
+        if self._device_mesh is None:
+            from samestep.comm.mesh import device_mesh  # not before: it loads half of torch.distributed
+
+            self._device_mesh = device_mesh(self.communicator, self._grid, self._timeout)
+        return self._device_mesh
 
     @property
     def ranges(self) -> tuple[range, ...]:
@@ -258,9 +278,9 @@ class Run:
                 them. Batches are then made of dense tensors alone; what the loss does in Python happens at the capture
                 only.
             strategy: how the state lies on the ranks: "replicate" (each has all of it), "sharded" (each has 1/D),
-                "pipeline" (each has some layers; needs `mesh`) or "tensor" (each has a part of each matrix; needs
-                `mesh`), or one of `samestep.Replicate`, `samestep.Sharded`, `samestep.Pipeline` and
-                `samestep.TensorParallel` with options. Equal bits, but for "tensor"; see docs/strategies.md.
+                or "pipeline" (each has some layers; needs `mesh`), or one of `samestep.Replicate`, `samestep.Sharded`
+                and `samestep.Pipeline` with options. Equal bits; see docs/strategies.md. A model that torch's
+                `parallelize_module` has divided over `run.mesh["tensor"]` takes "replicate"; see docs/tensor.md.
             shard_optimizer: with "replicate", let each rank keep and update the optimizer's state of its part only.
 
         Raises:
@@ -268,7 +288,7 @@ class Run:
             DeterminismError: the ranks built different models.
         """
         optimizers = _checked_optimizers(optimizer)
-        if model in self._spread or any(is_spread(parameter) for parameter in model.parameters()):
+        if any(each in self._spread for each in model.modules()):
             raise UsageError(
                 "a training step has spread this model over the ranks already, and its parameters are no longer whole; "
                 "several steps over one model need strategy='replicate' for each of them"

@@ -1,0 +1,310 @@
+"""Tensor parallelism: models whose layers PyTorch's `parallelize_module` has divided over `run.mesh["tensor"]`.
+
+The ranks along "tensor" run each microbatch together, and DTensor exchanges their activations. The optimizers hold this
+rank's local shards. Gradients are summed over the ranks along "data" on the same tree as those of a replicated model,
+so the bits do not depend on the number of ranks along "data".
+"""
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+from torch.optim import Optimizer
+
+from samestep.comm.communicator import Communicator
+from samestep.comm.group import GroupTransport
+from samestep.comm.heartbeat import Heartbeat
+from samestep.comm.membership import Membership
+from samestep.comm.pieces import Spread
+from samestep.data.batch import tensor_checksum
+from samestep.engine.buffers import COMPARED_ELEMENTS, COMPARED_EVERY, COMPARED_STEPS
+from samestep.engine.gradients import GradientSum
+from samestep.engine.losses import wide_dtype
+from samestep.engine.norms import block_norm, block_norms
+from samestep.engine.parameters import check_same_tensors, named_parameters
+from samestep.engine.placement import Placement
+from samestep.engine.spread import MIXED, SpreadState, check_contiguous, check_elementwise
+from samestep.engine.strategies import REPLICATE, Replicate, Strategy
+from samestep.errors import DeterminismError, PeerLostError, UsageError
+
+AXIS = "tensor"
+LOST = ("gloo/transport", "Connection closed by peer", "NCCL")  # in torch's messages about a failed transfer
+
+
+class TensorParallelPlacement(Placement):
+    """The state of a model with DTensors over the axis "tensor", and the exchange of its gradients.
+
+    Args:
+        membership: the ranks.
+        model: parallelized; its other parameters are replicated.
+        optimizers: over its parameters; they hold the local shards afterwards.
+
+    Raises:
+        UsageError: a DTensor is on another mesh or unevenly sharded, or the optimizer's update is not elementwise.
+        DeterminismError: the ranks have built different models.
+    """
+
+    def __init__(self, membership: Membership, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        super().__init__(membership, model)
+        membership.rely_on_all()
+        check_elementwise(optimizers, membership.communicator.device, by_rows=False)
+        self.tensor = membership.along(AXIS)
+        self.leaves = dict(model.named_parameters())
+        _check_optimizers(model, optimizers)
+        ranks = [membership.rank] if membership.mesh is None else list(membership.mesh.along(AXIS, membership.rank))
+        spreads = {}
+        for name, leaf in self.leaves.items():
+            if isinstance(leaf, DTensor) and (spread := _spread_of(name, leaf, ranks)) is not None:
+                spreads[name] = spread
+        locals_ = {name: _local(leaf) for name, leaf in self.leaves.items()}
+        for name, local in locals_.items():
+            check_contiguous(name, local, "leave its module out of the plan")
+        buffers = {name: buffer for name, buffer in model.named_buffers() if not isinstance(buffer, DTensor)}
+        membership.perform(lambda: self._check_same(locals_ | buffers, spreads))
+        parts = {
+            name: nn.Parameter(local, leaf.requires_grad) if isinstance(leaf := self.leaves[name], DTensor) else leaf
+            for name, local in locals_.items()
+        }
+        self.state = SpreadState(parts, spreads, has_whole_parameters=False, communicator=self.tensor)
+        names = {id(leaf): name for name, leaf in self.leaves.items()}
+        self.state.hand_over(optimizers, names, self.tensor.rank)
+        self.gradients: TensorParallelGradientSum | None = None
+        for module in model.modules():
+            if any(isinstance(leaf, DTensor) for leaf in module.parameters(recurse=False)):
+                _wait_as_exchange(module, membership.heartbeat)
+
+    @property
+    def contract(self) -> dict[str, Any]:
+        """The number of ranks along "tensor" and a hash of the placements: they decide how sums are rounded."""
+        if self.tensor.world_size == 1:
+            return {}
+        lines = [f"{name} {leaf.placements}" for name, leaf in self.leaves.items() if isinstance(leaf, DTensor)]
+        plan = hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+        return {AXIS: {"ranks": self.tensor.world_size, "plan": plan}}
+
+    def explain(self, error: RuntimeError) -> Exception | None:
+        """The error to raise if a rank was lost during a forward or backward, or if DTensors met plain tensors."""
+        text = str(error)
+        if MIXED in text:
+            return UsageError(
+                "a DTensor parameter was used outside the forward of its module, or together with a plain tensor: add "
+                "both modules to the plan of parallelize_module (norms: SequenceParallel()), or neither"
+            )
+        if isinstance(error, dist.DistError) or any(word in text for word in LOST):
+            transport = self.tensor.transport
+            if isinstance(transport, GroupTransport):
+                return transport.peers_lost(error)
+            return PeerLostError(f'a rank along "{AXIS}" was lost, or has failed: {error}')
+        return None
+
+    def make_gradients(
+        self, trainable: dict[str, nn.Parameter], optimizers: Sequence[Optimizer], bucket_bytes: int, overlap: bool
+    ) -> "TensorParallelGradientSum":
+        """Sums the gradients of the local shards over the ranks along "data"."""
+        self.gradients = TensorParallelGradientSum(self, trainable, bucket_bytes)
+        return self.gradients
+
+    def note_loss(self, loss: Tensor) -> None:
+        """Keeps the loss of a microbatch for the comparison between the ranks along "tensor"."""
+        assert self.gradients is not None, "the step has been laid out"
+        self.gradients.note_loss(loss)
+
+    def note_frozen(self) -> None:
+        """Freezes or unfreezes the local shards as the model's parameters are now."""
+        assert self.state is not None, "set when this was made"
+        for name, part in self.state.parts.items():
+            part.requires_grad_(self.leaves[name].requires_grad)
+
+    def _check_same(self, tensors: dict[str, Tensor], spreads: dict[str, Spread]) -> None:
+        """Compares the whole model along "data", and along "tensor" the tensors that all of its ranks have."""
+        check_same_tensors(tensors, self.membership.data)
+        check_same_tensors({name: t for name, t in tensors.items() if name not in spreads}, self.tensor)
+
+
+class TensorParallelGradientSum(GradientSum):
+    """Sums the gradients of the local shards, microbatch by microbatch and over the ranks along "data".
+
+    Args:
+        placement: of the model.
+        trainable: the local shards that the optimizers update, by name.
+        bucket_bytes: the size of a message.
+    """
+
+    is_spread = True
+
+    def __init__(
+        self, placement: TensorParallelPlacement, trainable: dict[str, nn.Parameter], bucket_bytes: int
+    ) -> None:
+        membership = placement.membership
+        super().__init__(
+            list(trainable.values()),
+            list(trainable),
+            membership.data,
+            bucket_bytes,
+            False,
+            membership.heartbeat.recording,
+        )
+        assert placement.state is not None, "it knows the local shards"
+        self.inputs = tuple(placement.leaves[name] for name in trainable)
+        self._tensor: Communicator = placement.tensor
+        self._model = placement.model
+        self._is_sharded = [name in placement.state.spreads for name in trainable]
+        self._num_finished = 0
+        self._losses: list[Tensor] = []
+
+    def forget(self) -> None:
+        """Drops the gradients of the local shards and of the DTensors."""
+        super().forget()
+        for leaf in self.inputs:
+            leaf.grad = None
+
+    def note_loss(self, loss: Tensor) -> None:
+        """Keeps the loss of a microbatch until `finish` compares it."""
+        if self._compares:
+            self._losses.append(loss.detach().double().nan_to_num())
+
+    def collect(self, microbatch: int) -> Tensor:
+        """Pushes the gradients of a microbatch on the tree; DTensor sums those that are partial over the ranks."""
+        for leaf, part in zip(self.inputs, self.parameters, strict=True):
+            if leaf is not part and leaf.grad is not None:
+                own, gradient = cast(DTensor, leaf.detach()), cast(DTensor, leaf.grad)
+                if gradient.placements == own.placements:
+                    part.grad = gradient.to_local()
+                else:  # a copy, because the result of a collective is one of torch's asynchronous tensors
+                    part.grad = gradient.redistribute(placements=own.placements).to_local().clone()
+        return super().collect(microbatch)
+
+    def carries_letters(self) -> bool:
+        """False: control messages concern all ranks, and a gradient only those along "data"."""
+        return False
+
+    def start_rest(self) -> None:
+        """Starts the exchange of every bucket, unless there is one rank along "data"."""
+        if self._communicator.world_size > 1:
+            super().start_rest()
+
+    def finish(self) -> None:
+        """Waits for the sums.
+
+        Raises:
+            DeterminismError: the ranks along "tensor" differ in a loss, a buffer or the gradient of a replicated
+                parameter.
+        """
+        super().finish()
+        if self._compares:
+            self._compare()
+        self._num_finished += 1
+
+    def norm(self) -> Tensor:
+        """The 2-norm of the whole gradient, 0-d, the same on all ranks; local shards are gathered as their norms."""
+        by_index = dict(self.views())
+        wide = wide_dtype(self._communicator.device)
+        norms = [norm.to(wide) for norm in block_norms([by_index[k] for k in range(len(by_index))])]
+        sharded = [norm for norm, is_sharded in zip(norms, self._is_sharded, strict=True) if is_sharded]
+        replicated = [norm for norm, is_sharded in zip(norms, self._is_sharded, strict=True) if not is_sharded]
+        blocks = [torch.stack(replicated)] if replicated else []
+        if sharded:
+            blocks.append(self._tensor.transport.gather(torch.stack(sharded)).wait())
+        return block_norm(torch.cat(blocks)).to(norms[0].dtype)
+
+    @property
+    def _compares(self) -> bool:
+        """Whether the ranks along "tensor" compare their values in this step: a difference would go unnoticed."""
+        return self._num_finished < COMPARED_STEPS or self._num_finished % COMPARED_EVERY == 0
+
+    def _compare(self) -> None:
+        named = list(self._replicated())
+        self._losses = []
+        words = self._tensor.gather_words([int(tensor_checksum(value)) for _, value in named])
+        for (name, _), column in zip(named, zip(*words, strict=True), strict=True):
+            if len(set(column)) > 1:
+                raise DeterminismError(
+                    f'the ranks along "{AXIS}" have different {name}: it was computed from a part of the features or '
+                    "positions; gather these first (output_layouts=Replicate()), or add its module to the plan of "
+                    "parallelize_module (norms: SequenceParallel())"
+                )
+
+    def _replicated(self) -> Iterator[tuple[str, Tensor]]:
+        """The values that must be equal along "tensor", by name; large buffers are tables, and left out."""
+        yield from (("losses of one microbatch", loss) for loss in self._losses)
+        for index, view in self.views():
+            if not self._is_sharded[index]:
+                yield f"gradients of the replicated parameter {self._names[index]}", view
+        for name, buffer in self._model.named_buffers():
+            if buffer.numel() <= COMPARED_ELEMENTS and not isinstance(buffer, DTensor):
+                yield f"values in the buffer {name}", buffer
+
+
+def check_tensor_parallel(strategy: Strategy, compile: bool) -> None:
+    """Raises a `UsageError` if an option of the step cannot be combined with DTensor parameters."""
+    if strategy != REPLICATE:
+        option = "shard_optimizer" if isinstance(strategy, Replicate) else f"strategy={strategy.name!r}"
+        raise UsageError(
+            f"got {option} with a model that has DTensor parameters already (of parallelize_module, or of another "
+            f"training step): they stay where they are, and the others are replicated; leave {option} out"
+        )
+    if compile:
+        raise UsageError("a model with DTensor parameters exchanges activations in its forward: leave compile=True out")
+
+
+def _check_optimizers(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+    """Checks the optimizers' parameters; those from before `parallelize_module` are the usual mistake."""
+    try:
+        named_parameters(model, optimizers)
+    except UsageError as error:
+        raise UsageError(f"{error}; make the optimizer after parallelize_module, which replaces parameters") from None
+
+
+def _local(leaf: nn.Parameter) -> Tensor:
+    """The local shard of a DTensor, in its memory; a plain parameter as it is."""
+    value = leaf.detach()
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
+def _spread_of(name: str, leaf: DTensor, ranks: list[int]) -> Spread | None:
+    """How a DTensor is sharded over the ranks along "tensor"; None if it is replicated."""
+    mesh = leaf.device_mesh
+    if mesh.mesh_dim_names != (AXIS,) or mesh.mesh.tolist() != ranks:
+        raise UsageError(
+            f"parameter {name} is a DTensor on the mesh {mesh.mesh.tolist()} {mesh.mesh_dim_names or ''}; needed: "
+            f'parallelize_module(model, run.mesh["{AXIS}"], …), which are the ranks {ranks} here'
+        )
+    (placement,) = leaf.placements
+    if placement.is_replicate():
+        return None
+    if type(placement) is not Shard or leaf.shape[placement.dim] % len(ranks):
+        raise UsageError(
+            f"parameter {name} of shape {list(leaf.shape)} lies on {len(ranks)} ranks as {placement}; needed: Shard of "
+            "a dimension that the number of ranks divides, or Replicate"
+        )
+    num_blocks = leaf.shape[: placement.dim].numel()
+    length = leaf.numel() // num_blocks // len(ranks)
+    return Spread(leaf.shape, tuple(length * rank for rank in range(len(ranks) + 1)), num_blocks)
+
+
+def _wait_as_exchange(module: nn.Module, heartbeat: Heartbeat) -> None:
+    """Waits for a module's collectives in its hooks, as an exchange: else a rank that waits would seem to hang."""
+
+    def wait(value: Any) -> None:
+        local = value.detach().to_local() if isinstance(value, DTensor) else value
+        if hasattr(local, "wait"):  # one of torch's asynchronous tensors
+            before = heartbeat.enter("exchange")
+            local.wait()
+            heartbeat.enter(before)
+
+    def wait_in_backward(_: nn.Module, inputs: tuple[Any, ...]) -> None:
+        for value in inputs:
+            if isinstance(value, Tensor) and value.requires_grad:
+                value.register_hook(wait)
+
+    def wait_for_inputs(_: nn.Module, inputs: tuple[Any, ...]) -> None:
+        for value in inputs:
+            wait(value)
+
+    module.register_forward_pre_hook(wait_in_backward, prepend=True)
+    module.register_forward_pre_hook(wait_for_inputs)
+    module.register_forward_hook(lambda _, __, output: wait(output))
