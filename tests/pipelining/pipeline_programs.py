@@ -13,13 +13,13 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from samestep.comm.mesh import close_mesh
+from samestep.comm.p2p import PointToPoint
 from samestep.comm.pieces import Piece
-from samestep.comm.relay import Relay
 from samestep.comm.shm.transport import SharedTransport
 from samestep.engine import gradients
-from samestep.engine.pipelining import parcel
+from samestep.engine.pipelining import stage_inputs
 from samestep.engine.pipelining.placement import PipelinedPlacement
-from samestep.engine.pipelining.splitting import parts_of
+from samestep.engine.pipelining.stages import parts_of
 from samestep.engine.strategies import Pipeline
 from samestep.errors import NonFiniteError, SamestepError
 from samestep.recipes.gpt import Gpt
@@ -210,7 +210,7 @@ class LeftFold:
 
 BREAKERS = {
     None: nullcontext,
-    "randomness": lambda: mock.patch.object(parcel, "read_generators", return_value=None),
+    "randomness": lambda: mock.patch.object(stage_inputs, "restore_generators", return_value=None),
     "order": lambda: mock.patch.object(gradients, "TreeSum", LeftFold),
 }
 
@@ -267,14 +267,14 @@ def train(communicator, name, options):
 
 def most_on_their_way(communicator, schedule):
     """The most messages that this rank held at once because they may not have arrived."""
-    seen, send = [], Relay.send
+    seen, send = [], PointToPoint.send
 
     def noted(self, *arguments):
         sent = send(self, *arguments)
         seen.append(len(self._under_way))
         return sent
 
-    with mock.patch.object(Relay, "send", noted):
+    with mock.patch.object(PointToPoint, "send", noted):
         train(communicator, "mlp", {"mesh": {"pipe": 2}, "pipeline": {"schedule": schedule}, "num_microbatches": 24})
     return max(seen)
 
@@ -286,7 +286,7 @@ def left_of_a_step(communicator, schedule, stages_per_rank):
         How many tensors of the batch and its counts, and of what was sent, there were; how many of each are still
         there after the step; how many of those that were sent held something else in the end than when they were sent.
     """
-    given, sent, held, send = [], [], [], Relay.send
+    given, sent, held, send = [], [], [], PointToPoint.send
 
     def noted(self, target, tensors, note=b""):
         held.extend((tensor.detach(), tensor.detach().clone()) for tensor in tensors if tensor is not None)
@@ -304,7 +304,7 @@ def left_of_a_step(communicator, schedule, stages_per_rank):
         strategy = Pipeline(schedule=schedule, stages_per_rank=stages_per_rank)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         step = run.train_step(model, optimizer, noting_loss, strategy=strategy, counts_fn=counts_of)
-        with mock.patch.object(Relay, "send", noted):
+        with mock.patch.object(PointToPoint, "send", noted):
             step(images(24))
         gc.collect()
         written_to = sum(not torch.equal(tensor, before) for tensor, before in held)

@@ -5,7 +5,7 @@ from dataclasses import fields
 import pytest
 
 from samestep.comm.reduction import REDUCTIONS
-from samestep.engine.pipelining.splitting import parts_of
+from samestep.engine.pipelining.stages import parts_of
 from samestep.engine.precision import PRECISIONS
 from samestep.engine.strategies import STRATEGIES
 from samestep.errors import UsageError

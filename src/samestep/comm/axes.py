@@ -1,4 +1,4 @@
-"""The axes of a mesh: for each the communicator among the ranks of a line, and what hands values on along it."""
+"""The axes of a mesh: the communicators along them, and the point-to-point exchange of a pipeline."""
 
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -10,11 +10,11 @@ from samestep.comm.communicator import Communicator
 from samestep.comm.connecting import subgroup
 from samestep.comm.group import GroupTransport
 from samestep.comm.mesh import join_group
-from samestep.comm.relay import Relay
+from samestep.comm.p2p import PointToPoint
 from samestep.comm.transport import LocalTransport
 from samestep.core.mesh import AXES, Mesh
 
-RELAYED = "pipe"
+PIPE = "pipe"
 
 
 @dataclass(frozen=True)
@@ -23,11 +23,11 @@ class Axes:
 
     Attributes:
         communicators: by axis, among the ranks of the line that this rank is in.
-        relay: hands values on along "pipe"; None where that has one rank.
+        p2p: the exchange along "pipe"; None if that has one rank.
     """
 
     communicators: dict[str, Communicator]
-    relay: Relay | None
+    p2p: PointToPoint | None
 
 
 def connect_axes(communicator: Communicator, mesh: Mesh, timeout: timedelta) -> Axes:
@@ -53,7 +53,7 @@ def connect_axes(communicator: Communicator, mesh: Mesh, timeout: timedelta) -> 
         if mesh.sizes[axis] == 1:
             alone = LocalTransport()
             communicators[axis] = replace(communicator, transport=alone, control=alone)
-        if axis in communicators and (axis != RELAYED or mesh.sizes[axis] == 1):
+        if axis in communicators and (axis != PIPE or mesh.sizes[axis] == 1):
             continue
         store = join_group(communicator, timeout) if store is None else store
         lines = mesh.lines(axis)
@@ -67,11 +67,11 @@ def connect_axes(communicator: Communicator, mesh: Mesh, timeout: timedelta) -> 
             made.numbers = mesh.along(axis, communicator.rank), communicator.world_size
         if axis not in communicators:
             communicators[axis] = replace(communicator, transport=transport, control=control)
-    relay = None
-    if RELAYED in groups:
-        lanes = _lanes(mesh, communicator.rank, timeout) if backend == "nccl" else {}
-        relay = Relay(groups[RELAYED], communicator.device, lanes)
-    return Axes(communicators, relay)
+    p2p = None
+    if PIPE in groups:
+        channels = _channels(mesh, communicator.rank, timeout) if backend == "nccl" else {}
+        p2p = PointToPoint(groups[PIPE], communicator.device, channels)
+    return Axes(communicators, p2p)
 
 
 def _backend(communicator: Communicator) -> str:
@@ -79,15 +79,17 @@ def _backend(communicator: Communicator) -> str:
     return "nccl" if communicator.transport.stream is not None else "gloo"
 
 
-def _lanes(mesh: Mesh, rank: int, timeout: timedelta) -> dict[tuple[int, int], dist.ProcessGroup]:
-    """For each two neighbours along "pipe", in both directions, a group of their own: NCCL keeps the order of what a
-    group does, and what goes one way must not wait for what comes the other way."""
-    size = mesh.sizes[RELAYED]
+def _channels(mesh: Mesh, rank: int, timeout: timedelta) -> dict[tuple[int, int], dist.ProcessGroup]:
+    """A process group for each two neighbours along "pipe" and each direction.
+
+    NCCL executes the operations of a group in order, and a send must not wait for one in the other direction.
+    """
+    size = mesh.sizes[PIPE]
     pairs = dict.fromkeys(pair for k in range(size) for pair in ((k, (k + 1) % size), ((k + 1) % size, k)))
-    lanes = {}
-    for line in mesh.lines(RELAYED):
+    channels = {}
+    for line in mesh.lines(PIPE):
         for source, target in pairs:
             group = dist.new_group([line[source], line[target]], timeout=timeout, backend="nccl")
             if rank in line and rank in (line[source], line[target]):
-                lanes[source, target] = group
-    return lanes
+                channels[source, target] = group
+    return channels

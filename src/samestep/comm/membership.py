@@ -39,7 +39,7 @@ from samestep.errors import PeerLostError, UsageError
 
 if TYPE_CHECKING:
     from samestep.comm.axes import Axes
-    from samestep.comm.relay import Relay
+    from samestep.comm.p2p import PointToPoint
 
 T = TypeVar("T")
 
@@ -167,11 +167,11 @@ class Membership:
         return self.data_ranges[self.data.rank]
 
     @property
-    def relay(self) -> "Relay":
-        """Hands values on along the mesh's axis "pipe"."""
-        assert self._axes is not None, "only ranks along an axis hand values on"
-        assert self._axes.relay is not None, "the axis is that of the stages"
-        return self._axes.relay
+    def p2p(self) -> "PointToPoint":
+        """The point-to-point exchange along the mesh's axis "pipe"."""
+        assert self._axes is not None, "the run has a mesh"
+        assert self._axes.p2p is not None, "the mesh has stages"
+        return self._axes.p2p
 
     def along(self, axis: str) -> Communicator:
         """This rank's communicator among those along an axis of the mesh."""

@@ -1,7 +1,7 @@
 """The backward of one microbatch through one stage: at once, or first for the input and later for the weights.
 
-The two parts are those of the zero-bubble schedules (Qi et al., arXiv 2401.10241, section 2): what the stage before
-waits for comes first, and the weights' gradients fill the time in which nothing else could be done.
+The two parts are those of the zero-bubble schedules (Qi et al., arXiv 2401.10241, section 2): the gradient of the
+input, for which the stage before waits, comes first, and those of the weights fill idle time.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,15 +18,16 @@ from samestep.errors import LossError
 
 @dataclass
 class MicrobatchInStage:
-    """What a stage keeps of a microbatch between its forward and the end of its backward.
+    """The state of a microbatch in a stage between its forward and the end of its backward.
 
     Attributes:
-        inputs: what came from the stage before, leaves of the graph.
-        outputs: what went on, or the loss.
-        loss: of the microbatch, in the last stage.
-        weight: of the loss: times its value it is the sum over the microbatch.
-        row: what came back of the loss: its value, and its count with the sum of the gradients' elements so far.
-        groups: where the backward for the weights goes on.
+        inputs: from the stage before, leaves of the graph.
+        outputs: to the stage behind, or the loss.
+        loss: in the last stage.
+        weight: times the value of the loss it is the sum over the microbatch.
+        row: the value of the loss, and its count with the sum of the gradients' elements so far.
+        seeds: the gradients of the outputs.
+        groups: of torch, where the backward for the weights goes on.
         early: gradients of weights that came with those of the input.
     """
 
@@ -41,7 +42,7 @@ class MicrobatchInStage:
 
     @property
     def roots(self) -> tuple[list[Tensor], list[Tensor]]:
-        """What the backward begins with: outputs, and the gradients of each."""
+        """The outputs that have a gradient, and these gradients."""
         pairs = [
             (output, seed)
             for output, seed in zip(self.outputs, self.seeds, strict=True)
@@ -56,13 +57,8 @@ class MicrobatchInStage:
 
 
 def whole_backward(microbatch: MicrobatchInStage, parameters: Sequence[nn.Parameter]) -> list[Tensor | None]:
-    """Leaves the gradients of the parameters in their `.grad`.
-
-    They are asked for one by one, and not accumulated: so a gradient of an input has the strides with which it came.
-
-    Returns:
-        The gradients of the inputs.
-    """
+    """Leaves the gradients of the parameters in their `.grad`; returns those of the inputs."""
+    # By `grad`, since accumulating by `backward` would change the strides of an input's gradient.
     outputs, seeds = microbatch.roots
     leaves = microbatch.leaves
     if not outputs or not (leaves or parameters):
@@ -74,18 +70,18 @@ def whole_backward(microbatch: MicrobatchInStage, parameters: Sequence[nn.Parame
 
 
 def input_backward(microbatch: MicrobatchInStage, parameters: Sequence[nn.Parameter]) -> list[Tensor | None]:
-    """The gradients of the inputs; what `weight_backward` needs stays in the microbatch."""
+    """The gradients of the inputs; `weight_backward` goes on from there."""
     from torch.distributed.pipelining._backward import stage_backward_input  # not before: it loads torch.export
 
     outputs, seeds = microbatch.roots
     if not outputs or not microbatch.leaves:
         return [None] * len(microbatch.inputs)
     if any(output._is_view() or output.is_leaf for output in outputs):  # which PyTorch's way would have to detach
-        found = torch.autograd.grad(outputs, [*microbatch.leaves, *parameters], seeds, allow_unused=True)
-        num_leaves = len(microbatch.leaves)
-        pairs = zip(parameters, found[num_leaves:], strict=True)
-        microbatch.groups, microbatch.early = [], [(p, g) for p, g in pairs if g is not None]
-        return _spread_out(microbatch, found[:num_leaves])
+        of_inputs = whole_backward(microbatch, parameters)
+        microbatch.groups, microbatch.early = [], [(p, p.grad) for p in parameters if p.grad is not None]
+        for parameter in parameters:  # else the weights of another microbatch would be added to it
+            parameter.grad = None
+        return of_inputs
     edges = [torch.autograd.graph.get_gradient_edge(output) for output in outputs]
     of_inputs, microbatch.groups = stage_backward_input(outputs, seeds, microbatch.leaves, iter(parameters))
     reached = {id(node.variable) for group in microbatch.groups for node in group["params"]}
@@ -109,12 +105,7 @@ def weight_backward(microbatch: MicrobatchInStage, parameters: Sequence[nn.Param
 
 
 def check_read(loss: Tensor, foreign: Mapping[int, str]) -> None:
-    """Raises a `LossError` where a loss depends on parameters of other stages, which have no elements here.
-
-    Args:
-        loss: of the last stage.
-        foreign: names of those parameters, by their ids.
-    """
+    """Raises a `LossError` if a loss depends on a parameter of another stage; `foreign` has their names by ids."""
     seen: set[Any] = set()
     waiting = [loss.grad_fn]
     while waiting:
@@ -128,6 +119,6 @@ def check_read(loss: Tensor, foreign: Mapping[int, str]) -> None:
 
 
 def _spread_out(microbatch: MicrobatchInStage, found: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """The gradients of all inputs, of those of the inputs that need one."""
+    """The gradients of all inputs, from those of the inputs that need one."""
     given = iter(found)
     return [next(given) if tensor.requires_grad else None for tensor in microbatch.inputs]

@@ -1,4 +1,4 @@
-"""Module buffers where the model is in stages: merged by stage, then handed to the ranks that have other stages."""
+"""Module buffers of a model in stages: merged stage by stage, then sent to the ranks of the other stages."""
 
 from collections.abc import Sequence
 
@@ -13,13 +13,9 @@ from samestep.engine.pipelining.model import PipelinedModel
 
 
 class StageBuffers:
-    """Merges what the microbatches left in the buffers of this rank's stages, as `BufferMerge` does.
+    """Merges the buffers of this rank's stages as `BufferMerge` does, and gives every rank those of all stages.
 
-    Afterwards every rank has the buffers of all stages: they are small, and a checkpoint holds them.
-
-    Args:
-        pipelined: the model.
-        membership: the ranks.
+    They are small, and a checkpoint holds all of them.
     """
 
     def __init__(self, pipelined: PipelinedModel, membership: Membership) -> None:

@@ -1,4 +1,4 @@
-"""A model in stages: what this rank has of it, and how all of it runs where nothing is trained."""
+"""A model in stages: this rank's parameters of it, and the evaluation of all of it."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,35 +11,25 @@ from samestep.comm.membership import Membership
 from samestep.comm.pieces import Spread
 from samestep.data.randomness import Generators
 from samestep.engine.parameters import named_parameters
-from samestep.engine.pipelining.parcel import packed, unpacked
 from samestep.engine.pipelining.schedule import owners_of_stages
-from samestep.engine.pipelining.splitting import Stage, cut, parts_of
+from samestep.engine.pipelining.stage_inputs import packed, unpacked
+from samestep.engine.pipelining.stages import Stage, cut, parts_of
 from samestep.engine.spread import SpreadState, check_contiguous, check_dimension, check_elementwise
 from samestep.engine.strategies import Pipeline
 
 
 class PipelinedModel:
-    """Cuts a model into stages, and lets go of the parameters of those that other ranks have.
+    """Cuts a model into stages, and frees the parameters of the stages of other ranks.
 
-    Args:
-        membership: the ranks; those along "pipe" have different stages.
-        model: equal on all ranks.
-        optimizers: over its parameters; those of other stages, and their state, have no elements from then on.
-        options: where to cut.
+    Parameters of other stages have no elements afterwards, and neither has the optimizers' state of them.
 
     Attributes:
-        model: the model.
-        options: as given.
         owners: of each stage, the rank along "pipe" that has it.
         stages: all of them; those of other ranks have buffers, but no parameters.
-        own: the numbers of this rank's.
+        own: the numbers of this rank's stages.
         names: of the parameters of each stage.
-        foreign: the names of the parameters that other ranks have, by their ids.
-        state: this rank's parameters.
+        foreign: the names of the parameters of other ranks, by their ids.
         whole: runs all stages, as the model; all ranks that execute the same microbatches call it.
-
-    Raises:
-        UsageError: the model cannot be cut, or the optimizer's state cannot be spread.
     """
 
     def __init__(
@@ -76,14 +66,7 @@ class PipelinedModel:
 
 
 class Whole(nn.Module):
-    """The model, of which no rank has all: its stages run one after another, each on its rank.
-
-    Args:
-        membership: the ranks.
-        model: whose buffers and modes are this module's.
-        stages: all stages.
-        owners: of each, the rank along "pipe".
-    """
+    """The model for evaluation: its stages run one after another, each on its rank."""
 
     def __init__(
         self, membership: Membership, model: nn.Module, stages: Sequence[Stage], owners: Sequence[int]
@@ -96,33 +79,28 @@ class Whole(nn.Module):
         self._generators = Generators(membership.communicator.device)
 
     def forward(self, value: Any) -> Any:
-        """The model's output, on every rank that executes the same microbatches.
-
-        Raises:
-            UsageError: the output is neither a tensor nor a tuple of tensors.
-            PeerLostError: a rank is lost, or has failed.
-        """
-        relay = self._membership.relay
+        """The model's output, on every rank that executes the same microbatches."""
+        p2p = self._membership.p2p
         try:
             output = self._through_stages(value)
         except BaseException as error:
-            relay.fail(f"rank {self._membership.rank}, which has another stage, failed: {error}")
+            p2p.fail(f"rank {self._membership.rank}, which has another stage, failed: {error}")
             raise
-        relay.settle()
+        p2p.settle()
         return output
 
     def _through_stages(self, value: Any) -> Any:
-        relay = self._membership.relay
+        p2p = self._membership.p2p
         holder = 0
         for stage, owner in zip(self._stages, self._owners, strict=True):
-            if relay.rank == owner:
-                value = stage(value if holder == owner else unpacked(self._generators, *relay.receive(holder)))
-            elif relay.rank == holder:
-                relay.send(owner, *packed(self._generators, value))
+            if p2p.rank == owner:
+                value = stage(value if holder == owner else unpacked(self._generators, *p2p.receive(holder)))
+            elif p2p.rank == holder:
+                p2p.send(owner, *packed(self._generators, value))
             holder = owner
-        if relay.rank != holder:
-            return unpacked(self._generators, *relay.receive(holder))
-        for target in range(relay.world_size):
+        if p2p.rank != holder:
+            return unpacked(self._generators, *p2p.receive(holder))
+        for target in range(p2p.world_size):
             if target != holder:
-                relay.send(target, *packed(self._generators, value))
+                p2p.send(target, *packed(self._generators, value))
         return value

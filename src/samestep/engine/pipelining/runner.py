@@ -1,6 +1,5 @@
 """The runner: takes the microbatches of a step through this rank's stages, in the order of the schedule."""
 
-import struct
 from typing import Any
 
 import torch
@@ -25,17 +24,15 @@ from samestep.engine.pipelining.backward import (
 )
 from samestep.engine.pipelining.buffers import StageBuffers
 from samestep.engine.pipelining.gradients import PipelinedGradientSum
-from samestep.engine.pipelining.mail import Contents, Mail
 from samestep.engine.pipelining.model import PipelinedModel
-from samestep.engine.pipelining.parcel import packed, unpacked
 from samestep.engine.pipelining.schedule import BACKWARD, FORWARD, INPUT, WEIGHT, Action, Message, make_schedule
-from samestep.engine.pipelining.splitting import as_tensors, like
+from samestep.engine.pipelining.stage_inputs import Contents, StageInputs, packed, unpacked
+from samestep.engine.pipelining.stages import as_tensors, like
 from samestep.engine.pipelining.standin import LeaveError, StandIn
 from samestep.engine.rows import DeviceRows, HostRows
 from samestep.errors import OutOfMemoryError
 
 LOOKED_STEPS = 2
-LOSS_WEIGHT = struct.Struct("=d")
 
 
 class PipelineRunner:
@@ -81,7 +78,7 @@ class PipelineRunner:
         self.generators: Generators = inner.generators
         self._last = len(pipelined.stages) - 1
         self._kept: dict[tuple[int, int], MicrobatchInStage] = {}
-        self._mail: Mail
+        self._inputs: StageInputs
         self._batch: Batch
         self._step = 0
         self._microbatches: range = range(0)
@@ -104,25 +101,25 @@ class PipelineRunner:
         microbatches = membership.executed
         self._microbatches = range(microbatches.start, max(microbatches.start, min(microbatches.stop, batch.length)))
         self._batch, self._step = batch, step
-        relay = membership.relay
-        schedule = make_schedule(options.schedule, relay.world_size, options.stages_per_rank, len(self._microbatches))
-        self._mail = Mail(relay, schedule)
+        p2p = membership.p2p
+        schedule = make_schedule(options.schedule, p2p.world_size, options.stages_per_rank, len(self._microbatches))
+        self._inputs = StageInputs(p2p, schedule)
         self._kept = {}
         self._rows.begin(membership.mine)
         self.guard.begin(step)
         saved = self.generators.save()
         try:
-            for action in schedule.actions[relay.rank]:
+            for action in schedule.actions[p2p.rank]:
                 self._do(action)
-            relay.settle()
+            p2p.settle()
         except BaseException as error:
-            relay.fail(f"rank {membership.rank}, which has another stage of the model, failed: {error}")
+            p2p.fail(f"rank {membership.rank}, which has another stage of the model, failed: {error}")
             raise
         finally:
             self.generators.restore(saved)
             self.guard.end()
             self._kept, self._counts = {}, None
-            del self._batch, self._mail
+            del self._batch, self._inputs
 
     def _do(self, action: Action) -> None:
         """Carries out one action."""
@@ -161,14 +158,14 @@ class PipelineRunner:
 
         def run(given: Any) -> Any:
             if stage:
-                given = unpacked(self.generators, *self._take(Message(FORWARD, stage, action.place), stage - 1))
+                given = unpacked(self.generators, *self._take(Message(FORWARD, stage, action.place)))
                 kept.inputs = as_tensors(given)
                 if module.writes_to_input:
                     given = like(given, [tensor.clone() for tensor in kept.inputs])
             output = module(given)
             if stage < self._last:
                 kept.outputs, note = packed(self.generators, output)
-                self._mail.send(Message(FORWARD, stage + 1, action.place), kept.outputs, note)
+                self._inputs.send(Message(FORWARD, stage + 1, action.place), kept.outputs, note)
             return output
 
         self.generators.seed(derive_seed(self._seed, self._stream, self._step, microbatch))
@@ -217,16 +214,16 @@ class PipelineRunner:
             stats[0] = loss.count
             kept.weight, kept.row = loss.weight, (loss.value.detach(), stats)
             return
-        (value, stats_of, *seeds), note = self._take(Message(BACKWARD, stage, place), stage + 1)
+        (value, stats_of, *seeds), note = self._take(Message(BACKWARD, stage, place))
         assert value is not None, "the row is always there"
         assert stats_of is not None, "the row is always there"
         kept.seeds, kept.row = seeds, (value, stats_of)
-        (kept.weight,) = LOSS_WEIGHT.unpack(note)
+        kept.weight = note
 
-    def _take(self, message: Message, source_stage: int) -> Contents:
-        """Waits for a message; who waits is not the one who hangs."""
+    def _take(self, message: Message) -> Contents:
+        """Waits for a message, as an exchange: a rank that waits does not hang."""
         before = self._membership.heartbeat.enter("exchange")
-        contents = self._mail.take(message, source_stage)
+        contents = self._inputs.take(message)
         self._membership.heartbeat.enter(before)
         return contents
 
@@ -235,8 +232,7 @@ class PipelineRunner:
         assert kept.row is not None, "the backward has begun"
         value, stats = kept.row
         if stage:
-            note = LOSS_WEIGHT.pack(kept.weight)
             sent = stats.clone()  # this stage adds to its own when its weights come later
-            self._mail.send(Message(BACKWARD, stage - 1, place), [value, sent, *found], note)
+            self._inputs.send(Message(BACKWARD, stage - 1, place), [value, sent, *found], kept.weight)
         elif self._membership.mine:
             self._rows.note(self._microbatches[place], MicrobatchLoss(value, kept.weight, stats[0]), stats[1])

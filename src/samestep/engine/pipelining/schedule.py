@@ -1,4 +1,4 @@
-"""The schedule: in which order each rank runs the forwards and backwards of its stages, and what it sends to whom.
+"""The schedule: the order in which each rank runs the forwards and backwards of its stages, and its messages.
 
 The orders are PyTorch's (`torch.distributed.pipelining`): GPipe (Huang et al., arXiv 1811.06965), 1F1B (PipeDream-Flush
 in Narayanan et al., arXiv 2006.09503), interleaved 1F1B (arXiv 2104.04473), and the zero-bubble schedules ZB1P and ZB-V
@@ -23,11 +23,9 @@ FORWARD, BACKWARD, INPUT, WEIGHT = "F", "B", "I", "W"
 
 
 class Action(NamedTuple):
-    """What a rank does next.
+    """A forward, a whole backward, or the part of one for the input or for the weights.
 
     Attributes:
-        kind: a forward, a whole backward, or the part of one that gives the gradient of the input, or of the weights.
-        stage: of all stages.
         place: of the microbatch among those that the pipeline runs in this step.
     """
 
@@ -37,44 +35,46 @@ class Action(NamedTuple):
 
 
 class Message(NamedTuple):
-    """What one rank sends to another.
-
-    Attributes:
-        kind: `FORWARD`, a value, or `BACKWARD`, its gradient.
-        stage: that it is for.
-        place: of the microbatch.
-    """
+    """A value (`FORWARD`) or a gradient (`BACKWARD`) of a microbatch for a stage, its input."""
 
     kind: str
     stage: int
     place: int
 
+    @property
+    def source(self) -> int:
+        """The stage that sends it."""
+        return self.stage - 1 if self.kind == FORWARD else self.stage + 1
+
 
 @dataclass(frozen=True)
 class Schedule:
-    """The order of a step.
-
-    Attributes:
-        actions: of every rank along the axis.
-        owners: of each stage, the rank that has it.
-    """
+    """The actions of every rank along "pipe" in a step, and the rank that has each stage."""
 
     actions: tuple[tuple[Action, ...], ...]
     owners: tuple[int, ...]
 
     def messages(self, source: int, target: int) -> dict[Message, int]:
-        """What one rank sends to another, in the order in which it does, with the number of the action that does."""
-        sent = {}
-        for number, action in enumerate(self.actions[source]):
-            message = _sent_by(action, len(self.owners))
-            if message is not None and self.owners[message.stage] == target:
-                sent[message] = number
-        return sent
+        """The messages from one rank to another in their order, each with the number of the action that sends it."""
+        sent = ((self._sent_by(action), number) for number, action in enumerate(self.actions[source]))
+        return {message: k for message, k in sent if message is not None and self.owners[message.stage] == target}
 
     def awaited(self, target: int) -> dict[Message, int]:
-        """What a rank needs from whichever rank, with the number of the action that needs it."""
-        needed = ((_needed_by(action, len(self.owners)), k) for k, action in enumerate(self.actions[target]))
-        return {message: number for message, number in needed if message is not None}
+        """The messages that a rank needs from any other, each with the number of the action that needs it."""
+        needed = ((self._needed_by(action), number) for number, action in enumerate(self.actions[target]))
+        return {message: k for message, k in needed if message is not None}
+
+    def _needed_by(self, action: Action) -> Message | None:
+        kind, stage, place = action
+        if kind == FORWARD:
+            return Message(FORWARD, stage, place) if stage else None
+        return None if kind == WEIGHT or stage + 1 == len(self.owners) else Message(BACKWARD, stage, place)
+
+    def _sent_by(self, action: Action) -> Message | None:
+        kind, stage, place = action
+        if kind == FORWARD:
+            return Message(FORWARD, stage + 1, place) if stage + 1 < len(self.owners) else None
+        return None if kind == WEIGHT or not stage else Message(BACKWARD, stage - 1, place)
 
 
 def owners_of_stages(name: str, num_ranks: int, stages_per_rank: int) -> tuple[int, ...]:
@@ -87,16 +87,10 @@ def owners_of_stages(name: str, num_ranks: int, stages_per_rank: int) -> tuple[i
 
 @cache
 def make_schedule(name: str, num_ranks: int, stages_per_rank: int, num_microbatches: int) -> Schedule:
-    """The schedule of a step.
+    """The schedule of a step in which a pipeline runs so many microbatches.
 
-    Some orders exist for certain numbers of microbatches only. Then it is that of the next larger number, of which the
-    microbatches that there are not are left out: what depends on what stays in order.
-
-    Args:
-        name: of the schedule.
-        num_ranks: along the axis; 2 or more.
-        stages_per_rank: as the schedule wants it.
-        num_microbatches: that this pipeline runs in the step.
+    Some orders exist for certain numbers of microbatches only. Then that of the next larger number is taken, and the
+    microbatches beyond are left out: dependencies stay in order.
     """
     owners = owners_of_stages(name, num_ranks, stages_per_rank)
     if num_microbatches == 0:
@@ -110,41 +104,13 @@ def make_schedule(name: str, num_ranks: int, stages_per_rank: int, num_microbatc
     return Schedule(actions, owners)
 
 
-def _needed_by(action: Action, num_stages: int) -> Message | None:
-    """What an action waits for, from whichever rank."""
-    if action.kind == FORWARD:
-        return Message(FORWARD, action.stage, action.place) if action.stage else None
-    if action.kind == WEIGHT or action.stage + 1 == num_stages:
-        return None
-    return Message(BACKWARD, action.stage, action.place)
-
-
-def _sent_by(action: Action, num_stages: int) -> Message | None:
-    """What an action has to send on, to whichever rank."""
-    if action.kind == FORWARD:
-        return Message(FORWARD, action.stage + 1, action.place) if action.stage + 1 < num_stages else None
-    if action.kind == WEIGHT:
-        return None
-    return Message(BACKWARD, action.stage - 1, action.place) if action.stage else None
-
-
 def _order(name: str, num_ranks: int, stages_per_rank: int, num_microbatches: int) -> Any:
-    """PyTorch's order by rank; None where it has none for so many microbatches."""
+    """PyTorch's order by rank; None if it has none for so many microbatches."""
     from torch.distributed.pipelining import schedules  # not before: it loads the tracer of torch.export
 
-    stages = [
-        SimpleNamespace(
-            num_stages=num_ranks * stages_per_rank,
-            group_size=num_ranks,
-            group_rank=0,
-            stage_index=k,
-            is_first=False,
-            is_last=False,
-            has_backward=True,
-            submod=None,
-        )
-        for k in range(stages_per_rank)
-    ]
+    facts = {"num_stages": num_ranks * stages_per_rank, "group_size": num_ranks, "group_rank": 0, "submod": None}
+    facts |= {"is_first": False, "is_last": False, "has_backward": True}
+    stages = [SimpleNamespace(stage_index=k, **facts) for k in range(stages_per_rank)]
     make: Any = getattr(schedules, CLASSES[name])
     try:
         made = make(stages[0] if name in ("gpipe", "1f1b") else stages, num_microbatches)
@@ -174,10 +140,10 @@ def _check(actions: Iterable[Action], stages: list[int], num_microbatches: int) 
     """Asserts that a rank runs each microbatch once in each of its stages, in order."""
     everything = list(range(num_microbatches))
     for stage in stages:
-        places = {kind: [a.place for a in actions if a.kind == kind and a.stage == stage] for kind in "FBIW"}
-        assert places[FORWARD] == everything, "each stage runs the microbatches in order"
-        done = sorted(places[BACKWARD] + places[WEIGHT])
-        assert done == everything, "each microbatch goes back through each stage once"
-        last = [a.place for a in actions if a.stage == stage and a.kind in (BACKWARD, WEIGHT)]
-        assert last == everything, "each stage runs the microbatches backwards in order"
-        assert sorted(places[BACKWARD] + places[INPUT]) == everything, "weights follow inputs"
+
+        def places(kinds: str, stage: int = stage) -> list[int]:
+            return [action.place for action in actions if action.stage == stage and action.kind in kinds]
+
+        assert places(FORWARD) == everything, "each stage runs the microbatches in order"
+        assert places(BACKWARD + WEIGHT) == everything, "and backwards in order, each once"
+        assert sorted(places(BACKWARD + INPUT)) == everything, "weights follow inputs"

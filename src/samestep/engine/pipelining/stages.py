@@ -1,8 +1,9 @@
-"""Splitting: a model as parts that are applied one after another, and which of them make a stage."""
+"""Stages: a model as parts that are applied one after another, cut into stages of which each rank keeps some."""
 
 import copy
 import time
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -19,11 +20,7 @@ Parts = list[tuple[str, nn.Module]]
 
 
 class Stage(nn.Module):
-    """Some parts of a model, applied one after another to one value.
-
-    Args:
-        parts: by name; in messages modules have the names that they have in the model.
-    """
+    """Some parts of a model, applied one after another; in messages modules have the names that they have in it."""
 
     def __init__(self, parts: Parts) -> None:
         super().__init__()
@@ -39,23 +36,19 @@ class Stage(nn.Module):
             around.add_module(last, module)
 
     def forward(self, value: Any) -> Any:
-        """The value, through all parts."""
+        """Applies all parts."""
         for module in self._chain:
             value = module(value)
         return value
 
     @property
     def writes_to_input(self) -> bool:
-        """Whether the first part says that it overwrites what it is given."""
+        """Whether the first part overwrites its input."""
         return bool(getattr(self._chain[0], "inplace", False))
 
 
 def parts_of(model: nn.Module) -> Parts:
-    """The parts of a model by name, in the order in which it applies them.
-
-    Raises:
-        UsageError: it does not say which they are, or they are not all of it.
-    """
+    """The parts of a model by name, in the order in which it applies them; a `UsageError` if it has no such parts."""
     declared = getattr(model, "pipeline_stages", None)
     if callable(declared):
         parts = [(str(name), module) for name, module in declared()]
@@ -72,24 +65,12 @@ def parts_of(model: nn.Module) -> Parts:
             "nn.Sequential, or give it a method pipeline_stages() that returns [(name, module), …] such that its "
             "forward is each module on what the one before it returned (a tensor, or a tuple of tensors)"
         )
-    _check_names(model, parts)
-    _check_whole(model, parts)
+    _check_parts(model, parts)
     return parts
 
 
 def cut(model: nn.Module, parts: Parts, options: Pipeline, num_stages: int, communicator: Communicator) -> list[Parts]:
-    """The parts of each stage.
-
-    Args:
-        model: whose parts they are.
-        parts: in order.
-        options: where to cut.
-        num_stages: how many stages there are to be.
-        communicator: among all ranks, which cut as rank 0 finds best.
-
-    Raises:
-        UsageError: the model cannot be cut so.
-    """
+    """The parts of each stage; all ranks cut as rank 0 has measured. Raises a `UsageError` if there is no such cut."""
     if len(parts) < num_stages:
         raise UsageError(
             f"the {type(model).__name__} has {len(parts)} parts for {num_stages} stages ({_named(parts)}): use fewer "
@@ -104,34 +85,24 @@ def cut(model: nn.Module, parts: Parts, options: Pipeline, num_stages: int, comm
 
 
 def balanced_starts(costs: Sequence[int], num_stages: int) -> list[int]:
-    """Where stages begin so that the most costly is as cheap as can be; of several such cuts the first.
-
-    Args:
-        costs: of each part.
-        num_stages: no more than parts.
-    """
+    """The starts of the stages by which the most costly stage is as cheap as can be; of several such cuts the first."""
     sums = [0]
     for cost in costs:
         sums.append(sums[-1] + cost)
-    count = len(costs)
-    best = [[sums[end] for end in range(count + 1)]]  # best[k][end]: the most costly of k + 1 stages before `end`
-    where: list[list[int]] = [[0] * (count + 1)]
-    for stages in range(1, num_stages):
-        row, starts = [0] * (count + 1), [0] * (count + 1)
-        for end in range(stages + 1, count + 1):
-            options = [(max(best[-1][start], sums[end] - sums[start]), start) for start in range(stages, end)]
-            row[end], starts[end] = min(options)
-        best.append(row)
-        where.append(starts)
-    starts, end = [], count
-    for stages in reversed(range(num_stages)):
-        end = where[stages][end]
-        starts.append(end)
-    return starts[::-1]
+
+    @cache
+    def best(stages: int, end: int) -> tuple[int, tuple[int, ...]]:
+        """The most costly of so many stages before `end`, and their starts."""
+        if stages == 1:
+            return sums[end], (0,)
+        cuts = ((best(stages - 1, start), start) for start in range(stages - 1, end))
+        return min((max(most, sums[end] - sums[start]), (*starts, start)) for (most, starts), start in cuts)
+
+    return list(best(num_stages, len(costs))[1])
 
 
 def _costs(parts: Parts, example: Any, communicator: Communicator) -> list[int]:
-    """What each part costs: nanoseconds as rank 0 measures them, or else parameters."""
+    """The cost of each part: nanoseconds as rank 0 measures them, or the number of parameters."""
     if example is None:
         return [sum(parameter.numel() for parameter in module.parameters()) for _, module in parts]
     costs, why = _measured(parts, example, communicator.device) if communicator.rank == 0 else ([0] * len(parts), b"")
@@ -143,7 +114,7 @@ def _costs(parts: Parts, example: Any, communicator: Communicator) -> list[int]:
 
 
 def _measured(parts: Parts, example: Any, device: torch.device) -> tuple[list[int], bytes]:
-    """How long each part takes; or why that cannot be told, in a sentence for all ranks, who wait for it."""
+    """The nanoseconds of each part; or the sentence of an error, which rank 0 shares with the ranks that wait."""
     generators = Generators(device)
     costs, value, number = [0] * len(parts), example, 0
     try:
@@ -165,7 +136,7 @@ def _measured(parts: Parts, example: Any, device: torch.device) -> tuple[list[in
 
 
 def _measure(module: nn.Module, value: Any, device: torch.device) -> tuple[int, Any]:
-    """How long forward and backward of a copy of a module take, the shortest of a few; and what it returns."""
+    """The shortest of a few times for forward and backward of a copy of a module, and its output."""
     module = copy.deepcopy(module).to(device)
     times = []
     for _ in range(TRIALS):
@@ -191,11 +162,7 @@ def _wait(device: torch.device) -> None:
 
 
 def as_tensors(value: Any) -> list[Tensor]:
-    """The tensors of what goes from one part to the next.
-
-    Raises:
-        UsageError: it is neither a tensor nor a tuple of tensors.
-    """
+    """The tensors of a value that goes from one part to the next; a `UsageError` if it is something else."""
     entries = value if isinstance(value, tuple | list) else (value,)
     for entry in entries:
         if not isinstance(entry, Tensor):
@@ -207,7 +174,7 @@ def as_tensors(value: Any) -> list[Tensor]:
 
 
 def like(value: Any, tensors: Sequence[Tensor]) -> Any:
-    """Other tensors in the form of a value: one, or a tuple."""
+    """Tensors in the form of a value: one tensor, or a tuple."""
     return tuple(tensors) if isinstance(value, tuple | list) else tensors[0]
 
 
@@ -224,8 +191,8 @@ def _flattened(prefix: str, module: nn.Module) -> Parts:
     return [part for name, child in inner for part in _flattened(name, child)]
 
 
-def _check_names(model: nn.Module, parts: Parts) -> None:
-    """Checks that no part is within another, and none comes twice."""
+def _check_parts(model: nn.Module, parts: Parts) -> None:
+    """Checks that no part is within another or comes twice, and that the parts hold all parameters and buffers."""
     names = [name for name, _ in parts]
     modules = [id(module) for _, module in parts]
     for number, name in enumerate(names):
@@ -238,24 +205,14 @@ def _check_names(model: nn.Module, parts: Parts) -> None:
                 f"{other} and {name} of {type(model).__name__} are one module, applied twice; strategy='pipeline' "
                 "needs it once"
             )
-
-
-def _check_whole(model: nn.Module, parts: Parts) -> None:
-    """Checks that each parameter and buffer of the model is in a part."""
-    inside = {id(tensor) for _, part in parts for module in part.modules() for tensor in _own(module)}
-    named = [*model.named_parameters(), *model.named_buffers()]
-    for name, tensor in named:
+    inside = {id(tensor) for _, part in parts for tensor in (*part.parameters(), *part.buffers())}
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if id(tensor) not in inside:
             raise UsageError(f"{name} is in none of the parts of {type(model).__name__}: {_named(parts)}")
 
 
-def _own(module: nn.Module) -> list[Tensor]:
-    tensors = [*module._parameters.values(), *module._buffers.values()]
-    return [tensor for tensor in tensors if tensor is not None]
-
-
 def _named_starts(parts: Parts, split: Sequence[str], num_stages: int) -> list[int]:
-    """Where the stages begin that a user named."""
+    """The starts of the stages that `split` names."""
     if len(split) != num_stages - 1:
         raise UsageError(
             f'got split={list(split)}, which makes {len(split) + 1} stages; ranks along "pipe" times stages_per_rank '

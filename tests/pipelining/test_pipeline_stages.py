@@ -12,7 +12,7 @@ from torch import nn
 from worlds import in_turns
 
 from samestep.data.randomness import Generators
-from samestep.engine.pipelining.splitting import Stage, balanced_starts, cut, parts_of
+from samestep.engine.pipelining.stages import Stage, balanced_starts, cut, parts_of
 from samestep.engine.strategies import Pipeline
 from samestep.recipes.catalog import load
 from samestep.recipes.recipe import DataOptions

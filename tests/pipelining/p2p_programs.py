@@ -42,12 +42,12 @@ def form(tensor):
 def hand_round(communicator):
     """Each rank sends to the next, more than once before it receives; what left and what came."""
     try:
-        relay = connect_axes(communicator, Mesh({"pipe": communicator.world_size}), TIMEOUT).relay
-        following, before = (relay.rank + 1) % relay.world_size, (relay.rank - 1) % relay.world_size
+        p2p = connect_axes(communicator, Mesh({"pipe": communicator.world_size}), TIMEOUT).p2p
+        following, before = (p2p.rank + 1) % p2p.world_size, (p2p.rank - 1) % p2p.world_size
         for number in range(3):
-            relay.send(following, tensors(), f"note {number} of {relay.rank}".encode())
-        came = [relay.receive(before) for _ in range(3)]
-        relay.settle()
+            p2p.send(following, tensors(), f"note {number} of {p2p.rank}".encode())
+        came = [p2p.receive(before) for _ in range(3)]
+        p2p.settle()
         return [form(tensor) for tensor in tensors()], [([form(t) for t in got], note.decode()) for got, note in came]
     finally:
         close_pipeline(communicator)
@@ -56,13 +56,13 @@ def hand_round(communicator):
 def fail(communicator):
     """One rank fails while the others wait for it; what these are told."""
     try:
-        relay = connect_axes(communicator, Mesh({"pipe": communicator.world_size}), TIMEOUT).relay
-        if relay.rank == 0:
-            relay.fail("the first is out of order")
+        p2p = connect_axes(communicator, Mesh({"pipe": communicator.world_size}), TIMEOUT).p2p
+        if p2p.rank == 0:
+            p2p.fail("the first is out of order")
             communicator.barrier()
             return ""
         try:
-            relay.receive(0)
+            p2p.receive(0)
         except PeerLostError as error:
             communicator.barrier()
             return str(error)

@@ -1,7 +1,7 @@
-"""The relay and the axes: tensors arrive as they lay in memory, and ranks along an axis hear each other alone."""
+"""Point-to-point exchange: tensors arrive as they lay in memory, and ranks along an axis reach each other alone."""
 
 import pytest
-from relay_programs import fail, hand_round, sums_along
+from p2p_programs import fail, hand_round, sums_along
 
 
 @pytest.mark.parametrize("transport", ["auto", "gloo"])
