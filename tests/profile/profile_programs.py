@@ -1,7 +1,6 @@
-"""Programs of the tests of profiles: training that sleeps where it is told to, in a world or as a script.
+"""Training with a profile, in a world or as a script: `profile_programs.py JSON`.
 
-As a script: `profile_programs.py JSON`, with the options of `train`, "folder" (for the digests), and perhaps "killed"
-or "fails", a rank and a step, and "waits", a step after which nothing happens. The environment says whether there is a
+Options: "folder" for the digests, and perhaps "killed", a rank and a step. The environment says whether there is a
 profile.
 """
 
@@ -9,80 +8,39 @@ import json
 import os
 import signal
 import sys
-import time
 from pathlib import Path
 
 import torch
 from torch import nn
 from torch.nn import functional
-from torch.utils.data import Dataset
+from torch.utils.data import TensorDataset
 
-from samestep.comm.recording import Recording
+from samestep.comm.environment import Environment
 from samestep.train.digest import state_digest
-from samestep.train.profile.keeping import write_rank
+from samestep.train.profile import keep_profile
 from samestep.train.run import Run
 
 NUM_STEPS = 16
 
 
-class Samples(Dataset):
-    """Random vectors, each of which takes its time."""
-
-    def __init__(self, seconds):
-        generator = torch.Generator().manual_seed(3)
-        self.x = torch.randn(8 * NUM_STEPS, 64, generator=generator)
-        self.seconds = seconds
-
-    def __len__(self):
-        return len(self.x)
-
-    def __getitem__(self, index):
-        if self.seconds:
-            time.sleep(self.seconds)
-        return self.x[index], int(self.x[index, 0] > 0)
-
-
-def model():
-    """Layers of several buckets of 32 KiB."""
-    return nn.Sequential(*[nn.Linear(64, 64) for _ in range(8)], nn.Linear(64, 2))
-
-
-def train(run, options, after=lambda step: None):
-    """Trains for `NUM_STEPS` steps.
-
-    Options: "data_seconds" a sample, "forward_seconds" a microbatch by rank, "evaluate": whether to, in the middle.
-
-    Returns:
-        The digest of the state.
-    """
-    net = model()
+def train(run, after=lambda step: None):
+    """Trains for `NUM_STEPS` steps; returns the digest of the state."""
+    net = nn.Sequential(*[nn.Linear(64, 64) for _ in range(3)], nn.Linear(64, 2))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
-    seconds = options.get("forward_seconds", [0.0])
-
-    def loss(net, batch):
-        time.sleep(seconds[run.rank % len(seconds)])
-        return functional.cross_entropy(net(batch[0]), batch[1])
-
-    step = run.train_step(net, optimizer, loss, bucket_bytes=2**15)
-    samples = Samples(options.get("data_seconds", 0.0))
-    for batch in run.loader(samples, shuffle=True):
+    step = run.train_step(net, optimizer, lambda net, batch: functional.cross_entropy(net(batch[0]), batch[1]))
+    x = torch.randn(8 * NUM_STEPS, 64, generator=torch.Generator().manual_seed(3))
+    for batch in run.loader(TensorDataset(x, (x[:, 0] > 0).long()), shuffle=True):
         step(batch)
         after(step.num_steps)
-        if options.get("evaluate") and step.num_steps == NUM_STEPS - 2:
-            run.evaluate(net, samples, {"zero": lambda output, batch: output[:, 0]})
     return state_digest(net, optimizer)
 
 
-def record(communicator, options, folder):
-    """Trains on a rank of a world, and leaves its profile in a folder if one is given."""
+def traced(communicator, folder):
+    """Trains on a rank of a world, which leaves its trace in a folder if one is given."""
     run = Run(8, 2, 0, communicator=communicator)
-    recording = Recording() if folder else None
-    run.membership.heartbeat.recording = recording
-    digest = train(run, options)
-    if recording is not None:
-        about = {"rank": communicator.rank, "world_size": communicator.world_size, "device": "cpu", "host": "here"}
-        write_rank(Path(folder), about, recording)
-    return digest
+    if folder:
+        keep_profile(run.membership.heartbeat, Path(folder), Environment(rank=communicator.rank))
+    return train(run)
 
 
 def main():
@@ -93,13 +51,8 @@ def main():
     def after(step):
         if options.get("killed") == [slot, step]:
             os.kill(os.getpid(), signal.SIGKILL)
-        if options.get("fails") == [slot, step]:
-            raise RuntimeError("this rank fails")
-        if options.get("waits") == step:
-            (Path(options["folder"]) / f"waits-{slot}").touch()
-            time.sleep(200)
 
-    digest = train(run, options, after)
+    digest = train(run, after)
     (Path(options["folder"]) / f"digest-{slot}").write_text(digest)
 
 

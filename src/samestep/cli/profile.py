@@ -1,24 +1,115 @@
-"""`samestep profile`: a profile that a run left, shown again."""
+"""`samestep profile` and the option that asks for a profile: the time of a step's phases, and traces to look at."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from statistics import median
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from samestep.devices.device import counted
+from samestep.errors import UsageError
+
+if TYPE_CHECKING:
+    from samestep.devices.selection import Selection
+
+Profile = Annotated[
+    bool,
+    typer.Option("--profile", help="Trace some steps on every rank, for Perfetto, and show the time of their phases."),
+]
+ProfileDir = Annotated[
+    Path | None,
+    typer.Option(
+        "--profile-dir", metavar="DIR", help="Where the profile goes, instead of the folder profile; asks for one too."
+    ),
+]
+SKIPPED_STEPS, NUM_STEPS = 10, 200  # the first steps allocate memory and choose kernels
+NEEDED_STEPS = 5  # of a trace; see `train.profile`
+
 
 def profile(
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A run's folder, or that of a profile.")],
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A run's folder.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
 ) -> None:
-    """Shows again where the time of a step went, and what follows: the profile that --profile left.
+    """Shows where the time of a step went, from a run's ledger, and the traces that --profile left.
 
     Nothing is written.
     """
-    from samestep.train.profile.showing import load_profile, print_profile
+    from samestep.train.naming import PROFILE_FOLDER
 
-    found = load_profile(folder)
+    found = {**step_times(folder), "traces": traces(folder / PROFILE_FOLDER)}
     if as_json:
-        print(json.dumps(found.as_json()))
+        print(json.dumps(found))
     else:
-        print_profile(found)
+        print_times(found)
+        print_traces(folder / PROFILE_FOLDER)
+
+
+def profiled(selection: "Selection", folder: Path) -> "Selection":
+    """The devices whose workers are to leave traces in a folder, which is made and emptied of older ones.
+
+    Raises:
+        UsageError: it cannot be made.
+    """
+    from samestep.comm.environment import PROFILE_VARIABLE
+
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for path in traces(folder):
+            Path(path).unlink()
+    except OSError as error:
+        reason = error.strerror or error
+        raise UsageError(f"cannot make {folder} for the profile: {reason}; choose another by --profile-dir") from error
+    return replace(selection, environment={**selection.environment, PROFILE_VARIABLE: str(folder.resolve())})
+
+
+def traces(folder: Path) -> list[str]:
+    """The traces in a folder, by rank."""
+    return [str(path) for path in sorted(folder.glob("rank-*.json"), key=lambda path: (len(path.name), path.name))]
+
+
+def step_times(folder: Path) -> dict[str, Any]:
+    """Median milliseconds and shares of a step's phases on the rank that wrote the ledger.
+
+    Raises:
+        UsageError: the ledger holds no step with its times.
+        DataError: there is no ledger.
+    """
+    from samestep.verify.ledger import read_ledger
+
+    steps = [entry["seconds"] for entry in read_ledger(folder).steps.values() if "seconds" in entry]
+    if not steps:
+        raise UsageError(f"{folder} holds no step with its times; needed: a run that ended one")
+    steps = steps[min(SKIPPED_STEPS, len(steps) // 2) :][-NUM_STEPS:]
+    totals = {kind: sum(step[kind] for step in steps) for kind in steps[0]}
+    total = sum(totals.values())
+    return {
+        "num_steps": len(steps),
+        "milliseconds": {kind: 1000 * median(step[kind] for step in steps) for kind in totals},
+        "shares": {kind: totals[kind] / total if total else 0.0 for kind in totals},
+    }
+
+
+def print_times(times: dict[str, Any], *, to_stderr: bool = False) -> None:
+    """Prints the table of `step_times`."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(f"ms a step, median of {times['num_steps']:,}", box=None, pad_edge=False)
+    for name in ("rank 0", "share"):
+        table.add_column(name, justify="right")
+    for kind, milliseconds in times["milliseconds"].items():
+        table.add_row(kind, f"{milliseconds:.3f}", f"{100 * times['shares'][kind]:.1f} %")
+    Console(stderr=to_stderr, highlight=False).print(table)
+
+
+def print_traces(folder: Path, *, to_stderr: bool = False) -> None:
+    """Prints where the traces are."""
+    found = traces(folder)
+    if found:
+        typer.echo(
+            f"traces of {counted(len(found), 'rank')}: {folder}/rank-*.json (https://ui.perfetto.dev)", err=to_stderr
+        )
+    else:
+        typer.echo(f"samestep: no trace in {folder}: no rank came as far as step {NEEDED_STEPS}", err=True)

@@ -15,7 +15,7 @@ from samestep.cli.options import (
     chosen_torchrun,
     with_options,
 )
-from samestep.cli.profiling import Profile, ProfileDir, profiled, show_profile
+from samestep.cli.profile import Profile, ProfileDir, print_traces, profiled
 from samestep.launcher.policy import Policy
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ def run(
 
         outcome = hand_over(job, selection, torchrun, num_threads, policy.max_restarts)
     if folder is not None and torchrun is None:
-        show_profile(folder, to_stderr=True)
+        print_traces(folder, to_stderr=True)
     if outcome.failure is not None:
         typer.echo(f"samestep: error: {outcome.failure}", err=True)
     raise typer.Exit(outcome.exit_code)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from samestep.cli.options import NodeOptions, WorkerOptions, chosen_devices, chosen_torchrun, with_options
-from samestep.cli.profiling import Profile, show_profile
+from samestep.cli.profile import Profile, print_times, print_traces, step_times, traces
 from samestep.errors import UsageError
 from samestep.launcher.policy import Policy
 from samestep.recipes.catalog import NAMES
@@ -167,9 +167,8 @@ def _train_by_workers(
         raise typer.Exit(outcome.exit_code)
     outcome = supervise(work, selection, num_threads=num_threads, start_method=workers.start_method, policy=policy)
     is_ended = outcome.exit_code == 0
-    profile = None
     if config.profile is not None:
-        profile = show_profile(Path(config.profile), to_stderr=as_json or not is_ended, silent=as_json and is_ended)
+        print_traces(Path(config.profile), to_stderr=True)
     if outcome.failure is not None:
         typer.echo(f"samestep: error: {outcome.failure}", err=True)
     if not is_ended:
@@ -178,7 +177,11 @@ def _train_by_workers(
         if outcome.failure is None and folder.exists():
             typer.echo(f"samestep: stopped; what there is of the run: {folder}", err=True)
         raise typer.Exit(outcome.exit_code)
-    result = outcome.result if config.profile is None else {**outcome.result, "profile": profile}
+    result = outcome.result
+    if config.profile is not None:
+        result = {**result, "profile": {**step_times(folder), "traces": traces(Path(config.profile))}}
+        if not as_json:
+            print_times(result["profile"])
     _show(result, selection.describe(), as_json)
 
 

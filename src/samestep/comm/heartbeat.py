@@ -1,9 +1,9 @@
 """The heartbeat: tells the supervisor's page, if there is one, what this process is doing, and adds up the seconds."""
 
 import time
+from collections.abc import Callable
 
 from samestep.comm.heartbeat_page import HeartbeatPage
-from samestep.comm.recording import Recording
 
 WORK = {"data": "data", "forward": "compute", "backward": "compute", "exchange": "exchange", "update": "update"}
 
@@ -16,7 +16,7 @@ class Heartbeat:
         slot: this worker's place on it.
 
     Attributes:
-        recording: of every phase, for a profile; None without one.
+        on_phase: called with the phase that ends and the one that begins, for a profile; None without one.
     """
 
     def __init__(self, page: HeartbeatPage | None = None, slot: int = 0) -> None:
@@ -26,7 +26,7 @@ class Heartbeat:
         self.quorum = 0
         self.step = 0
         self.phase = "start"
-        self.recording: Recording | None = None
+        self.on_phase: Callable[[str, str], None] | None = None
         self._since = time.perf_counter()
         self._seconds: dict[str, float] = {}
         self.enter("start")
@@ -37,22 +37,16 @@ class Heartbeat:
         Returns:
             The phase that ends.
         """
-        if self.recording is not None:
-            self.recording.settle()
         now = time.perf_counter()
         before = self.phase
         kind = WORK.get(before, before)
         self._seconds[kind] = self._seconds.get(kind, 0.0) + now - self._since
-        if self.recording is not None:
-            self.recording.add(before, self._since, now, self.step, phase != before)
         self.phase, self._since = phase, now
         if self.page is not None:
             self.page.post(self.slot, phase, self.step, self.flags, self.quorum)
+        if self.on_phase is not None and phase != before:
+            self.on_phase(before, phase)
         return before
-
-    def enter_detail(self, phase: str) -> str:
-        """As `enter`, for a phase that nobody but a profile tells apart: without one it costs nothing."""
-        return self.phase if self.recording is None else self.enter(phase)
 
     def set_flags(self, flags: int) -> None:
         """Posts what this worker can do; see `page`."""

@@ -28,7 +28,7 @@ PAGE_VARIABLE = "SAMESTEP_HEARTBEAT_FD"
 SLOT_VARIABLE = "SAMESTEP_SLOT"
 PHASES = (
     *("start", "script", "data", "forward", "backward", "exchange", "update", "checkpoint", "evaluate"),
-    *("regroup", "end", "ledger"),
+    *("regroup", "end"),
 )
 STOPS_ON_REQUEST = 1  # flags: finishes its step and leaves when the page asks for it
 HEALS = 2  # goes on with the others when one is lost

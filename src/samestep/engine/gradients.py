@@ -5,7 +5,6 @@ exchange of the last layers runs beside the backward of the first.
 """
 
 import sys
-import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
@@ -17,7 +16,6 @@ from torch.utils.hooks import RemovableHandle
 from samestep.comm.buckets import Bucket, make_buckets
 from samestep.comm.communicator import CARRIER_BYTES, Communicator
 from samestep.comm.letters import LetterBox
-from samestep.comm.recording import Recording
 from samestep.comm.reduction import Reduction, fold, fold_all
 from samestep.core.tree import Block, TreeSum
 from samestep.engine.norms import NORM_ELEMENTS, block_norm, block_norms, join_norms
@@ -141,7 +139,6 @@ class GradientSum:
         communicator: this rank's communicator.
         bucket_bytes: how much travels in one message; the bits do not depend on it.
         overlap: whether buckets leave during the backward of the last microbatch.
-        recording: is told when they leave.
 
     Attributes:
         parameters: the trainable ones.
@@ -160,9 +157,7 @@ class GradientSum:
         communicator: Communicator,
         bucket_bytes: int,
         overlap: bool = True,
-        recording: Recording | None = None,
     ) -> None:
-        self._recording = recording
         self.parameters = list(parameters)
         self.inputs = tuple(self.parameters)
         self._names = list(names)
@@ -272,8 +267,6 @@ class GradientSum:
             letter: what this rank has to say.
             sizes: bytes of each rank's.
         """
-        if self._recording is not None:
-            self._recording.note_bucket(time.perf_counter())
         box = self._sums[0].start_with_letter(self._communicator, self._blocks_by_rank, letter, sizes)
         self._started.append(box)
         box.fold()
@@ -402,8 +395,6 @@ class GradientSum:
             self._start(number)
 
     def _start(self, number: int) -> None:
-        if self._recording is not None:
-            self._recording.note_bucket(time.perf_counter())
         if self._communicator.folds_beside:
             for reduction in self._started:
                 reduction.fold()

@@ -110,12 +110,7 @@ class Placement:
         """
         membership = self.membership
         gradients = GradientSum(
-            list(trainable.values()),
-            list(trainable),
-            membership.communicator,
-            bucket_bytes,
-            overlap,
-            membership.heartbeat.recording,
+            list(trainable.values()), list(trainable), membership.communicator, bucket_bytes, overlap
         )
         if self._shards_optimizer and membership.world_size > 1:
             names = {id(parameter): name for name, parameter in self.held(optimizers).items()}

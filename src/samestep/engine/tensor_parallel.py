@@ -290,7 +290,8 @@ def _wait_as_exchange(module: nn.Module, heartbeat: Heartbeat) -> None:
     """Waits for a module's collectives in its hooks, as an exchange: else a rank that waits would seem to hang."""
 
     def wait(value: Any) -> None:
-        local = value.detach().to_local() if isinstance(value, DTensor) else value
+        detached: Any = value.detach()
+        local = detached.to_local() if isinstance(value, DTensor) else value
         if hasattr(local, "wait"):  # one of torch's asynchronous tensors
             before = heartbeat.enter("exchange")
             local.wait()

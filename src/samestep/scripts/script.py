@@ -54,7 +54,7 @@ def run_adopted(
     # The script is to find what it finds under `python script.py`: no trace of ranks.
     hidden = {name: os.environ.pop(name) for name in RANK_VARIABLES if name in os.environ}
     try:
-        with adopted(adoption, virtual=virtual, seed=seed, wrap=wrap), profiling.profiled(adoption, environment):
+        with adopted(adoption, virtual=virtual, seed=seed, wrap=wrap), profiling.profiled(environment):
             if kind == "module":
                 run_module(target, tuple(argv))
             else:

@@ -3,7 +3,7 @@
 import hashlib
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from io import FileIO
 from pathlib import Path
@@ -21,6 +21,7 @@ from samestep.train.writing import append_whole, is_at, open_unbuffered, writing
 
 GATHERED_BYTES = 8192
 READ_BYTES = 65_536
+TIMED_KINDS = ("data", "compute", "exchange", "update")
 _STEP = re.compile(rb'\{"step": (\d+), "')
 
 
@@ -137,6 +138,7 @@ def ledger_entry(
     learning_rates: Sequence[float],
     world_size: int,
     digest: str | None = None,
+    seconds: Mapping[str, float] | None = None,
 ) -> dict[str, Any]:
     """What the ledger says of a step.
 
@@ -146,6 +148,7 @@ def ledger_entry(
         learning_rates: one a parameter group, as used in the step.
         world_size: devices that took part.
         digest: the checksum of the state after the step, as 16 hexadecimal digits, where it was computed.
+        seconds: host seconds by kind, if they were measured; those of `TIMED_KINDS` are written.
     """
     known = batch is not None and batch.epoch >= 0
     ids = batch.ids() if batch is not None and batch.ids is not None else None
@@ -161,6 +164,8 @@ def ledger_entry(
         "skipped": result.skipped,
         "world_size": world_size,
     }
+    if seconds is not None:
+        entry["seconds"] = {kind: round(seconds.get(kind, 0.0), 6) for kind in TIMED_KINDS}
     return entry if digest is None else {**entry, "digest": digest}
 
 

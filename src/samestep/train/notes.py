@@ -153,13 +153,12 @@ class Notes:
     def note(self, result: StepResult, batch: Any, rates: list[float]) -> None:
         """Remembers a step until its scalars have arrived."""
         is_due = (result.step + 1) % self._digest_every == 0
-        before = self._membership.heartbeat.enter_detail("ledger")
         digest = self._checksum.compute() if is_due and self.folder is not None else None
         if is_due:
             self._drift.check(None if is_spread(self._step) else digest)
-        self._membership.heartbeat.enter_detail(before)
         known = batch if isinstance(batch, Batch) else None
-        self._unread.append(StepNote(result, known, rates, self._membership.world_size, digest))
+        seconds = self._membership.heartbeat.take_seconds()
+        self._unread.append(StepNote(result, known, rates, self._membership.world_size, digest, seconds))
 
     def compare(self) -> None:
         """Compares the state over the ranks; all of them call it, and raise a `DeterminismError` if it differs."""
@@ -171,7 +170,6 @@ class Notes:
         Raises:
             NonFiniteError: one was not finite; the state is the one from before it.
         """
-        before = self._membership.heartbeat.enter_detail("ledger")
         while self._unread and (wait or self._unread[0].result.is_there):
             note = self._unread.popleft()
             try:
@@ -184,12 +182,11 @@ class Notes:
                 epoch.count += note.result.count
             self.last_loss = note.result.loss
             light = None if note.batch is None else note.result.batch
-            note = StepNote(note.result, light, note.rates, note.world_size, note.digest)
+            note = StepNote(note.result, light, note.rates, note.world_size, note.digest, note.seconds)
             if self._membership.can_heal:
                 self._recent.append(note)
             if self.recorder is not None:
                 self.recorder.step(note)
-        self._membership.heartbeat.enter_detail(before)
 
     def forget_unread(self) -> None:
         """Forgets what followed a step that was not finite: it never happened."""

@@ -2,7 +2,7 @@
 
 import sys
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +23,7 @@ from samestep.train.checkpoint import Snapshot
 from samestep.train.checksum import as_hex
 from samestep.train.epoch import EpochRecord
 from samestep.train.folder import read_losses, write_json
-from samestep.train.ledger import LedgerWriter, ledger_entry
+from samestep.train.ledger import TIMED_KINDS, LedgerWriter, ledger_entry
 from samestep.train.loggers import JsonlLogger, Logger, TensorBoardLogger
 from samestep.train.naming import (
     CHECKPOINT_FOLDER,
@@ -52,6 +52,7 @@ class StepNote:
         rates: the learning rate of each parameter group, as used.
         world_size: devices that took part.
         digest: the checksum of the state after the step, where it was computed.
+        seconds: host seconds of this rank by kind since the step before.
     """
 
     result: StepResult
@@ -59,11 +60,12 @@ class StepNote:
     rates: list[float]
     world_size: int
     digest: Tensor | None
+    seconds: Mapping[str, float]
 
     def entry(self) -> dict[str, Any]:
         """The ledger's line."""
         digest = None if self.digest is None else as_hex(int(self.digest))
-        return ledger_entry(self.result, self.batch, self.rates, self.world_size, digest)
+        return ledger_entry(self.result, self.batch, self.rates, self.world_size, digest, self.seconds)
 
     def scalars(self) -> dict[str, float]:
         """What loggers are told."""
@@ -108,7 +110,7 @@ class Recorder:
         self._saver: CheckpointSaver | None = None  # while there are checkpoints to be written
         self._blocked: dict[int, float] = {}
         self._timed_steps = 0
-        membership.heartbeat.take_seconds()  # a rank that takes over counts from here
+        self._seconds: dict[str, float] = defaultdict(float)
         self._timed_at = time.monotonic()
         self._known_losses: set[int] = set()
         if folder is None:
@@ -155,6 +157,8 @@ class Recorder:
         if self._ledger is not None:
             self._ledger.write(note.entry())
         self.log(note.result.step + 1, note.scalars())
+        for kind, seconds in note.seconds.items():
+            self._seconds[kind] += seconds
         self._timed_steps += 1
         if time.monotonic() - self._timed_at >= TIMING_SECONDS:
             self._log_times(note.result.step + 1)
@@ -291,12 +295,12 @@ class Recorder:
 
     def _log_times(self, step: int) -> None:
         """Host seconds a step since the last time, and memory."""
-        seconds = self._membership.heartbeat.take_seconds()
-        kinds = ("data", "compute", "exchange", "update", "checkpoint")
-        scalars = {f"seconds/{kind}": seconds.get(kind, 0.0) / self._timed_steps for kind in kinds}
+        kinds = (*TIMED_KINDS, "checkpoint")
+        scalars = {f"seconds/{kind}": self._seconds[kind] / self._timed_steps for kind in kinds}
         scalars["memory/host_bytes"] = float(psutil.Process().memory_info().rss)
         device = self._membership.communicator.device
         if device.type == "cuda":
             scalars["memory/device_bytes"] = float(torch.cuda.max_memory_allocated(device))
         self.log(step, scalars)
         self._timed_steps, self._timed_at = 0, time.monotonic()
+        self._seconds.clear()

@@ -34,7 +34,7 @@ from samestep.train.contract import Contract, check_contract
 from samestep.train.evaluation import evaluate, predict
 from samestep.train.loops import load, save
 from samestep.train.process import make_deterministic, own_device
-from samestep.train.profile.keeping import keep_profile
+from samestep.train.profile import keep_profile
 from samestep.train.state import generator_states, restore_generators
 from samestep.train.stopping import stopping_on_request
 from samestep.train.unseeded import DrawnBefore, describe_parameters, versions
@@ -68,16 +68,13 @@ class Run:
         num_threads: threads of a CPU worker, part of the contract since reductions split by it; 1 by default.
         timeout_seconds: how long to wait for other ranks before an error names the missing ones.
         communicator: this rank's communicator, instead of one from the environment; for tests and special transports.
-        profile: a folder for a profile of where the time goes, written when the process ends; that of the environment
-            variable SAMESTEP_PROFILE (which `samestep run --profile` sets) by default, and none without it.
+        profile: a folder for a trace of some steps of this rank by torch.profiler; that of the environment variable
+            SAMESTEP_PROFILE (which `samestep run --profile` sets) by default, and none without it.
         mesh: how the devices divide the work: `{"data": 2, "pipe": 4}` trains two copies of a model in four stages each
             (`strategy="pipeline"`), `{"data": 2, "tensor": 2}` two copies with each matrix on two devices (by torch's
             `parallelize_module` over `run.mesh["tensor"]`). One size may be -1: what is left. By default all are on
             "data"; `shares` and `num_microbatches` are about "data". On one device it is not looked at. The bits do not
             depend on "data" and "pipe"; they do on "tensor": see docs/tensor.md.
-
-    Attributes:
-        profile_facts: what the advice of a profile goes by, besides times; JSON.
 
     Raises:
         UsageError: an argument that cannot be, or more devices than microbatches.
@@ -146,9 +143,8 @@ class Run:
         if world_size > 1 or heartbeat.page is not None:
             atexit.register(self.membership.close)
         kept = profile or chosen_profile()
-        self.profile_facts: dict[str, Any] = {"num_microbatches": count}
         if kept:
-            keep_profile(heartbeat, Path(kept), environment, self.device, self.profile_facts)
+            keep_profile(heartbeat, Path(kept), environment)
         self._grid, self._timeout = grid, timeout
         self._device_mesh: DeviceMesh | None = None
         self._until_end = ExitStack()
@@ -307,7 +303,6 @@ class Run:
             )
         stream = self._num_streams
         self._num_streams += 1
-        self.profile_facts["compiles"] = compile or self.profile_facts.get("compiles", False)
         step = TrainStep(
             self.membership,
             self.contract.seed,
@@ -379,8 +374,6 @@ class Run:
         )
         if type(loader.dataset) is TensorData:
             self.membership.notice(self._drawn_before.describe_data(loader.dataset.tensors))
-            if cache is None and self.device.type != "cpu":
-                self.profile_facts["cacheable"] = True
         return loader
 
     def evaluate(

@@ -109,7 +109,6 @@ class Trainer:
             checkpoint_minutes=checkpoint_minutes,
             checkpoint_retries=checkpoint_retries,
         )
-        run.profile_facts["digest_every"] = None if run_dir is None and run.world_size == 1 else digest_every
         self._planned = 0
         self._left_at = -1
 

@@ -83,7 +83,8 @@ def input_backward(microbatch: MicrobatchInStage, parameters: Sequence[nn.Parame
             parameter.grad = None
         return of_inputs
     edges = [torch.autograd.graph.get_gradient_edge(output) for output in outputs]
-    of_inputs, microbatch.groups = stage_backward_input(outputs, seeds, microbatch.leaves, iter(parameters))
+    inputs, microbatch.groups = stage_backward_input(outputs, seeds, microbatch.leaves, iter(parameters))
+    of_inputs = list(inputs)
     reached = {id(node.variable) for group in microbatch.groups for node in group["params"]}
     missed = [parameter for parameter in parameters if id(parameter) not in reached]
     if missed:  # what does not meet the input on its way to the output; or is not used

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor, nn
 
 from samestep.comm.membership import Membership
-from samestep.comm.recording import Recording
 from samestep.core.tree import Block
 from samestep.engine.gradients import GradientSum
 from samestep.engine.norms import SpreadNorm
@@ -21,7 +20,6 @@ class PipelinedGradientSum:
         trainable: the parameters that the optimizers update, of all stages, by name.
         membership: the ranks.
         bucket_bytes: how much travels in one message.
-        recording: is told when messages leave.
 
     Attributes:
         parameters: the trainable ones, of all stages; those of other ranks have no elements.
@@ -40,7 +38,6 @@ class PipelinedGradientSum:
         trainable: dict[str, nn.Parameter],
         membership: Membership,
         bucket_bytes: int,
-        recording: Recording | None,
     ) -> None:
         self._data = membership.data
         self.parameters = list(trainable.values())
@@ -54,7 +51,7 @@ class PipelinedGradientSum:
             self._places[stage] = [self._index[name] for name in names]
             if names:
                 self._sums[stage] = GradientSum(
-                    self.stage_parameters[stage], names, membership.data, bucket_bytes, False, recording
+                    self.stage_parameters[stage], names, membership.data, bucket_bytes, False
                 )
         spreads = [pipelined.state.spreads[name] for name in trainable]
         self._norm = SpreadNorm(membership.along("pipe"), spreads, [parameter.dtype for parameter in self.parameters])

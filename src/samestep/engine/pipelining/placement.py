@@ -49,6 +49,4 @@ class PipelinedPlacement(Placement):
         self, trainable: dict[str, nn.Parameter], optimizers: Sequence[Optimizer], bucket_bytes: int, overlap: bool
     ) -> PipelinedGradientSum:
         """What sums the microbatches' gradients, stage by stage."""
-        return PipelinedGradientSum(
-            self.pipelined, trainable, self.membership, bucket_bytes, self.membership.heartbeat.recording
-        )
+        return PipelinedGradientSum(self.pipelined, trainable, self.membership, bucket_bytes)

@@ -1,1 +1,0 @@
-"""The profile of a run: where the time of a step goes, on every rank."""
