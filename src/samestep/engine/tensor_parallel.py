@@ -140,14 +140,7 @@ class TensorParallelGradientSum(GradientSum):
         self, placement: TensorParallelPlacement, trainable: dict[str, nn.Parameter], bucket_bytes: int
     ) -> None:
         membership = placement.membership
-        super().__init__(
-            list(trainable.values()),
-            list(trainable),
-            membership.data,
-            bucket_bytes,
-            False,
-            membership.heartbeat.recording,
-        )
+        super().__init__(list(trainable.values()), list(trainable), membership.data, bucket_bytes, False)
         assert placement.state is not None, "it knows the local shards"
         self.inputs = tuple(placement.leaves[name] for name in trainable)
         self._tensor: Communicator = placement.tensor

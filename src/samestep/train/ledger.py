@@ -152,7 +152,7 @@ def ledger_entry(
     """
     known = batch is not None and batch.epoch >= 0
     ids = batch.ids() if batch is not None and batch.ids is not None else None
-    entry = {
+    entry: dict[str, Any] = {
         "step": result.step,
         "epoch": batch.epoch if known and batch is not None else None,
         "position": batch.position if known and batch is not None else None,
