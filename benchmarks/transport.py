@@ -108,7 +108,7 @@ def sum_in_form(transport, latency_bytes, size):
     """What sums tensors of this many bytes, one block a rank, in the form that this latency makes it take."""
     import torch
 
-    from samestep.comm.reduction import OrderedReduction
+    from samestep.comm.reduction import Reduction, ordered
     from samestep.core.microbatches import microbatch_ranges
     from samestep.core.tree import rank_blocks
 
@@ -119,7 +119,7 @@ def sum_in_form(transport, latency_bytes, size):
 
     def begin():
         transport.latency_bytes = latency_bytes
-        reduction = OrderedReduction(transport, blocks_by_rank, [tensor], tensor)
+        reduction = Reduction(ordered(transport, blocks_by_rank, [tensor], tensor))
         reduction.fold()
         return SimpleNamespace(wait=reduction.finish)
 

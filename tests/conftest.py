@@ -97,7 +97,12 @@ def _nothing_left_behind(request):
     torch.set_deterministic_debug_mode("default")
     torch.utils.deterministic.fill_uninitialized_memory = True
     changed = {k for k in environment.keys() | os.environ.keys() if environment.get(k) != os.environ.get(k)}
-    changed -= {"PYTEST_CURRENT_TEST", "CUBLAS_WORKSPACE_CONFIG", "TORCHINDUCTOR_CACHE_DIR", "KINETO_LOG_LEVEL"}  # set by torch
+    changed -= {
+        "PYTEST_CURRENT_TEST",
+        "CUBLAS_WORKSPACE_CONFIG",
+        "TORCHINDUCTOR_CACHE_DIR",
+        "KINETO_LOG_LEVEL",
+    }  # set by torch
     assert not changed, f"environment variables changed: {sorted(changed)}"
     if not pooled:
         left = [child for child in psutil.Process().children(recursive=True) if child.pid not in before]

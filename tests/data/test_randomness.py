@@ -1,8 +1,6 @@
 """Randomness: the global generators, seeded alike and put back as they were."""
 
 import random
-import sys
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from samestep.data.randomness import Generators, NumpyStream, PythonState, seed_process
+from samestep.data.randomness import Generators, seed_process
 
 CPU = torch.device("cpu")
 
@@ -138,40 +136,3 @@ def test_a_process_seeded_alike_draws_alike(seed):
     first = draw()
     seed_process(seed)
     assert draw() == first
-
-
-def test_the_state_of_python_s_generator_is_saved_by_its_memory_and_by_getstate_alike(monkeypatch):
-    random.seed(8)
-    random.gauss(0, 1)  # leaves half a pair
-    expected = random.getstate()
-    for implementation in ("cpython", "another"):
-        monkeypatch.setattr(sys, "implementation", SimpleNamespace(name=implementation))
-        state = PythonState()
-        saved = state.save()
-        random.seed(1)
-        draws = [random.gauss(0, 1) for _ in range(1001)]
-        state.restore(saved)
-        assert random.getstate() == expected
-        assert len(draws) == 1001
-
-
-def test_numpys_stream_is_seeded_in_its_memory_as_numpy_itself_would_seed_it():
-    ours = NumpyStream()
-    assert ours._rest, "this NumPy's generators have another layout, and are seeded the slow way"
-    for seed in (0, 5, 2**63, 2**64 - 1):
-        slow = NumpyStream()
-        slow._rest = 0
-        for stream in (ours, slow):
-            np.random.Generator(stream.generator).random(7)
-            np.random.Generator(stream.generator).integers(2**16, dtype=np.uint32)
-            stream.seed(seed)
-        first, second = (np.random.Generator(stream.generator).random(9).tolist() for stream in (ours, slow))
-        assert first == second
-
-
-def test_a_layout_that_is_not_understood_is_not_written_to(monkeypatch):
-    monkeypatch.setattr(NumpyStream, "_is_understood", lambda self: False)
-    generators = Generators(CPU)
-    assert not generators._numpy._rest
-    generators.seed(2**63 + 5)
-    assert draw() == GOLDEN

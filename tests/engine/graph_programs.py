@@ -26,8 +26,8 @@ class Rerun:
 
     def record(self, run):
         self.num_runs += 1
-        parameters = self.step.runner.gradients.parameters
-        places = self.step.runner.buffers._places
+        parameters = self.step._layout.gradients.parameters
+        places = self.step._layout.buffers._places
         starts = [place.get() for place in places]
         loss = run()
         outputs = [parameter.grad for parameter in parameters]
@@ -76,8 +76,7 @@ def with_graphs(step, length):
         recorders.append(Rerun(step))
         return recorders[-1]
 
-    step.runner.graphs = MicrobatchGraphs(length, torch.device("cpu"), make)
-    step._flat_update = None  # it moves parameters once, on a CPU only
+    step.microbatches.graphs = MicrobatchGraphs(length, torch.device("cpu"), make)
     return recorders
 
 

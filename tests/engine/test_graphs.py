@@ -40,7 +40,7 @@ def train(
     step = run.train_step(model, optimizer, loss, **options)
     recorders = with_graphs(step, 16) if graphs else []
     if not seeded:
-        step.runner.generators.seed = lambda seed: None
+        step.microbatches.generators.seed = lambda seed: None
     data = table(42) if data is None else data
     losses = [step(batch).loss for _ in range(epochs) for batch in run.loader(data, shuffle=True)]
     return bits(model, [optimizer]), losses, [(recorder.num_runs, recorder.num_replays) for recorder in recorders]
@@ -101,7 +101,7 @@ def test_a_capture_leaves_no_trace_in_what_the_script_draws():
         for graphs in (False, True):
             _, step, _ = one_step(communicator)
             if not graphs:
-                step.runner.graphs = None
+                step.microbatches.graphs = None
             torch.manual_seed(5)
             random.seed(5)
             np.random.seed(5)
@@ -134,13 +134,13 @@ def test_moved_parameters_and_changed_modes_get_graphs_of_their_own():
         model, step, recorders = one_step(communicator)
         step(table())
         step(table())
-        assert [len(recorders), len(step.runner.graphs)] == [1, 1]
+        assert [len(recorders), len(step.microbatches.graphs)] == [1, 1]
         model[3].eval()
         step(table())
-        assert [len(recorders), len(step.runner.graphs)] == [1, 2]
+        assert [len(recorders), len(step.microbatches.graphs)] == [1, 2]
         model[0].weight.data = model[0].weight.data.clone()
         step(table())
-        assert [len(recorders), len(step.runner.graphs)] == [2, 1]
+        assert [len(recorders), len(step.microbatches.graphs)] == [2, 1]
         model[1].running_mean = model[1].running_mean.clone()
         step(table())
         assert len(recorders) == 3
@@ -162,7 +162,7 @@ def test_autocast_of_the_script_gets_a_graph_of_its_own():
         with torch.autocast("cpu", dtype=torch.bfloat16):
             step(table())
         step(table())
-        return len(recorders), len(step.runner.graphs)
+        return len(recorders), len(step.microbatches.graphs)
 
     assert alone(program) == (1, 2)
 

@@ -136,6 +136,25 @@ def train_kept(communicator, make, keep):
     return train(communicator, make, prepare=keep)
 
 
+def hold(communicator):
+    """Keeps the gradients of a step over the next one, on ranks that have microbatches and on one that has none."""
+    run = Run(12, 4, communicator=communicator, spares=1)
+    model = nn.Linear(5, 1)
+    step = run.train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), lambda m, x: m(x).square().mean())
+    x = torch.randn(12, 5, generator=torch.Generator().manual_seed(1))
+    step(x)
+    held = [parameter.grad for parameter in model.parameters()]
+    copies = [gradient.clone() for gradient in held]
+    step(x)
+    same = all(torch.equal(gradient, copy) for gradient, copy in zip(held, copies, strict=True))
+    return same, [parameter.grad.tolist() for parameter in model.parameters()]
+
+
+def test_gradients_that_a_rank_without_microbatches_keeps_are_not_overwritten_either():
+    results = in_turns(3, hold)
+    assert all(result == (True, results[0][1]) for result in results)
+
+
 def test_a_hook_on_the_gradient_that_is_added_later_counts_on_every_number_of_devices():
     def halve(parameter):
         parameter.grad.mul_(0.5)
@@ -267,7 +286,7 @@ def test_a_step_that_is_dropped_is_freed():
         model = net()
         step = run.train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), mean_squared, bucket_bytes=4)
         step(table())
-        watched = weakref.ref(step._gradients)
+        watched = weakref.ref(step._layout.gradients)
         del step
         gc.collect()
         return watched() is None, [len(p._post_accumulate_grad_hooks or {}) for p in model.parameters()]

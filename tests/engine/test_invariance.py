@@ -218,9 +218,9 @@ def test_twin_the_tree_replaced_by_rank_order_is_noticed(monkeypatch):
 def test_twin_randomness_by_rank_is_noticed(monkeypatch):
     real = microbatches_module.MicrobatchRunner.run
 
-    def by_rank(self, batch, step):
-        monkeypatch.setattr(microbatches_module, "derive_seed", lambda *parts: 1000 + self._membership.rank)
-        return real(self, batch, step)
+    def by_rank(self, *args):
+        monkeypatch.setattr(microbatches_module, "derive_seed", lambda *parts: 1000 + self.membership.rank)
+        return real(self, *args)
 
     monkeypatch.setattr(microbatches_module.MicrobatchRunner, "run", by_rank)
     assert differs({})

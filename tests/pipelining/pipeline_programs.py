@@ -18,8 +18,8 @@ from samestep.comm.pieces import Piece
 from samestep.comm.shm.transport import SharedTransport
 from samestep.engine import gradients
 from samestep.engine.pipelining import stage_inputs
-from samestep.engine.pipelining.placement import PipelinedPlacement
 from samestep.engine.pipelining.stages import parts_of
+from samestep.engine.pipelining.strategy import PipelineStrategy
 from samestep.engine.strategies import Pipeline
 from samestep.errors import NonFiniteError, SamestepError
 from samestep.recipes.gpt import Gpt
@@ -249,8 +249,8 @@ def train(communicator, name, options):
         with BREAKERS[o.get("breaker")]():
             results = [step(batch) for _ in range(o["epochs"]) for batch in loader]
         scores = {} if name == "gpt" else run.evaluate(model, data, {"accuracy": accuracy, "loss": cross_entropy})
-        placed = step.placement
-        pipelined = placed.pipelined if isinstance(placed, PipelinedPlacement) else None
+        placed = step.strategy
+        pipelined = placed.pipelined if isinstance(placed, PipelineStrategy) else None
         own = () if pipelined is None else [pipelined.stages[number] for number in pipelined.own]
         return {
             "digest": digest(step, model, optimizer),

@@ -10,6 +10,7 @@ from torch.nn import functional
 
 from samestep.comm.mesh import close_mesh
 from samestep.comm.pieces import Piece
+from samestep.engine.observer import StepObserver
 from samestep.engine.strategies import Replicate, Sharded
 from samestep.errors import SamestepError
 from samestep.recipes.catalog import load
@@ -211,6 +212,16 @@ def bits(communicator, step, optimizer):
     return hasher.hexdigest()
 
 
+class Counting(StepObserver):
+    """Counts which microbatches a rank runs, by step."""
+
+    def __init__(self, ran):
+        self.ran = ran
+
+    def on_microbatch(self, step, index, value):
+        self.ran.update([(step, index)])
+
+
 def train(communicator, strategy, options):
     """Trains a small model.
 
@@ -238,19 +249,13 @@ def train(communicator, strategy, options):
     if "gamma" in o:
         step_options["scheduler"] = torch.optim.lr_scheduler.ExponentialLR(optimizer, o["gamma"])
     try:
-        step = run.train_step(model, optimizer, loss, strategy=STRATEGIES[strategy], **step_options)
         ran = Counter()
-        collect = step.runner.buffers.collect  # is told of every microbatch whose gradient counts, and of no other
-
-        def count(microbatch, num_samples):
-            ran.update([(step.num_steps, microbatch)])
-            collect(microbatch, num_samples)
-
+        step_options.update(strategy=STRATEGIES[strategy], observers=[Counting(ran)])
+        step = run.train_step(model, optimizer, loss, **step_options)
         loader = run.loader(table(o["samples"]), shuffle=True)
         steps = []
         for _ in range(o.get("epochs", 2)):
             for batch in loader:
-                step.runner.buffers.collect = count
                 result = step(batch)
                 steps.append((result.loss.hex(), result.grad_norm.hex()))
         scores = run.evaluate(model, table(o["samples"] + 1), {"accuracy": accuracy, "loss": cross_entropy})

@@ -1,4 +1,4 @@
-"""The communicator: what ranks say to each other, over any transport."""
+"""The communicator: the collectives of the ranks of a run, over any transport."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,10 +9,8 @@ from torch import Tensor
 
 from samestep.comm.connecting import connect
 from samestep.comm.environment import Environment
-from samestep.comm.hierarchy import HierarchicalReduction
-from samestep.comm.letters import LetterBox, letter_sizes, pack_letter, read_letters
-from samestep.comm.reduction import REDUCTIONS, PartReduction, Reduction, takes_one_message, tree_sum_rows
-from samestep.comm.stream import StreamReduction
+from samestep.comm.hierarchy import hierarchical
+from samestep.comm.reduction import REDUCTIONS, Reduction, scattered, takes_one_message, tree_sum_rows
 from samestep.comm.transport import LocalTransport, Transport, gather_parts
 from samestep.core.microbatches import in_microbatch_order
 from samestep.core.tree import Block
@@ -23,12 +21,9 @@ DTYPES = (
 )
 
 
-CARRIER_BYTES = 2**16  # what is larger would be copied once more to lie beside a letter
-
-
 @dataclass(frozen=True)
 class Communicator:
-    """This rank's communicator.
+    """The collectives of one rank: every rank calls the same ones, in the same order.
 
     Attributes:
         device: the device whose tensors `transport` moves.
@@ -57,41 +52,24 @@ class Communicator:
         """Whether folding never makes the host wait, so that it may be asked for while backward runs."""
         return self.transport.stream is not None
 
-    def reduce(self, blocks_by_rank: Sequence[Sequence[Block]], sums: Sequence[Tensor], like: Tensor) -> Reduction:
-        """Starts the reduction of a flat tensor; see `OrderedReduction`."""
-        stream = self.transport.stream
-        if stream is None:
-            return self._reduce(blocks_by_rank, sums, like)
-        return StreamReduction(stream, lambda: self._reduce(blocks_by_rank, sums, like), sums)
+    def reduce(
+        self, blocks_by_rank: Sequence[Sequence[Block]], sums: Sequence[Tensor], like: Tensor, scatter: bool = False
+    ) -> Reduction:
+        """Starts the reduction of a flat tensor over the ranks.
 
-    def reduce_part(self, blocks_by_rank: Sequence[Sequence[Block]], sums: Sequence[Tensor], like: Tensor) -> Reduction:
-        """Starts a reduction of which this rank gets its part; see `PartReduction`."""
-        stream = self.transport.stream
-        if stream is None:
-            return PartReduction(self.transport, blocks_by_rank, sums, like)
-        return StreamReduction(stream, lambda: PartReduction(self.transport, blocks_by_rank, sums, like), sums)
-
-    def _reduce(self, blocks_by_rank: Sequence[Sequence[Block]], sums: Sequence[Tensor], like: Tensor) -> Reduction:
-        transport = self.transport
-        nodes = transport.nodes if self.reduction == "ordered" else None
-        if nodes is None or takes_one_message(transport, blocks_by_rank, like):
-            return REDUCTIONS[self.reduction](transport, blocks_by_rank, sums, like)
-        return HierarchicalReduction(nodes, blocks_by_rank, sums, like)
-
-    def carries_letters(self, blocks_by_rank: Sequence[Sequence[Block]], like: Tensor) -> bool:
-        """Whether the one message in which a tensor is reduced may carry what the ranks have to say besides."""
-        transport = self.transport
-        return (
-            transport.notices_sizes
-            and like.numel() * like.element_size() <= CARRIER_BYTES
-            and self.reduction == "ordered"
-            and transport is self.control
-            and takes_one_message(transport, blocks_by_rank, like)
-        )
-
-    def letter_box(self, blocks_by_rank: Sequence[Sequence[Block]], like: Tensor, sizes: Sequence[int]) -> LetterBox:
-        """What reduces small tensors along with a letter of each rank; see `LetterBox`."""
-        return LetterBox(self.transport, blocks_by_rank, like, sizes)
+        Args:
+            blocks_by_rank: the blocks of every rank, from `plan.tree.rank_blocks`.
+            sums: this rank's partial sum for each of its blocks; see `reduction.ordered`.
+            like: gives length, dtype and device where this rank has no block; not read.
+            scatter: each rank gets the sum of its part only, [length / D].
+        """
+        transport, stages = self.transport, REDUCTIONS[self.reduction]
+        nodes = transport.nodes
+        if scatter:
+            return Reduction(scattered(transport, blocks_by_rank, sums, like), sums, transport.stream)
+        if self.reduction == "ordered" and nodes and not takes_one_message(transport, blocks_by_rank, like):
+            return Reduction(hierarchical(nodes, blocks_by_rank, sums, like), sums, transport.stream)
+        return Reduction(stages(transport, blocks_by_rank, sums, like), sums, transport.stream)
 
     def gather_rows(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
         """Gives every rank the rows of all ranks.
@@ -121,43 +99,22 @@ class Communicator:
         """Gives every rank the rows and the words of all ranks: in one message where one transport carries both.
 
         Args:
-            rows: this rank's rows, [counts[rank], k], on the device.
+            rows: this rank's rows, [counts[rank], k], on the device or on the host.
             counts: how many rows each rank has.
             words: equally many 64-bit integers on every rank.
 
         Returns:
             The rows of all ranks, [sum(counts), k], and the words of each.
         """
-        if self.control is not self.transport or rows.dtype != torch.float64:
+        is_on_host = self.control is self.transport or rows.device.type == "cpu"
+        if not is_on_host or rows.dtype != torch.float64:
             return self.gather_rows(rows, counts), self.gather_words(words)
-        width = rows.shape[1]
-        padded = [*words, *[0] * (-len(words) % width)]
-        as_rows = torch.tensor(padded, dtype=torch.int64).view(torch.float64).view(-1, width).to(rows.device)
-        gathered = self.gather_rows(torch.cat([as_rows, rows]), [count + len(as_rows) for count in counts])
-        by_rank = gathered.split([count + len(as_rows) for count in counts])
-        all_rows = torch.cat([part[len(as_rows) :] for part in by_rank])
-        heads = [part[: len(as_rows)].reshape(-1).view(torch.int64).tolist() for part in by_rank]
-        return all_rows, [head[: len(words)] for head in heads]
-
-    def gather_numbers(
-        self, numbers: Sequence[float], counts: Sequence[int], words: Sequence[int]
-    ) -> tuple[list[float], list[list[int]]]:
-        """Gives every rank the 64-bit floats and integers of all ranks in one message, through host memory.
-
-        Args:
-            numbers: this rank's floats, counts[rank] of them.
-            counts: how many floats each rank has.
-            words: equally many 64-bit integers on every rank.
-
-        Returns:
-            The floats of all ranks in their order, and the words of each.
-        """
-        if self.world_size == 1:
-            return list(numbers), [list(words)]
-        sent = torch.frombuffer(bytearray(pack_letter(words, numbers)), dtype=torch.uint8)
-        sizes = letter_sizes(len(words), counts)
-        received = gather_parts(self.control, sent, sizes).wait().split(sizes)
-        return read_letters([part.numpy().data for part in received], len(words), counts)
+        # Integers travel as the bits of floats: nothing computes with them on the way.
+        sent = torch.cat([torch.tensor(words, dtype=torch.int64).view(torch.float64).to(rows.device), rows.reshape(-1)])
+        sizes = [len(words) + count * rows.shape[1] for count in counts]
+        by_rank = gather_parts(self.control, sent, sizes).wait().split(sizes)
+        heads = [part[: len(words)].view(torch.int64).tolist() for part in by_rank]
+        return torch.cat([part[len(words) :] for part in by_rank]).view(sum(counts), rows.shape[1]), heads
 
     def gather_microbatches(self, rows: Tensor, ranges: Sequence[range]) -> Tensor:
         """Gives every rank the rows of all microbatches, in their order.

@@ -64,7 +64,6 @@ class GroupTransport:
         self._backend = dist.get_backend(group)
         self._through_host = self._backend == "gloo"
         self.latency_bytes = LATENCY_BYTES.get(self._backend, 0)
-        self.notices_sizes = False
         self.nodes: Nodes | None = None
         self.stream: torch.cuda.Stream | None = None
 

@@ -18,19 +18,20 @@ contiguous (`nodes.node_size`), for tensors that are too large for one message (
 SAMESTEP_NODES=flat forgoes it.
 """
 
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from functools import cache
 from itertools import chain
 
 from torch import Tensor
 
 from samestep.comm.nodes import Nodes
-from samestep.comm.reduction import fold_received, merge_blocks, merge_received, scatter
-from samestep.comm.transport import Pending
+from samestep.comm.reduction import Stages, fold_received, merge_blocks, merge_received, scatter
 from samestep.core.tree import Block
 
 
-class HierarchicalReduction:
+def hierarchical(
+    nodes: Nodes, blocks_by_rank: Sequence[Sequence[Block]], sums: Sequence[Tensor], like: Tensor
+) -> Stages:
     """The reduction of one flat tensor along the tree, within nodes and between them.
 
     Args:
@@ -40,33 +41,6 @@ class HierarchicalReduction:
             `ALIGNMENT_ELEMENTS` times the number of all ranks.
         like: gives length, dtype and device where this rank has no block; not read.
     """
-
-    num_folds = 3
-
-    def __init__(
-        self, nodes: Nodes, blocks_by_rank: Sequence[Sequence[Block]], sums: Sequence[Tensor], like: Tensor
-    ) -> None:
-        self._stages = _stages(nodes, blocks_by_rank, sums, like)
-        self._under_way = next(self._stages)
-        self._num_left = self.num_folds
-
-    def fold(self) -> None:
-        """Goes on to the next stage."""
-        if self._num_left:
-            self._under_way = self._stages.send(self._under_way.wait())
-            self._num_left -= 1
-
-    def finish(self) -> Tensor:
-        """The sum over all microbatches, of the full length, on every rank."""
-        while self._num_left:
-            self.fold()
-        return self._under_way.wait()
-
-
-def _stages(
-    nodes: Nodes, blocks_by_rank: Sequence[Sequence[Block]], sums: Sequence[Tensor], like: Tensor
-) -> Generator[Pending, Tensor, None]:
-    """Yields what is under way, one after another; is sent what arrived."""
     size, num_nodes, number = nodes.node.world_size, nodes.rail.world_size, nodes.rail.rank
     by_node, merged_by_node = _blocks_by_node(tuple(map(tuple, blocks_by_rank)), size)
     merged_blocks = [block for blocks in merged_by_node for block in blocks]
@@ -78,7 +52,7 @@ def _stages(
     del merged
     total = fold_received(merged_blocks, received, part.numel() // num_nodes)
     del received
-    yield nodes.node.gather((yield nodes.rail.gather(total)))
+    return (yield nodes.node.gather((yield nodes.rail.gather(total))))
 
 
 @cache

@@ -5,11 +5,14 @@ each block, an all-to-all; (2) *fold*: each rank adds what it received along the
 everyone. With one block a rank this moves 2(D-1)/D of the tensor a rank, as a ring all-reduce does. Small tensors
 take one message instead of two: everyone gets all blocks and folds all of them. The bits are the same either way.
 
-Between ranks of several nodes there is a third form: `samestep.comm.hierarchy`.
+A form of the reduction is a generator, so that a caller may do something else between its stages: it yields the
+transfer under way, is sent what arrived, and returns the sum. Between ranks of several nodes there is one more form:
+`samestep.comm.hierarchy`.
 """
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,30 +24,78 @@ from samestep.core.tree import Block, TreeSum
 
 ALIGNMENT_ELEMENTS = 64  # vectorised kernels may round differently in a ragged tail: borders lie at multiples of this
 
+Stages = Generator[Pending, Tensor, Tensor]
+Form = Callable[[Transport, Sequence[Sequence[Block]], Sequence[Tensor], Tensor], Stages]
 
-class Reduction(Protocol):
+
+class Reduction:
     """One flat tensor on its way through a reduction, which begins when it is constructed.
 
-    All ranks construct their reductions in the same order, fold them in the same order, and finish them in the same
-    order; what is under way between these calls runs while the caller does something else.
+    All ranks construct their reductions in the same order, and fold and finish them in the same order.
 
-    Attributes:
-        num_folds: after so many calls of `fold` only `finish` is left.
+    On a GPU it runs on a stream of its own: NCCL's waits make a stream wait, never the host, so the folds of one bucket
+    can be enqueued while backward, which the host is ahead of, still makes the next one.
+
+    Args:
+        stages: the form of the reduction.
+        sums: the memory that it reads; with a stream it is not given to others before the stream has read it.
+        stream: that of the exchange; None where waiting makes the host wait.
     """
 
-    num_folds: int
+    def __init__(self, stages: Stages, sums: Sequence[Tensor] = (), stream: torch.cuda.Stream | None = None) -> None:
+        self._stages = stages
+        self._stream = stream
+        self._total: Tensor | None = None
+        if stream is not None:
+            stream.wait_stream(torch.cuda.current_stream(stream.device))
+        with self._on_stream():
+            self._advance(None)
+        for value in sums if stream is not None else ():
+            value.record_stream(stream)  # type: ignore[arg-type]  # a Stream of the accelerator
+
+    @property
+    def is_done(self) -> bool:
+        """Whether nothing is under way any more."""
+        return self._total is not None
 
     def fold(self) -> None:
         """Waits for what is under way, adds it up along the tree, and starts what comes next; nothing beyond that."""
-        ...
+        if self._total is None:
+            with self._on_stream():
+                self._advance(self._pending.wait())
 
     def finish(self) -> Tensor:
-        """The sum over all microbatches, of the full length, on every rank."""
-        ...
+        """The sum over all microbatches, on every rank; with `scattered` that of this rank's part."""
+        while self._total is None:
+            self.fold()
+        if self._stream is not None:
+            caller = torch.cuda.current_stream(self._stream.device)
+            caller.wait_stream(self._stream)
+            self._total.record_stream(caller)
+        return self._total
+
+    def _advance(self, received: Tensor | None) -> None:
+        try:
+            self._pending = self._stages.send(received)  # type: ignore[arg-type]  # None starts a generator
+        except StopIteration as end:
+            self._total = end.value
+
+    def _on_stream(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
 
-class OrderedReduction:
-    """The reduction of one flat tensor along the tree, between ranks whatever the nodes they are on.
+def finish_all(reductions: Sequence[Reduction]) -> list[Tensor]:
+    """Finishes reductions side by side: the next stage of all is under way before any of them is waited for."""
+    while not all(reduction.is_done for reduction in reductions):
+        for reduction in reductions:
+            reduction.fold()
+    return [reduction.finish() for reduction in reductions]
+
+
+def ordered(
+    transport: Transport, blocks_by_rank: Sequence[Sequence[Block]], sums: Sequence[Tensor], like: Tensor
+) -> Stages:
+    """The reduction along the tree, between ranks whatever the nodes they are on.
 
     Args:
         transport: moves the parts.
@@ -53,87 +104,37 @@ class OrderedReduction:
             `ALIGNMENT_ELEMENTS` times the world size; their memory is reused.
         like: gives length, dtype and device where this rank has no block; not read.
     """
-
-    num_folds = 1
-
-    def __init__(
-        self,
-        transport: Transport,
-        blocks_by_rank: Sequence[Sequence[Block]],
-        sums: Sequence[Tensor],
-        like: Tensor,
-    ) -> None:
-        self._transport = transport
-        self._blocks_by_rank = blocks_by_rank
-        self._numel = like.numel()
-        self._small = takes_one_message(transport, blocks_by_rank, like)
-        self._folded: Tensor | None = None
-        self._gathering: Pending | None = None
-        if transport.world_size == 1:
-            self._folded = fold(blocks_by_rank[0], sums)
-        else:
-            start = self._gather_blocks if self._small else self._scatter
-            self._scattering = start(sums, like)
-
-    def _scatter(self, sums: Sequence[Tensor], like: Tensor) -> Pending:
-        """Sends rank r the r-th part of each of our blocks."""
-        return scatter(self._transport, self._blocks_by_rank, sums, like)
-
-    def _gather_blocks(self, sums: Sequence[Tensor], like: Tensor) -> Pending:
-        """Sends everyone all of our blocks."""
-        ours = torch.cat(list(sums)) if len(sums) != 1 and sums else (sums[0] if sums else like.new_empty(0))
-        return gather_parts(self._transport, ours, [len(blocks) * self._numel for blocks in self._blocks_by_rank])
-
-    def fold(self) -> None:
-        """Adds up what has arrived along the tree, and starts the gather."""
-        if self._folded is not None or self._gathering is not None:
-            return
-        length = self._numel if self._small else self._numel // self._transport.world_size
-        blocks = [block for blocks in self._blocks_by_rank for block in blocks]
-        total = fold_received(blocks, self._scattering.wait(), length)
-        if self._small:
-            self._folded = total
-        else:
-            self._gathering = self._transport.gather(total)
-
-    def finish(self) -> Tensor:
-        """The sum over all microbatches, of the full length, on every rank."""
-        if self._folded is not None:
-            return self._folded
-        assert self._gathering is not None, "fold() comes before finish()"
-        return self._gathering.wait()
+    if transport.world_size == 1:
+        return fold(blocks_by_rank[0], sums)
+    if not takes_one_message(transport, blocks_by_rank, like):
+        return (yield transport.gather((yield from scattered(transport, blocks_by_rank, sums, like))))
+    # Everyone gets all blocks, and folds all of them.
+    ours = sums[0] if len(sums) == 1 else torch.cat(list(sums)) if sums else like.new_empty(0)
+    sizes = [len(blocks) * like.numel() for blocks in blocks_by_rank]
+    received = yield gather_parts(transport, ours, sizes)
+    return fold_received([block for blocks in blocks_by_rank for block in blocks], received, like.numel())
 
 
-class PartReduction:
-    """The reduction of one flat tensor of which each rank gets the sum of its part: the same sums, without the gather.
+def scattered(
+    transport: Transport, blocks_by_rank: Sequence[Sequence[Block]], sums: Sequence[Tensor], like: Tensor
+) -> Stages:
+    """The same sums without the gather: each rank gets its part, [length / D]; arguments as those of `ordered`."""
+    received = yield scatter(transport, blocks_by_rank, sums, like)
+    blocks = [block for blocks in blocks_by_rank for block in blocks]
+    return fold_received(blocks, received, like.numel() // transport.world_size)
 
-    Args: as those of `OrderedReduction`.
-    """
 
-    num_folds = 1
+def native(
+    transport: Transport, blocks_by_rank: Sequence[Sequence[Block]], sums: Sequence[Tensor], like: Tensor
+) -> Stages:
+    """The backend's own all-reduce: tier `allclose`; arguments as those of `ordered`."""
+    ours = sums[0] if sums else torch.zeros_like(like)
+    for other in sums[1:]:
+        ours.add_(other)
+    return (yield transport.add(ours))
 
-    def __init__(
-        self,
-        transport: Transport,
-        blocks_by_rank: Sequence[Sequence[Block]],
-        sums: Sequence[Tensor],
-        like: Tensor,
-    ) -> None:
-        self._blocks = [block for blocks in blocks_by_rank for block in blocks]
-        self._length = like.numel() // transport.world_size
-        self._scattering: Pending | None = scatter(transport, blocks_by_rank, sums, like)
-        self._folded: Tensor | None = None
 
-    def fold(self) -> None:
-        """Adds up what has arrived along the tree."""
-        if self._scattering is not None:
-            self._folded = fold_received(self._blocks, self._scattering.wait(), self._length)
-            self._scattering = None
-
-    def finish(self) -> Tensor:
-        """The sum over all microbatches of this rank's part, [length / D]."""
-        assert self._folded is not None, "fold() comes before finish()"
-        return self._folded
+REDUCTIONS: dict[str, Form] = {"ordered": ordered, "native": native}
 
 
 def takes_one_message(transport: Transport, blocks_by_rank: Sequence[Sequence[Block]], like: Tensor) -> bool:
@@ -156,13 +157,7 @@ def takes_one_message(transport: Transport, blocks_by_rank: Sequence[Sequence[Bl
 def scatter(
     transport: Transport | Part, blocks_by_rank: Sequence[Sequence[Block]], sums: Sequence[Tensor], like: Tensor
 ) -> Pending:
-    """Sends rank r the r-th part of each of our blocks.
-
-    Args:
-        transport: moves the parts.
-        blocks_by_rank: the blocks of every rank.
-        sums: this rank's partial sum for each of its blocks, flat, of equal length.
-        like: gives length, dtype and device where this rank has no block; not read.
+    """Sends rank r the r-th part of each of our blocks; arguments as those of `ordered`.
 
     Returns:
         What will give our part of each block of rank 0, 1, … one after another.
@@ -212,43 +207,6 @@ def merge_blocks(blocks: Sequence[Block]) -> tuple[Block, ...]:
     for block in blocks:
         counter.push(block, None)
     return counter.blocks
-
-
-class NativeReduction:
-    """One flat tensor on its way through the backend's own all-reduce: tier `allclose`, the same interface.
-
-    Args: as those of `OrderedReduction`.
-    """
-
-    num_folds = 0
-
-    def __init__(
-        self, transport: Transport, blocks_by_rank: Sequence[Sequence[Block]], sums: Sequence[Tensor], like: Tensor
-    ) -> None:
-        ours = sums[0] if sums else torch.zeros_like(like)
-        for other in sums[1:]:
-            ours.add_(other)
-        self._adding = transport.add(ours)
-
-    def fold(self) -> None:
-        """Does nothing: the backend adds."""
-
-    def finish(self) -> Tensor:
-        """The sum over all microbatches, on every rank."""
-        return self._adding.wait()
-
-
-REDUCTIONS: dict[str, type[OrderedReduction] | type[NativeReduction]] = {
-    "ordered": OrderedReduction,
-    "native": NativeReduction,
-}
-
-
-def fold_all(reductions: Sequence[Reduction]) -> None:
-    """Takes reductions as far as folding does, side by side: a stage of all is under way before any is waited for."""
-    for _ in range(max([reduction.num_folds for reduction in reductions], default=0)):
-        for reduction in reductions:
-            reduction.fold()
 
 
 def tree_sum_rows(rows: Tensor) -> Tensor:

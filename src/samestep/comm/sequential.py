@@ -120,7 +120,6 @@ class SequentialTransport:
         self.rank = rank
         self.world_size = world.world_size
         self.latency_bytes = LATENCY_BYTES
-        self.notices_sizes = True
         self._world = world
         self._calls = 0
 

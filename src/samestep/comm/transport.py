@@ -36,13 +36,11 @@ class Transport(Protocol):
         rank: this rank, 0 … world_size - 1.
         world_size: the number of ranks.
         latency_bytes: how many bytes more may be received for one message less; the same on all ranks.
-        notices_sizes: whether a part that is not of the expected size is an error at once, and no wait in vain.
     """
 
     rank: int
     world_size: int
     latency_bytes: int
-    notices_sizes: bool
 
     @property
     def nodes(self) -> "Nodes | None":
@@ -114,7 +112,6 @@ class LocalTransport:
     rank = 0
     world_size = 1
     latency_bytes = 0
-    notices_sizes = False
     nodes = None
     stream = None
 

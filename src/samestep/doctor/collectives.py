@@ -166,8 +166,6 @@ def _leaf(microbatch: int, numel: int, dtype: torch.dtype) -> Tensor:
 def _reduce(comm: Communicator, blocks: Sequence[Sequence[Block]], sums: Sequence[Tensor], like: Tensor) -> Tensor:
     """One ordered reduction from beginning to end."""
     reduction = comm.reduce(blocks, sums, like)
-    for _ in range(reduction.num_folds):
-        reduction.fold()
     return reduction.finish()
 
 

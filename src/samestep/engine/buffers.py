@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from samestep.comm.communicator import Communicator
+from samestep.comm.reduction import fold
 from samestep.core.tree import Block, TreeSum
 from samestep.data.batch import tensor_checksum
 from samestep.engine.losses import wide_dtype
@@ -60,7 +61,7 @@ class BufferMerge:
 
     Args:
         model: whose buffers.
-        communicator: this rank's communicator.
+        communicator: over the ranks that run other microbatches.
     """
 
     def __init__(self, model: nn.Module, communicator: Communicator) -> None:
@@ -258,13 +259,10 @@ class BufferMerge:
         wide = wide_dtype(self._communicator.device)
         ours = torch.stack(sums) if sums else torch.empty(0, width, dtype=wide, device=self._communicator.device)
         rows = self._communicator.gather_rows(ours, [len(blocks) for blocks in blocks_by_rank])
-        counter: TreeSum[Tensor] = TreeSum(Tensor.add)
-        everything = zip((b for blocks in blocks_by_rank for b in blocks), rows, strict=True)
-        for block, row in sorted(everything, key=lambda pair: pair[0].start):
-            counter.push(block, row)
-        total = counter.root()
-        assert total is not None, "a step has at least one microbatch"
-        return total
+        blocks = [block for blocks in blocks_by_rank for block in blocks]
+        # microbatches may be dealt to the ranks in turn
+        order = sorted(range(len(blocks)), key=lambda k: blocks[k].start)
+        return fold([blocks[k] for k in order], [rows[k] for k in order])
 
     def _write_means(self, merged: Tensor, ok: Tensor | None) -> None:
         offset = 0

@@ -22,12 +22,14 @@ import torch
 from torch import Tensor
 
 from samestep.data.nested import leaves, map_tensors
+from samestep.engine.buffers import BufferMerge
 from samestep.engine.losses import MicrobatchLoss, describe
 from samestep.engine.memory import is_out_of_memory
 from samestep.errors import SamestepError, UsageError
 
 if TYPE_CHECKING:
     from samestep.engine.microbatches import MicrobatchRunner
+    from samestep.engine.strategy import Layout
 
 WARM_UPS = 3  # as torch.cuda.make_graphed_callables: libraries load and choose kernels in the first runs
 MOST_GRAPHS = 16
@@ -97,11 +99,11 @@ class MicrobatchGraphs:
         """How many forms of microbatches are captured."""
         return len(self._graphs)
 
-    def begin(self, runner: "MicrobatchRunner", length: int) -> bool:
+    def begin(self, layout: "Layout", length: int) -> bool:
         """Starts a step; graphs that read or write memory which the model has left are dropped.
 
         Args:
-            runner: whose microbatches; its guard and its buffers have begun the step.
+            layout: of the step, whose purity check and buffers have begun it.
             length: samples of the global batch.
 
         Returns:
@@ -117,22 +119,30 @@ class MicrobatchGraphs:
                 "autograd's anomaly mode looks at every gradient while Python runs the backward, which a replayed CUDA "
                 f"graph does not: switch it off, {LEAVE_OUT}"
             )
-        addresses = runner.guard.addresses()
+        addresses = layout.purity.addresses()
         if addresses != self._addresses:
             self.drop()
             self._addresses = addresses
         kind = self._device.type
         casts = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
-        self._settings = (*runner.guard.modes(), *casts)
+        self._settings = (*layout.purity.modes(), *casts)
         return True
 
     def run(
-        self, runner: "MicrobatchRunner", value: Any, num_samples: int, counts: Any, is_only: bool, seed: int
+        self,
+        runner: "MicrobatchRunner",
+        layout: "Layout",
+        value: Any,
+        num_samples: int,
+        counts: Any,
+        is_only: bool,
+        seed: int,
     ) -> MicrobatchLoss:
         """What `runner.run_one` does, by a graph; the generators have been seeded for it.
 
         Args:
             runner: whose microbatch.
+            layout: of the step.
             value: the samples.
             num_samples: how many.
             counts: the global counts, or None.
@@ -147,13 +157,13 @@ class MicrobatchGraphs:
         key = form, num_samples, is_only, self._settings
         graph = self._graphs.get(key)
         if graph is None:
-            graph = self._graphs[key] = self._capture(runner, inputs, num_samples, is_only, seed)
+            graph = self._graphs[key] = self._capture(runner, layout, inputs, num_samples, is_only, seed)
             runner.generators.seed(seed)
         _fill(graph.slots, inputs)
         graph.replay()
-        for parameter, gradient in zip(runner.gradients.parameters, graph.gradients, strict=True):
+        for parameter, gradient in zip(layout.gradients.parameters, graph.gradients, strict=True):
             parameter.grad = gradient
-        runner.buffers.leave(graph.buffers)
+        _buffers(layout).leave(graph.buffers)
         return graph.loss
 
     def drop(self) -> None:
@@ -162,7 +172,13 @@ class MicrobatchGraphs:
         self._recorder = None
 
     def _capture(
-        self, runner: "MicrobatchRunner", inputs: tuple[Any, ...], num_samples: int, is_only: bool, seed: int
+        self,
+        runner: "MicrobatchRunner",
+        layout: "Layout",
+        inputs: tuple[Any, ...],
+        num_samples: int,
+        is_only: bool,
+        seed: int,
     ) -> MicrobatchGraph:
         """Runs a microbatch until all is loaded and chosen, then captures it; leaves no trace of either."""
         if len(self._graphs) >= MOST_GRAPHS:
@@ -177,24 +193,26 @@ class MicrobatchGraphs:
         slots = leaves([value, *counts])
 
         def forward_backward() -> MicrobatchLoss:
-            loss = runner.run_one(value, num_samples, counts[0] if counts else None, is_only)
+            loss = runner.run_one(layout.gradients, value, num_samples, counts[0] if counts else None, is_only)
             return MicrobatchLoss(loss.value.detach(), loss.weight, loss.count)  # without the autograd graph
 
         torch.clear_autocast_cache()  # the script's own autocast may hold weights that were cast before
         try:
             for _ in range(WARM_UPS):
-                self._warm_up(runner, forward_backward, seed)
+                self._warm_up(runner, layout, forward_backward, seed)
                 _fill(slots, inputs)  # a loss may write to its microbatch
             runner.generators.seed(seed)
             replay, loss = self._recorder.record(forward_backward)
-            gradients = [parameter.grad for parameter in runner.gradients.parameters]
-            buffers = runner.buffers.left()
+            gradients = [parameter.grad for parameter in layout.gradients.parameters]
+            buffers = _buffers(layout).left()
         finally:
             torch.clear_autocast_cache()
-            _undo(runner)
+            _undo(layout)
         return MicrobatchGraph(replay, slots, loss, gradients, buffers, runner.held())
 
-    def _warm_up(self, runner: "MicrobatchRunner", run: Callable[[], MicrobatchLoss], seed: int) -> None:
+    def _warm_up(
+        self, runner: "MicrobatchRunner", layout: "Layout", run: Callable[[], MicrobatchLoss], seed: int
+    ) -> None:
         """One run that leaves nothing behind.
 
         Raises:
@@ -204,8 +222,8 @@ class MicrobatchGraphs:
         runner.generators.seed(seed)
         before = runner.generators.states_off_device()
         self._recorder.warm_up(run)
-        runner.guard.check()
-        _undo(runner)
+        layout.purity.check()
+        _undo(layout)
         if runner.generators.states_off_device() != before:
             raise UsageError(
                 "forward or loss draws random numbers on the host (torch's CPU generator, NumPy or Python's random), "
@@ -263,11 +281,6 @@ class CudaRecorder:
         raise explain_capture(failure)
 
 
-def never_by_graphs(graphs: MicrobatchGraphs, runner: "MicrobatchRunner", length: int) -> bool:
-    """Stands in for `MicrobatchGraphs.begin` where modules are watched: a replay calls none."""
-    return False
-
-
 def check_graphs(device: torch.device) -> None:
     """Raises a `UsageError` unless the device has CUDA graphs."""
     if device.type != "cuda":
@@ -323,8 +336,13 @@ def _fill(slots: list[Tensor], inputs: Any) -> None:
     torch._foreach_copy_(slots, leaves(inputs))
 
 
-def _undo(runner: "MicrobatchRunner") -> None:
+def _undo(layout: "Layout") -> None:
     """Takes back what a run of a microbatch leaves in the model."""
-    runner.gradients.forget()
-    runner.buffers.abandon()
-    runner.guard.restore_modes()
+    layout.gradients.forget()
+    layout.buffers.abandon()
+    layout.purity.restore_modes()
+
+
+def _buffers(layout: "Layout") -> BufferMerge:
+    assert isinstance(layout.buffers, BufferMerge), "the model is whole"
+    return layout.buffers

@@ -1,4 +1,4 @@
-"""The header of a step: what every rank says of it besides the gradient, and what all of them make of that."""
+"""The control message of a step: what the ranks compare and agree on, with the statistics of their microbatches."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,42 +7,45 @@ from samestep.data.batch import Batch
 from samestep.errors import DeterminismError
 
 IDENTITY = 5  # length, epoch, position and checksum of the batch, and the number of the step
+OPTIONS = 3  # stop, is_short, checkpoint
 FLAGS_A_WORD = 62
 
 
 @dataclass(frozen=True, slots=True)
-class Heard:
-    """What the ranks said together.
+class Agreed:
+    """What one rank asks for; of all ranks together, what any of them does.
 
     Attributes:
         stop: the signal by which the run is to stop; 0 for none.
-        is_short: whether memory ran out on one of them.
-        flags: each of those that every rank gave is set if it was on any.
+        is_short: whether memory ran out.
+        checkpoint: whether all ranks are to write a checkpoint after the step.
+        flags: whatever is true of a step if it is on one rank; as many on every rank.
     """
 
     stop: int
     is_short: bool
+    checkpoint: bool
     flags: list[bool]
 
 
-def write_header(batch: Batch, step: int, stop: int, is_short: bool, flags: Sequence[bool]) -> list[int]:
-    """What this rank says, as 64-bit integers, as many on every rank.
+def write_header(batch: Batch, step: int, asked: Agreed) -> list[int]:
+    """The message of this rank, as 64-bit integers, as many on every rank.
 
     Args:
         batch: that it was handed.
         step: its number.
-        stop: the signal by which this rank knows that the run is to stop; 0 for none.
-        is_short: whether memory ran out here.
-        flags: whatever is true of a step if it is on one rank.
+        asked: by this rank.
     """
+    flags = asked.flags
     packed = [
         sum(flag << k for k, flag in enumerate(flags[i : i + FLAGS_A_WORD])) for i in range(0, len(flags), FLAGS_A_WORD)
     ]
-    return [batch.length, batch.epoch, batch.position, batch.checksum, step, stop, int(is_short), *packed]
+    identity = [batch.length, batch.epoch, batch.position, batch.checksum, step]
+    return [*identity, asked.stop, int(asked.is_short), int(asked.checkpoint), *packed]
 
 
-def read_headers(headers: Sequence[Sequence[int]], num_flags: int) -> Heard:
-    """What the headers of all ranks say together.
+def read_headers(headers: Sequence[Sequence[int]], num_flags: int) -> Agreed:
+    """What the messages of all ranks say together.
 
     Raises:
         DeterminismError: the ranks were handed different batches.
@@ -60,8 +63,10 @@ def read_headers(headers: Sequence[Sequence[int]], num_flags: int) -> Heard:
                 f"checksum, step: {list(header[:IDENTITY])} and {list(first)}); use run.loader, and seed your sampler, "
                 "or what your stream yields, alike on every rank"
             )
-    merged = [0] * (len(headers[0]) - IDENTITY - 2)
+    options = [header[IDENTITY : IDENTITY + OPTIONS] for header in headers]
+    stop, is_short, checkpoint = (max(column) for column in zip(*options, strict=True))
+    merged = [0] * (len(headers[0]) - IDENTITY - OPTIONS)
     for header in headers:
-        merged = [a | b for a, b in zip(merged, header[IDENTITY + 2 :], strict=True)]
+        merged = [a | b for a, b in zip(merged, header[IDENTITY + OPTIONS :], strict=True)]
     flags = [bool(merged[k // FLAGS_A_WORD] >> (k % FLAGS_A_WORD) & 1) for k in range(num_flags)]
-    return Heard(max(header[IDENTITY] for header in headers), any(header[IDENTITY + 1] for header in headers), flags)
+    return Agreed(stop, bool(is_short), bool(checkpoint), flags)

@@ -1,11 +1,12 @@
 """The microbatches of a rank, one after another: forward, backward, and what each leaves, whichever rank runs it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from samestep.comm.membership import Membership
 from samestep.core.microbatches import microbatch_bounds
@@ -13,20 +14,26 @@ from samestep.core.seeds import derive_seed
 from samestep.data.batch import Batch
 from samestep.data.randomness import Generators
 from samestep.engine.buffers import BufferMerge
-from samestep.engine.counts import GlobalCounts
+from samestep.engine.config import StepConfig
 from samestep.engine.diagnosis import explain_lone_sample, explain_nondeterminism
 from samestep.engine.gradients import GradientSum
 from samestep.engine.graphs import MicrobatchGraphs
-from samestep.engine.guard import ModelGuard
 from samestep.engine.losses import LossFn, MicrobatchLoss, read_loss
-from samestep.engine.memory import Shortage, describe_lone_shortage, free_memory, is_out_of_memory
+from samestep.engine.memory import (
+    Shortage,
+    describe_lone_shortage,
+    describe_shortage,
+    free_memory,
+    is_out_of_memory,
+    missing_state_bytes,
+    num_sums_alive,
+)
+from samestep.engine.observer import Observers
 from samestep.engine.precision import LossScale, autocast
-from samestep.engine.rows import DeviceRows, HostRows, quotient
+from samestep.engine.stats import StepStats
+from samestep.engine.strategy import GradientExchange, Layout
 from samestep.engine.traces import LOOKED_STEPS, Traces
 from samestep.errors import LossError, OutOfMemoryError, UsageError
-
-if TYPE_CHECKING:
-    from samestep.engine.sharding.gradients import ShardedGradientSum
 
 MANY_SEEDS = 64
 
@@ -36,166 +43,176 @@ class MicrobatchRunner:
 
     Args:
         membership: whose ranks share the microbatches.
-        seed: of the run.
-        stream: tells the randomness of this train step from that of others.
+        config: of the step.
         model: trained in place.
-        loss_fn: `loss_fn(model, microbatch)`, with the global counts as a third argument where there are any.
-        dtype: of autocast; None for full precision.
+        loss_fn: `config.loss_fn`, or what `torch.compile` has made of it.
         scale: of the loss.
-        rows: where each microbatch says what came of it.
-
-    Attributes:
-        counts: sums of `counts_fn` over the global batch; None without one.
-        gradients: what the microbatches' gradients are pushed on.
-        buffers: what the microbatches' buffers are merged by.
-        guard: watches the model while microbatches run.
-        graphs: by which microbatches of full batches run; None without.
+        observers: watch the step.
+        explain: what an error of the forward or backward means; see `Strategy.explain`.
+        graphs: by which the microbatches of full batches run; None without CUDA graphs.
         traces: looks, in the first steps, for what microbatches leave elsewhere; None for not at all.
-        explain: what an error means, where the ranks compute together; None for itself.
-        note_loss: hears the loss of each microbatch.
     """
-
-    counts: GlobalCounts | None
-    gradients: "GradientSum | ShardedGradientSum"
-    buffers: BufferMerge
-    guard: ModelGuard
 
     def __init__(
         self,
         membership: Membership,
-        seed: int,
-        stream: int,
+        config: StepConfig,
         model: nn.Module,
         loss_fn: LossFn,
-        dtype: torch.dtype | None,
         scale: LossScale,
-        rows: HostRows | DeviceRows,
+        observers: Observers,
+        explain: Callable[[RuntimeError], Exception | None],
+        graphs: MicrobatchGraphs | None = None,
+        traces: Traces | None = None,
     ) -> None:
-        self._membership = membership
-        self._seed = seed
-        self._stream = stream
+        self.membership = membership
+        self.config = config
+        self.observers = observers
+        self.graphs = graphs
+        self.generators = Generators(membership.communicator.device)
         self._model = model
         self._loss_fn = loss_fn
-        self._dtype = dtype
         self._scale = scale
-        self._rows = rows
+        self._explain = explain
+        self._traces = traces
         self._device = membership.communicator.device
-        self._seeds: dict[tuple[float, torch.dtype], Tensor] = {}
-        self.generators = Generators(self._device)
-        self.graphs: MicrobatchGraphs | None = None
-        self.traces: Traces | None = None
-        self.explain: Callable[[RuntimeError], Exception | None] = lambda _: None
-        self.note_loss: Callable[[Tensor], None] = lambda _: None
+        self._weights: dict[tuple[float, torch.dtype], Tensor] = {}
 
-    def run(self, batch: Batch, step: int) -> Shortage | None:
+    def run(self, batch: Batch, step: int, layout: Layout, stats: StepStats) -> Shortage | None:
         """Forward and backward of this rank's microbatches.
 
         Returns:
-            The microbatch for which memory ran out, if one did.
+            The microbatch for which memory ran out, if one did; this rank then takes part in the exchanges all the
+            same.
         """
-        counts = None if self.counts is None else self.counts.sum(batch, self._membership.data_ranges)
-        is_only = batch.length == 1 or self._membership.num_microbatches == 1
+        gradients, buffers, purity = layout.gradients, layout.buffers, layout.purity
+        assert isinstance(buffers, BufferMerge), "the model is whole, or comes together for each microbatch"
+        membership = self.membership
+        counts = None if layout.counts is None else layout.counts.sum(batch, membership.data_ranges)
         mine = sorted(batch.microbatches)
-        if self._membership.is_dealt:  # there may be one to run along with
-            mine = [microbatch for microbatch in mine if microbatch in self._membership.mine]
-        last = max(mine, default=None)
-        bounds = microbatch_bounds(batch.length, self._membership.num_microbatches)
-        self._rows.begin(self._membership.mine)
-        self.guard.begin(step)
-        graphs = self.graphs if self.graphs is not None and self.graphs.begin(self, batch.length) else None
-        traces = self.traces if step < LOOKED_STEPS else None
+        if membership.is_dealt:  # there may be one to run along with
+            mine = [microbatch for microbatch in mine if microbatch in membership.mine]
+        bounds = microbatch_bounds(batch.length, membership.num_microbatches)
+        purity.begin(step)
+        graphs = self.graphs
+        if graphs is not None and (self.observers.watches_modules or not graphs.begin(layout, batch.length)):
+            graphs = None
+        traces = self._traces if step < LOOKED_STEPS else None
         saved = self.generators.save()
         try:
             if traces is not None:
                 traces.begin()
             for microbatch in mine:
-                self.generators.seed(seed := derive_seed(self._seed, self._stream, step, microbatch))
-                num_samples = bounds[microbatch + 1] - bounds[microbatch]
-                self.gradients.arm(microbatch, microbatch == last)
+                value, num_samples = batch.microbatches[microbatch], bounds[microbatch + 1] - bounds[microbatch]
+                # Dropout must not know which rank runs the microbatch, nor which one ran before it.
+                seed = derive_seed(self.config.seed, self.config.stream, step, microbatch)
+                self.generators.seed(seed)
+                self.observers.on_microbatch(step, microbatch, value)
+                gradients.expect(microbatch, microbatch == mine[-1])
                 try:
                     if graphs is None:
-                        loss = self.run_one(batch.microbatches[microbatch], num_samples, counts, is_only)
+                        loss = self.run_one(gradients, value, num_samples, counts, self.is_only(batch), microbatch)
                     else:
-                        self._membership.heartbeat.enter("forward")
-                        loss = graphs.run(self, batch.microbatches[microbatch], num_samples, counts, is_only, seed)
-                    self.guard.check()
-                    total = self.gradients.collect(microbatch)
-                    if self._membership.mine:  # else another rank, which executes it too, speaks for this one
-                        self._rows.note(microbatch, loss, total)
-                    self.buffers.collect(microbatch, num_samples)
+                        self.observers.on_phase("forward")
+                        loss = graphs.run(self, layout, value, num_samples, counts, self.is_only(batch), seed)
+                    self.observers.on_gradients(microbatch)
+                    purity.check()
+                    gradient_sum = gradients.push(microbatch, loss.value)
+                    if membership.mine:  # else another rank, which executes it too, notes it
+                        stats.note(microbatch, loss, gradient_sum)
+                    buffers.collect(microbatch, num_samples)
                     if traces is not None:
                         traces.look()
                 except (RuntimeError, MemoryError) as error:
                     if not is_out_of_memory(error):
                         raise
-                    if self.gradients.is_spread:
-                        strategy = "sharded" if self._membership.is_dealt else "tensor"
-                        text = describe_lone_shortage(microbatch, num_samples, self._membership.rank, strategy)
+                    if gradients.is_sharded:
+                        strategy = "sharded" if membership.is_dealt else "tensor"
+                        text = describe_lone_shortage(microbatch, num_samples, membership.rank, strategy)
                         raise OutOfMemoryError(text) from error
-                    value, phase = batch.microbatches[microbatch], self._membership.heartbeat.phase
-                    shortage = Shortage(microbatch, num_samples, value, phase, counts)
+                    shortage = Shortage(microbatch, num_samples, value, self.observers.phase, counts)
                 except ValueError as error:
                     if (told := self.explain_lone(error, microbatch, num_samples, batch.length, step)) is not None:
                         raise told from None
                     raise
                 else:
-                    self.guard.restore_modes()
+                    purity.restore_modes()
                     continue
-                self.guard.restore_modes()  # out of the handler, where the exception no longer keeps memory alive
-                self.gradients.forget()
-                if graphs is not None:
-                    graphs.drop()
-                free_memory(self._device)
-                assert isinstance(self.gradients, GradientSum), "else it has raised"
-                self.gradients.fill_up(self._membership.rank)
-                self._rows.forget()
+                # Out of the handler, where the exception no longer keeps memory alive.
+                purity.restore_modes()
+                self._give_up(gradients, stats)
                 return shortage
-            if self._membership.is_dealt:
-                self._run_along(batch, mine, counts, is_only)
+            if membership.is_dealt:
+                self._run_along(batch, mine, layout, counts)
         finally:
             self.generators.restore(saved)
-            self.guard.end()
+            purity.end()
             if traces is not None:
                 traces.end()
         return None
 
-    def _run_along(self, batch: Batch, mine: list[int], counts: Any, is_only: bool) -> None:
-        """Runs a microbatch once more where the others have one left, who need this rank's part of the model for it."""
-        if len(mine) >= self._membership.num_rounds(batch.length):
+    def is_only(self, batch: Batch) -> bool:
+        """Whether the batch is one microbatch: its gradient is that of the mean, the bits those of a plain loop."""
+        return batch.length == 1 or self.membership.num_microbatches == 1
+
+    def _give_up(self, gradients: GradientExchange, stats: StepStats) -> None:
+        """Lets the other ranks, which wait for this one, end their exchanges, though its memory ran out."""
+        assert isinstance(gradients, GradientSum), "else it has raised"
+        gradients.forget()
+        if self.graphs is not None:
+            self.graphs.drop()
+        free_memory(self._device)
+        gradients.fill_up(self.membership.rank)
+        stats.forget()
+
+    def _run_along(self, batch: Batch, mine: list[int], layout: Layout, counts: Any) -> None:
+        """Runs a microbatch once more if the others have one left, who need this rank's local shards for it."""
+        if len(mine) >= self.membership.num_rounds(batch.length):
             return
         microbatch = mine[-1] if mine else next(iter(batch.microbatches))
-        bounds = microbatch_bounds(batch.length, self._membership.num_microbatches)
-        self.gradients.arm(len(mine) * self._membership.world_size + self._membership.rank, True)
-        self.run_one(batch.microbatches[microbatch], bounds[microbatch + 1] - bounds[microbatch], counts, is_only)
-        self.gradients.collect(microbatch)
-        self.buffers.abandon()
-        self.guard.restore_modes()
+        bounds = microbatch_bounds(batch.length, self.membership.num_microbatches)
+        layout.gradients.expect(len(mine) * self.membership.world_size + self.membership.rank, True)
+        num_samples = bounds[microbatch + 1] - bounds[microbatch]
+        loss = self.run_one(layout.gradients, batch.microbatches[microbatch], num_samples, counts, self.is_only(batch))
+        layout.gradients.push(microbatch, loss.value)
+        layout.buffers.abandon()
+        layout.purity.restore_modes()
 
-    def run_one(self, value: Any, num_samples: int, counts: Any, is_only: bool = False) -> MicrobatchLoss:
+    def run_one(
+        self,
+        gradients: GradientExchange,
+        value: Any,
+        num_samples: int,
+        counts: Any,
+        is_only: bool = False,
+        microbatch: int | None = None,
+    ) -> MicrobatchLoss:
         """Forward and backward of one microbatch; leaves its gradient in the parameters' `.grad`.
 
         Args:
+            gradients: what the backward is for.
             value: the samples.
             num_samples: how many.
             counts: the global counts, or None.
             is_only: it is the whole global batch: then the mean itself is differentiated, and the sum of the gradients
                 is not divided afterwards, so that the bits are those of a plain loop.
+            microbatch: its number; None if its gradient does not count.
         """
 
         def forward() -> MicrobatchLoss:
             with self.autocast():
                 return self.forward(self._model, value, num_samples, counts)
 
-        heartbeat = self._membership.heartbeat
-        heartbeat.enter("forward")
+        self.observers.on_phase("forward")
         try:
             loss = forward()
             check_differentiable(loss)
-            heartbeat.enter("backward")
-            differentiate(loss.value, self.seed_of(loss, is_only), self.gradients.inputs)
-            self.note_loss(loss.value)
+            if microbatch is not None:
+                self.observers.on_loss(microbatch, loss)
+            self.observers.on_phase("backward")
+            torch.autograd.backward(loss.value, self.initial_gradient(loss, is_only), inputs=gradients.inputs or None)
         except RuntimeError as error:
-            if (told := self.explain(error)) is not None:
+            if (told := self._explain(error)) is not None:
                 raise told from error
             explained = explain_nondeterminism(error, self._model, lambda: forward().value)
             if explained is None:
@@ -210,17 +227,17 @@ class MicrobatchRunner:
         if num_samples > 1:
             return None
         where = (
-            f"of the {length} samples of step {step} microbatch {microbatch} (of {self._membership.num_microbatches})"
+            f"of the {length} samples of step {step} microbatch {microbatch} (of {self.membership.num_microbatches})"
         )
         fewer = f"cut batches into fewer microbatches (num_microbatches={length // 2} or less)"
         advice = fewer if length > 1 else "take a global_batch_size that leaves more"
         return explain_lone_sample(error, self._model, where, advice)
 
     def forward(self, model: Any, value: Any, num_samples: int, counts: Any) -> MicrobatchLoss:
-        """What the loss function says of a microbatch.
+        """The loss of a microbatch.
 
         Args:
-            model: what it is given as the model.
+            model: what the loss function is given as the model.
             value: the samples.
             num_samples: how many.
             counts: the global counts, or None.
@@ -232,57 +249,78 @@ class MicrobatchRunner:
             raise LossError("with counts_fn the loss function must return a 0-d tensor: its share of the loss")
         return read_loss(loss, 1)
 
-    def run_slice(self, value: Any, num_samples: int, counts: Any) -> None:
-        """Forward and backward of some samples, as a step would run them; leaves nothing behind."""
-        try:
-            self.run_one(value, num_samples, counts)
-        finally:
-            self.gradients.forget()
-            self.buffers.abandon()
+    def autocast(self) -> AbstractContextManager[Any]:
+        """What a forward runs in."""
+        dtype = self.config.autocast_dtype
+        if dtype is None and not torch.is_autocast_enabled(self._device.type):
+            return nullcontext()
+        return autocast(self._device, dtype)
+
+    def initial_gradient(self, loss: MicrobatchLoss, is_only: bool) -> Tensor:
+        """What the backward begins with: it makes a sum of the value, or the mean, times the loss scale."""
+        weight = loss.weight
+        if is_only and self.config.counts_fn is None:
+            if isinstance(loss.count, Tensor):
+                return self._scale.apply((loss.weight / loss.count).to(loss.value.dtype))
+            weight = loss.weight / loss.count if loss.count else float("nan")
+        dtype = loss.value.dtype
+        if (weight, dtype) not in self._weights:
+            if len(self._weights) >= MANY_SEEDS:
+                self._weights.clear()
+            self._weights[weight, dtype] = torch.full((), weight, dtype=dtype, device=self._device)
+        return self._scale.apply(self._weights[weight, dtype])
 
     def held(self) -> list[Tensor]:
         """What the backward of a microbatch reads besides the microbatch and the model."""
-        return [self._scale.scale, *self._seeds.values()]
+        return [self._scale.scale, *self._weights.values()]
 
-    def autocast(self) -> AbstractContextManager[Any]:
-        """What a forward runs in."""
-        if self._dtype is None and not torch.is_autocast_enabled(self._device.type):
-            return nullcontext()
-        return autocast(self._device, self._dtype)
+    def explain_shortage(
+        self, batch: Batch, shortage: Shortage | None, layout: Layout, optimizers: Sequence[Optimizer]
+    ) -> OutOfMemoryError:
+        """Measures, on every rank whose memory ran out, which number of microbatches fits; all ranks call it.
 
-    def seed_of(self, loss: MicrobatchLoss, is_only: bool) -> Tensor:
-        """The gradient that the backward begins with: what makes a sum of the value, or the mean, and the scale."""
-        weight = quotient(loss.weight, loss.count) if is_only and self.counts is None else loss.weight
-        dtype = loss.value.dtype
-        if isinstance(weight, Tensor):
-            return self._scale.apply(weight.to(dtype))
-        if (weight, dtype) not in self._seeds:
-            if len(self._seeds) >= MANY_SEEDS:
-                self._seeds.clear()
-            self._seeds[weight, dtype] = torch.full((), weight, dtype=dtype, device=self._device)
-        return self._scale.apply(self._seeds[weight, dtype])
+        Args:
+            batch: of the step.
+            shortage: None if this rank's microbatches did fit.
+            layout: of the step, whose exchanges have all begun.
+            optimizers: whose state needs memory, too.
+
+        Returns:
+            The error to raise, alike on all ranks: it names the microbatch, and the `num_microbatches` that fits.
+        """
+        gradients, membership = layout.gradients, self.membership
+        assert isinstance(gradients, GradientSum), "with a sharded model the microbatch itself has raised"
+        gradients.drain()
+
+        def run_slice(value: Any, num_samples: int, counts: Any) -> None:
+            try:
+                self.run_one(gradients, value, num_samples, counts)
+            finally:
+                gradients.forget()
+                layout.buffers.abandon()
+
+        def needed_beside(num_microbatches: int) -> tuple[list[int], list[int]]:
+            factor = num_microbatches // membership.num_microbatches
+            ours = range(factor * membership.mine.start, factor * membership.mine.stop)
+            on_their_way = 0 if membership.world_size == 1 else 3
+            state = [size for optimizer in optimizers for size in missing_state_bytes(optimizer)]
+            sizes = gradients.bucket_bytes
+            return sizes * (num_sums_alive(ours) + on_their_way) + state, sizes * 2
+
+        fitting, num_samples = 0, 0
+        if shortage is not None:
+            with self.generators.preserved():
+                fitting = shortage.measure(
+                    run_slice, needed_beside, batch.length, membership.num_microbatches, self._device
+                )
+            num_samples = shortage.num_samples
+        rows = membership.communicator.gather_words(
+            [-1 if shortage is None else shortage.microbatch, num_samples, fitting, int(shortage is not None)]
+        )
+        return OutOfMemoryError(describe_shortage(rows, batch.length, membership.num_microbatches, self._device))
 
 
 def check_differentiable(loss: MicrobatchLoss) -> None:
     """Raises a `LossError` if a loss cannot be differentiated."""
     if not loss.value.requires_grad:
         raise LossError("the loss does not depend on any trainable parameter: check detach(), no_grad, requires_grad")
-
-
-def differentiate(value: Tensor, seed: Tensor, inputs: tuple[Tensor, ...]) -> None:
-    """Leaves the gradients of a 0-d value in the `.grad` of some leaves.
-
-    It is `torch.autograd.backward(value, seed, inputs=inputs)` without the checks of its arguments, which take a sixth
-    of the whole in a model of three layers; who has replaced that function is called.
-
-    Args:
-        value: to be differentiated.
-        seed: the gradient that it begins with, of the same dtype and device.
-        inputs: the leaves; all that there are if it is empty.
-    """
-    is_replaced = getattr(torch.autograd.backward, "__globals__", None) is not vars(torch.autograd)
-    if is_replaced or type(value) is not Tensor:
-        torch.autograd.backward(value, seed, inputs=inputs or None)
-        return
-    run = torch.autograd.graph._engine_run_backward
-    run((value,), (seed,), False, False, inputs, allow_unreachable=True, accumulate_grad=True)

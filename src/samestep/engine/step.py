@@ -1,22 +1,16 @@
-"""The step: one optimizer update over the microbatches of a global batch, whichever ranks execute them.
+"""One optimizer step on a global batch, with the same bits on any number of devices.
 
-    save every random generator
-    for each of my microbatches, in order:
-        seed every generator with (seed, stream, step, microbatch)
-        total, count = loss(model, microbatch)          a sum, and what to divide it by
-        backward(total)
-        push the microbatch's gradient on the tree
-    restore every random generator
-    reduce over the ranks along the same tree
-    divide by the global count; clip; update       the same arithmetic on every rank
-
-Nothing is written to the model before the whole exchange has arrived, and the step counter moves last.
+The batch is cut into V microbatches whatever the devices are, so every kernel sees the same shapes on 1, 2, … V of
+them. Floating-point addition commutes but does not associate: only the pairing of the V gradients matters, not which
+rank adds which, and the tree (`plan.tree`) fixes the pairing. Each microbatch seeds the random generators by its own
+number. Nothing is written to the model before the whole exchange has arrived, and the step counter moves last: if a
+rank is lost on the way, the others can do the step again from the same state.
 """
 
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,158 +19,127 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from samestep.comm.communicator import Communicator
 from samestep.comm.membership import Membership
-from samestep.core.tree import Block, rank_blocks
+from samestep.core.tree import rank_blocks
 from samestep.data.batch import Batch, split_batch
 from samestep.engine.buffers import refuse_sync_batchnorm
 from samestep.engine.compiled import compile_loss, fix_shapes
-from samestep.engine.counts import GlobalCounts
-from samestep.engine.gradients import GradientSum
+from samestep.engine.config import StepConfig
+from samestep.engine.factory import check_mesh, is_tensor_parallel, make_strategy
 from samestep.engine.graphs import MicrobatchGraphs, check_graphs
-from samestep.engine.header import read_headers, write_header
-from samestep.engine.losses import LossFn, describe
-from samestep.engine.memory import (
-    Shortage,
-    describe_shortage,
-    describe_update_shortage,
-    is_out_of_memory,
-    missing_state_bytes,
-    num_sums_alive,
-)
+from samestep.engine.header import Agreed, read_headers, write_header
+from samestep.engine.memory import Shortage, describe_update_shortage, is_out_of_memory
 from samestep.engine.microbatches import MicrobatchRunner
+from samestep.engine.nonfinite import FiniteCheck, divisor, left_out_unless
+from samestep.engine.observer import HeartbeatObserver, Observers, StepObserver, observers_in_scope
 from samestep.engine.parameters import named_parameters
-from samestep.engine.placement import check_mesh, is_tensor_parallel, place
-from samestep.engine.precision import LossScale, check_precision
+from samestep.engine.precision import LossScale
 from samestep.engine.result import ADVICE, StepResult
-from samestep.engine.rows import DeviceRows, HostRows, is_finite, quotient
+from samestep.engine.scaling import divide, scale
 from samestep.engine.settings import settings_of
 from samestep.engine.spread import SpreadState
-from samestep.engine.strategies import REPLICATE, Replicate, Strategy
+from samestep.engine.stats import StepStats
+from samestep.engine.strategies import REPLICATE, Replicate
+from samestep.engine.strategy import ExchangeOptions, Layout
 from samestep.engine.traces import Traces
-from samestep.engine.update import FlatUpdate
-from samestep.errors import (
-    DataError,
-    DeterminismError,
-    NonFiniteError,
-    OutOfMemoryError,
-    PeerLostError,
-    UsageError,
-)
+from samestep.errors import DataError, DeterminismError, NonFiniteError, OutOfMemoryError, PeerLostError, UsageError
 
-if TYPE_CHECKING:
-    from samestep.engine.placement import Gradients
-
-BUCKET_BYTES = 8 * 2**20
-MIN_SCALE = 2.0**-10
 CLIP_EPSILON = 1e-6  # as in torch.nn.utils.clip_grad_norm_
-OnNonFinite = Literal["raise", "skip"]
 _Schedule = tuple[dict[str, Any], list[Any]]
 
 
 class TrainStep:
-    """One training step; made by `samestep.Run.train_step`, which says what each argument means."""
+    """One training step; made by `samestep.Run.train_step`, which says what each argument means.
+
+    Args:
+        membership: the ranks.
+        model: moved to this rank's device, and laid out as the strategy says.
+        optimizers: over its parameters, all stepped together.
+        config: the options.
+        scheduler: stepped after every step.
+        observers: watch each step.
+
+    Attributes:
+        num_steps: taken so far.
+        settings: with which optimizers and scheduler were built.
+        strategy: how the state lies on the ranks.
+        microbatches: runs this rank's microbatches.
+    """
 
     def __init__(
         self,
         membership: Membership,
-        seed: int,
-        stream: int,
         model: nn.Module,
         optimizers: Sequence[Optimizer],
-        loss_fn: LossFn,
-        *,
-        counts_fn: Callable[[Any], Any] | None = None,
+        config: StepConfig,
         scheduler: LRScheduler | None = None,
-        max_grad_norm: float | None = None,
-        precision: str = "32-true",
-        on_nonfinite: OnNonFinite = "raise",
-        late_check: bool | None = None,
-        overlap: bool = True,
-        bucket_bytes: int = BUCKET_BYTES,
-        compile: bool = False,
-        graphed_length: int | None = None,
-        strategy: Strategy = REPLICATE,
+        observers: Sequence[StepObserver] = (),
     ) -> None:
-        if not callable(loss_fn):
-            raise UsageError(f"got {describe(loss_fn)} as loss_fn; it must be a function loss_fn(model, batch)")
-        if max_grad_norm is not None and not (isinstance(max_grad_norm, int | float) and max_grad_norm > 0):
-            raise UsageError(f"got max_grad_norm={max_grad_norm!r}; it must be above 0, or None for no clipping")
-        if on_nonfinite not in ("raise", "skip"):
-            raise UsageError(f"got on_nonfinite={on_nonfinite!r}; it is 'raise' or 'skip'")
         self.membership = membership
         self.model = model
         self.optimizers = tuple(optimizers)
+        self.scheduler = scheduler
+        self.config = config
         self.num_steps = 0
-        self.before_first: Callable[[], None] | None = None  # called before step 0, not in a run that is resumed
+        self.settings = settings_of(self.optimizers, scheduler)
+        self.observers = Observers([HeartbeatObserver(membership.heartbeat), *observers, *observers_in_scope()])
         self._failed = False
         self._num_threads = torch.get_num_threads()
-        self.loss_fn = loss_fn
-        self.scheduler = scheduler
-        self.settings = settings_of(self.optimizers, scheduler)
-        self.precision = precision
-        self.max_grad_norm = max_grad_norm
-        dtype = check_precision(precision)
-        self._on_nonfinite = on_nonfinite
-        self._overlap = overlap and graphed_length is None  # hooks do not run in a replay
-        self._bucket_bytes = bucket_bytes
 
         refuse_sync_batchnorm(model)
         device = membership.communicator.device
-        if graphed_length is not None:
+        graphs = None
+        if config.graphed_length is not None:
             check_graphs(device)
+            graphs = MicrobatchGraphs(config.graphed_length, device)
         # the optimizer imported it
         if membership.communicator.reduction == "ordered" and "torch._dynamo" in sys.modules:
             fix_shapes()
-        self.strategy = strategy
-        if graphed_length is not None and (strategy != REPLICATE or is_tensor_parallel(model)):
+        if graphs is not None and (config.strategy != REPLICATE or is_tensor_parallel(model)):
             raise UsageError("CUDA graphs need a model that every rank has whole: leave cuda_graphs=True out")
-        check_mesh(membership, model, strategy, compile)
-        self._late = _can_check_late(device, self.optimizers) if late_check is None else late_check
-        if self._late and not all(_honours_found_inf(optimizer) for optimizer in self.optimizers):
-            raise UsageError(
-                "late_check=True needs Adam or AdamW with fused=True, which can skip an update on the device"
-            )
-        _check_trained(named_parameters(model, self.optimizers).values())
-        self.placement = place(membership, model, self.optimizers, strategy)
-        self._scale = LossScale(device, enabled=precision == "16-mixed")
-        self._counts_fn = counts_fn
-        self._rows: Any = DeviceRows(device) if self._late else HostRows()
-        self._poisoned: Any = torch.zeros((), dtype=torch.bool, device=device) if self._late else False
+        check_mesh(membership, model, config.strategy, config.compile)
+        self._scale = LossScale(device, enabled=config.precision == "16-mixed")
+        self._finite = FiniteCheck(device, self.optimizers, self._scale, config.on_nonfinite, config.late_check)
+        self._stats = StepStats(device, on_host=not self._finite.is_late)
         self._unread: deque[tuple[StepResult, _Schedule | None]] = deque()
-        self._version = -1
-        self._buffers: Any
-        self._gradients: Gradients
-        self._flat_update: FlatUpdate | None
-        self.compile = compile
-        run_loss = compile_loss(loss_fn) if compile else loss_fn
-        inner = MicrobatchRunner(membership, seed, stream, model, run_loss, dtype, self._scale, self._rows)
-        inner.explain, inner.note_loss = self.placement.explain, self.placement.note_loss
-        if (
-            isinstance(strategy, Replicate)
-            and self.spread is None
-            and membership.num_microbatches > 1
-            and graphed_length is None
-        ):
-            inner.traces = Traces(membership, model, loss_fn)
-        self.runner: Any = self.placement.make_runner(inner, seed, stream, self._rows)
-        self.cuda_graphs = graphed_length is not None
-        if graphed_length is not None:
-            self.runner.graphs = MicrobatchGraphs(graphed_length, device)
-        self._settle_in_membership()
+        _check_trained(named_parameters(model, self.optimizers).values())
+        # Hooks, by which buckets leave during the backward, do not run when a graph is replayed.
+        options = ExchangeOptions(config.bucket_bytes, config.overlap and graphs is None)
+        self.strategy = make_strategy(membership, model, self.optimizers, config.strategy, options)
+        is_plain = isinstance(config.strategy, Replicate) and graphs is None and not is_tensor_parallel(model)
+        self.microbatches = MicrobatchRunner(
+            membership,
+            config,
+            model,
+            compile_loss(config.loss_fn) if config.compile else config.loss_fn,
+            self._scale,
+            self.observers,
+            self.strategy.explain,
+            graphs,
+            Traces(membership, model, config.loss_fn) if is_plain and membership.num_microbatches > 1 else None,
+        )
+        self._runner = self.strategy.make_runner(self.microbatches)
+        self._layout = self._lay_out()
+        self.observers.on_made(self)
 
     @property
     def communicator(self) -> Communicator:
-        """This rank's communicator, as the ranks are now."""
+        """The collectives of this rank, as the ranks are now."""
         return self.membership.communicator
 
     @property
+    def loss_scale(self) -> Tensor:
+        """By what the loss of a microbatch is multiplied before its backward, 0-d: 1 unless precision is "16-mixed"."""
+        return self._scale.scale
+
+    @property
     def spread(self) -> SpreadState | None:
-        """What of the state is spread over the ranks; None where each has all of it."""
-        return self.placement.state
+        """The sharded state; None if each rank has all of it."""
+        return self.strategy.state
 
     @property
     def spread_over(self) -> Communicator:
-        """Among the ranks over which the state is spread; several groups of ranks may have the same."""
-        return self.placement.communicator
+        """Over the ranks among which the state is sharded; several groups of ranks may have the same."""
+        return self.strategy.communicator
 
     def __call__(self, batch: Any) -> StepResult:
         """Takes one optimizer step on a global batch.
@@ -189,103 +152,213 @@ class TrainStep:
             Loss, gradient norm and number of samples of the global batch; waits for the device only when read.
 
         Raises:
-            NonFiniteError: the loss or gradient of this step (or, where the check is late, of an earlier one) was not
+            NonFiniteError: the loss or gradient of this step (or, if the check is late, of an earlier one) was not
                 finite; the state is the one from before that step.
             DeterminismError: an operation has no deterministic form, or the ranks were handed different batches.
             LossError: the loss function broke its contract.
             OutOfMemoryError: a microbatch did not fit on some rank; raised on all of them.
             PeerLostError: a rank died or did not answer in time, and the run cannot heal.
         """
-        if self.num_steps == 0 and self.before_first is not None:
-            self.before_first()
-            self.before_first = None
         self._read_what_is_there()
         self._check_process()
-        self.membership.heartbeat.step = self.num_steps
-        result = self.membership.perform(lambda: self._attempt(batch))
-        self.membership.heartbeat.enter("script")
+        self.observers.on_step(self, batch)
+        try:
+            # once more, from the same state, if a rank is lost
+            result = self.membership.perform(lambda: self._step(batch))
+        except BaseException as error:
+            self.observers.on_failure(error)
+            raise
+        self.observers.on_update(self, result)
+        self.observers.on_phase("script")
         return result
 
-    def _attempt(self, value: Any) -> StepResult:
-        """The step by the ranks as they are; leaves everything as it was if a rank is lost meanwhile."""
+    def _step(self, value: Any) -> StepResult:
+        """The step by the ranks as they are now; leaves everything as it was if a rank is lost meanwhile."""
         membership = self.membership
-        if membership.version != self._version:
-            self._settle_in_membership()
-        batch = self._own_microbatches(value)
-        if batch.length < 1:
-            raise DataError("the batch holds no samples; leave empty batches out")
-        self.placement.note_frozen()
-        if self._what_is_trained() != self._trained:
-            before = self._gradients
-            self._lay_out()
-            before.remove_hooks()
-        self.placement.check_in_use()
-
+        batch = self._local_microbatches(value)
+        self.observers.on_batch(batch)
+        layout = self._current_layout()
         num_leaves = min(membership.num_microbatches, batch.length)
-        blocks_by_rank = self._blocks(num_leaves)
-        self._gradients.begin(blocks_by_rank)
-        self._buffers.begin(self.num_steps)
+        blocks_by_rank = rank_blocks(membership.data_ranges, num_leaves)
+
+        # 1. Forward and backward, one microbatch after another: neither memory nor kernels depend on how many ranks
+        # there
+        #    are. Gradients are added along the tree as they come; the last backward starts their exchange.
+        layout.gradients.begin(blocks_by_rank)
+        layout.buffers.begin(self.num_steps)
+        self._stats.begin(membership.mine)
         try:
-            shortage = self.runner.run(batch, self.num_steps)
+            shortage = self._runner.run(batch, self.num_steps, layout, self._stats)
         except BaseException as error:
-            self._abandon()
-            # The script's own exception is refused on one rank as on several; Ctrl-C in a notebook is nobody's failure.
-            self._failed = (
-                isinstance(error, Exception) if membership.world_size == 1 else not isinstance(error, PeerLostError)
-            )
+            self._abandon(layout)
+            # The script's own exception is refused on one rank as on several; Ctrl-C in a notebook is no failure.
+            alone = membership.world_size == 1
+            self._failed = isinstance(error, Exception) if alone else not isinstance(error, PeerLostError)
             raise
+
+        # 2. The only communication: the rest of the gradients, the statistics with what the ranks must agree on, the
+        #    buffers. It raises on all ranks alike, and nothing has been written yet.
+        self.observers.on_phase("exchange")
         try:
-            membership.heartbeat.enter("exchange")
-            used, touched = self._exchange_header(batch, shortage)
-            self._gradients.finish()
-            self._buffers.exchange(touched, blocks_by_rank, batch.length)
+            agreed = self._exchange(batch, layout, shortage)
+            layout.gradients.finish()
+            num_flags = len(layout.buffers.touched)
+            layout.buffers.exchange(agreed.flags[:num_flags], blocks_by_rank, batch.length)
         except (PeerLostError, OutOfMemoryError):
-            self._abandon()
+            self._abandon(layout)
             raise
-        membership.heartbeat.enter("update")
-        return self._update(batch, num_leaves, used)
 
-    def _blocks(self, num_leaves: int) -> tuple[tuple[Block, ...], ...]:
-        """The blocks that each rank ships, of so many microbatches that hold samples."""
-        if num_leaves not in self._blocks_by_leaves:
-            self._blocks_by_leaves[num_leaves] = rank_blocks(self.membership.data_ranges, num_leaves)
-        return self._blocks_by_leaves[num_leaves]
+        # 3. The same arithmetic on every rank.
+        self.observers.on_phase("update")
+        return self._update(batch, layout, num_leaves, used=agreed.flags[num_flags:])
 
-    def _settle_in_membership(self) -> None:
-        """Lays out what depends on the ranks."""
-        if self._version >= 0:
-            self._gradients.remove_hooks()
-        self._version = self.membership.version
-        self._blocks_by_leaves: dict[int, tuple[tuple[Block, ...], ...]] = {}
-        self.runner.counts = None if self._counts_fn is None else GlobalCounts(self._counts_fn, self.membership.data)
-        self._buffers = self.runner.buffers = self.placement.make_buffers()
-        self._lay_out()
-
-    def _own_microbatches(self, value: Any) -> Batch:
-        """This rank's microbatches of a global batch, as the ranks are now."""
+    def _local_microbatches(self, value: Any) -> Batch:
+        """This rank's microbatches of a global batch, by index, as the ranks are now."""
         membership = self.membership
-        if isinstance(value, Batch):
-            if value.version == membership.version:
-                return value
+        if isinstance(value, Batch) and value.version == membership.version:
+            batch = value
+        elif isinstance(value, Batch):
             if value.renew is None:
                 raise DataError("a batch of another run's loader; use the loader of this run")
-            # who hangs while it fetches the microbatches of the lost waits for nobody
-            before = membership.heartbeat.enter("data")
-            renewed = value.renew()
-            membership.heartbeat.enter(before)
-            return renewed
-        compare = membership.world_size > 1
-        device = membership.communicator.device
-        batch = split_batch(
-            value, membership.num_microbatches, membership.to_fetch, device, compare, membership.version
-        )
-        self._check_lengths(batch.length)
+            before = self.observers.phase
+            # A rank that hangs while it fetches the microbatches of a lost one does not wait for others.
+            self.observers.on_phase("data")
+            batch = value.renew()
+            self.observers.on_phase(before)
+        else:
+            device = membership.communicator.device
+            batch = split_batch(
+                value,
+                membership.num_microbatches,
+                membership.to_fetch,
+                device,
+                membership.world_size > 1,
+                membership.version,
+            )
+            self._check_lengths(batch.length)
+        if batch.length < 1:
+            raise DataError("the batch holds no samples; leave empty batches out")
         return batch
 
-    def _abandon(self) -> None:
-        """Puts the model back after a step that came to nothing."""
-        self._buffers.abandon()
-        self._gradients.abandon()
+    def _exchange(self, batch: Batch, layout: Layout, shortage: Shortage | None) -> Agreed:
+        """Starts the exchange of the gradients; gathers the statistics of all microbatches and the headers of all ranks.
+
+        Returns:
+            What the ranks agree on; its flags say what of the buffers any microbatch touched, and which parameters it
+            used.
+        """
+        membership, gradients = self.membership, layout.gradients
+        flags = [*layout.buffers.touched, *gradients.used]
+        if membership.world_size == 1:
+            agreed = Agreed(membership.stop_asked, shortage is not None, membership.asks_checkpoint, flags)
+        else:
+            gradients.start()
+            asked = membership.stop_asked, shortage is not None, membership.asks_checkpoint
+            header = write_header(batch, self.num_steps, Agreed(*asked, flags))
+            agreed = read_headers(self._stats.exchange(membership.communicator, membership.ranges, header), len(flags))
+        if agreed.is_short:
+            # Not before all ranks know: they measure together which number of microbatches would fit.
+            raise self.microbatches.explain_shortage(batch, shortage, layout, self.optimizers)
+        membership.stop, membership.checkpoint_agreed = agreed.stop, agreed.checkpoint
+        return agreed
+
+    @torch.no_grad()
+    def _update(self, batch: Batch, layout: Layout, num_leaves: int, used: list[bool]) -> StepResult:
+        """Divides, clips, and updates the model, unless something is not finite."""
+        gradients, config = layout.gradients, self.config
+        total, count = self._stats.sums(num_leaves)
+        if config.counts_fn is not None:
+            count = count * 0 + 1  # the loss function has divided already
+        elif num_leaves > 1:
+            divide(gradients.flats, divisor(count))  # a sum over one count: no mean of means
+        self._scale.unscale(gradients.flats)
+        norm: Any = gradients.norm() if any(used) else torch.zeros((), device=self.communicator.device)
+        norm = norm if self._finite.is_late else norm.item()
+        ok, has_failed = self._finite.judge(total, count, norm)
+        if config.max_grad_norm is not None:
+            self._clip(gradients.flats, config.max_grad_norm, norm, ok)
+        gradients.assign(used)
+        self.observers.on_gradients(None)
+        skipped = ~ok if self._finite.is_late else float(not ok)
+        result = self._make_result(batch, self._stats.scalars([total, count, norm, skipped, has_failed], num_leaves))
+        if self._finite.is_late:
+            with left_out_unless(ok, self.optimizers):
+                self._step_optimizers()
+            layout.buffers.write(ok)
+            self._unread.append((result, self._schedule()))
+        else:
+            self._read(result, None)
+            if ok:
+                self._step_optimizers()
+                layout.buffers.write(None)
+        if self.scheduler is not None:
+            self.scheduler.step()
+        self.num_steps += 1  # moves last: until here the step can be done again
+        return result
+
+    def _clip(self, flats: list[Tensor], limit: float, norm: Any, ok: Any) -> None:
+        """Scales the gradient down to the greatest norm allowed; one that is not finite is left as it is."""
+        factor = limit / (norm + CLIP_EPSILON)
+        if isinstance(factor, Tensor):
+            scale(flats, torch.where(ok, factor.clamp(max=1.0), 1.0))
+        elif ok and factor < 1:
+            scale(flats, factor)
+
+    def _step_optimizers(self) -> None:
+        """Steps the optimizers.
+
+        Raises:
+            OutOfMemoryError: it did not fit, and the model may be half updated.
+        """
+        self.strategy.before_update()
+        for optimizer in self.optimizers:
+            try:
+                optimizer.step()
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                self._failed = True
+                name = type(optimizer).__name__
+                raise OutOfMemoryError(describe_update_shortage(name, self.num_steps, self.membership.rank)) from error
+        self.strategy.after_update()
+
+    def _abandon(self, layout: Layout) -> None:
+        """Puts the model back after a step that failed."""
+        layout.buffers.abandon()
+        layout.gradients.abandon()
+
+    # What a step is laid out for: the ranks, and the parameters that are trainable.
+
+    def _current_layout(self) -> Layout:
+        """The layout, made anew if ranks were lost, or parameters were frozen or unfrozen, since the last step."""
+        if self.membership.version != self._version:
+            self._layout.gradients.remove_hooks()
+            self._layout = self._lay_out()
+        self.strategy.sync_trainable()
+        if self._what_is_trained() != self._trained:
+            before = self._layout
+            self._layout = self._lay_out()
+            before.gradients.remove_hooks()
+        self.strategy.check_in_use()
+        return self._layout
+
+    def _lay_out(self) -> Layout:
+        self._version = self.membership.version
+        self._named = self.strategy.held(self.optimizers)
+        trainable = {name: p for name, p in self._named.items() if p.requires_grad}
+        _check_trained(trainable.values())
+        for parameter in self._named.values():
+            parameter.grad = None
+        if self.microbatches.graphs is not None:
+            self.microbatches.graphs.drop()  # they write gradients of the parameters that were trainable
+        layout = self.strategy.lay_out(trainable, self.optimizers, self.config.counts_fn, self.observers)
+        self._trained = self._what_is_trained()
+        return layout
+
+    def _what_is_trained(self) -> tuple[Any, ...]:
+        """Changes when parameters are frozen or unfrozen, or join an optimizer."""
+        held = [id(p) for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]]
+        return held, [p.requires_grad for p in self._named.values()]
 
     def _check_lengths(self, length: int) -> None:
         """Compares the lengths of batches that the script drew itself: they decide what the ranks exchange."""
@@ -310,164 +383,7 @@ class TrainStep:
                 "number decides the bits: leave it alone, or give it by Run(num_threads=…) (--num-threads)"
             )
 
-    def _exchange_header(self, batch: Batch, shortage: Shortage | None) -> tuple[list[bool], list[bool]]:
-        """Sends the gradient on its way, and gathers the rows of all microbatches and what the ranks must agree on.
-
-        Returns:
-            For each trainable parameter whether any microbatch used it; what is `touched` of the buffers by any
-            microbatch.
-        """
-        membership, used = self.membership, self._gradients.used
-        touched = self._buffers.touched
-        if membership.world_size == 1:
-            if shortage is not None:
-                self._explain_shortage(batch, shortage)
-            membership.stop, membership.checkpoint_agreed = membership.stop_asked, membership.asks_checkpoint
-            return used, touched
-        flags = [*touched, membership.asks_checkpoint, *used]
-        said = write_header(batch, self.num_steps, membership.stop_asked, shortage is not None, flags)
-        gradients = self._gradients
-        if not self._late and isinstance(gradients, GradientSum) and gradients.carries_letters():
-            headers = self._rows.exchange_by_letter(gradients.send_with_letter, membership.ranges, said)
-        else:
-            gradients.start_rest()
-            headers = self._rows.exchange(self.communicator, membership.ranges, said)
-        heard = read_headers(headers, len(flags))
-        if heard.is_short:
-            self._explain_shortage(batch, shortage)
-        count = len(touched)
-        membership.stop, membership.checkpoint_agreed = heard.stop, heard.flags[count]
-        return heard.flags[count + 1 :], heard.flags[:count]
-
-    def _explain_shortage(self, batch: Batch, shortage: Shortage | None) -> NoReturn:
-        """Measures, on ranks whose memory ran out, which number of microbatches fits; raises alike on all ranks.
-
-        Raises:
-            OutOfMemoryError: names the microbatch, and the `num_microbatches` that fits.
-        """
-        assert isinstance(self._gradients, GradientSum), "where the model is spread the microbatch itself has raised"
-        self._gradients.drain()
-        fitting, num_samples = 0, 0
-        if shortage is not None:
-            with self.runner.generators.preserved():
-                fitting = shortage.measure(
-                    self.runner.run_slice,
-                    self._needed_beside,
-                    batch.length,
-                    self.membership.num_microbatches,
-                    self.communicator.device,
-                )
-            self._gradients.forget()
-            num_samples = shortage.num_samples
-        rows = self.communicator.gather_words(
-            [-1 if shortage is None else shortage.microbatch, num_samples, fitting, int(shortage is not None)]
-        )
-        raise OutOfMemoryError(
-            describe_shortage(rows, batch.length, self.membership.num_microbatches, self.communicator.device)
-        )
-
-    def _needed_beside(self, num_microbatches: int) -> tuple[list[int], list[int]]:
-        """Bytes that a step with so many microbatches needs beside those of one microbatch, and for the update."""
-        factor = num_microbatches // self.membership.num_microbatches
-        ours = range(factor * self.membership.mine.start, factor * self.membership.mine.stop)
-        assert isinstance(self._gradients, GradientSum), "where the model is spread nothing is measured"
-        gradient = self._gradients.bucket_bytes
-        on_their_way = 0 if self.membership.world_size == 1 else 3
-        state = [size for optimizer in self.optimizers for size in missing_state_bytes(optimizer)]
-        return gradient * (num_sums_alive(ours) + on_their_way) + state, gradient * 2
-
-    @torch.no_grad()
-    def _update(self, batch: Batch, num_leaves: int, used: list[bool]) -> StepResult:
-        """Divides, clips, and updates the model, unless something is not finite."""
-        gradients = self._gradients
-        total, count = self._rows.sums(num_leaves)
-        if self.runner.counts is not None:
-            count = count * 0 + 1  # the loss function has divided already
-        elif num_leaves > 1:
-            gradients.divide(_divisor(count))
-        self._scale.unscale(gradients.flats)
-        norm: Any = gradients.norm() if any(used) else torch.zeros((), device=self.communicator.device)
-        if not self._late:
-            norm = norm.item()
-        ok, poisoned = self._judge(is_finite(quotient(total, count)), is_finite(norm))
-        if self.max_grad_norm is not None:
-            self._clip(norm, ok)
-        gradients.assign(used)
-        if self._late:
-            sums = [total, count, norm, ~ok, poisoned]
-        else:
-            sums = [total, count, norm, float(not ok), float(poisoned)]
-        result = self._make_result(batch, self._rows.scalars(sums, num_leaves))
-        self._apply(ok, used, result)
-        return result
-
-    def _clip(self, norm: Any, ok: Any) -> None:
-        """Scales the gradient down to the greatest norm allowed."""
-        factor = self.max_grad_norm / (norm + CLIP_EPSILON)
-        if isinstance(factor, Tensor):
-            self._gradients.scale(torch.where(ok, factor.clamp(max=1.0), 1.0))
-        elif ok and factor < 1:
-            self._gradients.scale(factor)
-
-    def _judge(self, finite_loss: Any, finite_gradient: Any) -> tuple[Any, Any]:
-        """Decides whether to update, and whether this step is the first bad one: on the device if the check is late."""
-        ok = finite_loss & finite_gradient & (self._poisoned ^ True)
-        bad = (finite_loss & finite_gradient) ^ True
-        if self._scale.enabled:  # an overflow is nothing bad while there is room to scale down
-            at_the_end: Any = self._scale.scale <= MIN_SCALE
-            if not self._late:
-                at_the_end = bool(at_the_end)
-            bad = (finite_loss ^ True) | ((finite_gradient ^ True) & at_the_end)
-        if self._on_nonfinite == "skip":
-            bad = bad & False
-        first = bad & (self._poisoned ^ True)
-        self._poisoned = self._poisoned | bad
-        self._scale.update(finite_gradient ^ True, self._poisoned ^ True)
-        return ok, first
-
-    def _apply(self, ok: Tensor, used: list[bool], result: StepResult) -> None:
-        """Runs the optimizers, merges the buffers, and moves the step counter last."""
-        if self._late:
-            found_inf = (~ok).to(torch.float32)
-            for optimizer in self.optimizers:
-                optimizer.found_inf = found_inf  # type: ignore[attr-defined]
-            self._step_optimizers(used)
-            for optimizer in self.optimizers:
-                del optimizer.found_inf  # type: ignore[attr-defined]
-            self._buffers.write(ok)
-            self._unread.append((result, self._schedule()))
-        else:
-            self._read(result, None)
-            if ok:
-                self._step_optimizers(used)
-                self._buffers.write(None)
-        if self.scheduler is not None:
-            self.scheduler.step()
-        self.num_steps += 1
-
-    def _step_optimizers(self, used: list[bool]) -> None:
-        """The update.
-
-        Args:
-            used: for each trainable parameter whether it has a gradient.
-
-        Raises:
-            OutOfMemoryError: it did not fit, and the model may be half updated.
-        """
-        self.placement.begin_update()
-        for optimizer in self.optimizers:
-            try:
-                if self._flat_update is None:
-                    optimizer.step()
-                else:
-                    self._flat_update.step(self._gradients.flats, used)
-            except (RuntimeError, MemoryError) as error:
-                if not is_out_of_memory(error):
-                    raise
-                self._failed = True
-                name = type(optimizer).__name__
-                raise OutOfMemoryError(describe_update_shortage(name, self.num_steps, self.membership.rank)) from error
-        self.placement.end_update()
+    # Results that the host reads later than the step was taken.
 
     def _make_result(self, batch: Batch, scalars: Tensor | list[float]) -> StepResult:
         """Starts the copy of the scalars to the host, if they are not there, without waiting for it."""
@@ -476,7 +392,7 @@ class TrainStep:
             scalars = torch.empty(scalars.shape, dtype=scalars.dtype, pin_memory=True).copy_(scalars, non_blocking=True)
             event = torch.Event(self.communicator.device)
             event.record()
-        settle = self._read_up_to if self._late else None
+        settle = self._read_up_to if self._finite.is_late else None
         return StepResult(
             self.num_steps,
             batch.length,
@@ -493,11 +409,10 @@ class TrainStep:
             result.check()
         except NonFiniteError as error:
             self.num_steps = result.step
-            self._poisoned = self._poisoned & False
-            self._gradients.drop_memory()
+            self._finite.reset()
             self._unread.clear()
             self._restore_schedule(schedule)
-            if (name := self.runner.guard.not_finite()) is not None:
+            if (name := self._layout.purity.not_finite()) is not None:
                 when = "the first step" if result.step == 0 else "this step"
                 advice = (
                     f"Parameter {name} held NaN or infinity before {when}: look at how it was initialised or loaded"
@@ -542,56 +457,14 @@ class TrainStep:
         return {"num_steps": self.num_steps, "loss_scale": self._scale.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes up a saved state; what was still unread of earlier steps is forgotten."""
+        """Takes up a saved state; the outcome of earlier steps that was not read yet is dropped."""
         self._unread.clear()
-        self._poisoned = self._poisoned & False
+        self._finite.reset()
         self.num_steps = int(state["num_steps"])
         self._scale.load_state_dict(state["loss_scale"])
-
-    def _what_is_trained(self) -> tuple[Any, ...]:
-        """Changes when parameters are frozen or unfrozen, or join an optimizer."""
-        held = [id(p) for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]]
-        return held, [p.requires_grad for p in self._named.values()]
-
-    def _lay_out(self) -> None:
-        """Makes the gradient sum over the parameters that the optimizers hold and that are trainable now."""
-        placement = self.placement
-        named = placement.held(self.optimizers)
-        trainable = {name: p for name, p in named.items() if p.requires_grad}
-        _check_trained(trainable.values())
-        self._named = named
-        self.runner.guard = placement.make_guard()
-        if self.runner.graphs is not None:
-            self.runner.graphs.drop()
-        for parameter in self._named.values():
-            parameter.grad = None
-        gradients = placement.make_gradients(trainable, self.optimizers, self._bucket_bytes, self._overlap)
-        self._gradients = self.runner.gradients = gradients
-        self._trained = self._what_is_trained()
-        self._flat_update = None
-        if len(self.optimizers) == 1 and not self._late:
-            self._flat_update = placement.make_flat_update(self.optimizers[0], gradients)
 
 
 def _check_trained(parameters: Iterable[Tensor]) -> None:
     """Raises a `UsageError` if none of them is trained."""
     if not any(parameter.requires_grad for parameter in parameters):
         raise UsageError("no parameter of the optimizer is trainable; set requires_grad on those that should be")
-
-
-def _divisor(count: Any) -> Any:
-    """What the gradient is divided by; 1 where the count makes the loss no number, so that no memory is spoilt."""
-    if isinstance(count, Tensor):
-        return torch.where(torch.isfinite(count) & (count != 0), count, 1)
-    return count if is_finite(count) and count else 1.0
-
-
-def _honours_found_inf(optimizer: Optimizer) -> bool:
-    """Whether the optimizer leaves its whole state alone when `found_inf` says so: fused Adam and AdamW do."""
-    fused = all(group.get("fused") for group in optimizer.param_groups)
-    return isinstance(optimizer, torch.optim.Adam) and fused
-
-
-def _can_check_late(device: torch.device, optimizers: Sequence[Optimizer]) -> bool:
-    """Whether the host need not look at the outcome before the update: on a CPU it sees it anyway."""
-    return device.type != "cpu" and all(_honours_found_inf(optimizer) for optimizer in optimizers)

@@ -1,4 +1,4 @@
-"""The strategies: how the state of a step lies on the ranks. What is computed is the same."""
+"""The options of the strategies: how the state of a step lies on the ranks. What is computed is the same."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -105,12 +105,12 @@ class Pipeline:
                 raise UsageError(f'got split={self.split!r}; it is a list of different names, such as ["blocks.4"]')
 
 
-Strategy = Replicate | Sharded | Pipeline
+StrategyOptions = Replicate | Sharded | Pipeline
 REPLICATE = Replicate()
-STRATEGIES: dict[str, type[Strategy]] = {each.name: each for each in (Replicate, Sharded, Pipeline)}
+STRATEGIES: dict[str, type[StrategyOptions]] = {each.name: each for each in (Replicate, Sharded, Pipeline)}
 
 
-def as_strategy(value: str | Strategy, shard_optimizer: bool = False) -> Strategy:
+def as_strategy(value: str | StrategyOptions, shard_optimizer: bool = False) -> StrategyOptions:
     """A strategy by its name, or as it is.
 
     Args:
@@ -131,7 +131,7 @@ def as_strategy(value: str | Strategy, shard_optimizer: bool = False) -> Strateg
             names = ", ".join(map(repr, STRATEGIES))
             raise UsageError(f"got strategy={value!r}; it is {names}, or one with options: samestep.Sharded(…)")
         value = STRATEGIES[value]()
-    if not isinstance(value, Strategy):
+    if not isinstance(value, StrategyOptions):
         raise UsageError(
             f"got strategy={value!r}; it is a name, or samestep.Replicate(…), samestep.Sharded(…) or "
             "samestep.Pipeline(…)"

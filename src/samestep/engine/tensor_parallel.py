@@ -6,7 +6,7 @@ so the bits do not depend on the number of ranks along "data".
 """
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -21,38 +21,53 @@ from samestep.comm.heartbeat import Heartbeat
 from samestep.comm.membership import Membership
 from samestep.comm.pieces import Spread
 from samestep.data.batch import tensor_checksum
-from samestep.engine.buffers import COMPARED_ELEMENTS, COMPARED_EVERY, COMPARED_STEPS
+from samestep.engine.buffers import COMPARED_ELEMENTS, COMPARED_EVERY, COMPARED_STEPS, BufferMerge
+from samestep.engine.counts import GlobalCounts
 from samestep.engine.gradients import GradientSum
 from samestep.engine.losses import wide_dtype
+from samestep.engine.microbatches import MicrobatchRunner
 from samestep.engine.norms import block_norm, block_norms
+from samestep.engine.observer import Observers, StepObserver
 from samestep.engine.parameters import check_same_tensors, named_parameters
-from samestep.engine.placement import Placement
+from samestep.engine.purity import PurityCheck
 from samestep.engine.spread import MIXED, SpreadState, check_contiguous, check_elementwise
-from samestep.engine.strategies import REPLICATE, Replicate, Strategy
+from samestep.engine.strategies import REPLICATE, Replicate, StrategyOptions
+from samestep.engine.strategy import ExchangeOptions, Layout
 from samestep.errors import DeterminismError, PeerLostError, UsageError
 
 AXIS = "tensor"
 LOST = ("gloo/transport", "Connection closed by peer", "NCCL")  # in torch's messages about a failed transfer
 
 
-class TensorParallelPlacement(Placement):
+class TensorParallelStrategy:
     """The state of a model with DTensors over the axis "tensor", and the exchange of its gradients.
 
     Args:
         membership: the ranks.
         model: parallelized; its other parameters are replicated.
         optimizers: over its parameters; they hold the local shards afterwards.
+        exchange: how gradients travel.
+
+    Attributes:
+        forward: the model.
+        state: the local shards.
+        communicator: over the ranks along "tensor".
+        leaves: the model's parameters by name, DTensors among them.
 
     Raises:
         UsageError: a DTensor is on another mesh or unevenly sharded, or the optimizer's update is not elementwise.
         DeterminismError: the ranks have built different models.
     """
 
-    def __init__(self, membership: Membership, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-        super().__init__(membership, model)
+    def __init__(
+        self, membership: Membership, model: nn.Module, optimizers: Sequence[Optimizer], exchange: ExchangeOptions
+    ) -> None:
         membership.rely_on_all()
         check_elementwise(optimizers, membership.communicator.device, by_rows=False)
-        self.tensor = membership.along(AXIS)
+        self._membership = membership
+        self._exchange = exchange
+        self.forward = model
+        self.communicator: Communicator = membership.along(AXIS)
         self.leaves = dict(model.named_parameters())
         _check_optimizers(model, optimizers)
         ranks = [membership.rank] if membership.mesh is None else list(membership.mesh.along(AXIS, membership.rank))
@@ -69,10 +84,11 @@ class TensorParallelPlacement(Placement):
             name: nn.Parameter(local, leaf.requires_grad) if isinstance(leaf := self.leaves[name], DTensor) else leaf
             for name, local in locals_.items()
         }
-        self.state = SpreadState(parts, spreads, has_whole_parameters=False, communicator=self.tensor)
+        self.state: SpreadState = SpreadState(
+            parts, spreads, has_whole_parameters=False, communicator=self.communicator
+        )
         names = {id(leaf): name for name, leaf in self.leaves.items()}
-        self.state.hand_over(optimizers, names, self.tensor.rank)
-        self.gradients: TensorParallelGradientSum | None = None
+        self.state.hand_over(optimizers, names, self.communicator.rank)
         for module in model.modules():
             if any(isinstance(leaf, DTensor) for leaf in module.parameters(recurse=False)):
                 _wait_as_exchange(module, membership.heartbeat)
@@ -80,11 +96,49 @@ class TensorParallelPlacement(Placement):
     @property
     def contract(self) -> dict[str, Any]:
         """The number of ranks along "tensor" and a hash of the placements: they decide how sums are rounded."""
-        if self.tensor.world_size == 1:
+        if self.communicator.world_size == 1:
             return {}
         lines = [f"{name} {leaf.placements}" for name, leaf in self.leaves.items() if isinstance(leaf, DTensor)]
         plan = hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
-        return {AXIS: {"ranks": self.tensor.world_size, "plan": plan}}
+        return {AXIS: {"ranks": self.communicator.world_size, "plan": plan}}
+
+    def held(self, optimizers: Sequence[Optimizer]) -> dict[str, nn.Parameter]:
+        """The local shards that the optimizers update, by name."""
+        return self.state.held(optimizers)
+
+    def lay_out(
+        self,
+        trainable: dict[str, nn.Parameter],
+        optimizers: Sequence[Optimizer],
+        counts_fn: Callable[[Any], Any] | None,
+        observers: Observers,
+    ) -> Layout:
+        """Lays the step out over the ranks along "data"."""
+        data, model = self._membership.data, self.forward
+        gradients = TensorParallelGradientSum(self, trainable, data, self._exchange.bucket_bytes, observers)
+        counts = None if counts_fn is None else GlobalCounts(counts_fn, data)
+        return Layout(gradients, BufferMerge(model, data), PurityCheck(model, self.state.parts), counts)
+
+    def make_runner(self, runner: MicrobatchRunner) -> MicrobatchRunner:
+        """The runner itself: the ranks along "tensor" run each microbatch together."""
+        return runner
+
+    def sync_trainable(self) -> None:
+        """Freezes or unfreezes the local shards as the model's parameters are now."""
+        for name, part in self.state.parts.items():
+            part.requires_grad_(self.leaves[name].requires_grad)
+
+    def check_in_use(self) -> None:
+        """Does nothing."""
+
+    def before_update(self) -> None:
+        """Does nothing."""
+
+    def after_update(self) -> None:
+        """Does nothing: the local shards are the memory of the model's parameters."""
+
+    def after_load(self) -> None:
+        """Does nothing."""
 
     def explain(self, error: RuntimeError) -> Exception | None:
         """The error to raise if a rank was lost during a forward or backward, or if DTensors met plain tensors."""
@@ -95,57 +149,44 @@ class TensorParallelPlacement(Placement):
                 "both modules to the plan of parallelize_module (norms: SequenceParallel()), or neither"
             )
         if isinstance(error, dist.DistError) or any(word in text for word in LOST):
-            transport = self.tensor.transport
+            transport = self.communicator.transport
             if isinstance(transport, GroupTransport):
                 return transport.peers_lost(error)
             return PeerLostError(f'a rank along "{AXIS}" was lost, or has failed: {error}')
         return None
 
-    def make_gradients(
-        self, trainable: dict[str, nn.Parameter], optimizers: Sequence[Optimizer], bucket_bytes: int, overlap: bool
-    ) -> "TensorParallelGradientSum":
-        """Sums the gradients of the local shards over the ranks along "data"."""
-        self.gradients = TensorParallelGradientSum(self, trainable, bucket_bytes)
-        return self.gradients
-
-    def note_loss(self, loss: Tensor) -> None:
-        """Keeps the loss of a microbatch for the comparison between the ranks along "tensor"."""
-        assert self.gradients is not None, "the step has been laid out"
-        self.gradients.note_loss(loss)
-
-    def note_frozen(self) -> None:
-        """Freezes or unfreezes the local shards as the model's parameters are now."""
-        assert self.state is not None, "set when this was made"
-        for name, part in self.state.parts.items():
-            part.requires_grad_(self.leaves[name].requires_grad)
-
     def _check_same(self, tensors: dict[str, Tensor], spreads: dict[str, Spread]) -> None:
         """Compares the whole model along "data", and along "tensor" the tensors that all of its ranks have."""
-        check_same_tensors(tensors, self.membership.data)
-        check_same_tensors({name: t for name, t in tensors.items() if name not in spreads}, self.tensor)
+        check_same_tensors(tensors, self._membership.data)
+        check_same_tensors({name: t for name, t in tensors.items() if name not in spreads}, self.communicator)
 
 
 class TensorParallelGradientSum(GradientSum):
     """Sums the gradients of the local shards, microbatch by microbatch and over the ranks along "data".
 
     Args:
-        placement: of the model.
+        strategy: has the model and its local shards.
         trainable: the local shards that the optimizers update, by name.
+        data: over the ranks along "data".
         bucket_bytes: the size of a message.
+        observer: of the step.
     """
 
-    is_spread = True
+    is_sharded = True
 
     def __init__(
-        self, placement: TensorParallelPlacement, trainable: dict[str, nn.Parameter], bucket_bytes: int
+        self,
+        strategy: TensorParallelStrategy,
+        trainable: dict[str, nn.Parameter],
+        data: Communicator,
+        bucket_bytes: int,
+        observer: StepObserver,
     ) -> None:
-        membership = placement.membership
-        super().__init__(list(trainable.values()), list(trainable), membership.data, bucket_bytes, False)
-        assert placement.state is not None, "it knows the local shards"
-        self.inputs = tuple(placement.leaves[name] for name in trainable)
-        self._tensor: Communicator = placement.tensor
-        self._model = placement.model
-        self._is_sharded = [name in placement.state.spreads for name in trainable]
+        super().__init__(list(trainable.values()), list(trainable), data, bucket_bytes, False, observer)
+        self.inputs = tuple(strategy.leaves[name] for name in trainable)
+        self._tensor = strategy.communicator
+        self._model = strategy.forward
+        self._is_local_shard = [name in strategy.state.spreads for name in trainable]
         self._num_finished = 0
         self._losses: list[Tensor] = []
 
@@ -155,13 +196,10 @@ class TensorParallelGradientSum(GradientSum):
         for leaf in self.inputs:
             leaf.grad = None
 
-    def note_loss(self, loss: Tensor) -> None:
-        """Keeps the loss of a microbatch until `finish` compares it."""
+    def push(self, microbatch: int, loss: Tensor) -> Tensor:
+        """Pushes the gradients of a microbatch on the tree; DTensor sums those that are partial over the ranks."""
         if self._compares:
             self._losses.append(loss.detach().double().nan_to_num())
-
-    def collect(self, microbatch: int) -> Tensor:
-        """Pushes the gradients of a microbatch on the tree; DTensor sums those that are partial over the ranks."""
         for leaf, part in zip(self.inputs, self.parameters, strict=True):
             if leaf is not part and leaf.grad is not None:
                 own, gradient = cast(DTensor, leaf.detach()), cast(DTensor, leaf.grad)
@@ -169,16 +207,12 @@ class TensorParallelGradientSum(GradientSum):
                     part.grad = gradient.to_local()
                 else:  # a copy, because the result of a collective is one of torch's asynchronous tensors
                     part.grad = gradient.redistribute(placements=own.placements).to_local().clone()
-        return super().collect(microbatch)
+        return super().push(microbatch, loss)
 
-    def carries_letters(self) -> bool:
-        """False: control messages concern all ranks, and a gradient only those along "data"."""
-        return False
-
-    def start_rest(self) -> None:
+    def start(self) -> None:
         """Starts the exchange of every bucket, unless there is one rank along "data"."""
         if self._communicator.world_size > 1:
-            super().start_rest()
+            super().start()
 
     def finish(self) -> None:
         """Waits for the sums.
@@ -197,8 +231,8 @@ class TensorParallelGradientSum(GradientSum):
         by_index = dict(self.views())
         wide = wide_dtype(self._communicator.device)
         norms = [norm.to(wide) for norm in block_norms([by_index[k] for k in range(len(by_index))])]
-        sharded = [norm for norm, is_sharded in zip(norms, self._is_sharded, strict=True) if is_sharded]
-        replicated = [norm for norm, is_sharded in zip(norms, self._is_sharded, strict=True) if not is_sharded]
+        sharded = [norm for norm, is_sharded in zip(norms, self._is_local_shard, strict=True) if is_sharded]
+        replicated = [norm for norm, is_sharded in zip(norms, self._is_local_shard, strict=True) if not is_sharded]
         blocks = [torch.stack(replicated)] if replicated else []
         if sharded:
             blocks.append(self._tensor.transport.gather(torch.stack(sharded)).wait())
@@ -225,14 +259,14 @@ class TensorParallelGradientSum(GradientSum):
         """The values that must be equal along "tensor", by name; large buffers are tables, and left out."""
         yield from (("losses of one microbatch", loss) for loss in self._losses)
         for index, view in self.views():
-            if not self._is_sharded[index]:
+            if not self._is_local_shard[index]:
                 yield f"gradients of the replicated parameter {self._names[index]}", view
         for name, buffer in self._model.named_buffers():
             if buffer.numel() <= COMPARED_ELEMENTS and not isinstance(buffer, DTensor):
                 yield f"values in the buffer {name}", buffer
 
 
-def check_tensor_parallel(strategy: Strategy, compile: bool) -> None:
+def check_tensor_parallel(strategy: StrategyOptions, compile: bool) -> None:
     """Raises a `UsageError` if an option of the step cannot be combined with DTensor parameters."""
     if strategy != REPLICATE:
         option = "shard_optimizer" if isinstance(strategy, Replicate) else f"strategy={strategy.name!r}"

@@ -14,7 +14,7 @@ from functools import partial
 
 import numpy
 
-from samestep.engine.step import BUCKET_BYTES
+from samestep.engine.config import BUCKET_BYTES
 from samestep.estimate.hardware import Cluster, DeviceKind
 from samestep.estimate.layout import Layout
 from samestep.estimate.trace import GRADIENT, PARAMETERS, Trace

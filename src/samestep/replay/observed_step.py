@@ -3,7 +3,7 @@
 import pdb
 import traceback
 from bdb import BdbQuit
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,14 +13,11 @@ from torch import Tensor, nn
 
 from samestep.core.microbatches import microbatch_bounds
 from samestep.data.batch import Batch
-from samestep.engine import microbatches as engine_microbatches
-from samestep.engine.gradients import GradientSum
-from samestep.engine.graphs import MicrobatchGraphs, never_by_graphs
-from samestep.engine.losses import MicrobatchLoss, read_loss
-from samestep.engine.microbatches import MicrobatchRunner
+from samestep.engine.losses import MicrobatchLoss
+from samestep.engine.observer import StepObserver
 from samestep.engine.result import StepResult
 from samestep.engine.step import TrainStep
-from samestep.errors import RunFolderError, SamestepError, UsageError
+from samestep.errors import SamestepError, UsageError
 from samestep.replay.observing import Observer
 from samestep.replay.saving import Saver
 from samestep.replay.statistics import measure
@@ -61,8 +58,8 @@ class Debugger(pdb.Pdb):
 
 
 @dataclass
-class ObservedStep:
-    """A step under observation.
+class ObservedStep(StepObserver):
+    """Watches the step that was asked for.
 
     Args:
         step: to be taken; between two steps.
@@ -74,77 +71,37 @@ class ObservedStep:
     _microbatches: list[MicrobatchView] = field(default_factory=list)
     _first: NonFinite | None = None
     _batch: Batch | None = None
-    _waiting: list[int] = field(default_factory=list)
+    _running: int = -1
+    _loss: MicrobatchLoss | None = None
+    _watching: ExitStack = field(default_factory=ExitStack)
+    _rates: list[float] = field(default_factory=list)
+    _number: int = 0
     _gradients: dict[str, tuple[float, int]] = field(default_factory=dict)
     _before: dict[str, Tensor] = field(default_factory=dict)
     _debugged: bool = False
     _observer: Observer | None = None
 
-    def take(self, call: Callable[[], StepResult]) -> tuple[StepView, StepResult | None]:
-        """Takes the step, whatever it raises.
+    def begin(self) -> None:
+        """Remembers the state before the step."""
+        self._rates, self._number = learning_rates(self.step.optimizers), self.step.num_steps
+        self._remember_state()
+
+    def end(self, result: StepResult | None, error: str | None) -> StepView:
+        """What was seen of the step.
 
         Args:
-            call: takes it.
-
-        Returns:
-            What was seen, and the step's result; None if it raised.
+            result: of the step; None if it raised.
+            error: that it raised, in words.
         """
-        rates, number = learning_rates(self.step.optimizers), self.step.num_steps
-        self._remember_state()
-        result, error = None, None
-        with applied(self._patches()):
-            try:
-                result = call()
-                result.check()
-            except (UsageError, RunFolderError, BdbQuit):
-                raise
-            except Exception as raised:
-                result, error = None, described(raised)
-        view = self._view(number, rates, result, error)
+        view = self._view(self._number, self._rates, result, error)
         if self.wanted.saver is not None:
             self.wanted.saver.finish({"num_samples": view.num_samples, "samples": view.samples, "error": error})
-        return view, result
+        return view
 
     @property
     def was_debugged(self) -> bool:
         """Whether the debugger was opened."""
         return self._debugged
-
-    def _patches(self) -> list[Patch]:
-        run, run_one = MicrobatchRunner.run, MicrobatchRunner.run_one
-        assign = GradientSum.assign
-
-        def observed_run(this: MicrobatchRunner, batch: Batch, step: int) -> Any:
-            if this is self.step.runner:
-                self._begin(batch)
-            return run(this, batch, step)
-
-        def observed_one(
-            this: MicrobatchRunner, value: Any, num_samples: int, counts: Any, is_only: bool = False
-        ) -> MicrobatchLoss:
-            if this is not self.step.runner or not self._waiting:
-                return run_one(this, value, num_samples, counts, is_only)
-            microbatch = self._waiting.pop(0)
-            return self._observe(microbatch, value, is_only, lambda: run_one(this, value, num_samples, counts, is_only))
-
-        def observed_loss(value: Any, num_samples: int) -> MicrobatchLoss:
-            loss = read_loss(value, num_samples)
-            if self._observer is not None:
-                self._observer.look_at_loss(loss.value)
-            return loss
-
-        def observed_assign(this: GradientSum, used: Sequence[bool]) -> None:
-            assign(this, used)
-            if this is self.step._gradients:
-                self._note_sums()
-
-        return [
-            Patch(MicrobatchRunner, "run", observed_run),
-            Patch(MicrobatchRunner, "run_one", observed_one),
-            Patch(MicrobatchGraphs, "begin", never_by_graphs),
-            Patch(engine_microbatches, "read_loss", observed_loss),
-            Patch(GradientSum, "assign", observed_assign),
-        ]
 
     def _remember_state(self) -> None:
         """Copies the parameters, and looks for what is not finite in them already."""
@@ -159,8 +116,9 @@ class ObservedStep:
                 if self.wanted.saver is not None and self._is_chosen_parameter(name):
                     self.wanted.saver.step.add(f"{name}.before", parameter, kind="parameter", parameter=name)
 
-    def _begin(self, batch: Batch) -> None:
-        self._batch, self._waiting = batch, sorted(batch.microbatches)
+    def on_batch(self, batch: Batch) -> None:
+        """Checks that the microbatch that is wanted is in the batch."""
+        self._batch = batch
         microbatch = self.wanted.microbatch
         if microbatch is not None and microbatch not in batch.microbatches:
             raise UsageError(
@@ -169,52 +127,69 @@ class ObservedStep:
                 f"{max(batch.microbatches)}"
             )
 
-    def _observe(self, microbatch: int, value: Any, is_only: bool, run: Callable[[], MicrobatchLoss]) -> MicrobatchLoss:
-        """Runs a microbatch with everything watched; leaves it as it would have been.
-
-        Args:
-            microbatch: its index.
-            value: its samples.
-            is_only: its gradient is that of the mean, not of the sum.
-            run: forward and backward.
-        """
-        saver = self.wanted.saver if self.wanted.microbatch in (None, microbatch) else None
-        samples, step = self._samples_of(microbatch), self.step
-        heartbeat = step.membership.heartbeat
+    def on_microbatch(self, step: int, index: int, value: Any) -> None:
+        """Watches every module of the model while the microbatch runs."""
+        saver = self._saver_of(index)
 
         def keep(place: Any, kind: Any, tensor: Tensor) -> None:
             if saver is not None and self.wanted.is_chosen(place.module):
                 saver.keep(place, kind, tensor)
 
-        observer = Observer(step.model, microbatch, samples, lambda: heartbeat.phase == "backward", keep)
-        self._observer = observer
-        observer.look_at_batch(value)
+        observers = self.step.observers
+        samples = self._samples_of(index)
+        self._observer = Observer(self.step.model, index, samples, lambda: observers.phase == "backward", keep)
+        self._running, self._loss = index, None
+        self._observer.look_at_batch(value)
         if saver is not None:
             saver.keep_batch(value)
-        total, count, norm = None, None, None
-        try:
-            with ExitStack() as stack:
-                stack.enter_context(observer.watching())
-                stack.enter_context(self._debugging(microbatch))
-                loss = run()
-            total, count = float(loss.value.detach()) * loss.weight, float(loss.count)
-            gradients = self._own_gradients()
-            observer.note_gradients(gradients)
-            norm = _norm(gradients.values()) / (float(step._scale.scale) * (1.0 if is_only else count or 1.0))
-            for name, gradient in gradients.items() if saver is not None else ():
-                if saver is not None and self._is_chosen_parameter(name):
-                    saver.microbatch.add(f"{name}.gradient", gradient, kind="parameter gradient", parameter=name)
-        except BaseException:
-            self._waiting.clear()  # what runs now is no microbatch of the step
-            raise
-        finally:
-            self._observer = None
-            activations = [one for one in observer.activations() if self.wanted.is_chosen(one.place.module)]
-            self._microbatches.append(MicrobatchView(microbatch, samples, total, count, norm, activations))
-            self._first = self._first or observer.first
-            if saver is not None:
-                saver.finish_microbatch(microbatch, samples)
-        return loss
+        self._watching = ExitStack()
+        self._watching.enter_context(self._observer.watching())
+        self._watching.enter_context(self._debugging(index))
+
+    def on_loss(self, index: int, loss: MicrobatchLoss) -> None:
+        """Looks at the loss of the microbatch."""
+        self._loss = loss
+        if self._observer is not None:
+            self._observer.look_at_loss(loss.value)
+
+    def on_gradients(self, index: int | None) -> None:
+        """Looks at the gradient of a microbatch, whose view is then complete, or at that of the whole batch."""
+        if index is None:
+            self._note_sums()
+            return
+        observer, loss, saver = self._observer, self._loss, self._saver_of(index)
+        assert observer is not None, "the microbatch has run"
+        assert loss is not None, "its loss is there"
+        assert self._batch is not None, "it is one of the batch's"
+        total, count = float(loss.value.detach()) * loss.weight, float(loss.count)
+        gradients = self._own_gradients()
+        observer.note_gradients(gradients)
+        is_only = self.step.microbatches.is_only(self._batch)
+        norm = _norm(gradients.values()) / (float(self.step.loss_scale) * (1.0 if is_only else count or 1.0))
+        for name, gradient in gradients.items() if saver is not None else ():
+            if saver is not None and self._is_chosen_parameter(name):
+                saver.microbatch.add(f"{name}.gradient", gradient, kind="parameter gradient", parameter=name)
+        self._end_microbatch(total, count, norm)
+
+    def on_failure(self, error: BaseException) -> None:
+        """Ends the view of the microbatch that failed, if one did."""
+        if self._observer is not None:
+            self._end_microbatch(None, None, None)
+
+    def _end_microbatch(self, total: float | None, count: float | None, norm: float | None) -> None:
+        observer, self._observer = self._observer, None
+        assert observer is not None, "a microbatch was running"
+        self._watching.close()
+        index, saver = self._running, self._saver_of(self._running)
+        samples = self._samples_of(index)
+        activations = [one for one in observer.activations() if self.wanted.is_chosen(one.place.module)]
+        self._microbatches.append(MicrobatchView(index, samples, total, count, norm, activations))
+        self._first = self._first or observer.first
+        if saver is not None:
+            saver.finish_microbatch(index, samples)
+
+    def _saver_of(self, microbatch: int) -> Saver | None:
+        return self.wanted.saver if self.wanted.microbatch in (None, microbatch) else None
 
     @contextmanager
     def _debugging(self, microbatch: int) -> Iterator[None]:

@@ -1,7 +1,7 @@
 """The rerun: a recorded run's own program, taken up at a checkpoint, held to the ledger, and ended after one step.
 
 The program is run as it is. What is changed around it, while it runs: its `Run` takes one device, its `Trainer` writes
-nothing and begins at the checkpoint, and the steps of that trainer are looked at.
+nothing and begins at the checkpoint, and an observer looks at the steps of that trainer.
 """
 
 import math
@@ -9,14 +9,16 @@ from bdb import BdbQuit
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from samestep.data.batch import Batch
+from samestep.engine.losses import MicrobatchLoss
+from samestep.engine.observer import StepObserver, observed_by
 from samestep.engine.result import StepResult
 from samestep.engine.step import TrainStep
-from samestep.errors import NonFiniteError, SamestepError, UsageError, WorkerError
+from samestep.errors import NonFiniteError, RunFolderError, SamestepError, UsageError, WorkerError
 from samestep.replay.observed_step import ObservedStep, Wanted, chosen_by, described
 from samestep.replay.saving import Saver
 from samestep.replay.views import StepView
@@ -84,8 +86,8 @@ class Compared:
 
 
 @dataclass
-class Rerun:
-    """A program that is run again, and what came of it.
+class Rerun(StepObserver):
+    """Runs a program again, and watches its steps.
 
     Args:
         order: what is to be replayed.
@@ -106,6 +108,12 @@ class Rerun:
     _places: dict[int, Path | None] = field(default_factory=dict)
     _checksum: StateChecksum | None = None
     _wanted: Wanted | None = None
+    _is_ours: bool = False
+    _batch: Any = None
+    _rates: list[float] = field(default_factory=list)
+    _taken: int = 0
+    _scene: ObservedStep | None = None
+    needs_modules: ClassVar[bool] = True
 
     def run(self, program: Callable[[], object]) -> StepView:
         """Runs the program until the step is done.
@@ -118,7 +126,7 @@ class Rerun:
             BdbQuit: the user left the debugger.
         """
         try:
-            with applied(self._patches()):
+            with applied(self._patches()), observed_by(self):
                 program()
         except Finished:
             pass
@@ -152,7 +160,7 @@ class Rerun:
         )
 
     def _patches(self) -> list[Patch]:
-        make_run, make_trainer, fit, call = Run.__init__, Trainer.__init__, Trainer.fit, TrainStep.__call__
+        make_run, make_trainer, fit = Run.__init__, Trainer.__init__, Trainer.fit
         order = self.order
 
         def run_on_one_device(this: Run, *args: Any, **options: Any) -> None:
@@ -179,21 +187,10 @@ class Rerun:
                 self._checksum = StateChecksum(this.step)
             return fit(this, *args, **{**options, "resume": resume, "allow_contract_change": True})
 
-        def watched_step(this: TrainStep, batch: Any) -> StepResult:
-            if self.trainer is None or this is not self.trainer.step:
-                return call(this, batch)
-            if self.first is None:
-                self.first = this.num_steps
-            if this.num_steps < order.step:
-                return self._pass(this, batch, lambda: call(this, batch))
-            self._show(this, batch, lambda: call(this, batch))
-            raise Finished
-
         return [
             Patch(Run, "__init__", run_on_one_device),
             Patch(Trainer, "__init__", trainer_that_writes_nothing),
             Patch(Trainer, "fit", fit_from_the_checkpoint),
-            Patch(TrainStep, "__call__", watched_step),
         ]
 
     def _made_the_run(self, trainer: Trainer) -> bool:
@@ -214,28 +211,72 @@ class Rerun:
             raise UsageError(f"got --microbatch {microbatch}; the run has microbatches 0 to {num_microbatches - 1}")
         return Wanted(microbatch, chosen_by(self.order.module, trainer.model), self.order.debug, self.order.saver)
 
-    def _pass(self, step: TrainStep, batch: Any, take: Callable[[], StepResult]) -> StepResult:
-        """Takes a step on the way, and holds it to the ledger."""
-        rates, taken = learning_rates(step.optimizers), step.num_steps
+    def on_step(self, step: TrainStep, batch: Any) -> None:
+        """A step of the program: one on the way, the one that was asked for, or none of ours."""
+        self._is_ours = self.trainer is not None and step is self.trainer.step
+        if not self._is_ours:
+            return
+        self._batch, self._rates, self._taken = batch, learning_rates(step.optimizers), step.num_steps
+        if self.first is None:
+            self.first = step.num_steps
+        if step.num_steps >= self.order.step:
+            assert self._wanted is not None, "it was settled when fit began"
+            self._scene = ObservedStep(step, self._wanted)
+            self._scene.begin()
+
+    def on_batch(self, batch: Batch) -> None:
+        """Shown, in the step that was asked for."""
+        if self._scene is not None:
+            self._scene.on_batch(batch)
+
+    def on_microbatch(self, step: int, index: int, value: Any) -> None:
+        """Shown, in the step that was asked for."""
+        if self._scene is not None:
+            self._scene.on_microbatch(step, index, value)
+
+    def on_loss(self, index: int, loss: MicrobatchLoss) -> None:
+        """Shown, in the step that was asked for."""
+        if self._scene is not None:
+            self._scene.on_loss(index, loss)
+
+    def on_gradients(self, index: int | None) -> None:
+        """Shown, in the step that was asked for."""
+        if self._scene is not None:
+            self._scene.on_gradients(index)
+
+    def on_update(self, step: TrainStep, result: StepResult) -> None:
+        """Holds the step to the ledger; after the one that was asked for, the program ends."""
+        if not self._is_ours:
+            return
         try:
-            result = take()
             result.check()
         except NonFiniteError as error:
-            raise NonFiniteError(
-                f"on the way to step {self.order.step}: {error}. To look at it: --step {taken}"
-            ) from error
-        self._compare(result, batch, rates)
-        return result
+            self.on_failure(error)
+            raise
+        if self._scene is not None:
+            self._show(result, None)
+        self._compare(result, self._batch, self._rates)
+        if self._scene is not None:
+            raise Finished
 
-    def _show(self, step: TrainStep, batch: Any, take: Callable[[], StepResult]) -> None:
-        """Takes the step that was asked for."""
-        assert self._wanted is not None, "it was settled when fit began"
-        rates = learning_rates(step.optimizers)
-        observed = ObservedStep(step, self._wanted)
-        self.view, result = observed.take(take)
-        self.was_debugged = observed.was_debugged
-        if result is not None:
-            self._compare(result, batch, rates)
+    def on_failure(self, error: BaseException) -> None:
+        """Shows what the step that was asked for raised, and ends the program; says of others how to look at them."""
+        if not self._is_ours:
+            return
+        if self._scene is None and isinstance(error, NonFiniteError):
+            raise NonFiniteError(
+                f"on the way to step {self.order.step}: {error}. To look at it: --step {self._taken}"
+            ) from error
+        if self._scene is None or not isinstance(error, Exception):
+            return
+        self._scene.on_failure(error)
+        if not isinstance(error, (UsageError, RunFolderError, BdbQuit)):
+            self._show(None, described(error))
+            raise Finished from error
+
+    def _show(self, result: StepResult | None, error: str | None) -> None:
+        assert self._scene is not None, "the step was under observation"
+        self.view, self.was_debugged = self._scene.end(result, error), self._scene.was_debugged
 
     def _compare(self, result: StepResult, batch: Any, rates: list[float]) -> None:
         """Puts a step beside its line in the ledger, if it has one."""

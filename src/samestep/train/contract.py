@@ -99,13 +99,13 @@ def precision_flags() -> dict[str, Any]:
 def step_contract(step: TrainStep) -> dict[str, Any]:
     """What a step adds to the contract: the model, the loss, the update."""
     return {
-        "precision": step.precision,
-        **step.placement.contract,
-        "compile": step.compile,
-        "cuda_graphs": step.cuda_graphs,
-        "max_grad_norm": step.max_grad_norm,
+        "precision": step.config.precision,
+        **step.strategy.contract,
+        "compile": step.config.compile,
+        "cuda_graphs": step.config.graphed_length is not None,
+        "max_grad_norm": step.config.max_grad_norm,
         "model": model_form(step.model, step.spread),
-        "loss_code": code_hash(step.loss_fn),
+        "loss_code": code_hash(step.config.loss_fn),
         **step.settings.as_json(),
     }
 

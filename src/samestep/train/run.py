@@ -24,10 +24,12 @@ from samestep.core.microbatches import active_shares, microbatch_ranges
 from samestep.data.loader import Loader
 from samestep.data.randomness import seed_process
 from samestep.data.tensors import TensorData
+from samestep.engine.config import BUCKET_BYTES, OnNonFinite, StepConfig
 from samestep.engine.losses import LossFn, describe
-from samestep.engine.placement import Placement
-from samestep.engine.step import BUCKET_BYTES, OnNonFinite, TrainStep
-from samestep.engine.strategies import Sharded, Strategy, as_strategy
+from samestep.engine.observer import StepObserver
+from samestep.engine.step import TrainStep
+from samestep.engine.strategies import Sharded, StrategyOptions, as_strategy
+from samestep.engine.strategy import Strategy
 from samestep.errors import SamestepError, UsageError
 from samestep.train.agreement import check_contract_kept, differences
 from samestep.train.contract import Contract, check_contract
@@ -37,7 +39,7 @@ from samestep.train.process import make_deterministic, own_device
 from samestep.train.profile import keep_profile
 from samestep.train.state import generator_states, restore_generators
 from samestep.train.stopping import stopping_on_request
-from samestep.train.unseeded import DrawnBefore, describe_parameters, versions
+from samestep.train.unseeded import DrawnBefore, DrawnParameters
 from samestep.train.writing import CHECKPOINT_RETRIES, check_retries, retrying
 
 if TYPE_CHECKING:
@@ -150,7 +152,7 @@ class Run:
         self._until_end = ExitStack()
         self._leaves_by_itself = False
         self._num_streams = 0
-        self._spread: dict[nn.Module, Placement] = {}  # models that are no longer whole
+        self._spread: dict[nn.Module, Strategy] = {}  # models that are no longer whole
         self._has_steps = False
         self._folders: set[Path] = set()  # of checkpoints that are this run's
         self._drawn_before = DrawnBefore()
@@ -245,8 +247,9 @@ class Run:
         bucket_bytes: int = BUCKET_BYTES,
         compile: bool = False,
         cuda_graphs: bool = False,
-        strategy: str | Strategy = "replicate",
+        strategy: str | StrategyOptions = "replicate",
         shard_optimizer: bool = False,
+        observers: Sequence[StepObserver] = (),
     ) -> TrainStep:
         """Makes a training step; several may share a model (a GAN has two). Tier `bitwise`.
 
@@ -278,6 +281,7 @@ class Run:
                 and `samestep.Pipeline` with options. Equal bits; see docs/strategies.md. A model that torch's
                 `parallelize_module` has divided over `run.mesh["tensor"]` takes "replicate"; see docs/tensor.md.
             shard_optimizer: with "replicate", let each rank keep and update the optimizer's state of its part only.
+            observers: are told of the events of each step; see `samestep.engine.observer`.
 
         Raises:
             UsageError: an argument that cannot be, SyncBatchNorm, LBFGS, or an optimizer of another model.
@@ -303,15 +307,11 @@ class Run:
             )
         stream = self._num_streams
         self._num_streams += 1
-        step = TrainStep(
-            self.membership,
+        config = StepConfig(
             self.contract.seed,
             stream,
-            model,
-            optimizers,
             loss_fn,
             counts_fn=counts_fn,
-            scheduler=scheduler,
             max_grad_norm=max_grad_norm,
             precision=precision,
             on_nonfinite=on_nonfinite,
@@ -322,12 +322,11 @@ class Run:
             graphed_length=self.contract.global_batch_size if cuda_graphs else None,
             strategy=chosen,
         )
-        if drawn:
-            before = versions(model, drawn)
-            step.before_first = lambda: self.membership.notice(describe_parameters(drawn, model, before))
+        watching = [*observers, *([DrawnParameters(drawn)] if drawn else [])]
+        step = TrainStep(self.membership, model, optimizers, config, scheduler, watching)
         self._has_steps = True
         if step.spread is not None and not step.spread.has_whole_parameters:
-            self._spread[model] = step.placement
+            self._spread[model] = step.strategy
         return step
 
     def loader(
@@ -408,16 +407,16 @@ class Run:
     @contextmanager
     def _placed(self, model: nn.Module) -> Iterator[nn.Module]:
         """What runs a model where nothing is trained; what its ranks meet there is told as in training."""
-        placement = self._spread.get(model)
-        if placement is None:
+        strategy = self._spread.get(model)
+        if strategy is None:
             yield model
             return
         try:
-            yield placement.forward
+            yield strategy.forward
         except SamestepError:
             raise
         except RuntimeError as error:
-            if (told := placement.explain(error)) is not None:
+            if (told := strategy.explain(error)) is not None:
                 raise told from error
             raise
 

@@ -245,7 +245,7 @@ def _put_back(parts: _Parts, others: Mapping[str, Any], files: StoredFiles, fact
     for name, model in parts.models.items():
         load_model(model, files[name], parts.model_spreads[name], rank)
     for each in parts.steps:
-        each.placement.note_loaded()
+        each.strategy.after_load()
     for optimizer, packed, spread in zip(parts.optimizers, facts["optimizers"], parts.optimizer_spreads, strict=True):
         load_optimizer(optimizer, unpack(packed, files["optimizer"]), spread, rank)
     seen: set[int] = set()  # an optimizer may belong to several steps

@@ -7,8 +7,8 @@ whether it was drawn from. Python's tells neither, and modules draw from it when
 
 import gc
 import weakref
-from collections.abc import Collection, Mapping
-from typing import Any
+from collections.abc import Collection
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -16,6 +16,10 @@ from numpy.random import mtrand
 from torch import Tensor, nn
 
 from samestep.data.nested import leaves
+from samestep.engine.observer import StepObserver
+
+if TYPE_CHECKING:
+    from samestep.engine.step import TrainStep
 
 LARGEST_SET = 2**48  # seeds above are taken for random ones
 CURE = "build samestep.Run first, or set a seed"
@@ -61,28 +65,39 @@ class DrawnBefore:
         return there is not None and there[0]() is tensor and there[1] == tensor._version
 
 
-def versions(model: nn.Module, names: Collection[str]) -> dict[str, int]:
-    """How often parameters were written to."""
-    return {name: parameter._version for name, parameter in model.named_parameters() if name in names}
+class DrawnParameters(StepObserver):
+    """Says, before the first step, that parameters were drawn before the run, if they were not written to since.
 
-
-def describe_parameters(drawn: Collection[str], model: nn.Module, before: Mapping[str, int]) -> str:
-    """A sentence on parameters that were drawn before a run; empty if they were written to since.
+    A run that is resumed takes no first step.
 
     Args:
-        drawn: their names.
-        model: that has them.
-        before: their versions, when the step was made.
+        names: of the parameters.
     """
-    now = versions(model, drawn)
-    drawn = [name for name in drawn if now.get(name) == before.get(name)]
-    if not drawn:
-        return ""
-    names = ", ".join(drawn[:2]) + (", …" if len(drawn) > 2 else "")
-    return (
-        f"the model has parameters that were drawn before samestep.Run, when torch's generator had no seed ({names}): "
-        f"they are others at each start; {CURE} (torch.manual_seed) before the model"
-    )
+
+    def __init__(self, names: Collection[str]) -> None:
+        self._names = names
+        self._versions: dict[str, int] = {}
+
+    def on_made(self, step: "TrainStep") -> None:
+        """Remembers how often the parameters were written to."""
+        self._versions = self._current(step)
+
+    def on_step(self, step: "TrainStep", batch: Any) -> None:
+        """Says it once."""
+        if step.num_steps > 0 or not self._versions:
+            return
+        now, before = self._current(step), self._versions
+        names = [name for name in self._names if now.get(name) == before.get(name)]
+        self._versions = {}
+        if names:
+            shown = ", ".join(names[:2]) + (", …" if len(names) > 2 else "")
+            step.membership.notice(
+                f"the model has parameters that were drawn before samestep.Run, when torch's generator had no seed "
+                f"({shown}): they are others at each start; {CURE} (torch.manual_seed) before the model"
+            )
+
+    def _current(self, step: "TrainStep") -> dict[str, int]:
+        return {name: p._version for name, p in step.model.named_parameters() if name in self._names}
 
 
 def _torch_has_drawn() -> bool:

@@ -30,10 +30,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from samestep.data.batch import Batch, checksum
 from samestep.data.nested import leaves
-from samestep.engine import microbatches as engine_microbatches
-from samestep.engine.graphs import MicrobatchGraphs, never_by_graphs
+from samestep.engine.observer import StepObserver, observed_by
+from samestep.engine.result import StepResult
 from samestep.engine.step import TrainStep
-from samestep.engine.strategies import Pipeline
 from samestep.errors import UsageError
 from samestep.scripts import parallel
 from samestep.scripts.adoption import Adoption
@@ -158,8 +157,9 @@ def _watched(watch: Steps, family: list[str], hang_seconds: float) -> Iterator[N
             register_optimizer_step_post_hook(partial(_after, watch, hang_seconds)),
         ):
             stack.callback(handle.remove)
-        places = (_backward, _autocast, _train_step, _microbatches, _wrapped_forwards)
+        places = (_backward, _autocast, _chunks, _wrapped_forwards)
         patches = [patch for place in places for patch in place(watch, family)]
+        stack.enter_context(observed_by(StepWatcher(watch, family)))
         stack.enter_context(applied([*patches, *watch.batches.patches(), *watch.metrics.patches()]))
         if watch.detail is not None:
             stack.enter_context(watch.modules.watching())
@@ -208,46 +208,57 @@ def _autocast(watch: Steps, family: list[str]) -> list[Patch]:
     return [Patch(autocast, "__enter__", noted)]
 
 
-def _train_step(watch: Steps, family: list[str]) -> list[Patch]:
-    """Takes a step of `samestep.Run` as one, whatever optimizers step in it."""
-    call = TrainStep.__call__
+class StepWatcher(StepObserver):
+    """Takes a step of `samestep.Run` as one, whatever optimizers step in it.
 
-    def noted(this: TrainStep, batch: Any) -> Any:
-        family[0], watch.modules.in_microbatches, watch.in_train_step = "api", True, True
-        watch.parts = parts_of(this)
-        if this.membership.mesh is not None:  # a module there gives a part of its output, or runs on some ranks alone
-            watch.is_noted, watch.modules.step = bool(this.membership.mine), None
+    Args:
+        watch: writes the steps down.
+        family: what kind of program it is, in a list of one.
+    """
+
+    needs_modules = True
+
+    def __init__(self, watch: Steps, family: list[str]) -> None:
+        self._watch = watch
+        self._family = family
+        self._stream = 0
+        self._samples: dict[str, Any] = {}
+
+    def on_step(self, step: TrainStep, batch: Any) -> None:
+        """Notes the samples; ends the program when enough was watched."""
+        watch = self._watch
+        self._family[0], watch.modules.in_microbatches, watch.in_train_step = "api", True, True
+        self._stream, watch.parts = step.config.stream, parts_of(step)
+        if step.membership.mesh is not None:  # a module there gives a part of its output, or runs on some ranks alone
+            watch.is_noted, watch.modules.step = bool(step.membership.mine), None
         if watch.number >= watch.num_wanted:
             watch.ending.end()
+        with torch._C.DisableTorchFunction():
+            self._samples = _samples_of(batch)
+            if not isinstance(batch, Batch):
+                watch.inputs.append(checksum(batch))
+
+    def on_microbatch(self, step: int, index: int, value: Any) -> None:
+        """Notes which microbatches this rank runs."""
+        if self._watch.is_noted:
+            self._watch.microbatches.append([self._stream, index])
+        self._watch.modules.microbatch = index
+
+    def on_update(self, step: TrainStep, result: StepResult) -> None:
+        """Writes the step down."""
+        self._watch.losses = [result.loss]
         try:
-            with torch._C.DisableTorchFunction():
-                samples = _samples_of(batch)
-                if not isinstance(batch, Batch):
-                    watch.inputs.append(checksum(batch))
-            with applied(_stages(watch, this)):
-                result = call(this, batch)
-            watch.losses = [result.loss]
-            watch.finish([this.model], {**samples, "num_samples": result.num_samples})
+            self._watch.finish([step.model], {**self._samples, "num_samples": result.num_samples})
         finally:
-            watch.in_train_step, watch.is_noted, watch.parts = False, True, None
-            watch.modules.microbatch = -1
-        return result
+            self._end()
 
-    return [Patch(TrainStep, "__call__", noted)]
+    def on_failure(self, error: BaseException) -> None:
+        """Takes what comes next for the program's own."""
+        self._end()
 
-
-def _stages(watch: Steps, step: TrainStep) -> list[Patch]:
-    """Notes which microbatches the first stage of a pipeline runs, on the rank that has it."""
-    if not isinstance(step.strategy, Pipeline) or step.membership.mesh is None:
-        return []
-    run_stage = step.runner._forward
-
-    def noted(action: Any, microbatch: int) -> None:
-        if action.stage == 0:
-            watch.microbatches.append([0, microbatch])
-        run_stage(action, microbatch)
-
-    return [Patch(step.runner, "_forward", noted)]
+    def _end(self) -> None:
+        self._watch.in_train_step, self._watch.is_noted, self._watch.parts = False, True, None
+        self._watch.modules.microbatch = -1
 
 
 def _samples_of(batch: Any) -> dict[str, Any]:
@@ -257,8 +268,8 @@ def _samples_of(batch: Any) -> dict[str, Any]:
     return describe([])
 
 
-def _microbatches(watch: Steps, family: list[str]) -> list[Patch]:
-    """Notes which microbatch of a step, or chunk of a wrapped forward, this rank runs."""
+def _chunks(watch: Steps, family: list[str]) -> list[Patch]:
+    """Notes which chunk of a wrapped forward this rank runs."""
     chunk = Adoption.chunk
 
     @contextmanager
@@ -271,20 +282,7 @@ def _microbatches(watch: Steps, family: list[str]) -> list[Patch]:
         finally:
             watch.modules.microbatch = -1
 
-    derive: Callable[..., int] | None = getattr(engine_microbatches, "derive_seed", None)
-    assert derive is not None, "the step seeds its microbatches by derive_seed"
-
-    def noted_seed(*numbers: int) -> int:
-        if watch.is_noted:
-            watch.microbatches.append([numbers[1], numbers[-1]])
-        watch.modules.microbatch = numbers[-1]
-        return derive(*numbers)
-
-    return [
-        Patch(Adoption, "chunk", noted_chunk),
-        Patch(engine_microbatches, "derive_seed", noted_seed),
-        Patch(MicrobatchGraphs, "begin", never_by_graphs),
-    ]
+    return [Patch(Adoption, "chunk", noted_chunk)]
 
 
 def _wrapped_forwards(watch: Steps, family: list[str]) -> list[Patch]:

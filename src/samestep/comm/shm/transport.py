@@ -63,7 +63,6 @@ class SharedTransport:
         self.rank = rank
         self.world_size = world_size = segment.world_size
         self.latency_bytes = LATENCY_BYTES
-        self.notices_sizes = True
         self.meeting = meeting
         self.store = store
         self._timeout = timeout.total_seconds()

@@ -9,6 +9,7 @@ from samestep.comm.membership import Membership
 from samestep.core.tree import Block
 from samestep.engine.gradients import GradientSum
 from samestep.engine.norms import SpreadNorm
+from samestep.engine.observer import StepObserver
 from samestep.engine.pipelining.model import PipelinedModel
 
 
@@ -20,16 +21,17 @@ class PipelinedGradientSum:
         trainable: the parameters that the optimizers update, of all stages, by name.
         membership: the ranks.
         bucket_bytes: how much travels in one message.
+        observer: is told when messages leave.
 
     Attributes:
         parameters: the trainable ones, of all stages; those of other ranks have no elements.
         stage_parameters: of each of this rank's stages, by its number, the trainable ones.
         inputs: empty: each stage has its own.
-        is_spread: true.
+        is_sharded: true.
         used: for each parameter whether a microbatch of this rank used it.
     """
 
-    is_spread = True
+    is_sharded = True
     inputs: tuple[Tensor, ...] = ()
 
     def __init__(
@@ -38,8 +40,10 @@ class PipelinedGradientSum:
         trainable: dict[str, nn.Parameter],
         membership: Membership,
         bucket_bytes: int,
+        observer: StepObserver,
     ) -> None:
         self._data = membership.data
+        self._zero = torch.zeros((), device=membership.data.device)
         self.parameters = list(trainable.values())
         self._index = {name: index for index, name in enumerate(trainable)}
         self._sums: dict[int, GradientSum] = {}
@@ -51,7 +55,7 @@ class PipelinedGradientSum:
             self._places[stage] = [self._index[name] for name in names]
             if names:
                 self._sums[stage] = GradientSum(
-                    self.stage_parameters[stage], names, membership.data, bucket_bytes, False
+                    self.stage_parameters[stage], names, membership.data, bucket_bytes, False, observer
                 )
         spreads = [pipelined.state.spreads[name] for name in trainable]
         self._norm = SpreadNorm(membership.along("pipe"), spreads, [parameter.dtype for parameter in self.parameters])
@@ -81,35 +85,32 @@ class PipelinedGradientSum:
         for parameter in self.parameters:
             parameter.grad = None
 
-    def collect(self, stage: int, microbatch: int) -> Tensor:
+    def expect(self, microbatch: int, is_last: bool) -> None:
+        """Does nothing: the schedule decides which backward is the last."""
+
+    def push(self, microbatch: int, loss: Tensor) -> Tensor:
+        """Not for a pipeline, which pushes the gradients of a stage."""
+        raise AssertionError("a pipeline pushes by stage")
+
+    def push_stage(self, stage: int, microbatch: int) -> Tensor:
         """Pushes what the backward of a microbatch left in the `.grad` of a stage's parameters on its tree.
 
         Returns:
             The sum of all its elements, 0-d.
         """
         if stage not in self._sums:
-            return torch.zeros((), device=self._data.device)
-        return self._sums[stage].collect(microbatch)
+            return self._zero
+        return self._sums[stage].push(microbatch, self._zero)
 
-    def start_rest(self) -> None:
+    def start(self) -> None:
         """Sends every bucket on its way, if this rank's stages are others', too."""
         for gradients in self._sums.values() if self._data.world_size > 1 else ():
-            gradients.start_rest()
+            gradients.start()
 
     def finish(self) -> None:
         """Waits for the sums over all microbatches."""
         for gradients in self._sums.values():
             gradients.finish()
-
-    def divide(self, divisor: float | Tensor) -> None:
-        """Divides the sums in place."""
-        for gradients in self._sums.values():
-            gradients.divide(divisor)
-
-    def scale(self, factor: float | Tensor) -> None:
-        """Multiplies the sums in place."""
-        for gradients in self._sums.values():
-            gradients.scale(factor)
 
     def norm(self) -> Tensor:
         """The 2-norm of all sums on all ranks, of the same blocks as on one."""
@@ -128,11 +129,6 @@ class PipelinedGradientSum:
             parameter.grad = torch.empty_like(parameter) if is_used and not parameter.numel() else None
         for stage, gradients in self._sums.items():
             gradients.assign([used[place] for place in self._places[stage]])
-
-    def drop_memory(self) -> None:
-        """Forgets the reused memory: after a step that left NaN in it."""
-        for gradients in self._sums.values():
-            gradients.drop_memory()
 
     def abandon(self) -> None:
         """Drops what a step that failed has left."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
 from samestep.comm.communicator import Communicator
-from samestep.comm.heartbeat import Heartbeat
+from samestep.engine.observer import Observers
 
 
 class PartGather(AllGather):
@@ -22,13 +22,13 @@ class PartGather(AllGather):
 
     Args:
         communicator: this rank's communicator.
-        heartbeat: says that this rank waits for others.
+        observers: are told that this rank waits for others.
         note: called before each.
     """
 
-    def __init__(self, communicator: Communicator, heartbeat: Heartbeat, note: Callable[[], None]) -> None:
+    def __init__(self, communicator: Communicator, observers: Observers, note: Callable[[], None]) -> None:
         self._communicator = communicator
-        self._heartbeat = heartbeat
+        self._observers = observers
         self._note = note
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -40,9 +40,8 @@ class PartGather(AllGather):
     ) -> None:
         """Fills the output with the inputs of all ranks."""
         self._note()
-        before = self._heartbeat.enter("exchange")
-        output_tensor.copy_(self._communicator.transport.gather(input_tensor).wait())
-        self._heartbeat.enter(before)
+        transport = self._communicator.transport
+        output_tensor.copy_(self._observers.waits(lambda: transport.gather(input_tensor).wait()))
 
 
 class PieceScatter(ReduceScatter):
@@ -50,7 +49,7 @@ class PieceScatter(ReduceScatter):
 
     Args:
         communicator: this rank's communicator.
-        heartbeat: says that this rank waits for others.
+        observers: are told that this rank waits for others.
         take: is given this rank's gradient, flat, and what arrived: this rank's part of the gradient of each rank, one
             after another.
         unread: memory of at least one part, for what FSDP2 takes to be the sum: all modules may have the same.
@@ -59,12 +58,12 @@ class PieceScatter(ReduceScatter):
     def __init__(
         self,
         communicator: Communicator,
-        heartbeat: Heartbeat,
+        observers: Observers,
         take: Callable[[Tensor, Tensor], None],
         unread: Callable[[int], Tensor],
     ) -> None:
         self._communicator = communicator
-        self._heartbeat = heartbeat
+        self._observers = observers
         self._take = take
         self._unread = unread
         self._is_sum_next = False
@@ -81,7 +80,6 @@ class PieceScatter(ReduceScatter):
     ) -> None:
         """Exchanges the parts. The output is left as it is: nobody reads it."""
         part, ranks = output_tensor.numel(), self._communicator.world_size
-        before = self._heartbeat.enter("exchange")
-        received = self._communicator.transport.exchange(input_tensor, [part] * ranks, [part] * ranks).wait()
-        self._heartbeat.enter(before)
+        transport, sizes = self._communicator.transport, [part] * ranks
+        received = self._observers.waits(lambda: transport.exchange(input_tensor, sizes, sizes).wait())
         self._take(input_tensor, received)

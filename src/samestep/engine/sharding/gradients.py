@@ -19,7 +19,7 @@ from samestep.comm.membership import Membership
 from samestep.comm.reduction import merge_blocks, merge_received
 from samestep.core.tree import Block, TreeSum
 from samestep.engine.norms import SpreadNorm
-from samestep.engine.scaling import divide, scale
+from samestep.engine.observer import Observers
 from samestep.engine.sharding.exchange import PartGather, PieceScatter
 from samestep.engine.sharding.model import ShardedModel, Together
 from samestep.errors import DeterminismError
@@ -32,21 +32,24 @@ class ShardedGradientSum:
         sharded: the model.
         trainable: this rank's parts of the parameters that the optimizers update, by name.
         membership: the ranks.
+        observers: are told that this rank waits for others.
 
     Attributes:
         inputs: empty: which leaves there are FSDP2 knows.
-        is_spread: true.
+        is_sharded: true.
         used: for each parameter whether a microbatch of this rank used it.
         flats: after `finish` this rank's part of the sums over all microbatches, a flat tensor a module.
     """
 
-    is_spread = True
+    is_sharded = True
     inputs: tuple[Tensor, ...] = ()
 
-    def __init__(self, sharded: ShardedModel, trainable: dict[str, nn.Parameter], membership: Membership) -> None:
+    def __init__(
+        self, sharded: ShardedModel, trainable: dict[str, nn.Parameter], membership: Membership, observers: Observers
+    ) -> None:
         self._sharded = sharded
         self._communicator = communicator = membership.communicator
-        self._heartbeat = membership.heartbeat
+        self._observers = observers
         self._names = list(trainable)
         self.parameters = list(trainable.values())
         self._index = {name: index for index, name in enumerate(self._names)}
@@ -85,14 +88,14 @@ class ShardedGradientSum:
             parameter.grad = None
         self._sharded.forget_gradients()
 
-    def arm(self, microbatch: int, is_last: bool) -> None:
+    def expect(self, microbatch: int, is_last: bool) -> None:
         """Announces which microbatch comes next; one beyond the last stands for running along."""
         ranks = self._communicator.world_size
         self._first = microbatch // ranks * ranks
         self._is_out = microbatch >= self._num_leaves
         self._calls = [0] * len(self._groups)
 
-    def collect(self, microbatch: int) -> Tensor:
+    def push(self, microbatch: int, loss: Tensor) -> Tensor:
         """What the backward of a microbatch has left is on the tree already; drops the rest.
 
         Returns:
@@ -111,7 +114,7 @@ class ShardedGradientSum:
         self._sharded.forget_gradients()
         return torch.stack(totals).sum() if totals else torch.zeros((), device=self._communicator.device)
 
-    def start_rest(self) -> None:
+    def start(self) -> None:
         """Makes sure that what the ranks have exchanged belongs together.
 
         Raises:
@@ -136,14 +139,6 @@ class ShardedGradientSum:
             total = counter.root()
             self.flats.append(self._zeros(group) if total is None else total)
 
-    def divide(self, divisor: float | Tensor) -> None:
-        """Divides the sums in place."""
-        divide(self.flats, divisor)
-
-    def scale(self, factor: float | Tensor) -> None:
-        """Multiplies the sums in place."""
-        scale(self.flats, factor)
-
     def norm(self) -> Tensor:
         """The 2-norm of all sums on all ranks, of the same blocks as on one."""
         by_name = dict(self._views())
@@ -156,13 +151,9 @@ class ShardedGradientSum:
                 index = self._index[name]
                 self.parameters[index].grad = view.to(self.parameters[index].device) if used[index] else None
 
-    def drop_memory(self) -> None:
-        """Forgets the sums: after a step that left NaN in them."""
-        self._sums, self.flats = [], []
-
     def abandon(self) -> None:
         """Drops what a step that failed has left."""
-        self.drop_memory()
+        self._sums, self.flats = [], []
         self.forget()
 
     def remove_hooks(self) -> None:
@@ -172,13 +163,13 @@ class ShardedGradientSum:
 
     def _connect(self, number: int, group: Together) -> None:
         """Has FSDP2 exchange the parameters and gradients of a module by us."""
-        communicator, heartbeat, module = self._communicator, self._heartbeat, group.module
+        communicator, observers, module = self._communicator, self._observers, group.module
         take = partial(self._take, number)
-        module.set_custom_reduce_scatter(PieceScatter(communicator, heartbeat, take, self._unread_part))
+        module.set_custom_reduce_scatter(PieceScatter(communicator, observers, take, self._unread_part))
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
         if communicator.device.type == "cpu":
-            module.set_custom_all_gather(PartGather(communicator, heartbeat, lambda: self._order.append(-1 - number)))
+            module.set_custom_all_gather(PartGather(communicator, observers, lambda: self._order.append(-1 - number)))
         if hasattr(module, "set_reduce_scatter_unused_params"):
             module.set_reduce_scatter_unused_params(True)
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from samestep.comm.buckets import make_buckets
 from samestep.comm.communicator import Communicator
-from samestep.comm.reduction import fold_all
+from samestep.comm.reduction import finish_all
 from samestep.core.tree import Block, TreeSum, rank_blocks
 from samestep.data.batch import flattened
 
@@ -112,10 +112,9 @@ def sum_pieces(
                 torch._foreach_copy_(targets, sources)
             counter.push(Block(chunk, 1), flat)
         reductions.append(communicator.reduce(blocks_by_rank, counter.sums, bucket.empty()))
-    fold_all(reductions)
     views: dict[int, Tensor] = {}
-    for bucket, reduction in zip(buckets, reductions, strict=True):
-        views.update(zip(bucket.members, bucket.views(reduction.finish(), members), strict=True))
+    for bucket, total in zip(buckets, finish_all(reductions), strict=True):
+        views.update(zip(bucket.members, bucket.views(total, members), strict=True))
     used = views[len(likes)].tolist()
     # Copies: a view would keep the bucket alive, and torch.save would write all of it.
     return [views[index].clone() if used[index] else None for index in range(len(likes))]

@@ -5,7 +5,7 @@ whoever runs it: they are told apart by (microbatch, call). Elsewhere the ranks'
 sample's own row of an output is sketched, and told apart by the content of its row of the model's input.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -141,13 +141,3 @@ def _rows_of(tensors: list[Tensor], keys: list[int] | None, world_size: int) -> 
     limit = MAX_ROWS / (len(keys) * world_size)
     chosen = [index for index, key in enumerate(keys) if (key * 0x9E3779B97F4A7C15 >> 7) % 1024 < limit * 1024]
     return {"keys": [keys[index] for index in chosen], "rows": summarize_rows(tensor[chosen]) if chosen else []}
-
-
-def hears_microbatches(modules: Modules, seed: Callable[..., int]) -> Callable[..., int]:
-    """A function that derives a microbatch's seed, and tells which microbatch is about to run."""
-
-    def heard(base: int, stream: int, step: int, microbatch: int) -> int:
-        modules.microbatch = microbatch
-        return seed(base, stream, step, microbatch)
-
-    return heard

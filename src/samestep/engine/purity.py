@@ -1,4 +1,4 @@
-"""The guard: a microbatch leaves the parameters and the modes of the modules as it found them."""
+"""The purity check: a microbatch leaves the parameters and the modes of the modules as it found them."""
 
 from collections.abc import Mapping
 from itertools import chain
@@ -12,8 +12,8 @@ COPIED_STEPS = 2
 LOOKED_EVERY = 100
 
 
-class ModelGuard:
-    """Watches a model while microbatches run.
+class PurityCheck:
+    """Checks a model while microbatches run: the next microbatch would read what one writes, other ranks would not.
 
     Args:
         model: whose parameters and modules, those that no optimizer holds too.
@@ -47,7 +47,7 @@ class ModelGuard:
         self._versions = [parameter._version for parameter in self._parameters]
 
     def end(self) -> None:
-        """Lets go of the copies: the microbatches have run."""
+        """Drops the copies: the microbatches have run."""
         self._copies = None
 
     def not_finite(self) -> str | None:

@@ -1,17 +1,13 @@
-"""The runner: takes the microbatches of a step through this rank's stages, in the order of the schedule."""
+"""Runs the microbatches of a step through this rank's stages, in the order of the schedule."""
 
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from samestep.comm.membership import Membership
 from samestep.core.microbatches import microbatch_bounds
 from samestep.core.seeds import derive_seed
 from samestep.data.batch import Batch
-from samestep.data.randomness import Generators
-from samestep.engine.counts import GlobalCounts
-from samestep.engine.guard import ModelGuard
 from samestep.engine.losses import MicrobatchLoss, wide_dtype
 from samestep.engine.memory import describe_lone_shortage, is_out_of_memory
 from samestep.engine.microbatches import MicrobatchRunner, check_differentiable
@@ -25,68 +21,34 @@ from samestep.engine.pipelining.backward import (
 from samestep.engine.pipelining.buffers import StageBuffers
 from samestep.engine.pipelining.gradients import PipelinedGradientSum
 from samestep.engine.pipelining.model import PipelinedModel
+from samestep.engine.pipelining.model_proxy import LeaveError, ModelProxy
 from samestep.engine.pipelining.schedule import BACKWARD, FORWARD, INPUT, WEIGHT, Action, Message, make_schedule
 from samestep.engine.pipelining.stage_inputs import Contents, StageInputs, packed, unpacked
 from samestep.engine.pipelining.stages import as_tensors, like
-from samestep.engine.pipelining.standin import LeaveError, StandIn
-from samestep.engine.rows import DeviceRows, HostRows
+from samestep.engine.stats import StepStats
+from samestep.engine.strategy import Layout
 from samestep.errors import OutOfMemoryError
 
 LOOKED_STEPS = 2
 
 
-class PipelineRunner:
-    """Runs the microbatches of a global batch through this rank's stages; in the place of a `MicrobatchRunner`.
+class StageRunner:
+    """Runs the microbatches of a global batch through this rank's stages, in the order of the schedule.
 
     Args:
         pipelined: the model.
-        membership: whose ranks share the work.
-        seed: of the run.
-        stream: tells the randomness of this train step from that of others.
-        inner: knows how one microbatch is computed.
-        rows: where the first stage says what came of each microbatch.
-
-    Attributes:
-        counts: sums of `counts_fn` over the global batch; None without one.
-        gradients: what the microbatches' gradients are pushed on.
-        buffers: what the microbatches' buffers are merged by.
-        guard: watches the model while microbatches run.
-        graphs: None: stages do not run as CUDA graphs.
+        runner: computes the loss of a microbatch, given a proxy of the model.
     """
 
-    counts: GlobalCounts | None
-    gradients: PipelinedGradientSum
-    buffers: StageBuffers
-    guard: ModelGuard
-    graphs = None
-
-    def __init__(
-        self,
-        pipelined: PipelinedModel,
-        membership: Membership,
-        seed: int,
-        stream: int,
-        inner: MicrobatchRunner,
-        rows: HostRows | DeviceRows,
-    ) -> None:
+    def __init__(self, pipelined: PipelinedModel, runner: MicrobatchRunner) -> None:
         self._pipelined = pipelined
-        self._membership = membership
-        self._seed = seed
-        self._stream = stream
-        self._inner = inner
-        self._rows = rows
-        self.generators: Generators = inner.generators
+        self._runner = runner
+        self._membership = runner.membership
+        self._observers = runner.observers
+        self._generators = runner.generators
         self._last = len(pipelined.stages) - 1
-        self._kept: dict[tuple[int, int], MicrobatchInStage] = {}
-        self._inputs: StageInputs
-        self._batch: Batch
-        self._step = 0
-        self._microbatches: range = range(0)
-        self._bounds: list[int] = []
-        self._counts: Any = None
-        self._is_only = False
 
-    def run(self, batch: Batch, step: int) -> None:
+    def run(self, batch: Batch, step: int, layout: Layout, stats: StepStats) -> None:
         """Forward and backward of the microbatches that this rank executes together with those of its pipeline.
 
         Raises:
@@ -94,9 +56,12 @@ class PipelineRunner:
             OutOfMemoryError: a microbatch did not fit.
         """
         membership, options = self._membership, self._pipelined.options
-        self._inner.counts = self.counts
-        self._counts = None if self.counts is None else self.counts.sum(batch, membership.data_ranges)
-        self._is_only = batch.length == 1 or membership.num_microbatches == 1
+        assert isinstance(layout.gradients, PipelinedGradientSum), "laid out by the pipeline's strategy"
+        assert isinstance(layout.buffers, StageBuffers), "laid out by the pipeline's strategy"
+        self._gradients, self._buffers, self._purity = layout.gradients, layout.buffers, layout.purity
+        self._stats = stats
+        self._counts = None if layout.counts is None else layout.counts.sum(batch, membership.data_ranges)
+        self._is_only = self._runner.is_only(batch)
         self._bounds = microbatch_bounds(batch.length, membership.num_microbatches)
         microbatches = membership.executed
         self._microbatches = range(microbatches.start, max(microbatches.start, min(microbatches.stop, batch.length)))
@@ -104,10 +69,9 @@ class PipelineRunner:
         p2p = membership.p2p
         schedule = make_schedule(options.schedule, p2p.world_size, options.stages_per_rank, len(self._microbatches))
         self._inputs = StageInputs(p2p, schedule)
-        self._kept = {}
-        self._rows.begin(membership.mine)
-        self.guard.begin(step)
-        saved = self.generators.save()
+        self._kept: dict[tuple[int, int], MicrobatchInStage] = {}
+        self._purity.begin(step)
+        saved = self._generators.save()
         try:
             for action in schedule.actions[p2p.rank]:
                 self._do(action)
@@ -116,8 +80,8 @@ class PipelineRunner:
             p2p.fail(f"rank {membership.rank}, which has another stage of the model, failed: {error}")
             raise
         finally:
-            self.generators.restore(saved)
-            self.guard.end()
+            self._generators.restore(saved)
+            self._purity.end()
             self._kept, self._counts = {}, None
             del self._batch, self._inputs
 
@@ -126,22 +90,22 @@ class PipelineRunner:
         microbatch = self._microbatches[action.place]
         try:
             if action.kind == FORWARD:
-                self._membership.heartbeat.enter("forward")
+                self._observers.on_phase("forward")
                 self._forward(action, microbatch)
-                self.guard.check()
-                self.guard.restore_modes()
-                self.buffers.collect(action.stage, microbatch, self._num_samples(microbatch))
+                self._purity.check()
+                self._purity.restore_modes()
+                self._buffers.collect(action.stage, microbatch, self._num_samples(microbatch))
             else:
-                self._membership.heartbeat.enter("backward")
+                self._observers.on_phase("backward")
                 self._backward(action, microbatch)
-                self.buffers.check_start(action.stage)
+                self._buffers.check_start(action.stage)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
             text = describe_lone_shortage(microbatch, self._num_samples(microbatch), self._membership.rank, "pipeline")
             raise OutOfMemoryError(text) from error
         except ValueError as error:
-            told = self._inner.explain_lone(
+            told = self._runner.explain_lone(
                 error, microbatch, self._num_samples(microbatch), self._batch.length, self._step
             )
             if told is None:
@@ -158,26 +122,30 @@ class PipelineRunner:
 
         def run(given: Any) -> Any:
             if stage:
-                given = unpacked(self.generators, *self._take(Message(FORWARD, stage, action.place)))
+                given = unpacked(self._generators, *self._take(Message(FORWARD, stage, action.place)))
                 kept.inputs = as_tensors(given)
                 if module.writes_to_input:
                     given = like(given, [tensor.clone() for tensor in kept.inputs])
             output = module(given)
             if stage < self._last:
-                kept.outputs, note = packed(self.generators, output)
+                kept.outputs, note = packed(self._generators, output)
                 self._inputs.send(Message(FORWARD, stage + 1, action.place), kept.outputs, note)
             return output
 
-        self.generators.seed(derive_seed(self._seed, self._stream, self._step, microbatch))
-        stand_in = StandIn(self._pipelined.model, run, returns=stage == self._last)
+        config = self._runner.config
+        if stage == 0:
+            self._observers.on_microbatch(self._step, microbatch, self._batch.microbatches[microbatch])
+        self._generators.seed(derive_seed(config.seed, config.stream, self._step, microbatch))
+        proxy = ModelProxy(self._pipelined.model, run, returns=stage == self._last)
         samples = self._num_samples(microbatch)
         try:
-            with self._inner.autocast():
-                loss = self._inner.forward(stand_in, self._batch.microbatches[microbatch], samples, self._counts)
+            with self._runner.autocast():
+                loss = self._runner.forward(proxy, self._batch.microbatches[microbatch], samples, self._counts)
         except LeaveError:
             return
-        stand_in.check_called()
+        proxy.check_called()
         check_differentiable(loss)
+        self._observers.on_loss(microbatch, loss)
         if self._step < LOOKED_STEPS:
             check_read(loss.value, self._pipelined.foreign)
         kept.loss, kept.outputs = loss, [loss.value]
@@ -186,7 +154,7 @@ class PipelineRunner:
         """Runs a backward, or a part of one, and hands on the gradient of the input as soon as it is there."""
         stage, place = action.stage, action.place
         kept = self._kept[stage, place]
-        parameters = self.gradients.stage_parameters[stage]
+        parameters = self._gradients.stage_parameters[stage]
         if action.kind != WEIGHT:
             self._begin_backward(kept, stage, place)
         found: list[Tensor | None] = []
@@ -200,7 +168,7 @@ class PipelineRunner:
         else:
             weight_backward(kept, parameters)
         assert kept.row is not None, "the backward has begun"
-        kept.row[1][1] += self.gradients.collect(stage, microbatch)
+        kept.row[1][1] += self._gradients.push_stage(stage, microbatch)
         if action.kind == BACKWARD or stage == 0:
             self._hand_back(kept, stage, place, found)
         del self._kept[stage, place]
@@ -209,7 +177,7 @@ class PipelineRunner:
         """Takes what the backward of a stage begins with."""
         if kept.loss is not None:
             loss = kept.loss
-            kept.seeds = [self._inner.seed_of(loss, self._is_only)]
+            kept.seeds = [self._runner.initial_gradient(loss, self._is_only)]
             stats = torch.zeros(2, dtype=wide_dtype(loss.value.device), device=loss.value.device)
             stats[0] = loss.count
             kept.weight, kept.row = loss.weight, (loss.value.detach(), stats)
@@ -221,10 +189,8 @@ class PipelineRunner:
         kept.weight = note
 
     def _take(self, message: Message) -> Contents:
-        """Waits for a message, as an exchange: a rank that waits does not hang."""
-        before = self._membership.heartbeat.enter("exchange")
-        contents = self._inputs.take(message)
-        self._membership.heartbeat.enter(before)
+        """Waits for a message."""
+        contents: Contents = self._observers.waits(lambda: self._inputs.take(message))
         return contents
 
     def _hand_back(self, kept: MicrobatchInStage, stage: int, place: int, found: list[Tensor | None]) -> None:
@@ -235,4 +201,4 @@ class PipelineRunner:
             sent = stats.clone()  # this stage adds to its own when its weights come later
             self._inputs.send(Message(BACKWARD, stage - 1, place), [value, sent, *found], kept.weight)
         elif self._membership.mine:
-            self._rows.note(self._microbatches[place], MicrobatchLoss(value, kept.weight, stats[0]), stats[1])
+            self._stats.note(self._microbatches[place], MicrobatchLoss(value, kept.weight, stats[0]), stats[1])

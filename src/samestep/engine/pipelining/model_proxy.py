@@ -1,4 +1,4 @@
-"""The stand-in: what a loss function is given as the model where a rank has some stages of it only.
+"""The model proxy: what a loss function is given as the model if a rank has some stages of it only.
 
 Every rank of a pipeline calls the loss function, up to where it calls the model. There its stage runs, on what the loss
 function gives to the model (in the first stage) or on what the stage before it has sent. The last stage returns its
@@ -18,7 +18,7 @@ class LeaveError(BaseException):
     """Leaves a loss function once a stage that is not the last has run; no `except Exception` may hold it up."""
 
 
-class StandIn:
+class ModelProxy:
     """Takes the place of the model in one call of a loss function.
 
     Args:

@@ -1,0 +1,102 @@
+"""The strategy `pipeline`: every rank has some stages of the model."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from samestep.comm.communicator import Communicator
+from samestep.comm.membership import Membership
+from samestep.engine.counts import GlobalCounts
+from samestep.engine.microbatches import MicrobatchRunner
+from samestep.engine.observer import Observers
+from samestep.engine.pipelining.buffers import StageBuffers
+from samestep.engine.pipelining.gradients import PipelinedGradientSum
+from samestep.engine.pipelining.model import PipelinedModel
+from samestep.engine.pipelining.stage_runner import StageRunner
+from samestep.engine.purity import PurityCheck
+from samestep.engine.spread import SpreadState
+from samestep.engine.strategies import Pipeline
+from samestep.engine.strategy import ExchangeOptions, Layout
+
+
+class PipelineStrategy:
+    """The model is cut into stages, of which each rank has some.
+
+    Args:
+        membership: the ranks; those along "pipe" have different stages.
+        model: cut into stages.
+        optimizers: over its parameters.
+        options: where to cut.
+        exchange: how gradients travel.
+
+    Attributes:
+        pipelined: the stages.
+        forward: runs all of them, as the model.
+    """
+
+    def __init__(
+        self,
+        membership: Membership,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer],
+        options: Pipeline,
+        exchange: ExchangeOptions,
+    ) -> None:
+        self._membership = membership
+        self._exchange = exchange
+        self.pipelined = PipelinedModel(membership, model, optimizers, options)
+        self.forward = self.pipelined.whole
+        self.contract: dict[str, Any] = {}
+
+    @property
+    def state(self) -> SpreadState:
+        """The parameters of this rank's stages."""
+        return self.pipelined.state
+
+    @property
+    def communicator(self) -> Communicator:
+        """Over the ranks along "pipe"."""
+        return self._membership.along("pipe")
+
+    def held(self, optimizers: Sequence[Optimizer]) -> dict[str, nn.Parameter]:
+        """The parameters that the optimizers update, by name; those of other ranks' stages have no elements."""
+        return self.state.held(optimizers)
+
+    def lay_out(
+        self,
+        trainable: dict[str, nn.Parameter],
+        optimizers: Sequence[Optimizer],
+        counts_fn: Callable[[Any], Any] | None,
+        observers: Observers,
+    ) -> Layout:
+        """Lays the step out, stage by stage."""
+        membership, pipelined = self._membership, self.pipelined
+        gradients = PipelinedGradientSum(pipelined, trainable, membership, self._exchange.bucket_bytes, observers)
+        counts = None if counts_fn is None else GlobalCounts(counts_fn, membership.data)
+        purity = PurityCheck(pipelined.model, self.state.parts)
+        return Layout(gradients, StageBuffers(pipelined, membership), purity, counts)
+
+    def make_runner(self, runner: MicrobatchRunner) -> StageRunner:
+        """What takes the microbatches through this rank's stages."""
+        return StageRunner(self.pipelined, runner)
+
+    def sync_trainable(self) -> None:
+        """Does nothing: the optimizers hold the model's own parameters."""
+
+    def check_in_use(self) -> None:
+        """Does nothing: the stages hold their modules."""
+
+    def before_update(self) -> None:
+        """Does nothing."""
+
+    def after_update(self) -> None:
+        """Does nothing: each rank has updated its own parameters."""
+
+    def after_load(self) -> None:
+        """Does nothing."""
+
+    def explain(self, error: RuntimeError) -> Exception | None:
+        """None: an error means what it says."""
+        return None
