@@ -102,6 +102,38 @@ def test_packages_offer_no_names_of_their_own():
             assert isinstance(docstring, ast.Expr), path
 
 
+def patched_engine(source: str) -> list[int]:
+    """The lines in which a source patches something that it has imported from the engine."""
+    nodes = list(ast.walk(ast.parse(source)))
+    engine = {
+        alias.asname or alias.name
+        for node in nodes
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("samestep.engine")
+        for alias in node.names
+    }
+    calls = [node for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.args]
+    patches = [call for call in calls if call.func.id in ("Patch", "Wrap")]
+    return [
+        call.lineno
+        for call in patches
+        if any(isinstance(part, ast.Name) and part.id in engine for part in ast.walk(call.args[0]))
+    ]
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_nothing_patches_the_engine_whose_steps_are_watched_by_observers(path):
+    assert patched_engine(path.read_text(encoding="utf-8")) == []
+
+
+def test_twin_a_patch_of_the_engine_is_noticed():
+    imported = "from samestep.engine.step import TrainStep\nfrom samestep.engine import gradients as ours\n"
+    assert patched_engine(imported + 'Patch(TrainStep, "__call__", other)\nWrap(ours.GradientSum, "push", more)') == [
+        3,
+        4,
+    ]
+    assert patched_engine(imported + 'Patch(Optimizer, "step", other)') == []
+
+
 def test_no_two_modules_of_tests_have_the_same_name():
     names = Counter(path.name for path in Path(__file__).parent.glob("*/*.py") if path.name != "conftest.py")
     assert [name for name, count in names.items() if count > 1] == []

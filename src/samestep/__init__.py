@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from samestep.devices.selection import select
     from samestep.devices.transfer import to_device, to_host, to_numpy
     from samestep.engine.losses import Mean
+    from samestep.engine.observer import StepObserver
     from samestep.engine.result import StepResult
     from samestep.engine.step import TrainStep
     from samestep.engine.strategies import Pipeline, Replicate, Sharded
@@ -49,6 +50,7 @@ _HOMES = {
     "Run": "samestep.train.run",
     "SamestepError": "samestep.errors",
     "Sharded": "samestep.engine.strategies",
+    "StepObserver": "samestep.engine.observer",
     "StepResult": "samestep.engine.result",
     "TensorData": "samestep.data.tensors",
     "TrainStep": "samestep.engine.step",
@@ -78,6 +80,7 @@ __all__ = [
     "Run",
     "SamestepError",
     "Sharded",
+    "StepObserver",
     "StepResult",
     "TensorData",
     "TrainStep",

@@ -32,6 +32,7 @@ EXPORTED = [
     "Run",
     "SamestepError",
     "Sharded",
+    "StepObserver",
     "StepResult",
     "TensorData",
     "TrainStep",

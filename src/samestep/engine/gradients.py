@@ -250,6 +250,21 @@ class GradientSum:
         return on_gradient
 
 
+def divide(flats: Sequence[Tensor], divisor: float | Tensor) -> None:
+    """Divides in place, in float32 at least: a count may be too large, or too long, for 16 bits."""
+    for flat in flats:
+        if flat.element_size() < 4:
+            flat.copy_(flat.float().div_(divisor))
+        else:
+            flat.div_(divisor if isinstance(divisor, float) else divisor.to(flat.dtype))
+
+
+def scale(flats: Sequence[Tensor], factor: float | Tensor) -> None:
+    """Multiplies in place."""
+    for flat in flats:
+        flat.mul_(factor if isinstance(factor, float) else factor.to(flat.dtype))
+
+
 def _by_dtype(buckets: Sequence[Bucket]) -> list[list[int]]:
     """The numbers of the buckets of each dtype and device."""
     groups: dict[tuple[torch.dtype, torch.device], list[int]] = {}

@@ -25,8 +25,8 @@ from samestep.engine.buffers import refuse_sync_batchnorm
 from samestep.engine.compiled import compile_loss, fix_shapes
 from samestep.engine.config import StepConfig
 from samestep.engine.factory import check_mesh, is_tensor_parallel, make_strategy
+from samestep.engine.gradients import divide, scale
 from samestep.engine.graphs import MicrobatchGraphs, check_graphs
-from samestep.engine.header import Agreed, read_headers, write_header
 from samestep.engine.memory import Shortage, describe_update_shortage, is_out_of_memory
 from samestep.engine.microbatches import MicrobatchRunner
 from samestep.engine.nonfinite import FiniteCheck, divisor, left_out_unless
@@ -34,10 +34,9 @@ from samestep.engine.observer import HeartbeatObserver, Observers, StepObserver,
 from samestep.engine.parameters import named_parameters
 from samestep.engine.precision import LossScale
 from samestep.engine.result import ADVICE, StepResult
-from samestep.engine.scaling import divide, scale
 from samestep.engine.settings import settings_of
 from samestep.engine.spread import SpreadState
-from samestep.engine.stats import StepStats
+from samestep.engine.stats import Agreed, StepStats, read_headers, write_header
 from samestep.engine.strategies import REPLICATE, Replicate
 from samestep.engine.strategy import ExchangeOptions, Layout
 from samestep.engine.traces import Traces
@@ -241,7 +240,7 @@ class TrainStep:
         return batch
 
     def _exchange(self, batch: Batch, layout: Layout, shortage: Shortage | None) -> Agreed:
-        """Starts the exchange of the gradients; gathers the statistics of all microbatches and the headers of all ranks.
+        """Exchanges the gradients, the statistics of all microbatches and the headers of all ranks.
 
         Returns:
             What the ranks agree on; its flags say what of the buffers any microbatch touched, and which parameters it
