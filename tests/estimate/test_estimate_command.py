@@ -139,7 +139,7 @@ REFUSED = {
     "no blocks to recompute": (["lenet", "--devices", "2xH100", "--checkpointing"], "leave --checkpointing out"),
     "an unknown strategy": (["lenet", "--devices", "2xH100", "--strategy", "magic"], "one of replicate"),
     "an unknown precision": (["lenet", "--devices", "2xH100", "--precision", "8"], "32-true"),
-    "two measurements": (["lenet", "--devices", "1xL4", "--rate", "1", "--measured-step-seconds", "1"], "of one thing"),
+    "a rate of nothing": (["lenet", "--devices", "1xL4", "--rate", "0"], "above 0"),
     "stages of sharded state": (
         ["gpt", "--devices", "2xL4", "--pipe", "2", "--strategy", "sharded"],
         "--strategy pipeline",

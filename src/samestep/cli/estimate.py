@@ -83,9 +83,6 @@ def estimate(
     node_gbits: Annotated[
         float | None, typer.Option(rich_help_panel=SPEED_PANEL, help="Gbit/s of a node to others.")
     ] = None,
-    measured_step_seconds: Annotated[
-        float | None, typer.Option(rich_help_panel=SPEED_PANEL, help="A step of this batch on one such device.")
-    ] = None,
     rate: Annotated[
         float | None,
         typer.Option(rich_help_panel=SPEED_PANEL, help="Samples, images or tokens a second on one such device."),
@@ -127,7 +124,6 @@ def estimate(
         shard_optimizer=shard_optimizer,
         pipe=pipe,
         checkpointing=checkpointing,
-        measured_seconds=measured_step_seconds,
         rate=rate,
     )
     typer.echo(f"samestep: tracing {workload.name}; large models take a minute", err=True)

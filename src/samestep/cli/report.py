@@ -8,9 +8,9 @@ from typing import Annotated
 import typer
 
 from samestep.extras import is_installed, missing
+from samestep.train.naming import PICTURE_FILE
 
 PAGE_FILE = "report.html"
-PICTURE_FILE = "loss.png"
 
 
 def report(

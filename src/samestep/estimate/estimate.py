@@ -103,27 +103,19 @@ def in_gib(num_bytes: float) -> str:
 
 
 def _check(request: Request) -> None:
-    for option, value in (
-        ("--global-batch-size", request.batch_size),
-        ("--num-microbatches", request.num_microbatches),
-        ("--pipe", request.pipe),
-    ):
+    sizes = {"--global-batch-size": request.batch_size, "--num-microbatches": request.num_microbatches}
+    for option, value in {**sizes, "--pipe": request.pipe}.items():
         if value is not None and value < 1:
             raise UsageError(f"got {option} {value}; it must be 1 or more")
-    for option, name, names in (
-        ("--precision", request.precision, PRECISIONS),
-        ("--strategy", request.strategy, STRATEGIES),
-    ):
+    choices = (("--precision", request.precision, PRECISIONS), ("--strategy", request.strategy, STRATEGIES))
+    for option, name, names in choices:
         if name is not None and name not in names:
             raise UsageError(f"got {option} {name!r}; it is one of {', '.join(names)}")
     if request.pipe is not None and (request.strategy not in (None, "pipeline") or request.shard_optimizer):
         other = "--shard-optimizer" if request.shard_optimizer else f"--strategy {request.strategy}"
         raise UsageError(f"got --pipe and {other}; --pipe goes with --strategy pipeline alone")
-    if request.measured_seconds is not None and request.rate is not None:
-        raise UsageError("got --measured-step-seconds and --rate, two measurements of one thing; leave one of them out")
-    for option, speed in (("--measured-step-seconds", request.measured_seconds), ("--rate", request.rate)):
-        if speed is not None and not 0 < speed < float("inf"):
-            raise UsageError(f"got {option} {speed}; it must be above 0")
+    if request.rate is not None and not 0 < request.rate < float("inf"):
+        raise UsageError(f"got --rate {request.rate}; it must be above 0")
 
 
 def _reason(candidates: Sequence[Candidate], chosen: Candidate, cluster: Cluster) -> str:
@@ -131,13 +123,11 @@ def _reason(candidates: Sequence[Candidate], chosen: Candidate, cluster: Cluster
     layout, total = chosen.layout, chosen.memory.total
     recomputed = ", each block recomputed in the backward" if layout.is_checkpointed else ""
     if not chosen.fits:
-        lacking = total - USABLE_SHARE * cluster.kind.memory_bytes
-        return (
-            f"nothing fits: {layout.strategy}{recomputed} comes nearest, and lacks {in_gib(lacking)} of "
-            f"{in_gib(total)} on each device"
-        )
+        lacking = in_gib(total - USABLE_SHARE * cluster.kind.memory_bytes)
+        nearest = f"{layout.strategy}{recomputed} comes nearest"
+        return f"nothing fits: {nearest}, and lacks {lacking} of {in_gib(total)} on each device"
     fitting = [candidate for candidate in candidates if candidate.fits]
-    too_large = [candidate for candidate in candidates[: candidates.index(chosen)] if not candidate.fits]
+    too_large = next((each for each in candidates[: candidates.index(chosen)] if not each.fits), None)
     if len(candidates) == 1:
         why = "it fits, as asked for"
     elif len(fitting) == 1:
@@ -148,9 +138,8 @@ def _reason(candidates: Sequence[Candidate], chosen: Candidate, cluster: Cluster
         why = f"it is the simplest, and {'the fastest' if is_fastest else margin}"
     else:
         why = "the fastest that fits"
-        if too_large:
-            first = too_large[0]
-            why += f"; {first.layout.strategy} would take {in_gib(first.memory.total)} a device"
+        if too_large is not None:
+            why += f"; {too_large.layout.strategy} would take {in_gib(too_large.memory.total)} a device"
     return f"{layout.strategy}, {layout.num_microbatches} microbatches of {layout.microbatch_size}{recomputed}: {why}"
 
 
@@ -160,11 +149,9 @@ def _memory_advice(search: Search, chosen: Candidate) -> list[str]:
     found = []
     enlarged = search.smallest_that_fits()
     if enlarged is not None:
-        recomputed = " and activation checkpointing" if enlarged.layout.is_checkpointed else ""
-        found.append(
-            f"{enlarged.layout.num_devices} × {kind.name} would do, by {enlarged.layout.strategy}{recomputed}, with "
-            f"{in_gib(enlarged.memory.total)} on each"
-        )
+        strategy = enlarged.layout.strategy + " and activation checkpointing" * enlarged.layout.is_checkpointed
+        devices, memory = f"{enlarged.layout.num_devices} × {kind.name}", in_gib(enlarged.memory.total)
+        found.append(f"{devices} would do, by {strategy}, with {memory} on each")
     if request.precision == "32-true" and kind.has_bfloat16:
         found.append("--precision bf16-mixed halves most activations")
     if layout.microbatch_size > 1 and request.num_microbatches is not None:
@@ -178,17 +165,13 @@ def _memory_advice(search: Search, chosen: Candidate) -> list[str]:
 def _speed_advice(search: Search, chosen: Candidate) -> list[str]:
     """The limits of the chosen layout."""
     kind, time = search.cluster.kind, chosen.time
-    found = []
-    if search.request.precision == "bf16-mixed" and not kind.has_bfloat16:
-        found.append(
-            f"{kind.name} has no bfloat16: products run at the rate of float32; --precision 16-mixed is faster"
-        )
-    if time.exposed > 0.1 * time.step:
-        share = 100 * time.exposed / time.step
-        found.append(f"{share:.0f} % of a step waits for the exchange: a larger batch, fewer devices, or a faster link")
-    if time.bubble > 0.1 * time.step:
-        found.append("the pipeline idles while it fills and drains: a larger batch has more microbatches")
     spare = kind.memory_bytes - chosen.memory.total
-    if spare < 0.1 * kind.memory_bytes:
-        found.append(f"only {in_gib(max(spare, 0))} are left on each device: try it on one before renting all")
-    return found
+    lacks_bfloat16 = search.request.precision == "bf16-mixed" and not kind.has_bfloat16
+    waiting = f"{100 * time.exposed / time.step:.0f} % of a step waits for the exchange"
+    advice = {
+        f"{kind.name} multiplies bfloat16 at the rate of float32; --precision 16-mixed is faster": lacks_bfloat16,
+        f"{waiting}: a larger batch, fewer devices, or a faster link": time.exposed > 0.1 * time.step,
+        "the pipeline idles while it fills and drains: use a larger batch": time.bubble > 0.1 * time.step,
+        f"only {in_gib(max(spare, 0))} are left on each device: try it on one": spare < 0.1 * kind.memory_bytes,
+    }
+    return [text for text, applies in advice.items() if applies]

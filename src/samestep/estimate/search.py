@@ -7,11 +7,10 @@ from samestep.errors import UsageError
 from samestep.estimate.hardware import Cluster
 from samestep.estimate.layout import STRATEGIES, Layout, layout_problem
 from samestep.estimate.memory import USABLE_SHARE, Memory, needed_memory
-from samestep.estimate.step_time import StepTime, slowness_of, step_time
+from samestep.estimate.step_time import StepTime, step_time
 from samestep.estimate.trace import Traces
 from samestep.estimate.workload import Workload
 
-MAX_MICROBATCHES_PER_GROUP = 64
 MAX_DEVICES = 1024
 SIMPLER_IF_WITHIN = 1.05  # a simpler layout is taken if the fastest is not faster by more
 STAGES = (2, 4, 8, 16)
@@ -28,8 +27,7 @@ class Request:
     shard_optimizer: bool | None = None
     pipe: int | None = None
     checkpointing: bool | None = None
-    measured_seconds: float | None = None  # of a step of this batch on one such device
-    rate: float | None = None  # units a second on one such device
+    rate: float | None = None  # measured: units a second on one such device
 
 
 @dataclass(frozen=True)
@@ -89,8 +87,8 @@ class Search:
         """The best layout on the least power of two of devices, up to 1,024, on which one fits."""
         count = 2 * self.cluster.num_devices
         while count <= MAX_DEVICES:
-            size = max(self.request.batch_size, count)
-            request = replace(self.request, batch_size=size, num_microbatches=None)
+            batch_size = max(self.request.batch_size, count)
+            request = replace(self.request, batch_size=batch_size, num_microbatches=None)
             best = best_of(replace(self, cluster=self.cluster.resized(count), request=request).candidates())
             if best.fits:
                 return best
@@ -112,8 +110,10 @@ class Search:
         found, problems = [], []
         num_blocks = self.traces.num_blocks(checkpointing)
         for layout in self._layouts(checkpointing, num_blocks):
+            powers = (layout.data * 2**power for power in range(7))  # up to 64 a group of devices
+            counts = [count for count in powers if count <= layout.batch_size] or [layout.data]
             evaluated = []
-            for count in self._microbatch_counts(layout):
+            for count in counts if self.request.num_microbatches is None else [self.request.num_microbatches]:
                 trial = replace(layout, num_microbatches=count)
                 problem = layout_problem(trial, self.cluster, num_blocks, self.traces.workload.name)
                 if problem is not None:
@@ -125,17 +125,6 @@ class Search:
         if not found:
             raise UsageError(problems[0])
         return found
-
-    def _microbatch_counts(self, layout: Layout) -> Iterator[int]:
-        if self.request.num_microbatches is not None:
-            yield self.request.num_microbatches
-            return
-        per_group = 1
-        while per_group == 1 or (
-            per_group <= MAX_MICROBATCHES_PER_GROUP and layout.data * per_group <= layout.batch_size
-        ):
-            yield layout.data * per_group
-            per_group *= 2
 
     def _layouts(self, checkpointing: bool, num_blocks: int) -> Iterator[Layout]:
         """From the simplest on; the numbers of microbatches are still open."""
@@ -164,10 +153,7 @@ def make_search(workload: Workload, cluster: Cluster, request: Request) -> Searc
     kind, precision = cluster.kind, request.precision
     is_half = precision == "16-mixed" or (precision == "bf16-mixed" and kind.has_bfloat16)
     search = Search(Traces(workload, not kind.is_cpu, precision), cluster, request, 16 if is_half else 32, 1.0)
-    seconds = request.measured_seconds
-    if request.rate is not None:
-        seconds = request.batch_size * workload.units / request.rate
-    if seconds is None:
+    if request.rate is None:
         return search
     layout = Layout(
         *(1, request.num_microbatches or min(8, request.batch_size), request.batch_size),
@@ -175,7 +161,8 @@ def make_search(workload: Workload, cluster: Cluster, request: Request) -> Searc
         is_mixed=precision != "32-true",
     )
     trace = search.traces.at(layout.microbatch_size, layout.is_checkpointed)
-    return replace(search, slowness=slowness_of(trace, layout, cluster, search.dtype_bits, seconds))
+    estimated = step_time(trace, layout, cluster.resized(1), search.dtype_bits).step
+    return replace(search, slowness=request.batch_size * workload.units / request.rate / estimated)
 
 
 def best_of(candidates: Sequence[Candidate]) -> Candidate:

@@ -9,7 +9,7 @@ an all-reduce both of them (Thakur, Rabenseifner and Gropp 2005, section 4). Ove
 collective runs within the node, then between nodes, where each device moves its g-th part over its share of the link.
 """
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 
 import numpy
@@ -60,12 +60,6 @@ def step_time(trace: Trace, layout: Layout, cluster: Cluster, dtype_bits: int = 
         exchange=exchange + between_stages,
         exposed=exposed + between_stages,
     )
-
-
-def slowness_of(trace: Trace, layout: Layout, cluster: Cluster, dtype_bits: int, measured_seconds: float) -> float:
-    """The measured time of a step on one device by the estimated one."""
-    single = replace(layout, data=1, pipe=1, is_sharded=False, is_optimizer_sharded=False)
-    return measured_seconds / step_time(trace, single, cluster.resized(1), dtype_bits).step
 
 
 def microbatch_seconds(trace: Trace, kind: DeviceKind, dtype_bits: int) -> float:

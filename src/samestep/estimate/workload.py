@@ -121,16 +121,13 @@ def _from_triple(name: str, function: Callable[[], Any]) -> Workload:
 
     def parts() -> tuple[nn.Module, Any, Any]:
         made = function()
-        if isinstance(made, nn.Module):
-            raise UsageError(
-                f"{name} returns a model alone; describe its samples by --input-shape (and --target-shape), or return "
-                "(model, loss_fn, batch)"
-            )
-        if not isinstance(made, tuple) or len(made) != 3:
-            raise UsageError(
-                f"{name} returns a {type(made).__name__}; needed: an nn.Module, or (model, loss_fn, batch)"
-            )
-        return _checked(name, made[0]), made[1], made[2]
+        if isinstance(made, tuple) and len(made) == 3:
+            return _checked(name, made[0]), made[1], made[2]
+        _checked(name, made)
+        raise UsageError(
+            f"{name} returns a model alone; describe its samples by --input-shape (and --target-shape), or return "
+            "(model, loss_fn, batch)"
+        )
 
     def make_batch(count: int) -> Any:
         _, loss, batch = parts()
