@@ -8,7 +8,7 @@ import pytest
 from matplotlib.image import imread
 
 from samestep.errors import RunFolderError
-from samestep.train.curves import SMOOTH_FROM, Curve, loss_series
+from samestep.train.curves import Curve, loss_series
 from samestep.train.loss_plot import draw_losses, loss_figure
 
 FALLING = [(step, 2.0 / step) for step in range(1, 21)]

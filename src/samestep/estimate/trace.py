@@ -80,7 +80,7 @@ class Traces:
 
     def _traced(self, checkpointing: bool) -> tuple[Trace, Trace]:
         few = self._trace(FEW, checkpointing=checkpointing)
-        more = self._trace(MORE, checkpointing=checkpointing, with_update=False)
+        more = self._trace(MORE, checkpointing=checkpointing)
         if few.moments.shape != more.moments.shape or few.operations.shape != more.operations.shape:
             raise UsageError(
                 f"{self.workload.name} runs other operations on {MORE} samples than on {FEW}: an estimate needs a "
@@ -99,12 +99,7 @@ class Traces:
 
 
 def trace(
-    workload: Workload,
-    num_samples: int,
-    is_gpu: bool,
-    precision: str = "32-true",
-    checkpointing: bool = False,
-    with_update: bool = True,
+    workload: Workload, num_samples: int, is_gpu: bool, precision: str = "32-true", checkpointing: bool = False
 ) -> Trace:
     """Traces a step of so many samples; with checkpointing the backward recomputes the blocks.
 
@@ -132,7 +127,7 @@ def trace(
         moments, operations = tracker.moments, tracker.operations
         trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
         optimizer = OPTIMIZERS[workload.optimizer](trainable, foreach=is_gpu, **workload.settings)
-        temporary, moved = _update(optimizer, tracker) if with_update else (0, 0)
+        temporary, moved = _update(optimizer, tracker)
     weights = _weigh(model, blocks, optimizer)
     return Trace(
         num_parameters=sum(parameter.numel() for parameter in model.parameters()),

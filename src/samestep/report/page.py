@@ -83,13 +83,7 @@ def _chart(chart: Chart) -> dict[str, Any]:
         run, phases = chart.stack
         rows = [_rounded(row) for row in phases.seconds.tolist()]
         stack = {"run": run, "names": phases.names, "x": phases.steps.tolist(), "rows": rows}
-    return {
-        "key": chart.key,
-        "title": chart.title,
-        "note": chart.note,
-        "unit": chart.unit,
-        "log": chart.is_log,
-        "may_log": chart.may_log,
+    return vars(chart) | {
         "whole_numbers": chart.key == "world_size",
         "whole": chart.key == "loss",
         "summary": _summary(chart),

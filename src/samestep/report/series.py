@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import cycle
 from typing import Literal
 
 import numpy as np
@@ -15,7 +16,7 @@ BINS_OF_ALL = 3000  # shared by the runs, so that the page of many stays small
 MIN_BINS = 100
 NUM_COLORS = 6
 ON_ANOTHER = ((10, 10), (4, 12), (16, 6))  # dashes and gaps of lines that lie on the first run's
-REPEATED = ((), (7, 4), (2, 4))  # of lines whose colour is another run's, too
+REPEATED: tuple[tuple[int, ...], ...] = ((), (7, 4), (2, 4))  # of lines whose colour is another run's, too
 WAITED = "checkpoint/blocked_milliseconds"
 KNOWN = ("loss/train", "loss/train_epoch", "loss/eval", "grad_norm", "lr", "samples_per_second", "world_size", WAITED)
 
@@ -29,7 +30,7 @@ class Chart:
     note: str  # beside the title
     unit: Unit
     series: tuple[Series, ...] = ()
-    is_log: bool = False  # at first
+    log: bool = False  # at first
     may_log: bool = False
     stack: tuple[int, Phases] | None = None  # the number of the run, and its phases
 
@@ -59,15 +60,14 @@ def make_charts(report: Report) -> list[Chart]:
 
 def line_dashes(report: Report) -> list[tuple[int, ...]]:
     """The dashes and gaps of each run's lines; equal lines lie on each other, and dashes let both be seen."""
-    dashes: list[tuple[int, ...]] = [()]
-    num_equal = 0
-    for number, comparison in enumerate(report.comparisons, start=1):
-        if comparison.num_equal:
-            dashes.append(ON_ANOTHER[num_equal % len(ON_ANOTHER)])
-            num_equal += 1
-        else:
-            dashes.append(REPEATED[number // NUM_COLORS % len(REPEATED)])
-    return dashes
+    equal = cycle(ON_ANOTHER)
+    return [
+        (),
+        *(
+            next(equal) if comparison.num_equal else REPEATED[number // NUM_COLORS % len(REPEATED)]
+            for number, comparison in enumerate(report.comparisons, start=1)
+        ),
+    ]
 
 
 def loss_table(runs: Sequence[RunSummary], bins: int = MAX_BINS) -> list[Series]:
@@ -141,7 +141,7 @@ def _from_each(runs: Sequence[RunSummary], chart: Chart, make: Callable[[Curve],
 def _with_scale(chart: Chart, curves: Sequence[Curve]) -> Chart:
     """The chart with a switch to a logarithmic axis, if all its values are positive."""
     is_positive = any(len(c.finite) for c in curves) and all((c.finite > 0).all() for c in curves)
-    return replace(chart, is_log=wants_log(curves), may_log=is_positive)
+    return replace(chart, log=wants_log(curves), may_log=is_positive)
 
 
 def _curves(runs: Sequence[RunSummary], *tags: str) -> list[Curve]:
