@@ -16,7 +16,7 @@ from worlds import in_turns
 from samestep.comm.environment import Environment
 from samestep.devices.selection import select
 from samestep.doctor.collective_checks import Verdict, check_clocks, combine, transports
-from samestep.doctor.collectives import COLLECTIVES, describe_speed, difference, speed
+from samestep.doctor.collectives import COLLECTIVES, difference, speed
 from samestep.doctor.local import check_ranks
 
 TRANSPORT_OWN = [collective for collective in COLLECTIVES if not collective.is_torch]
@@ -176,10 +176,11 @@ def test_verdicts_of_all_ranks_make_one_result():
     ],
 )
 def test_bus_bandwidth_is_that_of_nccl_tests(name, factor):
-    numbers = speed(BY_NAME[name], 1e-5, 0.5, 10**9, 4)
+    numbers, text = speed(BY_NAME[name], 1e-5, 0.5, 10**9, 4)
     assert numbers["algorithm_gb_per_s"] == pytest.approx(2.0)
     assert numbers["bus_gb_per_s"] == pytest.approx(2.0 * factor)
-    assert describe_speed(speed(BY_NAME[name], 1e-5, 0.0, 0, 4), 0) == "10 μs"
+    assert text == f"; 2 GB/s (bus {2 * factor:.3g}) at 953 MiB, 10 μs"
+    assert speed(BY_NAME[name], 1e-5, 0.0, 0, 4)[1] == "; 10 μs"
 
 
 def test_the_transports_are_those_that_the_environment_allows():

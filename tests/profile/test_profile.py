@@ -62,8 +62,7 @@ def play(heartbeat, num_steps):
     heartbeat.enter("script")
 
 
-def test_the_trace_holds_every_phase_of_some_steps_and_later_ones_cost_nothing(tmp_path, monkeypatch):
-    monkeypatch.setenv("KINETO_LOG_LEVEL", "6")
+def test_the_trace_holds_every_phase_of_some_steps_and_later_ones_cost_nothing(tmp_path):
     heartbeat = Heartbeat()
     keep_profile(heartbeat, tmp_path / "new", Environment())
     play(heartbeat, SKIPPED_STEPS + TRACED_STEPS + 5)
@@ -73,8 +72,7 @@ def test_the_trace_holds_every_phase_of_some_steps_and_later_ones_cost_nothing(t
     assert {name: found[name] for name in PHASES} == dict.fromkeys(PHASES, TRACED_STEPS)
 
 
-def test_a_folder_that_cannot_be_written_to_does_not_end_the_run(tmp_path, monkeypatch, capfd):
-    monkeypatch.setenv("KINETO_LOG_LEVEL", "6")
+def test_a_folder_that_cannot_be_written_to_does_not_end_the_run(tmp_path, capfd):
     (tmp_path / "file").touch()
     heartbeat = Heartbeat()
     keep_profile(heartbeat, tmp_path / "file" / "profile", Environment())
@@ -130,7 +128,6 @@ def train_mlp(table, folder, name, *options):
     words = ("train", "mlp", "--data", table, "--epochs", 3, "--devices", "cpu:2", "--run-dir", name, "--json")
     done = command(*SAMESTEP, *words, *options, cwd=folder)
     assert done.returncode == 0, done.stderr
-    assert "USDT" not in done.stderr
     return json.loads(done.stdout)
 
 

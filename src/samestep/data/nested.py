@@ -1,4 +1,8 @@
-"""Nested values: batches as lists, tuples, named tuples and mappings of tensors, arrays and plain entries."""
+"""Nested values: lists, tuples, named tuples and mappings of tensors, arrays and plain entries, in any depth.
+
+Unlike in `torch.utils._pytree`, subclasses of list, dict and UserDict need no registration: batches of other libraries
+often are such.
+"""
 
 import copy
 from collections import UserDict
@@ -20,17 +24,27 @@ def leaves(value: Any) -> list[Any]:
     return [value]
 
 
+def map_entries(function: Callable[[Any], Any], value: Any) -> Any:
+    """Applies a function to the entries of a mapping, list or tuple and keeps its type; returns other values as is."""
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*map(function, value))
+    if isinstance(value, list | tuple):
+        return type(value)([function(entry) for entry in value])
+    if not isinstance(value, Mapping):
+        return value
+    entries = {key: function(entry) for key, entry in value.items()}
+    if type(value) is dict or not isinstance(value, dict | UserDict):  # other mappings need not be copyable
+        return entries
+    table = copy.copy(value)  # keeps the rest of a subclass, such as a defaultdict's factory
+    table.update(entries)
+    return table
+
+
 def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
     """Applies a function to every tensor in nested mappings, lists and tuples."""
     if isinstance(value, Tensor):
         return function(value)
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(map_tensors(function, entry) for entry in value))
-    if isinstance(value, list | tuple):
-        return type(value)([map_tensors(function, entry) for entry in value])
-    if isinstance(value, Mapping):
-        return _with_entries(value, {key: map_tensors(function, entry) for key, entry in value.items()})
-    return value
+    return map_entries(lambda entry: map_tensors(function, entry), value)
 
 
 def num_samples(value: Any) -> int:
@@ -52,21 +66,7 @@ def take_rows(value: Any, start: int, stop: int, length: int) -> Any:
     """Samples start … stop - 1 of a nested value; lists of `length` plain entries (strings, numbers) are cut too."""
     if isinstance(value, Tensor | np.ndarray):
         return value[start:stop] if value.ndim > 0 else value
-    if isinstance(value, Mapping):
-        return _with_entries(value, {key: take_rows(entry, start, stop, length) for key, entry in value.items()})
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(take_rows(entry, start, stop, length) for entry in value))
-    if isinstance(value, list | tuple):
-        if len(value) == length and not any(isinstance(leaf, Tensor | np.ndarray) for leaf in leaves(value)):
-            return value[start:stop]
-        return type(value)(take_rows(entry, start, stop, length) for entry in value)
-    return value
-
-
-def _with_entries(value: Mapping[Any, Any], entries: dict[Any, Any]) -> Mapping[Any, Any]:
-    """A mapping of the same type with other entries; a plain dict where the type cannot be copied."""
-    if type(value) is dict or not isinstance(value, dict | UserDict):
-        return entries
-    table = copy.copy(value)
-    table.update(entries)
-    return table
+    is_plain = isinstance(value, list | tuple) and not hasattr(value, "_fields") and len(value) == length
+    if is_plain and not any(isinstance(leaf, Tensor | np.ndarray) for leaf in leaves(value)):
+        return value[start:stop]
+    return map_entries(lambda entry: take_rows(entry, start, stop, length), value)

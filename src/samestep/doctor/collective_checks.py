@@ -21,12 +21,12 @@ import torch.distributed as dist
 from samestep.comm.communicator import Communicator
 from samestep.comm.connecting import Connection, connect_at
 from samestep.comm.environment import Environment, read_environment
-from samestep.comm.group import ROLL_CALL_SECONDS, meet, roll_call, store_host
+from samestep.comm.group import ROLL_CALL_SECONDS, GroupTransport, meet, roll_call, store_host
 from samestep.comm.transport import Transport
 from samestep.devices.inventory import discover
 from samestep.devices.selection import select
 from samestep.doctor.check_table import Machine, check_node
-from samestep.doctor.collectives import COLLECTIVES, Collective, describe_speed, large_bytes, measure, speed
+from samestep.doctor.collectives import COLLECTIVES, Collective, large_bytes, measure, speed
 from samestep.doctor.result import Result, bad, good, is_good, note
 from samestep.errors import SamestepError
 from samestep.train.process import own_device
@@ -57,21 +57,11 @@ class Session:
     """One rank's view of the checks: `report` takes the results on rank 0, `give_up` ends a process that hangs."""
 
     environment: Environment
-    timeout: timedelta
+    device: torch.device
+    seconds: float
     report: Callable[[Result], None]
     give_up: Callable[[], None]
-    wrap: Wrap
-    device: torch.device
-
-    @property
-    def seconds(self) -> float:
-        """The timeout in seconds."""
-        return self.timeout.total_seconds()
-
-    def report_once(self, result: Result) -> None:
-        """Reports a result that all ranks have, on rank 0."""
-        if self.environment.rank == 0:
-            self.report(result)
+    wrap: Wrap = lambda transport: transport
 
 
 @dataclass(frozen=True)
@@ -89,14 +79,15 @@ def run_worker(report: str, timeout_seconds: float, quick: bool, wrap: Wrap = la
     """The program of a worker that `local` starts; rank 0 writes its results to a file, one line each."""
     os.dup2(2, 1)  # output of libraries must not get between the lines of --json
 
-    def write(result: Result) -> None:
-        with Path(report).open("a", encoding="utf-8") as file:
-            file.write(json.dumps(asdict(result)) + "\n")
-
     environment = read_environment()
+
+    def write(result: Result) -> None:
+        if environment.rank == 0:
+            with Path(report).open("a", encoding="utf-8") as file:
+                file.write(json.dumps(asdict(result)) + "\n")
+
     device = own_device(None, environment)
-    timeout = timedelta(seconds=timeout_seconds)
-    run_checks(Session(environment, timeout, write, lambda: os._exit(1), wrap, device), quick)
+    run_checks(Session(environment, device, timeout_seconds, write, lambda: os._exit(1), wrap), quick)
 
 
 def check_group(
@@ -108,7 +99,6 @@ def check_group(
         inventory, num_ranks = discover(), environment.local_world_size
         selection = select("auto" if inventory.devices else f"cpu:{num_ranks}", inventory)
         results = check_node(Machine(inventory, selection, num_ranks, -(-environment.world_size // num_ranks)))
-    about_node = tuple(results)
 
     def give_up() -> None:
         if environment.rank == 0:
@@ -117,10 +107,9 @@ def check_group(
 
     lost = False
     try:
-        device = own_device(None, environment)
-        timeout = timedelta(seconds=timeout_seconds)
-        session = Session(environment, timeout, results.append, give_up, lambda transport: transport, device)
-        run_checks(session, quick, about_node)
+        report: Callable[[Result], None] = results.append if environment.rank == 0 else (lambda result: None)
+        session = Session(environment, own_device(None, environment), timeout_seconds, report, give_up)
+        run_checks(session, quick, tuple(results))
     except SamestepError as error:
         lost = True
         if is_good(results):
@@ -137,14 +126,14 @@ def run_checks(session: Session, quick: bool, about_node: Sequence[Result] = ())
     if environment.world_size == 1:
         session.report(good("ranks", f"one, on {session.device}: there is no other to communicate with"))
         return
-    store = meet(environment, session.timeout)
+    store = meet(environment, timedelta(seconds=session.seconds))
     amiss = [replace(result, name=f"{result.name} on {socket.gethostname()}") for result in about_node]
     rows = [asdict(result) for result in amiss if result.state != "good" and environment.rank > 0]
     texts = _gather_texts(session, dist.PrefixStore("machines", store), "ranks", json.dumps(rows))
-    session.report_once(good("ranks", f"{environment.world_size} started and met, on {session.device.type}"))
+    session.report(good("ranks", f"{environment.world_size} started and met, on {session.device.type}"))
     for text in texts:
         for row in json.loads(text):
-            session.report_once(Result(**row))
+            session.report(Result(**row))
     if not quick:
         _check_transports(session, dist.PrefixStore("transports", store))
     # Rank 0, which may host the store, leaves last.
@@ -180,9 +169,10 @@ def _check_transports(session: Session, store: dist.Store) -> None:
             if not has_clocks:
                 with _time_limit(session, name, "clocks", own):
                     clocks = check_clocks(communicator)
-                session.report_once(clocks)
+                session.report(clocks)
                 has_clocks = True
-            possible = [collective for collective in COLLECTIVES if collective.is_possible(communicator)]
+            has_torch = isinstance(communicator.transport, GroupTransport)
+            possible = [collective for collective in COLLECTIVES if has_torch or not collective.is_torch]
             is_sound = all(_check_collective(session, name, collective, communicator, own) for collective in possible)
         finally:
             if is_sound:
@@ -196,15 +186,16 @@ def _check_transports(session: Session, store: dist.Store) -> None:
 def _connect(session: Session, name: str, choice: str, store: dist.Store) -> Communicator | None:
     """Connects the ranks by a transport; None, on all ranks, if that is not possible."""
     environment = replace(session.environment, transport=choice)
-    transfer = session.timeout * (NCCL_PATIENCE if name == "nccl" else 1)
+    timeout = timedelta(seconds=session.seconds)
+    transfer = timeout * (NCCL_PATIENCE if name == "nccl" else 1)
     problem = ""
     transport: Connection | None = None
     control: Connection | None = None
     with _time_limit(session, name, "connecting", store):
         try:
-            transport, control = connect_at(store, environment, session.device, session.timeout, transfer)
+            transport, control = connect_at(store, environment, session.device, timeout, transfer)
         except (SamestepError, RuntimeError) as error:
-            problem = str(error) if isinstance(error, SamestepError) else f"{type(error).__name__}: {error}"
+            problem = _describe(error)
     label = f"{name}: connecting"
     problems = _gather_texts(session, dist.PrefixStore("connected", store), label, problem, not problem)
     failed = [rank for rank, text in enumerate(problems) if text]
@@ -215,9 +206,9 @@ def _connect(session: Session, name: str, choice: str, store: dist.Store) -> Com
         transport.abandon()
     if name == "shared":
         advice = "ranks talk by gloo instead: right, and slower"
-        session.report_once(note(label, problems[failed[0]], advice))
+        session.report(note(label, problems[failed[0]], advice))
     else:
-        session.report_once(bad(label, f"rank {failed[0]}: {problems[failed[0]]}", ADVICE[name]))
+        session.report(bad(label, f"rank {failed[0]}: {problems[failed[0]]}", ADVICE[name]))
     return None
 
 
@@ -234,7 +225,7 @@ def _check_collective(
     verdicts = [Verdict(**json.loads(text)) for text in texts]
     if communicator.transport.nodes is not None and collective.name == "ordered reduction":
         name += " by nodes"
-    session.report_once(combine(name, transport, collective, verdicts, large_bytes(session.device)))
+    session.report(combine(name, transport, collective, verdicts, large_bytes(session.device)))
     return not any(verdict.broken for verdict in verdicts)
 
 
@@ -246,11 +237,14 @@ def _run_collective(communicator: Communicator, store: dist.Store, collective: C
             num_cases += 1
             wrong = wrong or error
         small, large = measure(communicator, collective)
-    except SamestepError as failure:
-        return Verdict(num_cases, str(failure), True)
     except Exception as failure:
-        return Verdict(num_cases, f"{type(failure).__name__}: {failure}", True)
+        return Verdict(num_cases, _describe(failure), True)
     return Verdict(num_cases, wrong, False, small, large)
+
+
+def _describe(error: Exception) -> str:
+    """The message of an error; our own need no type."""
+    return str(error) if isinstance(error, SamestepError) else f"{type(error).__name__}: {error}"
 
 
 def combine(name: str, transport: str, collective: Collective, verdicts: Sequence[Verdict], num_bytes: int) -> Result:
@@ -260,9 +254,8 @@ def combine(name: str, transport: str, collective: Collective, verdicts: Sequenc
         ranks = f"rank {', '.join(map(str, wrong))}" if len(wrong) < len(verdicts) else "all ranks"
         return bad(name, f"wrong on {ranks}: rank {wrong[0]}: {verdicts[wrong[0]].wrong}", ADVICE[transport])
     small, large = (max(getattr(verdict, size) for verdict in verdicts) for size in ("small", "large"))
-    numbers = speed(collective, small, large, num_bytes, len(verdicts))
-    texts = [f"right in {verdicts[0].num_cases} cases", describe_speed(numbers, num_bytes)]
-    return replace(good(name, "; ".join(filter(None, texts))), numbers=numbers)
+    numbers, text = speed(collective, small, large, num_bytes, len(verdicts))
+    return replace(good(name, f"right in {verdicts[0].num_cases} cases{text}"), numbers=numbers)
 
 
 def _gather_texts(
@@ -276,7 +269,7 @@ def _gather_texts(
     if missing:
         names = ", ".join(map(str, missing))
         found = f"rank {names} does not answer" if len(missing) == 1 else f"ranks {names} do not answer"
-        session.report_once(bad(name, f"{found}{f' ({reason})' if reason else ''}", HANG_ADVICE))
+        session.report(bad(name, f"{found}{f' ({reason})' if reason else ''}", HANG_ADVICE))
         raise LostRankError(f"{name}: {found}")
     return [store.get(str(rank)).decode().strip() for rank in range(environment.world_size)]
 
@@ -291,7 +284,7 @@ def _time_limit(session: Session, transport: str, stage: str, store: dist.Store)
     seconds = session.seconds if transport == "nccl" else 2 * session.seconds + LAST_RESORT_SECONDS
 
     def give_up() -> None:
-        if rank == 0:
+        if rank == 0:  # others would ask a store that may be gone
             at = [stages.get(str(r)).decode() if stages.check([str(r)]) else "the start" for r in range(world_size)]
             elsewhere = ", ".join(f"rank {r} is still in {other}" for r, other in enumerate(at) if other != stage)
             found = f"does not end within {seconds:g} s: {elsewhere or f'all {world_size} ranks are in it'}"

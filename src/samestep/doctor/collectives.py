@@ -10,7 +10,7 @@ doc/PERFORMANCE.md.
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -19,7 +19,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from samestep.comm.communicator import Communicator
-from samestep.comm.group import GroupTransport
 from samestep.comm.reduction import ALIGNMENT_ELEMENTS, tree_sum_rows
 from samestep.comm.transport import gather_parts
 from samestep.core.microbatches import microbatch_ranges
@@ -53,10 +52,6 @@ class Collective:
     operation: Callable[[Communicator, Tensor], Operation] | None
     bus_factor: Callable[[int], float] | None
     is_torch: bool = False
-
-    def is_possible(self, communicator: Communicator) -> bool:
-        """Whether the communicator's transport has it."""
-        return not self.is_torch or isinstance(communicator.transport, GroupTransport)
 
 
 def difference(got: Tensor, expected: Tensor) -> str:
@@ -318,23 +313,16 @@ def _median(comm: Communicator, collective: Collective, num_bytes: int, repeats:
     return statistics.median(seconds[NUM_WARM:])
 
 
-def speed(collective: Collective, small: float, large: float, num_bytes: int, num_ranks: int) -> dict[str, float]:
-    """Bandwidths in GB/s and the latency in μs by name, from seconds on the slowest rank; 0 means not measured."""
-    numbers = {}
+def speed(
+    collective: Collective, small: float, large: float, num_bytes: int, num_ranks: int
+) -> tuple[dict[str, float], str]:
+    """Bandwidths in GB/s and latency in μs, from seconds on the slowest rank (0: not timed), by name and as text."""
+    numbers, text = {}, ""
     if large and collective.bus_factor is not None:
-        numbers["algorithm_gb_per_s"] = num_bytes / large / 1e9
-        numbers["bus_gb_per_s"] = numbers["algorithm_gb_per_s"] * collective.bus_factor(num_ranks)
+        rate = num_bytes / large / 1e9
+        numbers |= {"algorithm_gb_per_s": rate, "bus_gb_per_s": rate * collective.bus_factor(num_ranks)}
+        text = f"; {rate:.3g} GB/s (bus {numbers['bus_gb_per_s']:.3g}) at {num_bytes >> 20} MiB"
     if small:
         numbers["latency_us"] = 1e6 * small
-    return numbers
-
-
-def describe_speed(numbers: Mapping[str, float], num_bytes: int) -> str:
-    """The numbers as text, such as "1.2 GB/s (bus 1.8) at 8 MiB, 35 μs"."""
-    texts = []
-    if "bus_gb_per_s" in numbers:
-        rates = f"{numbers['algorithm_gb_per_s']:.3g} GB/s (bus {numbers['bus_gb_per_s']:.3g})"
-        texts.append(f"{rates} at {num_bytes >> 20} MiB")
-    if "latency_us" in numbers:
-        texts.append(f"{numbers['latency_us']:,.0f} μs")
-    return ", ".join(texts)
+        text += f"{',' if text else ';'} {1e6 * small:,.0f} μs"
+    return numbers, text

@@ -29,7 +29,6 @@ class StepTrace:
         self._path = path.absolute()  # the program may change its folder
         self._process = os.getpid()
         self._range: record_function | None = None
-        os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else it writes to stderr when it starts and stops
         plan = schedule(skip_first=SKIPPED_STEPS, wait=0, warmup=1, active=NUM_STEPS, repeat=1)
         self._profile = profile(schedule=plan, on_trace_ready=self._write)
         self._profile.start()

@@ -4,12 +4,13 @@ The containers are those that `torch.nn.parallel` scatters and gathers (`torch/n
 tuples, named tuples and dicts; results may be dataclasses too.
 """
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 from torch import Tensor
+
+from samestep.data.nested import map_entries
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ def take_apart(value: Any, is_leaf: Callable[[Any], bool], *, dataclasses: bool 
         if dataclasses and is_dataclass(entry) and not isinstance(entry, type | dict):
             values = {field.name: visit(getattr(entry, field.name)) for field in fields(entry) if field.init}
             return DataclassTemplate(type(entry), values)
-        return map_container(visit, entry)
+        return entry if isinstance(entry, Mapping) and not isinstance(entry, dict) else map_entries(visit, entry)
 
     return leaves, visit(value)
 
@@ -57,26 +58,9 @@ def put_together(template: Any, leaves: Sequence[Any]) -> Any:
             return leaves[entry.index]
         if type(entry) is DataclassTemplate:
             return entry.cls(**{name: visit(value) for name, value in entry.values.items()})
-        return map_container(visit, entry)
+        return entry if isinstance(entry, Mapping) and not isinstance(entry, dict) else map_entries(visit, entry)
 
     return visit(template)
-
-
-def map_container(function: Callable[[Any], Any], value: Any) -> Any:
-    """Applies a function to the entries of a list, tuple, named tuple or dict; returns other values as they are."""
-    if isinstance(value, tuple):
-        entries = [function(entry) for entry in value]
-        return type(value)(*entries) if hasattr(value, "_fields") else type(value)(entries)
-    if isinstance(value, list):
-        return type(value)(function(entry) for entry in value)
-    if isinstance(value, dict):
-        items = {key: function(entry) for key, entry in value.items()}
-        if type(value) is dict:
-            return items
-        table = copy.copy(value)  # keeps what a dict subclass has besides: a defaultdict's factory
-        table.update(items)
-        return table
-    return value
 
 
 def is_tensor(value: Any) -> bool:
