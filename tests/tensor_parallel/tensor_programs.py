@@ -15,7 +15,6 @@ from torch.distributed.tensor.parallel import (
 from torch.nn import functional
 
 from samestep.errors import NonFiniteError, PeerLostError, SamestepError
-from samestep.train.metrics import accuracy
 from samestep.train.run import Run
 
 VOCABULARY, LENGTH, WIDTH, HEADS = 24, 8, 16, 4
@@ -158,7 +157,7 @@ def train(communicator, options):
     results = [step(batch) for _ in range(options.get("epochs", 1)) for batch in loader]
     held = dict(step.model.named_parameters()) if step.spread is None else step.spread.parts
     outputs = run.predict(step.model, data, forward=lambda model, batch: model(batch[0]).mean(1))
-    scored = run.evaluate(step.model, data, {"a": accuracy}, forward=first_class)
+    scored = run.evaluate(step.model, data, {"hits": hits})
     return {
         "steps": [(result.loss, result.grad_norm, result.num_samples) for result in results],
         "state": whole_state(step),
@@ -169,9 +168,9 @@ def train(communicator, options):
     }
 
 
-def first_class(model, batch):
-    """Scores for the number of a sample."""
-    return model(batch[0])[:, 0]
+def hits(output, batch):
+    """For each sample whether the highest score of its last token is that of its first."""
+    return (output[:, -1].argmax(1) == batch[0][:, 0]).float()
 
 
 def unfrozen(communicator, mesh):

@@ -5,7 +5,8 @@ and alignment, so equal bits need both at the receiver; torch's own `send` and `
 """
 
 import pickle
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -74,7 +75,7 @@ class PointToPoint:
             PeerLostError: the rank is lost, or has failed.
         """
         head = torch.empty(HEAD_BYTES, dtype=torch.uint8)
-        self._wait_for(head, source, None)
+        self._fill(head, source, None)
         error, forms, note = pickle.loads(head.numpy().tobytes())
         if error is not None:
             raise PeerLostError(error)
@@ -92,8 +93,9 @@ class PointToPoint:
     def settle(self, sent: Sent | None = None) -> None:
         """Waits until a message has left, or all of them, and frees its memory."""
         for entry in list(self._under_way.values()) if sent is None else [sent]:
-            for work, _ in entry:
-                self._wait(work)
+            with self._naming_lost():
+                for work, _ in entry:
+                    work.wait()
             self._under_way.pop(id(entry), None)
 
     def _arrived(self, form: Form, source: int, channel: dist.ProcessGroup | None) -> Tensor:
@@ -103,40 +105,35 @@ class PointToPoint:
         if size:
             flat = memory[form.phase :]
             into = flat if channel is not None else torch.empty(size, dtype=dtype)
-            self._wait_for(into.view(torch.uint8), source, channel)
+            self._fill(into.view(torch.uint8), source, channel)
             if into is not flat:
                 flat.copy_(into)
         return memory.as_strided(form.shape, form.strides, form.phase).requires_grad_(form.needs_gradient)
 
     def _post(self, flat: Tensor, target: int, channel: dist.ProcessGroup | None) -> tuple[dist.Work, Tensor]:
         raw = flat.view(torch.uint8)
-        group, at = (self._control.group, target) if channel is None else (channel, _other(channel))
-        try:
+        group, at = self._place(target, channel)
+        with self._naming_lost():
             work = dist.isend(raw, group=group, group_dst=at)
-        except RuntimeError as error:
-            raise self._control.peers_lost(error) from error
         assert work is not None, "this rank is in the group"
         return work, raw
 
-    def _wait_for(self, raw: Tensor, source: int, channel: dist.ProcessGroup | None) -> None:
-        group, at = (self._control.group, source) if channel is None else (channel, _other(channel))
+    def _fill(self, raw: Tensor, source: int, channel: dist.ProcessGroup | None) -> None:
+        group, at = self._place(source, channel)
+        with self._naming_lost():
+            dist.recv(raw, group=group, group_src=at)
+
+    def _place(self, peer: int, channel: dist.ProcessGroup | None) -> tuple[dist.ProcessGroup | None, int]:
+        """The process group of a transfer, and the peer's rank in it; a channel has two."""
+        return (self._control.group, peer) if channel is None else (channel, 1 - dist.get_rank(channel))
+
+    @contextmanager
+    def _naming_lost(self) -> Iterator[None]:
+        """Raises a `PeerLostError` that names the ranks which do not answer, if a transfer fails."""
         try:
-            work = dist.irecv(raw, group=group, group_src=at)
+            yield
         except RuntimeError as error:
             raise self._control.peers_lost(error) from error
-        assert work is not None, "this rank is in the group"
-        self._wait(work)
-
-    def _wait(self, work: dist.Work) -> None:
-        try:
-            work.wait()
-        except RuntimeError as error:
-            raise self._control.peers_lost(error) from error
-
-
-def _other(channel: dist.ProcessGroup) -> int:
-    """The other rank of a group of two."""
-    return 1 - dist.get_rank(channel)
 
 
 def _plain(tensor: Tensor) -> Tensor:

@@ -60,12 +60,8 @@ class StageInputs:
 def packed(generators: Generators, value: Any) -> tuple[list[Tensor], Any]:
     """The tensors of a stage's output, and a note of its form and the generators' state."""
     of_torch = [generator.get_state().numpy().tobytes() for generator in generators.of_torch]
-    return as_tensors(value), (
-        isinstance(value, tuple | list),
-        of_torch,
-        random.getstate(),
-        mtrand.get_state(legacy=False),
-    )
+    states = of_torch, random.getstate(), mtrand.get_state(legacy=False)
+    return as_tensors(value), (isinstance(value, tuple | list), *states)
 
 
 def unpacked(generators: Generators, tensors: Sequence[Tensor | None], note: Any) -> Any:

@@ -1,32 +1,29 @@
-"""Wrapping: which modules of a model come together and go again as one, and handing them to FSDP2."""
+"""Wrapping: the modules of a model that FSDP2 unshards and reshards as one each."""
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.nn.modules.batchnorm import _NormBase
+from torch.utils._pytree import tree_map
 
-from samestep.engine.leaving import make_views_writable
 from samestep.engine.spread import check_contiguous, check_dimension
 from samestep.engine.strategies import Sharded
 from samestep.errors import UsageError
 
-DEFAULT_GROUPS = 8  # by default a module has no more than this part of the parameters
-SMALL = 64  # what has fewer than this part of those goes with what is around it
+DEFAULT_GROUPS = 8  # by default a module has at most 1/8 of the parameters
+SMALL = 64  # a module with less than 1/64 of that is unsharded with the module around it
 CONTAINERS = (nn.ModuleList, nn.ModuleDict)  # have no forward of their own
 OPAQUE = (nn.MultiheadAttention,)  # read the parameters of their children, and do not call these
-READ = (nn.Embedding, nn.EmbeddingBag)  # whose weights are often read by others, as those of the output
+READ = (nn.Embedding, nn.EmbeddingBag)  # their weights are often read by other modules, such as the output layer
 DTYPES = {None: None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def plan_modules(model: nn.Module, options: Sharded) -> list[nn.Module]:
-    """The modules inside a model that are to come together as one; nothing is changed.
-
-    Raises:
-        UsageError: a parameter cannot be spread, `wrap` names no module that can be, or one cannot be run anew.
-    """
+    """The modules inside a model to wrap, inner ones first; raises a `UsageError` if there is no way to."""
     check_parameters(model)
     inner = choose_modules(model, options.wrap)
     if options.activation_checkpointing:
@@ -40,17 +37,7 @@ def plan_modules(model: nn.Module, options: Sharded) -> list[nn.Module]:
 
 
 def shard_modules(model: nn.Module, inner: Sequence[nn.Module], mesh: DeviceMesh, options: Sharded) -> list[FSDPModule]:
-    """Spreads the parameters of a model over a mesh, in place: moves it to the device module by module.
-
-    Args:
-        model: with all its parameters.
-        inner: from `plan_modules`.
-        mesh: of one axis.
-        options: how.
-
-    Returns:
-        The modules that come together as one, the inner ones first, the model last.
-    """
+    """Microbatches the parameters of a model over a mesh, in place, module by module; returns the wrapped modules."""
     if options.activation_checkpointing:
         from torch.distributed._composable import checkpoint
 
@@ -72,12 +59,37 @@ def shard_modules(model: nn.Module, inner: Sequence[nn.Module], mesh: DeviceMesh
     return [module for module in [*inner, model] if isinstance(module, FSDPModule)]
 
 
-def check_parameters(model: nn.Module) -> None:
-    """Checks that FSDP2 can spread every parameter.
+class _Unviewed(torch.autograd.Function):
+    """The same memory, but no view: autograd refuses writes to the views that a Function has returned."""
 
-    Raises:
-        UsageError: names the first that it cannot.
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        """Shares the version counter, by which autograd notices a write to a tensor that a backward needs."""
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        """The gradient as it is."""
+        return gradients[0]
+
+
+def make_views_writable(module: nn.Module, _: Any, output: Any) -> Any:
+    """A forward hook: lets the model write to outputs that are views (`inplace=True`, `x += y`).
+
+    A write to a view would take off the hook by which FSDP2 unshards a module for its backward.
     """
+    if not torch.is_grad_enabled():
+        return output
+
+    def own(leaf: Any) -> Any:
+        is_view = isinstance(leaf, Tensor) and leaf.requires_grad and leaf._base is not None
+        return _Unviewed.apply(leaf) if is_view else leaf  # type: ignore[no-untyped-call]
+
+    return tree_map(own, output)
+
+
+def check_parameters(model: nn.Module) -> None:
+    """Raises a `UsageError` that names the first parameter which FSDP2 cannot microbatch."""
     kinds: dict[torch.dtype, str] = {}
     for name, parameter in model.named_parameters():
         check_dimension(name, parameter, "sharded")
@@ -92,13 +104,9 @@ def check_parameters(model: nn.Module) -> None:
 
 
 def choose_modules(model: nn.Module, wrap: Callable[[nn.Module], bool] | int | None) -> list[nn.Module]:
-    """The modules inside a model that come together as one, the inner ones first.
+    """The modules to wrap, inner ones first: those that a function names, or the largest up to a number of parameters.
 
-    By size they are the largest that have no more than so many parameters; those with a small part of that go with what
-    is around them, and so do embeddings. A module that shares a parameter with another one goes with both.
-
-    Raises:
-        UsageError: a function named no module, or one that cannot be.
+    Small modules, embeddings and modules that share a parameter with others are left to the module around them.
     """
     if callable(wrap):
         chosen = [module for module in _below(model) if wrap(module)]
@@ -113,7 +121,7 @@ def choose_modules(model: nn.Module, wrap: Callable[[nn.Module], bool] | int | N
 
 
 def _by_size(module: nn.Module, limit: int, least: int) -> Iterator[nn.Module]:
-    """The largest modules inside one that have no more than so many parameters, and no less than a few."""
+    """The largest modules inside one with at most `limit` and at least `least` parameters."""
     for child in module.children():
         size = _size(child)
         is_leaf = isinstance(child, OPAQUE) or not any(_size(part) for part in child.children())
@@ -126,7 +134,7 @@ def _by_size(module: nn.Module, limit: int, least: int) -> Iterator[nn.Module]:
 
 
 def _below(model: nn.Module) -> Iterator[nn.Module]:
-    """All modules inside one that have parameters and are called, outer ones first."""
+    """All modules inside a model that have parameters and are called, outer ones first."""
     hidden = {id(part) for module in model.modules() if isinstance(module, OPAQUE) for part in module.modules()}
     hidden -= {id(module) for module in model.modules() if isinstance(module, OPAQUE)}
     for module in model.modules():
@@ -139,7 +147,7 @@ def _size(module: nn.Module) -> int:
 
 
 def _shares(module: nn.Module, model: nn.Module) -> bool:
-    """Whether a parameter of a module is used outside it, too."""
+    """Whether a parameter of a module belongs to another module of the model, too."""
     inside = {id(part) for part in module.modules()}
     own = {id(parameter) for parameter in module.parameters()}
     outside = (part for part in model.modules() if id(part) not in inside)
@@ -147,7 +155,7 @@ def _shares(module: nn.Module, model: nn.Module) -> bool:
 
 
 def _check_statistics(modules: Sequence[nn.Module]) -> None:
-    """Raises a `UsageError` where a module that is run anew in the backward would count its statistics twice."""
+    """Raises a `UsageError` if recomputing a module in the backward would count its running statistics twice."""
     for module in modules:
         if (name := _first_statistics(module)) is not None:
             raise UsageError(
@@ -157,6 +165,6 @@ def _check_statistics(modules: Sequence[nn.Module]) -> None:
 
 
 def _first_statistics(module: nn.Module) -> str | None:
-    """The name of the first part that keeps running statistics."""
+    """The name of the first module with running statistics."""
     parts = module.named_modules()
     return next((name for name, part in parts if isinstance(part, _NormBase) and part.track_running_stats), None)
