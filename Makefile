@@ -1,4 +1,5 @@
-# samestep: `make train` trains, `make test` tests, `make check` is the lint and type gate.
+# samestep: `make train` trains, `make test` tests for a few minutes, `make test-all` for half an hour or more,
+# `make check` is the lint and type gate.
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -8,13 +9,17 @@ export NO_MKDOCS_2_WARNING := 1
 PYTEST := PYTHONHASHSEED=0 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 READY := .venv/.ready
 
-.PHONY: train test test-all golden golden-write check format docs bench bench-quick clean
+.PHONY: train test test-rest test-all golden golden-write check format docs bench bench-quick clean
 
 train: $(READY)
 	$(BIN)/samestep train lenet
 
+# A few minutes: all tests that start no process, and a dozen smoke tests over real ones (tests/tiers.py).
 test: $(READY)
-	$(PYTEST) -m "not slow"
+	$(PYTEST) -m quick
+
+test-rest: $(READY)
+	$(PYTEST) -m "not quick"
 
 test-all: $(READY)
 	$(PYTEST)

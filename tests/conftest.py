@@ -18,11 +18,11 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from tiers import SMOKE, name_of, starts_processes, watch
 from worlds import World
 
 SHARED_DATA = Path(__file__).resolve().parents[1] / ".." / "shared" / "data"
 SOURCE = Path(__file__).resolve().parents[1] / "src"
-STARTING_PROGRAMS = {"benchmarks", "cli", "doctor", "golden", "healing", "launcher", "nodes", "profile"}
 
 
 def pytest_configure(config):
@@ -31,9 +31,25 @@ def pytest_configure(config):
         compileall.compile_dir(SOURCE, quiet=2)
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Files of folders whose tests start programs come first: a long one at the end would keep one process waiting."""
-    items.sort(key=lambda item: item.path.parent.name not in STARTING_PROGRAMS)
+    """Marks the tests of `make test`; files with others come first, a long one at the end keeps a process waiting."""
+    files = set()
+    for item in items:
+        if starts_processes(item):
+            files.add(item.path)
+            if name_of(item) in SMOKE:
+                item.add_marker("quick")
+        elif item.get_closest_marker("slow") is None:
+            item.add_marker("quick")
+    items.sort(key=lambda item: item.path not in files)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item):
+    """No test of `make test` starts a program unless it is listed."""
+    with watch(item):
+        return (yield)
 
 
 @pytest.fixture(scope="session")

@@ -66,7 +66,7 @@ class Block:
     text: str
 
     def __str__(self) -> str:
-        return f"{self.page.name}:{self.line}"
+        return f"{self.page.name}:{self.title or self.line}"
 
 
 def named(path: Path) -> str:

@@ -1,4 +1,8 @@
-"""The promise: the same bits on every number of devices; with twins in which it is broken on purpose."""
+"""The promise: the same bits on every number of devices; with twins in which it is broken on purpose.
+
+The recipes run on ranks that take turns, which is the code of real processes but for the transport; real processes run
+one of them over each transport.
+"""
 
 from collections import Counter
 
@@ -22,7 +26,7 @@ CASES = [
     ("lenet", {}),
     ("lenet", {"max_grad_norm": 0.5, "optimizer": "adam", "lr": 0.001}),
     ("lenet", {"precision": "bf16-mixed"}),
-    ("mlp", {"optimizer": "sgd", "lr": 1e-5, "num_workers": 2, "one_by_one": True}),
+    ("mlp", {"optimizer": "sgd", "lr": 1e-5, "one_by_one": True}),
     ("mlp", {"max_grad_norm": 1.0}),
     ("vgg", {"num_microbatches": 4}),
     ("vgg", {"num_microbatches": 5, "max_grad_norm": 1.0, "precision": "bf16-mixed"}),
@@ -44,43 +48,41 @@ def agree(reference, results, num_microbatches):
     assert set(reference[2].values()) <= set(range(1, num_microbatches + 1))
 
 
-@pytest.fixture(scope="module")
-def references():
-    """What one device gives, by case."""
-    return {}
-
-
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-@pytest.mark.parametrize(("name", "options"), CASES, ids=lambda value: str(value))
-def test_a_recipe_ends_in_the_same_bits_on_every_number_of_real_processes(
-    worlds, references, name, options, world_size
-):
-    key = (name, str(options))
-    if key not in references:
-        references[key] = worlds(1).run(train_recipe, name, options)[0]
-    reference = references[key]
+def check_recipe(name, options, run_on):
+    """Fails unless `run_on(world_size, program, …)` gives what one device does on every number of them."""
+    (reference,) = in_turns(1, train_recipe, name, options)
     assert len(set(reference[1])) > 1, "a model whose loss does not move proves nothing"
-    agree(reference, worlds(world_size).run(train_recipe, name, options), options.get("num_microbatches", 8))
+    for world_size in WORLD_SIZES[1:]:
+        agree(reference, run_on(world_size, train_recipe, name, options), options.get("num_microbatches", 8))
+
+
+@pytest.mark.parametrize(("name", "options"), CASES, ids=lambda value: str(value))
+def test_a_recipe_ends_in_the_same_bits_on_every_number_of_devices(name, options):
+    check_recipe(name, options, in_turns)
+
+
+@pytest.mark.parametrize("transport", ["auto", "gloo"], ids=["shared memory", "gloo"])
+def test_real_processes_end_in_the_bits_of_one_device_over_every_transport(worlds, transport):
+    options = {"max_grad_norm": 0.5, "optimizer": "adam", "lr": 0.001}
+    check_recipe("lenet", options, lambda n, *rest: worlds(n, transport).run(*rest))
+    assert worlds(1).run(train_recipe, "lenet", options) == in_turns(1, train_recipe, "lenet", options)
 
 
 def test_workers_that_fetch_samples_do_not_change_the_bits(worlds):
     options = {"one_by_one": True}
-    without = worlds(2).run(train_recipe, "mlp", options)
-    assert worlds(2).run(train_recipe, "mlp", {**options, "num_workers": 2})[0][0] == without[0][0]
+    (without,) = in_turns(1, train_recipe, "mlp", options)
+    for world_size in WORLD_SIZES:
+        agree(without, worlds(world_size).run(train_recipe, "mlp", {**options, "num_workers": 2}), 8)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 @pytest.mark.parametrize("max_grad_norm", [None, 0.5])
 @pytest.mark.parametrize("optimizer", ["sgd", "adam", "adamw"])
 @pytest.mark.parametrize("name", RECIPES)
-def test_the_whole_matrix(worlds, references, name, optimizer, max_grad_norm, precision, world_size):
+def test_the_whole_matrix(name, optimizer, max_grad_norm, precision):
     options = {"optimizer": optimizer, "max_grad_norm": max_grad_norm, "precision": precision, "epochs": 2, "lr": 1e-3}
-    key = (name, str(options))
-    if key not in references:
-        references[key] = worlds(1).run(train_recipe, name, options)[0]
-    agree(references[key], worlds(world_size).run(train_recipe, name, options), 8)
+    check_recipe(name, options, in_turns)
 
 
 @pytest.mark.parametrize(
@@ -102,17 +104,17 @@ def test_ranks_that_take_turns_end_in_the_same_bits(options):
         agree(reference, results, options.get("num_microbatches", 8))
 
 
-def test_unequal_shares_do_not_change_the_bits(worlds):
-    (reference,) = worlds(1).run(train_small, {"samples": 96})
-    results = worlds(3).run(train_small, {"samples": 96, "shares": [5, 1, 2]})
+def test_unequal_shares_do_not_change_the_bits():
+    (reference,) = in_turns(1, train_small, {"samples": 96})
+    results = in_turns(3, train_small, {"samples": 96, "shares": [5, 1, 2]})
     agree(reference, results, 8)
     steps = len(reference[1])
     assert [sum(result[2].values()) for result in results] == [5 * steps, steps, 2 * steps]
 
 
-def test_each_rank_runs_the_microbatches_that_were_planned(worlds):
+def test_each_rank_runs_the_microbatches_that_were_planned():
     for world_size, planned in [(1, [8]), (2, [4, 4]), (3, [2, 3, 3]), (4, [2, 2, 2, 2])]:
-        results = worlds(world_size).run(train_small, {"samples": 96, "epochs": 1})
+        results = in_turns(world_size, train_small, {"samples": 96, "epochs": 1})
         assert [set(result[2].values()) for result in results] == [{count} for count in planned]
 
 
@@ -151,11 +153,11 @@ def tokens(communicator, masked_microbatches):
 
 
 @pytest.mark.parametrize("masked_microbatches", [[2], [0, 7], [0, 1, 2, 3, 4, 5, 6]])
-def test_microbatches_without_a_valid_token_weigh_nothing(worlds, masked_microbatches):
-    reference = worlds(1).run(tokens, masked_microbatches)[0]
+def test_microbatches_without_a_valid_token_weigh_nothing(masked_microbatches):
+    (reference,) = in_turns(1, tokens, masked_microbatches)
     assert reference[0][0][2] == 4 * (8 - len(masked_microbatches))
     for world_size in (2, 3, 4):
-        for result in worlds(world_size).run(tokens, masked_microbatches):
+        for result in in_turns(world_size, tokens, masked_microbatches):
             assert result[0] == reference[0]
             assert torch.equal(result[1], reference[1])
 

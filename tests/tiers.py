@@ -1,0 +1,134 @@
+"""Tiers: the tests of `make test` are those that start no process, and the smoke tests, which do.
+
+Whether a test starts processes is read from its code and that of its fixtures: the names that it uses, followed through
+the functions and classes of the tests. Data workers, which torch forks, do not count. A program that a test of
+`make test` starts all the same is an error of that test (`watch`).
+"""
+
+import inspect
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+from types import CodeType, FunctionType, ModuleType
+
+TESTS = Path(__file__).parent
+OWN_FOLDERS = {TESTS, TESTS.parent / "benchmarks"}
+STARTING_MODULES = {
+    "subprocess",
+    "multiprocessing",
+    "samestep.launcher.notebook",
+    "samestep.launcher.supervisor",
+    "samestep.verify.runner",
+    "samestep.verify.verdict",
+}
+STARTING_NAMES = {*STARTING_MODULES, "fork", "ask_torch", "examine_ranks"}
+STARTING_TESTS = {  # the command that starts processes is only named by a string, or is a question to a child process
+    "cli/test_help.py::test_what_follows_a_script_keeps_its_underscores",
+    "devices/test_inventory.py::test_an_order_that_only_cuda_knows_is_noted_where_cuda_does_not_tell",
+    "devices/test_inventory.py::test_mig_mode_is_named_where_it_hides_gpus",
+    "verify/test_verify.py::test_the_command_prints_the_verdict_as_json_and_fails_on_a_difference",
+}
+
+SMOKE = {
+    # The same bits on 1, 2, 3 and 4 processes, over each transport.
+    "engine/test_invariance.py::test_real_processes_end_in_the_bits_of_one_device_over_every_transport[shared memory]",
+    "engine/test_invariance.py::test_real_processes_end_in_the_bits_of_one_device_over_every_transport[gloo]",
+    "comm/test_reduction.py::test_real_processes_give_the_bits_of_the_plain_tree_sum[3-scatter and gather]",
+    "comm/test_shared.py::test_all_that_ranks_say_to_each_other_is_the_same_over_gloo",
+    # A SIGKILL is healed; a run goes on from a checkpoint on other devices.
+    "healing/test_loops.py::test_a_loop_of_ones_own_goes_on_with_the_same_bits[gan]",
+    "train/test_resume.py::test_real_processes_resume_in_the_run_s_own_folder[3-2-5]",
+    # An existing script; a breaker that verify names.
+    "scripts/test_patterns.py::test_processes_do_not_change_the_bits_or_the_prints[dropout-3]",
+    "verify/test_verify.py::test_batch_norm_is_found_named_confirmed_and_told",
+    # `samestep train`, torchrun, the README's example; what an import costs.
+    "cli/test_train_command.py::test_torchrun_gives_the_digest_of_our_own_launcher",
+    "docs/test_documentation.py::test_a_program_prints_the_same_on_one_device_and_on_three[README.md:train.py]",
+    "launcher/test_run.py::test_the_parent_never_imports_torch",
+    "test_layers.py::test_importing_samestep_imports_nothing_heavy",
+}
+
+
+def name_of(item):
+    """The id of a test without the folder of all tests."""
+    return item.nodeid.removeprefix("tests/")
+
+
+def starts_processes(item):
+    """Whether a collected test, or one of its fixtures, names something that starts processes."""
+    fixtures = [made[-1].func for made in item._fixtureinfo.name2fixturedefs.values()]
+    return name_of(item) in STARTING_TESTS or any(map(_starts, (item.function, *fixtures)))
+
+
+_known = {}
+
+
+def _starts(value):
+    """Whether a function, a class or a module of the tests does so, or something else that does."""
+    if id(value) not in _known:
+        _known[id(value)] = False  # while it is looked at: functions may call each other
+        _known[id(value)] = _look(value)
+    return _known[id(value)]
+
+
+def _look(value):
+    if isinstance(value, ModuleType):
+        return value.__name__.partition(".")[0] in STARTING_MODULES or value.__name__ in STARTING_MODULES
+    module = getattr(value, "__module__", None) or ""
+    if module.partition(".")[0] in STARTING_MODULES or module in STARTING_MODULES:
+        return True
+    if not _is_ours(value):
+        return False
+    if isinstance(value, type):
+        return any(_starts(member) for member in vars(value).values() if callable(member))
+    tested = getattr(value, "hypothesis", None)
+    function = inspect.unwrap(value if tested is None else tested.inner_test)
+    if not isinstance(function, FunctionType):
+        return False
+    for name in _names(function.__code__):
+        if name in STARTING_NAMES:
+            return True
+        used = function.__globals__.get(name)
+        if isinstance(used, ModuleType) and _is_ours(used):
+            if any(_starts(getattr(used, other)) for other in _names(function.__code__) if hasattr(used, other)):
+                return True
+        elif used is not None and _starts(used):
+            return True
+    return False
+
+
+def _names(code: CodeType):
+    """The names in a function's code, that of the functions within it included."""
+    inner = [name for const in code.co_consts if isinstance(const, CodeType) for name in _names(const)]
+    return {*code.co_names, *inner}
+
+
+def _is_ours(value):
+    """Whether something is defined in the folder of tests."""
+    module = value if isinstance(value, ModuleType) else sys.modules.get(getattr(value, "__module__", None) or "")
+    file = getattr(module, "__file__", None)
+    return file is not None and not OWN_FOLDERS.isdisjoint(Path(file).parents)
+
+
+_watched = []
+
+
+@contextmanager
+def watch(item):
+    """The time of a test: a quick one that starts a program without being a smoke test fails there."""
+    if item.get_closest_marker("quick") is None or name_of(item) in SMOKE:
+        yield
+        return
+    _watched.append(item)
+    try:
+        yield
+    finally:
+        _watched.clear()
+
+
+def _hook(event, args):
+    if _watched and event == "subprocess.Popen" and args[0] == sys.executable:
+        raise RuntimeError("a test of `make test` starts a program: add it to STARTING_TESTS in tests/tiers.py")
+
+
+sys.addaudithook(_hook)
