@@ -33,6 +33,35 @@ HEAVY = ("torch", "numpy", "matplotlib", "tensorboard", "sklearn")
 MODULES = sorted(path for path in ROOT.rglob("*.py") if path.parent != ROOT)
 
 
+CYCLES = {  # import cycles that are left, type-only imports included: this may only shrink
+    frozenset({"comm.group", "comm.nodes", "comm.shared", "comm.transport"}),
+    frozenset({"engine.graphs", "engine.microbatches"}),
+    frozenset(
+        {
+            "engine.placement",
+            "engine.pipelining.placement",
+            "engine.sharding.placement",
+            "engine.tensor_parallel.placement",
+        }
+    ),
+    frozenset({"launcher.agent", "launcher.nodes"}),
+}
+SMALL = 70
+SMALL_MODULES = """
+    adopt.loading.rows adopt.virtual.devices adopt.virtual.distributed adopt.virtual.mixed adopt.virtual.refusals
+    adopt.virtual.repeats adopt.wrapped.generators comm.copying comm.futex comm.peers comm.stream data.ahead data.cache
+    doctor.alone doctor.group doctor.links doctor.starting engine.compiled engine.header engine.pipelining.mail
+    engine.pipelining.placement engine.sharding.placement engine.tensor_parallel.chains
+    engine.tensor_parallel.placement engine.tensor_parallel.waiting launcher.speaker proof.causes.divisors train.export
+    train.origin train.weights
+"""  # modules of fewer lines with one importer: this may only shrink
+SMALL_FOR_A_REASON = {
+    "comm.tree_kernel": "imports Triton, which takes a second",
+    "doctor.probe": "run as a program of its own",
+    "recipes.forecast": "recipes import from forecast, which may not import recipes",
+}
+
+
 def layer_of(module: str) -> int:
     """The number of a module's layer: `samestep.comm.group` is 3."""
     name = module.split(".")[1]
@@ -93,6 +122,57 @@ def test_the_plan_is_pure_arithmetic_without_torch():
     for path in (ROOT / "core").glob("*.py"):
         names = {name.split(".")[0] for _, name in imports(path.read_text(encoding="utf-8"))}
         assert not names & {"torch", "os", "subprocess", "threading", "socket", "pathlib"}, path.name
+
+
+def graph() -> dict[str, set[str]]:
+    """By module, without "samestep.", the modules that it imports anywhere, for type checking too."""
+    names = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in ROOT.rglob("*.py")}
+    edges: dict[str, set[str]] = {}
+    for name, path in names.items():
+        asked = set()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                asked |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                asked |= {node.module or ""} | {f"{node.module}.{alias.name}" for alias in node.names}
+        edges[name] = {one.removeprefix("samestep.") for one in asked} & names.keys()
+    return edges
+
+
+def cycles(edges: dict[str, set[str]]) -> set[frozenset[str]]:
+    """The sets of modules that import each other, directly or through others."""
+    reached = {}
+    for start in edges:
+        seen: set[str] = set()
+        waiting = [*edges[start]]
+        while waiting:
+            name = waiting.pop()
+            if name not in seen:
+                seen.add(name)
+                waiting += edges[name]
+        reached[start] = seen
+    found = {frozenset(b for b in edges if b in reached[a] and a in reached[b]) for a in edges}
+    return {cycle for cycle in found if cycle}
+
+
+def test_no_modules_import_each_other():
+    assert [sorted(cycle) for cycle in cycles(graph()) if not any(cycle <= known for known in CYCLES)] == []
+
+
+def test_a_cycle_through_other_modules_is_noticed():
+    assert cycles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) == {frozenset("abc")}
+    assert cycles({"a": {"b"}, "b": set()}) == set()
+
+
+def test_a_small_module_has_more_than_one_importer_or_a_reason():
+    importers = Counter(name for edges in graph().values() for name in edges)
+    small = {
+        name
+        for name, times in importers.items()
+        if times == 1 and len((ROOT / f"{name.replace('.', '/')}.py").read_text(encoding="utf-8").splitlines()) < SMALL
+    }
+    commands = {name for name in small if name.startswith("cli.")}  # a thin module a command
+    assert sorted(small - commands - {*SMALL_MODULES.split()} - SMALL_FOR_A_REASON.keys()) == []
 
 
 def test_packages_offer_no_names_of_their_own():

@@ -14,9 +14,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from samestep.scripts.patch import applied
 from samestep.verify.causes.divisors import divisor
-from samestep.verify.causes.evidence import Recorder
 from samestep.verify.causes.notes import Wrap, composed
-from samestep.verify.causes.table import CAUSES
+from samestep.verify.causes.table import CAUSES, Recorder
 
 BREAKERS = Path(__file__).resolve().parent / "breakers"
 THREE = ("cpu:1", "cpu:2", "cpu:3")

@@ -11,8 +11,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from samestep.comm.fused import Program
-
 ELEMENTS = 1024  # of a row, that one instance of the kernel adds up
 NUM_WARPS = 4
 
@@ -45,7 +43,7 @@ def _tree_sum(rows, total, length, PROGRAM: tl.constexpr, ELEMENTS: tl.constexpr
     tl.store(total + at, stack[0], mask=inside)
 
 
-def sum_rows(rows: Tensor, length: int, program: Program) -> Tensor:
+def sum_rows(rows: Tensor, length: int, program: tuple[int, ...]) -> Tensor:
     """Sums rows along the tree.
 
     Args:

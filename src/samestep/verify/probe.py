@@ -2,7 +2,7 @@
 
 What the causes' side hands in, and when it is used here (see `samestep.verify.causes`):
 
-- `evidence.Recorder(rank, world_size)` is made once a worker. Its `patches()` are built and applied after the probe's
+- `table.Recorder(rank, world_size)` is made once a worker. Its `patches()` are built and applied after the probe's
   own and before the program is imported, so that they wrap what they find. After every step the probe calls
   `facts()`, which returns what is new since the last call: a list of JSON objects with a "name"; each becomes a line
   {"kind": "fact", "step": number of the step that comes next, **fact}. It is called once more at the end.
@@ -40,8 +40,7 @@ from samestep.scripts.patch import Patch, applied
 from samestep.scripts.script import run_adopted
 from samestep.scripts.spawning import run_native
 from samestep.scripts.wrapped import forward
-from samestep.verify.causes.evidence import Recorder
-from samestep.verify.causes.table import CAUSES
+from samestep.verify.causes.table import CAUSES, Recorder
 from samestep.verify.watching.batches import Batches, describe
 from samestep.verify.watching.ending import Ending, WatchedEnough
 from samestep.verify.watching.jsonl_writer import JsonlWriter

@@ -23,8 +23,9 @@ from samestep.scripts.backward import generator_state
 from samestep.scripts.failures import raise_together
 from samestep.scripts.wrapped.buffers import Buffers
 from samestep.scripts.wrapped.chunks import Chunks, Leaf, already_cut, cut, deal
+from samestep.scripts.wrapped.exchange import Item
 from samestep.scripts.wrapped.generators import OwnGenerators
-from samestep.scripts.wrapped.regions import Item, Region, enter
+from samestep.scripts.wrapped.regions import Region, enter
 from samestep.scripts.wrapped.replicas import Replicas, check_in_place_state, in_place_state, uninitialized
 from samestep.scripts.wrapped.results import Results, gather_results
 

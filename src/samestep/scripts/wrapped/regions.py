@@ -16,64 +16,14 @@ piece, and all ranks meet in the same order (torch/csrc/autograd/engine.cpp, `Co
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from samestep.scripts.adoption import Adoption
 from samestep.scripts.backward import begin_backward, meet_in_backward
-from samestep.scripts.wrapped.exchange import join_pieces, sum_pieces
-
-
-@dataclass(frozen=True)
-class Item:
-    """How a whole tensor relates to its pieces.
-
-    Attributes:
-        kind: "cut" along a dim, "stacked" (a vector of one number a chunk) or "copied" (each chunk has it whole).
-        like: a tensor with the whole's shape, dtype, strides and device, for "copied".
-        shape: the whole's shape.
-        dtype: of whole and pieces.
-        dim: where it is cut.
-        sizes: what each chunk has along `dim`.
-        shapes: of each chunk's piece, if these are laid out flat one after another in the whole, a vector.
-        is_sparse: whether the sum of "copied" pieces is to be sparse by rows, as an embedding's gradient may be.
-    """
-
-    kind: Literal["cut", "stacked", "copied"]
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    dim: int = 0
-    sizes: tuple[int, ...] = ()
-    shapes: tuple[tuple[int, ...], ...] = ()
-    like: Tensor | None = None
-    is_sparse: bool = False
-
-    def piece_shape(self, chunk: int) -> tuple[int, ...]:
-        """The shape of a chunk's piece."""
-        if self.kind == "stacked":
-            return ()
-        if self.kind == "copied":
-            return self.shape
-        if self.shapes:
-            return self.shapes[chunk]
-        return (*self.shape[: self.dim], self.sizes[chunk], *self.shape[self.dim + 1 :])
-
-    def piece(self, whole: Tensor, chunk: int) -> Tensor:
-        """A chunk's piece of the whole: a copy, but for "copied", which shares the whole's memory."""
-        if self.kind == "copied":
-            return whole.detach().clone() if whole.ndim == 0 else whole.detach()
-        if self.kind == "stacked":
-            return whole[chunk].clone()
-        piece = whole.narrow(self.dim, sum(self.sizes[:chunk]), self.sizes[chunk]).clone()
-        return piece.view(self.shapes[chunk]) if self.shapes else piece
-
-    def joined(self, pieces: Sequence[Tensor]) -> Tensor:
-        """The whole of all chunks' pieces, contiguous ones; for "cut" and "stacked"."""
-        if self.kind == "stacked":
-            return torch.stack(list(pieces))
-        return torch.cat([piece.view(-1) for piece in pieces] if self.shapes else list(pieces), self.dim)
+from samestep.scripts.wrapped.exchange import Item, join_pieces, sum_pieces
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,8 @@ from torch import Tensor
 from samestep.comm.communicator import DTYPES
 from samestep.errors import UsageError
 from samestep.scripts.adoption import Adoption
-from samestep.scripts.wrapped.exchange import join_pieces, pack, unpack
-from samestep.scripts.wrapped.regions import Item, Region, leave
+from samestep.scripts.wrapped.exchange import Item, join_pieces, pack, unpack
+from samestep.scripts.wrapped.regions import Region, leave
 from samestep.scripts.wrapped.structure import is_tensor, put_together, take_apart
 
 MAX_DIMS = 8

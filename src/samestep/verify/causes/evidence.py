@@ -1,41 +1,13 @@
-"""The evidence: what all ranks of all runs noticed. A `Recorder` listens in each worker, `Evidence` reads afterwards.
-
-The recorder changes no number: it looks at arguments, shapes, checksums and the states of generators. Each family of
-causes says itself what it listens to (its `listen`) and what it makes of it (its causes' `suspect`).
-"""
+"""What the recorders of all ranks of all runs noted down, read when the runs have ended."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeVar
 
-from samestep.scripts.patch import Patch
-from samestep.verify.causes.notes import Notes, composed
 from samestep.verify.recording import Line, Recording
 
 T = TypeVar("T")
-
-
-class Recorder:
-    """Notes down, in one worker, what may make results depend on the devices.
-
-    Args:
-        rank: of this worker.
-        world_size: number of workers.
-    """
-
-    def __init__(self, rank: int, world_size: int) -> None:
-        self._notes = Notes(rank, world_size)
-
-    def patches(self) -> list[Patch]:
-        """The places that are listened at; they enclose whatever is there when this is called."""
-        from samestep.verify.causes.table import LISTENERS
-
-        return composed((wrap for listen in LISTENERS for wrap in listen(self._notes)), in_compiled=False)
-
-    def facts(self) -> list[dict[str, Any]]:
-        """What is new since the last call, as JSON objects with a "name"; to be called after every step."""
-        return self._notes.take()
 
 
 @dataclass(frozen=True)

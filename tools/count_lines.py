@@ -1,0 +1,121 @@
+"""Counts lines of Python by kind and folder: code, docstrings, comments and blank lines.
+
+python tools/count_lines.py                     src and tests, a row for each folder
+python tools/count_lines.py --against main      the same, before and after
+python tools/count_lines.py --imports           samestep's own modules that `samestep train` loads before its first step
+"""
+
+import argparse
+import ast
+import io
+import os
+import subprocess
+import sys
+import tempfile
+import tokenize
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+KINDS = ("code", "docstrings", "comments", "blank")
+FIRST_STEP = """
+import os, sys, torch
+from samestep.cli.main import main
+def stop(module, args):
+    names = sorted(name for name in sys.modules if name.partition(".")[0] == "samestep")
+    print(*names, sep="\\n", file=sys.__stdout__, flush=True)
+    os._exit(0)
+torch.nn.modules.module.register_module_forward_pre_hook(stop)
+sys.argv = ["samestep", "train", "mlp", "--data", "table.csv", "--epochs", "1"]
+main()
+"""
+
+
+def count(source: str) -> Counter[str]:
+    """The lines of a source by kind; a line with code and a comment is code."""
+    lines = source.splitlines()
+    kinds = ["blank" if not line.strip() else "code" for line in lines]
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT and not token.line[: token.start[1]].strip():
+            kinds[token.start[0] - 1] = "comments"
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            kinds[node.lineno - 1 : node.end_lineno] = ["docstrings"] * (node.end_lineno - node.lineno + 1)
+    return Counter(kinds)
+
+
+def by_folder(files: Iterable[tuple[str, str]]) -> dict[str, Counter[str]]:
+    """The counts of files, (path, source), by the folder below src/samestep or tests; a file there is its own row."""
+    counts: dict[str, Counter[str]] = {}
+    for path, source in files:
+        depth = 3 if path.startswith("src/") else 2
+        parts = path.split("/")
+        row = "/".join(parts[:depth])
+        for name in (row, f"{parts[0]} in all"):
+            counts.setdefault(name, Counter()).update(count(source))
+    return counts
+
+
+def here() -> list[tuple[str, str]]:
+    """The Python files of the checkout."""
+    paths = [path for folder in ("src", "tests") for path in sorted((ROOT / folder).rglob("*.py"))]
+    return [(str(path.relative_to(ROOT)), path.read_text(encoding="utf-8")) for path in paths]
+
+
+def at(commit: str) -> list[tuple[str, str]]:
+    """The Python files of a commit."""
+
+    def git(*words: str) -> str:
+        return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+
+    paths = git("ls-tree", "-r", "--name-only", commit, "src", "tests").splitlines()
+    return [(path, git("show", f"{commit}:{path}")) for path in paths if path.endswith(".py")]
+
+
+def modules_before_the_first_step() -> list[str]:
+    """samestep's own modules that one worker of `samestep train` has loaded when its model first runs."""
+    with tempfile.TemporaryDirectory() as folder:
+        rows = "".join(f"{i % 7},{i % 11},{3 * i % 5}\n" for i in range(64))
+        (Path(folder) / "table.csv").write_text("a,b,target\n" + rows)
+        worker = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+        environment = {**os.environ, **worker, "MASTER_ADDR": "localhost", "MASTER_PORT": "29555"}
+        command = [sys.executable, "-c", FIRST_STEP]
+        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    names = [line for line in done.stdout.splitlines() if line.partition(".")[0] == "samestep"]
+    if not names:
+        raise SystemExit(done.stderr)
+    return names
+
+
+def show(after: dict[str, Counter[str]], before: dict[str, Counter[str]] | None) -> None:
+    """Prints a row for each folder."""
+    names = sorted({*after, *(before or {})})
+    width = max(map(len, names))
+    heads = "".join(f"{kind:>12}" for kind in (*KINDS, "lines"))
+    print(f"{'':{width}}{heads}" + (f"{'before':>12}{'change':>12}" if before is not None else ""))
+    for name in names:
+        counts = after.get(name, Counter())
+        row = "".join(f"{counts[kind]:>12,}" for kind in KINDS) + f"{counts.total():>12,}"
+        if before is not None:
+            old = before.get(name, Counter()).total()
+            row += f"{old:>12,}{counts.total() - old:>+12,}"
+        print(f"{name:{width}}{row}")
+
+
+def main() -> None:
+    """Reads the options and prints."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--against", metavar="COMMIT", help="print the lines of that commit too, and the change")
+    parser.add_argument("--imports", action="store_true", help="list and count modules loaded before the first step")
+    options = parser.parse_args()
+    if options.imports:
+        names = modules_before_the_first_step()
+        print(*names, sep="\n")
+        print(f"{len(names)} modules")
+        return
+    show(by_folder(here()), by_folder(at(options.against)) if options.against else None)
+
+
+if __name__ == "__main__":
+    main()
