@@ -52,7 +52,7 @@ def trained(communicator, strategy, mesh, run_dir, epochs=2, resume=None):
 def ledger(folder):
     """What the ledger says of each step, but for who took it."""
     rows = [from_line(row) for row in (Path(folder) / "ledger.jsonl").read_bytes().splitlines()]
-    return [{k: v for k, v in row.items() if k not in ("world_size", "time")} for row in rows if "loss" in row]
+    return [{k: v for k, v in row.items() if k not in ("world_size", "seconds")} for row in rows if "loss" in row]
 
 
 @pytest.fixture(scope="module")

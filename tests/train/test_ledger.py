@@ -15,7 +15,7 @@ from worlds import in_turns
 from samestep.data.batch import Batch
 from samestep.engine.result import StepResult
 from samestep.errors import RunFolderError
-from samestep.train.ledger import LedgerWriter, ids_hash, learning_rates, ledger_entry
+from samestep.train.ledger import TIMED_KINDS, LedgerWriter, ids_hash, learning_rates, ledger_entry
 from samestep.train.line import from_line, to_line
 from samestep.train.run import Run
 
@@ -89,6 +89,8 @@ def test_a_run_writes_a_line_a_step_that_does_not_depend_on_the_devices(tmp_path
         written = read(tmp_path / str(world_size) / "ledger.jsonl")
         lines[world_size] = [line for line in written if "event" not in line]
         assert {line.pop("world_size") for line in lines[world_size]} == {world_size}
+        times = [line.pop("seconds") for line in lines[world_size]]
+        assert all(0 < seconds["compute"] < 60 and seconds.keys() == set(TIMED_KINDS) for seconds in times)
     assert lines[1] == lines[3]
     assert [(line["step"], line["epoch"], line["position"], line["num_samples"]) for line in lines[1]] == [
         (4 * epoch + k, epoch, 16 * k, 16 if k < 3 else 13) for epoch in (0, 1) for k in range(4)

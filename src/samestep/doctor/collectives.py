@@ -317,7 +317,8 @@ def speed(
     collective: Collective, small: float, large: float, num_bytes: int, num_ranks: int
 ) -> tuple[dict[str, float], str]:
     """Bandwidths in GB/s and latency in μs, from seconds on the slowest rank (0: not timed), by name and as text."""
-    numbers, text = {}, ""
+    numbers: dict[str, float] = {}
+    text = ""
     if large and collective.bus_factor is not None:
         rate = num_bytes / large / 1e9
         numbers |= {"algorithm_gb_per_s": rate, "bus_gb_per_s": rate * collective.bus_factor(num_ranks)}
