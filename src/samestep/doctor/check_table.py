@@ -183,14 +183,15 @@ def check_limits(machine: Machine) -> Iterator[Result]:
     """Limits on open files, locked memory and processes."""
     files, locked, processes = map(soft_limit, ("nofile", "memlock", "nproc"))
     needed = 256 + 16 * machine.num_ranks
-    found = f"at most {files:g}, for {counted(machine.num_ranks, 'rank')}"
+    most = "no limit" if files == math.inf else f"at most {files:.0f}"
+    found = f"{most}, for {counted(machine.num_ranks, 'rank')}"
     advice = f"ulimit -n 65536 (at least {needed}): data loader workers need many"
     yield _graded("open files", found, files, needed, 1024, advice)
     if machine.selection.kind == "cuda" and locked < 64 * MIB:
         advice = "ulimit -l unlimited (docker run --ulimit memlock=-1): InfiniBand and pinned memory need it"
         yield note("locked memory", f"at most {locked // 1024:.0f} KiB", advice)
     if processes < 64 * machine.num_ranks:
-        yield note("processes", f"at most {processes:g}", "ulimit -u: it counts the threads of all your processes")
+        yield note("processes", f"at most {processes:.0f}", "ulimit -u: it counts the threads of all your processes")
 
 
 def read_cgroup(root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> dict[str, float]:
@@ -222,7 +223,7 @@ def check_memory(machine: Machine) -> Result:
 def check_processors(machine: Machine) -> Result:
     """Processors for the ranks, within the quota of the control group."""
     cores = min(machine.inventory.cores, read_cgroup().get("cpu.max", math.inf))
-    found = f"{cores:g} for {counted(machine.num_ranks, 'rank')}"
+    found = f"{cores:g} usable, for {counted(machine.num_ranks, 'rank')}"
     advice = "ranks that share a core wait for each other; the bits are the same"
     return _graded("processors", found, cores, 0, machine.num_ranks, advice)
 

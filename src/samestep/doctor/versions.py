@@ -81,7 +81,11 @@ def ask_torch(command: Sequence[str] = (sys.executable, "-P", "-c", PROBE)) -> T
     except subprocess.TimeoutExpired:
         return TorchFacts(problem=f"importing it takes more than {PROBE_SECONDS:g} s")
     except (OSError, ValueError, IndexError) as error:
-        return TorchFacts(problem=str(error) if isinstance(error, OSError) else done.stderr.strip()[-300:])
+        return TorchFacts(
+            problem=str(error)
+            if isinstance(error, OSError)
+            else done.stderr.strip()[-300:] or f"exit code {done.returncode}"
+        )
 
 
 def check_python() -> Result:
