@@ -16,6 +16,7 @@ from typing import Any
 
 from samestep.doctor.result import Result, bad, good, note
 
+NEWER = "newer than those that samestep is tested with"
 PYTHON = (3, 13)
 TORCHES = ((2, 10), (2, 13))
 ABORT_BUGS = ((2, 28, 3), (2, 28, 8))
@@ -80,23 +81,17 @@ def ask_torch(command: Sequence[str] = (sys.executable, "-P", "-c", PROBE)) -> T
         return TorchFacts(**json.loads(done.stdout.splitlines()[-1]))
     except subprocess.TimeoutExpired:
         return TorchFacts(problem=f"importing it takes more than {PROBE_SECONDS:g} s")
-    except (OSError, ValueError, IndexError) as error:
-        return TorchFacts(
-            problem=str(error)
-            if isinstance(error, OSError)
-            else done.stderr.strip()[-300:] or f"exit code {done.returncode}"
-        )
+    except OSError as error:
+        return TorchFacts(problem=str(error))
+    except (ValueError, IndexError):
+        return TorchFacts(problem=done.stderr.strip()[-300:] or f"exit code {done.returncode}")
 
 
 def check_python() -> Result:
     """Python; older releases cannot install samestep."""
     version = sys.version_info[:2]
     found = f"{_dotted(version)} at {sys.executable}"
-    return (
-        note("Python", found, "newer than those that samestep is tested with")
-        if version > PYTHON
-        else good("Python", found)
-    )
+    return note("Python", found, NEWER) if version > PYTHON else good("Python", found)
 
 
 def check_torch(torch: TorchFacts) -> Result:
@@ -112,11 +107,7 @@ def check_torch(torch: TorchFacts) -> Result:
     version = tuple(int(number) for number in torch.version.split(".")[:2])
     if version < TORCHES[0]:
         return bad("torch", found, f"needed: {_dotted(TORCHES[0])} or newer")
-    return (
-        note("torch", found, "newer than those that samestep is tested with")
-        if version > TORCHES[1]
-        else good("torch", found)
-    )
+    return note("torch", found, NEWER) if version > TORCHES[1] else good("torch", found)
 
 
 def check_libraries(torch: TorchFacts) -> Iterator[Result]:
