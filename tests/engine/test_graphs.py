@@ -14,9 +14,9 @@ from torch import nn
 from worlds import in_turns
 
 from samestep.engine.graphs import MOST_GRAPHS, WARM_UPS, explain_capture, form_of
+from samestep.engine.observer import StepObserver, observed_by
 from samestep.engine.precision import INITIAL_SCALE, LossScale
 from samestep.errors import DeterminismError, LossError, UsageError
-from samestep.replay.observed_step import ObservedStep, Wanted
 from samestep.train.contract import step_contract
 from samestep.train.run import Run
 
@@ -232,20 +232,18 @@ def test_anomaly_mode_is_refused():
 
 
 def test_a_step_whose_modules_are_watched_runs_them():
-    def program(communicator):
-        _, step, recorders = one_step(communicator)
-        step(table())
-        replays = recorders[0].num_replays
-        view, result = ObservedStep(step, Wanted(None, lambda name: True, False, None)).take(lambda: step(table()))
-        step(table())
-        return (
-            [microbatch.microbatch for microbatch in view.microbatches],
-            result is not None,
-            replays,
-            recorders[0].num_replays,
-        )
+    class Hooked(StepObserver):
+        needs_modules = True
 
-    assert alone(program) == ([0, 1, 2, 3], True, 4, 8)
+    def program(communicator, observers):
+        with observed_by(*observers):
+            _, step, recorders = one_step(communicator)
+        step(table())
+        step(table())
+        return sum(recorder.num_replays for recorder in recorders)
+
+    assert in_turns(1, program, [Hooked()]) == [0]
+    assert in_turns(1, program, []) == [8]
 
 
 def test_the_loss_scale_stays_where_graphs_read_it():
