@@ -18,8 +18,8 @@ from samestep.launcher.workers import Worker, Workers, tail_of
 
 SAMESTEP = str(Path(__file__).resolve().parents[1])
 LAUNCHER = str(Path(__file__).resolve().parent)
-EXCHANGE = f"{SAMESTEP}/adopt/wrapped/"
-HIDDEN = (LAUNCHER, f"{SAMESTEP}/adopt/", "<frozen importlib", "<frozen runpy")
+EXCHANGE = f"{SAMESTEP}/scripts/wrapped/"
+HIDDEN = (LAUNCHER, f"{SAMESTEP}/scripts/", "<frozen importlib", "<frozen runpy")
 NUM_TAIL_LINES = 30
 
 # Exceptions of gloo and torch when another rank's connection broke.
@@ -158,7 +158,7 @@ def _stack_of(dump: list[str]) -> list[str]:
 
 
 def _own_frames(found: traceback.TracebackException) -> traceback.TracebackException:
-    """A traceback, with those of its causes, without frames of the launcher and of adoption."""
+    """A traceback, with those of its causes, without frames of the launcher and of what adopts scripts."""
     # They stay if the exception arose in the exchange of a wrapped forward: then it is samestep's own.
     if not (found.stack and found.stack[-1].filename.startswith(EXCHANGE)):
         kept = [frame for frame in found.stack if not frame.filename.startswith(HIDDEN) and not _is_dispatch(frame)]
