@@ -107,9 +107,9 @@ def _stage_sections(trace: Trace, layout: Layout, stage: int) -> slice:
 def _backward_peak(trace: Trace, layout: Layout, stage: int) -> tuple[float, float]:
     """Bytes of activations, and of gradients that the backward has made, when both together are highest.
 
-    With sharded parameters each block's gradient is scattered at once, and its copies of 16 bits are what is gathered.
-    A stage of a pipeline with 1F1B keeps the saved activations of as many microbatches as stages follow it, itself
-    included (Narayanan et al. 2019); its transient memory is taken in proportion to that of the whole model.
+    With sharded parameters each block's gradient is scattered at once, and the 16-bit copies are counted among the
+    gathered parameters. A stage of a pipeline with 1F1B keeps the saved activations of as many microbatches as stages
+    follow it, itself included (Narayanan et al. 2019); its transient memory is in proportion to the whole model's.
     """
     moments = trace.moments
     activations, gradients = moments[:, ACTIVATIONS], moments[:, GRADIENTS]

@@ -10,11 +10,10 @@ from typing import Any
 from samestep.errors import DataError, UsageError
 from samestep.train.curves import Curve
 from samestep.train.naming import CONTRACT_FILE, LEDGER_FILE
-from samestep.verify.ledger import Ledger, read_ledger
+from samestep.verify.ledger import Ledger, number, read_ledger
 from samestep.verify.runs import is_run
 
 STEP = re.compile(rb'^\{"step": ?(\d+),(?! ?"event")', re.MULTILINE)
-NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 Epochs = dict[int, dict[str, float]]
 
@@ -63,10 +62,10 @@ def read_metrics(path: Path) -> tuple[dict[str, Curve], Epochs]:
         step = line.pop("step", None)
         if not is_step(step):
             continue
-        numbers = {tag: number for tag, value in line.items() if (number := as_number(value)) is not None}
+        numbers = {tag: found for tag, value in line.items() if (found := as_number(value)) is not None}
         epoch = numbers.pop("epoch", None)
-        for tag, number in numbers.items():
-            values.setdefault(tag, {})[step] = number
+        for tag, found in numbers.items():
+            values.setdefault(tag, {})[step] = found
         if epoch is not None and epoch.is_integer() and 0 <= epoch < 2**53:
             epochs[int(epoch)] = {"step": step, **numbers}
     return {tag: Curve.of(by_step) for tag, by_step in values.items()}, dict(sorted(epochs.items()))
@@ -80,8 +79,8 @@ def ledger_curves(steps: Mapping[int, Mapping[str, Any]]) -> dict[str, Curve]:
         fields = {"loss/train": entry.get("loss"), "grad_norm": entry.get("grad_norm")}
         fields |= {"lr": rates[0] if isinstance(rates, list) and rates else None, "world_size": entry.get("world_size")}
         for tag, value in fields.items():
-            if (number := as_number(value)) is not None:
-                values.setdefault(tag, {})[step + 1] = number
+            if (found := as_number(value)) is not None:
+                values.setdefault(tag, {})[step + 1] = found
     return {tag: Curve.of(by_step) for tag, by_step in values.items()}
 
 
@@ -92,14 +91,9 @@ def is_step(value: Any) -> bool:
 
 def as_number(value: Any) -> float | None:
     """A number as metrics and ledgers write it: JSON, "nan", "inf", "-inf" or hexadecimal digits; else None."""
-    if isinstance(value, str):
-        try:
-            return NON_FINITE[value] if value in NON_FINITE else float.fromhex(value) if "0x" in value else None
-        except (ValueError, OverflowError):
-            return None
     if type(value) is int:
         return float(value) if abs(value) < 2**1023 else None
-    return value if type(value) is float else None
+    return value if type(value) is float else number(value)
 
 
 def json_number(value: float | None) -> float | str | None:
