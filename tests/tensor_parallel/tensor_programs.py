@@ -36,7 +36,7 @@ PLANS = {
         **FEED,
     },
     "positions": {**BY_POSITIONS, "norm": SequenceParallel()},
-    "norm left out": {**BY_POSITIONS, "feed_in": ColwiseParallel()},
+    "norm left out": BY_POSITIONS,
     "columns alone": {"feed_in": ColwiseParallel()},
     "uneven": {"uneven": ColwiseParallel()},
     None: {},
@@ -190,7 +190,7 @@ def said(communicator, options):
     try:
         run, step, _ = make(communicator, options)
         before = {key: part.detach().clone() for key, part in (step.spread.parts if step.spread else {}).items()}
-        for batch in run.loader(texts(12)):
+        for batch in run.loader(texts(24)):
             step(batch)
         if options.get("twice"):
             run.train_step(step.model, torch.optim.SGD(step.model.parameters()), loss)

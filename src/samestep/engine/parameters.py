@@ -42,9 +42,11 @@ def named_parameters(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[
         raise UsageError(f"parameter {lazy[0]} has no shape yet; run the model once on a batch before train_step")
     strangers = held - {id(p) for p in named.values()}
     if strangers or not named:
+        advice = "pass the model that holds them all, for example torch.nn.ModuleList([generator, discriminator])"
+        if any(is_dtensor(parameter) for parameter in model.parameters()):
+            advice = "make the optimizer after parallelize_module, which replaces parameters"
         raise UsageError(
-            f"the optimizer holds {len(held)} parameters, {len(strangers)} of which are not in the model; pass the "
-            "model that holds them all, for example torch.nn.ModuleList([generator, discriminator])"
+            f"the optimizer holds {len(held)} parameters, {len(strangers)} of which are not in the model; {advice}"
         )
     return named
 

@@ -28,7 +28,7 @@ from samestep.engine.losses import wide_dtype
 from samestep.engine.microbatches import MicrobatchRunner
 from samestep.engine.norms import block_norm, block_norms
 from samestep.engine.observer import Observers, StepObserver
-from samestep.engine.parameters import check_same_tensors, named_parameters
+from samestep.engine.parameters import check_same_tensors
 from samestep.engine.purity import PurityCheck
 from samestep.engine.spread import MIXED, SpreadState, check_contiguous, check_elementwise
 from samestep.engine.strategies import REPLICATE, Replicate, StrategyOptions
@@ -69,7 +69,6 @@ class TensorParallelStrategy:
         self.forward = model
         self.communicator: Communicator = membership.along(AXIS)
         self.leaves = dict(model.named_parameters())
-        _check_optimizers(model, optimizers)
         ranks = [membership.rank] if membership.mesh is None else list(membership.mesh.along(AXIS, membership.rank))
         spreads = {}
         for name, leaf in self.leaves.items():
@@ -228,6 +227,8 @@ class TensorParallelGradientSum(GradientSum):
 
     def norm(self) -> Tensor:
         """The 2-norm of the whole gradient, 0-d, the same on all ranks; local shards are gathered as their norms."""
+        if self._tensor.world_size == 1:
+            return super().norm()  # the blocks of a replicated model
         by_index = dict(self.views())
         wide = wide_dtype(self._communicator.device)
         norms = [norm.to(wide) for norm in block_norms([by_index[k] for k in range(len(by_index))])]
@@ -276,14 +277,6 @@ def check_tensor_parallel(strategy: StrategyOptions, compile: bool) -> None:
         )
     if compile:
         raise UsageError("a model with DTensor parameters exchanges activations in its forward: leave compile=True out")
-
-
-def _check_optimizers(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-    """Checks the optimizers' parameters; those from before `parallelize_module` are the usual mistake."""
-    try:
-        named_parameters(model, optimizers)
-    except UsageError as error:
-        raise UsageError(f"{error}; make the optimizer after parallelize_module, which replaces parameters") from None
 
 
 def _local(leaf: nn.Parameter) -> Tensor:
