@@ -171,13 +171,13 @@ def added_in_rank_order(communicator, options):
 
 def counted_along(communicator, options):
     """Training in which the gradients of ranks that only run along count."""
-    arm = gradients_module.ShardedGradientSum.arm
+    arm = gradients_module.ShardedGradientSum.expect
 
     def arm_all(self, microbatch, is_last):
         arm(self, microbatch, is_last)
         self._num_leaves = 2**30
 
-    with mock.patch.object(gradients_module.ShardedGradientSum, "arm", arm_all):
+    with mock.patch.object(gradients_module.ShardedGradientSum, "expect", arm_all):
         return train(communicator, "sharded", options)
 
 

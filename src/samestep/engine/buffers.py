@@ -57,12 +57,7 @@ def is_mean_buffer(module: nn.Module, key: str) -> bool:
 
 
 class BufferMerge:
-    """Restores the buffers before each microbatch and merges what the microbatches left of them.
-
-    Args:
-        model: whose buffers.
-        communicator: over the ranks that run other microbatches.
-    """
+    """Restores the buffers before each microbatch and merges what the microbatches left of them."""
 
     def __init__(self, model: nn.Module, communicator: Communicator) -> None:
         self._communicator = communicator
@@ -92,8 +87,7 @@ class BufferMerge:
     def begin(self, step: int) -> None:
         """Remembers the buffers at the start of a step; only what changed since the last one is copied.
 
-        Args:
-            step: its number; every so often all buffers are compared byte by byte, whatever their versions say.
+        Every so often all buffers are compared byte by byte, whatever their versions say.
         """
         self._compare_all = step < COMPARED_STEPS or step % COMPARED_EVERY == 0
         for index, place in enumerate(self._places):
@@ -161,11 +155,6 @@ class BufferMerge:
     def exchange(self, touched: Sequence[bool], blocks_by_rank: Sequence[Sequence[Block]], num_samples: int) -> None:
         """Merges over the ranks; nothing is written to the model yet.
 
-        Args:
-            touched: for each of `touched` whether it is so on any rank.
-            blocks_by_rank: the blocks that each rank ships.
-            num_samples: samples of the global batch.
-
         Raises:
             BufferMergeError: a buffer without a rule ended differently on different microbatches.
         """
@@ -176,12 +165,7 @@ class BufferMerge:
             self._check_others(blocks_by_rank)
 
     def write(self, ok: Tensor | None) -> None:
-        """Puts the merged values in the model.
-
-        Args:
-            ok: a 0-d bool tensor: false leaves the buffers as they were, without the host knowing; None if the host
-                knows that all is well.
-        """
+        """Puts the merged values in the model, if `ok`: a bool on the device, or None if the host knows that all is well."""
         if self._merged_means is not None:
             self._write_means(self._merged_means, ok)
         for index, end in self._ends.items():

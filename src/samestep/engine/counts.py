@@ -14,12 +14,7 @@ from samestep.errors import LossError
 
 
 class GlobalCounts:
-    """Sums what `counts_fn` says of each microbatch over all microbatches, along the tree.
-
-    Args:
-        counts_fn: maps a microbatch to a number, or a dict, list or tuple of numbers (0-d tensors too).
-        communicator: this rank's communicator.
-    """
+    """Sums what `counts_fn` says of each microbatch over all microbatches, along the tree."""
 
     def __init__(self, counts_fn: Callable[[Any], Any], communicator: Communicator) -> None:
         self._counts_fn = counts_fn

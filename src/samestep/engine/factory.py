@@ -23,13 +23,6 @@ def make_strategy(
 ) -> Strategy:
     """Lays the state of a step out on the ranks: moves the model to the device, and changes it as the options say.
 
-    Args:
-        membership: the ranks.
-        model: the same on all of them.
-        optimizers: over its parameters.
-        options: which strategy, and how.
-        exchange: how gradients travel.
-
     Raises:
         UsageError: it cannot be laid out so.
         DeterminismError: the ranks have built different models.

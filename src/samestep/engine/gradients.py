@@ -24,15 +24,6 @@ from samestep.errors import DeterminismError
 class GradientSum:
     """Sums the gradients of all microbatches of a step over all ranks: the `GradientExchange` of replicated parameters.
 
-    Args:
-        parameters: the trainable parameters, without repetition.
-        names: their names, for messages.
-        communicator: over the ranks that sum.
-        bucket_bytes: how much travels in one message; the bits do not depend on it.
-        overlap: whether buckets leave during the backward of the last microbatch.
-        observer: is told when they leave.
-        shard_optimizer: each rank gets the sums of the elements only whose optimizer state it has (ZeRO-1).
-
     Attributes:
         parameters: the trainable ones.
         inputs: the same, as autograd wants them.
@@ -108,11 +99,9 @@ class GradientSum:
             self._awaited = [set(bucket.members) for bucket in self._buckets]
 
     def push(self, microbatch: int, loss: Tensor) -> Tensor:
-        """Pushes what the backward of a microbatch left in the parameters' `.grad` on the tree.
+        """Pushes a microbatch's `.grad` on the tree; returns the sum of its elements, not finite if one of them is not.
 
-        Returns:
-            The sum of all its elements, 0-d: not finite if one of them is not. Zero for the only microbatch of a step,
-            whose norm says it as well.
+        For the only microbatch of a step it is zero: the norm says it as well.
         """
         for number in range(len(self._totals), len(self._buckets)):
             self._take(number, microbatch)

@@ -43,11 +43,7 @@ class Recorder(Protocol):
         """Runs it as it will be recorded."""
 
     def record(self, run: Callable[[], MicrobatchLoss]) -> tuple[Callable[[], object], MicrobatchLoss]:
-        """Runs it once, as a recording.
-
-        Returns:
-            What replays it, and what it returned, whose tensors a replay fills.
-        """
+        """Runs it once; returns what replays it, and its result, whose tensors a replay fills."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,11 +73,6 @@ class MicrobatchGraphs:
     Which microbatches run by a graph is decided by the length of the batch alone, so it is the same on every rank and
     after a
     resume: those of full batches do, those of a shorter last batch do not.
-
-    Args:
-        length: samples of a full batch.
-        device: this rank's.
-        make_recorder: makes what captures, once there is something to capture.
     """
 
     def __init__(
@@ -101,13 +92,6 @@ class MicrobatchGraphs:
 
     def begin(self, layout: "Layout", length: int) -> bool:
         """Starts a step; graphs that read or write memory which the model has left are dropped.
-
-        Args:
-            layout: of the step, whose purity check and buffers have begun it.
-            length: samples of the global batch.
-
-        Returns:
-            Whether the microbatches of this step run by graphs.
 
         Raises:
             UsageError: autograd looks for anomalies.
@@ -139,15 +123,6 @@ class MicrobatchGraphs:
         seed: int,
     ) -> MicrobatchLoss:
         """What `runner.run_one` does, by a graph; the generators have been seeded for it.
-
-        Args:
-            runner: whose microbatch.
-            layout: of the step.
-            value: the samples.
-            num_samples: how many.
-            counts: the global counts, or None.
-            is_only: it is the whole global batch.
-            seed: by which the generators were seeded.
 
         Raises:
             UsageError: the microbatch, or what is computed on it, cannot be captured.
@@ -237,9 +212,6 @@ class CudaRecorder:
 
     Graphs may share a pool if what one of them leaves is taken before another is replayed (PyTorch, "Graph memory
     management" in the notes on CUDA semantics).
-
-    Args:
-        device: whose kernels.
     """
 
     def __init__(self, device: torch.device) -> None:

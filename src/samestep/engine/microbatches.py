@@ -39,19 +39,7 @@ MANY_SEEDS = 64
 
 
 class MicrobatchRunner:
-    """Runs this rank's microbatches of a global batch.
-
-    Args:
-        membership: whose ranks share the microbatches.
-        config: of the step.
-        model: trained in place.
-        loss_fn: `config.loss_fn`, or what `torch.compile` has made of it.
-        scale: of the loss.
-        observers: watch the step.
-        explain: what an error of the forward or backward means; see `Strategy.explain`.
-        graphs: by which the microbatches of full batches run; None without CUDA graphs.
-        traces: looks, in the first steps, for what microbatches leave elsewhere; None for not at all.
-    """
+    """Runs this rank's microbatches of a global batch."""
 
     def __init__(
         self,
@@ -79,12 +67,7 @@ class MicrobatchRunner:
         self._weights: dict[tuple[float, torch.dtype], Tensor] = {}
 
     def run(self, batch: Batch, step: int, layout: Layout, stats: StepStats) -> Shortage | None:
-        """Forward and backward of this rank's microbatches.
-
-        Returns:
-            The microbatch for which memory ran out, if one did; this rank then takes part in the exchanges all the
-            same.
-        """
+        """Forward and backward of this rank's microbatches; returns the one for which memory ran out, if one did."""
         gradients, buffers, purity = layout.gradients, layout.buffers, layout.purity
         assert isinstance(buffers, BufferMerge), "the model is whole, or comes together for each microbatch"
         membership = self.membership
@@ -189,14 +172,8 @@ class MicrobatchRunner:
     ) -> MicrobatchLoss:
         """Forward and backward of one microbatch; leaves its gradient in the parameters' `.grad`.
 
-        Args:
-            gradients: what the backward is for.
-            value: the samples.
-            num_samples: how many.
-            counts: the global counts, or None.
-            is_only: it is the whole global batch: then the mean itself is differentiated, and the sum of the gradients
-                is not divided afterwards, so that the bits are those of a plain loop.
-            microbatch: its number; None if its gradient does not count.
+        With `is_only` the mean itself is differentiated, so that the bits are those of a plain loop. A run that does
+        not count, to measure memory or along with other ranks, has no number.
         """
 
         def forward() -> MicrobatchLoss:
@@ -234,14 +211,7 @@ class MicrobatchRunner:
         return explain_lone_sample(error, self._model, where, advice)
 
     def forward(self, model: Any, value: Any, num_samples: int, counts: Any) -> MicrobatchLoss:
-        """The loss of a microbatch.
-
-        Args:
-            model: what the loss function is given as the model.
-            value: the samples.
-            num_samples: how many.
-            counts: the global counts, or None.
-        """
+        """The loss of a microbatch."""
         if counts is None:
             return read_loss(self._loss_fn(model, value), num_samples)
         loss = self._loss_fn(model, value, counts)
@@ -277,17 +247,7 @@ class MicrobatchRunner:
     def explain_shortage(
         self, batch: Batch, shortage: Shortage | None, layout: Layout, optimizers: Sequence[Optimizer]
     ) -> OutOfMemoryError:
-        """Measures, on every rank whose memory ran out, which number of microbatches fits; all ranks call it.
-
-        Args:
-            batch: of the step.
-            shortage: None if this rank's microbatches did fit.
-            layout: of the step, whose exchanges have all begun.
-            optimizers: whose state needs memory, too.
-
-        Returns:
-            The error to raise, alike on all ranks: it names the microbatch, and the `num_microbatches` that fits.
-        """
+        """Measures, on every rank whose memory ran out, which number of microbatches fits; all ranks call and raise it."""
         gradients, membership = layout.gradients, self.membership
         assert isinstance(gradients, GradientSum), "with a sharded model the microbatch itself has raised"
         gradients.drain()

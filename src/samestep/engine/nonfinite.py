@@ -22,13 +22,6 @@ class FiniteCheck:
     out on the device: then the outcome is a flag there (*late*), and the host reads it when it reads the loss. Numbers
     of the step are floats in the one case, and 0-d tensors in the other; the arithmetic is written once for both.
 
-    Args:
-        device: this rank's.
-        optimizers: of the step.
-        scale: of the loss.
-        on_nonfinite: "raise" or "skip".
-        late: whether the device decides; None: if it can.
-
     Attributes:
         is_late: whether the device decides.
 

@@ -44,11 +44,6 @@ class SpreadNorm:
 
     A small model comes together on every rank. Of a large one each parameter that is divided comes together on one
     rank, one after another, which adds 1/D of the gradient to what a rank sends in a step.
-
-    Args:
-        communicator: this rank's communicator.
-        spreads: how each parameter is spread, in the model's order.
-        dtypes: of each.
     """
 
     def __init__(self, communicator: Communicator, spreads: Sequence[Spread], dtypes: Sequence[torch.dtype]) -> None:
@@ -58,11 +53,7 @@ class SpreadNorm:
         self._buckets = make_buckets(forms, 2**62, 1)  # one a dtype, whatever travels in how many
 
     def of(self, parts: Sequence[Tensor]) -> Tensor:
-        """The norm, 0-d, of at least 32 bits; the same on every rank.
-
-        Args:
-            parts: this rank's part of each, flat.
-        """
+        """The norm, 0-d, of at least 32 bits; the same on every rank."""
         blocks = [
             self._whole(bucket, parts) if bucket.length <= NORM_ELEMENTS else self._by_parameter(bucket, parts)
             for bucket in self._buckets

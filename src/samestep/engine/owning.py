@@ -20,12 +20,6 @@ from samestep.engine.spread import SpreadState, check_contiguous
 class OwnedParts:
     """This rank's part of the parameters of a step.
 
-    Args:
-        parameters: whole on every rank, contiguous.
-        names: of each.
-        buckets: how their gradients lie.
-        communicator: this rank's communicator.
-
     Attributes:
         state: the parts.
 

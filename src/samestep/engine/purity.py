@@ -31,13 +31,9 @@ class PurityCheck:
         self._copies: list[Tensor] | None = None
 
     def begin(self, step: int) -> None:
-        """Remembers how the model is.
-
-        Args:
-            step: its number; in the first steps the values are compared too, in these and every so often also the
-                addresses, and the modules are looked up anew.
-        """
+        """Remembers how the model is."""
         self._copies, self._addresses = None, None
+        # Versions tell most writes; those behind torch's back (`.data`) only copies and addresses do.
         if step < COPIED_STEPS or step % LOOKED_EVERY == 0:
             self._modules = list(self._model.modules())
             self._addresses = [parameter.data_ptr() for parameter in self._parameters]

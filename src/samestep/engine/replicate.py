@@ -24,12 +24,6 @@ from samestep.errors import UsageError
 class ReplicateStrategy:
     """Every rank has the whole state.
 
-    Args:
-        membership: the ranks.
-        model: that is trained.
-        options: how gradients travel.
-        shard_optimizer: each rank updates its elements of the parameters only.
-
     Attributes:
         state: the local shards that the optimizers hold, with `shard_optimizer` on several ranks; else None.
         forward: the model.

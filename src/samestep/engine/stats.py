@@ -25,10 +25,6 @@ class StepStats:
 
     They lie on the host if it judges a step before the update, and on the device if that does (`late_check`): then the
     host waits for nothing. Both are tensors of the same 64 bits.
-
-    Args:
-        device: this rank's.
-        on_host: where they lie.
     """
 
     def __init__(self, device: torch.device, on_host: bool) -> None:
@@ -46,7 +42,11 @@ class StepStats:
     def note(self, microbatch: int, loss: MicrobatchLoss, gradient_sum: Tensor) -> None:
         """Writes a microbatch's row."""
         row = self._rows[self._mine.index(microbatch)]
-        row[0] = loss.value.detach().to(self._device).to(self._dtype) * loss.weight
+        if self.on_host:  # in one call: a small model has many small steps
+            values = (loss.value.item() * loss.weight, float(loss.count), gradient_sum.item())
+            row.copy_(torch.tensor(values, dtype=self._dtype))
+            return
+        row[0] = loss.value.detach().to(self._dtype) * loss.weight
         row[1] = loss.count
         row[2] = gradient_sum
 
@@ -93,13 +93,7 @@ class Agreed:
 
 
 def write_header(batch: Batch, step: int, asked: Agreed) -> list[int]:
-    """The message of this rank, as 64-bit integers, as many on every rank.
-
-    Args:
-        batch: that it was handed.
-        step: its number.
-        asked: by this rank.
-    """
+    """The message of this rank, as 64-bit integers, as many on every rank."""
     flags = asked.flags
     packed = [
         sum(flag << k for k, flag in enumerate(flags[i : i + FLAGS_A_WORD])) for i in range(0, len(flags), FLAGS_A_WORD)

@@ -30,13 +30,7 @@ Values = dict[tuple[str, str], Any]
 
 
 class Traces:
-    """Looks for the traces of microbatches.
-
-    Args:
-        membership: says what was found, and by it the run tells who is asked for the rank.
-        model: that is trained.
-        loss_fn: by which its microbatches are run.
-    """
+    """Looks for the traces of microbatches."""
 
     def __init__(self, membership: Membership, model: nn.Module, loss_fn: Callable[..., Any]) -> None:
         self._membership, self._model, self._loss_fn = membership, model, loss_fn

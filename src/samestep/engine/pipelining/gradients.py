@@ -16,13 +16,6 @@ from samestep.engine.pipelining.model import PipelinedModel
 class PipelinedGradientSum:
     """Sums the gradients of all microbatches of a step, of this rank's stages; methods as those of `GradientSum`.
 
-    Args:
-        pipelined: the model.
-        trainable: the parameters that the optimizers update, of all stages, by name.
-        membership: the ranks.
-        bucket_bytes: how much travels in one message.
-        observer: is told when messages leave.
-
     Attributes:
         parameters: the trainable ones, of all stages; those of other ranks have no elements.
         stage_parameters: of each of this rank's stages, by its number, the trainable ones.
@@ -93,11 +86,7 @@ class PipelinedGradientSum:
         raise AssertionError("a pipeline pushes by stage")
 
     def push_stage(self, stage: int, microbatch: int) -> Tensor:
-        """Pushes what the backward of a microbatch left in the `.grad` of a stage's parameters on its tree.
-
-        Returns:
-            The sum of all its elements, 0-d.
-        """
+        """Pushes what the backward of a microbatch left in the `.grad` of a stage's parameters on its tree."""
         if stage not in self._sums:
             return self._zero
         return self._sums[stage].push(microbatch, self._zero)

@@ -19,13 +19,7 @@ class LeaveError(BaseException):
 
 
 class ModelProxy:
-    """Takes the place of the model in one call of a loss function.
-
-    Args:
-        model: whose place it takes.
-        run: runs the stage on what the model is given.
-        returns: whether the loss function goes on with what `run` returns.
-    """
+    """Takes the place of the model in one call of a loss function."""
 
     def __init__(self, model: nn.Module, run: Callable[[Any], Any], returns: bool) -> None:
         self._model = model

@@ -33,12 +33,7 @@ LOOKED_STEPS = 2
 
 
 class StageRunner:
-    """Runs the microbatches of a global batch through this rank's stages, in the order of the schedule.
-
-    Args:
-        pipelined: the model.
-        runner: computes the loss of a microbatch, given a proxy of the model.
-    """
+    """Runs the microbatches of a global batch through this rank's stages, in the order of the schedule."""
 
     def __init__(self, pipelined: PipelinedModel, runner: MicrobatchRunner) -> None:
         self._pipelined = pipelined

@@ -24,13 +24,6 @@ from samestep.engine.strategy import ExchangeOptions, Layout
 class PipelineStrategy:
     """The model is cut into stages, of which each rank has some.
 
-    Args:
-        membership: the ranks; those along "pipe" have different stages.
-        model: cut into stages.
-        optimizers: over its parameters.
-        options: where to cut.
-        exchange: how gradients travel.
-
     Attributes:
         pipelined: the stages.
         forward: runs all of them, as the model.

@@ -18,13 +18,7 @@ from samestep.engine.observer import Observers
 
 
 class PartGather(AllGather):
-    """Gathers the parameters of one module by the transport.
-
-    Args:
-        communicator: this rank's communicator.
-        observers: are told that this rank waits for others.
-        note: called before each.
-    """
+    """Gathers the parameters of one module by the transport."""
 
     def __init__(self, communicator: Communicator, observers: Observers, note: Callable[[], None]) -> None:
         self._communicator = communicator
@@ -45,15 +39,7 @@ class PartGather(AllGather):
 
 
 class PieceScatter(ReduceScatter):
-    """Hands over the gradients of one module, without adding them.
-
-    Args:
-        communicator: this rank's communicator.
-        observers: are told that this rank waits for others.
-        take: is given this rank's gradient, flat, and what arrived: this rank's part of the gradient of each rank, one
-            after another.
-        unread: memory of at least one part, for what FSDP2 takes to be the sum: all modules may have the same.
-    """
+    """Hands over the gradients of one module, without adding them."""
 
     def __init__(
         self,

@@ -28,12 +28,6 @@ from samestep.errors import DeterminismError
 class ShardedGradientSum:
     """Sums the gradients of all microbatches of a step, each rank its part; methods as those of `GradientSum`.
 
-    Args:
-        sharded: the model.
-        trainable: this rank's parts of the parameters that the optimizers update, by name.
-        membership: the ranks.
-        observers: are told that this rank waits for others.
-
     Attributes:
         inputs: empty: which leaves there are FSDP2 knows.
         is_sharded: true.
@@ -96,11 +90,7 @@ class ShardedGradientSum:
         self._calls = [0] * len(self._groups)
 
     def push(self, microbatch: int, loss: Tensor) -> Tensor:
-        """What the backward of a microbatch has left is on the tree already; drops the rest.
-
-        Returns:
-            The sum of all elements of its gradient, 0-d: not finite if one of them is not.
-        """
+        """What the backward of a microbatch has left is on the tree already; drops the rest."""
         if self._communicator.world_size == 1:
             for number, group in enumerate(self._groups):
                 flat = self._sharded.own_gradient(group)

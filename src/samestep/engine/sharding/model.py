@@ -54,14 +54,6 @@ class Together:
 class ShardedModel:
     """Spreads a model over the ranks, in place, and gives the optimizers what this rank has of it.
 
-    Args:
-        model: equal on all ranks; its parameters become DTensors.
-        optimizers: over its parameters, which become this rank's parts.
-        communicator: this rank's communicator.
-        mesh: over all ranks.
-        inner: the modules inside it that come together as one, from `plan_modules`.
-        options: how.
-
     Attributes:
         model: the model.
         state: this rank's parts.

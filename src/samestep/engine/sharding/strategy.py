@@ -29,12 +29,6 @@ PARTLY_UNSHARDED = (
 class ShardedStrategy:
     """Parameters, gradients and optimizer state are sharded over the ranks, by FSDP2.
 
-    Args:
-        membership: the ranks, to which microbatches are dealt in turn from now on.
-        model: sharded over them.
-        optimizers: over its parameters.
-        options: how.
-
     Attributes:
         forward: the model.
     """
