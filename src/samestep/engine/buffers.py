@@ -165,7 +165,7 @@ class BufferMerge:
             self._check_others(blocks_by_rank)
 
     def write(self, ok: Tensor | None) -> None:
-        """Puts the merged values in the model, if `ok`: a bool on the device, or None if the host knows that all is well."""
+        """Puts the merged values in the model, if `ok`: a bool on the device, or None if the host knows it."""
         if self._merged_means is not None:
             self._write_means(self._merged_means, ok)
         for index, end in self._ends.items():
