@@ -37,6 +37,9 @@ class StepObserver:
     def on_phase(self, phase: str) -> None:
         """A phase begins: "data", "forward", "backward", "exchange", "update" or, after the step, "script"."""
 
+    def on_wait(self, begins: bool) -> None:
+        """This rank begins to wait for others in the middle of a phase, or has waited; in an evaluation, too."""
+
     def on_microbatch(self, step: int, index: int, value: Any) -> None:
         """The forward of a microbatch begins; `value` holds its samples."""
 
@@ -125,11 +128,15 @@ class Observers(StepObserver):
 
     def waits(self, wait: Callable[[], Any]) -> Any:
         """Waits for other ranks in the middle of a phase: a rank in the phase "exchange" is not taken for hung."""
-        before = self.phase
-        self.on_phase("exchange")
+        self.on_wait(True)
         value = wait()
-        self.on_phase(before)
+        self.on_wait(False)
         return value
+
+    def on_wait(self, begins: bool) -> None:
+        """Tells all of them."""
+        for observer in self._observers:
+            observer.on_wait(begins)
 
 
 class HeartbeatObserver(StepObserver):
@@ -141,6 +148,7 @@ class HeartbeatObserver(StepObserver):
 
     def __init__(self, heartbeat: Heartbeat) -> None:
         self._heartbeat = heartbeat
+        self._before = heartbeat.phase
 
     def on_step(self, step: "TrainStep", batch: Any) -> None:
         """Posts the number of the step."""
@@ -149,6 +157,13 @@ class HeartbeatObserver(StepObserver):
     def on_phase(self, phase: str) -> None:
         """Posts the phase."""
         self._heartbeat.enter(phase)
+
+    def on_wait(self, begins: bool) -> None:
+        """Posts "exchange" meanwhile."""
+        if begins:
+            self._before = self._heartbeat.enter("exchange")
+        else:
+            self._heartbeat.enter(self._before)
 
 
 _IN_SCOPE: ContextVar[tuple[StepObserver, ...]] = ContextVar("step_observers", default=())
