@@ -8,8 +8,8 @@ from engine_programs import bits, perceptron, table
 from torch.nn import functional
 from worlds import in_turns
 
+from samestep.engine.nonfinite import FiniteCheck
 from samestep.engine.result import StepResult
-from samestep.engine.step import TrainStep
 from samestep.errors import DeterminismError, NonFiniteError
 from samestep.train.run import Run
 
@@ -119,10 +119,8 @@ def test_skip_leaves_the_update_out_and_counts_the_step(kind):
 
 
 def test_twin_a_step_that_is_not_undone_is_noticed(monkeypatch):
-    real = TrainStep._judge
-    monkeypatch.setattr(
-        TrainStep, "_judge", lambda self, loss, gradient: (torch.tensor(True), real(self, loss, gradient)[1])
-    )
+    real = FiniteCheck.judge
+    monkeypatch.setattr(FiniteCheck, "judge", lambda self, *numbers: (torch.tensor(True), real(self, *numbers)[1]))
     _, digest = in_turns(1, train, "loss", "sgd", "skip")[0]
     monkeypatch.undo()
     assert in_turns(1, train, "loss", "sgd", "skip")[0][1] != digest

@@ -51,7 +51,7 @@ class Reduction:
         with self._on_stream():
             self._advance(None)
         for value in sums if stream is not None else ():
-            value.record_stream(stream)  # type: ignore[arg-type]  # a Stream of the accelerator
+            value.record_stream(stream)
 
     @property
     def is_done(self) -> bool:

@@ -71,7 +71,7 @@ class StepStats:
         """Some sums, then the rows, flat."""
         rows = self._rows[:num_leaves].reshape(-1)
         if self.on_host:
-            return [*sums, *rows.tolist()]
+            return [*map(float, sums), *rows.tolist()]
         return torch.cat([torch.stack([value.to(self._dtype) for value in sums]), rows])
 
 
