@@ -247,7 +247,7 @@ class MicrobatchRunner:
     def explain_shortage(
         self, batch: Batch, shortage: Shortage | None, layout: Layout, optimizers: Sequence[Optimizer]
     ) -> OutOfMemoryError:
-        """Measures, on every rank whose memory ran out, which number of microbatches fits; all ranks call and raise it."""
+        """Measures, on ranks whose memory ran out, which number of microbatches fits; all ranks call and raise it."""
         gradients, membership = layout.gradients, self.membership
         assert isinstance(gradients, GradientSum), "with a sharded model the microbatch itself has raised"
         gradients.drain()
