@@ -50,8 +50,9 @@ class Reduction:
             stream.wait_stream(torch.cuda.current_stream(stream.device))
         with self._on_stream():
             self._advance(None)
-        for value in sums if stream is not None else ():
-            value.record_stream(stream)
+        if stream is not None:
+            for value in sums:
+                value.record_stream(stream)
 
     @property
     def is_done(self) -> bool:

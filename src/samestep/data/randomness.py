@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numpy.random import get_state, mtrand, set_state
+from numpy.random import mtrand  # NumPy's public functions, with their types
 from torch import Tensor
 
 from samestep.core.seeds import derive_seed
@@ -75,20 +75,20 @@ class Generators:
     def save(self) -> SavedState:
         """The state of every generator."""
         of_torch = [generator.get_state() for generator in self.of_torch]
-        numpy = mtrand.get_bit_generator(), get_state(legacy=False)
+        numpy = mtrand.get_bit_generator(), mtrand.get_state(legacy=False)
         return SavedState(of_torch, random.getstate(), *numpy)
 
     def states_off_device(self) -> str:
         """The states of all generators but the device's own, written out for a comparison; takes a millisecond."""
         of_torch = [generator.get_state().tolist() for generator in self.of_torch[:-1]]
-        return repr((of_torch, random.getstate(), get_state(legacy=False)))
+        return repr((of_torch, random.getstate(), mtrand.get_state(legacy=False)))
 
     def restore(self, saved: SavedState) -> None:
         """Puts every generator in the state that was saved."""
         mtrand.set_bit_generator(saved.of_numpy)
         if saved.numpy_state["has_gauss"]:
             # The bits are as they were, since another generator drew; half of a normal pair is not among them.
-            set_state(saved.numpy_state)
+            mtrand.set_state(saved.numpy_state)
         random.setstate(saved.of_python)
         for generator, state in zip(self.of_torch, saved.of_torch, strict=True):
             generator.set_state(state)
