@@ -121,6 +121,7 @@ def _nothing_left_behind(request):
     }  # set by torch
     assert not changed, f"environment variables changed: {sorted(changed)}"
     if not pooled:
+        assert not torch.distributed.is_initialized(), "a process group left behind"
         left = [child for child in psutil.Process().children(recursive=True) if child.pid not in before]
         alive = [child for child in left if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
         assert not alive, f"processes left behind: {alive}"

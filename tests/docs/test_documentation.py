@@ -14,6 +14,7 @@ import typer
 
 import samestep
 from samestep.cli.main import app
+from samestep.comm.mesh import close_mesh
 from samestep.recipes.catalog import NAMES
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -105,6 +106,7 @@ def test_the_python_of_a_page_runs_from_top_to_bottom(page, tmp_path, monkeypatc
     for block in blocks(page, "python"):
         if not block.title:
             execute(block, names)
+    close_mesh()
 
 
 def run_python(*arguments, folder):

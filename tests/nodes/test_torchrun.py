@@ -8,7 +8,7 @@ import sys
 import pytest
 from node_scripts import FAILING, PARALLEL, SMALL, TRAINER
 
-from samestep.cli.options import chosen_devices, chosen_torchrun
+from samestep.cli.options import NodeOptions, WorkerOptions, chosen_devices, chosen_torchrun
 from samestep.comm.environment import torchrun_defaults
 from samestep.errors import UsageError
 from samestep.launcher.policy import Policy
@@ -27,7 +27,7 @@ RUN_IT = "import runpy, sys; sys.argv = ['train.py', " + repr(EPOCHS) + "]; runp
 
 
 def given(policy=None, start_method=None, **options):
-    return chosen_torchrun(policy or Policy(), start_method, **options)
+    return chosen_torchrun(policy or Policy(), start_method, NodeOptions(**options))
 
 
 def alone(nodes, script):
@@ -77,8 +77,8 @@ def test_the_variables_of_kubeflows_runtime_are_defaults_of_the_options(monkeypa
     assert torchrun_defaults()["master_addr"] == "job-node-0-0.job"
     assert given().max_nodes == 2
     assert given(nnodes="3").max_nodes == 3
-    assert chosen_devices(None, None) == "4"
-    assert chosen_devices("cpu:2", None) == "cpu:2"
+    assert chosen_devices(WorkerOptions(None, None)) == "4"
+    assert chosen_devices(WorkerOptions("cpu:2", None)) == "cpu:2"
 
 
 def test_under_torchrun_the_options_are_refused_and_the_variables_left_alone(monkeypatch):
@@ -103,9 +103,9 @@ def test_a_task_of_srun_can_hand_over(monkeypatch):
 
 def test_devices_and_torchruns_spelling_together_are_refused():
     with pytest.raises(UsageError, match="one of the two"):
-        chosen_devices("2", "2")
-    assert chosen_devices(None, "gpu") == "cuda"
-    assert chosen_devices(None, "cpu").startswith("cpu:")
+        chosen_devices(WorkerOptions("2", "2"))
+    assert chosen_devices(WorkerOptions(None, "gpu")) == "cuda"
+    assert chosen_devices(WorkerOptions(None, "cpu")).startswith("cpu:")
 
 
 def test_two_nodes_of_two_ranks_give_the_bits_of_one_process_and_sum_by_nodes(nodes):

@@ -81,7 +81,7 @@ def test_a_run_that_spreads_its_state_has_no_spares_and_no_shares():
 @pytest.mark.parametrize(
     ("value", "option", "words"),
     [
-        ("fsdp", False, "it is 'replicate', 'sharded', 'pipeline', 'tensor', or one with options"),
+        ("fsdp", False, "it is 'replicate', 'sharded', 'pipeline', or one with options"),
         (3, False, r"samestep\.Sharded"),
         ("sharded", True, "leave shard_optimizer out"),
         (Sharded(), True, "leave shard_optimizer out"),

@@ -87,13 +87,13 @@ def _of_stage(trace: Trace, layout: Layout, kind: DeviceKind, stage: int) -> Mem
 def _gradient_sums(layout: Layout) -> tuple[int, float]:
     """Gradients that the buckets hold, and gradients received from all blocks, on the rank with most.
 
-    The buckets keep the memory of all gradients that were alive on the tree at once, and one more for their layout.
+    They are those that are alive on the tree at once.
     """
     if layout.is_sharded:  # each rank has its share of the sums over all microbatches
         return num_sums_alive(range(layout.num_microbatches), at_once=layout.data), 0.0
     ranges = microbatch_ranges(layout.num_microbatches, layout.data)
     alive = max(num_sums_alive(microbatches) for microbatches in ranges)
-    return alive + 1, sum(map(len, rank_blocks(tuple(ranges), layout.num_microbatches))) / layout.data
+    return alive, sum(map(len, rank_blocks(tuple(ranges), layout.num_microbatches))) / layout.data
 
 
 def _stage_sections(trace: Trace, layout: Layout, stage: int) -> slice:
