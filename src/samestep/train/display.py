@@ -26,7 +26,7 @@ class Display(Protocol):
         """Shows a line of text for good."""
         ...
 
-    def ledger(self, view: int | None = None, seconds: float | None = None) -> None:
+    def ledger(self, quorum: int | None = None, seconds: float | None = None) -> None:
         """Tells that a ledger is kept; or how long the healing that ended in a view took, as it stands there."""
         ...
 
@@ -48,7 +48,7 @@ class SilentDisplay:
     def line(self, text: str) -> None:
         """Shows nothing."""
 
-    def ledger(self, view: int | None = None, seconds: float | None = None) -> None:
+    def ledger(self, quorum: int | None = None, seconds: float | None = None) -> None:
         """Tells nobody."""
 
     def close(self) -> None:
@@ -84,9 +84,9 @@ class SupervisedDisplay:
         """Sends a line."""
         self._channel.send("line", text=text)
 
-    def ledger(self, view: int | None = None, seconds: float | None = None) -> None:
+    def ledger(self, quorum: int | None = None, seconds: float | None = None) -> None:
         """Sends the event: the supervisor tells of a healing with the number that the ledger has."""
-        self._channel.send("ledger", view=view, seconds=seconds)
+        self._channel.send("ledger", quorum=quorum, seconds=seconds)
 
     def close(self) -> None:
         """Does nothing: the supervisor clears up when we end."""
