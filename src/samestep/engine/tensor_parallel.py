@@ -42,21 +42,10 @@ LOST = ("gloo/transport", "Connection closed by peer", "NCCL")  # in torch's mes
 class TensorParallelStrategy:
     """The state of a model with DTensors over the axis "tensor", and the exchange of its gradients.
 
-    Args:
-        membership: the ranks.
-        model: parallelized; its other parameters are replicated.
-        optimizers: over its parameters; they hold the local shards afterwards.
-        exchange: how gradients travel.
-
     Attributes:
-        forward: the model.
-        state: the local shards.
+        state: the local shards, which the optimizers hold from now on; other parameters are replicated.
         communicator: over the ranks along "tensor".
         leaves: the model's parameters by name, DTensors among them.
-
-    Raises:
-        UsageError: a DTensor is on another mesh or unevenly sharded, or the optimizer's update is not elementwise.
-        DeterminismError: the ranks have built different models.
     """
 
     def __init__(
@@ -161,15 +150,7 @@ class TensorParallelStrategy:
 
 
 class TensorParallelGradientSum(GradientSum):
-    """Sums the gradients of the local shards, microbatch by microbatch and over the ranks along "data".
-
-    Args:
-        strategy: has the model and its local shards.
-        trainable: the local shards that the optimizers update, by name.
-        data: over the ranks along "data".
-        bucket_bytes: the size of a message.
-        observer: of the step.
-    """
+    """Sums the gradients of the local shards, microbatch by microbatch and over the ranks along "data"."""
 
     is_sharded = True
 

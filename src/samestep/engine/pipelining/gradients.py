@@ -1,4 +1,4 @@
-"""The gradient of one step where the model is in stages: that of each stage on a tree of its own."""
+"""The gradients of a step of a model in stages: each stage has a tree of its own."""
 
 from collections.abc import Sequence
 
@@ -14,15 +14,7 @@ from samestep.engine.pipelining.model import PipelinedModel
 
 
 class PipelinedGradientSum:
-    """Sums the gradients of all microbatches of a step, of this rank's stages; methods as those of `GradientSum`.
-
-    Attributes:
-        parameters: the trainable ones, of all stages; those of other ranks have no elements.
-        stage_parameters: of each of this rank's stages, by its number, the trainable ones.
-        inputs: empty: each stage has its own.
-        is_sharded: true.
-        used: for each parameter whether a microbatch of this rank used it.
-    """
+    """Sums the gradients of this rank's stages; in `parameters`, those of other ranks' stages have no elements."""
 
     is_sharded = True
     inputs: tuple[Tensor, ...] = ()

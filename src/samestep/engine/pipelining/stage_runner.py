@@ -1,9 +1,10 @@
 """Runs the microbatches of a step through this rank's stages, in the order of the schedule."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from samestep.core.microbatches import microbatch_bounds
 from samestep.core.seeds import derive_seed
@@ -21,19 +22,18 @@ from samestep.engine.pipelining.backward import (
 from samestep.engine.pipelining.buffers import StageBuffers
 from samestep.engine.pipelining.gradients import PipelinedGradientSum
 from samestep.engine.pipelining.model import PipelinedModel
-from samestep.engine.pipelining.model_proxy import LeaveError, ModelProxy
 from samestep.engine.pipelining.schedule import BACKWARD, FORWARD, INPUT, WEIGHT, Action, Message, make_schedule
 from samestep.engine.pipelining.stage_inputs import Contents, StageInputs, packed, unpacked
 from samestep.engine.pipelining.stages import as_tensors, like
 from samestep.engine.stats import StepStats
 from samestep.engine.strategy import Layout
-from samestep.errors import OutOfMemoryError
+from samestep.errors import LossError, OutOfMemoryError
 
 LOOKED_STEPS = 2
 
 
 class StageRunner:
-    """Runs the microbatches of a global batch through this rank's stages, in the order of the schedule."""
+    """Runs the microbatches of a step; `runner` computes the loss of one, given a proxy of the model."""
 
     def __init__(self, pipelined: PipelinedModel, runner: MicrobatchRunner) -> None:
         self._pipelined = pipelined
@@ -44,12 +44,7 @@ class StageRunner:
         self._last = len(pipelined.stages) - 1
 
     def run(self, batch: Batch, step: int, layout: Layout, stats: StepStats) -> None:
-        """Forward and backward of the microbatches that this rank executes together with those of its pipeline.
-
-        Raises:
-            PeerLostError: a rank with another stage is lost, or has failed.
-            OutOfMemoryError: a microbatch did not fit.
-        """
+        """Forward and backward of the microbatches that this rank executes together with those of its pipeline."""
         membership, options = self._membership, self._pipelined.options
         assert isinstance(layout.gradients, PipelinedGradientSum), "laid out by the pipeline's strategy"
         assert isinstance(layout.buffers, StageBuffers), "laid out by the pipeline's strategy"
@@ -146,7 +141,7 @@ class StageRunner:
         kept.loss, kept.outputs = loss, [loss.value]
 
     def _backward(self, action: Action, microbatch: int) -> None:
-        """Runs a backward, or a part of one, and hands on the gradient of the input as soon as it is there."""
+        """Runs a backward, or a part of one, and sends the gradient of the input as soon as it is computed."""
         stage, place = action.stage, action.place
         kept = self._kept[stage, place]
         parameters = self._gradients.stage_parameters[stage]
@@ -169,7 +164,7 @@ class StageRunner:
         del self._kept[stage, place]
 
     def _begin_backward(self, kept: MicrobatchInStage, stage: int, place: int) -> None:
-        """Takes what the backward of a stage begins with."""
+        """Sets the gradients of the outputs, from the stage behind or from the loss."""
         if kept.loss is not None:
             loss = kept.loss
             kept.seeds = [self._runner.initial_gradient(loss, self._is_only)]
@@ -180,8 +175,7 @@ class StageRunner:
         (value, stats_of, *seeds), note = self._take(Message(BACKWARD, stage, place))
         assert value is not None, "the row is always there"
         assert stats_of is not None, "the row is always there"
-        kept.seeds, kept.row = seeds, (value, stats_of)
-        kept.weight = note
+        kept.seeds, kept.row, kept.weight = seeds, (value, stats_of), note
 
     def _take(self, message: Message) -> Contents:
         """Waits for a message."""
@@ -197,3 +191,54 @@ class StageRunner:
             self._inputs.send(Message(BACKWARD, stage - 1, place), [value, sent, *found], kept.weight)
         elif self._membership.mine:
             self._stats.note(self._microbatches[place], MicrobatchLoss(value, kept.weight, stats[0]), stats[1])
+
+
+class LeaveError(BaseException):
+    """Leaves a loss function once a stage that is not the last has run; no `except Exception` may hold it up."""
+
+
+class ModelProxy:
+    """The model for one call of a loss function on a rank that has some stages of it only.
+
+    Every rank calls the loss function. At its call of the model the rank's stage runs, on the argument in the first
+    stage and on the output of the stage before in the others. On the last stage the loss function goes on with the
+    output; on the others it is left there. So its code around the model (autocast, noise) runs as on one device.
+    """
+
+    def __init__(self, model: nn.Module, run: Callable[[Any], Any], returns: bool) -> None:
+        self._model = model
+        self._run = run
+        self._returns = returns
+        self.num_calls = 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the stage on the one argument."""
+        self.num_calls += 1
+        if self.num_calls > 1:
+            raise LossError(
+                "the loss function calls the model twice; with strategy='pipeline' a microbatch goes through the "
+                "stages once: join the inputs along dim 0 and call it once, or use another strategy"
+            )
+        if len(args) != 1 or kwargs:
+            raise LossError(
+                f"the loss function calls the model with {len(args)} values and {len(kwargs)} by name; with "
+                "strategy='pipeline' it takes one: put them in a tuple"
+            )
+        output = self._run(args[0])
+        if not self._returns:
+            raise LeaveError
+        return output
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._model, name)
+        if isinstance(value, Tensor | nn.Module) or callable(value):
+            raise LossError(
+                f"the loss function uses model.{name}; with strategy='pipeline' no rank has the whole model: call "
+                "model(x) alone, or use another strategy"
+            )
+        return value
+
+    def check_called(self) -> None:
+        """Raises a `LossError` if the loss function never called the model."""
+        if not self.num_calls:
+            raise LossError("the loss function does not call the model; with strategy='pipeline' it must, once")

@@ -22,12 +22,7 @@ from samestep.engine.strategy import ExchangeOptions, Layout
 
 
 class PipelineStrategy:
-    """The model is cut into stages, of which each rank has some.
-
-    Attributes:
-        pipelined: the stages.
-        forward: runs all of them, as the model.
-    """
+    """The model is cut into stages, of which each rank along "pipe" has some."""
 
     def __init__(
         self,
