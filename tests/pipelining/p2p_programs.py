@@ -79,8 +79,7 @@ def sums_along(communicator, sizes):
             torch.tensor([communicator.rank]) if communicators["data"].rank == 1 else None, 1
         )
         words = {
-            axis: [row[0] for row in communicator.gather_words([communicator.rank])]
-            for axis, communicator in communicators.items()
+            axis: [row[0] for row in along.gather_words([communicator.rank])] for axis, along in communicators.items()
         }
         return words, shared.item()
     finally:
