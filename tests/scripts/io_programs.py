@@ -28,7 +28,7 @@ import torch
 
 from samestep.scripts import output, seeding
 from samestep.scripts.adoption import Adoption
-from samestep.scripts.files import changes
+from samestep.scripts.files import patches as file_patches
 from samestep.scripts.patch import applied
 
 LIBRARY = """
@@ -86,7 +86,7 @@ def library():
 
 def in_script(communicator, name, *args):
     """Runs a function of this file, by name, under the patches of `files`."""
-    with applied(changes.patches(Adoption(communicator))):
+    with applied(file_patches.patches(Adoption(communicator))):
         return globals()[name](communicator, *args)
 
 
@@ -372,7 +372,7 @@ def elsewhere(communicator, folder):
 def in_a_chunk(communicator, folder):
     """Writes while a chunk of a wrapped forward runs."""
     adoption = Adoption(communicator)
-    with applied(changes.patches(adoption)):
+    with applied(file_patches.patches(adoption)):
         for chunk in range(communicator.rank + 1):  # not equally many
             with adoption.chunk(chunk), open(f"{folder}/log", "a") as file:
                 file.write(f"rank {communicator.rank}\n")
@@ -383,7 +383,7 @@ def in_a_chunk(communicator, folder):
 def saves_and_loads(communicator, folder):
     """Libraries that are imported late."""
     before, path = list(sys.meta_path), list(sys.path)
-    with applied(changes.patches(Adoption(communicator))):
+    with applied(file_patches.patches(Adoption(communicator))):
         for name in [name for name in sys.modules if name.partition(".")[0] in ("safetensors", "torchvision")]:
             del sys.modules[name]
         importlib.util.find_spec("safetensors.torch")  # looks, and imports nothing
@@ -535,8 +535,8 @@ def said_seeds(communicator, how):
         elif how == "host":
             random.seed(3)
         with redirect_stderr(stderr):
-            seeding.say_seed(adoption)
-            seeding.say_seed(adoption)
+            seeding.notice_seed(adoption)
+            seeding.notice_seed(adoption)
         return stderr.getvalue(), adoption.seeding.seed
 
 

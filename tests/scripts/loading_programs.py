@@ -283,7 +283,7 @@ BREAKERS = {
     "small batches are left alone": [],
     "draws are not noticed": [ANY_SIZE, Patch(drawing.Watch, "has_moved", lambda watch, kept: False)],
     "all workers are everywhere": [Patch(split_workers._Context, "_is_ours", lambda context, worker: True)],
-    "generators are not handed over": [Patch(rank0_loader.SoloIterator, "_draw_on", lambda iterator, outcome: None)],
+    "generators are not handed over": [Patch(rank0_loader.Rank0Iterator, "_set_generators", lambda *_: None)],
     "indices are drawn ahead": [ANY_SIZE, Patch(round_robin, "num_safe_ahead", lambda loader: None)],
 }
 

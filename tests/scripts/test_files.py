@@ -20,9 +20,9 @@ from worlds import World
 from samestep.comm.communicator import Communicator
 from samestep.comm.transport import LocalTransport
 from samestep.scripts.adoption import Adoption
-from samestep.scripts.files import changes
+from samestep.scripts.files import patches as file_patches
 from samestep.scripts.files.call_origin import Caller, kind_of
-from samestep.scripts.files.discard import open_sink
+from samestep.scripts.files.discard import open_discard
 
 
 def script(worlds, n, name, folder, *args):
@@ -280,17 +280,17 @@ def test_a_rank_that_finds_a_file_complete_and_never_asks_for_it_is_not_waited_f
 
 def test_one_rank_alone_needs_no_patch():
     transport = LocalTransport()
-    assert changes.patches(Adoption(Communicator(torch.device("cpu"), transport, transport))) == []
+    assert file_patches.patches(Adoption(Communicator(torch.device("cpu"), transport, transport))) == []
 
 
 def test_a_sink_knows_its_name_and_position_and_takes_what_a_file_takes(tmp_path):
     path = tmp_path / "never"
-    with open_sink(str(path), "w", encoding="utf-8") as file:
+    with open_discard(str(path), "w", encoding="utf-8") as file:
         assert file.write("größe") == 5
         file.flush()
         assert (file.name, file.mode, file.tell(), file.encoding) == (str(path), "w", 7, "utf-8")
         assert file.fileno() > 2
-    with open_sink(path, "ab", start=5) as file:
+    with open_discard(path, "ab", start=5) as file:
         file.write(b"12")
         assert file.tell() == 7
         assert file.seek(0) == 0

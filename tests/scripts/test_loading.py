@@ -59,7 +59,7 @@ def test_batches_of_dealt_workers_are_those_of_one_process_and_made_once(worlds,
     (expected, _, _), _, got, num_fetched = both(worlds, tmp_path, world_size, name)
     for seen, _, notices in got:
         assert seen == expected
-        assert "data workers dealt" in notices[0]
+        assert "data workers split" in notices[0]
     # Workers fetch ahead; how far they come before an epoch is left is a matter of time.
     assert num_fetched <= 22 + 3 * 3 * 3
     assert [left for _, left, _ in got] == [0] * world_size

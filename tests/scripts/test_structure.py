@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from samestep.scripts.wrapped.structure import Slot, is_tensor, put_together, take_apart
+from samestep.scripts.wrapped.chunks import Slot, is_tensor, put_together, take_apart
 
 
 class Pair(NamedTuple):

@@ -98,7 +98,7 @@ def test_before_anything_is_divided_every_process_sums_the_whole_list(worlds):
     ("case", "said"),
     [
         ("parameters", "the ranks hold different parameters"),
-        ("batches", "the ranks were handed different batches"),
+        ("batches", "the ranks got different batches"),
         ("lengths", r"rank 1: 4 devices, 8 samples"),
         ("tensors", "the ranks reduce different tensors"),
         ("undivided", "the ranks hold different tensors"),

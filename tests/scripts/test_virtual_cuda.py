@@ -8,7 +8,7 @@ import torch
 from virtual_programs import alone, devices
 
 from samestep.errors import UsageError
-from samestep.scripts.visible import count_ids, num_visible
+from samestep.scripts.adoption import count_ids, num_visible
 
 
 def test_nothing_remains_when_the_time_is_over():

@@ -10,8 +10,7 @@ from torch import nn
 from samestep.comm import reduction
 from samestep.core.tree import Block, TreeSum
 from samestep.errors import SamestepError
-from samestep.scripts.active import activated
-from samestep.scripts.adoption import Adoption
+from samestep.scripts.adoption import Adoption, activated
 from samestep.scripts.tutorial_api import allreduce, replicate_params, split_and_load
 from samestep.scripts.wrapped.chunks import deal
 from samestep.scripts.wrapping import hinting, wrapped

@@ -1,1 +1,1 @@
-"""Existing scripts, unchanged: every rank runs the whole script, and the wrapped module's forward is shared out."""
+"""Existing scripts, unchanged: every rank runs the whole script; wrapped forwards are split over the ranks."""

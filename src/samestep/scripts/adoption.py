@@ -1,12 +1,14 @@
-"""The adoption: what a process that runs somebody's script knows, and how its ranks keep step.
+"""State of a process that runs an adopted script, and the exchange of small values between its ranks.
 
-Every rank runs the whole script, so every rank makes the same calls in the same order. Where they have to talk they
-*meet*: a header of fixed size says what is to happen at which line of the script, and ranks that have drifted apart
-stop with an error that names both lines.
+Every rank runs the whole script, so every rank makes the same calls in the same order. Each exchange starts with a
+header of fixed size that names the operation and the line of the script; ranks that have diverged therefore stop with
+an error that names both lines, instead of hanging.
 """
 
+import atexit
 import os
 import pickle
+import re
 import sys
 import threading
 import weakref
@@ -14,67 +16,56 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass, field
-from functools import cached_property
+from datetime import timedelta
+from functools import cache, cached_property
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from samestep.comm.communicator import Communicator
+from samestep.comm.communicator import Communicator, make_communicator
+from samestep.comm.environment import read_environment
 from samestep.data.randomness import Generators
 from samestep.engine.site import script_line
 from samestep.errors import DeterminismError
+from samestep.train.process import make_deterministic, own_device
 
+TIMEOUT_SECONDS = 1800.0
 HEADER_WORDS = 24
 EXTRA_WORDS = HEADER_WORDS - 3
-KEPT_CHUNKS = 65_536
 INLINE_BYTES = 16 * 1024
 MESSAGE_BYTES = HEADER_WORDS * 8 + INLINE_BYTES
 TEXT_BYTES = 512
+KEPT_CHUNKS = 65_536
+VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
+MAX_DEVICES = 64  # a script may name any of these, however many it counts: chunks are dealt to the ranks that exist
 
 
 @dataclass
 class Adoption:
-    """One adopted process.
-
-    Attributes:
-        communicator: this rank's communicator.
-        num_microbatches: chunks a wrapped forward is cut into; None leaves it to the script: `len(device_ids)`, else
-            `num_devices`.
-        num_devices: how many devices the script sees.
-        mark: tells the script on which virtual device a tensor is: `mark(tensor, index)`; does nothing where devices
-            are real. An index of -1 is the host.
-        on_device: makes a virtual device the current one for a while; does nothing where devices are real.
-        in_chunk: whether a chunk of a wrapped forward runs now; what is nested in it is not shared out again.
-        chunks_run: (forward number, chunk) of the last chunks that this rank ran.
-        num_forwards: wrapped forwards so far.
-        num_since_reseed: of those, since the script last seeded or restored a generator.
-        seeding: what `adopt.seeding` keeps about the script's seeds.
-        visible_at_start: CUDA_VISIBLE_DEVICES before the script ran: another value is the script's.
-        backward: what `adopt.backward` keeps while gradients pass through chunks.
-        own_failure: what this rank raised, and all others a copy of: it has the script's own lines.
-        scratch: what `adopt.scratch` keeps about the script's own lists of parameters.
-        templates: structures of results that the ranks have told each other, pickled.
-        wrapped: what `adopt.forward` remembers about each wrapped module.
-    """
+    """State of one process of an adopted script."""
 
     communicator: Communicator
-    num_microbatches: int | None = None
-    num_devices: int = 1
+    num_microbatches: int | None = None  # chunks of a wrapped forward; None: `len(device_ids)`, else `num_devices`
+    num_devices: int = 1  # logical devices that the script sees
+    # Marks a tensor as lying on a virtual device (-1: the host); the identity on real devices.
     mark: Callable[[Tensor, int], Tensor] = lambda tensor, index: tensor
+    # Makes a virtual device current for a block; does nothing on real devices.
     on_device: Callable[[int], AbstractContextManager[Any]] = lambda index: nullcontext()
-    in_chunk: bool = False
-    chunks_run: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=KEPT_CHUNKS))
+    in_chunk: bool = False  # a chunk of a wrapped forward runs: nothing nested in it is split over the ranks again
+    chunks_run: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=KEPT_CHUNKS))  # (forward, chunk)
     num_forwards: int = 0
-    num_since_reseed: int = 0
-    seeding: Any = None
-    scratch: Any = None
-    backward: Any = None
-    own_failure: BaseException | None = None
-    visible_at_start: str | None = field(default_factory=lambda: os.environ.get("CUDA_VISIBLE_DEVICES"))
-    templates: dict[int, bytes] = field(default_factory=dict)
+    num_since_reseed: int = 0  # wrapped forwards since the script last seeded or restored a generator
+    seeding: Any = None  # `seeding.Seeds`
+    tutorial: Any = None  # `tutorial_api.TutorialState`
+    backward: Any = None  # `backward.Backward`, while gradients pass through chunks
+    own_failure: BaseException | None = None  # raised first on this rank; its traceback has the script's own lines
+    # A value that differs from this one was assigned by the script.
+    visible_at_start: str | None = field(default_factory=lambda: os.environ.get(VISIBLE_DEVICES))
+    templates: dict[int, bytes] = field(default_factory=dict)  # pickled structures of results, by checksum
     wrapped: weakref.WeakKeyDictionary[nn.Module, Any] = field(default_factory=weakref.WeakKeyDictionary)
     _process: int = field(default_factory=os.getpid)
     _thread: int = field(default_factory=threading.get_ident)
@@ -96,7 +87,7 @@ class Adoption:
         return Generators(self.communicator.device)
 
     def may_meet(self) -> bool:
-        """Whether the caller stands where all ranks pass: on the script's own thread, in no chunk, in no child."""
+        """Whether all ranks reach this call: on the script's main thread, outside of chunks and child processes."""
         return not self.in_chunk and self.is_own_thread() and os.getpid() == self._process
 
     def is_own_thread(self) -> bool:
@@ -104,47 +95,21 @@ class Adoption:
         return threading.get_ident() == self._thread
 
     def meet(self, what: str, words: Sequence[int] = ()) -> list[list[int]]:
-        """Meets all ranks at the same point of the script.
+        """Gathers up to `EXTRA_WORDS` integers of each rank, padded with zeros; a barrier named `what`."""
+        return self.gather(what, words, None)[0]
 
-        Args:
-            what: what is to happen, in words, such as "a wrapped forward"; the same on all ranks.
-            words: up to `EXTRA_WORDS` 64-bit integers of this rank.
+    def gather(self, what: str, words: Sequence[int], data: Tensor | None) -> tuple[list[list[int]], list[Tensor]]:
+        """Gathers words and bytes ([n] uint8) of each rank; raises a `DeterminismError` if `what` or the lines differ.
 
-        Returns:
-            The words of each rank, padded with zeros.
-
-        Raises:
-            DeterminismError: the ranks are at different points; it names each one's line.
+        All headers have one size, so that ranks which have diverged still understand each other. A few bytes fit into
+        the same message; more follow in a second one.
         """
-        return self.hand_out(what, words, None)[0]
-
-    def hand_out(self, what: str, words: Sequence[int], data: Tensor | None) -> tuple[list[list[int]], list[Tensor]]:
-        """Meets all ranks, and gives every one the bytes that each brought along.
-
-        All meetings are messages of one size, so that ranks which have drifted apart still understand each other. A
-        few bytes fit into it; more follow in a second one.
-
-        Args:
-            what: as for `meet`.
-            words: as for `meet`.
-            data: [n] uint8 on this rank's device; None for nothing.
-
-        Returns:
-            The words of each rank, and the bytes of each.
-
-        Raises:
-            DeterminismError: the ranks are at different points; it names each one's line.
-        """
-        with torch._C.DisableTorchFunction():
-            own = torch.empty(0, dtype=torch.uint8, device=self.communicator.device) if data is None else data
-        padded = [*words, *[0] * (EXTRA_WORDS - len(words))]
-        if self.world_size == 1:
-            return [padded], [own]
         with torch._C.DisableTorchFunction():  # neither virtual devices nor the script's default device
-            return self._exchange(what, own, padded)
+            own = torch.empty(0, dtype=torch.uint8, device=self.communicator.device) if data is None else data
+            padded = [*words, *[0] * (EXTRA_WORDS - len(words))]
+            return ([padded], [own]) if self.world_size == 1 else self._exchange(what, own, padded)
 
     def _exchange(self, what: str, own: Tensor, padded: list[int]) -> tuple[list[list[int]], list[Tensor]]:
-        """The message of a meeting, and the second one for what does not fit into it."""
         line = script_line()
         head = [zlib.crc32(what.encode()), zlib.crc32(line.encode())]
         message = torch.zeros(MESSAGE_BYTES, dtype=torch.uint8)
@@ -156,7 +121,9 @@ class Adoption:
         received = transport.exchange(message.repeat(self.world_size), sizes, sizes).wait().view(self.world_size, -1)
         rows: list[list[int]] = received[:, : HEADER_WORDS * 8].contiguous().view(torch.int64).tolist()
         if any(row[:2] != head for row in rows):
-            self.drifted("the ranks are at different points of the script", f"{what} at {line or 'an unknown line'}")
+            self.raise_diverged(
+                "the ranks are at different points of the script", f"{what} at {line or 'an unknown line'}"
+            )
         lengths = [row[2] for row in rows]
         if inline and max(lengths) <= INLINE_BYTES:
             parts = [part[HEADER_WORDS * 8 :][:length] for part, length in zip(received, lengths, strict=True)]
@@ -166,13 +133,23 @@ class Adoption:
             parts = [own] * self.world_size
         return [row[3:] for row in rows], parts
 
-    def drifted(self, why: str, state: str) -> None:
-        """Raises the error about ranks that no longer agree; every rank calls it at the same point.
+    def gather_bytes(self, what: str, words: Sequence[int], data: bytes) -> tuple[list[list[int]], list[bytes]]:
+        """Gathers words and bytes of each rank, through host memory."""
+        with torch._C.DisableTorchFunction():
+            own = torch.from_numpy(np.frombuffer(bytearray(data), dtype=np.uint8))
+            rows, parts = self.gather(what, words, own)
+            return rows, [np.asarray(part).tobytes() for part in parts]
 
-        Args:
-            why: what differs.
-            state: what this rank has or does.
-        """
+    def share(self, what: str, value: Any, source: int = 0) -> Any:
+        """Broadcasts a value that pickles from rank `source`; those of other ranks are ignored."""
+        if self.world_size == 1:
+            return value
+        ours = pickle.dumps(value) if self.rank == source else b""
+        data = self.gather_bytes(what, (), ours)[1][source]
+        return value if self.rank == source else pickle.loads(data)
+
+    def raise_diverged(self, why: str, state: str) -> None:
+        """Raises a `DeterminismError` with the state of each rank; all ranks call it at the same point."""
         text = state.encode()[:TEXT_BYTES]
         with torch._C.DisableTorchFunction():
             block = torch.zeros(1, TEXT_BYTES, dtype=torch.uint8)
@@ -186,41 +163,98 @@ class Adoption:
             "os.listdir, or branches on an attribute written inside a wrapped forward"
         )
 
-    def agree(self, what: str, value: Any) -> Any:
-        """Gives every rank the value of rank 0: what a clock, a folder or a person answered there."""
-        return self.share(what, value, 0)
-
-    def share(self, what: str, value: Any, source: int) -> Any:
-        """Gives every rank the value of rank `source`: anything that pickles; that of other ranks is ignored."""
-        if self.world_size == 1:
-            return value
-        ours = pickle.dumps(value) if self.rank == source else b""
-        size = self.meet(what, [len(ours)])[source][0]
-        data = self.share_bytes(ours, size, source)
-        return value if self.rank == source else pickle.loads(data)
-
-    def share_bytes(self, ours: bytes, size: int, source: int) -> bytes:
-        """Gives every rank the bytes of rank `source`; all know how many there are."""
-        with torch._C.DisableTorchFunction():
-            buffer = torch.empty(max(size, 1), dtype=torch.uint8)
-            if self.rank == source and size:
-                buffer[:] = torch.frombuffer(bytearray(ours), dtype=torch.uint8)
-            self.communicator.control.broadcast(buffer, source)
-            return np.asarray(buffer[:size]).tobytes()
-
     def notice(self, text: str) -> None:
-        """Says something about the run once, on rank 0, to stderr."""
+        """Prints a text once, on rank 0, to stderr."""
         if text not in self._noticed:
             self._noticed.add(text)
             if self.rank == 0:
                 print(f"samestep: {text}", file=sys.stderr, flush=True)
 
     @contextmanager
-    def chunk(self, number: int) -> Iterator[None]:
-        """The time while a chunk of a wrapped forward runs."""
-        self.chunks_run.append((self.num_forwards, number))
-        self.in_chunk = True
+    def on_this_rank(self) -> Iterator[None]:
+        """Runs code that the other ranks do not run, so that nothing in it may wait for them."""
+        was_shared = self.may_meet()  # false on other threads, which must not change what the main thread may do
+        self.in_chunk = self.in_chunk or was_shared
         try:
             yield
         finally:
-            self.in_chunk = False
+            if was_shared:
+                self.in_chunk = False
+
+    @contextmanager
+    def chunk(self, number: int) -> Iterator[None]:
+        """Runs one chunk of a wrapped forward."""
+        self.chunks_run.append((self.num_forwards, number))
+        with self.on_this_rank():
+            yield
+
+
+_ACTIVE: ContextVar[Adoption | None] = ContextVar("adoption", default=None)
+
+
+def active() -> Adoption:
+    """The adoption of the running script; outside of one, that of this process, which may be a rank of torchrun's."""
+    return _ACTIVE.get() or _of_this_process()
+
+
+@contextmanager
+def activated(adoption: Adoption) -> Iterator[None]:
+    """Makes `active()` return this adoption."""
+    token = _ACTIVE.set(adoption)
+    try:
+        yield
+    finally:
+        _ACTIVE.reset(token)
+
+
+def connect_adoption(num_microbatches: int | None = None) -> Adoption:
+    """Connects this process to the ranks that the environment names, and sets the switches of deterministic kernels."""
+    environment = read_environment()
+    device = own_device(None, environment)
+    make_deterministic(device, environment.num_threads or 1, "ordered")
+    communicator = make_communicator(environment, device, timedelta(seconds=TIMEOUT_SECONDS))
+    if environment.world_size > 1:
+        atexit.register(communicator.close)
+    alone = environment.world_size == 1 and device.type != "cpu"
+    num_devices = torch.accelerator.device_count() if alone else environment.world_size
+    return Adoption(communicator, num_microbatches, num_devices=num_devices)
+
+
+@cache
+def _of_this_process() -> Adoption:
+    return connect_adoption()
+
+
+def num_visible(adoption: Adoption) -> int:
+    """The number of logical devices that the script sees; reads the environment each time.
+
+    In this order: the microbatches asked for; the ids in CUDA_VISIBLE_DEVICES, if the script assigned it ("0,4" counts
+    two, whatever devices there are); the devices of the run.
+    """
+    if adoption.num_microbatches is not None:
+        return adoption.num_microbatches
+    ids = os.environ.get(VISIBLE_DEVICES)
+    if ids is None or ids == adoption.visible_at_start:
+        return adoption.num_devices
+    return count_ids(ids)
+
+
+def count_ids(ids: str) -> int:
+    """The number of devices that a value of CUDA_VISIBLE_DEVICES names.
+
+    The list ends at the first entry that is no device: "0,4" is two, "0,-1,2" one, "" and "-1" none. A device named
+    twice leaves none, as in CUDA (CUDA C++ Programming Guide, "CUDA Environment Variables").
+    """
+    named: list[str] = []
+    for entry in ids.split(","):
+        number = re.match(r"\+?\d+", entry.strip())
+        if number is not None:
+            name = str(int(number[0]))
+        elif entry.strip().startswith(("GPU-", "MIG-")):
+            name = entry.strip()
+        else:
+            break
+        if name in named:
+            return 0
+        named.append(name)
+    return len(named)

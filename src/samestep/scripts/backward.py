@@ -1,45 +1,52 @@
-"""The backward of wrapped forwards: the time between a region's end and its beginning, and where the ranks meet in it.
+"""Backward passes of an adopted script: exchange points, errors that all ranks raise, and the check of the roots.
 
-Meanwhile activation checkpointing may run parts of a chunk again: it must not write to the module's buffers, and what
-is nested in it is not shared out.
+While gradients pass through the chunks of a region, activation checkpointing may run parts of a chunk again: it must
+not write to the module's buffers, and nothing nested in it is split over the ranks.
+
+What a script calls backward on must be the same on all ranks. A loss that uses activations collected by a hook inside
+a wrapped forward, above all, has on each rank the values of that rank's chunks only.
 """
 
 import threading
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import count
+from typing import Any, NoReturn
 
 import torch
+from torch import Tensor
 
+from samestep.data.batch import checksum
+from samestep.engine.site import script_line
 from samestep.errors import DeterminismError
 from samestep.scripts.adoption import Adoption
-from samestep.scripts.failures import raise_together
+from samestep.scripts.patch import Patch
+from samestep.train.exceptions import blamed, packed, unpacked
 
 OK, RAISED = 0, 1
+CHECKED = 3
+CHECKED_EVERY = 50
 
 
 @dataclass
 class Backward:
-    """A backward that runs through the chunks of a region.
+    """A backward that runs through the chunks of a region."""
 
-    Attributes:
-        put_back: ends what shields the module.
-        state: a checksum of torch's generator when it began.
-    """
-
-    put_back: Callable[[], None] | None
-    state: int
+    put_back: Callable[[], None] | None  # puts the module's own buffers back
+    state: int  # checksum of torch's generator when it began
 
 
 def begin_backward(adoption: Adoption, guard: Callable[[], Callable[[], None]] | None) -> None:
-    """The gradients of a region's results are about to enter its chunks."""
+    """Marks the start of the chunks' backward; called at the end of the region, where gradients enter it."""
     if adoption.backward is None:
         adoption.backward = Backward(guard() if guard is not None else None, generator_state())
         adoption.in_chunk = True
 
 
 def end_backward(adoption: Adoption) -> bool:
-    """The chunks are through; says whether they drew random numbers."""
+    """Marks the end of the chunks' backward; returns whether it drew random numbers."""
     backward: Backward | None = adoption.backward
     if backward is None:
         return False
@@ -51,15 +58,7 @@ def end_backward(adoption: Adoption) -> bool:
 
 
 def meet_in_backward(adoption: Adoption, error: BaseException | None = None) -> None:
-    """Meets all ranks where the gradients of a region's chunks are complete.
-
-    Args:
-        adoption: of this process.
-        error: what this rank's chunks raised, if they did; all ranks raise it.
-
-    Raises:
-        DeterminismError: the chunks drew random numbers, or the ranks have drifted apart.
-    """
+    """Synchronizes the ranks when their chunks' gradients are complete; an error of one rank is raised on all."""
     drew = end_backward(adoption)
     if adoption.communicator.device.type == "cpu" and not adoption.is_own_thread():
         raise DeterminismError(
@@ -78,6 +77,72 @@ def meet_in_backward(adoption: Adoption, error: BaseException | None = None) -> 
         )
 
 
+def raise_together(adoption: Adoption, error: BaseException | None, rank: int, where: str) -> NoReturn:
+    """Raises the error of rank `rank` on all ranks; elsewhere as a copy raised from a `PeerLostError`."""
+    own = error if adoption.rank == rank else None
+    if adoption.world_size > 1:
+        data = adoption.share("the failure of a wrapped forward", None if own is None else packed(own), rank)
+        if own is None:
+            raise blamed(unpacked(data), rank, f"rank {rank} raised it in {where}")
+    assert own is not None, "the failed rank has an error to raise"
+    adoption.own_failure = own
+    raise own
+
+
 def generator_state() -> int:
     """A checksum of the state of torch's generator, without drawing from it."""
     return zlib.crc32(torch.default_generator.get_state().numpy().tobytes())
+
+
+def patches(adoption: Adoption) -> list[Patch]:
+    """Patches of `torch.autograd.backward` and `grad`: check the roots, and raise a rank's error on all ranks."""
+    calls = count(1)
+
+    backward, grad = torch.autograd.backward, torch.autograd.grad
+
+    def checked_backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        _check_roots(adoption, calls, tensors)
+        with _errors_shared(adoption):
+            return backward(tensors, *args, **kwargs)
+
+    def checked_grad(outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        _check_roots(adoption, calls, outputs)
+        with _errors_shared(adoption):
+            return grad(outputs, *args, **kwargs)
+
+    return [Patch(torch.autograd, "backward", checked_backward), Patch(torch.autograd, "grad", checked_grad)]
+
+
+@contextmanager
+def _errors_shared(adoption: Adoption) -> Iterator[None]:
+    """Raises an error of the script's backward on all ranks; leaves alone one nested in another or in a chunk."""
+    if not adoption.may_meet():
+        yield
+        return
+    try:
+        yield
+    except (Exception, SystemExit) as error:
+        if adoption.backward is not None:  # the other ranks wait at the end of this rank's chunks
+            meet_in_backward(adoption, error)
+        raise
+    finally:
+        end_backward(adoption)
+
+
+def _check_roots(adoption: Adoption, calls: Iterator[int], roots: Any) -> None:
+    """Compares the roots of the first few backward passes, and of every 50th later one."""
+    if adoption.world_size == 1 or adoption.num_forwards == 0 or not adoption.may_meet():
+        return
+    number = next(calls)
+    if number > CHECKED and number % CHECKED_EVERY:
+        return
+    tensors = [roots] if isinstance(roots, Tensor) else list(roots)
+    with torch._C.DisableTorchFunction():
+        own = checksum([tensor for tensor in tensors if isinstance(tensor, Tensor)])
+        if len({row[0] for row in adoption.meet("a backward", [own])}) > 1:
+            adoption.raise_diverged(
+                "the ranks call backward on different values: the loss uses something that a rank has from its own "
+                "chunks only, such as activations collected by a hook or an attribute inside a wrapped forward "
+                "(return them from the forward instead)",
+                f"{own:x} at {script_line()}",
+            )

@@ -1,8 +1,8 @@
-"""Output: the script's streams, its warnings, and what chunks of a wrapped forward say, kept until it is said in order.
+"""Output of the script: its streams, its warnings, and the output of chunks, printed in their order.
 
-Chunks run on several ranks, so what they print is kept where they run and replayed on rank 0 in the order of the
-chunks. `script_streams` stands before stdout and stderr from the start, so that whoever holds on to them (handlers of
-`logging`, progress bars) goes through it too. Bytes written to `sys.stdout.buffer` go straight through.
+Chunks run on several ranks, so their output is captured there and replayed on rank 0 in the order of the chunks.
+`script_streams` replaces stdout and stderr from the start, so that objects which keep a reference to them (handlers of
+`logging`, progress bars) use the replacement too. Bytes written to `sys.stdout.buffer` go straight through.
 """
 
 import io
@@ -23,37 +23,14 @@ STDERR = 2
 
 _SAID: ContextVar[list[tuple[int, str]] | None] = ContextVar("said", default=None)
 
-
-def _passed_on(name: str) -> Any:
-    """An attribute or method of the stream behind; `io.TextIOBase` has its own, which would be found first."""
-    return property(lambda self: getattr(self._stream, name))
+FORWARDED = (
+    *("encoding", "errors", "newlines", "closed", "fileno", "isatty", "readable", "writable", "seekable"),
+    *("read", "readline", "readlines", "seek", "tell", "truncate", "detach", "close"),
+)
 
 
 class ScriptStream(io.TextIOBase):
-    """A text stream in front of another: everything is the other's, but text written in a chunk is kept.
-
-    Args:
-        stream: the stream behind.
-        number: `STDOUT` or `STDERR`.
-    """
-
-    encoding: Any = _passed_on("encoding")
-    errors: Any = _passed_on("errors")
-    newlines: Any = _passed_on("newlines")
-    closed: Any = _passed_on("closed")
-    fileno: Any = _passed_on("fileno")
-    isatty: Any = _passed_on("isatty")
-    readable: Any = _passed_on("readable")
-    writable: Any = _passed_on("writable")
-    seekable: Any = _passed_on("seekable")
-    read: Any = _passed_on("read")
-    readline: Any = _passed_on("readline")
-    readlines: Any = _passed_on("readlines")
-    seek: Any = _passed_on("seek")
-    tell: Any = _passed_on("tell")
-    truncate: Any = _passed_on("truncate")
-    detach: Any = _passed_on("detach")
-    close: Any = _passed_on("close")
+    """A text stream in front of another: everything is the other's, but text written in a chunk is kept."""
 
     def __init__(self, stream: TextIO, number: int) -> None:
         self._stream = stream
@@ -103,9 +80,17 @@ class ScriptStream(io.TextIOBase):
         return repr(self._stream)
 
 
+def _forwarded(name: str) -> Any:
+    return property(lambda self: getattr(self._stream, name))
+
+
+for _name in FORWARDED:  # `io.TextIOBase` has its own, which would be found before `__getattr__`
+    setattr(ScriptStream, _name, _forwarded(_name))
+
+
 def patches(_: Adoption) -> list[Patch]:
     """Warnings that name a changed function of ours name the line that called it, and once each."""
-    show: Any = vars(warnings)["_showwarnmsg"]  # what `warnings` calls, also from C, whatever filters and records
+    show: Any = vars(warnings)["_showwarnmsg"]  # which `warnings` calls, also from C
     shown: set[tuple[Any, ...]] = set()
 
     def show_calling_line(message: warnings.WarningMessage) -> None:
@@ -129,7 +114,7 @@ def patches(_: Adoption) -> list[Patch]:
 
 @contextmanager
 def script_streams(adoption: Adoption) -> Iterator[None]:
-    """The time in which `sys.stdout` and `sys.stderr` can be kept; does nothing where there is one rank."""
+    """Replaces `sys.stdout` and `sys.stderr` by streams that can be captured; does nothing on one rank."""
     if adoption.world_size == 1:
         yield
         return
@@ -146,12 +131,7 @@ def script_streams(adoption: Adoption) -> Iterator[None]:
 
 @contextmanager
 def captured() -> Iterator[list[tuple[int, str]]]:
-    """Keeps what this thread writes to the script's streams.
-
-    Yields:
-        A list that grows: (`STDOUT` or `STDERR`, text) in the order of writing. Inside of another `captured`, nothing
-        reaches the outer one until it is replayed.
-    """
+    """Captures this thread's output as a growing list of (`STDOUT` or `STDERR`, text); nests."""
     said: list[tuple[int, str]] = []
     token = _SAID.set(said)
     try:
@@ -161,11 +141,7 @@ def captured() -> Iterator[list[tuple[int, str]]]:
 
 
 def replay(said: Iterable[tuple[int, str]]) -> None:
-    """Writes what was kept.
-
-    Args:
-        said: (`STDOUT` or `STDERR`, text), in order.
-    """
+    """Writes captured output."""
     for number, text in said:
         stream = sys.stdout if number == STDOUT else sys.stderr
         if stream is not None:

@@ -1,10 +1,11 @@
-"""DataParallel: torch's own, made to share its chunks out over the ranks, and the same by samestep's name.
+"""torch's DataParallel with its chunks split over the ranks, and the same as `samestep.DataParallel`.
 
-The parts of which scripts make a DataParallel of their own are shared out as well: `replicate` gives stand-ins for the
-module, and `parallel_apply` runs each of them on the rank that its chunk is dealt to.
+The functions of which scripts build a DataParallel of their own are covered too: `replicate` returns proxies of the
+module, and `parallel_apply` runs each of them on the rank of its chunk.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -12,10 +13,8 @@ from torch import nn
 from torch.nn import parallel as torch_parallel
 
 from samestep.errors import UsageError
-from samestep.scripts.active import active
-from samestep.scripts.adoption import Adoption
+from samestep.scripts.adoption import Adoption, active, num_visible
 from samestep.scripts.patch import Patch
-from samestep.scripts.visible import num_visible
 from samestep.scripts.wrapped.forward import chunked_forward, given_forward
 
 OVERRIDABLE = ("scatter", "gather", "replicate", "parallel_apply")
@@ -74,12 +73,7 @@ class DataParallel(nn.DataParallel[Any]):
 
 
 class Replica:
-    """What `torch.nn.parallel.replicate` gives an adopted script: for `parallel_apply`, and for nothing else.
-
-    Args:
-        module: the module itself.
-        device: of this replica, as the script counts them.
-    """
+    """The result of `torch.nn.parallel.replicate` in an adopted script: only an argument for `parallel_apply`."""
 
     _module: nn.Module
     _device: int
@@ -107,7 +101,7 @@ def data_parallel(
     """`torch.nn.parallel.data_parallel`, with processes instead of threads. Tier `bitwise`.
 
     Args:
-        module: whose forward is shared out.
+        module: its forward is split over the ranks.
         inputs: one input, or a tuple of them.
         device_ids: as torch's; their number is the number of chunks. All devices by default.
         output_device: as torch's.
@@ -121,7 +115,7 @@ def data_parallel(
 
 
 def patches(adoption: Adoption) -> list[Patch]:
-    """What makes torch's DataParallel ours, in place: subclasses, earlier imports and pickles keep working."""
+    """Patches of torch's DataParallel, in place: subclasses, earlier imports and pickles keep working."""
 
     def init(
         self: Any,
@@ -141,16 +135,7 @@ def patches(adoption: Adoption) -> list[Patch]:
             return by_parts(self, *inputs, **kwargs)
         return _forward(adoption, self, inputs, kwargs, None, "tensors")
 
-    def functional(
-        module: nn.Module,
-        inputs: Any,
-        device_ids: Sequence[int | torch.device] | None = None,
-        output_device: int | torch.device | None = None,
-        dim: int = 0,
-        module_kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        return _data_parallel(adoption, module, inputs, device_ids, output_device, dim, module_kwargs)
-
+    functional = partial(_data_parallel, adoption)
     return [
         Patch(nn.DataParallel, "__init__", init),
         Patch(nn.DataParallel, "forward", forward),
@@ -161,7 +146,7 @@ def patches(adoption: Adoption) -> list[Patch]:
 
 
 def _parts(adoption: Adoption) -> list[Patch]:
-    """The parts that deal with replicas; scattering and gathering are torch's own."""
+    """Patches of the functions of replicas; scattering and gathering are torch's own."""
 
     def replicate(network: nn.Module, devices: Sequence[int | torch.device], detach: bool = False) -> list[Replica]:
         if detach and torch.is_grad_enabled():
@@ -201,11 +186,11 @@ def _parts(adoption: Adoption) -> list[Patch]:
 
 
 def _random_states(adoption: Adoption) -> list[Patch]:
-    """What keeps the chunks' seeds in step with the script's generator.
+    """Patches that keep the chunks' seeds in step with the script's generator.
 
-    A chunk's seed is a function of the generator's state and of the forwards since that state was set. Whoever saves
-    and restores the state (activation checkpointing, above all, which repeats a forward) must get the same seeds again,
-    so a saved state remembers the number of forwards.
+    A chunk's seed is a function of the generator's state and of the forwards since that state was set. Code that saves
+    and restores the state (above all activation checkpointing, which repeats a forward) must get the same seeds again,
+    so a saved state carries the number of forwards.
     """
     save, restore, seed = torch.get_rng_state, torch.set_rng_state, torch.manual_seed
 
@@ -279,12 +264,12 @@ def _data_parallel(
     adoption: Adoption,
     module: nn.Module,
     inputs: Any,
-    device_ids: Sequence[int | torch.device] | None,
-    output_device: int | torch.device | None,
-    dim: int,
-    module_kwargs: Mapping[str, Any] | None,
+    device_ids: Sequence[int | torch.device] | None = None,
+    output_device: int | torch.device | None = None,
+    dim: int = 0,
+    module_kwargs: Mapping[str, Any] | None = None,
 ) -> Any:
-    """The functional form."""
+    """The functional form, torch's or ours."""
     args = inputs if isinstance(inputs, tuple) else () if inputs is None else (inputs,)
     ids = list(range(num_visible(adoption))) if device_ids is None else [_index(device) for device in device_ids]
     if not ids:

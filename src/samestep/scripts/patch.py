@@ -1,9 +1,31 @@
-"""The table: every place of torch, Python and other libraries that adoption changes, put in and taken out as one."""
+"""Patches of torch, Python and other libraries, put in and taken out together.
+
+`script.adopted` applies those of these modules, in this order; nothing else is patched:
+
+| module | patches |
+|---|---|
+| `virtual/` (without GPUs) | torch.cuda, torch.accelerator, autocast, autograd, generators, loaders, files, threads |
+| `virtual/real` (with GPUs) | device counts and indices of torch.cuda and torch.accelerator |
+| `output` | the line that a warning names |
+| `parallel` | nn.DataParallel, nn.parallel.{data_parallel, replicate, parallel_apply}, random states |
+| `backward` | torch.autograd.{backward, grad} |
+| `seeding` | seeds of torch, NumPy and Python |
+| `files/patches` | open, os, shutil, tempfile, subprocess, input, downloads, and libraries that write files |
+| `loading/choice` | DataLoader.__iter__ |
+| `script` | torch.distributed: the run's own process group is hidden; with a profile, functions of this package |
+| `wrapping` | torch.autograd.backward for a hint; nn.Module.__call__ with `--wrap` |
+
+`spawning` patches multiprocessing and torch's rendezvous in scripts that deal with ranks themselves.
+"""
 
 import sys
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 from typing import Any
 
 _ABSENT = object()
@@ -11,25 +33,18 @@ _ABSENT = object()
 
 @dataclass(frozen=True)
 class Patch:
-    """One changed place: `owner.name` becomes `replacement`.
+    """One patched attribute: `owner.name` becomes `replacement`."""
 
-    Attributes:
-        owner: a module or class.
-        name: the attribute.
-        replacement: what it becomes.
-        aliases: modules, by name, that hold the same object under the same name: `torch.nn.parallel.data_parallel` is
-            also in `torch.nn.parallel.data_parallel.data_parallel`. Those that are not imported are left alone.
-    """
-
-    owner: Any
+    owner: Any  # a module or class
     name: str
     replacement: Any
+    # Names of modules that hold the same object under the same name; those that are not imported are left alone.
     aliases: tuple[str, ...] = ()
 
 
 @contextmanager
 def applied(patches: Iterable[Patch]) -> Iterator[None]:
-    """Puts the patches in, and takes them out in reverse order, whatever the block does."""
+    """Applies the patches for a block, and undoes them in reverse order."""
     undo: list[tuple[Any, str, Any]] = []
     try:
         for patch in patches:
@@ -44,3 +59,52 @@ def applied(patches: Iterable[Patch]) -> Iterator[None]:
                 delattr(owner, name)
             else:
                 setattr(owner, name, before)
+
+
+PatchesOf = Callable[[ModuleType], list[Patch]]
+
+
+class ImportWatch(MetaPathFinder):
+    """A finder that patches some modules right after their import; its patches end when `sys.meta_path` is restored."""
+
+    def __init__(self, table: Mapping[str, PatchesOf]) -> None:
+        self._table = dict(table)
+        self._patched = ExitStack()
+        weakref.finalize(self, _end, self._table, self._patched)
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        """The spec of a module of the table, as the other finders give it; None for any other module."""
+        if name not in self._table:
+            return None
+        finders = [finder for finder in sys.meta_path if finder is not self]
+        specs = (finder.find_spec(name, path, target) for finder in finders)
+        spec = next((spec for spec in specs if spec is not None), None)
+        if spec is not None and spec.loader is not None:
+            _patch_after_import(spec.loader, name, self._table, self._patched)
+        return spec
+
+
+def _patch_after_import(loader: Any, name: str, table: dict[str, PatchesOf], patched: ExitStack) -> None:
+    execute = loader.exec_module
+
+    def exec_module(module: ModuleType) -> None:
+        execute(module)
+        if module.__name__ == name and name in table:  # a spec may also be found and never used
+            vars(loader).pop("exec_module", None)
+            patched.enter_context(applied(table.pop(name)(module)))
+
+    loader.exec_module = exec_module
+
+
+def _end(table: dict[str, PatchesOf], patched: ExitStack) -> None:
+    table.clear()
+    patched.close()
+
+
+def late_patches(table: Mapping[str, PatchesOf]) -> list[Patch]:
+    """Patches by the name of a module: at once if it is imported, else when the script imports it."""
+    ready = [
+        patch for name, patches_of in table.items() if name in sys.modules for patch in patches_of(sys.modules[name])
+    ]
+    waiting = {name: patches_of for name, patches_of in table.items() if name not in sys.modules}
+    return [*ready, Patch(sys, "meta_path", [ImportWatch(waiting), *sys.meta_path])]

@@ -1,28 +1,34 @@
-"""The script: runs one under adoption, from the first patch to the last."""
+"""Runs a script of one process on several, unchanged: connects the ranks and applies all patches."""
 
+import functools
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch._dynamo  # noqa: F401 - the first optimizer imports it, and it looks at functions patched by then
 import torch.distributed as dist
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.profiler import record_function
 
-from samestep.comm.environment import read_environment
+from samestep.comm.environment import Environment, chosen_profile, read_environment
 from samestep.engine.site import is_script_file
 from samestep.errors import PeerLostError, UsageError
 from samestep.launcher.program import run_module, run_script
-from samestep.scripts import backward_check, output, parallel, profiling, seeding, wrapping
-from samestep.scripts.active import activated, connect_adoption
-from samestep.scripts.adoption import Adoption
-from samestep.scripts.files import changes
+from samestep.scripts import backward, output, parallel, seeding, wrapping
+from samestep.scripts.adoption import Adoption, activated, connect_adoption
+from samestep.scripts.files import patches as files
 from samestep.scripts.loading import choice
+from samestep.scripts.loading.rank0_loader import Rank0Iterator
 from samestep.scripts.patch import Patch, applied
 from samestep.scripts.virtual.devices import virtual_devices
 from samestep.scripts.virtual.real import own_accelerator
+from samestep.scripts.wrapped import exchange, forward
+from samestep.train.profile import StepTrace, trace_path
 
-COURTESY_SECONDS = 0.2
+DELAY_SECONDS = 0.2
 RANK_VARIABLES = (
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_NAME"),
     *("ROLE_RANK", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"),
@@ -39,52 +45,35 @@ def run_adopted(
     wrap: str | None = None,
     virtual: bool = False,
 ) -> None:
-    """Runs a script as this rank of an adopted run: what `samestep run` starts in every worker.
-
-    Args:
-        kind: "script" or "module".
-        target: the file, or the module's name.
-        argv: its arguments.
-        num_microbatches: chunks of a wrapped forward; None leaves it to the script.
-        seed: of the generators at the start; None takes one that rank 0 draws.
-        wrap: the variable or class to share out.
-        virtual: whether accelerators are played by CPU workers.
-    """
+    """Runs a script (kind "script") or a module (kind "module") as this rank: the entry of `samestep run`'s workers."""
     adoption, environment = connect_adoption(num_microbatches), read_environment()
-    # The script is to find what it finds under `python script.py`: no trace of ranks.
+    # The script must find the environment of `python script.py`: no trace of ranks.
     hidden = {name: os.environ.pop(name) for name in RANK_VARIABLES if name in os.environ}
     try:
-        with adopted(adoption, virtual=virtual, seed=seed, wrap=wrap), profiling.profiled(environment):
+        with adopted(adoption, virtual=virtual, seed=seed, wrap=wrap), _profiled(environment):
             if kind == "module":
                 run_module(target, tuple(argv))
             else:
                 run_script(target, tuple(argv))
     except (Exception, SystemExit) as error:
-        _let_the_first_rank_speak(adoption, error)
+        _delay_error(adoption, error)
         raise
     finally:
         os.environ.update(hidden)
 
 
-def _let_the_first_rank_speak(adoption: Adoption, error: BaseException) -> None:
-    """What all ranks raise alike is told by rank 0, which has the terminal: the others are late."""
+def _delay_error(adoption: Adoption, error: BaseException) -> None:
+    """Delays an error that all ranks raise, so that the launcher receives that of rank 0, which has the terminal."""
     if adoption.rank > 0 and error is not adoption.own_failure and not isinstance(error, PeerLostError):
-        time.sleep(COURTESY_SECONDS)
+        time.sleep(DELAY_SECONDS)
 
 
 @contextmanager
 def adopted(
     adoption: Adoption, *, virtual: bool = False, seed: int | None = None, wrap: str | None = None
 ) -> Iterator[None]:
-    """The time in which what runs on this thread is an adopted script.
-
-    Args:
-        adoption: what is known.
-        virtual: whether accelerators are played by CPU workers.
-        seed: seeds the generators at the start; None takes one that rank 0 draws.
-        wrap: the variable or class to share out, for scripts that wrap nothing.
-    """
-    is_script_file(__file__)  # finds out where libraries are while os.stat is still Python's own
+    """Runs a block on this thread as an adopted script; without a seed, rank 0 draws one."""
+    is_script_file(__file__)  # looks up where libraries lie while os.stat is still Python's own
     with ExitStack() as stack:
         stack.enter_context(activated(adoption))
         if virtual:
@@ -92,7 +81,7 @@ def adopted(
         elif adoption.communicator.device.type != "cpu":
             stack.enter_context(own_accelerator(adoption, adoption.communicator.device))
         stack.enter_context(output.script_streams(adoption))
-        for part in (output, parallel, backward_check, seeding, changes, choice):
+        for part in (output, parallel, backward, seeding, files, choice):
             stack.enter_context(applied(part.patches(adoption)))
         stack.enter_context(applied(_process_group(adoption)))
         stack.enter_context(wrapping.hinting(adoption) if wrap is None else wrapping.wrapped(adoption, wrap))
@@ -101,7 +90,7 @@ def adopted(
 
 
 def _process_group(adoption: Adoption) -> list[Patch]:
-    """Hides our process group from the script, and refuses one of its own."""
+    """Hides the run's process group from the script, and refuses one of its own."""
     if not dist.is_available():
         return []
 
@@ -118,3 +107,43 @@ def _process_group(adoption: Adoption) -> list[Patch]:
         Patch(dist, "is_initialized", never),
         Patch(dist, "is_torchelastic_launched", never),
     ]
+
+
+@contextmanager
+def _profiled(environment: Environment) -> Iterator[None]:
+    """Traces some steps, each ending with `optimizer.step()`, if the environment asks for a profile.
+
+    torch.profiler itself marks data loaders and optimizers; wrapped forwards and the exchange are marked here.
+    """
+    folder = chosen_profile()
+    if folder is None:
+        yield
+        return
+    trace = StepTrace(trace_path(Path(folder), environment.rank))
+    hook = register_optimizer_step_post_hook(lambda *_: trace.step())
+    wrapped = "samestep.scripts.wrapped"
+    patches = (
+        _marked(Rank0Iterator, "__next__", "data"),
+        _marked(forward, "chunked_forward", "forward", (parallel.__name__,)),
+        _marked(Adoption, "gather", "exchange"),
+        _marked(exchange, "sum_pieces", "exchange", (f"{wrapped}.regions", "samestep.scripts.tutorial_api")),
+        _marked(exchange, "join_pieces", "exchange", (f"{wrapped}.regions", f"{wrapped}.results")),
+    )
+    try:
+        with applied(patches):
+            yield
+    finally:
+        hook.remove()
+        trace.close()
+
+
+def _marked(owner: Any, name: str, phase: str, aliases: tuple[str, ...] = ()) -> Patch:
+    """The patch by which a function shows as a range in the trace."""
+    function: Callable[..., Any] = getattr(owner, name)
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with record_function(phase):
+            return function(*args, **kwargs)
+
+    return Patch(owner, name, call, aliases)

@@ -1,4 +1,4 @@
-"""Reading a script, without running it: does it start its own process group, or is its DataParallel to be shared out?
+"""Analysis of a script without running it: does it start its own process group, or only wrap a model in DataParallel?
 
 The script and the modules beside it that it imports are parsed. Nothing is imported, torch least of all.
 """
@@ -30,31 +30,21 @@ WRAPPERS = frozenset({"DataParallel", "data_parallel"})
 
 @dataclass(frozen=True)
 class Reading:
-    """How `samestep run` runs a script.
+    """How `samestep run` runs a script."""
 
-    Attributes:
-        kind: "native" scripts deal with ranks themselves and find torchrun's environment; "adopted" ones are written
-            for one process, and their wrapped forwards are shared out.
-        reason: by what it was recognised.
-        is_both: whether a native script also has a DataParallel, which --adopt would share out.
-    """
-
+    # "native" scripts deal with ranks themselves and find torchrun's environment; "adopted" ones are written for
+    # one process, and their wrapped forwards are shared out
     kind: Literal["adopted", "native"]
-    reason: str
-    is_both: bool = False
+    reason: str  # the sign by which it was recognised
+    is_both: bool = False  # whether a native script also has a DataParallel, which --adopt would share out
 
 
 @dataclass(frozen=True)
 class Folder:
-    """Where a script's own modules are.
+    """Where a script's own modules are."""
 
-    Attributes:
-        root: the folder that imports are looked up in.
-        top: the only package in it that is the script's own, in a folder of installed libraries; empty for all.
-    """
-
-    root: Path
-    top: str = ""
+    root: Path  # the folder that imports are looked up in
+    top: str = ""  # the only package in it that is the script's own, in a folder of installed libraries; empty for all
 
     def files_of(self, name: str) -> list[Path]:
         """The files that importing a module runs; none for modules from elsewhere."""
@@ -68,39 +58,23 @@ class Folder:
 
 @dataclass(frozen=True)
 class Source:
-    """A parsed file.
+    """A parsed file."""
 
-    Attributes:
-        path: where it is.
-        package: the dotted name of the package that it is in; empty for a file of the top folder.
-        nodes: what in it may run, outer nodes first.
-    """
-
-    path: Path
-    package: str
-    nodes: tuple[ast.AST, ...]
+    path: Path  # where it is
+    package: str  # the dotted name of the package that it is in; empty for a file of the top folder
+    nodes: tuple[ast.AST, ...]  # nodes that may run, outer ones first
 
 
 @dataclass
 class Evidence:
-    """What the files show so far: the first sign of each kind, in words."""
+    """The first sign of each kind in the files read so far, in words."""
 
     native: str = ""
     wrapper: str = ""
 
 
 def reads_as(target: str | Path, *, is_module: bool = False) -> Reading:
-    """Reads a script and the modules beside it that it imports, at most 200 files.
-
-    Args:
-        target: the path of a script; or a module's dotted name, as after `python -m`.
-        is_module: whether it is a module.
-
-    Returns:
-        "native" if anything in them starts a process group, reads a rank from the environment, uses samestep's own
-        `Run`, `Trainer` or `launch`, or imports a framework that starts processes; else "adopted", as for a file that
-        cannot be read or parsed, about which Python itself has more to say.
-    """
+    """Reads a script and the modules beside it that it imports, at most 200 files."""
     main, folder = _module(str(target)) if is_module else (Path(target), Folder(Path(target).resolve().parent))
     first = None if main is None else _parse(main, folder, is_main=True)
     if first is None:
@@ -127,7 +101,7 @@ def reads_as(target: str | Path, *, is_module: bool = False) -> Reading:
 
 
 def _sources(first: Source, folder: Folder) -> Iterator[Source]:
-    """The script and what it imports of its own folder, nearest first."""
+    """The script and its imports from its own folder, nearest first."""
     waiting, known = deque([first]), {first.path.resolve()}
     while waiting:
         source = waiting.popleft()
@@ -187,7 +161,7 @@ def _base_of(node: ast.ImportFrom, source: Source) -> str:
 
 
 def _executed(tree: ast.Module, is_main: bool) -> Iterator[ast.AST]:
-    """The nodes of a file that may run: without what is for type checkers, and what only the main script does."""
+    """The nodes of a file that may run: not those for type checkers, nor, in an import, those of a main script."""
     waiting = deque[ast.AST]([tree])
     skipped = ("TYPE_CHECKING",) if is_main else ("TYPE_CHECKING", "__name__")
     while waiting:
@@ -221,7 +195,7 @@ def _look(source: Source, folder: Folder, evidence: Evidence) -> None:
 
 
 def _aliases(source: Source) -> dict[str, str]:
-    """What names that a file imports stand for: `from torch.distributed import init_process_group as start`."""
+    """The full names of imported ones: `from torch.distributed import init_process_group as start`."""
     found = {}
     for node in source.nodes:
         if isinstance(node, ast.Import):
@@ -309,7 +283,7 @@ def _last_name(node: ast.AST) -> str:
 
 
 def _meaning(node: ast.expr, aliases: dict[str, str]) -> str:
-    """The last name of a dotted expression, or of what it was imported from."""
+    """The last name of a dotted expression, with import aliases resolved."""
     name = _last_name(node)
     return aliases.get(name, name).rpartition(".")[2]
 

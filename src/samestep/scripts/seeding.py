@@ -1,4 +1,4 @@
-"""Seeding: the script's generators start alike on all ranks, and stay alike whatever the script seeds them with.
+"""Seeds of the script's generators: equal on all ranks at the start, and after every seed that the script sets.
 
 A seed that the script gives may differ between processes (`int(time.time())`), so that of rank 0 holds. Where the
 script gives none (`random.seed()`, `numpy.random.default_rng()`), a number derived from the run's seed stands in. That
@@ -30,19 +30,12 @@ UNSEEDED = 0x0E_ED
 
 @dataclass
 class Seeds:
-    """What is known about the seeds of a run; `Adoption.seeding`.
+    """State of the seeds of a run; `Adoption.seeding`."""
 
-    Attributes:
-        seed: the run's seed.
-        is_given: whether the user gave it.
-        is_set: whether the script, or a library for it, seeded torch.
-        num_derived: how many numbers stood in for seeds that were not given.
-    """
-
-    seed: int
-    is_given: bool
-    is_set: bool = False
-    num_derived: int = 0
+    seed: int  # the run's seed
+    is_given: bool  # whether the user gave it
+    is_set: bool = False  # whether the script, or a library for it, seeded torch
+    num_derived: int = 0  # how many numbers stood in for seeds that were not given
 
     def derived(self) -> int:
         """The next number to stand in for a seed."""
@@ -52,12 +45,7 @@ class Seeds:
 
 @contextmanager
 def seeded(adoption: Adoption, seed: int | None) -> Iterator[None]:
-    """The time in which the generators of the process are the script's: torch's, NumPy's and Python's.
-
-    Args:
-        adoption: what is known.
-        seed: seeds them at the start; None takes a number that rank 0 draws.
-    """
+    """Seeds the generators of torch, NumPy and Python for a block; without a seed, with a number that rank 0 draws."""
     states = torch.get_rng_state(), np.random.get_state(), random.getstate()  # noqa: NPY002 - what scripts draw from
     of_numpy = mtrand.get_bit_generator()
     before = adoption.seeding
@@ -73,15 +61,15 @@ def seeded(adoption: Adoption, seed: int | None) -> Iterator[None]:
         random.setstate(states[2])
 
 
-def say_seed(adoption: Adoption) -> None:
-    """Notices, once, the seed of a run that nobody seeded; otherwise does nothing."""
+def notice_seed(adoption: Adoption) -> None:
+    """Prints, once, the seed of a run if neither the user nor the script sets one."""
     seeds = adoption.seeding
     if isinstance(seeds, Seeds) and not seeds.is_given and not seeds.is_set:
         adoption.notice(f"the script sets no seed; this run uses {seeds.seed} (--seed {seeds.seed} repeats it)")
 
 
 def patches(adoption: Adoption) -> list[Patch]:
-    """What keeps the script's seeds alike.
+    """Patches that keep the script's seeds equal on all ranks.
 
     | place | called by the script |
     |---|---|
@@ -113,11 +101,11 @@ def patches(adoption: Adoption) -> list[Patch]:
 
 def _new_seeds(adoption: Adoption) -> Seeds:
     """A seed that rank 0 draws; short, since a person may want to type it."""
-    return Seeds(adoption.agree("a seed for the run", int.from_bytes(os.urandom(4))), is_given=False)
+    return Seeds(adoption.share("a seed for the run", int.from_bytes(os.urandom(4))), is_given=False)
 
 
 def _seeds(adoption: Adoption) -> Seeds:
-    """The run's seeds; made up here where nobody entered `seeded`."""
+    """The run's seeds; new ones outside of `seeded`."""
     if not isinstance(adoption.seeding, Seeds):
         adoption.seeding = _new_seeds(adoption)
     return adoption.seeding
@@ -136,7 +124,7 @@ def _torch_seed(adoption: Adoption, owner: Any, name: str, alias: str) -> Patch:
     def replacement(*args: Any, **kwargs: Any) -> Any:
         by_script = _by_script(adoption)
         if by_script:
-            args, kwargs = adoption.agree(f"a call of {name}", (args, kwargs))
+            args, kwargs = adoption.share(f"a call of {name}", (args, kwargs))
             _seeds(adoption).is_set = True
         elif name == "manual_seed" and adoption.may_meet() and origin(sys._getframe(1))[0] is Caller.LIBRARY:
             _seeds(adoption).is_set = True  # a library's helper that seeds everything
@@ -176,7 +164,7 @@ def _host_seed(adoption: Adoption, owner: Any, name: str, num_bits: int, *aliase
         given = args[0] if args else next((kwargs[key] for key in ("a", "seed", "state") if key in kwargs), None)
         if given is None:
             return original(_seeds(adoption).derived() % 2**num_bits)
-        args, kwargs = adoption.agree(f"a call of {name}", (args, kwargs))
+        args, kwargs = adoption.share(f"a call of {name}", (args, kwargs))
         return original(*args, **kwargs)
 
     return Patch(owner, name, replacement, aliases=aliases)

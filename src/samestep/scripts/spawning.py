@@ -1,5 +1,6 @@
-"""The spawning: a native script whose ranks do not come together is told so: where they would wait for ever, and where
-none waits for another, but each trains on its own.
+"""Errors for scripts that deal with ranks themselves and whose ranks do not connect.
+
+They would hang, or each process would train on its own.
 
 A child inherits the variables of the worker that started it, among them that the launcher keeps the store where ranks
 meet (TORCHELASTIC_USE_AGENT_STORE). Then no rank opens one (torch/distributed/rendezvous.py), and a process group at
@@ -31,16 +32,7 @@ Started = list[tuple[BaseProcess, str]]
 
 
 def run_native(kind: str, target: str, argv: Sequence[str]) -> None:
-    """Runs a script that deals with ranks itself: what `samestep run` starts in every worker.
-
-    Args:
-        kind: "script" or "module".
-        target: the file, or the module's name.
-        argv: its arguments.
-
-    Raises:
-        UsageError: the script starts ranks of its own, or has them meet where nobody keeps a store.
-    """
+    """Runs a script that deals with ranks itself: the entry of `samestep run`'s workers."""
     with watching_children(target), applied(_first_backward(target)):
         if kind == "module":
             run_module(target, tuple(argv))
@@ -50,18 +42,11 @@ def run_native(kind: str, target: str, argv: Sequence[str]) -> None:
 
 @contextmanager
 def watching_children(program: str) -> Iterator[None]:
-    """The time in which a process group that could never come about is an error, here and in child processes.
-
-    Args:
-        program: as messages name it.
-
-    Raises:
-        UsageError: one was about to be made; raised in place of what the script made of that.
-    """
+    """Raises a `UsageError` for a process group that would hang, here and in child processes."""
     place, started, start = _place(), Started(), BaseProcess.start
 
     def noted(process: BaseProcess) -> None:
-        if process._target is not None:  # type: ignore[attr-defined]  # what run() calls, until start() is over
+        if process._target is not None:  # type: ignore[attr-defined]  # called by run(); deleted after start()
             process._target = partial(_in_child, place, process._target)  # type: ignore[attr-defined]
         _raise_for_refused(started, program)
         start(process)
@@ -82,7 +67,7 @@ def watching_children(program: str) -> Iterator[None]:
 
 
 def _first_backward(program: str) -> list[Patch]:
-    """Says at the first backward that the processes do not work together, if nothing has connected them by then."""
+    """Warns at the first backward that the processes do not work together, if nothing has connected them by then."""
     autograd: Any = sys.modules.get("torch.autograd")
     (_, rank, world_size), process = _place(), os.getpid()
     if autograd is None or rank != "0" or world_size in ("", "1"):
@@ -121,7 +106,7 @@ def _objects(kind: type) -> Iterator[Any]:
 
 
 def _mend_alone(world_size: str) -> str:
-    """What follows, and what mends it for what the script has imported."""
+    """The consequence, and the remedy for the libraries that the script has imported."""
     import torch
 
     one = "1" if torch.accelerator.is_available() else "cpu:1"
@@ -138,7 +123,7 @@ def _mend_alone(world_size: str) -> str:
 
 
 def _in_child(place: Place, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Calls what a child process is to do, with a watch on the process groups that it makes."""
+    """Calls the target of a child process, and checks the process groups that it makes."""
 
     def leave(*_: str) -> NoReturn:
         for stream in (sys.stdout, sys.stderr):
@@ -170,7 +155,7 @@ def _meeting(may_meet: Callable[..., bool], refuse: Callable[..., NoReturn]) -> 
 
 
 def _place() -> Place:
-    """This worker's port, rank and world size, as its variables say."""
+    """This worker's port, rank and world size, by its environment."""
     port, rank, world_size = (os.environ.get(name, "") for name in ("MASTER_PORT", "RANK", "WORLD_SIZE"))
     return port, rank, world_size
 

@@ -1,4 +1,4 @@
-"""From scratch: the verbs of scripts that spell data parallelism out by hand, on lists of parameters.
+"""The functions of tutorials that write data parallelism out by hand, on lists of parameters.
 
     devices = [torch.device("cuda", i) for i in range(4)]
     replicas = replicate_params(params, devices)
@@ -34,9 +34,7 @@ from samestep.data.batch import checksum, settle
 from samestep.data.nested import leaves, map_tensors, num_samples, take_rows
 from samestep.devices.device import counted
 from samestep.errors import DataError, DeviceError, UsageError
-from samestep.scripts.active import active
-from samestep.scripts.adoption import Adoption
-from samestep.scripts.visible import num_visible
+from samestep.scripts.adoption import Adoption, active, num_visible
 from samestep.scripts.wrapped.chunks import deal
 from samestep.scripts.wrapped.exchange import sum_pieces
 
@@ -46,14 +44,10 @@ HOST = -1
 
 @dataclass(frozen=True)
 class Layout:
-    """The logical devices of a call, and who holds them.
+    """The logical devices of a call, and the ranks that hold them."""
 
-    Attributes:
-        ranges: the logical devices of each rank; empty for ranks beyond V.
-        indices: the accelerator that the script named for each logical device, as it counts them; -1 for the host.
-    """
-
-    ranges: tuple[range, ...]
+    ranges: tuple[range, ...]  # the logical devices of each rank; empty for ranks beyond V
+    # the accelerator that the script named for each logical device, as it counts them; -1 for the host
     indices: tuple[int, ...]
 
     @property
@@ -71,15 +65,11 @@ class Layout:
 
 
 @dataclass
-class Scratch:
-    """What is remembered from one verb to the next.
+class TutorialState:
+    """State between two calls."""
 
-    Attributes:
-        layout: that of the last `replicate_params` or `split_and_load`.
-        generators: the state of the random generators after a `split_and_load`, until it has been looked at.
-    """
-
-    layout: Layout
+    layout: Layout  # that of the last `replicate_params` or `split_and_load`
+    # the state of the random generators after a `split_and_load`, until it has been looked at
     generators: int | None = None
 
 
@@ -115,7 +105,7 @@ def replicate_params(
         )
     state = f"{counted(layout.num_microbatches, 'device')}, {counted(len(tensors), 'tensor')}"
     _compare("replicate_params", "the ranks hold different parameters", state, source, adoption)
-    adoption.scratch = Scratch(layout)
+    adoption.tutorial = TutorialState(layout)
     with torch.no_grad():
         copies = [_place(source, layout.index_of(logical), adoption) for logical in layout.held_by(adoption.rank)]
     for tensor in leaves(copies):
@@ -145,7 +135,7 @@ def split_and_load(
             NumPy arrays.
         DataError: there is no tensor in it, or the tensors disagree on the number of samples.
         DeviceError: as for `replicate_params`.
-        DeterminismError: the ranks were handed different batches.
+        DeterminismError: the ranks got different batches.
     """
     adoption = _found(adoption, "split_and_load")
     layout = _layout(devices, adoption)
@@ -157,8 +147,8 @@ def split_and_load(
             "use split_and_load(batch, devices, even_split=False), or batches of a multiple of that many samples"
         )
     state = f"{counted(layout.num_microbatches, 'device')}, {counted(length, 'sample')}"
-    _compare("split_and_load", "the ranks were handed different batches", state, batch, adoption)
-    adoption.scratch = Scratch(layout, _random_state(adoption))
+    _compare("split_and_load", "the ranks got different batches", state, batch, adoption)
+    adoption.tutorial = TutorialState(layout, _random_state(adoption))
     bounds = [*microbatch_bounds(length, layout.num_microbatches), length]
 
     def part(logical: int) -> Any:
@@ -186,16 +176,16 @@ def allreduce(tensors: Sequence[Any], *, adoption: Adoption | None = None) -> No
     """
     adoption = _found(adoption, "allreduce")
     rows = _rows(tensors)
-    scratch: Scratch | None = adoption.scratch
+    state: TutorialState | None = adoption.tutorial
     communicator = adoption.communicator
-    if scratch is None:
+    if state is None:
         _compare("allreduce", "the ranks hold different tensors", f"a list of {len(rows)}", rows, adoption)
         alone = LocalTransport()
         communicator = replace(communicator, transport=alone, control=alone)
         layout = Layout((range(len(rows)),), (HOST,) * len(rows))
     else:
-        layout = scratch.layout
-        _look_for_draws(scratch, adoption)
+        layout = state.layout
+        _look_for_draws(state, adoption)
     held = layout.held_by(communicator.rank)
     if len(rows) != len(held):
         raise UsageError(
@@ -204,7 +194,9 @@ def allreduce(tensors: Sequence[Any], *, adoption: Adoption | None = None) -> No
             f"on {counted(communicator.world_size, 'rank')}; this rank holds {len(held)} of them: give one entry for "
             "each replica that replicate_params returned"
         )
-    _agree_on_forms(rows[0], layout, adoption)
+    forms = ", ".join(f"{tensor.dtype} {list(tensor.shape)}" for tensor in rows[0])
+    forms = f"{layout.num_microbatches} devices, {forms}"
+    _compare("allreduce", "the ranks reduce different tensors", forms, None, adoption)
     with torch._C.DisableTorchFunction(), torch.no_grad():
         likes = [tensor.to(communicator.device) for tensor in rows[0]]
         columns = [[row[index] for row in rows] for index in range(len(likes))]  # a ghost's are not read
@@ -216,7 +208,7 @@ def allreduce(tensors: Sequence[Any], *, adoption: Adoption | None = None) -> No
 
 def shares_out(adoption: Adoption) -> bool:
     """Whether the script has used these verbs: it needs no wrapper then."""
-    return adoption.scratch is not None
+    return adoption.tutorial is not None
 
 
 def _found(adoption: Adoption | None, verb: str) -> Adoption:
@@ -231,7 +223,7 @@ def _found(adoption: Adoption | None, verb: str) -> Adoption:
 
 
 def _layout(devices: Sequence[DeviceLike] | int, adoption: Adoption) -> Layout:
-    """Who holds which logical devices."""
+    """The assignment of logical devices to ranks."""
     if isinstance(devices, int) and not isinstance(devices, bool):
         named = [index % max(num_visible(adoption), 1) for index in range(devices)]
     elif isinstance(devices, Iterable) and not isinstance(devices, str):
@@ -329,7 +321,7 @@ def _rows(tensors: Any) -> list[list[Tensor]]:
 
 
 def _check_tensor(tensor: Any, number: int, device: int) -> None:
-    """Refuses what cannot be summed in place."""
+    """Refuses a tensor that cannot be summed in place."""
     place = f"tensor {number} of local device {device}"
     if tensor is None:
         raise UsageError(
@@ -351,33 +343,22 @@ def _random_state(adoption: Adoption) -> int:
     return zlib.crc32(b"".join(state.numpy().tobytes() for state in states))
 
 
-def _look_for_draws(scratch: Scratch, adoption: Adoption) -> None:
-    """Says so if the microbatches drew random numbers."""
-    if scratch.generators is not None and scratch.generators != _random_state(adoption):
+def _look_for_draws(state: TutorialState, adoption: Adoption) -> None:
+    """Prints a notice if the microbatches drew random numbers."""
+    if state.generators is not None and state.generators != _random_state(adoption):
         adoption.notice(
             "random numbers were drawn between split_and_load and allreduce (by dropout, for one): they depend on the "
             "number of processes, and so will the result; samestep.DataParallel seeds each microbatch alike"
         )
-    scratch.generators = None
+    state.generators = None
 
 
 def _compare(verb: str, why: str, state: str, value: Any, adoption: Adoption) -> None:
-    """Raises where the ranks call a verb on different values."""
+    """Raises if the ranks call a function on different values; None compares the state alone."""
     if adoption.world_size == 1:
         return
     with torch._C.DisableTorchFunction():
-        words = [zlib.crc32(state.encode()), checksum(value)]
+        words = [zlib.crc32(state.encode()), 0 if value is None else checksum(value)]
     rows = adoption.meet(verb, words)
     if any(row[:2] != rows[0][:2] for row in rows):
-        adoption.drifted(why, f"{state}, checksum {words[1]:016x}")
-
-
-def _agree_on_forms(tensors: Sequence[Tensor], layout: Layout, adoption: Adoption) -> None:
-    """Raises where the ranks reduce tensors of different forms."""
-    if adoption.world_size == 1:
-        return
-    forms = ", ".join(f"{tensor.dtype} {list(tensor.shape)}" for tensor in tensors)
-    state = f"{layout.num_microbatches} devices, {forms}"
-    rows = adoption.meet("allreduce", [zlib.crc32(state.encode())])
-    if any(row[0] != rows[0][0] for row in rows):
-        adoption.drifted("the ranks reduce different tensors", state)
+        adoption.raise_diverged(why, state if value is None else f"{state}, checksum {words[1]:016x}")

@@ -1,4 +1,4 @@
-"""Wrapping: shares out a module that a script does not wrap itself, by its name; and the hint that one could."""
+"""`--wrap`: splits the forward of a module that a script does not wrap itself; and the hint that suggests it."""
 
 import itertools
 import re
@@ -19,7 +19,7 @@ from samestep.data.nested import leaves
 from samestep.engine.site import is_script_file
 from samestep.errors import SamestepError, UsageError
 from samestep.scripts import seeding
-from samestep.scripts.adoption import Adoption
+from samestep.scripts.adoption import Adoption, num_visible
 from samestep.scripts.patch import Patch, applied
 from samestep.scripts.tutorial_api import shares_out
 
@@ -29,20 +29,14 @@ _ABSENT = object()
 
 @dataclass
 class Wrap:
-    """What `--wrap` names, and what has been called so far.
+    """The module that `--wrap` names, and the modules called so far."""
 
-    Attributes:
-        name: a class, or a variable, with dots for its attributes: "Net", "model", "trainer.model", "self.net".
-        dim: along which its inputs are cut and its results are joined.
-        is_met: whether a module of that name was called.
-        seen: until then, what else was called: by id, its variable and class.
-        codes: by id, code that was met on the stack, and where it may have the variable; see `look_at`.
-    """
-
-    name: str
-    dim: int = 0
-    is_met: bool = False
+    name: str  # a class, or a variable, with dots for its attributes: "Net", "model", "trainer.model", "self.net"
+    dim: int = 0  # along which its inputs are cut and its results are joined
+    is_met: bool = False  # whether a module of that name was called
+    # variables and classes of other modules called until then, by id
     seen: dict[int, str] = field(default_factory=dict)
+    # by id, code that was met on the stack, and where it may have the variable; see `look_at`
     codes: dict[int, tuple[CodeType, str]] = field(default_factory=dict)
 
     @cached_property
@@ -52,14 +46,10 @@ class Wrap:
         return head, rest
 
     def look_at(self, code: CodeType) -> tuple[CodeType, str]:
-        """Finds out, once, what a frame of that code can say.
+        """Classifies code on the stack: "local" or "global" (the script's own), "nested" (a module's call), "other".
 
         A function's locals are looked at only where it has one of the name: up to Python 3.12 looking makes a copy of
         all of them, which keeps them alive.
-
-        Returns:
-            The code, and "local" or "global" for the script's own, by where it finds a variable of that name; "nested"
-            for the call of a module, "other" for all else.
         """
         if code is nn.Module._call_impl.__code__:
             sort = "nested"
@@ -74,17 +64,10 @@ class Wrap:
 
 @contextmanager
 def wrapped(adoption: Adoption, name: str) -> Iterator[None]:
-    """The time in which calls of the module of that name are shared out, as if `DataParallel` wrapped it.
+    """Splits calls of the module of that name over the ranks, as if `DataParallel` wrapped it.
 
     A call counts where the module's class has the name, or where a frame of the script's own on the stack has a
     variable of that name (local, or global) that is this very module.
-
-    Args:
-        adoption: of this process.
-        name: a variable, with dots for attributes, or a class; with ":1" after it if its batches lie along dim 1.
-
-    Raises:
-        UsageError: the name cannot be one; or the script has ended, and no module of that name was called.
     """
     path, colon, dim = name.partition(":")
     if not all(part.isidentifier() for part in path.split(".")) or (colon and not re.fullmatch(r"-?\d", dim)):
@@ -112,17 +95,13 @@ def wrapped(adoption: Adoption, name: str) -> Iterator[None]:
 
 @contextmanager
 def hinting(adoption: Adoption) -> Iterator[None]:
-    """The time in which a script that shares nothing out, so that all processes do the same, is told about it once.
-
-    Args:
-        adoption: of this process.
-    """
+    """Prints a hint, once, if a script splits nothing, so that all processes do the same."""
     if adoption.world_size == 1:
         yield
         return
 
     def look(frame: FrameType) -> None:
-        seeding.say_seed(adoption)
+        seeding.notice_seed(adoption)
         if adoption.num_forwards == 0 and not shares_out(adoption):
             adoption.notice(_hint(adoption.world_size, frame))
 
@@ -131,7 +110,7 @@ def hinting(adoption: Adoption) -> Iterator[None]:
 
 
 def _at_first_backward(adoption: Adoption, look: Callable[[FrameType], None]) -> Patch:
-    """What calls `look` with the caller's frame once, when the script first calls backward."""
+    """A patch that calls `look` with the caller's frame once, when the script first calls backward."""
     original = torch.autograd.backward
     looked = False
 
@@ -146,13 +125,12 @@ def _at_first_backward(adoption: Adoption, look: Callable[[FrameType], None]) ->
 
 
 def _sharing_call(adoption: Adoption, wrap: Wrap, original: Callable[..., Any]) -> Callable[..., Any]:
-    """What `nn.Module.__call__` becomes."""
+    """The replacement of `nn.Module.__call__`."""
 
     def call(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         if adoption.in_chunk or not adoption.may_meet() or not _is_meant(module, wrap, sys._getframe(1)):
             return original(module, *args, **kwargs)
         is_first, wrap.is_met = not wrap.is_met, True
-        from samestep.scripts.visible import num_visible
         from samestep.scripts.wrapped.forward import chunked_forward
 
         num_microbatches = adoption.num_microbatches or num_visible(adoption)
@@ -202,7 +180,7 @@ def _sizes(wrap: Wrap, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list
 
 
 def _cut_in_words(wrap: Wrap, num_microbatches: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
-    """Says how the inputs are cut."""
+    """A text about the cut of the inputs."""
     shapes = [list(tensor.shape) for tensor in _tensors(args, kwargs) if tensor.ndim][:MAX_SEEN]
     return (
         f"--wrap {wrap.name} cuts inputs of shape {', '.join(map(str, shapes))} along dim {wrap.dim} into "
@@ -212,7 +190,7 @@ def _cut_in_words(wrap: Wrap, num_microbatches: int, args: tuple[Any, ...], kwar
 
 
 def _is_meant(module: nn.Module, wrap: Wrap, frame: FrameType | None) -> bool:
-    """Whether a call that this frame makes is of the module to wrap; until one is, notes what else is called."""
+    """Whether a call that this frame makes is of the module to wrap; until one is, notes other modules."""
     kind = type(module)
     compiled = module._modules.get("_orig_mod") if kind.__name__ == "OptimizedModule" else None
     if wrap.name in (kind.__name__, type(compiled).__name__):
@@ -276,7 +254,7 @@ def _never_met(wrap: Wrap, called_so_far: str = "the script called") -> str:
 
 
 def _hint(world_size: int, frame: FrameType | None) -> str:
-    """The words to a script whose processes all do the same."""
+    """The hint for a script whose processes all do the same."""
     script = Path(getattr(sys.modules["__main__"], "__file__", None) or "the script").name
     found = _largest_module(frame)
     if found is not None and isinstance(found[1], nn.DataParallel):
@@ -287,8 +265,8 @@ def _hint(world_size: int, frame: FrameType | None) -> str:
     name = "NAME" if found is None else found[0]
     what = " (NAME is a variable or class of the script)" if found is None else ""
     return (
-        f"{script} wraps no model: all {world_size} processes compute the same. Name what to share out: samestep run "
-        f"--wrap {name} {script} …{what}"
+        f"{script} wraps no model: all {world_size} processes compute the same. Name the module to share out: "
+        f"samestep run --wrap {name} {script} …{what}"
     )
 
 

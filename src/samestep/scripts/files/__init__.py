@@ -1,1 +1,1 @@
-"""Files: what an adopted script writes, reads, asks and starts happens once, and is the same on all ranks."""
+"""Files, commands and input of an adopted script: rank 0 writes, runs and asks once, for all ranks."""

@@ -1,7 +1,7 @@
-"""Callers: who called a changed function: the script, a library on its own account, or the machinery below both.
+"""Origin of a call to a patched function: the script, a library on its own account, or machinery below both.
 
-What the script calls, every rank calls, so there the ranks can meet. A library may call or not: one rank finds its
-cache filled, another fills it. And some code is written for many processes and must be left alone in each of them.
+A call by the script happens on every rank, so the ranks can exchange values there. A call by a library may not: one
+rank finds its cache filled, another fills it. Some code is written for many processes and is left alone in each.
 """
 
 import sysconfig
@@ -16,22 +16,15 @@ from samestep.engine.site import is_script_file
 
 
 class Caller(Enum):
-    """Who calls.
+    """Kinds of calling code."""
 
-    Attributes:
-        SCRIPT: a file of the user's.
-        LIBRARY: an installed package or a module of Python.
-        MACHINERY: code that many processes run at once and that keeps its files apart or locks them: samestep itself,
-            process pools, compilers' caches.
-        TEMPORARY: Python's `tempfile`.
-        THROUGH: thin layers over files, such as `pathlib`: whoever calls them is the caller.
-    """
-
-    SCRIPT = 0
-    LIBRARY = 1
+    SCRIPT = 0  # a file of the user's
+    LIBRARY = 1  # an installed package or a module of Python
+    # code that many processes run at once and that keeps its files apart or locks them: samestep itself, process
+    # pools, compilers' caches
     MACHINERY = 2
-    TEMPORARY = 3
-    THROUGH = 4
+    TEMPORARY = 3  # Python's `tempfile`
+    THROUGH = 4  # thin layers over files, such as `pathlib`: their caller counts
 
 
 _THROUGH = {"pathlib", "codecs", "gzip", "bz2", "lzma", "zipfile", "tarfile"}
@@ -42,15 +35,7 @@ _TORCH_UTILS_MACHINERY = {"data", "cpp_extension"}
 
 
 def origin(frame: FrameType | None, through_tempfile: bool = False) -> tuple[Caller, FrameType | None]:
-    """Who called, and the frame in which.
-
-    Args:
-        frame: that of the direct caller.
-        through_tempfile: whether what `tempfile` calls counts as called by who called `tempfile`; else it is machinery.
-
-    Returns:
-        `SCRIPT`, `LIBRARY` or `MACHINERY`, and the frame; None if there is none.
-    """
+    """The kind of the calling code (SCRIPT, LIBRARY or MACHINERY), and its frame."""
     while frame is not None:
         kind = kind_of(frame.f_code.co_filename)
         if kind is Caller.TEMPORARY and not through_tempfile:
@@ -63,7 +48,7 @@ def origin(frame: FrameType | None, through_tempfile: bool = False) -> tuple[Cal
 
 @cache
 def kind_of(filename: str) -> Caller:
-    """What kind of code a file holds."""
+    """The kind of code in a file."""
     if is_script_file(filename):
         return Caller.SCRIPT
     path = Path(filename)

@@ -1,7 +1,7 @@
-"""Sinks: what a rank above 0 writes to where rank 0 writes to a file: real files without a name, gone when closed.
+"""Files that ranks above 0 open while rank 0 writes the real one: without a name, gone when closed.
 
-They lie on a file of their own, not on `os.devnull`, so that locks, truncation and changed permissions through their
-descriptor reach nobody else.
+Each has a file of its own instead of `os.devnull`, so that locks, truncation and changed permissions through its
+descriptor affect nothing else.
 """
 
 import io
@@ -14,14 +14,8 @@ from typing import IO, Any
 OpenFile = Callable[..., IO[Any]]
 
 
-class Sink(io.FileIO):
-    """A file opened for writing that counts what is written and keeps nothing.
-
-    Args:
-        name: the path that was asked for, also the attribute `name`.
-        mode: "w", "a" or "x".
-        start: the position in front of the first byte, in bytes.
-    """
+class DiscardFile(io.FileIO):
+    """A file for writing that counts bytes and keeps none."""
 
     def __init__(self, name: Any, mode: str, start: int = 0) -> None:
         super().__init__(name, mode, opener=lambda name, flags: nameless())
@@ -37,7 +31,7 @@ class Sink(io.FileIO):
         return count
 
     def tell(self) -> int:
-        """Where the next byte would go."""
+        """The position of the next byte."""
         return self._position
 
     def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
@@ -55,11 +49,7 @@ class Sink(io.FileIO):
 
 
 def nameless(source: str | None = None) -> int:
-    """The descriptor of a new file without a name, for reading and writing.
-
-    Args:
-        source: the file whose bytes it starts with; None for an empty one, as does a file that is not there.
-    """
+    """The descriptor of a new file without a name, with the bytes of `source` if that exists."""
     with tempfile.TemporaryFile(buffering=0) as file:
         if source is not None and os.path.isfile(source):
             with open(source, "rb") as original:
@@ -68,7 +58,7 @@ def nameless(source: str | None = None) -> int:
         return os.dup(file.fileno())
 
 
-def open_sink(
+def open_discard(
     name: Any,
     mode: str,
     buffering: int = -1,
@@ -77,18 +67,8 @@ def open_sink(
     newline: str | None = None,
     start: int = 0,
 ) -> IO[Any]:
-    """Opens a sink as `open` opens a file for writing alone.
-
-    Args:
-        name: the path that was asked for.
-        mode: as of `open`, without "+".
-        buffering: as of `open`.
-        encoding: as of `open`.
-        errors: as of `open`.
-        newline: as of `open`.
-        start: the position in front of the first byte, in bytes.
-    """
-    raw = Sink(name, next(letter for letter in mode if letter in "wax"), start)
+    """Opens a `DiscardFile` with the arguments of `open`, in a mode without "+"; `start` is its position in bytes."""
+    raw = DiscardFile(name, next(letter for letter in mode if letter in "wax"), start)
     if buffering == 0:
         return raw
     buffer = io.BufferedWriter(raw, buffering if buffering > 1 else io.DEFAULT_BUFFER_SIZE)
@@ -99,16 +79,8 @@ def open_sink(
     return text
 
 
-def open_scratch(open_file: OpenFile, name: Any, mode: str, source: str | None, **options: Any) -> IO[Any]:
-    """Opens a private copy of a file for reading and writing: what is written can be read back and reaches nobody.
-
-    Args:
-        open_file: the real `open`.
-        name: the path that was asked for.
-        mode: as of `open`, with "+".
-        source: the file whose bytes it starts with; None for an empty one, as does a file that is not there.
-        options: further arguments of `open`.
-    """
+def open_copy(open_file: OpenFile, name: Any, mode: str, source: str | None, **options: Any) -> IO[Any]:
+    """Opens a private copy of `source` (None: an empty file) for reading and writing, by the real `open`."""
     descriptor = nameless(source)
     try:
         return open_file(name, mode, opener=lambda name, flags: descriptor, **options)

@@ -1,4 +1,4 @@
-"""Opening: `open`, `os.open` and `h5py.File`, so that only rank 0 writes and readers wait until it has."""
+"""Patches of `open`, `os.open`, `h5py.File` and `tempfile`: only rank 0 writes, and readers wait until it has."""
 
 import builtins
 import functools
@@ -11,25 +11,27 @@ from contextlib import nullcontext
 from types import FrameType, ModuleType
 from typing import IO, Any
 
-from samestep.scripts.files.discard import nameless, open_scratch, open_sink
-from samestep.scripts.files.rank0_files import Rank0Files, Way, path_of
+from samestep.scripts.files.discard import nameless, open_copy, open_discard
+from samestep.scripts.files.rank0_files import Mode, Rank0Files, path_of
 from samestep.scripts.patch import Patch
 
-# bound at their import, so that patching `builtins` does not reach them
+# Modules that bind `open` when they are imported, out of reach of a patch of `builtins`.
 BOUND = (("bz2", "_builtin_open"), ("tarfile", "bltn_open"))
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
 
 def patches(rank0_files: Rank0Files) -> list[Patch]:
-    """`open` by all its names, and `os.open`."""
+    """All patches of this module but that of h5py, which the script may import later."""
     function = _open(rank0_files)
     holders = [(sys.modules.get(name), attribute) for name, attribute in BOUND]
-    bound = [Patch(module, attribute, function) for module, attribute in holders if hasattr(module, attribute)]
     return [
         Patch(builtins, "open", function),
         Patch(io, "open", function),
-        *bound,
+        *(Patch(module, attribute, function) for module, attribute in holders if hasattr(module, attribute)),
         Patch(os, "open", _os_open(rank0_files)),
+        Patch(tempfile, "mkdtemp", _mkdtemp(rank0_files)),  # also of TemporaryDirectory
+        Patch(tempfile, "mkstemp", _mkstemp(rank0_files)),
+        Patch(tempfile, "NamedTemporaryFile", _named(rank0_files)),
     ]
 
 
@@ -50,30 +52,29 @@ def _open(rank0_files: Rank0Files) -> Any:
         path = None if isinstance(file, int) else path_of(file)
         is_writing = isinstance(mode, str) and not set("wax+").isdisjoint(mode)
         options: dict[str, Any] = {"buffering": buffering, "encoding": encoding, "errors": errors, "newline": newline}
-        if path is None or not (is_writing or rank0_files.unfinished or rank0_files.names):
+        if path is None or not (is_writing or rank0_files.unfinished or rank0_files.rank0_paths):
             return original(file, mode, **options, closefd=closefd, opener=opener)
         frame = sys._getframe(1)
         if not is_writing:
             with rank0_files.reading(path, frame) as where:
                 file = file if where == path else where
                 return original(file, mode, **options, closefd=closefd, opener=opener)
-        way = rank0_files.way(frame, path)
-        if way is Way.AS_IS or (way is Way.APART and rank0_files.adoption.rank == 0):
-            if way is Way.APART:
-                rank0_files.record(path)
-            return original(file, mode, **options, closefd=closefd, opener=opener)
-        if way is Way.TOGETHER:
-            return _open_together(rank0_files, original, (path, file, mode), options, opener)
-        rank0_files.record(path)
-        return _open_apart(rank0_files, original, (path, file, mode), options, 0)
+        way = rank0_files.mode(frame, path)
+        if way is Mode.SHARED:
+            return _open_shared(rank0_files, original, (path, file, mode), options, opener)
+        if way is Mode.RANK0_ONLY:
+            rank0_files.mark_unfinished(path)
+            if rank0_files.adoption.rank > 0:
+                return _open_discarding(rank0_files, original, (path, file, mode), options, 0)
+        return original(file, mode, **options, closefd=closefd, opener=opener)
 
     return replacement
 
 
-def _open_together(
+def _open_shared(
     rank0_files: Rank0Files, original: Any, asked: tuple[str, Any, str], options: dict[str, Any], opener: Any
 ) -> Any:
-    """Opens a file for writing on rank 0, something like it elsewhere."""
+    """Opens a file for writing on rank 0, and one that discards its bytes on other ranks."""
     path, file, mode = asked
     opened: list[IO[Any]] = []
 
@@ -81,31 +82,30 @@ def _open_together(
         opened.append(original(file, mode, **options, opener=opener))
         return _position(opened[0])
 
-    start = rank0_files.together(f"open(…, {mode!r})", call, (path,))
-    rank0_files.record(path)
+    start = rank0_files.run(f"open(…, {mode!r})", call, (path,))
+    rank0_files.mark_unfinished(path)
     if not opened:
-        opened.append(_open_apart(rank0_files, original, asked, options, start))
-    if _keeps(mode):
-        # all have their copy before rank 0 changes it
+        opened.append(_open_discarding(rank0_files, original, asked, options, start))
+    if _keeps(mode):  # all ranks have copied the file before rank 0 changes it
         rank0_files.adoption.meet("a file opened for reading and writing")
     return opened[0]
 
 
-def _open_apart(
+def _open_discarding(
     rank0_files: Rank0Files, original: Any, asked: tuple[str, Any, str], options: dict[str, Any], start: int
 ) -> IO[Any]:
-    """Opens what a rank above 0 writes to."""
+    """Opens a file for writing on a rank above 0."""
     path, file, mode = asked
-    source = rank0_files.known_as(path)
+    source = rank0_files.rank0_path(path)
     if "r" in mode and not os.path.isfile(source):
         return original(file, mode, **options)  # type: ignore[no-any-return]  # raises
     if "+" in mode:
-        return open_scratch(original, file, mode, source if _keeps(mode) else None, **options)
-    return open_sink(file, mode, **options, start=start)
+        return open_copy(original, file, mode, source if _keeps(mode) else None, **options)
+    return open_discard(file, mode, **options, start=start)
 
 
 def _keeps(mode: str) -> bool:
-    """Whether a mode opens for reading and writing what is there already."""
+    """Whether a mode opens a file for reading and writing without emptying it."""
     return "+" in mode and "w" not in mode and "x" not in mode
 
 
@@ -124,38 +124,32 @@ def _os_open(rank0_files: Rank0Files) -> Any:
         where = path_of(path) if dir_fd is None else None
         frame: FrameType = sys._getframe(1)
         if not flags & WRITING:
-            if where is None or not (rank0_files.unfinished or rank0_files.names):
+            if where is None or not (rank0_files.unfinished or rank0_files.rank0_paths):
                 return original(path, flags, mode, dir_fd=dir_fd)
             with rank0_files.reading(where, frame) as known:
                 return original(path if known == where else known, flags, mode, dir_fd=dir_fd)
-        way = rank0_files.way(frame, where)
-        if way is Way.AS_IS:
+        way = rank0_files.mode(frame, where)
+        if way is Mode.LOCAL:
             return original(path, flags, mode, dir_fd=dir_fd)
         opened: list[int] = []
-        if way is Way.TOGETHER:
-            rank0_files.together("os.open", lambda: opened.append(original(path, flags, mode, dir_fd=dir_fd)), (where,))
+        if way is Mode.SHARED:
+            rank0_files.run("os.open", lambda: opened.append(original(path, flags, mode, dir_fd=dir_fd)), (where,))
         elif rank0_files.adoption.rank == 0:
             opened.append(original(path, flags, mode, dir_fd=dir_fd))
-        rank0_files.record(where)
+        rank0_files.mark_unfinished(where)
         if not opened:
-            opened.append(nameless(None if where is None or flags & os.O_TRUNC else rank0_files.known_as(where)))
-        if way is Way.TOGETHER and flags & os.O_RDWR:
+            opened.append(nameless(None if where is None or flags & os.O_TRUNC else rank0_files.rank0_path(where)))
+        if way is Mode.SHARED and flags & os.O_RDWR:
             rank0_files.adoption.meet("a file opened for reading and writing")
         return opened[0]
 
     return replacement
 
 
-def h5py_files(rank0_files: Rank0Files) -> Any:
-    """The patches of h5py: its files are opened in C, and locked."""
+def h5py_patches(rank0_files: Rank0Files, module: ModuleType) -> list[Patch]:
+    """The patch of h5py, whose files are opened in C, and locked."""
+    original = module.File.__init__
 
-    def patches_of(module: ModuleType) -> list[Patch]:
-        return [Patch(module.File, "__init__", _h5py_file(rank0_files, module.File.__init__))]
-
-    return patches_of
-
-
-def _h5py_file(rank0_files: Rank0Files, original: Any) -> Any:
     @functools.wraps(original)
     def replacement(
         self: Any, name: Any, mode: str = "r", driver: str | None = None, *args: Any, **kwargs: Any
@@ -169,22 +163,79 @@ def _h5py_file(rank0_files: Rank0Files, original: Any) -> Any:
                 opened(name if where == path else where)
             return
         is_plain = path is not None and driver in (None, "sec2", "stdio", "core")
-        way = rank0_files.way(frame, path) if is_plain else Way.AS_IS
-        if path is None or way is Way.AS_IS:
+        way = rank0_files.mode(frame, path) if is_plain else Mode.LOCAL
+        if path is None or way is Mode.LOCAL:
             opened(name)
             return
-        if way is Way.TOGETHER:
-            rank0_files.adoption.meet("a file of h5py")  # what was open before is closed on all ranks
+        if way is Mode.SHARED:
+            rank0_files.adoption.meet("a file of h5py")  # files opened before are closed on all ranks by now
         with nullcontext() if rank == 0 else tempfile.TemporaryDirectory() as folder:
             copy = None if folder is None else os.path.join(folder, os.path.basename(path))
-            if copy is not None and mode in ("r+", "a") and os.path.isfile(source := rank0_files.known_as(path)):
+            if copy is not None and mode in ("r+", "a") and os.path.isfile(source := rank0_files.rank0_path(path)):
                 shutil.copyfile(source, copy)
-            if way is Way.TOGETHER:
-                rank0_files.together("h5py.File", lambda: opened(name), (path,))
+            if way is Mode.SHARED:
+                rank0_files.run("h5py.File", lambda: opened(name), (path,))
             elif rank == 0:
                 opened(name)
-            rank0_files.record(path)
+            rank0_files.mark_unfinished(path)
             if copy is not None:
-                opened(copy)  # what is open stays when the folder goes
+                opened(copy)  # an open file outlives its folder
 
-    return replacement
+    return [Patch(module.File, "__init__", replacement)]
+
+
+def _mkdtemp(rank0_files: Rank0Files) -> Any:
+    original = tempfile.mkdtemp
+
+    @functools.wraps(original)
+    def mkdtemp(*args: Any, **kwargs: Any) -> Any:
+        if rank0_files.mode(sys._getframe(1), None, through_tempfile=True) is Mode.SHARED:
+            return rank0_files.run("a temporary folder", functools.partial(original, *args, **kwargs))
+        path = original(*args, **kwargs)
+        rank0_files.add_private(path)
+        return path
+
+    return mkdtemp
+
+
+def _mkstemp(rank0_files: Rank0Files) -> Any:
+    original = tempfile.mkstemp
+
+    @functools.wraps(original)
+    def mkstemp(*args: Any, **kwargs: Any) -> Any:
+        if rank0_files.mode(sys._getframe(1), None) is not Mode.SHARED:
+            descriptor, path = original(*args, **kwargs)
+            rank0_files.add_private(path)
+            return descriptor, path
+        descriptor, path = rank0_files.run("a temporary file", functools.partial(original, *args, **kwargs))
+        rank0_files.mark_unfinished(path)
+        return (descriptor if rank0_files.adoption.rank == 0 else nameless()), path
+
+    return mkstemp
+
+
+def _named(rank0_files: Rank0Files) -> Any:
+    original: Any = tempfile.NamedTemporaryFile
+
+    @functools.wraps(original)
+    def named(mode: str = "w+b", *args: Any, **kwargs: Any) -> Any:
+        if rank0_files.mode(sys._getframe(1), None) is not Mode.SHARED:
+            file = original(mode, *args, **kwargs)
+            rank0_files.add_private(file.name)
+            return file
+        made: list[Any] = []
+
+        def call() -> str:
+            made.append(original(mode, *args, **kwargs))
+            return str(made[0].name)
+
+        path = rank0_files.run("a temporary file", call)
+        rank0_files.mark_unfinished(path)
+        if made:
+            return made[0]
+        options = dict(zip(("buffering", "encoding", "newline"), args, strict=False))
+        options |= {key: kwargs[key] for key in ("buffering", "encoding", "newline", "errors") if key in kwargs}
+        mode = mode if "+" in mode else f"{mode}+"
+        return open_copy(io.open, path, mode, None, **options)
+
+    return named

@@ -1,94 +1,73 @@
-"""The rank0_files: what a rank knows about the script's files, and how the ranks do a thing once.
+"""Operations on files that rank 0 does for all ranks of a script.
 
-A script's file operations run in one of three ways. *Together*: the script itself calls, so all ranks meet, rank 0
-does it, and all get what came of it, be it a value or an error. *Apart*: a library, another thread or a chunk of a
-wrapped forward calls, so nobody waits; rank 0 does it and the others do nothing. *As is*: files that are this process's
-own, such as a library's temporary folder.
+An operation runs in one of three modes. *Shared*: the script itself calls, so all ranks reach the call; rank 0 does it,
+and all ranks get its result or its error. *Rank 0 only*: a library, another thread or a chunk of a wrapped forward
+calls, which other ranks may not reach; rank 0 does it, the others do nothing, and no rank waits. *Local*: files of this
+process alone, such as a library's temporary folder.
 """
 
 import os
 import pickle
-import struct
 import threading
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import Enum, auto
 from types import FrameType
 from typing import Any
 
 from samestep.comm.channel import Channel
-from samestep.scripts.adoption import EXTRA_WORDS, Adoption
+from samestep.scripts.adoption import Adoption
 from samestep.scripts.files.call_origin import Caller, origin
 from samestep.train.exceptions import packed, unpacked
 
-BURST = 256
-"""Questions of one line between two wrapped forwards that are answered by rank 0; further ones each rank answers."""
-
-SHORT_FORMAT = f"<{EXTRA_WORDS - 2}q"
-SHORT_BYTES = struct.calcsize(SHORT_FORMAT)
-"""An answer of so many bytes travels with the header of a meeting."""
-
+BURST = 256  # queries of one line between two wrapped forwards that rank 0 answers; each rank answers further ones
 SPECIAL_FOLDERS = ("/dev/", "/proc/", "/sys/")
 
 
-class Way(Enum):
+class Mode(Enum):
     """How an operation on a file runs; see the module."""
 
-    TOGETHER = 0
-    APART = 1
-    AS_IS = 2
+    SHARED = auto()
+    RANK0_ONLY = auto()
+    LOCAL = auto()
 
 
 @dataclass
 class Rank0Files:
-    """What a rank knows about the script's files. Paths are absolute.
-
-    Attributes:
-        adoption: what is known about the process.
-        unfinished: files that rank 0 may not have finished writing, as this rank calls them: who reads one waits.
-        names: what rank 0 calls a file or folder that this rank calls otherwise (a clock in its name).
-        private: files and folders that a library made for this process.
-        passing: the threads on which everything is as is now, because this rank fetches something for all.
-        asked: questions a line has asked, and the number of wrapped forwards when it began.
-    """
+    """Files of the script as one rank knows them. Paths are absolute."""
 
     adoption: Adoption
-    unfinished: set[str] = field(default_factory=set)
-    names: dict[str, str] = field(default_factory=dict)
-    private: set[str] = field(default_factory=set)
-    passing: set[int] = field(default_factory=set)
-    asked: dict[tuple[str, int], tuple[int, int]] = field(default_factory=dict)
+    unfinished: set[str] = field(default_factory=set)  # rank 0 may still be writing these: readers wait
+    rank0_paths: dict[str, str] = field(default_factory=dict)  # by this rank's path, rank 0's other one (a clock in it)
+    private: set[str] = field(default_factory=set)  # made by a library for this process
+    local_threads: set[int] = field(default_factory=set)  # on which every operation is local for now
+    # By line of the script: the number of wrapped forwards when its burst of queries began, and their count.
+    queries: dict[tuple[str, int], tuple[int, int]] = field(default_factory=dict)
 
-    def way(self, frame: FrameType | None, path: str | None, through_tempfile: bool = False) -> Way:
-        """How an operation that changes files runs.
-
-        Args:
-            frame: of the direct caller.
-            path: what is changed.
-            through_tempfile: as of `origin`.
-        """
-        if self.passes() or (path is not None and self._is_own(path)):
-            return Way.AS_IS
+    def mode(self, frame: FrameType | None, path: str | None, through_tempfile: bool = False) -> Mode:
+        """The mode of an operation that changes `path`, called directly from `frame`."""
+        if self.is_local() or (path is not None and self._is_own(path)):
+            return Mode.LOCAL
         caller, _ = origin(frame, through_tempfile)
         if caller is Caller.MACHINERY or (caller is Caller.LIBRARY and path is not None and _is_cache(path)):
-            return Way.AS_IS
-        return Way.TOGETHER if caller is Caller.SCRIPT and self.adoption.may_meet() else Way.APART
+            return Mode.LOCAL
+        return Mode.SHARED if caller is Caller.SCRIPT and self.adoption.may_meet() else Mode.RANK0_ONLY
 
     def note_saved(self, path: str) -> None:
-        """Tells the supervisor that the script has saved a model or state: from there it can go on after a loss."""
+        """Reports a saved model or state to the supervisor, which can restart the script from there."""
         channel = Channel.from_environment()
         if channel is not None:
             channel.send("saved", path=path)
 
-    def passes(self) -> bool:
-        """Whether everything is as is here."""
-        return bool(self.passing) and threading.get_ident() in self.passing
+    def is_local(self) -> bool:
+        """Whether every operation on this thread is local for now."""
+        return bool(self.local_threads) and threading.get_ident() in self.local_threads
 
-    def may_ask(self, frame: FrameType | None, path: str | None) -> bool:
-        """Whether a question about files is one for rank 0: the script's own, and not one of very many."""
-        if not self.adoption.may_meet() or self.passes() or (path is not None and self._is_own(path)):
+    def may_query(self, frame: FrameType | None, path: str | None) -> bool:
+        """Whether rank 0 answers a query: one of the script's own, and not one of very many of its line."""
+        if not self.adoption.may_meet() or self.is_local() or (path is not None and self._is_own(path)):
             return False
         caller, asking = origin(frame)
         if caller is not Caller.SCRIPT or asking is None:
@@ -97,141 +76,106 @@ class Rank0Files:
             return True
         line = (asking.f_code.co_filename, asking.f_lineno)
         forwards = self.adoption.num_forwards
-        since, count = self.asked.get(line, (forwards, 0))
-        self.asked[line] = (forwards, 1) if since != forwards else (since, count + 1)
-        return self.asked[line][1] <= BURST
+        since, count = self.queries.get(line, (forwards, 0))
+        self.queries[line] = (forwards, 1) if since != forwards else (since, count + 1)
+        return self.queries[line][1] <= BURST
 
-    def together(
+    def run(
         self, what: str, call: Callable[[], Any], paths: tuple[str | None, ...] = (), suffixes: tuple[str, ...] = ()
     ) -> Any:
-        """Lets rank 0 do something once all have arrived, and gives all what came of it.
+        """As `query`, after a barrier: for operations that change files which another rank may still be reading."""
+        self.adoption.meet(what)
+        return self.query(what, call, paths, suffixes)
 
-        Args:
-            what: what is done, in words.
-            call: does it.
-            paths: what it writes, as this rank calls it.
-            suffixes: endings that it may add to a path.
+    def query(
+        self, what: str, call: Callable[[], Any], paths: tuple[str | None, ...] = (), suffixes: tuple[str, ...] = ()
+    ) -> Any:
+        """Calls a function on rank 0, and returns its result or raises its error on all ranks.
 
-        Raises:
-            Exception: what it raised on rank 0, on all ranks.
+        `paths` are the files that it writes, as this rank names them; `suffixes` those that it may add to a path.
         """
-        self.adoption.meet(what)  # whoever still reads what is now written anew has come past it
-        return self.ask(what, call, paths, suffixes)
-
-    def ask(
-        self, what: str, call: Callable[[], Any], paths: tuple[str | None, ...] = (), suffixes: tuple[str, ...] = ()
-    ) -> Any:
-        """As `together`, without waiting for all to arrive: for what changes nothing."""
         failure: Exception | None = None
         value: Any = None
         ours = b""
         if self.adoption.rank == 0:
             try:
-                with self.alone():
+                with self.unshared():
                     value = call()
             except Exception as error:  # for all ranks
                 failure = error
             ours = pickle.dumps((_sendable(value), None if failure is None else packed(failure)))
-        theirs, their_paths = self._exchange(what, ours, paths)
-        for own, other in zip(paths, their_paths, strict=True):
-            for suffix in ("", *suffixes):
-                self.learn(own and own + suffix, other and other + suffix)
+        rows, answers = self.adoption.gather_bytes(what, [zlib.crc32(repr(paths).encode())], ours)
+        if any(row[0] != rows[0][0] for row in rows):
+            for own, other in zip(paths, self.adoption.share("the names of files", paths), strict=True):
+                for suffix in ("", *suffixes):
+                    self.learn_path(own and own + suffix, other and other + suffix)
         if self.adoption.rank > 0:
-            value, met = pickle.loads(theirs)
-            if met is not None:
-                raise unpacked(met)
+            value, error_data = pickle.loads(answers[0])
+            if error_data is not None:
+                raise unpacked(error_data)
         if failure is not None:
             raise failure
         return value
 
-    def _exchange(self, what: str, ours: bytes, paths: tuple[str | None, ...]) -> tuple[bytes, tuple[str | None, ...]]:
-        """Gives all ranks rank 0's answer and paths, at one meeting if the answer is short and the paths agree."""
-        head = [len(ours), zlib.crc32(repr(paths).encode())]
-        short = ours[:SHORT_BYTES].ljust(SHORT_BYTES, b"\0")
-        rows = self.adoption.meet(what, [*head, *struct.unpack(SHORT_FORMAT, short)])
-        size = rows[0][0]
-        if size <= SHORT_BYTES:
-            theirs = struct.pack(SHORT_FORMAT, *rows[0][2:])[:size]
-        else:
-            theirs = self.adoption.share_bytes(ours, size, 0)
-        if any(row[1] != rows[0][1] for row in rows):
-            return theirs, self.adoption.agree("the names of files", paths)
-        return theirs, paths
-
     @contextmanager
-    def alone(self, passing: bool = False) -> Iterator[None]:
-        """The time in which this rank does what the others do not, or not now: nobody may meet.
-
-        Args:
-            passing: whether files are to be left as they are, also on ranks above 0.
-        """
-        thread, met = threading.get_ident(), self.adoption.may_meet()
-        began = passing and thread not in self.passing
-        if met:
-            self.adoption.in_chunk = True
+    def unshared(self, local: bool = False) -> Iterator[None]:
+        """Runs code that the other ranks do not run now; with `local`, files are left as they are on all ranks."""
+        thread = threading.get_ident()
+        began = local and thread not in self.local_threads
         if began:
-            self.passing.add(thread)
+            self.local_threads.add(thread)
         try:
-            yield
+            with self.adoption.on_this_rank():
+                yield
         finally:
-            if met:
-                self.adoption.in_chunk = False
             if began:
-                self.passing.discard(thread)
+                self.local_threads.discard(thread)
 
     @contextmanager
     def reading(self, path: str, frame: FrameType | None) -> Iterator[str]:
-        """The time in which a file is opened or loaded: waits until rank 0 has written it.
-
-        Args:
-            path: as this rank calls it.
-            frame: of the direct caller.
-
-        Yields:
-            The path as rank 0 calls it.
-        """
-        if path not in self.unfinished or self.passes() or not self.adoption.may_meet():
-            yield self.known_as(path)
+        """Yields rank 0's path of a file to read, after rank 0 has written it."""
+        if path not in self.unfinished or self.is_local() or not self.adoption.may_meet():
+            yield self.rank0_path(path)
             return
         if origin(frame)[0] is Caller.MACHINERY:
             yield path
             return
-        where = self.adoption.agree("a read of a file that the script wrote", path)
+        where = self.adoption.share("a read of a file that the script wrote", path)
         self.unfinished.discard(path)
-        self.learn(path, where)
+        self.learn_path(path, where)
         try:
             yield where
         finally:
-            self.adoption.meet("the end of a read")  # now it may be removed
+            self.adoption.meet("the end of a read")  # from now on the file may be removed
 
-    def record(self, path: str | None) -> None:
-        """Remembers that rank 0 begins to write a file; not where the ranks do not all pass."""
+    def mark_unfinished(self, path: str | None) -> None:
+        """Remembers that rank 0 begins to write a file, if all ranks reach this call."""
         if path is not None and self.adoption.may_meet():
             self.unfinished.add(path)
 
-    def own(self, path: Any) -> None:
+    def add_private(self, path: Any) -> None:
         """Remembers a file or folder that a library made for this process."""
         self.private.add(os.path.abspath(os.fsdecode(path)))
 
-    def learn(self, ours: str | None, theirs: str | None) -> None:
-        """Remembers what rank 0 calls a file."""
+    def learn_path(self, ours: str | None, theirs: str | None) -> None:
+        """Remembers rank 0's path of a file, if it differs."""
         if ours is not None and theirs is not None and ours != theirs:
-            self.names[ours] = theirs
+            self.rank0_paths[ours] = theirs
 
-    def known_as(self, path: str) -> str:
-        """What rank 0 calls a file or folder, or the folder that it is in."""
-        if not self.names:
+    def rank0_path(self, path: str) -> str:
+        """Rank 0's path of a file or folder, which may lie in a folder that rank 0 names differently."""
+        if not self.rank0_paths:
             return path
         tail, head = "", path
-        while head not in self.names:
+        while head not in self.rank0_paths:
             head, _, name = head.rpartition(os.sep)
             if not name or not head:
                 return path
             tail = os.sep + name + tail
-        return self.names[head] + tail
+        return self.rank0_paths[head] + tail
 
     def is_private(self, path: str) -> bool:
-        """Whether a file is, or lies in, what a library made for this process."""
+        """Whether a path is, or lies in, a file or folder that a library made for this process."""
         while self.private and path:
             if path in self.private:
                 return True
@@ -243,7 +187,7 @@ class Rank0Files:
 
 
 def path_of(value: Any) -> str | None:
-    """The absolute path that an argument names; None if it names none, as a descriptor or an open file."""
+    """The absolute path of a file argument; None for a descriptor or an open file."""
     if isinstance(value, str):
         return os.path.abspath(value)
     if isinstance(value, bytes | os.PathLike):
@@ -252,14 +196,14 @@ def path_of(value: Any) -> str | None:
 
 
 def _is_cache(path: str) -> bool:
-    """Whether a file lies in a hidden folder of the user's home: what libraries keep there is made for many."""
+    """Whether a path lies in a hidden folder of the user's home, which libraries keep for many processes."""
     return path.startswith(os.path.join(os.path.expanduser("~"), "."))
 
 
 def _sendable(value: Any) -> Any:
-    """A value, or None where it cannot be sent."""
+    """The value, or None if it does not pickle."""
     try:
         pickle.dumps(value)
-    except Exception:  # whatever the value's own code raises
+    except Exception:  # the value's own code may raise anything
         return None
     return value

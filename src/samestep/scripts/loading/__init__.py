@@ -1,1 +1,1 @@
-"""Loading: how the batches of a script's DataLoader are loaded once for all ranks."""
+"""Loading of the batches of a script's DataLoader, once for all ranks."""

@@ -1,7 +1,6 @@
-"""Handing over: what one rank loaded, or the error that it met, given to all ranks at the same point of the script."""
+"""Broadcast of a batch that one rank loaded, or of its error, to all ranks at the same point of the script."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, NoReturn
@@ -15,57 +14,37 @@ from samestep.train.exceptions import blamed, packed, portable, unpacked
 
 
 class Kind(IntEnum):
-    """What became of an attempt."""
+    """The result of an attempt."""
 
     NOTHING = 0
     VALUE = 1
     ERROR = 2
     END = 3
-    TOGETHER = 4  # it has to be repeated by all ranks: it drew random numbers, or does not pickle
+    REPEAT = 4  # all ranks have to repeat it: it drew random numbers, or its value does not pickle
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of an attempt.
-
-    Attributes:
-        kind: what it is.
-        value: what there is to return, or the exception to raise.
-        extra: what travels with it.
-        packed: both, on the rank that made the attempt.
-    """
+    """The outcome of an attempt to load."""
 
     kind: Kind
-    value: Any = None
-    extra: Any = None
-    packed: Packed | None = None
+    value: Any = None  # the result to return, or the exception to raise
+    extra: Any = None  # sent along
+    packed: Packed | None = None  # value and extra, on the rank that made the attempt
 
     @property
     def words(self) -> list[int]:
-        """What the others have to know before it is sent."""
-        return (
-            [self.kind, 0, 0] if self.packed is None else [self.kind, self.packed.flat.numel(), len(self.packed.large)]
-        )
+        """Kind and number of large pieces, for the header."""
+        return [self.kind, 0 if self.packed is None else len(self.packed.large)]
 
-
-@contextmanager
-def alone(adoption: Adoption) -> Iterator[None]:
-    """The time while this rank runs code of the script that other ranks do not run: nothing in it may meet."""
-    before = adoption.in_chunk
-    adoption.in_chunk = True
-    try:
-        yield
-    finally:
-        adoption.in_chunk = before
+    @property
+    def flat(self) -> torch.Tensor:
+        """The packed bytes without the large pieces, [n] uint8."""
+        return torch.empty(0, dtype=torch.uint8, device="cpu") if self.packed is None else self.packed.flat
 
 
 def attempt(action: Callable[[], Any], extra: Callable[[], Any] = lambda: None) -> Outcome:
-    """Runs something that gives a value, raises, or ends by StopIteration, and packs what came of it.
-
-    Args:
-        action: what to run; a KeyboardInterrupt goes through.
-        extra: gives what is to travel with it; called afterwards.
-    """
+    """Runs a function that returns a value, raises or ends by StopIteration; `extra()` is packed with the outcome."""
     try:
         value = action()
     except StopIteration:
@@ -76,63 +55,44 @@ def attempt(action: Callable[[], Any], extra: Callable[[], Any] = lambda: None) 
 
 
 def packed_outcome(kind: Kind, value: Any, extra: Any = None) -> Outcome:
-    """An outcome that can travel; `TOGETHER` if its value cannot."""
+    """An outcome ready to be sent; `REPEAT` if its value cannot be."""
     try:
         return Outcome(kind, value, extra, pack((packed(value) if kind is Kind.ERROR else value, extra)))
     except Exception:
-        return Outcome(Kind.TOGETHER, value, extra, pack((None, extra)))
+        return Outcome(Kind.REPEAT, value, extra, pack((None, extra)))
 
 
-def hand_over(adoption: Adoption, what: str, outcome: Outcome | None, source: int) -> Outcome:
-    """Gives every rank the outcome of rank `source`.
+def broadcast(adoption: Adoption, what: str, outcome: Outcome | None, source: int) -> Outcome:
+    """Gives every rank the outcome of rank `source`; not read on other ranks."""
+    ours = outcome if outcome is not None and adoption.rank == source else Outcome(Kind.NOTHING)
+    rows, flats = adoption.gather(what, ours.words, ours.flat)
+    return receive_outcome(adoption, ours, Kind(rows[source][0]), flats[source], source)
 
-    Args:
-        adoption: of this process.
-        what: what is handed over, in words.
-        outcome: on rank `source`, one that can travel; not read on others.
-        source: who has it.
-    """
-    ours = outcome if adoption.rank == source else None
-    kind, size = adoption.meet(what, [] if ours is None else ours.words)[source][:2]
+
+def receive_outcome(adoption: Adoption, ours: Outcome, kind: Kind, flat: torch.Tensor, source: int) -> Outcome:
+    """The outcome of rank `source`, whose flat bytes have arrived; the large pieces are sent now."""
     control = adoption.communicator.control
-    if ours is not None:
-        assert ours.packed is not None, "it was packed to be handed over"
-        control.broadcast(ours.packed.flat, source)
-        send_large(adoption, ours.packed)
+    if adoption.rank == source:
+        assert ours.packed is not None, "an outcome is packed before it is broadcast"
+        for piece in ours.packed.large:
+            control.broadcast(piece, source)
         return ours
-    flat = torch.empty(size, dtype=torch.uint8)
-    control.broadcast(flat, source)
-    return receive_outcome(adoption, Kind(kind), flat, source)
-
-
-def send_large(adoption: Adoption, packed: Packed) -> None:
-    """Sends the large pieces of a packed value to all ranks."""
-    for piece in packed.large:
-        adoption.communicator.control.broadcast(piece, adoption.rank)
-
-
-def receive_outcome(adoption: Adoption, kind: Kind, flat: torch.Tensor, source: int) -> Outcome:
-    """The outcome whose flat part has arrived, with the large pieces that rank `source` sends now."""
     parcel = Parcel(flat)
     for room in parcel.rooms():
-        adoption.communicator.control.broadcast(room, source)
+        control.broadcast(room, source)
     value, extra = parcel.value()
     return Outcome(kind, unpacked(value) if kind is Kind.ERROR else value, extra)
 
 
 def raise_error(adoption: Adoption, error: BaseException, source: int) -> NoReturn:
-    """Raises what rank `source` met, here too; on other ranks it says who is to blame."""
+    """Raises the error of rank `source` on this rank too, there with a note of the rank."""
     if adoption.rank == source:
         raise error
     raise blamed(error, source, f"rank {source} met it while it loaded a batch for all ranks")
 
 
 def check_place(adoption: Adoption) -> None:
-    """Refuses to go on with an iterator where not all ranks are sure to do so.
-
-    Raises:
-        DeterminismError: on another thread, or inside a wrapped forward.
-    """
+    """Raises a `DeterminismError` if not all ranks are sure to ask for the next batch here."""
     if not adoption.may_meet():
         raise DeterminismError(
             "an iterator that the script made of a DataLoader is asked for a batch on another thread, in another "

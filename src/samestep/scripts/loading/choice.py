@@ -1,17 +1,18 @@
-"""Loading: the batches of a script's DataLoader, loaded once for all ranks, as plain `python` would have loaded them.
+"""The choice of how the ranks load the batches of a script's DataLoader.
 
-Every rank iterates over the script's loader. How its batches come to all of them is chosen by the kind of loader:
+Every rank iterates over the script's loader. By the kind of loader,
 
-- workers are dealt: worker w of the loader's W lives on rank w % D, and what it makes is handed to all (`dealing`);
-- in turn: without workers, each rank loads every D-th batch, and a round is exchanged (`turns`);
-- rank 0 loads what only one process can see, a stream, and hands it to all (`solo`);
-- every rank loads everything where handing over cannot be done, or is dearer: small batches, data in memory.
+- worker processes are split: worker w of the loader's W runs on rank w % D, and its batches are broadcast
+  (`split_workers`);
+- without workers, each rank loads every D-th batch, and a round is exchanged (`round_robin`);
+- rank 0 loads a stream, and broadcasts its batches (`rank0_loader`);
+- every rank loads everything if batches cannot be sent, or sending costs more: small batches, data in memory.
 
 Batches, their order, and all generators after each batch are those of one process. A loader that is iterated where
 ranks cannot meet (on another thread, in a wrapped forward) is left alone.
 """
 
-from collections.abc import Iterator, Sized
+from collections.abc import Iterator, Sequence, Sized
 from typing import Any
 
 import numpy as np
@@ -31,15 +32,16 @@ from torch.utils.data import (
     SubsetRandomSampler,
     TensorDataset,
     WeightedRandomSampler,
+    default_collate,
 )
+from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
 from samestep.data.fetch import SeededSamples
 from samestep.engine.site import script_line
 from samestep.scripts.adoption import Adoption
-from samestep.scripts.loading.rank0_loader import SoloIterator
-from samestep.scripts.loading.round_robin import TurnsIterator, num_safe_ahead
-from samestep.scripts.loading.rows import by_rows
-from samestep.scripts.loading.split_workers import DealtIterator
+from samestep.scripts.loading.rank0_loader import Rank0Iterator
+from samestep.scripts.loading.round_robin import RoundRobinIterator, num_safe_ahead
+from samestep.scripts.loading.split_workers import SplitWorkersIterator
 from samestep.scripts.patch import Patch
 
 _SAMPLERS = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler, list, tuple, range)
@@ -49,50 +51,50 @@ _original_iterator = DataLoader._get_iterator
 
 
 def patches(adoption: Adoption) -> list[Patch]:
-    """What loading changes: how a DataLoader is iterated."""
+    """The patch of `DataLoader.__iter__`."""
     original = DataLoader.__iter__
 
     def iterate(loader: DataLoader[Any]) -> Iterator[Any]:
-        """Iterates over the batches of a loader, which the ranks load together."""
+        """Iterates over the batches of a loader, loaded once for all ranks."""
         if adoption.world_size == 1:
             return by_rows(loader, original(loader))
-        if is_apart(loader):
+        if is_distributed(loader):
             return original(loader)
         if not adoption.may_meet():
-            return loader._get_iterator() if isinstance(loader._iterator, DealtIterator) else original(loader)
+            return loader._get_iterator() if isinstance(loader._iterator, SplitWorkersIterator) else original(loader)
         line = script_line() or "a DataLoader"
 
         def say(text: str) -> None:
             adoption.notice(f"{line}: {text}")
 
-        if reason := why_solo(loader):
+        if reason := why_rank0(loader):
             say(f"batches loaded by rank 0: {reason}")
-            return SoloIterator(loader, adoption, original)
+            return Rank0Iterator(loader, adoption, original)
         if loader.num_workers > 0:
-            return _deal(adoption, loader, say, original)
-        if reason := why_together(loader):
+            return _split_workers(adoption, loader, say, original)
+        if reason := why_all_ranks(loader):
             say(f"every rank loads all batches: {reason}")
             return by_rows(loader, original(loader))
-        return TurnsIterator(loader, adoption, say)
+        return RoundRobinIterator(loader, adoption, say)
 
     return [Patch(DataLoader, "__iter__", iterate)]
 
 
-def _deal(adoption: Adoption, loader: DataLoader[Any], say: Any, original: Any) -> Iterator[Any]:
-    """Iterates by workers that are dealt to the ranks; those of an earlier epoch go on if they are to persist."""
-    if loader._iterator is not None and not isinstance(loader._iterator, DealtIterator):
+def _split_workers(adoption: Adoption, loader: DataLoader[Any], say: Any, original: Any) -> Iterator[Any]:
+    """Iterates with workers split over the ranks; persistent ones of an earlier epoch go on."""
+    if loader._iterator is not None and not isinstance(loader._iterator, SplitWorkersIterator):
         return original(loader)  # type: ignore[no-any-return]
     if loader._iterator is not None and loader.persistent_workers:
         loader._iterator._reset(loader)
         return loader._iterator
-    say(f"{loader.num_workers} data workers dealt to {adoption.world_size} ranks")
-    iterator = DealtIterator(loader, adoption, is_known_sampler(loader))
+    say(f"{loader.num_workers} data workers split over {adoption.world_size} ranks")
+    iterator = SplitWorkersIterator(loader, adoption, is_known_sampler(loader))
     if loader.persistent_workers:
         loader._iterator = iterator
     return iterator
 
 
-def is_apart(loader: DataLoader[Any]) -> bool:
+def is_distributed(loader: DataLoader[Any]) -> bool:
     """Whether a loader gives each rank batches of its own: by a distributed sampler, or for a run of samestep."""
     samplers = (loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None))
     if any(isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1 for sampler in samplers):
@@ -100,7 +102,7 @@ def is_apart(loader: DataLoader[Any]) -> bool:
     return isinstance(loader.dataset, SeededSamples)
 
 
-def why_solo(loader: DataLoader[Any]) -> str:
+def why_rank0(loader: DataLoader[Any]) -> str:
     """Why only rank 0 can load; empty if others can."""
     if isinstance(loader.dataset, IterableDataset | IterDataPipe | MapDataPipe):
         return "the dataset is a stream"
@@ -111,8 +113,8 @@ def why_solo(loader: DataLoader[Any]) -> str:
     return ""
 
 
-def why_together(loader: DataLoader[Any]) -> str:
-    """Why every rank has to load everything, given a loader without workers; empty if they can take turns."""
+def why_all_ranks(loader: DataLoader[Any]) -> str:
+    """Why every rank has to load everything, for a loader without workers; empty if they can take turns."""
     if is_in_memory(loader.dataset):
         return "the data is in memory"
     if type(loader)._get_iterator is not _original_iterator:
@@ -133,7 +135,7 @@ def is_known_sampler(loader: DataLoader[Any]) -> bool:
 
 
 def is_in_memory(dataset: Any) -> bool:
-    """Whether a dataset gives what it holds, at no cost, judged by its type."""
+    """Whether a dataset holds its samples in memory, judged by its type."""
     if type(dataset) is Subset:
         return is_in_memory(dataset.dataset)
     if type(dataset) is ConcatDataset:
@@ -142,3 +144,29 @@ def is_in_memory(dataset: Any) -> bool:
         parts = dataset.datasets.values() if isinstance(dataset.datasets, dict) else dataset.datasets
         return all(is_in_memory(part) for part in parts)
     return type(dataset) is TensorDataset or (isinstance(dataset, _MEMORIES) and isinstance(dataset, Sized))
+
+
+class RowFetcher:
+    """Takes the rows of a TensorDataset by one index, instead of sample by sample.
+
+    In the place of torch's fetcher (`torch/utils/data/_utils/fetch.py`). Values, shapes and strides are those of
+    `default_collate` over the samples; no generator is involved.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._tensors = tensors
+
+    def fetch(self, indices: list[int]) -> list[Tensor]:
+        """The batch of these samples."""
+        return [tensor[indices] for tensor in self._tensors]
+
+
+def by_rows(loader: DataLoader[Any], iterator: Iterator[Any]) -> Iterator[Any]:
+    """Makes torch's iterator take rows, if that gives the same batches."""
+    dataset = loader.dataset
+    plain = type(dataset) is TensorDataset and loader.collate_fn is default_collate and loader.batch_sampler is not None
+    tensors = dataset.tensors if plain and isinstance(dataset, TensorDataset) else ()
+    plain = plain and all(type(tensor) is Tensor and not tensor.requires_grad for tensor in tensors)
+    if plain and type(iterator) is _SingleProcessDataLoaderIter:
+        iterator._dataset_fetcher = RowFetcher(tensors)
+    return iterator

@@ -1,8 +1,8 @@
-"""Packing: a batch, whatever it is made of, as bytes that travel, and the same batch made of them on another rank.
+"""Packing of a batch of any kind into bytes, and unpacking into the same batch on another rank.
 
-Everything is pickled (protocol 5), but the memory of plain CPU tensors and NumPy arrays is taken as it lies: pieces of
-it that overlap travel once, so what shared memory shares it again, and each piece arrives in memory of its own, at the
-same address modulo 64. Kernels that look at strides or alignment therefore see on every rank what they see on one.
+Everything is pickled (protocol 5), but the memory of plain CPU tensors and NumPy arrays is sent as it lies:
+overlapping pieces once, so that views of one memory stay such, and each piece arrives in memory of its own, at the same
+address modulo 64. Kernels that depend on strides or alignment therefore behave on every rank as on one.
 """
 
 import ctypes
@@ -41,40 +41,25 @@ class _Piece:
 
 @dataclass(frozen=True)
 class _Form:
-    """A tensor or array in the memory of a piece.
+    """A tensor or array in the memory of a piece."""
 
-    Attributes:
-        piece: which piece; -1 if it has no elements.
-        offset: where its first element is in the piece, in bytes.
-        dtype: torch's or NumPy's; the latter makes it an array.
-        shape: its sizes.
-        strides: in elements for tensors, in bytes for arrays.
-        is_dense: whether it travels without the holes that its strides leave.
-        is_writable: of arrays.
-    """
-
-    piece: int
-    offset: int
-    dtype: Any
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    is_dense: bool = False
-    is_writable: bool = True
+    piece: int  # which piece; -1 if it has no elements
+    offset: int  # where its first element is in the piece, in bytes
+    dtype: Any  # torch's or NumPy's; the latter makes it an array
+    shape: tuple[int, ...]  # its sizes
+    strides: tuple[int, ...]  # in elements for tensors, in bytes for arrays
+    is_dense: bool = False  # whether it travels without the holes that its strides leave
+    is_writable: bool = True  # of arrays
 
 
 @dataclass(frozen=True)
 class Packed:
-    """A packed value.
+    """A packed value."""
 
-    Attributes:
-        flat: [n] uint8: what is known about the pieces, the pickled rest, and the small pieces.
-        large: the other pieces, each [n] uint8. Where they were packed they are the value's own memory.
-        held: what that memory belongs to.
-    """
-
-    flat: Tensor
+    flat: Tensor  # [n] uint8: table of the pieces, the pickled rest, and the small pieces
+    # the other pieces, each [n] uint8. Where they were packed they are the value's own memory
     large: tuple[Tensor, ...] = ()
-    held: tuple[Any, ...] = ()
+    held: tuple[Any, ...] = ()  # owners of that memory
 
 
 class _Pickler(pickle.Pickler):
@@ -100,14 +85,14 @@ class _Pickler(pickle.Pickler):
 
 
 class _Unpickler(pickle.Unpickler):
-    """Unpickles what `_Pickler` pickled, given the tensors and arrays."""
+    """The counterpart of `_Pickler`, given the tensors and arrays."""
 
     def __init__(self, file: io.BytesIO, kept: Sequence[Any]) -> None:
         super().__init__(file)
         self._kept = kept
 
     def find_class(self, module_name: str, global_name: str) -> Any:
-        """Finds what a name stands for; `_kept` stands for the values at hand."""
+        """The object of a name; `_kept` stands for the tensors and arrays."""
         if module_name == __name__ and global_name == _kept.__name__:
             return self._kept.__getitem__
         return super().find_class(module_name, global_name)
@@ -119,11 +104,7 @@ def _kept(number: int) -> Any:
 
 
 def pack(value: Any) -> Packed:
-    """Packs a value.
-
-    Raises:
-        Exception: it does not pickle, or holds a tensor that is not on the CPU; of whatever type pickling raises.
-    """
+    """Packs a value."""
     file = io.BytesIO()
     pickler = _Pickler(file)
     pickler.dump(value)
@@ -149,11 +130,7 @@ def pack(value: Any) -> Packed:
 
 
 class Parcel:
-    """A value that is arriving: its flat part is there, its large pieces have yet to be received.
-
-    Args:
-        flat: as packed.
-    """
+    """A value that is arriving: its flat part is there, its large pieces have yet to be received."""
 
     def __init__(self, flat: Tensor) -> None:
         with _plain():
@@ -227,7 +204,7 @@ def _is_plain_tensor(tensor: Tensor) -> bool:
 
 
 def _is_plain_array(obj: Any) -> bool:
-    """Whether an object is an array whose memory can travel as it lies."""
+    """Whether an object is an array whose memory can be sent as it lies."""
     if type(obj) is not np.ndarray or obj.dtype.hasobject:
         return False
     low, high = _span(obj)
@@ -283,5 +260,5 @@ def _form(original: Any, entry: Any, span: tuple[int, int], starts: Sequence[int
 
 
 def _memory(start: int, size: int) -> Any:
-    """The bytes at an address, which whoever calls keeps alive."""
+    """The bytes at an address; the caller keeps them alive."""
     return (ctypes.c_char * size).from_address(start)

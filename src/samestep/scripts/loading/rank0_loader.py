@@ -1,6 +1,6 @@
-"""Solo: a loader that only rank 0 runs, since only one process can see what it gives; batches are handed to all.
+"""A loader that only rank 0 runs, since its data is a stream; batches are broadcast to all ranks.
 
-So are the states of the generators, wherever the loader moved them: on every rank the script draws on from there.
+So are the states of generators that the loader moved: on every rank the script draws on from there.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,17 +13,11 @@ from torch.utils.data._utils.pin_memory import pin_memory
 from samestep.engine.drawing import Watch
 from samestep.errors import DeterminismError
 from samestep.scripts.adoption import Adoption
-from samestep.scripts.loading.broadcast import Kind, Outcome, alone, attempt, check_place, hand_over, raise_error
+from samestep.scripts.loading.broadcast import Kind, Outcome, attempt, broadcast, check_place, raise_error
 
 
-class SoloIterator:
-    """An iterator over the batches that rank 0 loads.
-
-    Args:
-        loader: any.
-        adoption: of this process.
-        start: makes torch's iterator over the loader.
-    """
+class Rank0Iterator:
+    """An iterator over batches that rank 0 loads."""
 
     def __init__(
         self, loader: DataLoader[Any], adoption: Adoption, start: Callable[[DataLoader[Any]], Iterator[Any]]
@@ -33,12 +27,12 @@ class SoloIterator:
         self._watch = Watch(_own_generators(loader))
         self._before = self._watch.states()
         self._start = start
-        self._is_together = False
+        self._is_on_all_ranks = False
         self._num_given = 0
         self._inner: Iterator[Any] | None = None
-        self._handed("the start of a loader", self._begin)
+        self._run_on_rank0("the start of a loader", self._begin)
 
-    def __iter__(self) -> "SoloIterator":
+    def __iter__(self) -> "Rank0Iterator":
         """Itself."""
         return self
 
@@ -47,19 +41,14 @@ class SoloIterator:
         return len(self._loader._index_sampler)
 
     def __next__(self) -> Any:
-        """The next batch.
-
-        Raises:
-            StopIteration: there is none.
-            DeterminismError: a later batch than the first cannot be sent.
-        """
-        if self._is_together:
+        """The next batch."""
+        if self._is_on_all_ranks:
             return self._next()
         check_place(self._adoption)
-        outcome = self._handed("a batch from rank 0", self._next)
+        outcome = self._run_on_rank0("a batch from rank 0", self._next)
         if outcome.kind is Kind.END:
             raise StopIteration
-        batch = outcome.value if outcome.kind is Kind.VALUE else self._together(outcome)
+        batch = outcome.value if outcome.kind is Kind.VALUE else self._load_on_all_ranks(outcome)
         self._num_given += 1
         if self._adoption.rank > 0 and self._loader.pin_memory and torch.accelerator.is_available():
             return pin_memory(batch)
@@ -72,45 +61,45 @@ class SoloIterator:
     def _begin(self) -> None:
         self._inner = self._start(self._loader)
 
-    def _handed(self, what: str, action: Callable[[], Any]) -> Outcome:
-        """Rank 0 does something; all ranks get the outcome, and the generators as it left them."""
+    def _run_on_rank0(self, what: str, action: Callable[[], Any]) -> Outcome:
+        """Runs an action on rank 0; all ranks get its outcome, and the generators as it left them."""
         outcome = None
         if self._adoption.rank == 0:
             kept = self._watch.keep()
-            with alone(self._adoption):
+            with self._adoption.on_this_rank():
                 outcome = attempt(action, lambda: self._watch.states() if self._watch.has_moved(kept) else None)
-        outcome = hand_over(self._adoption, what, outcome, 0)
+        outcome = broadcast(self._adoption, what, outcome, 0)
         if outcome.kind is Kind.ERROR:
-            self._draw_on(outcome)
+            self._set_generators(outcome)
             raise_error(self._adoption, outcome.value, 0)
-        if outcome.kind is not Kind.TOGETHER:
-            self._draw_on(outcome)
+        if outcome.kind is not Kind.REPEAT:
+            self._set_generators(outcome)
         return outcome
 
-    def _draw_on(self, outcome: Outcome) -> None:
+    def _set_generators(self, outcome: Outcome) -> None:
         if outcome.extra is not None and self._adoption.rank > 0:
             self._watch.put_states(outcome.extra)
 
-    def _together(self, outcome: Outcome) -> Any:
-        """The first batch, which does not pickle: the others run the loader too, as rank 0 did."""
+    def _load_on_all_ranks(self, outcome: Outcome) -> Any:
+        """The first batch, which does not pickle: the other ranks run the loader too, from the same generators."""
         if self._num_given:
             raise DeterminismError(
                 "rank 0 loaded a batch that cannot be sent to the other ranks, after others that could; return "
                 "tensors, arrays or other values that pickle from the dataset and collate_fn"
             )
-        self._is_together = True
+        self._is_on_all_ranks = True
         if self._adoption.rank == 0:
             return outcome.value
         now = self._watch.states()
         self._watch.put_states(self._before)
-        with alone(self._adoption):
+        with self._adoption.on_this_rank():
             self._begin()
             self._watch.put_states(now)
             return self._next()
 
 
 def _own_generators(loader: DataLoader[Any]) -> list[torch.Generator]:
-    """The generators that the script gave to a loader and its samplers."""
+    """The script's own generators of a loader and its samplers."""
     holders = [loader, loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None)]
     generators = [getattr(holder, "generator", None) for holder in holders]
     found = {id(generator): generator for generator in generators if isinstance(generator, torch.Generator)}

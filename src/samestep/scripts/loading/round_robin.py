@@ -1,9 +1,9 @@
-"""Turns: batches of a loader without worker processes, loaded by the ranks in turn and exchanged.
+"""Round-robin loading: without worker processes, the ranks load batches in turn and exchange them.
 
-A round is one batch a rank, loaded ahead of its time. That must leave no trace, so it is done only while loading draws
-no random numbers and assigns no attributes (`drawing`), and while the sampler's own draws cannot be seen. Else every
-rank loads every batch, as torch does. A dataset that the script changes between two batches of an epoch is not noticed:
-up to D - 1 batches were loaded before the change.
+A round is one batch a rank, loaded ahead. That must have no visible effect, so it happens only while loading draws no
+random numbers and assigns no attributes (`engine.drawing`), and while the sampler's own draws cannot be seen. Otherwise
+every rank loads every batch, as torch does. A dataset that the script changes between two batches of an epoch is not
+detected: up to D - 1 batches were loaded before the change.
 """
 
 from collections import deque
@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 from torch.utils.data._utils.pin_memory import pin_memory
@@ -24,48 +23,31 @@ from samestep.scripts.adoption import Adoption
 from samestep.scripts.loading.broadcast import (
     Kind,
     Outcome,
-    alone,
     attempt,
     check_place,
     raise_error,
     receive_outcome,
-    send_large,
 )
-from samestep.scripts.loading.packing import LARGE_BYTES, pack, unpack
+from samestep.scripts.loading.packing import pack, unpack
 from samestep.scripts.output import captured, replay
 
-SMALL_BYTES = 2**14  # handing over less than this takes longer, at about 1 ms, than most datasets take to load it
+SMALL_BYTES = 2**14  # sending less than this takes longer, about 1 ms, than most datasets take to load it
 
 
 @dataclass(frozen=True)
 class _Turn:
-    """A batch of a round.
+    """A batch of a round."""
 
-    Attributes:
-        index: its indices.
-        source: the rank that loaded it.
-        kind: what became of that.
-        num_large: how many large pieces travel when it is due.
-        outcome: on that rank.
-        flat: what has arrived of it.
-    """
-
-    index: Any
-    source: int
+    index: Any  # its indices
+    source: int  # the rank that loaded it
     kind: Kind
-    num_large: int
-    outcome: Outcome | None
-    flat: Tensor
+    num_large: int  # large pieces to send when it is due
+    outcome: Outcome  # on that rank
+    flat: Tensor  # bytes that have arrived
 
 
-class TurnsIterator(_SingleProcessDataLoaderIter):
-    """Torch's iterator without worker processes, which loads every D-th batch only.
-
-    Args:
-        loader: without workers, of a dataset with indices and torch's own samplers.
-        adoption: of this process.
-        say: tells the user, once, how batches are loaded.
-    """
+class RoundRobinIterator(_SingleProcessDataLoaderIter):
+    """Torch's iterator without worker processes, but loading every D-th batch only."""
 
     def __init__(self, loader: DataLoader[Any], adoption: Adoption, say: Callable[[str], None]) -> None:
         super().__init__(loader)
@@ -95,8 +77,8 @@ class TurnsIterator(_SingleProcessDataLoaderIter):
         if not self._round:
             self._load_round()
         turn = self._round.popleft()
-        if turn.kind is Kind.TOGETHER:
-            self._load_together("loading draws random numbers, assigns attributes or gives what cannot be handed over")
+        if turn.kind is Kind.REPEAT:
+            self._load_on_all_ranks("loading draws random numbers, assigns attributes or gives what cannot be sent")
             self._ahead.extend([turn.index, *(later.index for later in self._round)])
             self._round.clear()
             return super()._next_data()  # type: ignore[no-untyped-call]  # torch does not annotate it
@@ -106,7 +88,7 @@ class TurnsIterator(_SingleProcessDataLoaderIter):
         return pin_memory(batch, self._pin_memory_device) if self._pin_memory else batch
 
     def _first(self, index: Any) -> Any:
-        """The first batch, which every rank loads: shows whether the others can be loaded in turn."""
+        """Loads the first batch on every rank, and decides whether the others can be loaded in turn."""
         fetcher = self._dataset_fetcher
         samples: list[Any] = []
         collate = fetcher.collate_fn
@@ -122,26 +104,26 @@ class TurnsIterator(_SingleProcessDataLoaderIter):
         finally:
             fetcher.collate_fn = collate
         if self._watch.has_moved(kept):
-            self._load_together(
+            self._load_on_all_ranks(
                 "loading draws random numbers or assigns attributes; num_workers above 0 shares the work out"
             )
         elif are_views(samples):
-            self._load_together("the data is in memory")
+            self._load_on_all_ranks("the data is in memory")
         elif (num_bytes := packed_size(batch)) is None:
-            self._load_together("a batch cannot be handed over: it is on a device or does not pickle")
+            self._load_on_all_ranks("a batch cannot be sent: it is on a device or does not pickle")
         elif num_bytes < SMALL_BYTES:
-            self._load_together("the batches are small")
+            self._load_on_all_ranks("the batches are small")
         else:
             self._is_shared = True
             self._say("batches loaded by the ranks in turn")
         return batch
 
-    def _load_together(self, reason: str) -> None:
+    def _load_on_all_ranks(self, reason: str) -> None:
         self._is_shared = False
         self._say(f"every rank loads all batches: {reason}")
 
     def _load_round(self) -> None:
-        """Loads a batch a rank, as far as indices may be drawn ahead, and exchanges them."""
+        """Loads one batch on each rank, as far as indices may be drawn ahead, and exchanges them."""
         adoption = self._adoption
         indices = [self._next_index()]
         while len(indices) < adoption.world_size and (self._num_safe is None or self._num_drawn < self._num_safe):
@@ -150,46 +132,26 @@ class TurnsIterator(_SingleProcessDataLoaderIter):
             except StopIteration:
                 break
         ours = self._load(indices[adoption.rank]) if adoption.rank < len(indices) else Outcome(Kind.NOTHING)
-        rows = adoption.meet("batches loaded in turn", ours.words)
-        parts = self._flat_parts(ours, [row[1] for row in rows])
+        rows, flats = adoption.gather("batches loaded in turn", ours.words, ours.flat)
         for source, index in enumerate(indices):
-            kind, _, num_large = rows[source][:3]
-            own = ours if source == adoption.rank else None
-            self._round.append(_Turn(index, source, Kind(kind), num_large, own, parts[source]))
-
-    def _flat_parts(self, ours: Outcome, sizes: list[int]) -> list[Tensor]:
-        """The flat parts of all ranks' packed batches: in one exchange, unless they are large."""
-        flat = torch.empty(0, dtype=torch.uint8) if ours.packed is None else ours.packed.flat
-        control = self._adoption.communicator.control
-        if max(sizes) < LARGE_BYTES:
-            sent = [flat.numel()] * len(sizes)
-            return list(control.exchange(flat.repeat(len(sizes)), sent, sizes).wait().split(sizes))
-        parts = [torch.empty(size, dtype=torch.uint8) for size in sizes]
-        parts[self._adoption.rank] = flat
-        for source, part in enumerate(parts):
-            if part.numel():
-                control.broadcast(part, source)
-        return parts
+            kind, num_large = rows[source][:2]
+            self._round.append(_Turn(index, source, Kind(kind), num_large, ours, flats[source]))
 
     def _load(self, index: Any) -> Outcome:
-        """Loads a batch on this rank alone; leaves no trace if it has to be loaded again by all."""
+        """Loads a batch on this rank; undoes the effects if all ranks have to load it again."""
         kept = self._watch.keep()
-        with alone(self._adoption), captured() as said:
+        with self._adoption.on_this_rank(), captured() as said:
             outcome = attempt(lambda: self._dataset_fetcher.fetch(index), lambda: said)
         if self._watch.has_moved(kept):
             self._watch.put_back(kept)
-            return Outcome(Kind.TOGETHER)
+            return Outcome(Kind.REPEAT)
         return outcome
 
     def _received(self, turn: _Turn) -> Any:
-        """The batch of a turn, whose large pieces travel now; says what its loading said, raises what it met."""
+        """The batch of a turn; prints the output of its loading, and raises its error."""
         if turn.num_large:
             self._adoption.meet("a batch loaded in turn")
-        outcome = turn.outcome
-        if outcome is None:
-            outcome = receive_outcome(self._adoption, turn.kind, turn.flat, turn.source)
-        elif outcome.packed is not None:
-            send_large(self._adoption, outcome.packed)
+        outcome = receive_outcome(self._adoption, turn.outcome, turn.kind, turn.flat, turn.source)
         replay(outcome.extra)
         if turn.kind is Kind.END:
             raise StopIteration
@@ -199,13 +161,10 @@ class TurnsIterator(_SingleProcessDataLoaderIter):
 
 
 def num_safe_ahead(loader: DataLoader[Any]) -> int | None:
-    """How many batches' indices may be drawn ahead without moving a generator that the script can see.
+    """The number of batches whose indices may be drawn ahead without moving a generator that the script sees.
 
-    Torch's samplers draw all they need when the first index is asked for, but for `RandomSampler` with a generator of
+    None means all. Torch's samplers draw everything with the first index, except `RandomSampler` with a generator of
     the script's, which draws again after each pass through the data (and all along, with replacement).
-
-    Returns:
-        The number; None for all, 0 for none.
     """
     sampler: Any = loader.sampler
     size = 1
@@ -219,23 +178,23 @@ def num_safe_ahead(loader: DataLoader[Any]) -> int | None:
 
 
 def packed_size(batch: Any) -> int | None:
-    """How many bytes of a batch would travel; None if it does not survive that."""
+    """The packed size of a batch in bytes; None if it cannot be packed and unpacked."""
     try:
         packed = pack(batch)
         unpack(packed)
-    except Exception:  # whatever pickling raises
+    except Exception:  # pickling may raise anything
         return None
     return packed.flat.numel() + sum(piece.numel() for piece in packed.large)
 
 
 def are_views(samples: list[Any]) -> bool:
-    """Whether the samples of a batch are parts of the same memory: loading them was no work."""
+    """Whether the samples of a batch are views of the same memory, so that loading them costs nothing."""
     memories = [{address for leaf in leaves(sample) if (address := _memory(leaf))} for sample in samples[:2]]
     return len(memories) == 2 and not memories[0].isdisjoint(memories[1])
 
 
 def _memory(leaf: Any) -> int:
-    """The address of the memory that a tensor or array is part of; 0 for other values."""
+    """The address of the memory of a tensor or array, of the base of a view; 0 for other values."""
     if isinstance(leaf, Tensor):
         return leaf.untyped_storage().data_ptr() if leaf.device.type == "cpu" and not leaf.is_sparse else 0
     if isinstance(leaf, np.ndarray):

@@ -1,7 +1,7 @@
-"""Dealing: a loader's worker processes, dealt to the ranks; each batch is made once and handed to all.
+"""Worker processes of a loader, split over the ranks; each batch is made once and broadcast.
 
-Worker w lives on rank w % D. In every other respect the iterator is torch's own: which worker makes which batch, what
-seeds it, when indices are drawn. On the other ranks stand-ins take the place of a worker and of its queue.
+Worker w runs on rank w % D. In every other respect the iterator is torch's own: the worker of each batch, its seed, the
+time when indices are drawn. On the other ranks a worker and its queue are replaced by objects that do nothing.
 """
 
 import os
@@ -16,32 +16,26 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from samestep.errors import DeterminismError
 from samestep.scripts.adoption import Adoption
-from samestep.scripts.loading.broadcast import Kind, Outcome, check_place, hand_over, packed_outcome, raise_error
+from samestep.scripts.loading.broadcast import Kind, Outcome, broadcast, check_place, packed_outcome, raise_error
 from samestep.train.exceptions import portable
 
 _END = object()
 
 
-class DealtIterator(_MultiProcessingDataLoaderIter):
-    """Torch's iterator with worker processes, most of which are elsewhere.
-
-    Args:
-        loader: with workers, of a dataset with indices; `in_order`.
-        adoption: of this process.
-        is_known_sampler: whether the indices are sure to be the same on all ranks; else those of rank 0 are used.
-    """
+class SplitWorkersIterator(_MultiProcessingDataLoaderIter):
+    """Torch's iterator with worker processes, most of which run on other ranks."""
 
     def __init__(self, loader: DataLoader[Any], adoption: Adoption, is_known_sampler: bool) -> None:
         self._adoption = adoption
         self._is_known_sampler = is_known_sampler
         self._acknowledged: deque[Any] = deque()
-        super().__init__(_Dealt(loader, adoption, self._acknowledged))
+        super().__init__(_SplitLoader(loader, adoption, self._acknowledged))
 
     def _next_index(self) -> Any:
         if self._is_known_sampler:
             return super()._next_index()  # type: ignore[no-untyped-call]  # torch does not annotate it
         index = next(self._sampler_iter, _END)
-        found = self._adoption.agree("the indices of a batch", [] if index is _END else [index])
+        found = self._adoption.share("the indices of a batch", [] if index is _END else [index])
         if not found:
             raise StopIteration
         return found[0]
@@ -62,10 +56,10 @@ class DealtIterator(_MultiProcessingDataLoaderIter):
         source = worker % self._adoption.world_size
         is_ours = source == self._adoption.rank
         made = self._made(number) if is_ours else None
-        outcome = hand_over(self._adoption, "a batch from a data worker", made, source)
+        outcome = broadcast(self._adoption, "a batch from a data worker", made, source)
         if outcome.kind is Kind.ERROR:
             raise_error(self._adoption, outcome.value, source)
-        if outcome.kind is Kind.TOGETHER:
+        if outcome.kind is Kind.REPEAT:
             raise DeterminismError(
                 "a data worker made a batch that cannot be sent to the other ranks; return tensors, arrays or other "
                 "values that pickle from the dataset and collate_fn, or use num_workers=0"
@@ -76,7 +70,7 @@ class DealtIterator(_MultiProcessingDataLoaderIter):
         return self._delivered(outcome.value, worker, source)
 
     def _made(self, number: int) -> Outcome:
-        """The batch with that number, which a worker of this rank makes; waits for it."""
+        """Waits for the batch with that number, which a worker of this rank makes."""
         try:
             while len(self._task_info[number]) == 1:
                 index, data = self._get_data()
@@ -87,7 +81,7 @@ class DealtIterator(_MultiProcessingDataLoaderIter):
         return packed_outcome(Kind.VALUE, self._task_info[number][1])
 
     def _delivered(self, data: Any, worker: int, source: int) -> Any:
-        """Asks for another batch; gives out this one, which all ranks have, or raises what the worker met."""
+        """Requests another batch; returns this one, or raises the error of its worker, on all ranks."""
         try:
             data = self._process_data(data, worker)  # type: ignore[no-untyped-call]  # torch does not annotate it
         except Exception as error:
@@ -97,8 +91,8 @@ class DealtIterator(_MultiProcessingDataLoaderIter):
         return data
 
 
-class _Dealt:
-    """A loader as its iterator sees it, whose workers start only where they live."""
+class _SplitLoader:
+    """A loader as its iterator sees it, with a multiprocessing context that starts this rank's workers only."""
 
     def __init__(self, loader: DataLoader[Any], adoption: Adoption, acknowledged: deque[Any]) -> None:
         self._loader = loader
@@ -111,7 +105,7 @@ class _Dealt:
 
 
 class _Context:
-    """What starts workers: the first queue is theirs together, then each asks for a queue and a process."""
+    """A multiprocessing context: the first queue is common to all workers, then each has a queue and a process."""
 
     def __init__(self, context: Any, adoption: Adoption, acknowledged: deque[Any]) -> None:
         self._context = context
@@ -142,7 +136,7 @@ class _Context:
 
 
 class _AbsentQueue:
-    """The queue of a worker that lives on another rank: only acknowledges a new epoch."""
+    """The queue of a worker on another rank: only acknowledges a new epoch."""
 
     def __init__(self, acknowledged: deque[Any]) -> None:
         self._acknowledged = acknowledged
@@ -160,18 +154,18 @@ class _AbsentQueue:
 
 
 class _AbsentProcess:
-    """A worker that lives on another rank; alive until it is joined."""
+    """A worker on another rank; alive until it is joined."""
 
     def __init__(self) -> None:
         self.daemon = False
-        self.pid = os.getpid()  # no child of ours, so torch's watch over its workers passes it by
+        self.pid = os.getpid()  # not a child process, so torch does not watch it
         self._is_alive = True
 
     def start(self) -> None:
         """Does nothing."""
 
     def join(self, timeout: float | None = None) -> None:
-        """Takes it for ended."""
+        """Ends it."""
         self._is_alive = False
 
     def is_alive(self) -> bool:

@@ -1,1 +1,1 @@
-"""Virtual devices: CUDA devices that are played by the CPU, so that a script written for GPUs runs anywhere."""
+"""Virtual devices: CUDA devices simulated on the CPU, so that a script written for GPUs runs anywhere."""

@@ -1,7 +1,9 @@
-"""torch.cuda and torch.accelerator on virtual devices: every name that would touch CUDA, and what it does instead."""
+"""Patches of torch.cuda and torch.accelerator for virtual devices: every name that would touch CUDA."""
 
+import functools
+import sys
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from types import SimpleNamespace, TracebackType
 from typing import Any
@@ -9,11 +11,11 @@ from typing import Any
 import psutil
 import torch
 
+from samestep.engine.site import is_script_file
+from samestep.errors import UsageError
 from samestep.scripts.patch import Patch
-from samestep.scripts.virtual import legacy
-from samestep.scripts.virtual.refusals import without_counterpart
-from samestep.scripts.virtual.registry import Machine
-from samestep.scripts.virtual.streams import VirtualEvent, VirtualStream
+from samestep.scripts.virtual.cuda_types import TENSOR_TYPES, VirtualEvent, VirtualStream
+from samestep.scripts.virtual.registry import DeviceRegistry
 
 NAME = "virtual CUDA device (CPU)"
 CAPABILITY = (8, 0)
@@ -27,18 +29,18 @@ _HARMLESS = (
 Table = dict[str, Any]
 
 
-def patches(machine: Machine) -> list[Patch]:
+def patches(registry: DeviceRegistry) -> list[Patch]:
     """The names of torch.cuda, its submodules and torch.accelerator."""
-    cuda = {**_devices(machine), **_random(machine), **_memory(), **_streams(machine), **_rest()}
+    cuda = {**_devices(registry), **_random(registry), **_memory(), **_streams(registry), **_rest()}
     table = [_placed(torch.cuda, name, replacement) for name, replacement in cuda.items() if hasattr(torch.cuda, name)]
     table += [
         Patch(torch.accelerator, name, replacement)
-        for name, replacement in _accelerator(machine, cuda).items()
+        for name, replacement in _accelerator(registry, cuda).items()
         if hasattr(torch.accelerator, name)
     ]
     table += [Patch(torch.cuda.nvtx, name, replacement) for name, replacement in _annotations().items()]
     table += [Patch(torch.cuda.profiler, name, _nothing) for name in ("init", "start", "stop")]
-    known = {*cuda, *_HARMLESS, *legacy.NAMES}
+    known = {*cuda, *_HARMLESS, *TENSOR_TYPES}
     table += without_counterpart(torch.cuda, torch.cuda.__all__, known.__contains__)
     table += without_counterpart(torch.cuda.nccl, _functions_of(torch.cuda.nccl), ("is_available",).__contains__)
     return table
@@ -56,41 +58,41 @@ def _functions_of(module: Any) -> list[str]:
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
-    """There is nothing to do."""
+    """Does nothing."""
 
 
 def _always(value: Any) -> Callable[..., Any]:
     return lambda *args, **kwargs: value
 
 
-def _device_class(machine: Machine, read: Callable[[Any], int]) -> type:
+def _device_class(registry: DeviceRegistry, read: Callable[[Any], int]) -> type:
     """A context manager in which another device is current; one without an index changes nothing."""
 
     class device:
-        """The time in which a virtual device is the current one."""
+        """Makes a virtual device current for a block."""
 
         def __init__(self, device: Any) -> None:
             self.idx = read(device)
             self.prev_idx = -1
 
         def __enter__(self) -> None:
-            self.prev_idx = machine.thread.current
+            self.prev_idx = registry.thread.current
             if self.idx >= 0:
-                machine.thread.current = self.idx
+                registry.thread.current = self.idx
 
         def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-            machine.thread.current = self.prev_idx
+            registry.thread.current = self.prev_idx
 
     return device
 
 
-def _devices(machine: Machine) -> Table:
-    """Which devices there are, and which is current."""
+def _devices(registry: DeviceRegistry) -> Table:
+    """Count, index and properties of devices."""
 
     def index_of(device: Any) -> int:
         if isinstance(device, int) and device < 0:
             return -1
-        index = machine.index(device)
+        index = registry.index(device)
         if index is None or index < 0:
             raise ValueError(f"Expected a cuda device, but got: {device}")
         return index
@@ -101,7 +103,7 @@ def _devices(machine: Machine) -> Table:
     def set_device(device: Any) -> None:
         index = index_of(device)
         if index >= 0:
-            machine.thread.current = index
+            registry.thread.current = index
 
     def properties(device: Any = None) -> SimpleNamespace:
         index_of(device)
@@ -128,12 +130,12 @@ def _devices(machine: Machine) -> Table:
         return function
 
     return {
-        "is_available": lambda: machine.count > 0,
-        "device_count": lambda: machine.count,
-        "current_device": lambda: machine.checked(machine.thread.current),
+        "is_available": lambda: registry.count > 0,
+        "device_count": lambda: registry.count,
+        "current_device": lambda: registry.checked(registry.thread.current),
         "set_device": set_device,
-        "device": _device_class(machine, optional_index_of),
-        "device_of": _device_class(machine, lambda tensor: machine.where(tensor)),
+        "device": _device_class(registry, optional_index_of),
+        "device_of": _device_class(registry, lambda tensor: registry.where(tensor)),
         "get_device_properties": properties,
         "get_device_name": with_index(NAME),
         "get_device_capability": with_index(CAPABILITY),
@@ -143,8 +145,8 @@ def _devices(machine: Machine) -> Table:
     }
 
 
-def _random(machine: Machine) -> Table:
-    """Generators of devices: draws on virtual devices come from the CPU's generator, so that is what they all mean."""
+def _random(registry: DeviceRegistry) -> Table:
+    """Generators: draws on all virtual devices come from the CPU's generator."""
 
     def manual_seed(seed: int) -> None:
         torch.default_generator.manual_seed(int(seed))
@@ -170,14 +172,14 @@ def _random(machine: Machine) -> Table:
         "initial_seed": lambda: torch.initial_seed(),
         "get_rng_state": get_state,
         "set_rng_state": set_state,
-        "get_rng_state_all": lambda: [get_state() for _ in range(machine.count)],
+        "get_rng_state_all": lambda: [get_state() for _ in range(registry.count)],
         "set_rng_state_all": set_states,
-        "default_generators": (torch.default_generator,) * machine.count,
+        "default_generators": (torch.default_generator,) * registry.count,
     }
 
 
 def _memory() -> Table:
-    """The allocator: it holds nothing, since tensors are in the host's memory."""
+    """The allocator, which holds nothing, since tensors are in the host's memory."""
     zero = (
         *("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"),
         *("memory_cached", "max_memory_cached", "device_memory_used"),
@@ -198,7 +200,7 @@ def _memory() -> Table:
     }
 
 
-def _streams(machine: Machine) -> Table:
+def _streams(registry: DeviceRegistry) -> Table:
     """Streams and events."""
     return {
         "Stream": VirtualStream,
@@ -213,7 +215,7 @@ def _streams(machine: Machine) -> Table:
 
 
 def _rest() -> Table:
-    """What a build can do."""
+    """Properties of the build."""
     return {
         "init": _nothing,
         "is_bf16_supported": _always(True),
@@ -226,16 +228,16 @@ def _rest() -> Table:
 
 
 def _annotations() -> Table:
-    """NVTX: nobody listens."""
+    """NVTX ranges and marks, which do nothing."""
     names = ("range_push", "range_pop", "range_start", "range_end", "mark")
     return {**dict.fromkeys(names, _always(0)), "range": lambda msg, *args, **kwargs: nullcontext(msg)}
 
 
-def _accelerator(machine: Machine, cuda: Table) -> Table:
-    """torch.accelerator: the same devices."""
+def _accelerator(registry: DeviceRegistry, cuda: Table) -> Table:
+    """torch.accelerator, on the same devices."""
 
     def current_accelerator(check_available: bool = False) -> torch.device | None:
-        return None if check_available and machine.count == 0 else torch.device("cuda")
+        return None if check_available and registry.count == 0 else torch.device("cuda")
 
     same = {name: cuda[name] for name in ("is_available", "device_count", "synchronize", "set_stream", "empty_cache")}
     same |= {name: cuda[name] for name in cuda if "memory_" in name}
@@ -252,3 +254,36 @@ def _accelerator(machine: Machine, cuda: Table) -> Table:
         "get_device_capability": _always({"supported_dtypes": set()}),
         "empty_host_cache": _nothing,
     }
+
+
+def refused(name: str, original: Any, why: str) -> Any:
+    """A function or class that raises a `UsageError` when the script calls it; libraries reach the original."""
+
+    def call(frame: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if is_script_file(frame.f_code.co_filename):
+            raise UsageError(f"{name} {why}")
+        return original(*args, **kwargs)
+
+    if isinstance(original, type):
+
+        def make(cls: type, *args: Any, **kwargs: Any) -> Any:
+            return call(sys._getframe(1), args, kwargs)
+
+        return type(original.__name__, (), {"__new__": make, "__module__": original.__module__})
+
+    def function(*args: Any, **kwargs: Any) -> Any:
+        return call(sys._getframe(1), args, kwargs)
+
+    functools.update_wrapper(function, original, ("__module__", "__name__", "__qualname__", "__doc__"), ())
+    return function
+
+
+def without_counterpart(owner: Any, names: Iterable[str], known: Callable[[str], bool]) -> list[Patch]:
+    """Patches that refuse the functions and classes of a module that are not known to work without a GPU."""
+    why = "has no virtual counterpart; run on a GPU or guard it (torch.cuda.is_available() is True on virtual devices)"
+    table = []
+    for name in names:
+        original = getattr(owner, name, None)
+        if callable(original) and not known(name):
+            table.append(Patch(owner, name, refused(f"{owner.__name__}.{name}", original, why)))
+    return table

@@ -8,26 +8,21 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from samestep.scripts.virtual.legacy import host_type, is_virtual_type
+from samestep.scripts.virtual.cuda_types import host_type, is_virtual_type
 from samestep.scripts.virtual.mode import PINNED, Handler, found_index
-from samestep.scripts.virtual.registry import CPU, HOST, TAG, Machine, mark
+from samestep.scripts.virtual.registry import CPU, HOST, TAG, DeviceRegistry, mark
 
 Function = Callable[..., Any]
 Args = tuple[Any, ...]
 Keywords = dict[str, Any]
 
 
-def handlers(machine: Machine, mode: Callable[[], TorchFunctionMode]) -> dict[Function, Handler]:
-    """The functions that need one.
-
-    Args:
-        machine: the devices.
-        mode: gives the mode, for what has to run with it on.
-    """
-    about = (machine,)
+def handlers(registry: DeviceRegistry, mode: Callable[[], TorchFunctionMode]) -> dict[Function, Handler]:
+    """The functions that need one."""
+    about = (registry,)
     return {
-        **_asking(machine),
-        **_holding(machine),
+        **_asking(registry),
+        **_holding(registry),
         Tensor.to: partial(_to, *about),
         Tensor.cuda: partial(_cuda, *about),
         Tensor.cpu: partial(_cpu, *about),
@@ -49,18 +44,18 @@ def handlers(machine: Machine, mode: Callable[[], TorchFunctionMode]) -> dict[Fu
     }
 
 
-def move(machine: Machine, tensor: Tensor, index: int, **options: Any) -> Tensor:
+def move(registry: DeviceRegistry, tensor: Tensor, index: int, **options: Any) -> Tensor:
     """The tensor on another device: itself if it is there, else a copy that gradients pass through."""
-    there = machine.where(tensor) == index
+    there = registry.where(tensor) == index
     if there and not options:
         return tensor
     out = tensor.to(CPU, **{**options, "copy": options.get("copy", False) or not there})
     return out if out is tensor else mark(out, index)
 
 
-def _asking(machine: Machine) -> dict[Function, Handler]:
-    """The attributes that say where a tensor is."""
-    where, device = machine.where, machine.device
+def _asking(registry: DeviceRegistry) -> dict[Function, Handler]:
+    """Handlers of the attributes and functions for a tensor's device."""
+    where, device = registry.where, registry.device
 
     def of(func: Function, args: Args, kwargs: Keywords) -> Any:
         index = where(args[0])
@@ -75,9 +70,9 @@ def _asking(machine: Machine) -> dict[Function, Handler]:
     }
 
 
-def _holding(machine: Machine) -> dict[Function, Handler]:
+def _holding(registry: DeviceRegistry) -> dict[Function, Handler]:
     """The attributes through which tensors hold tensors."""
-    where = machine.where
+    where = registry.where
 
     def set_data(func: Function, args: Args, kwargs: Keywords) -> None:
         func(*args)
@@ -93,11 +88,11 @@ def _holding(machine: Machine) -> dict[Function, Handler]:
 
 
 def _getter(name: str) -> Function:
-    """What the mode is told of when an attribute of a tensor is read."""
+    """The function that a mode sees when an attribute of a tensor is read."""
     return vars(torch._C.TensorBase)[name].__get__  # type: ignore[no-any-return]
 
 
-def _to(machine: Machine, func: Function, args: Args, kwargs: Keywords) -> Tensor:
+def _to(registry: DeviceRegistry, func: Function, args: Args, kwargs: Keywords) -> Tensor:
     """`Tensor.to(device or dtype or tensor, …)`."""
     tensor, *rest = args
     options = dict(kwargs)
@@ -110,101 +105,101 @@ def _to(machine: Machine, func: Function, args: Args, kwargs: Keywords) -> Tenso
         names = ["device", "dtype", "non_blocking", "copy"]
     options.update(zip(names, rest, strict=False))
     other = options.pop("other", None)
-    index: int | None = machine.where(tensor)
+    index: int | None = registry.where(tensor)
     if other is not None:
-        index = machine.where(other)
+        index = registry.where(other)
         options["dtype"] = other.dtype
     elif options.get("device") is not None:
-        index = machine.index(options["device"])
+        index = registry.index(options["device"])
     if index is None or (index < 0 and tensor.device.type != "cpu" and options.get("device") is None):
         return func(*args, **kwargs)  # type: ignore[no-any-return]
     options.pop("device", None)
-    return move(machine, tensor, index, **options)
+    return move(registry, tensor, index, **options)
 
 
-def _cuda(machine: Machine, func: Function, args: Args, kwargs: Keywords) -> Tensor:
+def _cuda(registry: DeviceRegistry, func: Function, args: Args, kwargs: Keywords) -> Tensor:
     """`Tensor.cuda(device=None, non_blocking=False, memory_format=…)`."""
     device = args[1] if len(args) > 1 else kwargs.get("device")
-    index = machine.index(device)
+    index = registry.index(device)
     if index is None or index < 0:
         raise RuntimeError(f"Invalid device, must be cuda device: {device!r}")
-    return move(machine, args[0], index, **_only_format(kwargs))
+    return move(registry, args[0], index, **_only_format(kwargs))
 
 
-def _cpu(machine: Machine, func: Function, args: Args, kwargs: Keywords) -> Tensor:
+def _cpu(registry: DeviceRegistry, func: Function, args: Args, kwargs: Keywords) -> Tensor:
     """`Tensor.cpu(memory_format=…)`."""
     if args[0].device.type != "cpu":
         return func(*args, **kwargs)  # type: ignore[no-any-return]
-    return move(machine, args[0], HOST, **_only_format(kwargs))
+    return move(registry, args[0], HOST, **_only_format(kwargs))
 
 
 def _only_format(kwargs: Keywords) -> Keywords:
     return {"memory_format": kwargs["memory_format"]} if "memory_format" in kwargs else {}
 
 
-def _type(machine: Machine, func: Function, args: Args, kwargs: Keywords) -> Any:
+def _type(registry: DeviceRegistry, func: Function, args: Args, kwargs: Keywords) -> Any:
     """`Tensor.type(dtype=None)`: a name such as "torch.cuda.FloatTensor", or the tensor in that type."""
     tensor = args[0]
     wanted = args[1] if len(args) > 1 else kwargs.get("dtype")
-    index = machine.where(tensor)
+    index = registry.where(tensor)
     if wanted is None:
         name: str = func(tensor)
         return name.replace("torch.", "torch.cuda.", 1) if index >= 0 else name
     if isinstance(wanted, torch.dtype):
-        return move(machine, tensor, index, dtype=wanted)
+        return move(registry, tensor, index, dtype=wanted)
     on_device = is_virtual_type(wanted)
-    there = index if index >= 0 else machine.checked(machine.thread.current)
-    return move(machine, tensor, there if on_device else HOST, dtype=host_type(wanted).dtype)
+    there = index if index >= 0 else registry.checked(registry.thread.current)
+    return move(registry, tensor, there if on_device else HOST, dtype=host_type(wanted).dtype)
 
 
-def _type_as(machine: Machine, func: Function, args: Args, kwargs: Keywords) -> Tensor:
+def _type_as(registry: DeviceRegistry, func: Function, args: Args, kwargs: Keywords) -> Tensor:
     """`Tensor.type_as(other)`."""
     other = args[1] if len(args) > 1 else kwargs["other"]
-    return move(machine, args[0], machine.where(other), dtype=other.dtype)
+    return move(registry, args[0], registry.where(other), dtype=other.dtype)
 
 
-def _tensor(machine: Machine, func: Function, args: Args, kwargs: Keywords) -> Tensor:
+def _tensor(registry: DeviceRegistry, func: Function, args: Args, kwargs: Keywords) -> Tensor:
     """`torch.tensor(data)`: on the named device, else where data is if it is a tensor; lists go to the host."""
     data = args[0] if args else kwargs["data"]
-    index = _named_or_default(machine, kwargs, data)
+    index = _named_or_default(registry, kwargs, data)
     if index is None:
         return func(*args, **kwargs)  # type: ignore[no-any-return]
     out: Tensor = func(*args, **_on_host(kwargs))
     return mark(out, index)
 
 
-def _as_tensor(machine: Machine, func: Function, args: Args, kwargs: Keywords) -> Tensor:
+def _as_tensor(registry: DeviceRegistry, func: Function, args: Args, kwargs: Keywords) -> Tensor:
     """`torch.as_tensor(data)`: data itself where it is already there, else a copy."""
     data = next(iter((*args, *(kwargs[name] for name in ("data", "obj") if name in kwargs))))
-    index = _named_or_default(machine, kwargs, data)
+    index = _named_or_default(registry, kwargs, data)
     if index is None:
         return func(*args, **kwargs)  # type: ignore[no-any-return]
     out: Tensor = func(*args, **_on_host(kwargs))
-    if isinstance(data, Tensor) and machine.where(data) == index:
+    if isinstance(data, Tensor) and registry.where(data) == index:
         return out if out is data else mark(out, index)
     return mark(out.clone() if index >= 0 or isinstance(data, Tensor) else out, index)
 
 
-def _named_or_default(machine: Machine, kwargs: Keywords, data: Any) -> int | None:
+def _named_or_default(registry: DeviceRegistry, kwargs: Keywords, data: Any) -> int | None:
     """Where a tensor made of `data` is to be; None for devices that are not virtual."""
     device = kwargs.get("device")
     if device is None and isinstance(data, Tensor):
-        return machine.where(data) if data.device.type == "cpu" else None
+        return registry.where(data) if data.device.type == "cpu" else None
     if device is None:
         device = torch.utils._device.CURRENT_DEVICE
-    return HOST if device is None else machine.index(device)
+    return HOST if device is None else registry.index(device)
 
 
 def _on_host(kwargs: Keywords) -> Keywords:
     return {**{name: value for name, value in kwargs.items() if name != "pin_memory"}, "device": CPU}
 
 
-def _numpy(machine: Machine, func: Function, args: Args, kwargs: Keywords) -> Any:
+def _numpy(registry: DeviceRegistry, func: Function, args: Args, kwargs: Keywords) -> Any:
     """`Tensor.numpy` and `numpy.asarray`: of host tensors only, unless forced."""
     index = getattr(args[0], TAG, HOST)
     if index >= 0 and not kwargs.get("force"):
         raise TypeError(
-            f"can't convert {machine.device(index)} device type tensor to numpy. Use Tensor.cpu() to copy the tensor "
+            f"can't convert {registry.device(index)} device type tensor to numpy. Use Tensor.cpu() to copy the tensor "
             "to host memory first."
         )
     return func(*args, **kwargs)
@@ -219,7 +214,7 @@ def _repr(mode: Callable[[], TorchFunctionMode], func: Function, args: Args, kwa
 
 
 def _format(mode: Callable[[], TorchFunctionMode], func: Function, args: Args, kwargs: Keywords) -> str:
-    """An f-string: the number of a tensor that holds one, else what `repr` says."""
+    """An f-string: the number of a 0-d tensor, else its `repr`."""
     tensor, spec = args
     if getattr(tensor, TAG, HOST) < 0 or (tensor.dim() == 0 and type(tensor) is Tensor):
         return func(*args, **kwargs)  # type: ignore[no-any-return]
@@ -227,12 +222,12 @@ def _format(mode: Callable[[], TorchFunctionMode], func: Function, args: Args, k
         return object.__format__(tensor, spec)
 
 
-def _pin_memory(machine: Machine, func: Function, args: Args, kwargs: Keywords) -> Tensor:
-    """A copy that says it is pinned: there is no device to transfer it to."""
+def _pin_memory(registry: DeviceRegistry, func: Function, args: Args, kwargs: Keywords) -> Tensor:
+    """A copy with `is_pinned` set: there is no device to transfer it to."""
     tensor: Tensor = args[0]
     if getattr(tensor, PINNED, False):
         return tensor
-    if machine.where(tensor) >= 0:
+    if registry.where(tensor) >= 0:
         raise RuntimeError("cannot pin a tensor on a CUDA device: only dense CPU tensors can be pinned")
     out = tensor.clone()
     setattr(out, PINNED, True)
@@ -254,7 +249,7 @@ def _device(func: Function, args: Args, kwargs: Keywords) -> torch.device:
 
 
 def _parse_to(func: Function, args: Args, kwargs: Keywords) -> Any:
-    """What `Module.to` makes of its arguments."""
+    """The arguments of `Module.to`, parsed."""
     if args and isinstance(args[0], int):
         args = (torch.device("cuda", args[0]), *args[1:])
     if isinstance(kwargs.get("device"), int):

@@ -1,7 +1,7 @@
-"""The mode: stands in front of every torch call of the script, and keeps track of which virtual device a tensor is on.
+"""The torch function mode that tracks the virtual device of each tensor of the script.
 
-All tensors are CPU tensors. A tensor on a virtual device carries its index as an attribute; what a function makes of
-tensors is where the first of them that carries one is. A mark that gets lost costs a copy, never a wrong number.
+All tensors are CPU tensors. A tensor on a virtual device carries its index as an attribute; the result of a function is
+on the device of its first argument that carries one. A lost mark costs a copy, never a wrong number.
 """
 
 from collections.abc import Callable, Iterable
@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _device as default_device
 
-from samestep.scripts.virtual.registry import CPU, HOST, TAG, Machine, mark
+from samestep.scripts.virtual.registry import CPU, HOST, TAG, DeviceRegistry, mark
 
 Handler = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
@@ -26,17 +26,11 @@ _PLAIN_RESULTS = frozenset(
 
 
 class VirtualMode(TorchFunctionMode):
-    """Calls what was called, and marks what comes out.
+    """Calls the function, or its handler `(function, args, kwargs)`, and marks the result."""
 
-    Args:
-        machine: the devices.
-        handlers: functions that need more than that, and what is called in their place: `handler(function, args,
-            kwargs)`.
-    """
-
-    def __init__(self, machine: Machine, handlers: dict[Callable[..., Any], Handler]) -> None:
+    def __init__(self, registry: DeviceRegistry, handlers: dict[Callable[..., Any], Handler]) -> None:
         super().__init__()
-        self._machine = machine
+        self._registry = registry
         self._handlers = handlers
 
     def __torch_function__(
@@ -72,13 +66,13 @@ class VirtualMode(TorchFunctionMode):
         return out
 
     def _with_keywords(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A call with keywords: `device`, `pin_memory` and `out` say where the result is."""
+        """A call with keywords: `device`, `pin_memory` and `out` set the device of the result."""
         pinned = kwargs.get("pin_memory")
         if pinned is not None:
             kwargs = {name: value for name, value in kwargs.items() if name != "pin_memory"}
         device = kwargs.get("device")
         if device is not None:
-            index = self._machine.index(device)
+            index = self._registry.index(device)
             if index is None:
                 return func(*args, **kwargs)
             out = func(*args, **{**kwargs, "device": CPU})
@@ -102,10 +96,10 @@ class VirtualMode(TorchFunctionMode):
         return out
 
     def _default_index(self, func: Callable[..., Any]) -> int | None:
-        """Where `torch.set_default_device` or `with torch.device(…)` puts what a factory makes."""
+        """The device of a factory's result by `torch.set_default_device` or `with torch.device(…)`."""
         if func not in default_device._device_constructors():
             return None
-        return self._machine.index(default_device.CURRENT_DEVICE)
+        return self._registry.index(default_device.CURRENT_DEVICE)
 
 
 def found_index(args: Iterable[Any]) -> int | None:
@@ -143,7 +137,7 @@ def _mark_all(out: Any, index: int) -> None:
 
 
 def marked_like(out: Any, args: Iterable[Any]) -> Any:
-    """Marks what a call that no mode sees has made of its arguments, and returns it."""
+    """Marks and returns the result of a call that no mode sees, by its arguments."""
     index = found_index(args)
     if index is not None and index != HOST:
         _mark_new(out, index)

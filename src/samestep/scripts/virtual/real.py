@@ -1,6 +1,6 @@
 """Real accelerators: a script that names several of them runs in a process that has one.
 
-Not run on hardware: what maps indices is tested without a GPU, what it is plugged into is not.
+Not run on hardware: the mapping of indices is tested without a GPU, the patches are not.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -11,24 +11,12 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from samestep.scripts.adoption import Adoption
+from samestep.scripts.adoption import MAX_DEVICES, Adoption, num_visible
 from samestep.scripts.patch import Patch, applied
-from samestep.scripts.visible import MAX_DEVICES, num_visible
 
 
 def mapped_device(asked: Any, own: torch.device) -> Any:
-    """What a device argument of the script means in a process with one accelerator.
-
-    Args:
-        asked: an index, a string, a `torch.device`, or anything else, which is returned as it is.
-        own: the accelerator of this process.
-
-    Returns:
-        `own` for each of the script's accelerators; other devices, such as the CPU, as they were asked for.
-
-    Raises:
-        RuntimeError: the index is not one of `MAX_DEVICES`.
-    """
+    """The device that a device argument of the script means in a process with one accelerator."""
     if isinstance(asked, bool) or not isinstance(asked, (int, str, torch.device)):
         return asked
     if isinstance(asked, int):
@@ -47,11 +35,7 @@ def mapped_device(asked: Any, own: torch.device) -> Any:
 
 
 class OwnMode(TorchFunctionMode):
-    """Sends every device argument through `read`.
-
-    Args:
-        read: what a device argument means.
-    """
+    """Sends every device argument through `read`."""
 
     def __init__(self, read: Callable[[Any], Any]) -> None:
         super().__init__()
@@ -76,16 +60,12 @@ class OwnMode(TorchFunctionMode):
 
 @contextmanager
 def own_accelerator(adoption: Adoption, device: torch.device) -> Iterator[None]:
-    """The time in which the script sees `num_visible(adoption)` accelerators, and all of them are this process's own.
+    """Shows the script `num_visible(adoption)` accelerators, all of which are this process's own.
 
-    What a tensor says about its device is the truth: `x.to("cuda:3").device` is that of this process.
-
-    Args:
-        adoption: says how many accelerators the script sees.
-        device: the accelerator of this process.
+    The `device` of a tensor is the real one: `x.to("cuda:3").device` is that of this process.
     """
     if device.type == "cuda":
-        torch.cuda.init()  # before the script can change what the driver shows
+        torch.cuda.init()  # before the script can change the visible devices
 
     def read(asked: Any) -> Any:
         return mapped_device(asked, device)
@@ -95,7 +75,7 @@ def own_accelerator(adoption: Adoption, device: torch.device) -> Iterator[None]:
 
 
 def _patches(adoption: Adoption, device: torch.device, read: Callable[[Any], Any]) -> list[Patch]:
-    """The names that take an index or count devices; torch's own modules keep counting what there is."""
+    """The names that take an index or count devices; torch's own modules keep counting real devices."""
     restore: Any = torch.serialization.default_restore_location
 
     def count() -> int:
@@ -121,7 +101,7 @@ def _patches(adoption: Adoption, device: torch.device, read: Callable[[Any], Any
 def _cuda_patches(
     device: torch.device, read: Callable[[Any], Any], count: Callable[[], int], set_device: Callable[[Any], None]
 ) -> list[Patch]:
-    """The names of torch.cuda; most of its functions turn what they are given into an index in one place."""
+    """The names of torch.cuda, most of whose functions convert a device into an index in one place."""
     index_of: Any = torch.cuda._utils._get_device_index
     get_state, set_state = torch.cuda.get_rng_state, torch.cuda.set_rng_state
 

@@ -1,12 +1,11 @@
-"""The machine: which virtual devices there are, which is the current one, and on which of them a tensor is."""
+"""The registry of virtual devices: their number, the current one, and the device of a tensor."""
 
 import threading
 from typing import Any, TypeVar
 
 import torch
 
-from samestep.scripts.adoption import Adoption
-from samestep.scripts.visible import MAX_DEVICES, num_visible
+from samestep.scripts.adoption import MAX_DEVICES, Adoption, num_visible
 
 TAG = "_samestep_device"
 """The attribute of a tensor or storage that holds the index of its virtual device; absent on the host."""
@@ -18,31 +17,22 @@ Tagged = TypeVar("Tagged")
 
 
 def mark(holder: Tagged, index: int) -> Tagged:
-    """Says on which virtual device a tensor or storage is (-1: the host), and returns it."""
+    """Sets the virtual device of a tensor or storage (-1: the host), and returns it."""
     setattr(holder, TAG, index)
     return holder
 
 
 class ThreadState(threading.local):
-    """What each thread has of its own.
+    """State of one thread."""
 
-    Attributes:
-        current: the index of its current device.
-        unmarked: where a tensor is that nobody marked: on the host, except in a backward pass, whose gradients come
-            from C++ and are where the loss was.
-    """
-
-    current: int = 0
+    current: int = 0  # the index of its current device
+    # the device of a tensor without a mark: the host, except in a backward pass, whose gradients come from C++
+    # and are where the loss was
     unmarked: int = HOST
 
 
-class Machine:
-    """The virtual devices of one adopted process.
-
-    Attributes:
-        adoption: says how many devices there are.
-        thread: what belongs to the calling thread.
-    """
+class DeviceRegistry:
+    """The virtual devices of one adopted process."""
 
     def __init__(self, adoption: Adoption) -> None:
         self.adoption = adoption
@@ -69,17 +59,7 @@ class Machine:
         return self.thread.unmarked if index is None else index
 
     def index(self, device: Any) -> int | None:
-        """What a device argument means.
-
-        Args:
-            device: an index, a string, a `torch.device`, or None for the current device.
-
-        Returns:
-            The index of a virtual device, -1 for the CPU, None for a device of another kind, such as "meta".
-
-        Raises:
-            RuntimeError: there is no such virtual device, with the words of CUDA.
-        """
+        """The index of a device argument: -1 for the CPU, None for another kind such as "meta"."""
         if device is None:
             return self.checked(self.thread.current)
         if isinstance(device, int):

@@ -1,1 +1,1 @@
-"""The wrapped forward: what enters and leaves it, its replicas and buffers, and what its chunks make together."""
+"""The wrapped forward: its chunks, the model's replicas and buffers, the exchange of results and gradients."""

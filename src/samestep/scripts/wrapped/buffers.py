@@ -1,7 +1,7 @@
-"""Buffers of a wrapped module: every chunk has its own copies, and what the chunks left of them is merged.
+"""Buffers of a wrapped module: every chunk has its own copies, which are merged after the forward.
 
 The running statistics of BatchNorm and InstanceNorm end as the row-weighted mean over all chunks, summed in float64 on
-the tree. Of any other buffer, what the first chunk left is kept, as with torch's DataParallel. The copies are needed
+the tree. Any other buffer takes the value of the first chunk, as with torch's DataParallel. The copies are needed
 since the backward comes later: a graph may hold on to a buffer that the next chunk must find as it was.
 """
 
@@ -23,11 +23,7 @@ SMALL_BYTES = 2**20
 
 
 class Buffers:
-    """The buffers of one wrapped module.
-
-    Args:
-        module: whose buffers.
-    """
+    """The buffers of one wrapped module."""
 
     def __init__(self, module: nn.Module) -> None:
         self._places: list[tuple[int, str, str, bool]] = []
@@ -50,7 +46,7 @@ class Buffers:
         self._ends = {}
 
     def release(self) -> None:
-        """Lets go of the children."""
+        """Drops the references to the children."""
         self._means, self._others, self._ends = [], [], {}
 
     def tensors(self) -> list[Tensor]:
@@ -58,7 +54,7 @@ class Buffers:
         return [buffer for place in (*self._means, *self._others) if (buffer := place.get()) is not None]
 
     def guard(self, children: Sequence[nn.Module]) -> Callable[[], Callable[[], None]]:
-        """What shields the buffers of these children: puts copies in their places, until the returned call.
+        """A function that puts copies in the places of these children's buffers, until the call that it returns.
 
         Activation checkpointing runs parts of a chunk again in its backward, on the rank that ran it.
         """
@@ -90,18 +86,7 @@ class Buffers:
     def copied(
         self, adoption: Adoption, chunk: int, device_id: int, num_rows: int, all_of_them: bool
     ) -> Iterator[None]:
-        """The time while a chunk runs: copies in the places of the buffers.
-
-        Args:
-            adoption: of this process.
-            chunk: its number.
-            device_id: its device, as the script counts them.
-            num_rows: what its statistics weigh.
-            all_of_them: copy even large buffers that no chunk has changed so far.
-
-        Raises:
-            BufferMergeError: a large buffer changed for the first time after many forwards.
-        """
+        """Runs a chunk with copies in the places of the buffers."""
         means = [place for place in self._means if place.module.training and place.get() is not None]
         others = [place for place in self._others if place.get() is not None]
         originals = {place: buffer for place in (*means, *others) if (buffer := place.get()) is not None}
@@ -126,13 +111,7 @@ class Buffers:
     def merge(
         self, adoption: Adoption, rows: Sequence[Sequence[int]], blocks_by_rank: Sequence[Sequence[Block]]
     ) -> None:
-        """Gives the module what the chunks left.
-
-        Args:
-            adoption: of this process.
-            rows: each rank's `touched` and, last, the rows of all chunks together.
-            blocks_by_rank: the blocks of chunks that each rank ships.
-        """
+        """Merges the buffers of all chunks into the module."""
         if any(row[0] for row in rows) and rows[0][2]:  # an empty batch has no statistics
             self._merge_means(adoption, rows[0][2], blocks_by_rank)
         if rows[0][1]:  # the first chunk is rank 0's
@@ -148,7 +127,7 @@ class Buffers:
     def _note(
         self, index: int, place: BufferPlace, original: Tensor, copy: Tensor | None, version: int, chunk: int
     ) -> None:
-        """Remembers what a chunk left of a buffer that has no rule."""
+        """Keeps the first chunk's value of a buffer that has no rule."""
         end = place.get()
         if end is original:
             if _version(original) != version:

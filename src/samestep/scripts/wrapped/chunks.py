@@ -1,55 +1,97 @@
-"""Chunks: how the arguments of a wrapped forward are cut, by the rules of `torch.nn.parallel.scatter`.
+"""Chunks of the arguments of a wrapped forward, cut by the rules of `torch.nn.parallel.scatter`.
 
-Tensors, wherever they are nested, are cut by `torch.chunk` along `dim`; everything else is given to every chunk as it
-is. Here the number of chunks is that of all tensors, and tensors that disagree about it are an error, where torch
-leaves rows out (`zip` stops at the shortest).
+Nested tensors are cut by `torch.chunk` along `dim`; everything else is given to every chunk as it is. Containers are
+lists, tuples, named tuples and dicts, as in `torch/nn/parallel/scatter_gather.py`; results may be dataclasses too.
+Tensors that give different numbers of chunks are an error here; torch leaves rows out (`zip` stops at the shortest).
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from samestep.data.nested import map_entries
 from samestep.errors import UsageError
-from samestep.scripts.wrapped.structure import is_tensor, put_together, take_apart
+
+
+@dataclass(frozen=True)
+class Slot:
+    """The place of a leaf in a template."""
+
+    index: int
+
+
+@dataclass(frozen=True)
+class DataclassTemplate:
+    """The template of a dataclass."""
+
+    cls: type
+    values: Mapping[str, Any]
+
+
+def take_apart(value: Any, is_leaf: Callable[[Any], bool], *, dataclasses: bool = False) -> tuple[list[Any], Any]:
+    """Splits a nested value into its leaves and a template with a `Slot` for each."""
+    leaves: list[Any] = []
+
+    def visit(entry: Any) -> Any:
+        if is_leaf(entry):
+            leaves.append(entry)
+            return Slot(len(leaves) - 1)
+        if dataclasses and is_dataclass(entry) and not isinstance(entry, type | dict):
+            values = {field.name: visit(getattr(entry, field.name)) for field in fields(entry) if field.init}
+            return DataclassTemplate(type(entry), values)
+        return _map_container(visit, entry)
+
+    return leaves, visit(value)
+
+
+def put_together(template: Any, leaves: Sequence[Any]) -> Any:
+    """The nested value of a template, with these leaves in its slots."""
+
+    def visit(entry: Any) -> Any:
+        if type(entry) is Slot:
+            return leaves[entry.index]
+        if type(entry) is DataclassTemplate:
+            return entry.cls(**{name: visit(value) for name, value in entry.values.items()})
+        return _map_container(visit, entry)
+
+    return visit(template)
+
+
+def _map_container(function: Callable[[Any], Any], value: Any) -> Any:
+    """Applies a function to the entries of a list, tuple or dict; torch scatters no other mappings."""
+    return value if isinstance(value, Mapping) and not isinstance(value, dict) else map_entries(function, value)
+
+
+def is_tensor(value: Any) -> bool:
+    """Whether a value is a tensor."""
+    return isinstance(value, Tensor)
 
 
 @dataclass(frozen=True)
 class Leaf:
-    """One thing that is cut.
+    """A tensor or list that is cut."""
 
-    Attributes:
-        value: a tensor, or with `scatter="elements"` a list.
-        sizes: rows or elements of each chunk; empty for a 0-d tensor, which every chunk gets whole.
-        dim: along which dim.
-    """
-
-    value: Any
-    sizes: tuple[int, ...]
-    dim: int
+    value: Any  # a tensor, or with `scatter="elements"` a list
+    sizes: tuple[int, ...]  # rows or elements of each chunk; empty for a 0-d tensor, which every chunk gets whole
+    dim: int  # along which dim
 
 
 @dataclass(frozen=True)
 class Chunks:
-    """The arguments of one wrapped forward.
+    """The arguments of one wrapped forward."""
 
-    Attributes:
-        leaves: what is cut.
-        template: (args, kwargs) with slots for the leaves; one a chunk if the script cut them itself.
-        num_chunks: how many chunks there are.
-        firsts: the first leaf of each chunk, if the script cut them itself: a leaf is of one chunk then.
-    """
-
-    leaves: tuple[Leaf, ...]
-    template: Any
-    num_chunks: int
+    leaves: tuple[Leaf, ...]  # tensors and lists to cut
+    template: Any  # (args, kwargs) with slots for the leaves; one a chunk if the script cut them itself
+    num_chunks: int  # how many chunks there are
+    # the first leaf of each chunk, if the script cut them itself: a leaf is of one chunk then
     firsts: tuple[int, ...] = ()
 
     def num_rows(self, chunk: int) -> int:
-        """Rows of a chunk: what its BatchNorm statistics weigh."""
+        """Rows of a chunk: the weight of its BatchNorm statistics."""
         sizes = (leaf.sizes[chunk] for leaf in self.leaves if leaf.sizes)
         return next((size for size in sizes if size or not self.firsts), 1)
 
@@ -63,18 +105,7 @@ class Chunks:
 
 
 def cut(args: tuple[Any, ...], kwargs: Mapping[str, Any], num_microbatches: int, dim: int, scatter: str) -> Chunks:
-    """Plans how arguments are cut.
-
-    Args:
-        args: positional arguments of the forward.
-        kwargs: its keyword arguments.
-        num_microbatches: V; fewer chunks where `torch.chunk` makes fewer: 10 rows over 8 give 5.
-        dim: the dim to cut along.
-        scatter: "tensors" (torch's rule) or "elements": lists are cut by element, tensors along `dim`.
-
-    Raises:
-        UsageError: the tensors give different numbers of chunks, have no such dim, or are sparse.
-    """
+    """Plans the cut: `scatter="tensors"` is torch's rule, "elements" cuts lists by element, tensors along `dim`."""
     by_element = scatter == "elements"
     values, template = take_apart(
         (args, dict(kwargs)), lambda value: is_tensor(value) or (by_element and isinstance(value, list))
@@ -89,11 +120,7 @@ def cut(args: tuple[Any, ...], kwargs: Mapping[str, Any], num_microbatches: int,
 
 
 def already_cut(calls: Sequence[tuple[tuple[Any, ...], Mapping[str, Any]]]) -> Chunks:
-    """Chunks that the script cut itself.
-
-    Args:
-        calls: the (args, kwargs) of each chunk.
-    """
+    """Chunks that the script cut itself."""
     leaves: list[Leaf] = []
     firsts, templates = [], []
     for chunk, (args, kwargs) in enumerate(calls):
@@ -108,12 +135,7 @@ def already_cut(calls: Sequence[tuple[tuple[Any, ...], Mapping[str, Any]]]) -> C
 
 
 def chunk_sizes(length: int, num_chunks: int) -> tuple[int, ...]:
-    """The sizes that `torch.chunk` gives: all ⌈length / num_chunks⌉ but the last, and fewer chunks where these suffice.
-
-    Args:
-        length: rows along the dim; 0 gives `num_chunks` empty chunks.
-        num_chunks: how many are asked for.
-    """
+    """Sizes as of `torch.chunk`: ⌈length / num_chunks⌉ each but the last, and fewer chunks if these suffice."""
     if length == 0:
         return (0,) * num_chunks
     size = -(-length // num_chunks)
@@ -122,7 +144,7 @@ def chunk_sizes(length: int, num_chunks: int) -> tuple[int, ...]:
 
 
 def deal(num_chunks: int, world_size: int) -> tuple[range, ...]:
-    """Which contiguous chunks each rank runs; with fewer chunks than ranks the last ranks have none."""
+    """The contiguous chunks of each rank; with fewer chunks than ranks, the last ranks have none."""
     busy = min(num_chunks, world_size)
     cuts = [rank * num_chunks // busy for rank in range(busy + 1)]
     ranges = [range(start, stop) for start, stop in pairwise(cuts)]

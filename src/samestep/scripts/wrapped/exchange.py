@@ -1,8 +1,8 @@
-"""The exchange of pieces between the ranks: joined as they are, or summed on the tree."""
+"""Exchange of pieces between the ranks: joined, or summed on the tree."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -12,9 +12,7 @@ from samestep.comm.communicator import Communicator
 from samestep.comm.reduction import finish_all
 from samestep.core.tree import Block, TreeSum, rank_blocks
 from samestep.data.batch import flattened
-
-if TYPE_CHECKING:
-    from samestep.scripts.adoption import Adoption
+from samestep.scripts.adoption import Adoption
 
 BUCKET_BYTES = 25 * 2**20
 BORDER_BYTES = 64
@@ -22,26 +20,18 @@ BORDER_BYTES = 64
 
 @dataclass(frozen=True)
 class Item:
-    """How a whole tensor relates to its pieces.
+    """How a whole tensor relates to its pieces."""
 
-    Attributes:
-        kind: "cut" along a dim, "stacked" (a vector of one number a chunk) or "copied" (each chunk has it whole).
-        like: a tensor with the whole's shape, dtype, strides and device, for "copied".
-        shape: the whole's shape.
-        dtype: of whole and pieces.
-        dim: where it is cut.
-        sizes: what each chunk has along `dim`.
-        shapes: of each chunk's piece, if these are laid out flat one after another in the whole, a vector.
-        is_sparse: whether the sum of "copied" pieces is to be sparse by rows, as an embedding's gradient may be.
-    """
-
+    # "cut" along a dim, "stacked" (a vector of one number a chunk) or "copied" (each chunk has it whole)
     kind: Literal["cut", "stacked", "copied"]
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    dim: int = 0
-    sizes: tuple[int, ...] = ()
+    shape: tuple[int, ...]  # the whole's shape
+    dtype: torch.dtype  # of whole and pieces
+    dim: int = 0  # where it is cut
+    sizes: tuple[int, ...] = ()  # size of each chunk along `dim`
+    # of each chunk's piece, if these are laid out flat one after another in the whole, a vector
     shapes: tuple[tuple[int, ...], ...] = ()
-    like: Tensor | None = None
+    like: Tensor | None = None  # a tensor with the whole's shape, dtype, strides and device, for "copied"
+    # whether the sum of "copied" pieces is to be sparse by rows, as an embedding's gradient may be
     is_sparse: bool = False
 
     def piece_shape(self, chunk: int) -> tuple[int, ...]:
@@ -71,19 +61,9 @@ class Item:
 
 
 def join_pieces(
-    adoption: "Adoption", ranges: Sequence[range], items: Sequence[Item], pieces: Sequence[Sequence[Tensor]]
+    adoption: Adoption, ranges: Sequence[range], items: Sequence[Item], pieces: Sequence[Sequence[Tensor]]
 ) -> list[Tensor]:
-    """Joins "cut" and "stacked" items over all chunks of all ranks.
-
-    Args:
-        adoption: of this process.
-        ranges: the chunks of each rank.
-        items: what the wholes look like; the same on all ranks.
-        pieces: this rank's pieces, one list an item.
-
-    Returns:
-        The wholes, contiguous, on the pieces' device.
-    """
+    """Joins "cut" and "stacked" items over all chunks of all ranks."""
     ours = [[piece.detach().resolve_conj().resolve_neg().contiguous() for piece in row] for row in pieces]
     if adoption.world_size == 1:
         return [item.joined(row) for item, row in zip(items, ours, strict=True)]
@@ -128,18 +108,8 @@ def sum_pieces(
     likes: Sequence[Tensor],
     pieces: Sequence[Sequence[Tensor | None]],
 ) -> list[Tensor | None]:
-    """Sums equally shaped pieces over all chunks along the tree; tier `bitwise`.
-
-    Args:
-        communicator: this rank's communicator.
-        ranges: the chunks of each rank.
-        likes: tensors with the shape, strides, dtype and device of each sum.
-        pieces: this rank's pieces, one list a sum; None counts as zeros.
-
-    Returns:
-        The sums; None where no chunk of any rank had a piece. Views of a few flat tensors.
-    """
-    # One more member says which sums any chunk has a part in: its entries are not zero.
+    """Sums equally shaped pieces over all chunks along the tree; tier `bitwise`."""
+    # One more member flags the sums to which any chunk contributes: its entries are not zero.
     dtype = next((like.dtype for like in likes if like.is_floating_point()), torch.float32)
     flags = torch.zeros(len(likes), dtype=dtype, device=likes[0].device)
     members = [*likes, flags]

@@ -1,10 +1,10 @@
-"""The wrapped forward: this rank's chunks of it, and what they make together, on every rank."""
+"""The wrapped forward: runs this rank's chunks, and joins the results of all ranks."""
 
 import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,14 +19,18 @@ from samestep.engine.site import script_line
 from samestep.errors import DeterminismError, UsageError
 from samestep.scripts import output, seeding
 from samestep.scripts.adoption import Adoption
-from samestep.scripts.backward import generator_state
-from samestep.scripts.failures import raise_together
+from samestep.scripts.backward import generator_state, raise_together
 from samestep.scripts.wrapped.buffers import Buffers
 from samestep.scripts.wrapped.chunks import Chunks, Leaf, already_cut, cut, deal
 from samestep.scripts.wrapped.exchange import Item
-from samestep.scripts.wrapped.generators import OwnGenerators
 from samestep.scripts.wrapped.regions import Region, enter
-from samestep.scripts.wrapped.replicas import Replicas, check_in_place_state, in_place_state, uninitialized
+from samestep.scripts.wrapped.replicas import (
+    OwnGenerators,
+    Replicas,
+    check_in_place_state,
+    in_place_state,
+    uninitialized,
+)
 from samestep.scripts.wrapped.results import Results, gather_results
 
 CHUNK_STREAM = 2**33  # apart from the streams of train steps and loaders
@@ -37,7 +41,7 @@ OK, RAISED = 0, 1
 
 @dataclass
 class Wrapped:
-    """What is remembered about a wrapped module from one forward to the next."""
+    """State of a wrapped module between two forwards."""
 
     replicas: Replicas
     buffers: Buffers
@@ -52,7 +56,7 @@ class Wrapped:
         return True
 
     def release(self) -> None:
-        """Lets go of the module, so that this does not keep it alive."""
+        """Drops the references to the module, so that this does not keep it alive."""
         self.replicas.release()
         self.buffers.release()
 
@@ -61,9 +65,25 @@ class Wrapped:
         return self.num_forwards < CHECKED_FORWARDS or self.num_forwards % CHECKED_EVERY == 0
 
 
+class Header(NamedTuple):
+    """Words that each rank sends after its chunks."""
+
+    status: int  # OK or RAISED
+    failed_chunk: int
+    output_bytes: int
+    means_touched: int  # running statistics may have changed
+    others_touched: int  # number of other buffers that changed
+    inputs: int  # checksum, in forwards that are checked at length
+    parameters: int  # checksum, too
+    generator: int  # checksum
+    since_reseed: int
+    num_leaves: int
+    template: int  # checksum
+
+
 @dataclass
 class Work:
-    """What this rank's chunks came to."""
+    """Results of this rank's chunks."""
 
     results: Results
     packed: Tensor | None = None
@@ -75,19 +95,12 @@ class Work:
 
 @dataclass(frozen=True)
 class Entrance:
-    """What this rank's chunks run on.
+    """Inputs of this rank's chunks."""
 
-    Attributes:
-        region: the ranks, the chunks, and what entered.
-        token: 0-d; None if nothing that requires grad entered.
-        inputs: this rank's pieces of each leaf of the arguments, by chunk.
-        stand_ins: of each trained parameter, by its number, by chunk.
-    """
-
-    region: Region
-    token: Tensor | None
-    inputs: list[list[Any]]
-    stand_ins: dict[int, list[Tensor]]
+    region: Region  # the ranks, the chunks, and the tensors that entered
+    token: Tensor | None  # 0-d; None if nothing that requires grad entered
+    inputs: list[list[Any]]  # this rank's pieces of each leaf of the arguments, by chunk
+    stand_ins: dict[int, list[Tensor]]  # of each trained parameter, by its number, by chunk
 
 
 def chunked_forward(
@@ -105,32 +118,12 @@ def chunked_forward(
     """Runs a module's forward in chunks, shared out over the ranks. Tier `bitwise` in the number of ranks.
 
     With one microbatch, inside another wrapped forward, or off the script's main thread the module is simply called.
-
-    Args:
-        adoption: of this process.
-        module: whose forward.
-        args: its positional arguments.
-        kwargs: its keyword arguments.
-        num_microbatches: V; chunks are cut as `torch.chunk` does.
-        dim: the dim along which tensors are cut and results are joined.
-        scatter: "tensors" (torch's rule) or "elements" (lists are cut by element).
-        device_ids: the device of each chunk, as the script counts them.
-        output_device: the device of the results, as the script counts them; -1 is the host.
-
-    Returns:
-        What the chunks returned, joined by torch's rules: tensors along `dim`, a 0-d tensor as a vector with one entry
-        a chunk, containers entry by entry.
-
-    Raises:
-        UsageError: arguments that cannot be cut, or results that cannot be joined.
-        DeterminismError: ranks that have drifted apart, or a gradient that would be a part only.
-        Exception: what a chunk raised, on all ranks.
     """
     if num_microbatches == 1 or not adoption.may_meet():
         return module(*args, **kwargs)
     with torch._C.DisableTorchFunction():  # where virtual devices are is of no interest here
         chunks = cut(args, kwargs, num_microbatches, dim, scatter)
-    return _shared_out(adoption, module, chunks, dim, device_ids, [output_device])
+    return _run_held(adoption, module, chunks, dim, device_ids, [output_device])
 
 
 def given_forward(
@@ -139,29 +132,14 @@ def given_forward(
     calls: Sequence[tuple[tuple[Any, ...], Mapping[str, Any]]],
     device_ids: Sequence[int],
 ) -> list[Any]:
-    """Runs a module's forward on chunks that the script cut itself, shared out over the ranks. Tier `bitwise`.
-
-    Args:
-        adoption: of this process.
-        module: whose forward.
-        calls: the (args, kwargs) of each chunk.
-        device_ids: the device of each chunk and of its results, as the script counts them.
-
-    Returns:
-        What each chunk returned, on every rank.
-
-    Raises:
-        UsageError: results of different structure.
-        DeterminismError: as of `chunked_forward`.
-        Exception: what a chunk raised, on all ranks.
-    """
+    """Runs a module's forward on chunks that the script cut itself, shared out over the ranks. Tier `bitwise`."""
     if not adoption.may_meet():
         return [module(*args, **kwargs) for args, kwargs in calls]
-    results: list[Any] = _shared_out(adoption, module, already_cut(calls), None, device_ids, device_ids)
+    results: list[Any] = _run_held(adoption, module, already_cut(calls), None, device_ids, device_ids)
     return results
 
 
-def _shared_out(
+def _run_held(
     adoption: Adoption,
     module: nn.Module,
     chunks: Chunks,
@@ -169,12 +147,12 @@ def _shared_out(
     device_ids: Sequence[int],
     output_devices: Sequence[int],
 ) -> Any:
-    """The forward of chunks, with the module held for its time."""
+    """The forward of chunks, holding references to the module only while it runs."""
     if torch.autograd.forward_ad._current_level >= 0:
         raise UsageError(
             "forward-mode differentiation does not pass a wrapped forward; use reverse mode, or the module"
         )
-    seeding.say_seed(adoption)
+    seeding.notice_seed(adoption)
     wrapped = _wrapped(adoption, module)
     try:
         return _forward(adoption, module, wrapped, chunks, dim, device_ids, output_devices)
@@ -205,26 +183,29 @@ def _forward(
         careful = wrapped.is_careful()
         watched = [checksum([leaf.value for leaf in chunks.leaves]), _state_checksum(wrapped)] if careful else [0, 0]
         said = pickle.dumps(work.said) if work.said else b""
-        status = [OK if work.error is None else RAISED, work.failed_chunk, len(said)]
-        own_words = [*status, *wrapped.buffers.touched, *watched, state, since, *work.results.words()]
-        rows, parts = adoption.hand_out("a wrapped forward", own_words, work.packed)
+        status = OK if work.error is None else RAISED
+        checked = [*wrapped.buffers.touched, *watched, state, since]
+        own = Header(status, work.failed_chunk, len(said), *checked, *work.results.words())
+        words, parts = adoption.gather("a wrapped forward", own, work.packed)
+        headers = [Header(*row[: len(own)]) for row in words]
         adoption.num_forwards += 1
         adoption.num_since_reseed += 1
         wrapped.num_forwards += 1
-        _check_watched(adoption, rows)
-        failure = min(((row[1], rank) for rank, row in enumerate(rows) if row[0] == RAISED), default=None)
-        _speak(adoption, said, [row[2] for row in rows], chunks.num_chunks if failure is None else failure[0])
+        _check_headers(adoption, headers)
+        failed = [(header.failed_chunk, rank) for rank, header in enumerate(headers) if header.status == RAISED]
+        failure = min(failed, default=None)
+        last_chunk = chunks.num_chunks if failure is None else failure[0]
+        _print_output(adoption, said, [header.output_bytes for header in headers], last_chunk)
         if failure is not None:
             raise_together(adoption, work.error, failure[1], f"chunk {failure[0]} of a wrapped forward")
         num_rows = sum(chunks.num_rows(chunk) for chunk in range(chunks.num_chunks))
-        touched = [[row[3], row[4], num_rows] for row in rows]
+        touched = [[header.means_touched, header.others_touched, num_rows] for header in headers]
         wrapped.buffers.merge(adoption, touched, rank_blocks(ranges, chunks.num_chunks))
-        _say_lost(adoption, work.lost)
-        words = [(row[9], row[10]) for row in rows]
+        _notice_lost(adoption, work.lost)
         return gather_results(
             adoption,
             work.results,
-            words,
+            [(header.num_leaves, header.template) for header in headers],
             parts,
             entrance.region,
             entrance.token,
@@ -261,7 +242,7 @@ def _run_chunks(
             copied = wrapped.buffers.copied(adoption, chunk, ids[chunk], chunks.num_rows(chunk), careful)
             swapped = wrapped.replicas.swapped(stand_ins, work.lost)
             place = adoption.on_device(ids[chunk])
-            with _listening(adoption, chunk, work), adoption.chunk(chunk), place, copied, swapped:
+            with _captured(adoption, chunk, work), adoption.chunk(chunk), place, copied, swapped:
                 before = (in_place_state(wrapped.replicas.modules), checksum(chunks.template)) if careful else None
                 result = module(*args, **kwargs)
                 if before is not None:
@@ -274,7 +255,7 @@ def _run_chunks(
             tracked = [leaf for leaves in work.results.leaves for leaf in leaves if leaf.requires_grad]
             wrapped.replicas.check_graph(tracked, entrance.token, oldest._sequence_nr())
         with torch._C.DisableTorchFunction():
-            # What cannot be described or packed is an error of this rank's, told like the others.
+            # A result that cannot be described or packed is an error of this rank, shared like others.
             work.results.words()
             work.packed = work.results.packed(adoption.world_size)
     except (Exception, SystemExit) as error:
@@ -282,7 +263,7 @@ def _run_chunks(
 
 
 def _explained(error: BaseException, module: nn.Module, chunks: Chunks, chunk: int, number: int) -> UsageError | None:
-    """What to raise for an error that torch raised because a chunk has one row; None for the error itself."""
+    """The error to raise if torch's is due to a chunk of one row; None for torch's own."""
     if chunks.num_rows(chunk) != 1:
         return None
     num_rows = sum(map(chunks.num_rows, range(chunks.num_chunks)))
@@ -291,8 +272,8 @@ def _explained(error: BaseException, module: nn.Module, chunks: Chunks, chunk: i
 
 
 @contextmanager
-def _listening(adoption: Adoption, chunk: int, work: Work) -> Iterator[None]:
-    """Keeps what a chunk prints, to be said in the chunks' order; one rank alone is in order anyway."""
+def _captured(adoption: Adoption, chunk: int, work: Work) -> Iterator[None]:
+    """Captures the output of a chunk, to be printed in the chunks' order; one rank is in order anyway."""
     if adoption.world_size == 1:
         yield
         return
@@ -304,7 +285,7 @@ def _listening(adoption: Adoption, chunk: int, work: Work) -> Iterator[None]:
 
 
 def _wrapped(adoption: Adoption, module: nn.Module) -> Wrapped:
-    """What is remembered about a module, anew if its children or parameters are others."""
+    """The state of a module, a new one if its children or parameters have changed."""
     known = adoption.wrapped.get(module)
     if isinstance(known, Wrapped) and known.hold(module):
         return known
@@ -392,16 +373,24 @@ def _state_checksum(wrapped: Wrapped) -> int:
     return total
 
 
-def _check_watched(adoption: Adoption, rows: Sequence[Sequence[int]]) -> None:
-    """Raises if the ranks called the forward with other inputs, parameters or random states."""
-    for column, what in ((5, "the inputs"), (6, "the parameters"), (7, "the random generators"), (8, "the forwards")):
-        if len({row[column] for row in rows}) > 1:
-            number = rows[adoption.rank][column]
-            adoption.drifted(f"{what} of a wrapped forward differ between the ranks", f"{number:x} at {script_line()}")
+def _check_headers(adoption: Adoption, headers: Sequence[Header]) -> None:
+    """Raises if the ranks called the forward with different inputs, parameters or random states."""
+    names = {
+        "inputs": "inputs",
+        "parameters": "parameters",
+        "generator": "random generators",
+        "since_reseed": "forwards",
+    }
+    for name, what in names.items():
+        if len({getattr(header, name) for header in headers}) > 1:
+            number = getattr(headers[adoption.rank], name)
+            adoption.raise_diverged(
+                f"the {what} of a wrapped forward differ between the ranks", f"{number:x} at {script_line()}"
+            )
 
 
-def _speak(adoption: Adoption, said: bytes, sizes: Sequence[int], last_chunk: int) -> None:
-    """Prints on rank 0 what the chunks of all ranks printed, in their order, up to the one that failed."""
+def _print_output(adoption: Adoption, said: bytes, sizes: Sequence[int], last_chunk: int) -> None:
+    """Prints on rank 0 the output of all chunks, in their order, up to the one that failed."""
     if not any(sizes):
         return
     rows = torch.frombuffer(bytearray(said), dtype=torch.uint8) if said else torch.empty(0, dtype=torch.uint8)
@@ -411,8 +400,8 @@ def _speak(adoption: Adoption, said: bytes, sizes: Sequence[int], last_chunk: in
         output.replay([(stream, text) for chunk, stream, text in entries if chunk <= last_chunk])
 
 
-def _say_lost(adoption: Adoption, lost: set[str]) -> None:
-    """Says once that attributes written by the forward are gone."""
+def _notice_lost(adoption: Adoption, lost: set[str]) -> None:
+    """Prints once that attributes written by the forward are lost."""
     if lost:
         adoption.notice(
             f"{', '.join(sorted(lost)[:5])}: written inside the wrapped forward, and lost after it, as with torch's "

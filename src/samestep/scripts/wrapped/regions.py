@@ -1,9 +1,9 @@
-"""Regions: what enters and leaves the part of the graph that is shared out, differentiable any number of times.
+"""Regions: the part of the graph that is split over the ranks; entering and leaving it is differentiable.
 
 Outside a region every tensor is whole and equal on all ranks. Inside, each rank has the pieces of its own chunks.
 
-    enter   whole → pieces    cuts a tensor, or hands a parameter to every chunk
-    leave   pieces → whole    joins cut pieces from all ranks, or sums what the chunks have, on the tree
+    enter   whole → pieces    cuts a tensor, or copies a parameter for every chunk
+    leave   pieces → whole    joins cut pieces from all ranks, or sums pieces of all chunks, on the tree
 
 Each is the other's derivative: the gradient of a cut input is joined, that of a parameter is summed, and that of a
 joined output is cut. So `p.grad` is never reduced: what the script adds to it outside the region is there already.
@@ -28,20 +28,13 @@ from samestep.scripts.wrapped.exchange import Item, join_pieces, sum_pieces
 
 @dataclass(frozen=True)
 class Region:
-    """The ranks and chunks of one wrapped forward, and what crosses its border in one direction.
+    """The ranks and chunks of one wrapped forward, and the tensors that cross its border in one direction."""
 
-    Attributes:
-        adoption: of this process.
-        ranges: the chunks of each rank.
-        items: one a tensor.
-        device: where the pieces are.
-        guard: shields the module while the chunks' backward runs, until what it returns is called.
-    """
-
-    adoption: Adoption
-    ranges: tuple[range, ...]
-    items: tuple[Item, ...]
-    device: torch.device
+    adoption: Adoption  # of this process
+    ranges: tuple[range, ...]  # the chunks of each rank
+    items: tuple[Item, ...]  # one a tensor
+    device: torch.device  # where the pieces are
+    # replaces the buffers while the chunks' backward runs, until the returned call
     guard: Callable[[], Callable[[], None]] | None = None
 
     @property
@@ -61,24 +54,13 @@ class Region:
 
 
 def enter(region: Region, wholes: Sequence[Tensor]) -> tuple[Tensor, list[list[Tensor]]]:
-    """Takes whole tensors into a region.
-
-    Returns:
-        The token, and this rank's pieces: one list an item, one piece a chunk.
-    """
+    """Takes whole tensors into a region."""
     token, *pieces = _Enter.apply(region, *wholes)  # type: ignore[no-untyped-call]
     return token, region.by_item(pieces)
 
 
 def leave(region: Region, token: Tensor, pieces: Sequence[Sequence[Tensor]], wholes: Sequence[Tensor]) -> list[Tensor]:
-    """Takes pieces out of a region.
-
-    Args:
-        region: with an item a whole tensor.
-        token: from `enter`.
-        pieces: this rank's, one list an item.
-        wholes: their wholes, which have been exchanged already.
-    """
+    """Takes pieces out of a region."""
     flat = [piece for row in pieces for piece in row]
     return list(_Leave.apply(region, list(wholes), token, *flat))  # type: ignore[no-untyped-call]
 
@@ -90,7 +72,7 @@ class _Enter(torch.autograd.Function):
     def forward(ctx: Any, region: Region, *wholes: Tensor) -> tuple[Tensor, ...]:
         ctx.region = region
         ctx.set_materialize_grads(False)
-        with torch._C.DisableTorchFunction():  # virtual devices have nothing to see here
+        with torch._C.DisableTorchFunction():  # virtual devices are not involved
             pairs = list(zip(region.items, wholes, strict=True))
             pieces = [item.piece(whole, chunk) for item, whole in pairs for chunk in region.mine]
             token = torch.zeros((), device=region.device)
@@ -126,7 +108,7 @@ class _Leave(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         present = [gradient is not None for gradient in gradients]
         region = ctx.region.select(present)
-        # Whoever checkpoints the wrapped forward as a whole repeats it when a saved tensor is read: here, on all ranks.
+        # A checkpoint around the whole wrapped forward repeats it when a saved tensor is read: here, on all ranks.
         # A second backward, through another result, finds it freed; the nodes inside decide whether that is an error.
         with contextlib.suppress(RuntimeError):
             _ = ctx.saved_tensors

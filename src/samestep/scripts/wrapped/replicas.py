@@ -1,21 +1,25 @@
-"""Replicas: the wrapped module with stand-ins for its parameters, for the time of one chunk.
+"""Replicas: the wrapped module with other tensors in the places of its parameters while a chunk runs.
 
-As `torch.func.functional_call` does it, the module itself runs, with other tensors in the places of its parameters;
-`isinstance(w, nn.Parameter)` stays true inside. What a chunk writes to the module's attributes is taken back, as it is
-lost with the replicas of torch's DataParallel: the next chunk, which may run on another rank, must not see it.
+As `torch.func.functional_call` does it, the module itself runs; `isinstance(w, nn.Parameter)` stays true inside.
+Attributes that a chunk writes are restored, as they are lost with the replicas of torch's DataParallel: the next chunk,
+which may run on another rank, must not see them.
 """
 
 import gc
+import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from operator import is_
 from types import FrameType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
+from samestep.core.seeds import derive_seed
 from samestep.data.batch import tensor_checksum
+from samestep.engine.drawing import reachable
 from samestep.engine.traces import plain_attributes
 from samestep.errors import DeterminismError, UsageError
 
@@ -24,14 +28,7 @@ REENTRANT = "CheckpointFunctionBackward"
 
 
 class Replicas:
-    """A wrapped module's places for parameters and attributes.
-
-    Args:
-        module: the wrapped module.
-
-    Raises:
-        UsageError: a part of it is compiled by TorchScript.
-    """
+    """A wrapped module's places for parameters and attributes."""
 
     def __init__(self, module: nn.Module) -> None:
         _refuse_scripted(module)
@@ -58,9 +55,9 @@ class Replicas:
                     self.sparse.add(numbers[id(parameter)])
 
     def hold(self, module: nn.Module) -> bool:
-        """Takes hold of the module's children for a forward; false if they, or their parameters, are others now.
+        """Takes references to the module's children for a forward; false if they, or their parameters, have changed.
 
-        Between forwards nothing here refers to them: who drops the model gets its memory back.
+        Between forwards nothing here refers to them, so that a dropped model frees its memory.
         """
         children = tuple(module.modules())
         if [id(child) for child in children] != self._identities:
@@ -74,17 +71,12 @@ class Replicas:
         return True
 
     def release(self) -> None:
-        """Lets go of the children."""
+        """Drops the references to the children."""
         self.modules = ()
 
     @contextmanager
     def swapped(self, stand_ins: dict[int, Tensor], lost: set[str]) -> Iterator[None]:
-        """The time while a chunk runs: stand-ins in place; afterwards everything is as it was.
-
-        Args:
-            stand_ins: by the parameter's number.
-            lost: takes the names of attributes that the chunk wrote.
-        """
+        """Runs a chunk with stand-ins, by the parameter's number; adds names of attributes that it wrote to `lost`."""
         children = [child for _, child in self.modules]
         before = [Attributes(child) for child in children]
         # Recurrent layers keep their weights in a list as well, in the order of the kernel's arguments.
@@ -111,7 +103,7 @@ class Replicas:
                 children[index]._parameters[key] = self.parameters[number]
 
     def states(self, at_length: bool) -> list[tuple[int, ...]]:
-        """What moves when a parameter is written: its version and place in memory; at length, its bytes too."""
+        """The version and address of each parameter, which a write changes; at length, its checksum too."""
         return [
             (parameter._version, parameter.data_ptr(), int(tensor_checksum(parameter)) if at_length else 0)
             for parameter in self.parameters
@@ -127,13 +119,7 @@ class Replicas:
                 )
 
     def check_graph(self, outputs: Sequence[Tensor], token: Tensor | None, oldest: int) -> None:
-        """Raises if a gradient would leave a chunk by another way than its stand-ins and inputs.
-
-        Args:
-            outputs: what the chunks returned that requires grad.
-            token: of the region they ran in; None if nothing that requires grad entered it.
-            oldest: the sequence number of the graph's nodes when the forward began.
-        """
+        """Raises if a gradient would leave a chunk by another way than its stand-ins and inputs."""
         entrance = None if token is None else token.grad_fn
         names = {id(parameter): name for parameter, name in zip(self.parameters, self.names, strict=True)}
         waiting = [output.grad_fn for output in outputs if output.grad_fn is not None]
@@ -159,7 +145,7 @@ class Replicas:
             waiting += [following for following, _ in node.next_functions if following is not None]
 
     def _check_leaf(self, node: Any, names: dict[int, str], outputs: Sequence[Tensor]) -> None:
-        """Raises for a leaf that lives longer than the forward: a parameter, or a tensor that somebody else holds."""
+        """Raises for a leaf that lives longer than the forward: a parameter, or a tensor with another reference."""
         is_held = _is_held(node.variable)  # before a variable of ours holds it
         leaf: Tensor = node.variable
         if id(leaf) in names:
@@ -188,11 +174,7 @@ class Replicas:
 
 
 class Attributes:
-    """A module's attributes, children and names of tensors before a chunk.
-
-    Args:
-        child: the module.
-    """
+    """A module's attributes, children and names of tensors before a chunk."""
 
     def __init__(self, child: nn.Module) -> None:
         self._entries = dict(child.__dict__)
@@ -200,7 +182,7 @@ class Attributes:
         self._tensors = (set(child._parameters), set(child._buffers))
 
     def put_back(self, child: nn.Module, prefix: str) -> set[str]:
-        """Puts everything back, and returns the names of what the chunk wrote or made."""
+        """Restores everything, and returns the names that the chunk wrote or made."""
         now, entries, written = child.__dict__, self._entries, set()
         if not _is_same(now, entries):
             if not type(child).__module__.startswith("torch."):  # old-style weight_norm writes its weight each time
@@ -223,7 +205,7 @@ class Attributes:
 
 
 def in_place_state(modules: Sequence[tuple[str, nn.Module]]) -> dict[str, tuple[int, int]]:
-    """Versions of tensors and lengths of lists in plain attributes: what a forward changes without writing to one."""
+    """Versions of tensors and lengths of lists in plain attributes, which change without an assignment."""
     found: dict[str, tuple[int, int]] = {}
     for name, value in plain_attributes(modules):
         if isinstance(value, Tensor) and not value.is_inference():
@@ -277,3 +259,44 @@ def _holds(value: Any, leaf: Tensor, depth: int = 3) -> bool:
 def uninitialized(module: nn.Module) -> bool:
     """Whether a lazy layer has not seen its first input yet."""
     return any(torch.nn.parameter.is_lazy(parameter) for parameter in module.parameters())
+
+
+class OwnGenerators:
+    """Generators of NumPy, Python and torch in a module's attributes: seeded for each chunk, restored afterwards."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._generators: Sequence[Any] = reachable([module])[0]
+
+    def seed(self, seed: int) -> None:
+        """Seeds each of them with a number of its own."""
+        for index, generator in enumerate(self._generators):
+            own = derive_seed(seed, index)
+            if isinstance(generator, torch.Generator):
+                generator.manual_seed(own)
+            elif isinstance(generator, random.Random):
+                generator.seed(own)
+            elif isinstance(generator, np.random.RandomState):
+                generator.seed(own % 2**32)
+            else:
+                generator.bit_generator.state = type(generator.bit_generator)(own).state
+
+    @contextmanager
+    def preserved(self) -> Iterator[None]:
+        """Leaves every one as it was."""
+        states = [_state(generator) for generator in self._generators]
+        try:
+            yield
+        finally:
+            for generator, state in zip(self._generators, states, strict=True):
+                if isinstance(generator, torch.Generator | np.random.RandomState):
+                    generator.set_state(state)
+                elif isinstance(generator, random.Random):
+                    generator.setstate(state)
+                else:
+                    generator.bit_generator.state = state
+
+
+def _state(generator: Any) -> Any:
+    if isinstance(generator, torch.Generator | np.random.RandomState):
+        return generator.get_state()
+    return generator.getstate() if isinstance(generator, random.Random) else generator.bit_generator.state

@@ -1,4 +1,4 @@
-"""Results: what the chunks of a wrapped forward returned, joined on every rank as `torch.nn.parallel.gather` does.
+"""Results of the chunks of a wrapped forward, joined on every rank as `torch.nn.parallel.gather` does.
 
 Tensors are joined along `dim`, a 0-d tensor becomes a vector with one entry a chunk; lists, tuples, named tuples, dicts
 and dataclasses are joined entry by entry; None, numbers and strings must be the same in every chunk.
@@ -16,9 +16,9 @@ from torch import Tensor
 from samestep.comm.communicator import DTYPES
 from samestep.errors import UsageError
 from samestep.scripts.adoption import Adoption
+from samestep.scripts.wrapped.chunks import is_tensor, put_together, take_apart
 from samestep.scripts.wrapped.exchange import Item, join_pieces, pack, unpack
 from samestep.scripts.wrapped.regions import Region, leave
-from samestep.scripts.wrapped.structure import is_tensor, put_together, take_apart
 
 MAX_DIMS = 8
 FORM_WORDS = 3 + MAX_DIMS
@@ -29,11 +29,7 @@ Form = list[int]
 
 
 class Results:
-    """This rank's results.
-
-    Args:
-        device: where they are exchanged.
-    """
+    """This rank's results."""
 
     def __init__(self, device: torch.device) -> None:
         self.leaves: list[list[Tensor]] = []
@@ -41,11 +37,7 @@ class Results:
         self._device = device
 
     def add(self, result: Any) -> None:
-        """Takes what a chunk returned.
-
-        Raises:
-            UsageError: a tensor that cannot be joined.
-        """
+        """Adds the result of a chunk."""
         leaves, template = take_apart(result, is_tensor, dataclasses=True)
         for leaf in leaves:
             if leaf.layout != torch.strided or leaf.is_quantized or leaf.dtype not in DTYPES or leaf.ndim > MAX_DIMS:
@@ -67,7 +59,7 @@ class Results:
         return [len(self.leaves[0]), sums.pop()]
 
     def packed(self, world_size: int) -> Tensor | None:
-        """The forms of all leaves and their bytes, [n] uint8; None without results, or where nobody else is."""
+        """The forms of all leaves and their bytes, [n] uint8; None without results, or on one rank."""
         if not self.leaves or not self.leaves[0] or world_size == 1:
             return None
         forms = torch.tensor([form_of(leaf) for row in self.leaves for leaf in row], dtype=torch.int64)
@@ -86,24 +78,7 @@ def gather_results(
     dim: int | None,
     output_devices: Sequence[int],
 ) -> Any:
-    """Joins the results of all ranks.
-
-    Args:
-        adoption: of this process.
-        results: this rank's.
-        words_by_rank: each rank's `Results.words`.
-        packed_by_rank: each rank's `Results.packed`.
-        region: the chunks ran in it.
-        token: from `enter`; None if nothing that requires grad entered the region.
-        dim: along which tensors are joined; None leaves the results of each chunk by themselves.
-        output_devices: where they are, as the script counts devices: one, or one a chunk if they are not joined.
-
-    Returns:
-        The result; a list with that of each chunk if they are not joined.
-
-    Raises:
-        UsageError: the chunks returned what cannot be joined; on all ranks.
-    """
+    """Joins the results of all ranks."""
     busy = [tuple(words) for words in words_by_rank if words[0] != IDLE]
     if len(set(busy)) > 1 or busy[0][0] == UNLIKE:
         raise UsageError(

@@ -1,4 +1,4 @@
-"""Places where the mode does not reach by itself: threads, backward passes, loaders, checkpoints, generators."""
+"""Patches of torch outside torch.cuda that virtual devices need, where the mode of torch functions does not reach."""
 
 import functools
 import sys
@@ -8,36 +8,42 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
+import torch.utils.checkpoint as checkpointing
+from torch import Tensor
 from torch._C import _len_torch_function_stack
 from torch.overrides import TorchFunctionMode
 from torch.utils.data import dataloader
 
 from samestep.engine.site import is_script_file
 from samestep.scripts.patch import Patch
+from samestep.scripts.virtual.cuda_types import VirtualEvent, VirtualStream
 from samestep.scripts.virtual.mode import marked_like
-from samestep.scripts.virtual.registry import CPU, HOST, TAG, Machine, mark
-from samestep.scripts.virtual.streams import VirtualEvent, VirtualStream
+from samestep.scripts.virtual.registry import CPU, HOST, TAG, DeviceRegistry, mark
 
 
-def patches(machine: Machine, mode: TorchFunctionMode) -> list[Patch]:
-    """All of them."""
+def patches(registry: DeviceRegistry, mode: TorchFunctionMode) -> list[Patch]:
+    """All patches of this module."""
     return [
         _threads(mode),
-        *_autograd(machine, mode),
-        *_made_by_cpp(machine),
-        *_saved_and_loaded(machine),
+        *_autograd(registry, mode),
+        *_made_by_cpp(registry),
+        *_saved_and_loaded(registry),
         _generators(),
-        *_asked_of_the_build(),
+        *_build(),
         _loaders(),
-        _compiler(machine),
+        _compiler(registry),
         *_torchscript(),
+        *_autocast(),
+        *_process_groups(),
+        *_checkpointing(),
         Patch(torch, "Stream", VirtualStream),
         Patch(torch, "Event", VirtualEvent),
     ]
 
 
 def _threads(mode: TorchFunctionMode) -> Patch:
-    """Modes belong to a thread: new ones get it too."""
+    """Modes belong to a thread: new threads get this one too."""
     start = threading.Thread.start
 
     @functools.wraps(start)
@@ -55,32 +61,32 @@ def _threads(mode: TorchFunctionMode) -> Patch:
     return Patch(threading.Thread, "start", start_with_mode)
 
 
-def _autograd(machine: Machine, mode: TorchFunctionMode) -> list[Patch]:
-    """Backward passes run hooks and custom functions of the script, and torch turns modes off around them."""
+def _autograd(registry: DeviceRegistry, mode: TorchFunctionMode) -> list[Patch]:
+    """Backward passes run hooks and custom functions of the script, and torch turns modes off for them."""
     run_backward = torch.autograd.graph._engine_run_backward
     apply = vars(torch.autograd.Function)["apply"].__func__
     hooks = torch.autograd.graph.saved_tensors_hooks
     init = hooks.__init__
 
     def run_with_mode(outputs: Any, *args: Any, **kwargs: Any) -> Any:
-        before = machine.thread.unmarked
-        machine.thread.unmarked = machine.where(outputs[0])
+        before = registry.thread.unmarked
+        registry.thread.unmarked = registry.where(outputs[0])
         try:
             with nullcontext() if _len_torch_function_stack() else mode:
                 return run_backward(outputs, *args, **kwargs)
         finally:
-            machine.thread.unmarked = before
+            registry.thread.unmarked = before
 
     def on_the_host(hook: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """Saved tensors come from C++: both hooks see them on the host, so that what they note agrees."""
+        """Saved tensors come from C++: both hooks see them on the host, so that their records agree."""
 
         def hook_with_mode(saved: Any) -> Any:
-            before, machine.thread.unmarked = machine.thread.unmarked, HOST
+            before, registry.thread.unmarked = registry.thread.unmarked, HOST
             try:
                 with nullcontext() if _len_torch_function_stack() else mode:
                     return hook(saved)
             finally:
-                machine.thread.unmarked = before
+                registry.thread.unmarked = before
 
         return hook_with_mode
 
@@ -97,7 +103,7 @@ def _autograd(machine: Machine, mode: TorchFunctionMode) -> list[Patch]:
     ]
 
 
-def _made_by_cpp(machine: Machine) -> list[Patch]:
+def _made_by_cpp(registry: DeviceRegistry) -> list[Patch]:
     """Parameters, tensors on storages, and `torch.set_default_device`, which would name a real device."""
     make = torch.Tensor._make_subclass
     context: Any = torch.utils._device.DeviceContext
@@ -116,7 +122,7 @@ def _made_by_cpp(machine: Machine) -> list[Patch]:
         return out if index is None else mark(out, index)
 
     def with_default(self: Any, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self.device.type == "cuda" and not _len_torch_function_stack():  # the mode came first, and knows it
+        if self.device.type == "cuda" and not _len_torch_function_stack():  # the mode has handled it
             return func(*args, **(kwargs or {}))
         return default(self, func, types, args, kwargs)
 
@@ -128,7 +134,7 @@ def _made_by_cpp(machine: Machine) -> list[Patch]:
     ]
 
 
-def _saved_and_loaded(machine: Machine) -> list[Patch]:
+def _saved_and_loaded(registry: DeviceRegistry) -> list[Patch]:
     """Files hold CPU tensors without marks; a location such as "cuda:0" marks the storage that is read."""
     state_of: Any = torch._utils._get_obj_state
     restore: Any = torch.serialization.default_restore_location
@@ -144,11 +150,11 @@ def _saved_and_loaded(machine: Machine) -> list[Patch]:
     def restore_location(storage: Any, location: Any) -> Any:
         name = location.decode() if isinstance(location, bytes) else location
         if isinstance(name, str) and name.split(":")[0] == "cuda":
-            return mark(storage, machine.index(name) or 0)
+            return mark(storage, registry.index(name) or 0)
         return restore(storage, location)
 
     def to_device(self: Any, device: Any = None, non_blocking: bool = False) -> Any:
-        return mark(self.clone(), machine.index(device) or 0)
+        return mark(self.clone(), registry.index(device) or 0)
 
     storages = (torch.UntypedStorage, torch.TypedStorage)
     return [
@@ -159,7 +165,7 @@ def _saved_and_loaded(machine: Machine) -> list[Patch]:
 
 
 def _generators() -> Patch:
-    """`torch.Generator("cuda")`: a CPU generator that says it is on the device."""
+    """`torch.Generator("cuda")`: a CPU generator whose `device` is that device."""
     plain: Any = torch._C.Generator
 
     class AnyGenerator(type(plain)):  # type: ignore[misc]
@@ -187,8 +193,8 @@ def _generators() -> Patch:
     return Patch(torch, "Generator", Generator)
 
 
-def _asked_of_the_build() -> list[Patch]:
-    """Whether torch was built for CUDA: yes, if the script asks; libraries would call what is not there."""
+def _build() -> list[Patch]:
+    """torch is built for CUDA, for the script; libraries would call functions that do not exist."""
 
     def yes_for_the_script(original: Callable[[], bool]) -> Callable[[], bool]:
         return lambda: is_script_file(sys._getframe(1).f_code.co_filename) or original()
@@ -202,7 +208,7 @@ def _asked_of_the_build() -> list[Patch]:
 
 
 def _loaders() -> Patch:
-    """Loaders pin nothing: a CPU has no use for it, and no thread for it is started."""
+    """Loaders do not pin memory, and start no thread for it."""
     init = dataloader._BaseDataLoaderIter.__init__
 
     def init_without_pinning(self: Any, loader: Any) -> None:
@@ -212,11 +218,11 @@ def _loaders() -> Patch:
     return Patch(dataloader._BaseDataLoaderIter, "__init__", init_without_pinning)
 
 
-def _compiler(machine: Machine) -> Patch:
-    """`torch.compile` compiles nothing: it would trace the mode."""
+def _compiler(registry: DeviceRegistry) -> Patch:
+    """`torch.compile` does nothing: it would trace the mode."""
 
     def compile_nothing(model: Any = None, **kwargs: Any) -> Any:
-        machine.adoption.notice("torch.compile does nothing on virtual devices: the script runs eagerly")
+        registry.adoption.notice("torch.compile does nothing on virtual devices: the script runs eagerly")
         return (lambda function: function) if model is None else model
 
     return Patch(torch, "compile", compile_nothing)
@@ -238,3 +244,82 @@ def _torchscript() -> list[Patch]:
         Patch(torch.jit.TopLevelTracedModule, "__call__", marking_call),
         Patch(torch.jit, "trace", trace_unchecked, ("torch.jit._trace",)),
     ]
+
+
+def _autocast() -> list[Patch]:
+    """Autocast for "cuda" is autocast for the CPU, with CUDA's default of float16."""
+    init = torch.autocast.__init__
+    is_enabled, get_dtype = torch.is_autocast_enabled, torch.get_autocast_dtype
+    set_enabled = torch.set_autocast_enabled
+
+    def autocast_init(self: Any, device_type: str, dtype: Any = None, *args: Any, **kwargs: Any) -> None:
+        if device_type == "cuda":
+            device_type, dtype = "cpu", autocast_dtype("cuda") if dtype is None else dtype
+        init(self, device_type, dtype, *args, **kwargs)
+
+    def is_autocast_enabled(device_type: str = "cuda") -> bool:
+        return is_enabled("cpu" if device_type == "cuda" else device_type)
+
+    def autocast_dtype(device_type: str) -> torch.dtype:
+        on = device_type == "cuda" and is_enabled("cpu")
+        return get_dtype("cpu" if on else device_type)
+
+    def set_autocast_enabled(*args: Any) -> None:
+        device_type, enabled = args if len(args) > 1 else ("cuda", args[0])
+        set_enabled("cpu" if device_type == "cuda" else device_type, enabled)
+
+    return [
+        Patch(torch.autocast, "__init__", autocast_init),
+        Patch(torch, "is_autocast_enabled", is_autocast_enabled),
+        Patch(torch, "get_autocast_dtype", autocast_dtype),
+        Patch(torch, "get_autocast_gpu_dtype", lambda: autocast_dtype("cuda")),
+        Patch(torch, "set_autocast_enabled", set_autocast_enabled),
+    ]
+
+
+def _process_groups() -> list[Patch]:
+    """Scripts that build their own process groups get gloo in the place of NCCL, since tensors are on the CPU."""
+    if not dist.is_available():
+        return []
+    defined_in = ("torch.distributed.distributed_c10d",)
+    init, new_group, barrier = dist.init_process_group, dist.new_group, dist.barrier
+
+    def init_process_group(backend: Any = None, *args: Any, **kwargs: Any) -> None:
+        kwargs.pop("device_id", None)
+        init(_on_cpu(backend), *args, **kwargs)
+
+    def new_group_on_cpu(ranks: Any = None, timeout: Any = None, backend: Any = None, *args: Any, **kwargs: Any) -> Any:
+        kwargs.pop("device_id", None)
+        return new_group(ranks, timeout, _on_cpu(backend), *args, **kwargs)
+
+    def barrier_on_cpu(group: Any = None, async_op: bool = False, device_ids: Any = None) -> Any:
+        return barrier(group, async_op)
+
+    return [
+        Patch(dist, "init_process_group", init_process_group, defined_in),
+        Patch(dist, "new_group", new_group_on_cpu, defined_in),
+        Patch(dist, "barrier", barrier_on_cpu, defined_in),
+        Patch(dist, "is_nccl_available", lambda: True, defined_in),
+    ]
+
+
+def _on_cpu(backend: Any) -> Any:
+    """The backend to use: gloo for NCCL, alone or in a list such as "cpu:gloo,cuda:nccl"."""
+    return "gloo" if isinstance(backend, str) and "nccl" in backend.lower() else backend
+
+
+def _checkpointing() -> list[Patch]:
+    """Activation checkpointing compares tensors of a forward and its repetition without their device.
+
+    A chunk runs on the chunk's device, its repetition on that of the model, which are the same CPU
+    (`torch/utils/checkpoint.py`, `_default_meta_extractor`).
+    """
+    name = "_allowed_determinism_checks_to_fns"
+    known: dict[str, Any] | None = getattr(checkpointing, name, None)
+    if known is None:
+        return []
+
+    def described(tensor: Tensor) -> dict[str, Any]:
+        return {"shape": tensor.shape, "dtype": tensor.dtype}
+
+    return [Patch(checkpointing, name, {**known, "default": described})]
