@@ -47,6 +47,7 @@ class Reduction:
         self._stream = stream
         self._total: Tensor | None = None
         if stream is not None:
+            # What the caller's stream has made is read only once that stream has come that far.
             stream.wait_stream(torch.cuda.current_stream(stream.device))
         with self._on_stream():
             self._advance(None)
@@ -105,7 +106,7 @@ def ordered(
             `ALIGNMENT_ELEMENTS` times the world size; their memory is reused.
         like: gives length, dtype and device where this rank has no block; not read.
     """
-    if transport.world_size == 1:
+    if transport.world_size == 1:  # on the same tree as several ranks: one device is no special case
         return fold(blocks_by_rank[0], sums)
     if not takes_one_message(transport, blocks_by_rank, like):
         return (yield transport.gather((yield from scattered(transport, blocks_by_rank, sums, like))))
@@ -129,6 +130,7 @@ def native(
     transport: Transport, blocks_by_rank: Sequence[Sequence[Block]], sums: Sequence[Tensor], like: Tensor
 ) -> Stages:
     """The backend's own all-reduce: tier `allclose`; arguments as those of `ordered`."""
+    # The backend decides the order between ranks, so there is no reason to keep one within a rank.
     ours = sums[0] if sums else torch.zeros_like(like)
     for other in sums[1:]:
         ours.add_(other)
@@ -187,6 +189,7 @@ def fold(blocks: Sequence[Block], sums: Sequence[Tensor]) -> Tensor:
 
 def fold_received(blocks: Sequence[Block], received: Tensor, length: int) -> Tensor:
     """Adds up along the tree what has arrived: the sums over all blocks, one after another, each of that length."""
+    # One pass over memory instead of one an addition; the kernel has shown that it gives the same bits.
     if received.is_cuda and (sums := fused_sums(received, length, tree_programs(tuple(blocks), True))) is not None:
         return sums[0]
     return fold(blocks, received.split(length))

@@ -65,7 +65,7 @@ class GradientSum:
                 parameter.register_post_accumulate_grad_hook(self._make_hook(index))
                 for index, parameter in enumerate(self.parameters)
             ]
-        weakref.finalize(self, _remove, self._hooks)
+        weakref.finalize(self, _remove, self._hooks)  # the model outlives a step that the user drops
 
     @property
     def bucket_bytes(self) -> list[int]:
@@ -94,6 +94,7 @@ class GradientSum:
 
     def expect(self, microbatch: int, is_last: bool) -> None:
         """Announces the next microbatch; during the backward of this rank's last full buckets may leave."""
+        # Only the last one's: before it a bucket still waits for the gradients of later microbatches.
         if is_last and self._hooks:
             self._last_microbatch = microbatch
             self._awaited = [set(bucket.members) for bucket in self._buckets]
@@ -204,12 +205,14 @@ class GradientSum:
         if present:
             torch._foreach_copy_(present, gradients)
         self._totals.append(self._zero if self._is_only else flat.sum())  # before the tree adds to this memory
+        # The left sibling's memory takes the sum, so about 1 + log2 of this rank's microbatches are alive at once.
         self._trees[number].push(Block(microbatch, 1), flat)
         if self._last_microbatch is not None:
             self._send(number)
 
     def _send(self, number: int) -> None:
         self._observer.on_bucket()
+        # Where waiting makes a stream wait, and not the host, earlier buckets go on while backward makes the next one.
         if self._communicator.folds_beside:
             for reduction in self._started:
                 reduction.fold()
