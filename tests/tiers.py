@@ -21,7 +21,7 @@ STARTING_MODULES = {
     "samestep.verify.runner",
     "samestep.verify.verdict",
 }
-STARTING_NAMES = {*STARTING_MODULES, "fork", "ask_torch", "examine_ranks"}
+STARTING_NAMES = {*STARTING_MODULES, "fork", "ask_torch", "check_ranks"}
 STARTING_TESTS = {  # the command that starts processes is only named by a string, or is a question to a child process
     "cli/test_help.py::test_what_follows_a_script_keeps_its_underscores",
     "devices/test_inventory.py::test_an_order_that_only_cuda_knows_is_noted_where_cuda_does_not_tell",
