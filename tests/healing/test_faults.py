@@ -72,8 +72,8 @@ def test_ten_faults_leave_no_trace_in_the_bits(train, undisturbed, run):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("run", runs_of(100, 1000), ids=name_of)
-def test_a_hundred_faults_leave_no_trace_in_the_bits(train, undisturbed, run):
+@pytest.mark.parametrize("run", runs_of(40, 1000), ids=name_of)
+def test_forty_faults_leave_no_trace_in_the_bits(train, undisturbed, run):
     devices, faults = run
     check(train(devices, faults), undisturbed, faults)
 
@@ -86,16 +86,15 @@ ENDED = {
 }
 EVERYWHERE = ("data", "forward", "backward", "exchange", "update", "evaluate", "between")
 OF_RANK_0 = ("checkpoint", "log")
-NUM_RUNS = 200
 
 
 def matrix():
-    """As many runs, (devices, fault) each, with every phase and kind, in an order that begins with different ones."""
+    """Runs, (devices, fault) each, one for every phase and kind, in an order that begins with different ones."""
     random_ = random.Random(15)
     pairs = list(itertools.product((*EVERYWHERE, *OF_RANK_0), (*LOST, *ENDED)))
     random_.shuffle(pairs)
     runs = []
-    for phase, kind in itertools.islice(itertools.cycle(pairs), NUM_RUNS):
+    for phase, kind in pairs:
         devices = random_.choice((2, 2, 3, 3, 4))
         rank = 0 if phase in OF_RANK_0 else random_.randrange(devices)
         fault = {"rank": rank, "step": random_.randrange(NUM_STEPS - 1), "phase": phase, "kind": kind}

@@ -135,20 +135,17 @@ def test_a_recipe_has_the_bits_of_one_device(worlds, references, name, strategy)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 @pytest.mark.parametrize("max_grad_norm", [None, 0.5])
 @pytest.mark.parametrize("optimizer", ["sgd", "adam", "adamw"])
 @pytest.mark.parametrize("name", ["lenet", "mlp", "vgg", "gpt"])
 @pytest.mark.parametrize("strategy", ["sharded", "owned"])
-def test_the_whole_matrix_of_strategies(
-    worlds, references, strategy, name, optimizer, max_grad_norm, precision, world_size
-):
+def test_the_whole_matrix_of_strategies(worlds, references, strategy, name, optimizer, max_grad_norm, precision):
     options = {"optimizer": optimizer, "max_grad_norm": max_grad_norm, "precision": precision}
     key = (name, str(options))
     if key not in references:
         references[key] = worlds(1).run(train_recipe_spread, "replicate", name, options)[0]
-    for result in worlds(world_size).run(train_recipe_spread, strategy, name, options):
+    for result in worlds(3).run(train_recipe_spread, strategy, name, options):  # the uneven number
         assert result == references[key]
 
 
