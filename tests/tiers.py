@@ -12,6 +12,7 @@ from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 
 TESTS = Path(__file__).parent
+PYTHON = sys.executable  # tests may change it
 OWN_FOLDERS = {TESTS, TESTS.parent / "benchmarks"}
 STARTING_MODULES = {
     "subprocess",
@@ -129,7 +130,7 @@ def watch(item):
 
 
 def _hook(event, args):
-    if _watched and event == "subprocess.Popen" and args[0] == sys.executable:
+    if _watched and event == "subprocess.Popen" and args[0] == PYTHON:
         raise RuntimeError("a test of `make test` starts a program: add it to STARTING_TESTS in tests/tiers.py")
 
 
