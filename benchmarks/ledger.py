@@ -26,8 +26,8 @@ import samestep
 from samestep.recipes.catalog import load
 from samestep.recipes.job import make_optimizer, optimizer_settings
 from samestep.recipes.recipe import DataOptions
-from samestep.train.checksum import StateChecksum, as_hex
-from samestep.train.ledger import LedgerWriter, learning_rates, ledger_entry
+from samestep.train.digest import as_hex, state_checksum
+from samestep.train.runlog.ledger import LedgerWriter, learning_rates, ledger_entry
 
 DEFAULT_K = 100
 AIM = 1.01
@@ -71,7 +71,6 @@ def measure(name, num_steps, path):
     model = recipe.model(content).to(run.device)
     optimizer = make_optimizer(model, **optimizer_settings(recipe, None, None, None, None))
     step = run.train_step(model, optimizer, recipe.loss, max_grad_norm=recipe.max_grad_norm)
-    checksum = StateChecksum(model, [optimizer])
     times = {"without": [], "with": [], "line": [], "checksum": [], "floor": []}
     drawn = batches(run.loader(content.train, shuffle=True, drop_last=True))
     with LedgerWriter(path) as ledger:
@@ -81,7 +80,7 @@ def measure(name, num_steps, path):
 
         def step_with_ledger(batch):
             result = step(batch)
-            record(result, batch, as_hex(int(checksum.compute())))
+            record(result, batch, as_hex(int(state_checksum(model, [optimizer]))))
 
         for number in range(2 * (num_steps + WARM_UP)):
             batch = next(drawn)
@@ -90,7 +89,7 @@ def measure(name, num_steps, path):
                 found = {"with": timed(partial(step_with_ledger, batch), run.device)[1]}
             else:
                 result, seconds = timed(partial(step, batch), run.device)
-                word, of_checksum = timed(lambda: int(checksum.compute()), run.device)
+                word, of_checksum = timed(lambda: int(state_checksum(model, [optimizer])), run.device)
                 found = {"without": seconds, "checksum": of_checksum}
                 result.loss  # noqa: B018 - fetched, as the trainer does before it writes
                 line = partial(record, result, batch, as_hex(word))

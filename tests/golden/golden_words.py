@@ -56,11 +56,10 @@ def parallelize(run, model):
 
 def whole_state(step):
     """Parameters, buffers and optimizer state of a step in their order, each whole; all ranks call it."""
+    from samestep.train.checkpoint.local_shards import unsharded
     from samestep.train.digest import named_state
-    from samestep.train.parts import whole_of
 
-    state = named_state(step.model, step.optimizers, step.spread, step.spread_over.world_size)
-    return [whole_of(value, step.spread_over) for _, value in state]
+    return [unsharded(value, step.spread_over) for _, value in named_state(step)]
 
 
 @cache

@@ -25,12 +25,12 @@ from samestep.comm.heartbeat_page import HEALS, READY_TO_JOIN, HeartbeatPage
 from samestep.comm.shm.transport import SharedTransport
 from samestep.engine.buffers import BufferMerge
 from samestep.errors import PeerLostError
-from samestep.train import checkpoint as checkpoint_module
-from samestep.train import opening as opening_module
-from samestep.train import recorder as recorder_module
-from samestep.train import resume as resume_module
+from samestep.train import startup as startup_module
+from samestep.train.checkpoint.storage import resume as resume_module
+from samestep.train.checkpoint.storage import storage as checkpoint_module
 from samestep.train.metrics import accuracy
 from samestep.train.run import Run
+from samestep.train.runlog import recorder as recorder_module
 from samestep.train.trainer import Trainer
 
 WAITS_IN_STEP = 5
@@ -116,7 +116,7 @@ def put_in_place(faults, model, optimizer):
     for kind in (GroupTransport, SharedTransport):
         kind.exchange, kind.gather = striking(faults, kind.exchange), striking(faults, kind.gather)
     real_fill, real_merge = checkpoint_module._fill, BufferMerge.exchange
-    real_hand_out, real_barrier = opening_module.hand_out, Communicator.barrier
+    real_broadcast_state, real_barrier = startup_module.broadcast_state, Communicator.barrier
     real_write = recorder_module.write_json
 
     def fill(*args):
@@ -124,9 +124,9 @@ def put_in_place(faults, model, optimizer):
         faults.strike("checkpoint")
         return result
 
-    def hand_out(*args):
+    def broadcast_state(*args):
         faults.strike("give")
-        handed = real_hand_out(*args)
+        handed = real_broadcast_state(*args)
         faults.strike("given")
         return handed
 
@@ -143,7 +143,11 @@ def put_in_place(faults, model, optimizer):
         faults.strike("exchanged")
 
     checkpoint_module._fill, BufferMerge.exchange = fill, merge
-    opening_module.hand_out, Communicator.barrier, recorder_module.write_json = hand_out, barrier, write_json
+    startup_module.broadcast_state, Communicator.barrier, recorder_module.write_json = (
+        broadcast_state,
+        barrier,
+        write_json,
+    )
 
 
 class Log:

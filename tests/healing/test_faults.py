@@ -10,7 +10,7 @@ from collections import Counter
 
 import pytest
 
-from samestep.train.naming import LOCK_FILE
+from samestep.train.paths import LOCK_FILE
 
 PHASES = ("data", "forward", "backward", "exchange", "sent", "update", "evaluate", "checkpoint")
 KINDS = ("SIGKILL", "SIGSTOP", "exit", "device")

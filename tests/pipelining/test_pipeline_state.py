@@ -10,8 +10,8 @@ from torch.nn import functional
 
 from samestep.comm.mesh import close_mesh
 from samestep.engine.strategies import Pipeline, Replicate, Sharded
-from samestep.train.line import from_line
 from samestep.train.run import Run
+from samestep.train.runlog.line import from_line
 from samestep.train.trainer import Trainer
 
 STRATEGIES = {

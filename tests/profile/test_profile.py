@@ -16,9 +16,9 @@ from samestep.cli.profile import step_times
 from samestep.comm.environment import PROFILE_VARIABLE, Environment, chosen_profile
 from samestep.comm.heartbeat import Heartbeat
 from samestep.errors import DataError, UsageError
-from samestep.train.line import to_line
 from samestep.train.profile import NUM_STEPS as TRACED_STEPS
 from samestep.train.profile import SKIPPED_STEPS, keep_profile
+from samestep.train.runlog.line import to_line
 
 PROGRAM = str(Path(__file__).with_name("profile_programs.py"))
 SAMESTEP = [sys.executable, "-m", "samestep"]

@@ -8,11 +8,10 @@ from torch.nn import functional
 
 from samestep.comm.mesh import close_mesh
 from samestep.engine.strategies import Replicate, Sharded
-from samestep.train.checksum import StateChecksum, as_hex
-from samestep.train.digest import state_digest
+from samestep.train.checkpoint.state import capture
+from samestep.train.digest import as_hex, state_checksum, state_digest
 from samestep.train.metrics import accuracy, cross_entropy
 from samestep.train.run import Run
-from samestep.train.state import capture
 from samestep.train.trainer import Trainer
 
 NUM_SAMPLES, BATCH, NUM_MICROBATCHES, EPOCHS, SEED = 28, 10, 4, 3, 5  # epochs of 3 steps, the last one of 8 samples
@@ -133,12 +132,11 @@ def states(communicator, strategy, optimizer="adam", num_steps=2):
     run = Run(BATCH, NUM_MICROBATCHES, SEED, communicator=communicator)
     model = Odd()
     step = run.train_step(model, OPTIMIZERS[optimizer](model), classification, strategy=STRATEGIES[strategy])
-    checksum = StateChecksum(step)
-    digests, sums = [state_digest(step)], [as_hex(int(checksum.compute()))]
+    digests, sums = [state_digest(step)], [as_hex(int(state_checksum(step)))]
     for batch, _ in zip(run.loader(points(), shuffle=True), range(num_steps), strict=False):
         step(batch)
         digests.append(state_digest(step))
-        sums.append(as_hex(int(checksum.compute())))
+        sums.append(as_hex(int(state_checksum(step))))
     files = capture(step, {}).files
     held = {
         name: sum(getattr(value, "local", value).numel() for value in tensors.values())

@@ -11,15 +11,14 @@ from state_programs import NUM_STEPS, loaded_after_a_forward, own_loop, read_by_
 
 from samestep.comm.pieces import Piece, by_rows
 from samestep.errors import RunFolderError
-from samestep.train import writing
-from samestep.train.checkpoint import newest_checkpoint, read_checkpoint, verify_checkpoint
-from samestep.train.line import from_line
-from samestep.train.manifest import Manifest, manifest_bytes, read_manifest
-from samestep.train.partfile import part_name
-from samestep.train.spreading import write_together
-from samestep.train.state import State
-from samestep.train.tensorfile import Written
-from samestep.train.writing import retrying
+from samestep.train import atomic_io
+from samestep.train.atomic_io import retrying
+from samestep.train.checkpoint.manifest import Manifest, manifest_bytes, read_manifest
+from samestep.train.checkpoint.sharded import write_sharded
+from samestep.train.checkpoint.state import State
+from samestep.train.checkpoint.storage import newest_checkpoint, read_checkpoint, verify_checkpoint
+from samestep.train.checkpoint.tensors import Written, part_name
+from samestep.train.runlog.line import from_line
 
 RUNS = [("replicate", 1), *(("sharded", world_size) for world_size in (1, 2, 3)), ("owned", 2), ("replicate", 3)]
 QUICK = {(("sharded", 2), ("sharded", 3)), (("sharded", 3), ("replicate", 1)), (("replicate", 1), ("sharded", 2))}
@@ -241,11 +240,11 @@ def write_at_the_second_attempt(communicator, folder):
     spread = by_rows(torch.Size([4, 2]), communicator.world_size)
     piece = Piece(spread.part(torch.arange(8.0).view(4, 2), communicator.rank).clone(), spread)
     places = iter([folder if communicator.rank == 0 else folder / "elsewhere", folder])
-    said, before = [], writing.MAX_WAIT_SECONDS
-    writing.MAX_WAIT_SECONDS = 0.0
+    said, before = [], atomic_io.MAX_WAIT_SECONDS
+    atomic_io.MAX_WAIT_SECONDS = 0.0
     state = State({"model": {"weight": piece}}, {})
-    retrying(lambda: write_together(communicator, communicator, next(places), 1, state), 2, said.append)
-    writing.MAX_WAIT_SECONDS = before
+    retrying(lambda: write_sharded(communicator, communicator, next(places), 1, state), 2, said.append)
+    atomic_io.MAX_WAIT_SECONDS = before
     return said
 
 
@@ -254,10 +253,10 @@ def write_without_a_folder(communicator, folder):
     spread = by_rows(torch.Size([4, 2]), communicator.world_size)
     piece = Piece(spread.part(torch.arange(8.0).view(4, 2), communicator.rank).clone(), spread)
     state = State({"model": {"weight": piece}}, {})
-    write_together(communicator, communicator, folder, 1, state)
+    write_sharded(communicator, communicator, folder, 1, state)
     place = folder if communicator.rank == 0 else folder / "elsewhere"
     try:
-        write_together(communicator, communicator, place, 2, state)
+        write_sharded(communicator, communicator, place, 2, state)
     except RunFolderError as error:
         return f"{type(error).__name__}: {error}"
     return ""

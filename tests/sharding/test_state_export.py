@@ -6,8 +6,8 @@ from safetensors.torch import load_file, load_model
 from state_programs import Odd, own_loop, train
 
 from samestep.cli.main import main
-from samestep.train.export import export_weights
-from samestep.train.partfile import part_name
+from samestep.train.checkpoint.export import export_weights
+from samestep.train.checkpoint.tensors import part_name
 
 
 @pytest.fixture(scope="module")

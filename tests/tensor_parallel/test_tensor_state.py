@@ -14,11 +14,10 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from samestep.engine.strategies import Replicate, Sharded
 from samestep.errors import ContractError
-from samestep.train.checkpoint import read_checkpoint
-from samestep.train.checksum import StateChecksum, as_hex
-from samestep.train.digest import state_digest
-from samestep.train.export import export_weights
-from samestep.train.partfile import part_name
+from samestep.train.checkpoint.export import export_weights
+from samestep.train.checkpoint.storage import read_checkpoint
+from samestep.train.checkpoint.tensors import part_name
+from samestep.train.digest import as_hex, state_checksum, state_digest
 from samestep.train.run import Run
 from samestep.train.trainer import Trainer
 
@@ -56,17 +55,16 @@ def trained(communicator, strategy, mesh, folder=None, resume=None, allow=False,
         said where another contract is refused.
     """
     run, step, loader = parts_of_run(communicator, strategy, mesh)
-    checksum = StateChecksum(step)
     if resume is not None:
         try:
             run.load_checkpoint(resume, step, loader, allow_contract_change=allow)
         except ContractError as error:
             return str(error)
-    seen = {step.num_steps: (state_digest(step), as_hex(int(checksum.compute())), None)}
+    seen = {step.num_steps: (state_digest(step), as_hex(int(state_checksum(step))), None)}
     while step.num_steps < num_steps:
         for batch in loader:
             result = step(batch)
-            seen[step.num_steps] = state_digest(step), as_hex(int(checksum.compute())), result.loss
+            seen[step.num_steps] = state_digest(step), as_hex(int(state_checksum(step))), result.loss
             if folder is not None:
                 run.save_checkpoint(folder, step, loader, keep=100)
             if step.num_steps == num_steps:
@@ -77,12 +75,11 @@ def trained(communicator, strategy, mesh, folder=None, resume=None, allow=False,
 def spoilt(communicator, element):
     """Digest and checksum before and after one element of the last rank's part of a matrix is another."""
     _, step, _ = parts_of_run(communicator, *TENSOR_2[1:])
-    checksum = StateChecksum(step)
-    before = state_digest(step), int(checksum.compute())
+    before = state_digest(step), int(state_checksum(step))
     if communicator.rank == communicator.world_size - 1:
         with torch.no_grad():
             step.spread.parts[SHARDED].view(-1)[element] += 1
-    return before, (state_digest(step), int(checksum.compute()))
+    return before, (state_digest(step), int(state_checksum(step)))
 
 
 def by_trainer(communicator, mesh, run_dir):

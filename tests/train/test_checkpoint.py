@@ -19,16 +19,18 @@ from safetensors.torch import load_file, save_file
 
 from samestep.errors import CheckpointError, RunFolderError, UsageError
 from samestep.scripts.patch import Patch, applied
-from samestep.train import manifest, temporary, tensorfile
-from samestep.train.checkpoint import (
+from samestep.train import atomic_io
+from samestep.train.checkpoint.storage import (
     Snapshot,
     list_checkpoints,
+    manifest,
     newest_checkpoint,
     read_checkpoint,
     verify_checkpoint,
     write_checkpoint,
 )
-from samestep.train.tensorfile import DTYPE_NAMES
+from samestep.train.checkpoint.storage import tensors as tensor_files
+from samestep.train.checkpoint.tensors import DTYPES
 
 FILES = ["manifest.json", "model.safetensors", "optimizer.safetensors", "state.json"]
 
@@ -115,7 +117,7 @@ def test_a_checkpoint_comes_back_as_it_was_written(tmp_path):
 
 def every_dtype():
     data = torch.arange(96, dtype=torch.uint8)
-    tensors = {str(dtype): data.clone().view(dtype).reshape(2, -1) for dtype in DTYPE_NAMES if dtype != torch.bool}
+    tensors = {str(dtype): data.clone().view(dtype).reshape(2, -1) for dtype in DTYPES if dtype != torch.bool}
     tensors["bool"] = torch.tensor([True, False, True])
     tensors["scalar"] = torch.tensor(3.5)
     tensors["empty"] = torch.empty(0, 3, dtype=torch.int64)
@@ -143,8 +145,8 @@ def test_files_that_the_library_wrote_are_read(tmp_path):
     tensors = every_dtype()
     save_file(tensors, tmp_path / "a.safetensors", metadata={"format": "pt"})
     data = (tmp_path / "a.safetensors").read_bytes()
-    written = tensorfile.Written(len(data), hashlib.sha256(data).hexdigest())
-    back = tensorfile.read_tensors(tmp_path / "a.safetensors", written)
+    written = manifest.Written(len(data), hashlib.sha256(data).hexdigest())
+    back = tensor_files.read_tensors(tmp_path / "a.safetensors", written)
     assert all(same_bytes(back[name], value) for name, value in tensors.items())
 
 
@@ -229,7 +231,7 @@ def test_without_the_checksums_a_flipped_byte_would_pass(tmp_path):
     path = write_checkpoint(tmp_path, snapshot_of(1))
     flip(path / "model.safetensors", -1)
     assert "model.safetensors is damaged" in verify_checkpoint(path)
-    with applied([Patch(tensorfile, "matches", lambda found, written: True)]):
+    with applied([Patch(manifest, "matches", lambda found, written: True)]):
         assert verify_checkpoint(path) is None
         assert not is_state_of(read_checkpoint(path), 1)
     flip(path / "model.safetensors", -1)
@@ -246,7 +248,7 @@ def test_a_header_that_lies_is_damage_and_no_crash(tmp_path):
         text = header if isinstance(header, bytes) else json.dumps(header).encode()
         path.write_bytes(len(text).to_bytes(8, "little") + text + data)
         whole = path.read_bytes()
-        return tensorfile.read_tensors(path, tensorfile.Written(len(whole), hashlib.sha256(whole).hexdigest()))
+        return tensor_files.read_tensors(path, manifest.Written(len(whole), hashlib.sha256(whole).hexdigest()))
 
     good = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
     assert read({"a": good})["a"].tolist() == [0, 0]
@@ -272,7 +274,7 @@ def test_a_header_that_lies_is_damage_and_no_crash(tmp_path):
     for data in (b"", b"\xff" * 8, b"\0" * 7):
         path.write_bytes(data)
         with pytest.raises(CheckpointError):
-            tensorfile.read_tensors(path, tensorfile.Written(len(data), hashlib.sha256(data).hexdigest()))
+            tensor_files.read_tensors(path, manifest.Written(len(data), hashlib.sha256(data).hexdigest()))
 
 
 def test_what_is_missing_is_named(tmp_path):
@@ -339,14 +341,17 @@ def with_manifest(path, **changes):
     (path / "manifest.json").write_bytes(head + hashlib.sha256(head).hexdigest().encode() + b'"\n}\n')
 
 
-def test_a_newer_format_is_refused_with_a_sentence(tmp_path):
+@pytest.mark.parametrize(
+    ("version", "mend"), [(1, "read it by the samestep that wrote it, or start anew"), (3, "upgrade samestep")]
+)
+def test_another_format_is_refused_with_a_sentence(tmp_path, version, mend):
     for step in (1, 2):
         path = write_checkpoint(tmp_path, snapshot_of(step))
     with_manifest(path)
     assert verify_checkpoint(path) is None
-    with_manifest(path, version=2)
+    with_manifest(path, version=version)
     assert newest_checkpoint(tmp_path).skipped == (
-        f"{path} is no good checkpoint: it is of version 2 of the format, and this samestep reads 1: upgrade samestep",
+        f"{path} is no good checkpoint: it is of version {version} of the format, and this samestep reads 2: {mend}",
     )
 
 
@@ -468,17 +473,17 @@ def ended_process():
 
 def test_what_ended_processes_left_is_removed_and_what_living_ones_write_is_not(tmp_path):
     write_checkpoint(tmp_path, snapshot_of(1))
-    dead = temporary.temporary_name(tmp_path, "step-00000002", ended_process())
+    dead = atomic_io.temporary_name(tmp_path, "step-00000002", ended_process())
     shutil.copytree(tmp_path / "step-00000001", dead)
-    dead_file = temporary.temporary_name(tmp_path, "latest", ended_process())
+    dead_file = atomic_io.temporary_name(tmp_path, "latest", ended_process())
     dead_file.write_text("step")
     zombie = subprocess.Popen([sys.executable, "-c", ""])
     os.waitid(os.P_PID, zombie.pid, os.WEXITED | os.WNOWAIT)
-    temporary.temporary_name(tmp_path, "step-00000005", zombie.pid).mkdir()
-    inherited = temporary.temporary_name(tmp_path, "step-00000003", os.getpid())
+    atomic_io.temporary_name(tmp_path, "step-00000005", zombie.pid).mkdir()
+    inherited = atomic_io.temporary_name(tmp_path, "step-00000003", os.getpid())
     inherited.mkdir()
     os.utime(inherited, (0, 0))
-    alive = temporary.temporary_name(tmp_path, "step-00000004", os.getppid())
+    alive = atomic_io.temporary_name(tmp_path, "step-00000004", os.getppid())
     alive.mkdir()
     host = alive.name.split("-")[-2]
     elsewhere, long_ago = [alive.with_name(alive.name.replace(host, other)) for other in ("00000000", "11111111")]

@@ -12,10 +12,7 @@ from hypothesis import strategies as st
 from state_changes import trained
 from torch import nn
 
-from samestep.train import rowsums as module
-from samestep.train.checksum import StateChecksum, as_hex
-from samestep.train.digest import state_digest
-from samestep.train.rowsums import ROW_WORDS
+from samestep.train.digest import ROW_WORDS, as_hex, random_words, state_checksum, state_digest
 
 WIDE = 3 * ROW_WORDS + 17
 MASK = 2**64 - 1
@@ -26,7 +23,7 @@ DTYPES = [
 
 
 def of(model, *optimizers):
-    return int(StateChecksum(model, optimizers).compute())
+    return int(state_checksum(model, optimizers))
 
 
 def holding(*tensors):
@@ -100,7 +97,7 @@ def test_plain_numbers_are_in_it_as_json():
 
 
 def test_the_weights_and_keys_keep_the_promise_of_certain_detection():
-    weights = module.random_words(0, ROW_WORDS)
+    weights = random_words(0, ROW_WORDS)
     low = weights & 0xFFFFFFFF
     assert len(set(low.tolist())) == ROW_WORDS
     assert 0 not in low.tolist()
@@ -108,7 +105,7 @@ def test_the_weights_and_keys_keep_the_promise_of_certain_detection():
 
 
 def test_the_checksum_is_a_word_on_the_device_that_hex_digits_show():
-    value = StateChecksum(*_as_list(trained())).compute()
+    value = state_checksum(*_as_list(trained()))
     assert value.dtype == torch.int64
     assert value.shape == ()
     assert not value.requires_grad
@@ -124,31 +121,29 @@ def _as_list(pair):
 def test_equal_states_have_equal_checksums_whoever_computes_them():
     assert of(*trained()) == of(*trained())
     model, optimizer = trained()
-    one = StateChecksum(model, [optimizer])
-    assert int(one.compute()) == int(one.compute()) == of(model, optimizer)
+    assert int(state_checksum(model, [optimizer])) == int(state_checksum(model, [optimizer])) == of(model, optimizer)
     assert of(*trained(1)) != of(*trained(2))
 
 
 def test_computing_it_changes_nothing():
     model, optimizer = trained()
     before = state_digest(model, optimizer)
-    StateChecksum(model, [optimizer]).compute()
+    state_checksum(model, [optimizer])
     assert state_digest(model, optimizer) == before
     assert all(parameter.requires_grad for parameter in model.parameters())
 
 
 def test_it_follows_state_that_comes_later_and_tensors_that_are_replaced():
     model, optimizer = trained(steps=0)
-    one = StateChecksum(model, [optimizer])
-    empty = int(one.compute())
+    empty = int(state_checksum(model, [optimizer]))
     model(torch.ones(4, 30)).sum().backward()
     optimizer.step()
-    assert int(one.compute()) == of(model, optimizer) != empty
+    assert int(state_checksum(model, [optimizer])) == of(model, optimizer) != empty
     optimizer.load_state_dict(optimizer.state_dict())
     model[0].weight.data = model[0].weight.data.clone()
-    assert int(one.compute()) == of(model, optimizer)
+    assert int(state_checksum(model, [optimizer])) == of(model, optimizer)
     model.load_state_dict({name: torch.zeros_like(value) for name, value in model.state_dict().items()})
-    assert int(one.compute()) == of(model, optimizer)
+    assert int(state_checksum(model, [optimizer])) == of(model, optimizer)
 
 
 def swap_a_number_and_its_negative(model, optimizer):
@@ -302,18 +297,6 @@ def test_the_number_of_threads_does_not_count(threads):
     alone = of_tensors(tensor)
     torch.set_num_threads(threads)
     assert of_tensors(tensor) == alone
-
-
-@settings(max_examples=30, deadline=None)
-@given(st.lists(st.integers(1, 7), min_size=1, max_size=8), st.integers(1, 9))
-def test_blocks_of_any_size_give_the_same_row_sums(rows, limit):
-    generator = torch.Generator().manual_seed(0)
-    matrices = [torch.randint(-(2**31), 2**31, (n, ROW_WORDS), generator=generator).int() for n in rows]
-    weights = module.random_words(0, ROW_WORDS)
-    scratch = torch.empty(limit, ROW_WORDS, dtype=torch.int64)
-    expected = (torch.cat(matrices).long() * weights).sum(1)
-    assert torch.equal(module._sums_in_cache(matrices, weights, scratch), expected)
-    assert torch.equal(module._sums_of_large_blocks(matrices, weights), expected)
 
 
 @pytest.mark.skipif(not torch.accelerator.is_available(), reason="no accelerator here")

@@ -8,7 +8,7 @@ from worlds import in_turns
 
 from samestep.errors import ContractError, PeerLostError, RunFolderError, UsageError
 from samestep.train.exceptions import blamed, packed, portable, unpacked
-from samestep.train.together import on_main
+from samestep.train.rank_zero import on_main
 
 
 class TwoArguments(Exception):

@@ -15,9 +15,10 @@ from train_programs import make_trainer, points
 from worlds import in_turns
 
 from samestep.errors import RunFolderError, UsageError
-from samestep.train.folder import create_folder, write_json, write_weights
-from samestep.train.naming import new_folder_name
-from samestep.train.writing import append_whole, replacing
+from samestep.train.atomic_io import append_whole, replacing, write_json
+from samestep.train.checkpoint.export import write_weights
+from samestep.train.paths import create_folder, new_folder_name
+from samestep.train.run import Run
 
 
 class Tied(nn.Module):
@@ -28,6 +29,12 @@ class Tied(nn.Module):
         self.embed, self.head = nn.Embedding(6, 4), nn.Linear(4, 6, bias=False)
         self.head.weight = self.embed.weight
         self.norm = nn.BatchNorm1d(4)
+
+
+def leave(communicator, model, folder):
+    """Writes the weights of a model in training."""
+    run = Run(4, 2, communicator=communicator)
+    write_weights(folder / "weights.safetensors", run.train_step(model, torch.optim.SGD(model.parameters()), len))
 
 
 def test_a_folder_is_made_with_its_parents_and_taken_once_it_holds_a_contract(tmp_path):
@@ -76,7 +83,7 @@ def test_weights_come_back_with_buffers_and_plain_names(tmp_path):
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).to(torch.bfloat16)
     model.register_buffer("scratch", torch.ones(2), persistent=False)
     model[0].weight.data = model[0].weight.data.t().contiguous().t()
-    write_weights(tmp_path / "weights.safetensors", model)
+    in_turns(1, leave, model, tmp_path)
     loaded = load_file(tmp_path / "weights.safetensors")
     assert loaded.keys() == model.state_dict().keys()
     assert all(torch.equal(loaded[name], value) for name, value in model.state_dict().items())
@@ -87,7 +94,7 @@ def test_tied_weights_are_written_once_and_load_again(tmp_path):
     from safetensors.torch import load_model
 
     model, other = Tied(), Tied()
-    write_weights(tmp_path / "weights.safetensors", model)
+    in_turns(1, leave, model, tmp_path)
     loaded = load_file(tmp_path / "weights.safetensors")
     assert len({"embed.weight", "head.weight"} & loaded.keys()) == 1
     load_model(other, tmp_path / "weights.safetensors")
@@ -171,15 +178,19 @@ import resource, signal, sys
 from pathlib import Path
 from torch import nn
 from samestep.errors import RunFolderError
-from samestep.train.folder import write_json, write_weights
+from samestep.train.atomic_io import replacing, write_json
+from samestep.train.checkpoint.tensors import write_tensors
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 folder = Path(sys.argv[1])
 write_json(folder / "run.json", {"old": 1})
-write_weights(folder / "weights.safetensors", nn.Linear(2, 2))
+def write_weights(model):
+    with replacing(folder / "weights.safetensors") as temporary:
+        write_tensors(temporary, model.state_dict())
+write_weights(nn.Linear(2, 2))
 resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
 for write in (
     lambda: write_json(folder / "run.json", list(range(10_000))),
-    lambda: write_weights(folder / "weights.safetensors", nn.Linear(100, 100)),
+    lambda: write_weights(nn.Linear(100, 100)),
 ):
     try:
         write()

@@ -15,9 +15,9 @@ from worlds import in_turns
 from samestep.data.batch import Batch
 from samestep.engine.result import StepResult
 from samestep.errors import RunFolderError
-from samestep.train.ledger import TIMED_KINDS, LedgerWriter, ids_hash, learning_rates, ledger_entry
-from samestep.train.line import from_line, to_line
 from samestep.train.run import Run
+from samestep.train.runlog.ledger import TIMED_KINDS, LedgerWriter, ids_hash, learning_rates, ledger_entry
+from samestep.train.runlog.line import from_line, to_line
 
 FLOATS = [0.1, -0.0, math.pi, 5e-324, 1.7e308, math.inf, -math.inf, math.nan, 1 / 3]
 
@@ -206,7 +206,7 @@ FULL = """
 import resource, signal, sys
 from pathlib import Path
 from samestep.errors import RunFolderError
-from samestep.train.ledger import LedgerWriter
+from samestep.train.runlog.ledger import LedgerWriter
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
 try:

@@ -15,10 +15,9 @@ import psutil
 import pytest
 
 from samestep.errors import UsageError
-from samestep.train.folder import create_folder
-from samestep.train.line import from_line
 from samestep.train.lock import is_locked, take_lock
-from samestep.train.naming import LOCK_FILE
+from samestep.train.paths import LOCK_FILE, create_folder
+from samestep.train.runlog.line import from_line
 
 # Waits in step 3 of 12 until the file "go" is there; "careless" takes no lock.
 PROGRAM = """
@@ -28,7 +27,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 import samestep
-from samestep.train import notes
+from samestep.train.runlog import run_log
 
 class Rows(torch.utils.data.Dataset):
     def __len__(self):
@@ -41,7 +40,7 @@ class Free:
         pass
 
 if "careless" in sys.argv:
-    notes.take_lock = lambda *_: Free()
+    run_log.take_lock = lambda *_: Free()
 run = samestep.Run(global_batch_size=10, num_microbatches=2, seed=1)
 x = torch.randn(40, 4)
 model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.2), nn.Linear(8, 1))

@@ -14,12 +14,10 @@ from torch.utils.data import DataLoader
 from worlds import in_turns
 
 from samestep.errors import CheckpointError, ContractError, UsageError
-from samestep.train import state
-from samestep.train.checkpoint import list_checkpoints
+from samestep.train.checkpoint.manifest import Manifest, manifest_bytes, read_manifest, write_sealed
+from samestep.train.checkpoint.storage import list_checkpoints, state
 from samestep.train.digest import state_digest
-from samestep.train.manifest import Manifest, manifest_bytes, read_manifest
 from samestep.train.run import Run
-from samestep.train.tensorfile import write_pieces
 
 OUTCOMES = slice(0, 3)
 
@@ -147,7 +145,7 @@ def resealed(path, change):
     facts = change(facts)
     content = read_manifest(path)
     (path / "state.json").unlink()
-    written = write_pieces(path / "state.json", [json.dumps(facts).encode()])
+    written = write_sealed(path / "state.json", json.dumps(facts).encode())
     (path / "manifest.json").write_bytes(
         manifest_bytes(Manifest(content.step, {**content.files, "state.json": written}))
     )
@@ -178,7 +176,7 @@ def mistype(facts):
     ("change", "message"),
     [
         (misplace, "NumPy's generator is at 1000000000 of 624 numbers"),
-        (shorten, r"of another optimizer: it has a exp_avg float32\[\] of a parameter float32\[8, 2\]"),
+        (shorten, "the packed state is not in the form in which this version packs it"),
         (mistype, "the checkpoint's place in the data cannot be taken up"),
         (miscount, "is not that of a run after 2 steps"),
         (lambda facts: [], "the state has format None"),
@@ -195,6 +193,17 @@ def test_a_state_that_nobody_has_saved_is_refused(tmp_path, change, message):
             again.run.load_checkpoint(tmp_path / "step-00000002", again.step, again.loader)
 
     alone(program)
+
+
+def test_an_optimizers_tensor_of_another_size_than_its_parameter_is_refused():
+    parameter = nn.Parameter(torch.ones(8, 2))
+    optimizer = torch.optim.Adam([parameter])
+    parameter.sum().backward()
+    optimizer.step()
+    saved = optimizer.state_dict()
+    saved["state"][0]["exp_avg"] = saved["state"][0]["step"]
+    with pytest.raises(CheckpointError, match=r"it has a exp_avg float32\[\] of a parameter float32\[8, 2\]"):
+        state.load_optimizer(optimizer, saved)
 
 
 def test_a_state_that_nobody_has_saved_is_passed_over_for_the_one_before(tmp_path, capsys):

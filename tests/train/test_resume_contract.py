@@ -12,8 +12,8 @@ from worlds import in_turns
 
 from samestep.errors import CheckpointError, ContractError, UsageError
 from samestep.train.contract import code_hash, model_form
-from samestep.train.line import from_line
 from samestep.train.run import Run
+from samestep.train.runlog.line import from_line
 from samestep.train.trainer import Trainer
 
 STEP = "step-00000004"
@@ -181,7 +181,7 @@ def test_a_folder_that_is_taken_is_an_error_on_all_ranks(run_dir, tmp_path):
     [
         (lambda: Model(width=9), r"its 0.weight is float32\[8, 2\], the model's float32\[9, 2\]"),
         (lambda: Model().double(), r"its 0.weight is float32\[8, 2\], the model's float64\[8, 2\]"),
-        (lambda: nn.Sequential(nn.Linear(2, 3)), "it has also 2.weight, 2.bias"),
+        (lambda: nn.Sequential(nn.Linear(2, 3)), "it has also 2.bias, 2.weight"),
         (lambda: nn.Sequential(*Model(), nn.Linear(3, 3)), "it has no 3.weight, 3.bias"),
     ],
     ids=["width", "dtype", "fewer", "more"],

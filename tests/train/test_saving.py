@@ -10,10 +10,10 @@ from checkpoint_writers import is_state_of, snapshot_of
 from torch import nn
 
 from samestep.errors import RunFolderError, UsageError
-from samestep.train import writing
-from samestep.train.checkpoint import Snapshot, list_checkpoints, newest_checkpoint, write_checkpoint
-from samestep.train.packing import pack, unpack
-from samestep.train.saving import CheckpointSaver, to_host_copy
+from samestep.train import atomic_io
+from samestep.train.checkpoint.packing import pack, unpack
+from samestep.train.checkpoint.saver import CheckpointSaver, to_host_copy
+from samestep.train.checkpoint.storage import Snapshot, list_checkpoints, newest_checkpoint, write_checkpoint
 
 
 def save(saver, step, size=5000):
@@ -199,7 +199,7 @@ def test_an_error_of_the_writer_is_raised_once_by_the_next_call_and_the_saver_go
 
 
 def test_what_cannot_be_written_is_tried_again_and_each_failure_is_told(tmp_path, monkeypatch):
-    monkeypatch.setattr(writing, "MAX_WAIT_SECONDS", 0.01)
+    monkeypatch.setattr(atomic_io, "MAX_WAIT_SECONDS", 0.01)
     folder = tmp_path / "checkpoints"
     folder.write_text("in the way")
     saver, told = CheckpointSaver(folder, retries=100_000), []
@@ -215,7 +215,7 @@ def test_what_cannot_be_written_is_tried_again_and_each_failure_is_told(tmp_path
 
 
 def test_an_error_that_stays_is_raised_after_as_many_retries_as_were_asked_for(tmp_path, monkeypatch):
-    monkeypatch.setattr(writing, "MAX_WAIT_SECONDS", 0.0)
+    monkeypatch.setattr(atomic_io, "MAX_WAIT_SECONDS", 0.0)
     (tmp_path / "file").write_text("")
     saver = CheckpointSaver(tmp_path / "file", retries=3)
     save(saver, 1)

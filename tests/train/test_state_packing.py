@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 from samestep.errors import CheckpointError, UsageError
-from samestep.train.packing import check_packed, pack, unpack
+from samestep.train.checkpoint.packing import check_packed, pack, unpack
 
 Point = namedtuple("Point", "x y")
 
@@ -25,7 +25,7 @@ def there_and_back(value, prefix="state"):
     """Packs, sends the facts through JSON text, and unpacks."""
     packed = pack(value, prefix)
     facts = json.loads(json.dumps(packed.facts, allow_nan=False))
-    check_packed(facts, packed.tensors)
+    check_packed(facts, packed.tensors, prefix)
     return unpack(facts, packed.tensors)
 
 
@@ -39,25 +39,18 @@ def is_same(one, other):
     if type(one) is not type(other):
         return False
     if isinstance(one, torch.Tensor):
-        facts = [(t.dtype, t.shape, t.stride(), t.requires_grad, tensor_bits(t)) for t in (one, other)]
+        facts = [(t.dtype, t.shape, t.stride(), tensor_bits(t)) for t in (one, other)]
         return facts[0] == facts[1]
     if isinstance(one, np.ndarray | np.generic):
         facts = [(v.dtype, v.shape, v.strides, v.tobytes()) for v in (one, other)]
         return facts[0] == facts[1]
     if isinstance(one, float):
         return struct.pack(">d", one) == struct.pack(">d", other)
-    if isinstance(one, complex):
-        return is_same(one.real, other.real) and is_same(one.imag, other.imag)
     if isinstance(one, dict):
-        extras = [
-            (getattr(v, "default_factory", None), vars(v) if hasattr(v, "__dict__") else None) for v in (one, other)
-        ]
+        extras = [vars(v) if hasattr(v, "__dict__") else None for v in (one, other)]
         return extras[0] == extras[1] and is_same(list(one.items()), list(other.items()))
-    if isinstance(one, set | frozenset):
-        return is_same(sorted(one, key=repr), sorted(other, key=repr))
-    if isinstance(one, list | tuple | deque):
-        lengths = [(len(v), getattr(v, "maxlen", None)) for v in (one, other)]
-        return lengths[0] == lengths[1] and all(is_same(a, b) for a, b in zip(one, other, strict=True))
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(is_same(a, b) for a, b in zip(one, other, strict=True))
     return one == other
 
 
@@ -69,59 +62,35 @@ VALUES = [
     True,
     0,
     -(2**63),
-    2**63,
-    -(10**5000),
+    2**1000,
     0.1,
     -0.0,
     5e-324,
     math.inf,
     -math.inf,
     math.nan,
-    struct.unpack(">d", bytes.fromhex("fff8000000000123"))[0],
-    complex(-0.0, math.nan),
     "",
     "$tensor",
     "größe ∂ 😀",
-    "\ud83d\ude00 two surrogates that are not one character",
-    b"\x00\xff",
-    torch.Size([2, 3]),
-    torch.float8_e5m2,
-    torch.device("cuda:3"),
-    torch.device("cpu"),
     (),
     (1, (2.0, [None])),
     [[], {}],
     {"$tensor": "model.weight", "": 1},
     {"$dict": [], "$tuple": 3},
-    {1: "int", "1": "str", 1.5: "float", None: "none", (1, "a"): "tuple", b"x": "bytes"},
+    {1: "int", "1": "str", 1.5: "float", None: "none", (1, "a"): "tuple"},
     {True: "bool", "a.b": {"c": 1}, "a": {"b.c": 2}},
-    {"\ud800": 1},
     ORDERED,
     ORDERED_WITH_METADATA,
     Counter({30: 2, 80: 1}),
-    defaultdict(list, {"a": [1]}),
-    defaultdict(None, {}),
-    {3, 1, "two", None, (1, 2)},
-    frozenset({1.5, math.inf}),
-    deque([1, 2, 3], maxlen=5),
-    deque(),
-    np.arange(6, dtype=">i4").reshape(2, 3),
-    np.asfortranarray(np.random.default_rng(0).standard_normal((3, 4))),
-    np.array(3.5, dtype=np.longdouble),
-    np.array(["a", "größe"]),
-    np.array([b"a", b"bc"]),
-    np.array(["2026-01-31", "NaT"], dtype="datetime64[ns]"),
+    np.arange(6, dtype="i4").reshape(2, 3),
     np.array([], dtype=np.complex64),
+    np.array([1j], dtype=np.complex128),
     np.zeros((0, 3)),
     np.array([True, False]),
     np.float32("nan"),
     np.float64(0.1),
-    np.str_("größe"),
-    np.str_(""),
-    np.bytes_(b"x"),
     np.bool_(True),
     np.int64(-1),
-    np.timedelta64(3, "s"),
 ]
 
 
@@ -135,13 +104,12 @@ plain = (
     st.none()
     | st.booleans()
     | st.integers()
-    | st.floats()
-    | st.complex_numbers()
-    | st.text(st.characters(blacklist_categories=()), max_size=8)
-    | st.binary(max_size=8)
+    | st.floats().filter(lambda value: not math.isnan(value))
+    | st.just(math.nan)
+    | st.text(max_size=8)
 )
 keys = plain | st.tuples(plain, plain)
-nested = st.recursive(
+nested_values = st.recursive(
     plain,
     lambda inner: (
         st.lists(inner, max_size=4)
@@ -149,28 +117,15 @@ nested = st.recursive(
         | st.dictionaries(st.text("$ab", max_size=3), inner, max_size=4)
         | st.lists(inner, max_size=3).map(tuple)
         | st.dictionaries(keys, inner, max_size=3).map(OrderedDict)
-        | st.sets(keys, max_size=3)
     ),
     max_leaves=20,
 )
 
 
 @settings(max_examples=150, deadline=None)
-@given(nested)
+@given(nested_values)
 def test_any_nesting_comes_back(value):
-    back = there_and_back(value)
-    assert is_same(back, value) or repr(sorted_sets(back)) == repr(sorted_sets(value))
-
-
-def sorted_sets(value):
-    """With sets as sorted lists, since two NaNs in a set have no order of their own."""
-    if isinstance(value, set):
-        return ["set", *sorted(map(repr, value))]
-    if isinstance(value, dict):
-        return [type(value), *((key, sorted_sets(entry)) for key, entry in value.items())]
-    if isinstance(value, list | tuple):
-        return [type(value), *map(sorted_sets, value)]
-    return value
+    assert is_same(there_and_back(value), value)
 
 
 DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
@@ -250,38 +205,27 @@ def test_unpacked_tensors_are_in_memory_of_their_own():
     assert back["a"].data_ptr() % 16 == 0
 
 
-def test_parameters_and_gradients_wishes_come_back():
-    value = {
-        "parameter": nn.Parameter(torch.ones(2)),
-        "frozen": nn.Parameter(torch.ones(2, dtype=torch.int64), requires_grad=False),
-        "leaf": torch.ones(2, requires_grad=True),
-        "plain": torch.ones(2),
-    }
-    assert is_same(there_and_back(value), value)
-    with_graph = there_and_back((value["leaf"] * 2).sum())
-    assert with_graph.is_leaf
-    assert with_graph.item() == 4
+def test_parameters_come_back_as_tensors_without_a_graph():
+    leaf = torch.ones(2, requires_grad=True)
+    back = there_and_back([nn.Parameter(torch.ones(2)), (leaf * 2).sum()])
+    assert [(type(tensor), tensor.requires_grad) for tensor in back] == [(torch.Tensor, False)] * 2
+    assert back[1].item() == 4
 
 
-def test_memory_seen_twice_is_stored_once_and_shared_again():
+def test_memory_seen_twice_is_stored_under_each_name():
     embedding = nn.Embedding(6, 4)
     head = nn.Linear(4, 6, bias=False)
     head.weight = embedding.weight
     state = nn.ModuleDict({"embedding": embedding, "head": head}).state_dict()
     packed = pack(state, "model")
-    assert list(packed.tensors) == ["model.embedding.weight"]
-    back = unpack(packed.facts, packed.tensors)
-    back["head.weight"].fill_(7)
-    assert (back["embedding.weight"] == 7).all()
+    assert list(packed.tensors) == ["model.embedding.weight", "model.head.weight"]
+    assert is_same(unpack(packed.facts, packed.tensors), state)
 
 
-def test_different_views_of_the_same_memory_stay_apart():
-    base, square = torch.arange(6.0), torch.arange(4.0).reshape(2, 2)
-    value = [base, base[:3], base[3:], base.reshape(2, 3), base.view(torch.int32), torch.empty(0), torch.empty(0)]
-    value += [square, square.t()]
-    packed = pack(value, "v")
-    assert len(packed.tensors) == 9
-    assert is_same(unpack(packed.facts, packed.tensors), value)
+def test_arrays_come_back_in_rows():
+    back = there_and_back(np.asfortranarray(np.eye(3)))
+    assert back.flags.c_contiguous
+    assert np.array_equal(back, np.eye(3))
 
 
 def test_names_tell_the_place_and_never_collide():
@@ -290,19 +234,12 @@ def test_names_tell_the_place_and_never_collide():
         "a.b": torch.ones(1),
         0: torch.ones(2),
         "0": torch.ones(3),
-        "\ud800": torch.ones(4),
     }
     packed = pack(value, "p")
-    assert list(packed.tensors) == ["p.a.b", "p.a.b#2", "p.0", "p.0#2", "p.\\ud800"]
+    assert list(packed.tensors) == ["p.a.b", "p.a.b#2", "p.0", "p.0#2"]
     assert is_same(unpack(packed.facts, packed.tensors), value)
     assert list(pack(torch.ones(1), "").tensors) == ["value"]
     assert list(pack({"__metadata__": torch.ones(1)}, "").tensors) == ["__metadata__#2"]
-
-
-def test_the_same_state_packs_to_the_same_text():
-    states = [{"seen": set(order), "a": torch.ones(1)} for order in ([0, 8], [8, 0])]
-    assert len({str(state["seen"]) for state in states}) == 2, "sets remember the order of what collides"
-    assert len({json.dumps(pack(state, "s").facts) for state in states}) == 1
 
 
 def test_the_states_of_all_generators_come_back():
@@ -402,7 +339,23 @@ class OwnDict(dict):
 
 
 REFUSED = [
-    (object(), r"the state holds a object at s\.a\.0, which a checkpoint cannot hold; needed: tensors, NumPy arrays,"),
+    (
+        object(),
+        r"the state holds a object at s\.a\.0, which a checkpoint cannot hold; needed: tensors, NumPy arrays of",
+    ),
+    ({1, 2}, r"holds a set at s\.a\.0.*a sorted list for a set"),
+    (frozenset(), "holds a frozenset at"),
+    (deque([1]), r"holds a collections.deque at s\.a\.0.*a list for a deque"),
+    (defaultdict(list), r"holds a collections.defaultdict at s\.a\.0"),
+    (b"\0", r"holds a bytes at s\.a\.0"),
+    (1j, r"holds a complex at s\.a\.0"),
+    (torch.float16, r"holds a dtype at s\.a\.0"),
+    (torch.Size([2]), r"holds a Size at s\.a\.0"),
+    (2**5000, r"holds a int at s\.a\.0 that JSON cannot hold"),
+    ("\ud83d\ude00", r"holds a str at s\.a\.0 that JSON cannot hold"),
+    (np.array(["text"]), r"NumPy data of dtype <U4 at s\.a\.0.*keep texts as lists"),
+    (np.arange(3, dtype=">i4"), r"NumPy data of dtype >i4 at s\.a\.0.*in the machine's byte order"),
+    ({np.float32(1): 1}, r"holds a numpy.float32 at s\.a\.0 \(as a key\)"),
     (lambda: 0, "holds a function at"),
     (Point(1, 2), r"holds a \w*test_state_packing.Point at"),
     (OwnDict(), r"test_state_packing.OwnDict at s\.a\.0"),
@@ -413,7 +366,6 @@ REFUSED = [
     (np.array([object()]), r"NumPy data of dtype object at s\.a\.0"),
     (np.zeros(2, dtype=[("a", "i4")]), "NumPy data of dtype"),
     (np.ma.masked_array([1]), "MaskedArray"),
-    (defaultdict(lambda: 0), r"defaultdict of <function .*> at s\.a\.0, and code cannot be kept"),
     ({torch.ones(1): 1}, r"holds a Tensor .* at s\.a\.0 \(as a key\)"),
 ]
 
@@ -427,7 +379,7 @@ def test_what_cannot_be_kept_is_refused_by_its_place_and_type(value, message):
 def test_a_state_that_contains_itself_is_refused():
     state = {"a": []}
     state["a"].append(state)
-    with pytest.raises(UsageError, match=r"s\.a\.0 contains itself"):
+    with pytest.raises(UsageError, match="s is nested too deeply for a checkpoint, or contains itself"):
         pack(state, "s")
     twice = []
     assert there_and_back([twice, twice]) == [[], []]
@@ -440,25 +392,17 @@ def test_a_state_that_contains_itself_is_refused():
         {"$tensor": "a", "stride": [1, 1, 1]},
         {"$tensor": "a", "dtype": "nn"},
         {"$tensor": "a", "dtype": "complex128"},
-        {"$array": "a", "dtype": "<f8", "shape": [7]},
-        {"$scalar": ["<f8", ""]},
+        {"$array": "a"},
+        {"$array": {"$tuple": []}},
+        {"$scalar": 1},
         {"$tuple": 3},
         {"$dict": [[1]]},
         {"$dict": [[[], 1]]},
-        {"$default_dict": [], "factory": "system"},
-        {"$bytes": "?"},
-        {"$int": "x"},
-        {"$device": "nowhere:0"},
-        {"$scalar": ["O", "4141414141414141"]},
-        {"$scalar": ["i4,O", "41" * 12]},
-        {"$scalar": ["|b1", "07"]},
-        {"$array": "bytes", "dtype": "|O", "shape": [1]},
-        {"$array": "bytes", "dtype": "|V0", "shape": [10**12]},
-        {"$array": "bytes", "dtype": "<U0", "shape": [1]},
+        {"$counter": 1},
+        {"$float": "x"},
         {"$tensor": "a", "stride": [10**12]},
         {"$tensor": "a", "stride": [0]},
-        {"$dtype": "_dynamo"},
-        {"$deque": [], "maxlen": 2**70},
+        {"$tensor": "a", "dtype": "_dynamo"},
     ],
     ids=str,
 )
@@ -474,8 +418,8 @@ def test_facts_that_do_not_fit_are_an_error_of_the_checkpoint(facts):
         {"$tuple": [], "more": 1},
         {"$dict": [[{"$tensor": "a"}, 1]]},
         {"$dict": [["a", 1]]},
-        {"$int": "0x1"},
-        {"$tensor": "a", "parameter": False},
+        {"$float": "1.0"},
+        {"$tensor": "a", "more": False},
         float("nan"),
         "\ud800",
     ],
@@ -485,7 +429,7 @@ def test_facts_that_packing_does_not_give_fail_its_check(facts):
     tensors = {"a": torch.ones(2)}
     unpack(facts, tensors)
     with pytest.raises(CheckpointError, match="the packed state"):
-        check_packed(facts, tensors)
+        check_packed(facts, tensors, "a")
 
 
 def nested(levels):
@@ -497,7 +441,7 @@ def nested(levels):
 
 @pytest.mark.parametrize("value", [nested(100), nested(100_000)], ids=["101 levels", "100,001 levels"])
 def test_what_is_nested_too_deeply_is_refused_by_packing_and_unpacking(value):
-    with pytest.raises(UsageError, match="state is nested too deeply for a checkpoint; needed: at most 100 levels"):
+    with pytest.raises(UsageError, match=r"state is nested too deeply for a checkpoint, .*: at most 100 levels"):
         pack(value, "state")
     assert there_and_back(nested(99)) == nested(99)
     with pytest.raises(CheckpointError):

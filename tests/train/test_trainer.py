@@ -20,11 +20,11 @@ from worlds import in_turns
 from samestep.engine.result import StepResult
 from samestep.errors import NonFiniteError, RunFolderError, SamestepError, UsageError
 from samestep.recipes.job import train
-from samestep.train import writing
-from samestep.train.checkpoint import newest_checkpoint
-from samestep.train.line import from_line
+from samestep.train import atomic_io
+from samestep.train.checkpoint.storage import newest_checkpoint
 from samestep.train.metrics import accuracy
 from samestep.train.run import Run
+from samestep.train.runlog.line import from_line
 from samestep.train.trainer import EpochRecord, Trainer
 
 
@@ -380,7 +380,7 @@ def test_mlp_learns_the_prices_of_houses(shared_data):
 
 KILLED = """
 import os, pathlib, signal, sys
-from samestep.train.writing import replacing
+from samestep.train.atomic_io import replacing
 with replacing(pathlib.Path(sys.argv[1])) as temporary:
     temporary.write_text("half of it")
     (temporary.parent / "checkpoints" / temporary.name.replace("run.json", "step-00000001")).mkdir()
@@ -406,7 +406,7 @@ def test_what_killed_processes_left_is_removed_when_a_run_is_resumed_even_if_not
 
 
 def test_a_run_goes_on_though_a_checkpoint_cannot_be_written_at_once(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(writing, "MAX_WAIT_SECONDS", 0.01)
+    monkeypatch.setattr(atomic_io, "MAX_WAIT_SECONDS", 0.01)
     in_the_way, blocking = tmp_path / "checkpoints", threading.Lock()
 
     def block(*_):

@@ -7,9 +7,9 @@ from torch import nn
 from torch.nn import functional
 from worlds import in_turns
 
-from samestep.train.checksum import StateChecksum, as_hex
-from samestep.train.ledger import LedgerWriter, learning_rates, ledger_entry
+from samestep.train.digest import as_hex, state_checksum
 from samestep.train.run import Run
+from samestep.train.runlog.ledger import LedgerWriter, learning_rates, ledger_entry
 
 
 def points():
@@ -25,7 +25,6 @@ def train(communicator, path, order_seed=2, seed=2, steps=6, digest_every=1, bre
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     factor = torch.ones(())
     step = run.train_step(model, optimizer, lambda m, b: Scaled.apply(functional.mse_loss(m(b[0]), b[1]), factor))
-    checksum = StateChecksum(model, [optimizer])
     loader = Run(16, 4, order_seed, communicator=communicator).loader(points(), shuffle=True)
     writer = LedgerWriter(Path(path)) if run.is_main else None
     found = []
@@ -37,7 +36,7 @@ def train(communicator, path, order_seed=2, seed=2, steps=6, digest_every=1, bre
             result = step(batch)
             digest = None
             if step.num_steps % digest_every == 0:
-                digest = as_hex(int(checksum.compute()))
+                digest = as_hex(int(state_checksum(model, [optimizer])))
                 found.append(digest)
             if writer is not None:
                 writer.write(ledger_entry(result, batch, rates, run.world_size, digest))

@@ -20,7 +20,7 @@ from samestep.cli.replay import replay as replay_command
 from samestep.errors import DeviceError, NonFiniteError, UsageError, WorkerError
 from samestep.replay.program import program_of
 from samestep.replay.replaying import replay
-from samestep.train.line import from_line, to_line
+from samestep.train.runlog.line import from_line, to_line
 from samestep.verify.ledger import read_ledger
 
 PLAIN = {"kind": "plain", "poison": -300.0}
@@ -437,7 +437,7 @@ def test_the_program_of_a_run_is_found_in_its_command(tmp_path):
 @pytest.mark.parametrize("starter", ["script", "module"])
 def test_what_a_run_records_of_its_program_leads_back_to_it(tmp_path, monkeypatch, capsys, starter):
     (tmp_path / "origins.py").write_text(
-        "import json\nfrom samestep.train.origin import origin\nprint(json.dumps(origin()))\n"
+        "import json\nfrom samestep.train.runlog.recorder import relaunch\nprint(json.dumps(relaunch()))\n"
     )
     monkeypatch.chdir(tmp_path)
     first = {"script": ["python", "origins.py", "a", "-b"], "module": ["python", "-m", "origins", "a", "-b"]}[starter]

@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from samestep.train.line import from_line, to_line
+from samestep.train.runlog.line import from_line, to_line
 
 sys.path.insert(0, str(Path(__file__).parent))
 

@@ -11,7 +11,7 @@ from samestep.text import one_line
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from samestep.train.agreement import Change
+    from samestep.train.contract_diff import Change
     from samestep.verify.ledger import Difference, Extent, FieldDifference, Ledger
 
 SHOWN_STEPS = 20
@@ -92,7 +92,7 @@ def _read(path: Path) -> "Ledger":
 
 def _contract_changes(a: Path, b: Path) -> "list[Change] | None":
     """The fields in which the contracts differ; None where one of them is not there."""
-    from samestep.train.agreement import differences
+    from samestep.train.contract_diff import differences
     from samestep.verify.runs import read_contract
 
     contracts = [read_contract(path if path.is_dir() else path.parent) for path in (a, b)]
@@ -177,7 +177,7 @@ def _print_changes(console: "Console", changes: "list[Change] | None") -> None:
     from rich import box
     from rich.table import Table
 
-    from samestep.train.agreement import decides, shown
+    from samestep.train.contract_diff import decides, shown
 
     if changes is None:
         console.print("contract: not compared, since one of them cannot be read")

@@ -36,7 +36,7 @@ def profile(
 
     Nothing is written.
     """
-    from samestep.train.naming import PROFILE_FOLDER
+    from samestep.train.paths import PROFILE_FOLDER
 
     found = {**step_times(folder), "traces": traces(folder / PROFILE_FOLDER)}
     if as_json:

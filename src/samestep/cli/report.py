@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from samestep.extras import is_installed, missing
-from samestep.train.naming import PICTURE_FILE
+from samestep.train.paths import PICTURE_FILE
 
 PAGE_FILE = "report.html"
 
@@ -32,8 +32,8 @@ def report(
     from samestep.report.page import make_page
     from samestep.report.run_summary import make_report
     from samestep.report.series import loss_table
+    from samestep.train.atomic_io import make_folder, replacing
     from samestep.train.loss_plot import draw_losses
-    from samestep.train.writing import make_folder, replacing
 
     found = make_report(runs)
     folder = runs[0] if out is None else out

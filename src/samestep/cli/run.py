@@ -52,7 +52,7 @@ def run(
     from samestep.launcher.job import Job
     from samestep.launcher.supervisor import supervise
     from samestep.scripts.script_analysis import reads_as
-    from samestep.train.naming import PROFILE_FOLDER
+    from samestep.train.paths import PROFILE_FOLDER
 
     torchrun = chosen_torchrun(policy, workers.start_method, nodes)
     launcher = read_environment().launcher

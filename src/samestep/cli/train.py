@@ -37,7 +37,7 @@ def train(
     """Trains a recipe on all devices and leaves a run folder: the same bits on any number of devices."""
     from samestep.comm.environment import read_environment
     from samestep.recipes.catalog import check_name
-    from samestep.train.naming import PROFILE_FOLDER, check_untaken, new_folder_name
+    from samestep.train.paths import PROFILE_FOLDER, check_untaken, new_folder_name
 
     torchrun = chosen_torchrun(policy, workers.start_method, nodes)
     asked = dict(asked) if recipe is None else {"recipe": recipe, **asked}
@@ -82,7 +82,7 @@ def _resumed(
     Raises:
         UsageError: there is no such run.
     """
-    from samestep.train.naming import CONTRACT_FILE, recorded, run_of, unfinished_run
+    from samestep.train.paths import CONTRACT_FILE, recorded, run_of, unfinished_run
 
     if resume is None:
         return asked, None
@@ -115,8 +115,8 @@ def _check_kept(asked: Mapping[str, Any], source: Path, resume: Path) -> None:
     Raises:
         ContractError: one that decides the bits is another.
     """
-    from samestep.train.agreement import check_contract_kept, differences
-    from samestep.train.naming import CHECKPOINT_FOLDER
+    from samestep.train.contract_diff import check_contract_kept, differences
+    from samestep.train.paths import CHECKPOINT_FOLDER
     from samestep.verify.runs import checkpoint_contract, newest_checkpoint
 
     checkpoint = resume
@@ -138,7 +138,7 @@ def _train_by_workers(
     from samestep.devices.selection import select
     from samestep.launcher.job import Job
     from samestep.launcher.supervisor import supervise
-    from samestep.train.naming import LOG_FOLDER, remove_if_unused
+    from samestep.train.paths import LOG_FOLDER, remove_if_unused
 
     selection = select(chosen_devices(workers) or "auto")
     if config.cuda_graphs and selection.kind != "cuda":

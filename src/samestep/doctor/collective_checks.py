@@ -29,7 +29,7 @@ from samestep.doctor.check_table import Machine, check_node
 from samestep.doctor.collectives import COLLECTIVES, Collective, large_bytes, measure, speed
 from samestep.doctor.result import Result, bad, good, is_good, note
 from samestep.errors import SamestepError
-from samestep.train.process import own_device
+from samestep.train.determinism import own_device
 
 Wrap = Callable[[Transport], Transport]
 

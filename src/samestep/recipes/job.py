@@ -13,11 +13,11 @@ from samestep.errors import UsageError
 from samestep.recipes.catalog import load
 from samestep.recipes.config import JobConfig
 from samestep.recipes.recipe import DataOptions, Recipe
-from samestep.train.folder import write_json
-from samestep.train.naming import RESULT_FILE
+from samestep.train.atomic_io import write_json
+from samestep.train.paths import RESULT_FILE
+from samestep.train.rank_zero import on_main
 from samestep.train.run import Run
-from samestep.train.stopping import stopping_on_request
-from samestep.train.together import on_main
+from samestep.train.signals import stopping_on_request
 from samestep.train.trainer import Trainer
 
 DEFAULT_LR = {"sgd": 0.01, "adam": 1e-3, "adamw": 1e-3}

@@ -23,8 +23,8 @@ from samestep.replay.saving import Saver
 from samestep.replay.statistics import measure
 from samestep.replay.views import ROOT, MicrobatchView, NonFinite, ParameterView, StepView
 from samestep.scripts.patch import Patch, applied
-from samestep.train.checksum import StateChecksum, as_hex
-from samestep.train.ledger import learning_rates
+from samestep.train.digest import as_hex, state_checksum
+from samestep.train.runlog.ledger import learning_rates
 
 SHOWN_FRAMES = 4
 
@@ -240,7 +240,7 @@ class ObservedStep(StepObserver):
         known = batch is not None and batch.epoch >= 0
         digest = None
         if result is not None:
-            digest = as_hex(int(StateChecksum(self.step).compute()))
+            digest = as_hex(int(state_checksum(self.step)))
         return StepView(
             step=number,
             epoch=batch.epoch if batch is not None and known else None,

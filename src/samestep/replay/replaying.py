@@ -12,12 +12,11 @@ from samestep.replay.program import program_of
 from samestep.replay.rerun import Compared, Order, Rerun
 from samestep.replay.saving import Saver, check_folder
 from samestep.replay.views import Check, Replay, Tier
-from samestep.train.agreement import differences
-from samestep.train.checkpoint import newest_checkpoint
-from samestep.train.folder import holds_run
-from samestep.train.naming import CHECKPOINT_FOLDER, CONTRACT_FILE, recorded
-from samestep.train.process import own_device
-from samestep.train.resume import find_state
+from samestep.train.checkpoint.resume import find_state
+from samestep.train.checkpoint.storage import newest_checkpoint
+from samestep.train.contract_diff import differences
+from samestep.train.determinism import own_device
+from samestep.train.paths import CHECKPOINT_FOLDER, CONTRACT_FILE, holds_run, recorded
 from samestep.verify.ledger import Difference, Ledger, cause, read_ledger
 
 # How far apart losses and gradient norms may be, relative to their size, where other kernels rounded otherwise: 2^-24

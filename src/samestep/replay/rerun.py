@@ -23,10 +23,10 @@ from samestep.replay.observed_step import ObservedStep, Wanted, chosen_by, descr
 from samestep.replay.saving import Saver
 from samestep.replay.views import StepView
 from samestep.scripts.patch import Patch, applied
-from samestep.train.checksum import StateChecksum, as_hex
-from samestep.train.folder import holds_run
-from samestep.train.ledger import learning_rates, ledger_entry
+from samestep.train.digest import as_hex, state_checksum
+from samestep.train.paths import holds_run
 from samestep.train.run import Run
+from samestep.train.runlog.ledger import learning_rates, ledger_entry
 from samestep.train.trainer import Trainer
 from samestep.verify.ledger import FieldDifference, Ledger, differing_fields, number
 
@@ -106,7 +106,6 @@ class Rerun(StepObserver):
     view: StepView | None = None
     was_debugged: bool = False
     _places: dict[int, Path | None] = field(default_factory=dict)
-    _checksum: StateChecksum | None = None
     _wanted: Wanted | None = None
     _is_ours: bool = False
     _batch: Any = None
@@ -184,7 +183,6 @@ class Rerun(StepObserver):
             if self.trainer is None and self._made_the_run(this):
                 self.trainer, resume = this, order.checkpoint
                 self._wanted = self._what_is_wanted(this)
-                self._checksum = StateChecksum(this.step)
             return fit(this, *args, **{**options, "resume": resume, "allow_contract_change": True})
 
         return [
@@ -281,11 +279,11 @@ class Rerun(StepObserver):
     def _compare(self, result: StepResult, batch: Any, rates: list[float]) -> None:
         """Puts a step beside its line in the ledger, if it has one."""
         recorded = None if self.order.ledger is None else self.order.ledger.steps.get(result.step)
-        if recorded is None or self._checksum is None:
+        if recorded is None or self.trainer is None:
             return
         digest = None
         if recorded.get("digest") is not None:
-            digest = as_hex(int(self._checksum.compute()))
+            digest = as_hex(int(state_checksum(self.trainer.step)))
         entry = ledger_entry(result, batch if isinstance(batch, Batch) else None, rates, 1, digest)
         relative = max(_relative(recorded.get(name), entry[name]) for name in ("loss", "grad_norm"))
         fields = differing_fields(recorded, entry)

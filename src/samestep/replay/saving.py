@@ -12,7 +12,7 @@ from torch import Tensor
 from samestep.data.nested import leaves
 from samestep.errors import RunFolderError, UsageError
 from samestep.replay.views import Place
-from samestep.train.tensorfile import DTYPE_NAMES, tensor_pieces, write_pieces
+from samestep.train.checkpoint.tensors import DTYPES, write_tensors
 
 INDEX_FILE = "index.json"
 STEP_FILE = "step.safetensors"
@@ -42,7 +42,7 @@ class Part:
 
     def add(self, name: str, tensor: Tensor, **facts: Any) -> None:
         """Copies a tensor to host memory under a name."""
-        if tensor.layout != torch.strided or tensor.is_nested or tensor.dtype not in DTYPE_NAMES:
+        if tensor.layout != torch.strided or tensor.is_nested or tensor.dtype not in DTYPES:
             self.left_out.append(name)
             return
         with torch._C.DisableTorchFunction(), torch.no_grad():
@@ -106,7 +106,7 @@ class Saver:
         path = self._folder / file_name
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            write_pieces(path, tensor_pieces(part.tensors))
+            write_tensors(path, part.tensors)
         except OSError as error:
             raise _cannot_write(path, error) from error
         self._index[file_name] = {**facts, "tensors": part.entries, "left_out": part.left_out}

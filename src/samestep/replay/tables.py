@@ -9,7 +9,7 @@ from rich.table import Table
 
 from samestep.replay.statistics import Statistics, pooled
 from samestep.replay.views import Activation, Check, MicrobatchView, NonFinite, Place, Replay, StepView
-from samestep.train.agreement import decides, shown
+from samestep.train.contract_diff import decides, shown
 from samestep.verify.ledger import number
 
 if TYPE_CHECKING:

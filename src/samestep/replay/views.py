@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from samestep.replay.statistics import Statistics
-from samestep.train.agreement import Change
+from samestep.train.contract_diff import Change
 from samestep.verify.ledger import FieldDifference
 
 Tier = Literal["bitwise", "allclose"]

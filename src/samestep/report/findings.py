@@ -6,7 +6,7 @@ from itertools import pairwise
 from typing import Any, Literal
 
 from samestep.report.events import counted
-from samestep.train.agreement import Change
+from samestep.train.contract_diff import Change
 from samestep.verify.ledger import FINAL_DIGEST, Difference, Extent, Ledger, cause, compare, extent, number
 
 NAMES = {

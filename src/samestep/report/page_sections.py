@@ -7,8 +7,8 @@ from html import escape
 from samestep.report.findings import Finding
 from samestep.report.formatting import duration, flat, number, size, value_text
 from samestep.report.run_summary import Report, RunSummary
-from samestep.train.agreement import decides
-from samestep.train.naming import CONTRACT_FILE
+from samestep.train.contract_diff import decides
+from samestep.train.paths import CONTRACT_FILE
 from samestep.version import __version__
 
 SIGNS = {"holds": ("✓", "Holds"), "fails": ("✕", "Fails"), "note": ("·", "Note")}

@@ -9,7 +9,7 @@ from typing import Any
 
 from samestep.errors import DataError, UsageError
 from samestep.train.curves import Curve
-from samestep.train.naming import CONTRACT_FILE, LEDGER_FILE
+from samestep.train.paths import CONTRACT_FILE, LEDGER_FILE
 from samestep.verify.ledger import Ledger, number, read_ledger
 from samestep.verify.runs import is_run
 

@@ -22,9 +22,9 @@ from samestep.report.reader import (
     read_object,
     read_steps,
 )
-from samestep.train.agreement import differences
+from samestep.train.contract_diff import differences
 from samestep.train.curves import Curve
-from samestep.train.naming import CONTRACT_FILE, METRICS_FILE, RESULT_FILE
+from samestep.train.paths import CONTRACT_FILE, METRICS_FILE, RESULT_FILE
 from samestep.verify.ledger import Ledger
 from samestep.verify.runs import summarize
 

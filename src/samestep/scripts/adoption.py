@@ -31,7 +31,7 @@ from samestep.comm.environment import read_environment
 from samestep.data.randomness import Generators
 from samestep.engine.site import script_line
 from samestep.errors import DeterminismError
-from samestep.train.process import make_deterministic, own_device
+from samestep.train.determinism import make_deterministic, own_device
 
 TIMEOUT_SECONDS = 1800.0
 HEADER_WORDS = 24

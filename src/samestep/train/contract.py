@@ -24,7 +24,7 @@ from samestep.data.loader import Loader
 from samestep.engine.spread import SpreadState
 from samestep.engine.step import TrainStep
 from samestep.errors import UsageError
-from samestep.train.parts import SEVERAL, own_tensors
+from samestep.train.checkpoint.local_shards import SEVERAL, local_tensors
 from samestep.version import __version__
 
 DOCUMENTED = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
@@ -32,7 +32,7 @@ DOCUMENTED = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 @dataclass(frozen=True)
 class Contract:
-    """What decides the bits of a run. The number of devices is not in it.
+    """The settings that decide the bits of a run. The number of devices is not one of them.
 
     Attributes:
         global_batch_size: samples of one optimizer step.
@@ -97,7 +97,7 @@ def precision_flags() -> dict[str, Any]:
 
 
 def step_contract(step: TrainStep) -> dict[str, Any]:
-    """What a step adds to the contract: the model, the loss, the update."""
+    """A step's part of the contract: the model, the loss, the update."""
     return {
         "precision": step.config.precision,
         **step.strategy.contract,
@@ -111,7 +111,7 @@ def step_contract(step: TrainStep) -> dict[str, Any]:
 
 
 def loader_contract(loader: Loader | DataLoader[Any]) -> dict[str, Any]:
-    """What a loader adds to the contract: which samples make a step; of one of the user's own what it tells."""
+    """A loader's part of the contract: which samples make a step, as far as a loader of the user's own says it."""
     fields: dict[str, Any] = {"drop_last": loader.drop_last}
     if isinstance(loader, Loader):
         fields["shuffle"] = loader.shuffle
@@ -126,11 +126,11 @@ def loader_contract(loader: Loader | DataLoader[Any]) -> dict[str, Any]:
 
 
 def model_form(model: nn.Module, spread: SpreadState | None = None) -> dict[str, Any]:
-    """What a model is, but for its values: class, number of elements, and hashes of its tensors' form and of its code.
+    """The form of a model without its values: class, number of elements, hashes of its tensors and of its code.
 
     Code is that of the classes of its modules, those of torch aside.
     """
-    named = dict(own_tensors(model, spread, SEVERAL))
+    named = dict(local_tensors(model, spread, SEVERAL))
     text = "\n".join(f"{name} {tensor.dtype} {list(tensor.shape)}" for name, tensor in named.items())
     elements = sum(named[name].shape.numel() for name, _ in model.named_parameters())
     classes = {kind for module in model.modules() if not (kind := class_of(module)).__module__.startswith("torch.")}
@@ -148,9 +148,9 @@ def class_of(module: nn.Module) -> type[nn.Module]:
 
 
 def code_hash(function: Callable[..., Any]) -> str | None:
-    """A hash of the code of a function or class, comments, docstrings and layout aside; None where it is not to be had.
+    """A hash of the code of a function or class without comments, docstrings, layout; None if it has no source.
 
-    What it calls is not looked at. It is the same under every version of Python.
+    Functions that it calls are not part of it. It is the same under every version of Python.
     """
     while isinstance(function, partial):
         function = function.func

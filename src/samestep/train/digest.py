@@ -1,8 +1,27 @@
-"""The digest: one SHA-256 over the whole state of a run, by which two runs are compared."""
+"""Hashes of the whole state of a run: a SHA-256 by which runs are compared, and a 64-bit checksum for the ledger.
+
+The checksum is computed where the state lies, cheaply enough for each step. The bytes of all tensors, each in the
+logical order of its elements, are cut into rows of `ROW_WORDS` words of 32 bits: first those that fill no row of their
+own, side by side, then the full rows of each tensor. A row's sum is multilinear: Σ wᵢxᵢ modulo 2^64, with 64-bit
+weights that look random (Carter and Wegman 1979; modulo a power of two and without division, Dietzfelbinger 1996, and
+Lemire and Kaser 2014, "Strongly universal string hashing is fast"). Two given rows have the same sum with a probability
+of at most 2^-33 over the weights, since a difference of 32-bit words is divisible by 2^31 at most; and no two weights
+agree modulo 2^32, so that one changed word, or two swapped words of a row, are not probably but certainly seen: their
+products with the difference keep a bit below 2^64.
+
+A row's sum and its number then go through a bijection that scatters them (the finalizer of SplitMix64, Steele, Lea and
+Flood 2014), and these are added over the rows, as in the additive hash of Clarke et al. 2003: a difference in one row
+alone changes the result with certainty, one in several goes unseen with a probability of about 2^-64. Names, dtypes,
+shapes and plain numbers enter through BLAKE2. It finds accidents; against intent there is the SHA-256.
+
+Integer sums modulo 2^64 do not depend on their order, so neither does the result: any device, any number of threads,
+any layout in memory. A row's sum is linear in its words, and a word in its bytes (the highest bit counts -2^31): the
+ranks of a sharded state sum their own bytes, with zeros for the others', and exchange 8 bytes for 16 KiB of state.
+"""
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import Any
 
@@ -10,19 +29,29 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from samestep.comm.communicator import Communicator
 from samestep.comm.pieces import Piece
+from samestep.data.batch import flattened
 from samestep.data.nested import leaves
 from samestep.engine.spread import SpreadState
 from samestep.engine.step import TrainStep
 from samestep.errors import UsageError
-from samestep.train.parts import held_by, own_state, own_tensors, whole_of
+from samestep.train.checkpoint.local_shards import held_by, local_state, local_tensors, unsharded
+
+ROW_WORDS = 4096
+ROW_BYTES = 4 * ROW_WORDS
+_SLOT_BYTES = 16  # where a tensor's bytes begin among those that fill no row: a multiple of this
+_CPU_BLOCK_ROWS = 32  # 1 MiB of products, which stay in the cache
+_BLOCK_ROWS = 1024  # large enough on an accelerator to hide the launch of a kernel
+_GOLDEN = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio, SplitMix64's increment
+_FIRST, _SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 
 def state_digest(model: nn.Module | TrainStep, optimizers: Optimizer | Sequence[Optimizer] | None = None) -> str:
     """SHA-256 over names, dtypes, shapes and bytes of parameters, buffers and optimizer state, as hexadecimal digits.
 
-    Where the state is spread over the ranks (strategy="sharded") give the step: all ranks call it then, and bring one
-    tensor at a time together. The digest is that of the same state on one device. Tier `bitwise`.
+    If the state is sharded (strategy="sharded") give the step: all ranks call it then, and gather one tensor at a time.
+    The digest is that of the same state on one device. Tier `bitwise`.
 
     Args:
         model: its parameters and all its buffers count, in their order; or a training step, whose state it is.
@@ -30,62 +59,193 @@ def state_digest(model: nn.Module | TrainStep, optimizers: Optimizer | Sequence[
             step, which knows its own.
 
     Raises:
-        UsageError: the model is spread over the ranks, or there are optimizers neither here nor in a step.
+        UsageError: the model is sharded, or there are optimizers neither here nor in a step.
     """
-    if isinstance(model, TrainStep):
-        communicator = model.spread_over
-        state = named_state(model.model, model.optimizers, model.spread, communicator.world_size)
-        return _digest((name, whole_of(value, communicator)) for name, value in state)
-    if optimizers is None:
-        raise UsageError("got a model alone; call state_digest(model, optimizers), or state_digest(step)")
-    _check_whole(model)
-    return _digest(named_state(model, optimizers))
-
-
-def _digest(state: Iterable[tuple[str, Any]]) -> str:
+    if not isinstance(model, TrainStep):
+        if optimizers is None:
+            raise UsageError("got a model alone; call state_digest(model, optimizers), or state_digest(step)")
+        for name, parameter in model.named_parameters():
+            if hasattr(parameter, "to_local"):  # a DTensor, without importing what makes one
+                raise UsageError(
+                    f"{name} is spread over the ranks; call state_digest(step) with the training step in place of "
+                    "model and optimizers, on all ranks"
+                )
     hasher = hashlib.sha256()
-    for name, value in state:
-        if isinstance(value, Tensor):
-            host = value.detach().cpu().contiguous()
+    for name, value in named_state(model, optimizers):
+        whole = unsharded(value, model.spread_over) if isinstance(model, TrainStep) else value
+        if isinstance(whole, Tensor):
+            host = whole.detach().cpu().contiguous()
             hasher.update(f"{name} {host.dtype} {list(host.shape)}\n".encode())
             hasher.update(host.reshape(-1).view(torch.uint8).numpy().tobytes())
         else:
-            hasher.update(f"{name} {json.dumps(value)}\n".encode())
+            hasher.update(f"{name} {json.dumps(whole)}\n".encode())
     return hasher.hexdigest()
 
 
 def named_state(
-    model: nn.Module,
-    optimizers: Optimizer | Sequence[Optimizer],
-    spread: SpreadState | None = None,
-    world_size: int = 1,
+    model: nn.Module | TrainStep, optimizers: Optimizer | Sequence[Optimizer] | None = None
 ) -> Iterator[tuple[str, Any]]:
-    """All that makes up the state, by name, in a fixed order: of what is spread over the ranks, this rank's pieces.
-
-    Args:
-        model: see `state_digest`.
-        optimizers: see `state_digest`.
-        spread: how the state is spread; None for not at all.
-        world_size: the number of ranks.
-    """
-    named = chain(model.named_parameters(), () if spread is None else spread.parts.items())
+    """Tensors and plain values of the state by name, in a fixed order; of sharded tensors this rank's local shards."""
+    state: SpreadState | None = None
+    world_size = 1
+    if isinstance(model, TrainStep):
+        state, world_size, optimizers = model.spread, model.spread_over.world_size, model.optimizers
+        model = model.model
+    named = chain(model.named_parameters(), () if state is None else state.parts.items())
     names = {id(parameter): name for name, parameter in named}
-    yield from own_tensors(model, spread, world_size)
-    for number, optimizer in enumerate([optimizers] if isinstance(optimizers, Optimizer) else optimizers):
+    yield from local_tensors(model, state, world_size)
+    for number, optimizer in enumerate([optimizers] if isinstance(optimizers, Optimizer) else optimizers or ()):
         parameters = held_by(optimizer)
-        for index, state in own_state(optimizer, spread, world_size).items():
+        for index, of_parameter in local_state(optimizer, state, world_size).items():
             owner = names.get(id(parameters[index]), f"parameter {index}")
-            for key, value in sorted(state.items()):
+            for key, value in sorted(of_parameter.items()):
                 for leaf in leaves(value):
                     if isinstance(leaf, Tensor | Piece | int | float | str | bool) or leaf is None:
                         yield f"optimizer {number}: {owner}: {key}", leaf
 
 
-def _check_whole(model: nn.Module) -> None:
-    """Raises a `UsageError` if this rank has a part of the model only."""
-    for name, parameter in model.named_parameters():
-        if hasattr(parameter, "to_local"):  # a DTensor, without importing what makes one
-            raise UsageError(
-                f"{name} is spread over the ranks; call state_digest(step) with the training step in place of model "
-                "and optimizers, on all ranks"
-            )
+@torch.no_grad()
+def state_checksum(model: nn.Module | TrainStep, optimizers: Sequence[Optimizer] = ()) -> Tensor:
+    """A position-dependent 64-bit checksum of parameters, buffers and optimizer state, computed on the device.
+
+    Equal states have equal checksums, on any kind and number of devices and any number of threads. The order of
+    elements and of tensors counts, as do names, dtypes, shapes and every bit (-0.0 is not 0.0); strides and alignment
+    do not. If the state is sharded give the step, and call it on all ranks. Tier `bitwise`.
+
+    Args:
+        model: its parameters and all its buffers count; or a training step, whose state it is.
+        optimizers: state is named after the parameter it belongs to; settings such as learning rates do not count.
+
+    Returns:
+        A 0-d int64 tensor on the device; the host waits for it when it is read. See `as_hex`.
+    """
+    over = model.spread_over if isinstance(model, TrainStep) else None
+    tensors, plain = [], []
+    is_sharded = False
+    for name, value in named_state(model, optimizers):
+        if isinstance(value, Piece) and over is not None:
+            value, is_sharded = value.in_order(over), True
+        if isinstance(value, Tensor | Piece):
+            tensors.append((name, value))
+        else:
+            plain.append((name, value))
+    return _checksum(tensors, plain, over if is_sharded else None)
+
+
+@torch.no_grad()
+def local_checksums(step: TrainStep) -> list[Tensor]:
+    """Checksums of the tensors that each rank has whole and, if the state is sharded, of this rank's local shards."""
+    whole, sharded, plain = [], [], []
+    for name, value in named_state(step):
+        if isinstance(value, Piece):
+            sharded.append((name, value.local))
+        elif isinstance(value, Tensor):
+            whole.append((name, value))
+        else:
+            plain.append((name, value))
+    checksums = [_checksum(whole, plain, None)]
+    return checksums if step.spread is None else [*checksums, _checksum(sharded, [], None)]
+
+
+def as_hex(value: int) -> str:
+    """A checksum, signed or not, as 16 hexadecimal digits."""
+    return f"{value % 2**64:016x}"
+
+
+def _checksum(
+    tensors: Sequence[tuple[str, Tensor | Piece]], plain: list[tuple[str, Any]], over: Communicator | None
+) -> Tensor:
+    forms = [(name, str(value.dtype), list(value.shape)) for name, value in tensors]
+    total = sum_of_rows([value for _, value in tensors], over)
+    return scattered(total + _signed(_hash(json.dumps(forms)) + _hash(json.dumps(plain))))
+
+
+def sum_of_rows(tensors: Sequence[Tensor | Piece], over: Communicator | None) -> Tensor:
+    """The sum over all rows of their scattered sums, 0-d int64; a collective call if there are local shards in it.
+
+    Args:
+        tensors: whole ones, or local shards of adjacent elements.
+        over: the ranks of which each has local shards; None if each rank has everything.
+    """
+    rank, ranks = (0, 1) if over is None else (over.rank, over.world_size)
+    held = [value.local if isinstance(value, Piece) else value for value in tensors]
+    main = next((each.device for each in held if each.device.type != "cpu"), torch.device("cpu"))
+    sizes = [value.shape.numel() * value.dtype.itemsize for value in tensors]
+    num_rest = max(1, -(-sum(-(-(size % ROW_BYTES) // _SLOT_BYTES) * _SLOT_BYTES for size in sizes) // ROW_BYTES))
+    num_rows = num_rest + sum(size // ROW_BYTES for size in sizes)
+    share = -(-num_rows // ranks)
+    sums = torch.zeros(share * ranks, dtype=torch.int64, device=main)
+    partial: dict[torch.device, list[tuple[int, Tensor]]] = {}  # (place among all rows in bytes, bytes of one row)
+    rest_at, rows_at = 0, num_rest * ROW_BYTES
+    for value, each, size in zip(tensors, held, sizes, strict=True):
+        start = value.spread.cuts[rank] * each.dtype.itemsize if isinstance(value, Piece) else 0
+        data = _bytes(each) if isinstance(value, Piece) or rank == 0 else _bytes(each)[:0]
+        border = size // ROW_BYTES * ROW_BYTES
+        for begin, end, base in ((0, border, rows_at), (border, size, rest_at)):
+            first, stop = max(start, begin), min(start + data.numel(), end)
+            if first >= stop:
+                continue
+            at = base + first - begin
+            head = min(stop, first + -at % ROW_BYTES)  # where the first full row begins, and the last one ends
+            tail = max(head, stop - (at + stop - first) % ROW_BYTES)
+            if head < tail:
+                row = (at + head - first) // ROW_BYTES
+                sums[row : row + (tail - head) // ROW_BYTES] += _row_sums(data[head - start : tail - start]).to(main)
+            for a, b in ((first, head), (tail, stop)):
+                if a < b:
+                    partial.setdefault(each.device, []).append((at + a - first, data[a - start : b - start]))
+        rows_at += border
+        rest_at += -(-(size - border) // _SLOT_BYTES) * _SLOT_BYTES
+    for device, pieces in partial.items():
+        numbers = {row: number for number, row in enumerate(dict.fromkeys(place // ROW_BYTES for place, _ in pieces))}
+        stage = torch.zeros(len(numbers) * ROW_BYTES, dtype=torch.uint8, device=device)
+        places = [numbers[place // ROW_BYTES] * ROW_BYTES + place % ROW_BYTES for place, _ in pieces]
+        slots = [stage[place : place + piece.numel()] for place, (_, piece) in zip(places, pieces, strict=True)]
+        torch._foreach_copy_(slots, [piece for _, piece in pieces])
+        sums.index_add_(0, torch.tensor(list(numbers)).to(main), _row_sums(stage).to(main))
+    if over is None or ranks == 1:
+        return scattered(sums + random_words(ROW_WORDS, num_rows, main)).sum()
+    # Each rank adds up and scatters an equal part of the rows; of that only one number a rank travels.
+    at_hand = over.transport if main == over.device else over.control
+    theirs = at_hand.exchange(sums, [share] * ranks, [share] * ranks).wait().view(ranks, share).sum(0)
+    own = range(min(rank * share, num_rows), min((rank + 1) * share, num_rows))
+    keys = random_words(ROW_WORDS + own.start, len(own), main)
+    return at_hand.gather(scattered(theirs[: len(own)] + keys).sum().view(1)).wait().sum()
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """The bytes of the elements in their logical order; a copy only if they lie in memory otherwise."""
+    return flattened(tensor.detach().resolve_conj().resolve_neg()).view(torch.uint8)
+
+
+def _row_sums(data: Tensor) -> Tensor:
+    """The weighted sum of each row, int64 [rows], of bytes that fill rows."""
+    aligned = data if data.storage_offset() % 4 == 0 else data.clone()
+    words, weights = aligned.view(torch.int32).view(-1, ROW_WORDS), random_words(0, ROW_WORDS, data.device)
+    blocks = words.split(_CPU_BLOCK_ROWS if data.device.type == "cpu" else _BLOCK_ROWS)
+    return torch.cat([(block * weights).sum(1) for block in blocks])
+
+
+def random_words(start: int, count: int, device: torch.device | None = None) -> Tensor:
+    """Some numbers of SplitMix64 from seed 0: the first `ROW_WORDS` are the weights, the others keys of rows.
+
+    No two of the weights agree modulo 2^32, and none is 0 there; a test checks that this holds for seed 0.
+    """
+    return scattered(torch.arange(start + 1, start + count + 1, device=device) * _signed(_GOLDEN))
+
+
+def scattered(words: Tensor) -> Tensor:
+    """The finalizer of SplitMix64, a bijection of 64-bit words: int64 of any shape."""
+    words = (words ^ ((words >> 30) & 0x3FFFFFFFF)) * _signed(_FIRST)  # >> copies the sign, & removes the copies
+    words = (words ^ ((words >> 27) & 0x1FFFFFFFFF)) * _signed(_SECOND)
+    return words ^ ((words >> 31) & 0x1FFFFFFFF)
+
+
+def _signed(value: int) -> int:
+    """The 64-bit word as a tensor of int64 holds it."""
+    return (value + 2**63) % 2**64 - 2**63
+
+
+def _hash(text: str) -> int:
+    """64 bits of BLAKE2b over a text."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")

@@ -1,4 +1,4 @@
-"""Drift: ranks whose states have come to differ are noticed when a checksum of the state is taken, and told by name."""
+"""Drift: the ranks compare checksums of their states, and name the rank and the tensor that differ."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -11,38 +11,30 @@ from samestep.data.batch import checksum
 from samestep.data.nested import leaves
 from samestep.engine.step import TrainStep
 from samestep.errors import DeterminismError
-from samestep.train.checksum import StateChecksum
-from samestep.train.digest import named_state
-from samestep.train.state import generator_states
+from samestep.train.checkpoint.state import generator_states
+from samestep.train.digest import local_checksums, named_state
 
 
 class Drift:
-    """Compares the state that several ranks hold alike, by 8 bytes a rank (16 if it is spread over the ranks).
-
-    Args:
-        membership: the ranks.
-        steps: whose states are compared.
-    """
+    """Compares the state that several ranks hold alike, by 8 bytes a rank (16 if it is sharded)."""
 
     def __init__(self, membership: Membership, steps: Sequence[TrainStep]) -> None:
         self._membership = membership
         self._steps = list(steps)
-        self._sums = [StateChecksum(step) for step in self._steps]
         self._equal_at: list[int] | None = None
 
     def check(self, digest: Tensor | None = None) -> None:
-        """Compares the states as they are now, unless that was done after the same step; all ranks call it.
+        """Compares the states as they are now, unless that was done after the same step; a collective call.
 
-        Args:
-            digest: the checksum of the state, if it is known and each rank has all of it.
+        `digest` is the checksum of the state, if it is known and the state is not sharded.
 
         Raises:
-            DeterminismError: names the step, a rank and what differs there; raised on all ranks.
+            DeterminismError: names the step, a rank and the entry that differs; raised on all ranks.
         """
         at = [step.num_steps for step in self._steps]
         if self._membership.world_size == 1 or at == self._equal_at:
             return
-        tensors = [digest] if digest is not None else [part for total in self._sums for part in total.compute_held()]
+        tensors = [digest] if digest is not None else [part for step in self._steps for part in local_checksums(step)]
         words = [int(tensor) for tensor in tensors]
         before = self._membership.heartbeat.enter("exchange")  # a rank that waits for a slower one does not hang
         self._membership.perform(lambda: self._compare(words))
@@ -50,7 +42,7 @@ class Drift:
         self._equal_at = at
 
     def _compare(self, words: Sequence[int]) -> None:
-        """Gathers the checksums; those of the pieces that ranks have are the second of each step."""
+        """Gathers the checksums; those of the local shards are the second of each step."""
         columns = list(zip(*self._membership.communicator.gather_words(words), strict=True))
         for step in self._steps:
             for is_piece in (False,) if step.spread is None else (False, True):
@@ -58,12 +50,9 @@ class Drift:
                     self._explain(step)
 
     def _odd_one(self, values: Sequence[int], step: TrainStep, is_piece: bool) -> tuple[int, int] | None:
-        """A rank whose value is not that of most ranks that should have the same, and one of those; None if all agree.
+        """A rank whose value is not that of most ranks which should have the same, and one of those; None if all agree.
 
-        Args:
-            values: by rank.
-            step: whose state it is about.
-            is_piece: whether only ranks at equal places of several groups should have the same.
+        Of local shards (`is_piece`) only ranks at equal places of several groups should have the same.
         """
         stride = step.spread_over.world_size if is_piece else 1
         for first in range(stride):
@@ -74,11 +63,7 @@ class Drift:
         return None
 
     def _explain(self, step: TrainStep) -> None:
-        """Finds the first entry that differs, and raises on all ranks.
-
-        Raises:
-            DeterminismError: always.
-        """
+        """Finds the first entry that differs, and raises a `DeterminismError` on all ranks."""
         membership, entries = self._membership, list(_entries(step))
         draws = checksum(list(leaves(generator_states(membership.communicator.device))))
         rows = membership.communicator.gather_words([len(entries), draws])
@@ -103,7 +88,7 @@ class Drift:
 
 
 def _entries(step: TrainStep) -> Iterator[tuple[str, int, bool]]:
-    """What makes up the state of a step: names, checksums, and whether it is this rank's piece of something.
+    """The entries of a step's state: names, checksums, and whether it is this rank's local shard.
 
     Settings of the optimizers, such as learning rates, come first: where they differ the rest does because of them.
     """
@@ -112,7 +97,7 @@ def _entries(step: TrainStep) -> Iterator[tuple[str, int, bool]]:
             for key, value in group.items():
                 if key != "params" and isinstance(value, Tensor | int | float | str | bool | tuple):
                     yield f"optimizer {number}: {key} of parameter group {index}", checksum([key, value]), False
-    for name, value in named_state(step.model, step.optimizers, step.spread, step.spread_over.world_size):
+    for name, value in named_state(step):
         is_piece = isinstance(value, Piece)
         held = value.local if isinstance(value, Piece) else value
         form = f"{name} {held.dtype} {list(held.shape)}" if isinstance(held, Tensor) else name

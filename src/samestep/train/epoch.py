@@ -1,4 +1,4 @@
-"""An epoch: its record, what is known of one under way, and its batches that are left."""
+"""An epoch: its record, its state while it is under way, and its remaining batches."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
@@ -9,13 +9,13 @@ from torch.utils.data import DataLoader
 
 from samestep.data.loader import Loader
 from samestep.errors import CheckpointError
+from samestep.train.checkpoint.state import check_alike, generator_states, restore_generators
 from samestep.train.run import Run
-from samestep.train.state import check_alike, generator_states, restore_generators
 
 
 @dataclass(frozen=True)
 class EpochRecord:
-    """What came of one epoch.
+    """The results of one epoch.
 
     Attributes:
         epoch: counted from 1, as it is shown.
@@ -36,7 +36,7 @@ class EpochRecord:
         return asdict(self)
 
     def scalars(self) -> dict[str, float]:
-        """What loggers are told."""
+        """The scalars for loggers."""
         scalars = {"epoch": float(self.epoch), "loss/train_epoch": self.train_loss}
         scalars["samples_per_second"] = self.samples_per_second
         scalars.update({f"{name}/eval": value for name, value in self.eval.items()})
@@ -75,7 +75,7 @@ class EpochSoFar:
 
 
 def begin_epoch(loader: Loader | DataLoader[Any], device: torch.device) -> EpochSoFar:
-    """An epoch of which nothing is done."""
+    """A new epoch."""
     return EpochSoFar(generators=generator_states(device), of_loader=loader_generator_states(loader))
 
 
@@ -99,7 +99,7 @@ def batches_left(loader: Loader | DataLoader[Any], epoch: EpochSoFar, device: to
 
 
 def num_batches(loader: Loader | DataLoader[Any]) -> int | None:
-    """Batches of an epoch, where somebody knows."""
+    """Batches of an epoch, if the loader has a length."""
     try:
         return len(loader)
     except TypeError:
@@ -128,11 +128,7 @@ def make_eval_loader(run: Run, data: Any, epoch: int, num_workers: int) -> Loade
 def put_in_place(
     state: Mapping[str, Any], loader: Loader | DataLoader[Any], eval_loader: Loader | None, device: torch.device
 ) -> None:
-    """Puts loaders and generators where a state says that they were.
-
-    Raises:
-        CheckpointError: it is the state of a program that had another sort of loader.
-    """
+    """Puts loaders and generators where a state has them; a `CheckpointError` for one of another sort of loader."""
     if not isinstance(loader, Loader):
         restore_loader_generators(loader, state["loader_generators"])
     elif state["cursor"] is not None:

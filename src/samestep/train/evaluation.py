@@ -145,7 +145,7 @@ def _predict(membership: Membership, model: nn.Module, loader: Loader, forward: 
 
 
 def carry_out(membership: Membership, loader: Loader, attempt: Callable[[], T]) -> T:
-    """Carries out an operation on the loader's next epoch; begun anew if a rank is lost meanwhile."""
+    """Runs an operation on the loader's next epoch, again from its start if a rank is lost meanwhile."""
     start = loader.bookmark()
 
     def once() -> T:
@@ -259,7 +259,7 @@ def _form(value: Any) -> Any:
 
 
 def _structure(form: Any) -> Any:
-    """What `_form` told of, for a rank without a sample of its own; named tuples come as plain ones."""
+    """The structure of a `_form`, for a rank without a sample of its own; named tuples become plain ones."""
     if form is None:
         return torch.empty(0)
     kind, entries = form

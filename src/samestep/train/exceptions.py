@@ -49,12 +49,12 @@ def portable(error: BaseException) -> BaseException:
 
 
 def blamed(error: BaseException, rank: int, where: str) -> BaseException:
-    """An exception that another rank met, to be raised here: from a `PeerLostError`, so that nobody blames this rank.
+    """An exception of another rank, to be raised here from a `PeerLostError`, so that this rank is not blamed.
 
     Args:
         error: as it arrived.
-        rank: who met it.
-        where: what the rank did, in words.
+        rank: that raised it.
+        where: the operation of that rank, in words.
     """
     peer = PeerLostError(where, (rank,))
     peer.__cause__ = error.__cause__

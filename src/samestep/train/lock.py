@@ -1,7 +1,7 @@
 """The lock on a run folder: one process at a time writes a run; however that process ends, the lock is gone with it.
 
-It is an advisory lock of the system on a file in the folder (flock(2)). The file names who holds it, for the message to
-whoever comes second. It is removed when the lock is given back; a process that was killed leaves it behind, unlocked.
+It is an advisory lock of the system on a file in the folder (flock(2)), which names its holder for the message to a
+second process. It is removed when the lock is given back; a process that was killed leaves it behind, unlocked.
 """
 
 import json
@@ -17,8 +17,8 @@ from io import FileIO
 from pathlib import Path
 
 from samestep.errors import UsageError
-from samestep.train.naming import LOCK_FILE
-from samestep.train.writing import is_at, open_unbuffered, writing
+from samestep.train.atomic_io import is_at, open_unbuffered, writing
+from samestep.train.paths import LOCK_FILE
 
 LOCK_SECONDS = 5.0  # a process that is being ended may need a moment
 POLL_SECONDS = 0.05
@@ -27,12 +27,8 @@ POLL_SECONDS = 0.05
 class FolderLock:
     """A lock that `take_lock` took; held until it is given back, or until this process ends.
 
-    A process that is forked from this one does not hold it, so what outlives its parent keeps nobody waiting.
-
-    Args:
-        path: of the file.
-        file: that file, open and locked.
-        changed: when the folder was last changed, in nanoseconds since 1970, before the file was in it.
+    A forked process does not hold it, so that one which outlives its parent keeps no other process waiting. `changed`
+    is when the folder was last changed before the file was in it, in nanoseconds since 1970.
     """
 
     def __init__(self, path: Path, file: FileIO, changed: int) -> None:
@@ -42,10 +38,7 @@ class FolderLock:
             os.register_at_fork(after_in_child=partial(_close_file, weakref.ref(self)))
 
     def release(self) -> None:
-        """Gives it back and removes the file; a second call does nothing.
-
-        A folder in which nothing else has come or gone meanwhile is as it was, its time too.
-        """
+        """Gives it back and removes the file; the folder's time is as before if nothing else has come or gone."""
         if self._file.closed:
             return
         with suppress(OSError):
@@ -63,13 +56,9 @@ def take_lock(
     wait_seconds: float = LOCK_SECONDS,
     meanwhile: Callable[[], None] = lambda: None,
 ) -> FolderLock:
-    """Locks a folder that is there for this process.
+    """Locks a folder for this process, after waiting for another holder; `meanwhile` is called often while it waits.
 
-    Args:
-        folder: of the run.
-        tell: takes a sentence where the file system has no locks; nobody is kept out then.
-        wait_seconds: how long to wait for another process that holds the lock.
-        meanwhile: called often while waiting.
+    On a file system without locks `tell` takes a sentence, and no process is kept out.
 
     Raises:
         UsageError: another process holds it.
@@ -83,7 +72,7 @@ def take_lock(
         file = open_unbuffered(path, "a+b")
         try:
             is_locked, reason = _try_to_lock(file)
-            if is_locked and not is_at(path, file):  # whoever held it has given it back and removed the file
+            if is_locked and not is_at(path, file):  # its holder has given it back and removed the file
                 file.close()
                 continue
             if is_locked or reason:
@@ -102,10 +91,9 @@ def take_lock(
 
 
 def is_locked(folder: Path) -> bool | None:
-    """Whether a process writes to a run folder now; None where the file system does not tell.
+    """Whether a process writes to a run folder now; None if the file system has no locks.
 
-    Nothing is written. The lock can only be asked for by taking it; it is taken with others who ask, for a moment: a
-    run that starts meanwhile tries once more.
+    The lock can be tested only by taking it: it is taken shared, for a moment; a run that starts meanwhile tries again.
     """
     try:
         import fcntl
@@ -122,7 +110,7 @@ def is_locked(folder: Path) -> bool | None:
 
 
 def _try_to_lock(file: FileIO) -> tuple[bool, str]:
-    """Whether the file is locked by us now; and if that cannot be done here, why not."""
+    """Whether this process has locked the file, and the reason if files cannot be locked here."""
     try:
         import fcntl
     except ImportError:
@@ -137,7 +125,7 @@ def _try_to_lock(file: FileIO) -> tuple[bool, str]:
 
 
 def _sign(file: FileIO) -> None:
-    """Writes down who holds the lock; it is held on a full disk, too."""
+    """Writes the holder into the file; the lock is held on a full disk, too."""
     holder = {
         "pid": os.getpid(),
         "host": platform.node(),
@@ -149,7 +137,7 @@ def _sign(file: FileIO) -> None:
 
 
 def _refusal(folder: Path, file: FileIO) -> str:
-    """Who holds the lock, and what to do."""
+    """The error message of a second process: the holder, and what to do."""
     try:
         file.seek(0)
         holder = json.loads(file.read())
@@ -168,7 +156,7 @@ def _refusal(folder: Path, file: FileIO) -> str:
 
 
 def _close_file(reference: "weakref.ref[FolderLock]") -> None:
-    """Lets go of the file in a forked process; our parent's lock stays."""
+    """Closes the file in a forked process; the parent's lock stays."""
     lock = reference()
     if lock is not None:
         lock._file.close()

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from samestep.text import one_line
+from samestep.train.atomic_io import make_folder, replacing
 from samestep.train.curves import Series, wants_log
-from samestep.train.writing import make_folder, replacing
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

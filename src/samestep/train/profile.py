@@ -11,7 +11,7 @@ from torch.profiler import profile, record_function, schedule
 from samestep.comm.environment import Environment
 from samestep.comm.heartbeat import Heartbeat
 from samestep.errors import RunFolderError
-from samestep.train.writing import make_folder
+from samestep.train.atomic_io import make_folder
 
 SKIPPED_STEPS = 3  # allocate memory and choose kernels
 NUM_STEPS = 10

@@ -1,4 +1,4 @@
-"""The progress of a trainer: the epochs done and the one under way; what belongs to a state besides the step's own."""
+"""The progress of a trainer: the epochs done and the one under way, which a checkpoint has besides the step's state."""
 
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -8,11 +8,9 @@ from torch.utils.data import DataLoader
 
 from samestep.data.loader import Loader
 from samestep.engine.step import TrainStep
-from samestep.train.epoch import EpochRecord, EpochSoFar, loader_generator_states, put_in_place
-from samestep.train.packing import as_bad_checkpoint
-from samestep.train.resume import Resumed
-from samestep.train.run import Run
-from samestep.train.state import (
+from samestep.train.checkpoint.packing import as_bad_checkpoint
+from samestep.train.checkpoint.resume import Resumed
+from samestep.train.checkpoint.state import (
     NOT_OURS,
     State,
     capture,
@@ -21,14 +19,12 @@ from samestep.train.state import (
     restore,
     restore_generators,
 )
+from samestep.train.epoch import EpochRecord, EpochSoFar, loader_generator_states, put_in_place
+from samestep.train.run import Run
 
 
 class Progress:
     """How far a trainer is.
-
-    Args:
-        run: of the trainer.
-        step: of the trainer.
 
     Attributes:
         history: a record of each epoch that is done.
@@ -46,13 +42,7 @@ class Progress:
     def capture(
         self, loader: Loader | DataLoader[Any], cursor: Mapping[str, int] | None, contract: Mapping[str, Any]
     ) -> State:
-        """The whole state: the step's and what else a run goes on from.
-
-        Args:
-            loader: that is trained with.
-            cursor: its place; None for a loader of the user's own.
-            contract: of the run.
-        """
+        """The whole state: the step's, history, epoch, place in the data (None for a `DataLoader`), contract."""
         rest = {
             "history": [record.as_json() for record in self.history],
             "epoch": asdict(self.epoch),
@@ -63,8 +53,8 @@ class Progress:
         }
         return capture(self._step, rest)
 
-    def take_up(self, resumed: Resumed) -> None:
-        """Takes the place of the trainer that a state is of; loaders and generators follow by `go_on`."""
+    def restore(self, resumed: Resumed) -> None:
+        """Restores a state; loaders and generators follow by `go_on`."""
         device = self._run.device
         with as_bad_checkpoint(NOT_OURS):
             rest = resumed.rest
@@ -82,9 +72,9 @@ class Progress:
         self.history, self.epoch = history, epoch
 
     def go_on(self, loader: Loader | DataLoader[Any]) -> None:
-        """Begins where the state ends: its cursor, its generators, its epoch; those of a resumed run only now.
+        """Puts cursor, generators and epoch where the state has them.
 
-        A program that was resumed may have called `fit` before, and drawn, for what the state is past already.
+        Those of a resumed run only now: the program may have called `fit` before, and drawn, for epochs that are done.
         """
         waiting, self._waiting = self._waiting, None
         if waiting is None:

@@ -31,16 +31,16 @@ from samestep.engine.step import TrainStep
 from samestep.engine.strategies import Sharded, StrategyOptions, as_strategy
 from samestep.engine.strategy import Strategy
 from samestep.errors import SamestepError, UsageError
-from samestep.train.agreement import check_contract_kept, differences
+from samestep.train.atomic_io import CHECKPOINT_RETRIES, check_retries, retrying
+from samestep.train.checkpoint.state import generator_states, restore_generators
 from samestep.train.contract import Contract, check_contract
+from samestep.train.contract_diff import check_contract_kept, differences
+from samestep.train.determinism import make_deterministic, own_device
 from samestep.train.evaluation import evaluate, predict
-from samestep.train.loops import load, save
-from samestep.train.process import make_deterministic, own_device
+from samestep.train.manual import load, save
 from samestep.train.profile import keep_profile
-from samestep.train.state import generator_states, restore_generators
-from samestep.train.stopping import stopping_on_request
+from samestep.train.signals import stopping_on_request
 from samestep.train.unseeded import DrawnBefore, DrawnParameters
-from samestep.train.writing import CHECKPOINT_RETRIES, check_retries, retrying
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -406,7 +406,7 @@ class Run:
 
     @contextmanager
     def _placed(self, model: nn.Module) -> Iterator[nn.Module]:
-        """What runs a model where nothing is trained; what its ranks meet there is told as in training."""
+        """Yields the callable for evaluation; its errors are translated as in training."""
         strategy = self._spread.get(model)
         if strategy is None:
             yield model
@@ -438,7 +438,7 @@ class Run:
             folder: of this run's checkpoints; each is one in it, `step-00000120`, by the number of steps taken.
             step: one, or several that belong together, such as a GAN's two.
             loader: of this run, in the middle of an epoch too: the batches yielded so far count as done.
-            rest: what else is to be kept: numbers, strings, tensors and arrays in dicts, lists, tuples and sets.
+            rest: what else is to be kept: tensors, arrays of numbers, numbers, strings, None in dicts, lists, tuples.
             keep: how many checkpoints are kept.
             checkpoint_retries: how often a checkpoint that cannot be written is tried again, after 1, 2, 4, … seconds.
 
@@ -446,7 +446,7 @@ class Run:
             The checkpoint.
 
         Raises:
-            UsageError: the folder holds another run's checkpoints, or `rest` holds what needs pickle.
+            UsageError: the folder holds another run's checkpoints, or a value in `rest` is neither a tensor nor JSON.
             RunFolderError: it cannot be written; nothing that was good is lost.
             DeterminismError: the ranks' states have come to differ; the message names what differs, and where.
         """

@@ -1,4 +1,4 @@
-"""The trainer: the loop over epochs for those who do not want to write it."""
+"""The trainer: a ready-made loop over epochs."""
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,22 +14,22 @@ from samestep.comm.communicator import Communicator
 from samestep.data.loader import Loader
 from samestep.engine.losses import LossFn
 from samestep.errors import UsageError
+from samestep.train.atomic_io import CHECKPOINT_RETRIES
+from samestep.train.checkpoint.export import write_weights
+from samestep.train.checkpoint.local_shards import is_sharded
+from samestep.train.checkpoint.state import State
 from samestep.train.contract import loader_contract, step_contract
 from samestep.train.digest import state_digest
 from samestep.train.epoch import EpochRecord, batches_left, begin_epoch, make_eval_loader, make_loader, num_batches
-from samestep.train.ledger import learning_rates
-from samestep.train.loggers import Logger
-from samestep.train.naming import WEIGHTS_FILE
-from samestep.train.notes import Notes
-from samestep.train.opening import give_state, join_run, open_run
-from samestep.train.parts import is_spread
+from samestep.train.paths import WEIGHTS_FILE
 from samestep.train.progress import Progress
+from samestep.train.rank_zero import on_main
 from samestep.train.run import Run
-from samestep.train.state import State
-from samestep.train.stopping import stopping_on_request
-from samestep.train.together import on_main
-from samestep.train.weights import leave_weights
-from samestep.train.writing import CHECKPOINT_RETRIES
+from samestep.train.runlog.ledger import learning_rates
+from samestep.train.runlog.loggers import Logger
+from samestep.train.runlog.run_log import RunLog
+from samestep.train.signals import stopping_on_request
+from samestep.train.startup import give_state, join_run, open_run
 
 DIGEST_EVERY = 100
 CHECKPOINT_MINUTES = 5.0
@@ -98,7 +98,7 @@ class Trainer:
             **(contract or {}),
         }
         self._progress = Progress(run, self.step)
-        self._notes = Notes(
+        self._log = RunLog(
             run.membership,
             self.step,
             folder=Path(run_dir) if run_dir is not None else None,
@@ -110,7 +110,7 @@ class Trainer:
             checkpoint_retries=checkpoint_retries,
         )
         self._planned = 0
-        self._left_at = -1
+        self._ended_at = -1
 
     @property
     def history(self) -> list[EpochRecord]:
@@ -173,13 +173,13 @@ class Trainer:
         done = len(self.history)
         loader = make_loader(self.run, dataset, done, num_workers, shuffle)
         progress.eval_loader = None if eval_data is None else make_eval_loader(self.run, eval_data, done, num_workers)
-        notes = self._notes
-        if not notes.has_begun:
+        log = self._log
+        if not log.has_begun:
             self._contract = {**loader_contract(loader), **self._contract}
             if self.run.membership.is_late:
-                join_run(self.run.membership, self.step, progress, notes)
+                join_run(self.run.membership, self.step, progress, log)
             else:
-                open_run(self.run.membership, self.step, self._contract, progress, notes, resume, allow_contract_change)
+                open_run(self.run.membership, self.step, self._contract, progress, log, resume, allow_contract_change)
         self._planned += epochs
         if self._planned < len(self.history) or (self._planned == len(self.history) and progress.epoch.num_batches > 0):
             return self.history  # a program that was resumed comes by here again: the state is past this
@@ -193,11 +193,11 @@ class Trainer:
                     self._end_epoch(record)
                 self._end_fit(loader)
             except KeyboardInterrupt:
-                notes.draw(self.history, self._name)
+                log.draw(self.history, self._name)
                 raise
             finally:
                 self._planned = len(self.history)
-                notes.display.close()
+                log.display.close()
         return self.history
 
     def evaluate(self, data: Any, metrics: Mapping[str, Any], **options: Any) -> dict[str, float]:
@@ -210,11 +210,11 @@ class Trainer:
 
     def say(self, text: str) -> None:
         """Shows a line on rank 0, above the progress bar."""
-        self._notes.say(text)
+        self._log.say(text)
 
     def close(self) -> None:
         """Waits for the last checkpoint; closes the ledger and the loggers, and lets others write to the run folder."""
-        self._notes.close()
+        self._log.close()
 
     def __enter__(self) -> "Trainer":
         return self
@@ -224,16 +224,16 @@ class Trainer:
 
     def _train_epoch(self, loader: Loader | DataLoader[Any], number: int) -> EpochRecord:
         """Runs through the loader once, or through the rest of an epoch that was begun."""
-        membership, notes, progress = self.run.membership, self._notes, self._progress
+        membership, log, progress = self.run.membership, self._log, self._progress
         self.model.train()
-        notes.forget_unread()
+        log.forget_unread()
         if progress.epoch.num_batches == 0:
             progress.epoch = begin_epoch(loader, self.run.device)
         epoch, steps = progress.epoch, num_batches(loader)
         first, before, start = epoch.num_samples, epoch.seconds, time.perf_counter()
 
         def give(communicator: Communicator, source: int) -> None:
-            give_state(communicator, source, self.step, self._contract, progress, notes, loader, batch)
+            give_state(communicator, source, self.step, self._contract, progress, log, loader, batch)
 
         for batch in batches_left(loader, epoch, self.run.device):
             rates = learning_rates(self.step.optimizers)
@@ -241,112 +241,109 @@ class Trainer:
                 membership.give = give
             result = self.step(batch)
             membership.give = None
-            notes.note(result, batch, rates)
+            log.note(result, batch, rates)
             epoch.num_samples += result.num_samples
             epoch.num_batches += 1
             epoch.seconds = before + time.perf_counter() - start
-            notes.settle(epoch, wait=False)
+            log.settle(epoch, wait=False)
             self._attend(loader)
-            if notes.display.is_due():
+            if log.display.is_due():
                 speed = (epoch.num_samples - first) / (time.perf_counter() - start)
-                notes.display.progress(number, self._planned, epoch.num_batches, steps, notes.last_loss, speed)
+                log.display.progress(number, self._planned, epoch.num_batches, steps, log.last_loss, speed)
         if epoch.num_batches == 0:
             raise UsageError("the loader gave no batch: a dataset smaller than a batch with drop_last=True?")
-        notes.settle(epoch, wait=True)
+        log.settle(epoch, wait=True)
         self.step.check()
         seconds = before + time.perf_counter() - start
         loss = epoch.total / epoch.count if epoch.count else float("nan")
         return EpochRecord(number, seconds, epoch.num_samples / seconds, loss, {})
 
     def _attend(self, loader: Loader | DataLoader[Any]) -> None:
-        """What is to be seen to between two steps: losses that were healed, checkpoints, requests to stop."""
-        notes = self._notes
-        notes.note_losses(self._progress.epoch)
-        if notes.recorder is not None:
-            notes.recorder.poll()
+        """Between two steps: records healed failures, handles finished checkpoints, due ones and requests to stop."""
+        log = self._log
+        log.note_losses(self._progress.epoch)
+        log.poll()
         if self.run.membership.stop:
             self._stop(loader)
-        if notes.is_checkpoint_due():
-            notes.compare()
+        if log.is_checkpoint_due():
+            log.compare()
             self._checkpoint(loader)
 
     def _checkpoint(self, loader: Loader | DataLoader[Any]) -> None:
-        """Has the state written, on the rank that writes; where it is spread, by all ranks."""
+        """Has the state written, on the rank that writes; if it is sharded, by all ranks."""
         progress = self._progress
 
         def capture() -> State:
             cursor = loader.state_dict() if isinstance(loader, Loader) else None
             return progress.capture(loader, cursor, self._contract)
 
-        self._notes.checkpoint(progress.epoch, capture)
+        self._log.checkpoint(progress.epoch, capture)
 
     def _stop(self, loader: Loader | DataLoader[Any]) -> NoReturn:
-        """Leaves in good order: no rank goes before the checkpoint is complete, lest a launcher ends the others."""
-        notes, signum = self._notes, self.run.membership.stop
-        notes.compare()
+        """Exits after the checkpoint is complete on all ranks; otherwise a launcher would kill the rest."""
+        log, signum = self._log, self.run.membership.stop
+        log.compare()
 
         def write() -> None:
-            if notes.recorder is None:
-                notes.take_over()
-            if not is_spread(self.step):
+            if not log.is_writer:
+                log.take_over()
+            if not is_sharded(self.step):
                 self._checkpoint(loader)
-            if notes.recorder is not None:
-                notes.recorder.finish_checkpoints()
+            log.finish_checkpoints()
 
-        if is_spread(self.step):
+        if is_sharded(self.step):
             self._checkpoint(loader)
         self.run.membership.perform(lambda: on_main(self.run.communicator, write))
-        if notes.recorder is not None:
-            notes.recorder.event("stop", self.step.num_steps, signal=signum)
-        how = self._resume_command or f"fit(…, resume={str(notes.folder)!r})"
-        kept = f"; to go on: {how}" if notes.folder is not None else ", and nothing was kept: it has no run_dir"
+        log.event("stop", signal=signum)
+        how = self._resume_command or f"fit(…, resume={str(log.folder)!r})"
+        kept = f"; to go on: {how}" if log.folder is not None else ", and nothing was kept: it has no run_dir"
         self.say(f"stopped after step {self.step.num_steps}{kept}")
-        notes.draw(self.history, self._name)
+        log.draw(self.history, self._name)
         self.close()
         raise SystemExit(128 + signum)
 
     def _end_epoch(self, record: EpochRecord) -> None:
-        """Files, shows and logs an epoch."""
-        notes = self._notes
-        notes.note_losses(self._progress.epoch)
+        """Records and shows an epoch."""
+        log = self._log
+        log.note_losses(self._progress.epoch)
         self._progress.add(record)
-        if notes.recorder is not None:
-            notes.recorder.epoch(self.step.num_steps, record)
+        log.epoch(record)
         shown = [self._epoch_line] if self._epoch_line else [(name, f"test {name}") for name in record.eval]
         self.say(record.describe(shown))
 
     def _end_fit(self, loader: Loader | DataLoader[Any]) -> None:
-        """Leaves a checkpoint, the weights and the picture; all ranks stay until they are there."""
-        notes, membership = self._notes, self.run.membership
-        notes.compare()
-        if notes.folder is None:
+        """Writes a checkpoint, the weights and the loss curve; all ranks wait until they are complete."""
+        log, membership = self._log, self.run.membership
+        log.compare()
+        if log.folder is None:
             return
-        weights = notes.folder / WEIGHTS_FILE
+        weights = log.folder / WEIGHTS_FILE
 
-        def leave(digest: str) -> None:
-            if notes.recorder is not None:
-                notes.recorder.end(self.step.num_steps, digest)
-                notes.draw(self.history, self._name)
+        def record_end(digest: str) -> None:
+            if log.is_writer:
+                log.finish_checkpoints()
+                log.event("end", digest=digest)
+                log.draw(self.history, self._name)
 
-        def leave_alone() -> None:
-            if notes.recorder is None or self._left_at == self.step.num_steps:
-                return  # it was written, and another rank was lost before it heard of that
-            if not notes.has_checkpoint or not self.history:
+        def end_on_main() -> None:
+            if not log.is_writer or self._ended_at == self.step.num_steps:
+                return  # all is written, and another rank was lost before it knew that
+            if not log.has_checkpoint or not self.history:
                 self._checkpoint(loader)
-            leave(self.digest)
-            leave_weights(weights, self.step)
-            self._left_at = self.step.num_steps
+            record_end(self.digest)
+            write_weights(weights, self.step)
+            self._ended_at = self.step.num_steps
 
         def attempt() -> None:
-            notes.note_losses(self._progress.epoch)
-            if not is_spread(self.step):
-                on_main(self.run.communicator, leave_alone)
+            log.note_losses(self._progress.epoch)
+            if not is_sharded(self.step):
+                on_main(self.run.communicator, end_on_main)
                 return
-            if not notes.has_checkpoint or not self.history:
+            if not log.has_checkpoint or not self.history:
                 self._checkpoint(loader)
             digest = self.digest
-            on_main(self.run.communicator, lambda: leave(digest))
-            leave_weights(weights, self.step)
+            on_main(self.run.communicator, lambda: record_end(digest))
+            write_weights(weights, self.step)
 
         membership.perform(attempt)
         membership.perform(lambda: self.run.communicator.barrier())

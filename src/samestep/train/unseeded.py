@@ -1,8 +1,8 @@
-"""What was drawn before a run seeded the generators: with no seed of the script's own it differs at each start.
+"""Unseeded draws: tensors drawn before a run seeded the generators, which differ at each start without a seed.
 
-torch's generator tells the seed that it began with: where nobody set one it is a random number of 53 bits or more.
-NumPy's keeps what it was seeded from until `numpy.random.seed`. Compared with a new one of that seed, each tells
-whether it was drawn from. Python's tells neither, and modules draw from it when they are imported.
+torch's generator keeps its initial seed, a random number of 53 bits or more unless it was set. NumPy's keeps its
+entropy until `numpy.random.seed`. Compared with a new one of that seed, each shows whether it was drawn from. Python's
+generator keeps neither, and modules draw from it when they are imported.
 """
 
 import gc
@@ -40,15 +40,15 @@ class DrawnBefore:
         self._has_parameters = any(isinstance(tensor, nn.Parameter) for tensor in found)
 
     def parameters(self, model: nn.Module) -> list[str]:
-        """The names of a model's parameters that hold what was drawn from torch's generator then."""
+        """The names of a model's parameters that hold numbers drawn from torch's generator then."""
         if not self._torch:
             return []
         return [name for name, p in model.named_parameters() if p._version <= 1 and self._has(p) and _varies(p)]
 
     def describe_data(self, data: Any) -> str:
-        """A sentence on tensors that may hold what was drawn then; empty if there are none.
+        """A sentence on tensors that may hold numbers drawn then; empty if there are none.
 
-        What torch's generator gave is the model's, if there was one.
+        Draws of torch's generator are ascribed to the model, if there was one.
         """
         kinds = ["NumPy's"] * self._numpy + ["torch's"] * (self._torch and not self._has_parameters)
         if not kinds or not any(

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from samestep.errors import DataError
-from samestep.train.line import from_line, is_whole
+from samestep.train.checkpoint.manifest import MAX_FACTS_BYTES, parse_json, read_small
 from samestep.train.lock import is_locked
-from samestep.train.naming import CHECKPOINT_FOLDER, CONTRACT_FILE, FACTS_FILE, LEDGER_FILE, METRICS_FILE, RESULT_FILE
-from samestep.train.reading import MAX_FACTS_BYTES, parse_json, read_small
+from samestep.train.paths import CHECKPOINT_FOLDER, CONTRACT_FILE, FACTS_FILE, LEDGER_FILE, METRICS_FILE, RESULT_FILE
+from samestep.train.runlog.line import from_line, is_whole
 from samestep.verify.ledger import number
 
 RECENT_SECONDS = 120.0

@@ -1,4 +1,4 @@
-"""Resuming: finding the state to go on from, giving it to all ranks, and holding it to its contract."""
+"""Resuming: finding the state to go on from, sending it to all ranks, and comparing its contract."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -11,10 +11,13 @@ from torch import Tensor
 
 from samestep.comm.communicator import Communicator
 from samestep.comm.membership import Membership
-from samestep.comm.pieces import Piece, Spread
+from samestep.comm.pieces import Piece
 from samestep.errors import CheckpointError, ContractError, UsageError
-from samestep.train.agreement import Change, check_contract_kept, differences, explain, shown
-from samestep.train.checkpoint import (
+from samestep.train.checkpoint.local_shards import Layout, Stored, StoredFiles, whole_tensors
+from samestep.train.checkpoint.manifest import read_small
+from samestep.train.checkpoint.packing import as_bad_checkpoint
+from samestep.train.checkpoint.state import NOT_OURS, Steps, check_captured, check_fits, layout_of, rest_of
+from samestep.train.checkpoint.storage import (
     LATEST_FILE,
     Found,
     Snapshot,
@@ -23,13 +26,9 @@ from samestep.train.checkpoint import (
     newest_checkpoint,
     read_checkpoint,
 )
-from samestep.train.folder import holds_run
-from samestep.train.naming import CHECKPOINT_FOLDER
-from samestep.train.packing import as_bad_checkpoint
-from samestep.train.parts import Layout, Stored, StoredFiles, divided
-from samestep.train.reading import read_small
-from samestep.train.state import NOT_OURS, Steps, check_captured, check_fits, layout_of, rest_of
-from samestep.train.together import on_main, share_text
+from samestep.train.contract_diff import Change, check_contract_kept, differences, explain, shown
+from samestep.train.paths import CHECKPOINT_FOLDER, holds_run
+from samestep.train.rank_zero import on_main, share_text
 
 AUTO = "auto"
 MAX_LATEST_BYTES = 1024
@@ -40,11 +39,11 @@ class Resumed:
     """A state to go on from.
 
     Attributes:
-        name: of its checkpoint, or where else it is from.
+        name: of its checkpoint, or of its other source.
         step: updates that it has seen.
-        files: tensors by name, for each file; in host memory. Of what is spread a rank may have its pieces only.
-        state: what `state.capture` gave as facts.
-        folder: its checkpoint is in; None for none.
+        files: tensors by name, for each file, in host memory; of sharded tensors a rank may have local shards only.
+        state: the facts of `state.capture`.
+        folder: of its checkpoint and others; None for none.
         newer: the newest checkpoint in that folder, if it is another; else None.
     """
 
@@ -57,55 +56,21 @@ class Resumed:
 
     @property
     def rest(self) -> dict[str, Any]:
-        """What was kept with it, the contract among it.
-
-        Raises:
-            CheckpointError: it was written by something else.
-        """
+        """The `rest` that was captured with it, with the contract; raises a `CheckpointError` if there is none."""
         rest = rest_of(self.files, self.state)
         if not isinstance(rest.get("contract"), dict):
             raise CheckpointError(f"{self.name} was not written by a run: it has no contract")
         return rest
 
 
-def find_run(
-    membership: Membership,
-    step: Steps,
-    resume: str | Path,
-    folder: Path | None,
-    contract: Mapping[str, Any],
-    allow_change: bool,
-    tell: Callable[[str], None],
-) -> tuple[Resumed | None, list[Change]]:
-    """The state that a program is to go on from, on every rank, and how the contract has changed since.
-
-    Args:
-        membership: the ranks.
-        step: of the program, still as it was made.
-        resume: see `find_state`.
-        folder: of the program's own run.
-        contract: of the program.
-        allow_change: whether it may go on with other bits.
-        tell: takes a sentence on each checkpoint that was not good, and on each change.
-
-    Raises:
-        UsageError: there is nothing to resume from.
-        CheckpointError: the checkpoint is not good, or of another model.
-        ContractError: something changed that decides the bits, and that is not allowed.
-    """
+def receive_state(membership: Membership, step: Steps, find: Callable[[], Resumed | None]) -> Resumed | None:
+    """The state that `find` returns on rank 0, on every rank; a collective call, done again if a rank is lost."""
 
     def attempt() -> Resumed | None:
-        found = on_main(membership.communicator, lambda: find_state(resume, folder, tell))
-        return hand_out(membership.communicator, found, layout=layout_of(step))
+        found = on_main(membership.communicator, find)
+        return broadcast_state(membership.communicator, found, layout=layout_of(step))
 
-    state = membership.perform(attempt)
-    if state is None:
-        return None, []
-    beside = None if folder is None else folder / CHECKPOINT_FOLDER
-    changes = check_state(step, state, contract, allow_change, beside)
-    for change in changes:
-        tell(f"changed since the checkpoint: {change.field}: {shown(change.before)} -> {shown(change.after)}")
-    return state, changes
+    return membership.perform(attempt)
 
 
 def is_same_run(resume: str | Path, state: Resumed | None, folder: Path | None) -> bool:
@@ -116,15 +81,9 @@ def is_same_run(resume: str | Path, state: Resumed | None, folder: Path | None) 
 
 
 def find_state(resume: str | Path, folder: Path | None, tell: Callable[[str], None]) -> Resumed | None:
-    """Reads the newest good checkpoint of a run.
+    """Reads the newest good checkpoint of a run: of a run folder, of `folder` for "auto", or the one named.
 
-    Args:
-        resume: a run folder, a checkpoint in one, or "auto".
-        folder: the trainer's own run folder, which "auto" means.
-        tell: takes a sentence on each checkpoint that was not good.
-
-    Returns:
-        None if "auto" finds nothing.
+    Returns None if "auto" finds nothing. `tell` takes a sentence on each checkpoint that was not good.
 
     Raises:
         UsageError: there is nothing to resume from.
@@ -145,17 +104,10 @@ def find_state(resume: str | Path, folder: Path | None, tell: Callable[[str], No
 
 
 def find_checkpoint(place: str | Path, tell: Callable[[str], None]) -> Resumed | None:
-    """Reads a checkpoint, or the newest good one of a folder.
-
-    Args:
-        place: a checkpoint, or the folder of some, which need not be there yet.
-        tell: takes a sentence on each checkpoint that was not good.
-
-    Returns:
-        None if the folder has none.
+    """Reads a checkpoint, or the newest good one of a folder, which need not be there yet; None if it has none.
 
     Raises:
-        UsageError: it has some, and none is good.
+        UsageError: the folder has some, and none is good.
         CheckpointError: the very checkpoint that was named is not good.
     """
     path = Path(place)
@@ -170,21 +122,13 @@ def names_checkpoint(path: Path) -> bool:
 
 
 def read_state(path: Path) -> Resumed:
-    """Reads one checkpoint.
-
-    Raises:
-        CheckpointError: it is not good.
-    """
+    """Reads one checkpoint; raises a `CheckpointError` if it is not good."""
     path = named_checkpoint(path)
     return _resumed(Found(path, read_checkpoint(path, check=_check_state_of_run), ()))
 
 
 def named_checkpoint(path: Path) -> Path:
-    """The checkpoint that a path names: it itself, or the one that `latest` names.
-
-    Raises:
-        CheckpointError: `latest` names none.
-    """
+    """The checkpoint that a path names, itself or by `latest`; raises a `CheckpointError` if that names none."""
     if path.name != LATEST_FILE or path.is_dir():
         return path
     try:
@@ -197,23 +141,29 @@ def named_checkpoint(path: Path) -> Path:
 
 
 def check_state(
-    step: Steps, state: Resumed, now: Mapping[str, Any], allow_change: bool, folder: Path | None
+    step: Steps,
+    state: Resumed,
+    now: Mapping[str, Any],
+    allow_change: bool,
+    folder: Path | None,
+    tell: Callable[[str], None],
 ) -> list[Change]:
-    """Compares a state with the program that is to go on from it, and its contract with the program's.
+    """Compares a state with the program that is to go on from it, and its contract with the program's, `now`.
 
     Args:
         step: one or several, still as they were made.
         state: from a checkpoint.
         now: the contract of the program.
         allow_change: whether it may go on with other bits.
-        folder: where it writes its checkpoints; None if it writes none.
+        folder: for the program's checkpoints; None if it writes none.
+        tell: takes a sentence on each change.
 
     Returns:
         The changes of the contract.
 
     Raises:
         CheckpointError: the state is that of another model.
-        ContractError: something changed that decides the bits, and that is not allowed; or checkpoints of the old
+        ContractError: a field changed that decides the bits, and that is not allowed; or checkpoints of the old
             contract would be mistaken for its own.
     """
     with as_bad_checkpoint(NOT_OURS):
@@ -227,6 +177,8 @@ def check_state(
             f"{folder} has checkpoints after {state.name}, up to {state.newer}, of the contract before:\n"
             f"{explain(changes)}\ngo on from the newest, or in a folder of its own (--run-dir)"
         )
+    for change in changes:
+        tell(f"changed since the checkpoint: {change.field}: {shown(change.before)} -> {shown(change.after)}")
     return changes
 
 
@@ -235,16 +187,12 @@ def is_in(state: Resumed, folder: Path | None) -> bool:
     return folder is not None and state.folder is not None and folder.resolve() == state.folder.resolve()
 
 
-def hand_out(
+def broadcast_state(
     communicator: Communicator, state: Resumed | None, source: int = 0, layout: Layout | None = None
 ) -> Resumed | None:
-    """Gives every rank the state that one of them has.
+    """Gives every rank the state that rank `source` has; None if that has none.
 
-    Args:
-        communicator: this rank's communicator.
-        state: on rank `source`: the state, or None if there is none; not read on others.
-        source: the rank that has it.
-        layout: of what is spread, each rank but that one keeps its piece only; one tensor at a time is whole on all.
+    One tensor at a time is whole on all ranks; of those that are sharded by `layout` the others keep their local shard.
     """
     if communicator.world_size == 1:
         return state
@@ -253,17 +201,18 @@ def hand_out(
     if not value:
         return None
     files: dict[str, dict[str, Stored]] = {}
-    for name, forms in value.pop("forms").items():
-        files[name] = {}
-        for key, (dtype, shape, stride) in forms.items():
-            tensor = state.files[name][key] if ours and state is not None else None
-            assert not isinstance(tensor, Piece), "who hands out a state has it whole"
-            home = torch.empty_strided(shape, stride, dtype=getattr(torch, dtype))
-            if home.numel() > 0:
-                sent = None if tensor is None else _raw(tensor).to(communicator.device)
-                home.untyped_storage().copy_(communicator.share(sent, source).cpu().untyped_storage())
-            spread = None if ours or layout is None else layout.spread_of(name, key, home.shape)
-            files[name][key] = home if spread is None or layout is None else _piece(home, spread, layout.rank)
+    for file, forms in value.pop("forms").items():
+        files[file] = {}
+        for name, (dtype, shape) in forms.items():
+            whole = _whole(state, file, name) if ours else torch.empty(shape, dtype=getattr(torch, dtype))
+            if whole.numel() > 0:
+                data = whole.reshape(-1).view(torch.uint8)
+                received = communicator.share(data if ours else None, source)
+                data.copy_(received)
+            spread = None if ours or layout is None else layout.spread_of(file, name, whole.shape)
+            files[file][name] = whole
+            if spread is not None and layout is not None:  # in memory of its own, so that that of the whole is freed
+                files[file][name] = Piece(spread.part(whole, layout.rank).clone(), spread)
     folder = value.pop("folder")
     return Resumed(**value, files=files, folder=None if folder is None else Path(folder))
 
@@ -272,10 +221,19 @@ def _head(state: Resumed | None) -> dict[str, Any]:
     """All of a state but its tensors, as JSON."""
     if state is None:
         return {}
-    forms = {name: _forms(tensors) for name, tensors in divided(state.files)[0].items()}
+    forms = {
+        file: {name: (str(t.dtype).removeprefix("torch."), list(t.shape)) for name, t in tensors.items()}
+        for file, tensors in whole_tensors(state.files).items()
+    }
     folder = None if state.folder is None else str(state.folder)
     head = {"name": state.name, "step": state.step, "state": state.state, "folder": folder, "newer": state.newer}
     return {**head, "forms": forms}
+
+
+def _whole(state: Resumed | None, file: str, name: str) -> Tensor:
+    value = None if state is None else state.files[file][name]
+    assert isinstance(value, Tensor), "the rank that sends a state has it whole"
+    return value.contiguous()
 
 
 def _newest(folder: Path, what: str, advice: str, tell: Callable[[str], None]) -> Resumed:
@@ -299,23 +257,3 @@ def _resumed(found: Found) -> Resumed:
     newer = last if last != found.path.name and last not in " ".join(found.skipped) else None
     snapshot = found.snapshot
     return Resumed(found.path.name, snapshot.step, snapshot.files, snapshot.facts, found.path.parent, newer)
-
-
-def _forms(tensors: Mapping[str, Tensor]) -> dict[str, tuple[str, list[int], list[int]]]:
-    return {
-        name: (str(tensor.dtype).removeprefix("torch."), list(tensor.shape), list(tensor.stride()))
-        for name, tensor in tensors.items()
-    }
-
-
-def _piece(whole: Tensor, spread: Spread, rank: int) -> Piece:
-    """A rank's piece, in memory of its own, so that that of the whole goes."""
-    return Piece(spread.part(whole, rank).clone(), spread)
-
-
-def _raw(tensor: Tensor) -> Tensor:
-    """The bytes of a dense tensor, in the order of its memory."""
-    storage = tensor.untyped_storage()
-    start = tensor.storage_offset() * tensor.element_size()
-    whole = torch.empty(0, dtype=torch.uint8).set_(storage)
-    return whole[start : start + tensor.numel() * tensor.element_size()]

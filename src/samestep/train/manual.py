@@ -1,6 +1,6 @@
-"""Checkpoints of loops of one's own: all ranks call, and everything is put back to the bit.
+"""Checkpoints in loops of one's own, by collective calls: `Run.save_checkpoint` and `Run.load_checkpoint`.
 
-Rank 0 writes and reads; where the state is spread over the ranks each of them writes its part.
+Rank 0 writes and reads; if the state is sharded each rank writes its local shards.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,15 +14,15 @@ from samestep.comm.membership import Membership
 from samestep.data.loader import Loader
 from samestep.engine.step import TrainStep
 from samestep.errors import CheckpointError, UsageError
-from samestep.train.checkpoint import Snapshot, check_keep, list_checkpoints, write_checkpoint
+from samestep.train.checkpoint.local_shards import is_sharded, whole_tensors
+from samestep.train.checkpoint.resume import check_state, find_checkpoint, names_checkpoint, receive_state
+from samestep.train.checkpoint.saver import to_host_copy
+from samestep.train.checkpoint.sharded import write_sharded
+from samestep.train.checkpoint.state import Steps, capture, check_alike, restore
+from samestep.train.checkpoint.storage import Snapshot, check_keep, list_checkpoints, write_checkpoint
 from samestep.train.contract import loader_contract, step_contract
 from samestep.train.drift import Drift
-from samestep.train.parts import divided, is_spread
-from samestep.train.resume import check_state, find_checkpoint, hand_out, names_checkpoint
-from samestep.train.saving import to_host_copy
-from samestep.train.spreading import write_together
-from samestep.train.state import Steps, capture, check_alike, layout_of, restore
-from samestep.train.together import on_main, share_text
+from samestep.train.rank_zero import on_main, share_text
 
 Loaders = Loader | DataLoader[Any] | None
 
@@ -40,16 +40,8 @@ def save(
 ) -> Path:
     """Writes a checkpoint; see `samestep.Run.save_checkpoint`.
 
-    Args:
-        membership: the ranks.
-        contract: of the run.
-        place: the folder.
-        step: one or several.
-        loader: whose place in the data is kept.
-        rest: what else is kept.
-        keep: how many checkpoints are.
-        is_ours: whether checkpoints that are in the folder already are of this run.
-        attempts: calls what writes, once or several times; on all ranks alike.
+    `is_ours` says whether checkpoints that are in the folder already are of this run; `attempts` calls the function
+    that writes, once or several times, on all ranks alike.
     """
     check_keep(keep)
     folder = Path(place)
@@ -73,24 +65,22 @@ def save(
         check_ours()
         before = membership.heartbeat.enter("checkpoint")
         state = capture(step, values)
-        snapshot = Snapshot(number, to_host_copy(divided(state.files)[0]), state.facts)
+        snapshot = Snapshot(number, to_host_copy(whole_tensors(state.files)), state.facts)
         name = attempts(partial(write_checkpoint, folder, snapshot, keep, replace=True)).name
         membership.heartbeat.enter(before)
         return name
 
     def attempt() -> str:
-        if is_spread(step):
+        if is_sharded(step):
             on_main(membership.communicator, check_ours)
             state = capture(step, values)
             over = _listed(step)[0].spread_over
-            write_all = partial(
-                write_together, membership.communicator, over, folder, number, state, keep, replace=True
-            )
+            write_all = partial(write_sharded, membership.communicator, over, folder, number, state, keep, replace=True)
             return attempts(write_all).name
         return share_text(membership.communicator, on_main(membership.communicator, write) or "")
 
     Drift(membership, _listed(step)).check()
-    before = membership.heartbeat.enter("exchange")  # who waits for the one that writes is not silent for want of life
+    before = membership.heartbeat.enter("exchange")  # a rank that waits for the one that writes does not hang
     try:
         return folder / membership.perform(attempt)
     finally:
@@ -106,31 +96,13 @@ def load(
     allow_contract_change: bool,
     tell: Callable[[str], None],
 ) -> tuple[Path, Any] | None:
-    """Takes up a checkpoint; see `samestep.Run.load_checkpoint`.
+    """Restores a checkpoint; see `samestep.Run.load_checkpoint`. Returns its folder and `rest`, or None without one."""
 
-    Args:
-        membership: the ranks.
-        contract: of the run.
-        place: a folder, or a checkpoint in one.
-        step: one or several, as they were saved.
-        loader: that is to go on from its place in the data.
-        allow_contract_change: whether other bits are accepted.
-        tell: takes a sentence on what was passed over or changed.
-
-    Returns:
-        The folder and the rest that was saved; None if there is no checkpoint.
-    """
-
-    def attempt() -> Any:
-        found = on_main(membership.communicator, lambda: find_checkpoint(place, tell))
-        return hand_out(membership.communicator, found, layout=layout_of(step))
-
-    state = membership.perform(attempt)
+    state = receive_state(membership, step, lambda: find_checkpoint(place, tell))
     if state is None:
         return None
     now = full_contract(contract, step, loader)
-    for change in check_state(step, state, now, allow_contract_change, state.folder):
-        tell(f"changed since the checkpoint: {change.field}: {change.before} -> {change.after}")
+    check_state(step, state, now, allow_contract_change, state.folder, tell)
     if not state.rest.keys() >= {"cursor", "rest"}:
         raise CheckpointError(f"{state.name} was not written by run.save_checkpoint; resume it by Trainer.fit")
     if loader is not None:
@@ -157,11 +129,7 @@ def _listed(step: Steps) -> list[TrainStep]:
 
 
 def _checked(loader: Any) -> Loader:
-    """The loader, which knows its place.
-
-    Raises:
-        UsageError: it is one of the user's own.
-    """
+    """The loader, which knows its place; raises a `UsageError` for one of the user's own."""
     if not isinstance(loader, Loader):
         raise UsageError(
             f"got {type(loader).__name__} as loader, which does not know its place in the data; needed: one of "

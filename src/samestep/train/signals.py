@@ -1,4 +1,4 @@
-"""Stopping: the first Ctrl-C or SIGTERM lets the step under way end, the second ends the program at once."""
+"""Signals: the first Ctrl-C or SIGTERM lets the step under way end, the second ends the program at once."""
 
 import os
 import signal
@@ -15,8 +15,8 @@ from samestep.comm.membership import Membership
 def stopping_on_request(membership: Membership) -> Iterator[None]:
     """Makes this rank one that stops after a step; see `Membership.stop`.
 
-    Under a supervisor the request comes by its page. Else it is a signal, in the main thread, unless the program
-    handles that signal itself. Inside another one of its kind it changes nothing.
+    Under a supervisor the request comes by its heartbeat page. Else it is a signal, in the main thread, unless the
+    program handles that signal itself. Nested calls change nothing.
     """
     heartbeat = membership.heartbeat
     if heartbeat.page is not None:

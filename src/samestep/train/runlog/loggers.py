@@ -31,7 +31,7 @@ from typing import Any, Protocol, runtime_checkable
 from samestep.data.randomness import Generators
 from samestep.errors import UsageError
 from samestep.extras import is_installed, missing
-from samestep.train.writing import append_whole, make_folder, open_unbuffered
+from samestep.train.atomic_io import append_whole, make_folder, open_unbuffered
 
 
 @runtime_checkable
@@ -46,12 +46,7 @@ class Logger(Protocol):
 
 
 class Aside:
-    """Loggers of the user's, as one: what they draw does not show in the generators, which other ranks have as well.
-
-    Args:
-        loggers: only rank 0 calls them.
-        generators: of this process.
-    """
+    """The user's loggers as one; their draws leave the global generators unchanged, since only rank 0 calls them."""
 
     def __init__(self, loggers: Sequence[Logger], generators: Generators) -> None:
         self._loggers, self._generators, self._calls = loggers, generators, 0
@@ -176,12 +171,8 @@ def _drop_unfinished_line(file: FileIO, path: Path) -> None:
 
 
 def _new_event_file(folder: Path) -> tuple[Path, FileIO]:
-    """A file named as TensorBoard wants it; files sort by time, which is the order they are read in."""
+    """A new file named as TensorBoard wants it; files sort by time, which is the order they are read in."""
     make_folder(folder)
-    for number in itertools.count():
-        path = folder / f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{number}"
-        try:
-            return path, open_unbuffered(path, "xb")
-        except FileExistsError:
-            continue
-    raise AssertionError("unreachable: the numbers do not end")
+    stem = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}"
+    path = next(path for number in itertools.count() if not (path := folder / f"{stem}.{number}").exists())
+    return path, open_unbuffered(path, "xb")

@@ -1,6 +1,6 @@
-"""Checkpoints of a state that is spread over the ranks: each writes its part, all at once, and rank 0 makes them one.
+"""Checkpoints of sharded state: each rank writes its local shards at the same time, and rank 0 completes the folder.
 
-The guarantees are those of any checkpoint: nothing has its name before every file is on the disk and in the manifest.
+The guarantees are those of any checkpoint: the folder is renamed when every file is on the disk and in the manifest.
 """
 
 import json
@@ -12,25 +12,46 @@ import torch
 from samestep.comm.communicator import Communicator
 from samestep.comm.pieces import Piece
 from samestep.errors import RunFolderError
-from samestep.train.checkpoint import Snapshot, begin_checkpoint, check_keep, complete_checkpoint
-from samestep.train.partfile import part_name, write_part
-from samestep.train.parts import divided, gathered, has_rows, in_order
-from samestep.train.state import State
-from samestep.train.temporary import remove_entry
-from samestep.train.tensorfile import Written
-from samestep.train.together import on_main, raise_together, share_text
-from samestep.train.writing import writing
+from samestep.train.atomic_io import remove_entry, writing
+from samestep.train.checkpoint.local_shards import Stored, split_files, unsharded
+from samestep.train.checkpoint.manifest import Written
+from samestep.train.checkpoint.state import State
+from samestep.train.checkpoint.storage import Snapshot, begin_checkpoint, check_keep, complete_checkpoint
+from samestep.train.checkpoint.tensors import part_name, write_part
+from samestep.train.rank_zero import on_main, raise_together, share_text
 
 _WORDS = 5  # of the size of a file, and its SHA-256
 
 
-def has_part_files(state: State) -> bool:
-    """Whether each rank can write its part of a state by itself: whole rows; the same on all ranks."""
-    pieces = [piece for of_file in divided(state.files)[1].values() for piece in of_file.values()]
-    return bool(pieces) and all(has_rows(piece) for piece in pieces)
+@torch.no_grad()
+def with_rows(state: State, over: Communicator, is_writer: bool) -> State:
+    """A state whose local shards are rows (slices of dim 0), which part files hold; else without local shards.
+
+    Columns are exchanged for rows. If they begin within rows (ZeRO-1), all tensors are gathered, one at a time, in
+    the host memory of the rank that writes. A collective call of the ranks that share the state.
+    """
+    files: dict[str, dict[str, Stored]] = {
+        file: {name: t.in_order(over) if isinstance(t, Piece) else t for name, t in tensors.items()}
+        for file, tensors in state.files.items()
+    }
+    if all(_has_rows(piece) for of_file in split_files(files)[1].values() for piece in of_file.values()):
+        return State(files, state.facts)
+    wholes: dict[str, dict[str, Stored]] = {}
+    for file, tensors in files.items():
+        wholes[file] = {}
+        for name, value in tensors.items():
+            whole = unsharded(value, over)
+            if is_writer:
+                wholes[file][name] = whole.cpu() if isinstance(value, Piece) else whole
+    return State(wholes, state.facts)
 
 
-def write_together(
+def has_local_shards(state: State) -> bool:
+    """Whether ranks write part files of a state; the same on all ranks."""
+    return bool(split_files(state.files)[1])
+
+
+def write_sharded(
     communicator: Communicator,
     over: Communicator,
     folder: Path,
@@ -39,14 +60,14 @@ def write_together(
     keep: int = 3,
     replace: bool = False,
 ) -> Path:
-    """Writes a checkpoint; all ranks call it, and none goes on before it is complete.
+    """Writes a checkpoint; a collective call, which returns when it is complete.
 
     Args:
-        communicator: this rank's communicator.
-        over: the same among those over which the state is spread; where several groups have it, the first one writes.
+        communicator: of all ranks.
+        over: of the ranks that share the state; if several groups have it, the first one writes.
         folder: see `write_checkpoint`; on a file system that all ranks share.
         step: of the checkpoint.
-        state: with this rank's pieces.
+        state: with this rank's local shards.
         keep: see `write_checkpoint`.
         replace: see `write_checkpoint`.
 
@@ -58,10 +79,8 @@ def write_together(
         RunFolderError: a rank cannot write; nothing that was good is lost. Raised on all ranks.
     """
     check_keep(keep)
-    state = State(in_order(state.files, over), state.facts)
-    if not has_part_files(state):
-        state = State(gathered(state.files, over, communicator.rank == 0), state.facts)
-    whole, pieces = divided(state.files)
+    state = with_rows(state, over, communicator.rank == 0)
+    whole, pieces = split_files(state.files)
     begun = on_main(communicator, lambda: begin_checkpoint(folder, step, replace))
     name = json.loads(share_text(communicator, json.dumps(None if begun is None else begun.name)))
     temporary = None if name is None else folder / name
@@ -81,7 +100,7 @@ def write_together(
 def _write_parts(
     communicator: Communicator, over: Communicator, temporary: Path, pieces: Mapping[str, Mapping[str, Piece]]
 ) -> dict[str, Written]:
-    """Writes this rank's parts; what all ranks have written, by the names of files."""
+    """Writes this rank's part files; the files of all ranks by name."""
     rank, ranks = over.rank, over.world_size
     writes = communicator.rank < ranks  # ranks of the first group are the first ones
     mine, error = [], None
@@ -104,6 +123,12 @@ def _write_parts(
         for other, row in enumerate(rows)
         for number, file in enumerate(pieces)
     }
+
+
+def _has_rows(piece: Piece) -> bool:
+    """Whether every rank has whole rows."""
+    row = max(1, piece.shape[1:].numel())
+    return piece.spread.blocks == 1 and all(cut % row == 0 for cut in piece.spread.cuts)
 
 
 def _as_words(written: Written) -> list[int]:

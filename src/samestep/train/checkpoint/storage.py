@@ -1,18 +1,16 @@
-"""Checkpoints: the state of a run in a folder of its own, written whole or not at all, and trusted only once verified.
+"""The storage of checkpoints: folders of safetensors and JSON, written whole or not at all, and verified when read.
 
     checkpoints/step-00001200/model.safetensors  optimizer.safetensors  …  state.json  manifest.json
-                              model.shard-00001-of-00004.safetensors  …    where the state is spread over the ranks
+                              model.shard-00001-of-00004.safetensors  …    of a sharded state
     checkpoints/latest                           the name of the one written last, for people
 
 A checkpoint is made under a temporary name: each file is written and synced to the disk, then the manifest with their
-checksums, then the folder is renamed. Whatever kills the writer, a folder called `step-…` is complete; whatever happens
-to the disk later, the manifest tells. The manifest lists files whoever wrote them: where the state is spread over the
-ranks each of them writes its part; see `samestep.train.spreading`.
+checksums, then the folder is renamed. However the writer ends, a folder called `step-…` is complete; if the disk
+changes it later, it no longer fits its manifest. The manifest lists all files, whichever rank wrote them.
 """
 
 import errno
 import json
-import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -22,13 +20,28 @@ from typing import Any
 from torch import Tensor
 
 from samestep.errors import CheckpointError, UsageError
-from samestep.train.manifest import MANIFEST_FILE, Manifest, manifest_bytes, read_manifest
-from samestep.train.naming import FACTS_FILE
-from samestep.train.partfile import SUFFIX, parts_by_file, read_parts
-from samestep.train.reading import MAX_FACTS_BYTES, parse_json
-from samestep.train.temporary import remove_entry, remove_leftovers, temporary_name
-from samestep.train.tensorfile import Written, check_bytes, read_bytes, read_tensors, tensor_pieces, write_pieces
-from samestep.train.writing import writing
+from samestep.train.atomic_io import remove_entry, remove_leftovers, sync_folder, temporary_name, writing
+from samestep.train.checkpoint.manifest import (
+    MANIFEST_FILE,
+    MAX_FACTS_BYTES,
+    Manifest,
+    Written,
+    manifest_bytes,
+    parse_json,
+    read_manifest,
+    read_verified,
+    verify,
+    write_sealed,
+)
+from samestep.train.checkpoint.tensors import (
+    SUFFIX,
+    is_part,
+    parts_by_file,
+    read_parts,
+    read_tensors,
+    write_sealed_tensors,
+)
+from samestep.train.paths import FACTS_FILE
 
 LATEST_FILE = "latest"
 _NAME = re.compile(r"step-(\d{8,})", re.ASCII)
@@ -89,8 +102,8 @@ def write_checkpoint(folder: Path, snapshot: Snapshot, keep: int = 3, replace: b
         folder: `checkpoints` in the run's folder; it is made if it is not there.
         snapshot: what to write.
         keep: how many to keep: this one and the `keep - 1` before it.
-        replace: let this one take the place of one of the same step that is good and says something else: where more
-            than the state belongs to it.
+        replace: let this one take the place of a good one of the same step with other content: for checkpoints of more
+            than the state.
 
     Returns:
         The folder of the checkpoint.
@@ -109,28 +122,16 @@ def write_checkpoint(folder: Path, snapshot: Snapshot, keep: int = 3, replace: b
 
 
 def begin_checkpoint(folder: Path, step: int, replace: bool) -> Path | None:
-    """Makes the folder, under a temporary name, that a checkpoint is written to.
-
-    Args:
-        folder: of the checkpoints.
-        step: of the checkpoint.
-        replace: see `write_checkpoint`.
-
-    Returns:
-        None if there is a good one of this step.
-
-    Raises:
-        RunFolderError: it cannot be made.
-    """
+    """Makes the folder, under a temporary name, that a checkpoint is written to; None if a good one is to stay."""
     target = folder / checkpoint_name(step)
     with writing(target):
         if not folder.is_dir():
             folder.mkdir(parents=True, exist_ok=True)
-            _sync_folder(folder.parent)
+            sync_folder(folder.parent)
         remove_leftovers(folder)
         if not replace and verify_checkpoint(target) is None:
             return None
-        temporary = temporary_name(folder, target.name, os.getpid())
+        temporary = temporary_name(folder, target.name)
         temporary.mkdir()
     return temporary
 
@@ -138,18 +139,9 @@ def begin_checkpoint(folder: Path, step: int, replace: bool) -> Path | None:
 def complete_checkpoint(
     folder: Path, snapshot: Snapshot, temporary: Path | None, parts: Mapping[str, Written], keep: int, replace: bool
 ) -> Path:
-    """Writes what is left to write of a checkpoint, gives it its name, and removes older ones.
+    """Writes the other files beside `parts`, renames the folder of `begin_checkpoint`, and removes older checkpoints.
 
-    Args:
-        folder: of the checkpoints.
-        snapshot: what is to be written.
-        temporary: of `begin_checkpoint`; whoever called that removes it, if it is still there.
-        parts: files that are in it already.
-        keep: see `write_checkpoint`.
-        replace: see `write_checkpoint`.
-
-    Raises:
-        RunFolderError: it cannot be written; nothing that was good is lost.
+    The caller of `begin_checkpoint` removes the temporary folder, if it is still there.
     """
     target = folder / checkpoint_name(snapshot.step)
     with writing(target):
@@ -158,7 +150,7 @@ def complete_checkpoint(
             if replace and not _says_the_same(temporary, target):
                 _discard(target)
             _move_into_place(temporary, target)
-            _sync_folder(folder)
+            sync_folder(folder)
         _point_latest(folder, target.name)
         _remove_older(folder, snapshot.step, keep)
     return target
@@ -174,11 +166,11 @@ def verify_checkpoint(path: Path) -> str | None:
     """Reads a whole checkpoint against its checksums.
 
     Returns:
-        None if every byte is the one that was written, else a sentence that tells what is wrong.
+        None if every byte is the one that was written, else a sentence on what is wrong.
     """
     try:
         for name, written in _checked_manifest(path).files.items():
-            check_bytes(path / name, written)
+            verify(path / name, written)
     except (CheckpointError, OSError) as error:
         return _sentence(path, error)
     return None
@@ -206,7 +198,11 @@ def read_checkpoint(path: Path, only: str | None = None, check: Check | None = N
 
 
 def newest_checkpoint(
-    folder: Path, before: int | None = None, tell: Callable[[str], None] | None = None, check: Check | None = None
+    folder: Path,
+    before: int | None = None,
+    tell: Callable[[str], None] | None = None,
+    check: Check | None = None,
+    only: str | None = None,
 ) -> Found | None:
     """The newest checkpoint that is good, read and verified.
 
@@ -215,16 +211,17 @@ def newest_checkpoint(
         before: only those whose step is at most this.
         tell: called with a sentence on each one that is passed over; they are in the result too, if there is one.
         check: see `read_checkpoint`.
+        only: see `read_checkpoint`; files that are not read are not verified.
 
     Returns:
-        None where there is none, or none that is good.
+        None if there is none, or none that is good.
     """
     skipped: list[str] = []
     for step, path in reversed(list_checkpoints(folder)):
         if before is not None and step > before:
             continue
         try:
-            return Found(path, _read(path, check=check), tuple(skipped))
+            return Found(path, _read(path, only, check), tuple(skipped))
         except (CheckpointError, OSError, MemoryError) as error:
             skipped.append(_sentence(path, error))
             if tell is not None:
@@ -253,19 +250,19 @@ def _listed(folder: Path) -> list[tuple[int, Path]]:
 
 def _read(path: Path, only: str | None = None, check: Check | None = None) -> Snapshot:
     manifest = _checked_manifest(path)
-    parts = parts_by_file(manifest.files)
-    divided = {name for names in parts.values() for name in names}
     files: dict[str, dict[str, Tensor]] = {}
     facts = None
     for name, written in manifest.files.items():
-        if name.endswith(SUFFIX):
-            if name not in divided and only in (None, name.removesuffix(SUFFIX)):
-                files[name.removesuffix(SUFFIX)] = read_tensors(path / name, written)
-        elif name == FACTS_FILE:
+        file = name.removesuffix(SUFFIX)
+        if name == FACTS_FILE:
             facts = _read_facts(path / name, written)
+        elif is_part(name) or (name.endswith(SUFFIX) and only not in (None, file)):
+            continue
+        elif name.endswith(SUFFIX):
+            files[file] = read_tensors(path / name, written)
         else:
-            check_bytes(path / name, written)
-    for file, names in parts.items():
+            verify(path / name, written)
+    for file, names in parts_by_file(manifest.files).items():
         if only in (None, file):
             files[file] = {**files.get(file, {}), **read_parts(path, names, manifest.files)}
     snapshot = Snapshot(manifest.step, files, facts)
@@ -278,10 +275,10 @@ def _read_facts(path: Path, written: Written) -> Any:
     if written.size > MAX_FACTS_BYTES:
         raise CheckpointError(f"{path.name} has {written.size} bytes, and can have {MAX_FACTS_BYTES} at most")
     try:
-        return parse_json(read_bytes(path, written))
-    except CheckpointError:
-        raise
+        return parse_json(read_verified(path, written))
     except ValueError as error:
+        if isinstance(error, CheckpointError):
+            raise
         raise CheckpointError(f"{FACTS_FILE} cannot be read: {error}") from error
 
 
@@ -308,11 +305,11 @@ def _fill(folder: Path, snapshot: Snapshot, parts: Mapping[str, Written]) -> Non
     """Writes all files that are not there yet, the manifest last."""
     files = dict(parts)
     for name, tensors in snapshot.files.items():
-        files[f"{name}{SUFFIX}"] = write_pieces(folder / f"{name}{SUFFIX}", tensor_pieces(tensors))
+        files[f"{name}{SUFFIX}"] = write_sealed_tensors(folder / f"{name}{SUFFIX}", tensors)
     facts = json.dumps(snapshot.facts, allow_nan=False, separators=(",", ":")).encode()
-    files[FACTS_FILE] = write_pieces(folder / FACTS_FILE, [facts])
-    write_pieces(folder / MANIFEST_FILE, [manifest_bytes(Manifest(snapshot.step, files))])
-    _sync_folder(folder)
+    files[FACTS_FILE] = write_sealed(folder / FACTS_FILE, facts)
+    write_sealed(folder / MANIFEST_FILE, manifest_bytes(Manifest(snapshot.step, files)))
+    sync_folder(folder)
 
 
 def _says_the_same(path: Path, other: Path) -> bool:
@@ -341,9 +338,9 @@ def _move_into_place(temporary: Path, target: Path) -> None:
 
 def _point_latest(folder: Path, name: str) -> None:
     """Has `latest` name a checkpoint."""
-    temporary = temporary_name(folder, LATEST_FILE, os.getpid())
+    temporary = temporary_name(folder, LATEST_FILE)
     try:
-        write_pieces(temporary, [f"{name}\n".encode()])
+        write_sealed(temporary, f"{name}\n".encode())
         temporary.replace(folder / LATEST_FILE)
     finally:
         remove_entry(temporary)
@@ -362,7 +359,7 @@ def _remove_older(folder: Path, step: int, keep: int) -> None:
 
 
 def _is_complete(path: Path) -> bool:
-    """Whether all files are there with the right sizes: what can be told without reading them."""
+    """Whether all files are there with the right sizes, without reading them."""
     try:
         return all((path / name).stat().st_size == file.size for name, file in _checked_manifest(path).files.items())
     except (CheckpointError, OSError):
@@ -371,23 +368,9 @@ def _is_complete(path: Path) -> bool:
 
 def _discard(path: Path) -> None:
     """Removes a checkpoint: first its name, so that it never looks like one that is half there."""
-    trash = temporary_name(path.parent, path.name, os.getpid())
+    trash = temporary_name(path.parent, path.name)
     try:
         path.rename(trash)
     except OSError:  # another process removes it, or the next write tries again
         return
     remove_entry(trash)
-
-
-def _sync_folder(folder: Path) -> None:
-    """Waits until the disk has a folder's entries, where the system can be asked to."""
-    if os.name == "nt":
-        return
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    except OSError as error:
-        if error.errno != errno.EINVAL:  # a file system that cannot
-            raise
-    finally:
-        os.close(handle)

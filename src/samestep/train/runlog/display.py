@@ -1,6 +1,6 @@
-"""The display: where a training loop shows its progress and its lines.
+"""The display of a training loop's progress and lines.
 
-Under our launcher the supervisor draws, which is another process; alone, rank 0 does itself; other ranks are silent.
+Under samestep's launcher the supervisor process draws; otherwise rank 0 prints; other ranks are silent.
 """
 
 import time
@@ -27,7 +27,7 @@ class Display(Protocol):
         ...
 
     def ledger(self, quorum: int | None = None, seconds: float | None = None) -> None:
-        """Tells that a ledger is kept; or how long the healing that ended in a view took, as it stands there."""
+        """Reports that a ledger is kept; or the duration that it has for the healing that ended in a quorum."""
         ...
 
     def close(self) -> None:
@@ -49,18 +49,14 @@ class SilentDisplay:
         """Shows nothing."""
 
     def ledger(self, quorum: int | None = None, seconds: float | None = None) -> None:
-        """Tells nobody."""
+        """Shows nothing."""
 
     def close(self) -> None:
         """Does nothing."""
 
 
 class SupervisedDisplay:
-    """Tells the supervisor, which draws.
-
-    Args:
-        channel: to the supervisor.
-    """
+    """Sends progress and lines to the supervisor, which draws."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
@@ -85,7 +81,7 @@ class SupervisedDisplay:
         self._channel.send("line", text=text)
 
     def ledger(self, quorum: int | None = None, seconds: float | None = None) -> None:
-        """Sends the event: the supervisor tells of a healing with the number that the ledger has."""
+        """Sends the event, so that the supervisor shows a healing with the ledger's number."""
         self._channel.send("ledger", quorum=quorum, seconds=seconds)
 
     def close(self) -> None:

@@ -9,8 +9,8 @@ import pytest
 from train_programs import make_trainer, points
 from worlds import in_turns
 
-from samestep.train import agreement
-from samestep.train.agreement import ABSENT, BREAKING, UNMENTIONED, Change, differences, explain
+from samestep.train import contract_diff
+from samestep.train.contract_diff import ABSENT, BREAKING, UNMENTIONED, Change, differences, explain
 
 CONTRACT = {
     "global_batch_size": 256,
@@ -156,6 +156,6 @@ def test_the_contract_of_a_run_holds_the_fields_that_the_table_speaks_of(tmp_pat
 
 
 def test_it_can_be_had_without_torch():
-    source = Path(agreement.__file__).read_text(encoding="utf-8")
+    source = Path(contract_diff.__file__).read_text(encoding="utf-8")
     names = {node.module for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ImportFrom)}
     assert names == {"collections.abc", "dataclasses", "typing", "samestep.errors"}

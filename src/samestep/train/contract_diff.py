@@ -1,7 +1,7 @@
-"""The agreement of two contracts: which fields changed, which of them decide the bits, and what they decide.
+"""The difference of two contracts: which fields changed, which of them decide the bits, and what they decide.
 
 Fields are named by their keys joined by dots, `versions.torch`; a name in one of the two lists stands for all below it.
-A field that is in neither is told where both sides have it and differ, and never breaks: versions of samestep, Python
+A field that is in neither is reported if both sides have it and differ, and never breaks: versions of samestep, Python
 and NumPy, the processor, and whatever a program records of its own.
 """
 

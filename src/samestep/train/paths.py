@@ -1,4 +1,4 @@
-"""The folder of a run and the names in it; torch-free, since the command line chooses it before a worker starts."""
+"""Paths: the folder of a run and the names in it; torch-free, as the command line chooses it before workers start."""
 
 import json
 from collections.abc import Mapping
@@ -9,6 +9,7 @@ from typing import Any
 
 from samestep.data.files import check_regular
 from samestep.errors import UsageError
+from samestep.train.atomic_io import make_folder
 
 CONTRACT_FILE = "run.json"
 LEDGER_FILE = "ledger.jsonl"
@@ -33,6 +34,18 @@ def new_folder_name(name: str) -> Path:
         candidate = stem.with_name(f"{stem.name}-{number}")
         number += 1
     return candidate
+
+
+def create_folder(path: Path) -> Path:
+    """Makes the folder of a new run; raises a `UsageError` if a run is there, and as `make_folder` does."""
+    check_untaken(path)
+    make_folder(path)
+    return path
+
+
+def holds_run(path: Path) -> bool:
+    """Whether a run began in this folder."""
+    return (path / CONTRACT_FILE).exists()
 
 
 def unfinished_run(recipe: str) -> Path | None:

@@ -1,4 +1,4 @@
-"""Saving while training goes on: the state is copied to host memory, and a thread writes the checkpoint."""
+"""Asynchronous saving: the state is copied to host memory, and a thread writes it while training goes on."""
 
 import time
 from collections import deque
@@ -11,9 +11,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from samestep.train.checkpoint import Snapshot, check_keep, write_checkpoint
-from samestep.train.packing import is_dense
-from samestep.train.writing import retrying
+from samestep.train.atomic_io import retrying
+from samestep.train.checkpoint.packing import is_dense
+from samestep.train.checkpoint.storage import Snapshot, check_keep, write_checkpoint
 
 HostFiles = dict[str, dict[str, Tensor]]
 
@@ -28,9 +28,7 @@ class SavedCheckpoint:
 
 
 class CheckpointSaver:
-    """Writes checkpoints in a thread; rank 0 has one. At most one is being written at a time.
-
-    What cannot be written is tried again, so many times, while training goes on.
+    """Writes checkpoints in a thread on rank 0, at most one at a time; a failed one is tried again `retries` times.
 
     A save is `saver.save(Snapshot(step, saver.to_host_copy(files), facts))`. An error of the writer is raised by the
     next `save`, `poll` or `close`, once; the saver can be used on.
@@ -51,7 +49,7 @@ class CheckpointSaver:
         """Copies tensors to host memory, as the function of the same name, into memory of earlier copies.
 
         A copy holds until the next call of this method; if it was given to `save`, until it is written. So there are
-        at most two, however many checkpoints are written, and one where writing is faster than the time between them.
+        at most two, and one if writing takes less than the time between two checkpoints.
         """
         self._reap(wait=False)
         for number, buffers in enumerate(self._buffers):
@@ -88,11 +86,11 @@ class CheckpointSaver:
         return done
 
     def failures(self) -> list[str]:
-        """A sentence on each failed attempt since the last call after which it is tried again."""
+        """A sentence on each failed attempt since the last call that is followed by another."""
         return [self._failures.popleft() for _ in range(len(self._failures))]
 
     def close(self) -> None:
-        """Waits until the last one is written and ends the thread; `poll` still tells of what was written.
+        """Waits until the last one is written and ends the thread; `poll` still returns it.
 
         Raises:
             RunFolderError: it could not be written.
@@ -111,7 +109,7 @@ class CheckpointSaver:
         return SavedCheckpoint(path.name, snapshot.step, time.monotonic() - began)
 
     def _reap(self, wait: bool) -> None:
-        """Takes note of what became of the last one if it has ended, or waits until it has."""
+        """Takes the result of the last write if it has ended, or waits until it has."""
         if self._writing is None or not (wait or self._writing.done()):
             return
         self._error = self._writing.exception()
@@ -127,15 +125,10 @@ class CheckpointSaver:
 
 @torch.no_grad()
 def to_host_copy(files: Mapping[str, Mapping[str, Tensor]], reuse: HostFiles | None = None) -> HostFiles:
-    """Copies tensors to host memory: pinned memory for those of a CUDA device, all waited for once.
+    """Copies tensors to host memory, pinned for those of a CUDA device, which are all waited for once.
 
-    Args:
-        files: tensors by name, for each file; of any device and strides.
-        reuse: an earlier result; its memory is used where dtype, shape and strides are the same, so its tensors are
-            overwritten.
-
-    Returns:
-        The same names with tensors in host memory; dense ones keep their strides, others become contiguous.
+    Dense tensors keep their strides, others become contiguous. The tensors of `reuse`, an earlier result, are
+    overwritten if dtype, shape and strides are the same.
     """
     earlier = reuse or {}
     copies: HostFiles = {}

@@ -1,9 +1,10 @@
-"""The ledger's writer: a line a step and a line an event, by which runs are compared and replayed."""
+"""The ledger: a line a step and a line an event, by which runs are compared and replayed."""
 
 import hashlib
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from io import FileIO
 from pathlib import Path
@@ -16,8 +17,8 @@ from torch.optim import Optimizer
 from samestep.data.batch import Batch
 from samestep.engine.result import StepResult
 from samestep.errors import RunFolderError
-from samestep.train.line import from_line, is_whole, to_line
-from samestep.train.writing import append_whole, is_at, open_unbuffered, writing
+from samestep.train.atomic_io import append_whole, is_at, open_unbuffered, writing
+from samestep.train.runlog.line import from_line, is_whole, to_line
 
 GATHERED_BYTES = 8192
 READ_BYTES = 65_536
@@ -26,16 +27,10 @@ _STEP = re.compile(rb'\{"step": (\d+), "')
 
 
 class LedgerWriter:
-    """Appends to a ledger, a JSON object with a checksum a line; floats as hexadecimal digits, so that no bit is lost.
+    """Appends to a ledger; floats are hexadecimal digits, so that no bit is lost.
 
-    Lines are gathered and written whole: a full disk leaves no half of one. What a crash may have left of a last line
-    is mended when the file is opened: a whole line without its end gets one, the torn part of a line is removed.
-
-    Args:
-        path: the file, appended to.
-
-    Raises:
-        RunFolderError: it cannot be read or written.
+    Lines are gathered and written whole: a full disk leaves no half of one. After a crash the last line is mended when
+    the file is opened: a whole line without its end gets one, the torn part of a line is removed.
     """
 
     def __init__(self, path: Path) -> None:
@@ -49,11 +44,7 @@ class LedgerWriter:
             raise
 
     def write(self, entry: dict[str, Any]) -> None:
-        """Appends one entry, sooner or later.
-
-        Raises:
-            RunFolderError: what had gathered could not be written; the file then ends with the line before.
-        """
+        """Appends one entry, at the latest when flushed; on a `RunFolderError` the file ends with the line before."""
         self._waiting += to_line(entry)
         if len(self._waiting) >= GATHERED_BYTES:
             self.flush()
@@ -64,10 +55,7 @@ class LedgerWriter:
         Args:
             name: such as "start", "resume", "death", "heal", "checkpoint", "stop" or "end".
             step: the number of the next step.
-            fields: what else is to be said of it, as JSON; not "event" nor "time".
-
-        Raises:
-            RunFolderError: it could not be written; the file then ends with the line before.
+            fields: other fields, as JSON; not "event" nor "time".
         """
         assert not fields.keys() & {"event", "time"}, fields
         now = datetime.now(UTC).isoformat(timespec="milliseconds")
@@ -75,13 +63,7 @@ class LedgerWriter:
         self.flush()
 
     def last_step(self) -> int | None:
-        """The number in the last line of a step that is in the file; None if there is none.
-
-        What has gathered and is not yet written does not count.
-
-        Raises:
-            RunFolderError: the file cannot be read.
-        """
+        """The number of the last step that is in the file, without what has gathered since; None if there is none."""
         with writing(self._path):
             for line in _lines_backwards(self._file):
                 entry = from_line(line)
@@ -90,11 +72,7 @@ class LedgerWriter:
         return None
 
     def losses(self) -> set[int]:
-        """The slots of the workers whose death is in the file since the run was started or resumed last.
-
-        Raises:
-            RunFolderError: the file cannot be read.
-        """
+        """The slots of the workers whose death is in the file since the run was started or resumed last."""
         slots: set[int] = set()
         with writing(self._path):
             for line in _lines_backwards(self._file):
@@ -106,7 +84,7 @@ class LedgerWriter:
         return slots
 
     def flush(self) -> None:
-        """Hands what was written to the system; raises as `write` does, and where the file is no more at its path."""
+        """Hands what was written to the system; raises as `write` does, and if the file is no longer at its path."""
         self._append()
         if not is_at(self._path, self._file):
             raise RunFolderError(
@@ -140,15 +118,11 @@ def ledger_entry(
     digest: str | None = None,
     seconds: Mapping[str, float] | None = None,
 ) -> dict[str, Any]:
-    """What the ledger says of a step.
+    """The ledger's entry of a step, whose scalars are fetched.
 
-    Args:
-        result: of the step; its scalars are fetched.
-        batch: the loader's batch, or None for a batch of the user's own.
-        learning_rates: one a parameter group, as used in the step.
-        world_size: devices that took part.
-        digest: the checksum of the state after the step, as 16 hexadecimal digits, where it was computed.
-        seconds: host seconds by kind, if they were measured; those of `TIMED_KINDS` are written.
+    `batch` is None for one of the user's own; `learning_rates` has one a parameter group, as used in the step; `digest`
+    is the checksum of the state after the step as 16 hexadecimal digits, if it was computed.
+    Of `seconds`, the host seconds by kind, those of `TIMED_KINDS` are written.
     """
     known = batch is not None and batch.epoch >= 0
     ids = batch.ids() if batch is not None and batch.ids is not None else None
@@ -174,13 +148,22 @@ def ids_hash(ids: np.ndarray) -> str:
     return hashlib.sha256(ids.astype("<i8").tobytes()).hexdigest()[:16]
 
 
+def read_losses(path: Path) -> list[tuple[int, float]]:
+    """(updates done, loss) of every step in a ledger; of a step that was run twice the later line."""
+    losses: dict[int, float] = {}
+    with path.open("rb") as file:
+        for line in file:
+            with suppress(ValueError, KeyError, TypeError):
+                entry = from_line(line.removesuffix(b"\n")) or {}
+                if "event" not in entry:
+                    losses[int(entry["step"]) + 1] = float.fromhex(entry["loss"])
+    return sorted(losses.items())
+
+
 def lacking(path: Path, steps: int) -> str:
     """What a ledger that a run goes on with lacks of the first `steps` steps, as a sentence; "" for nothing.
 
-    One that begins with a resume holds what came after that.
-
-    Raises:
-        RunFolderError: it cannot be read.
+    One that begins with a resume has the steps after that only. Raises a `RunFolderError` if it cannot be read.
     """
     seen, damaged, first = set[int](), list[int](), 0
     if not path.exists():
@@ -206,7 +189,7 @@ def learning_rates(optimizers: Sequence[Optimizer]) -> list[float]:
 
 
 def _mend_last_line(file: FileIO, path: Path) -> None:
-    """Ends a last line that lacks its end, if it is whole; else cuts it off. What is no regular file is left alone."""
+    """Ends a last line that lacks its end, if it is whole; else cuts it off. A special file is left alone."""
     with writing(path):
         if not path.is_file() or file.seek(0, os.SEEK_END) == 0:
             return

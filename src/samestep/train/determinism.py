@@ -1,4 +1,4 @@
-"""The process: the device that this rank drives, and the switches on which equal bits rest."""
+"""Determinism: the device of this rank, and the process-wide switches that equal bits need."""
 
 import os
 
@@ -9,7 +9,7 @@ from samestep.errors import DeviceError
 
 
 def own_device(device: str | torch.device | None, environment: Environment) -> torch.device:
-    """This rank's device: what the user says, else what the launcher says, else what there is."""
+    """This rank's device: the user's choice, else the launcher's, else the first accelerator or the CPU."""
     if device is not None:
         return _checked_device(device)
     kind = environment.device_kind
@@ -25,11 +25,7 @@ def own_device(device: str | torch.device | None, environment: Environment) -> t
 
 
 def _checked_device(asked: str | torch.device) -> torch.device:
-    """The device that the user names, with its index.
-
-    Raises:
-        DeviceError: there is no such device here.
-    """
+    """The device that the user names, with its index; raises a `DeviceError` if it is not there."""
     try:
         chosen = torch.device(asked)
     except (RuntimeError, TypeError):
@@ -47,7 +43,7 @@ def _checked_device(asked: str | torch.device) -> torch.device:
 
 
 def make_deterministic(device: torch.device, threads: int, reduction: str) -> None:
-    """Sets the process-wide switches on which equal bits rest."""
+    """Sets the process-wide switches that equal bits need."""
     if device.type == "cpu":
         torch.set_num_threads(threads)
     if reduction == "native":

@@ -1,6 +1,6 @@
-"""The state of a run at a step boundary: taken apart into tensors and JSON, and put back exactly.
+"""The state of a run at a step boundary: captured as tensors and JSON, and restored exactly.
 
-Nothing in it depends on the number of devices. Where the ranks have different parts of the state, each has its own.
+Nothing in it depends on the number of devices. Of sharded state each rank captures and restores its local shards.
 """
 
 import json
@@ -23,21 +23,21 @@ from samestep.engine.settings import Settings, take_new_settings
 from samestep.engine.spread import SpreadState
 from samestep.engine.step import TrainStep
 from samestep.errors import CheckpointError
-from samestep.train.naming import FACTS_FILE
-from samestep.train.packing import as_bad_checkpoint, check_packed, pack, unpack
-from samestep.train.parts import (
+from samestep.train.checkpoint.local_shards import (
     SEVERAL,
     Layout,
     Stored,
     StoredFiles,
     held_by,
     local_part,
+    local_tensors,
+    localized,
     optimizer_state_dict,
-    own_tensors,
-    with_local_parts,
 )
+from samestep.train.checkpoint.packing import as_bad_checkpoint, check_packed, pack, unpack
+from samestep.train.paths import FACTS_FILE
 
-FORMAT = 1
+FORMAT = 2
 NOT_OURS = "another checkpoint is needed: the state in this one cannot be taken up"
 _LIKE_PARAMETER = ("momentum_buffer", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "sum")
 
@@ -49,7 +49,7 @@ class State:
     """A state that still shares the memory of what it was taken from: copy it before the next step.
 
     Attributes:
-        files: tensors by name, for each file of a checkpoint; of what is spread over the ranks this rank's pieces.
+        files: tensors by name, for each file of a checkpoint; of sharded tensors this rank's local shards.
         facts: the rest, as JSON; the same on all ranks.
     """
 
@@ -59,103 +59,73 @@ class State:
 
 @dataclass(frozen=True)
 class _Parts:
-    """What several steps are made of, each once: steps may share a model or an optimizer."""
+    """The models and optimizers of several steps, each once and with its sharding: steps may share them."""
 
     steps: tuple[TrainStep, ...]
-    models: dict[str, nn.Module]
-    optimizers: tuple[Optimizer, ...]
-
-    @property
-    def model_spreads(self) -> dict[str, SpreadState | None]:
-        """How each model is spread."""
-        of = {id(each.model): each.spread for each in self.steps}
-        return {name: of[id(model)] for name, model in self.models.items()}
-
-    @property
-    def optimizer_spreads(self) -> list[SpreadState | None]:
-        """How what each optimizer updates is spread."""
-        of = {id(optimizer): each.spread for each in self.steps for optimizer in each.optimizers}
-        return [of[id(optimizer)] for optimizer in self.optimizers]
-
-    @property
-    def settings(self) -> list[dict[str, Any]]:
-        """How each step was built."""
-        return [{"optimizers": step.settings.optimizers, "scheduler": step.settings.scheduler} for step in self.steps]
+    models: dict[str, tuple[nn.Module, SpreadState | None]]
+    optimizers: list[tuple[Optimizer, SpreadState | None]]
+    settings: list[dict[str, Any]]
 
 
 def capture(step: Steps, rest: Mapping[str, Any]) -> State:
-    """Takes training steps apart: models, optimizers, schedulers, counters, and the random generators.
-
-    Args:
-        step: between two steps; one, or several in an order that `restore` is given again.
-        rest: what else belongs to the state, in any nesting that `packing` takes.
+    """Captures models, optimizers, schedulers, counters and random generators of training steps, and `rest`.
 
     Raises:
-        UsageError: an optimizer or scheduler holds something that cannot be stored without pickle.
-        NonFiniteError: an earlier step, of which the host had not heard yet, was not finite.
+        UsageError: a value in it is neither a tensor nor JSON.
+        NonFiniteError: an earlier step, whose scalars had not arrived on the host yet, was not finite.
     """
     parts = _parts(step)
-    progress = [each.state_dict() for each in parts.steps]
     world_size = parts.steps[0].spread_over.world_size
-    states = [
-        optimizer_state_dict(optimizer, spread, world_size)
-        for optimizer, spread in zip(parts.optimizers, parts.optimizer_spreads, strict=True)
+    progress = [each.state_dict() for each in parts.steps]
+    packed = [
+        pack(optimizer_state_dict(optimizer, sharded, world_size), f"optimizer.{number}")
+        for number, (optimizer, sharded) in enumerate(parts.optimizers)
     ]
-    packed = [pack(state, f"optimizer.{i}") for i, state in enumerate(states)]
-    schedules = [None if each.scheduler is None else each.scheduler.state_dict() for each in parts.steps]
     others = {
         "steps": progress,
-        "schedulers": schedules,
+        "schedulers": [None if each.scheduler is None else each.scheduler.state_dict() for each in parts.steps],
         "settings": parts.settings,
         "generators": generator_states(parts.steps[0].communicator.device),
         "rest": dict(rest),
     }
     remaining = pack(others, "run")
     files: dict[str, dict[str, Stored]] = {
-        name: model_tensors(model, parts.model_spreads[name], world_size) for name, model in parts.models.items()
+        name: model_tensors(model, sharded, world_size) for name, (model, sharded) in parts.models.items()
     }
     files["optimizer"] = {name: tensor for each in packed for name, tensor in each.tensors.items()}
     files["rest"] = remaining.tensors
     facts = {"format": FORMAT, "optimizers": [each.facts for each in packed], "run": remaining.facts}
-    facts["not_persistent"] = {name: not_persistent(model) for name, model in parts.models.items()}
+    facts["not_persistent"] = {name: not_persistent(model) for name, (model, _) in parts.models.items()}
     return State(files, facts)
 
 
 def layout_of(step: Steps) -> Layout:
-    """Which tensors of a captured state are spread over the ranks in this program."""
+    """How the tensors of a captured state are sharded in this program."""
     parts = _parts(step)
     models = {
-        name: {} if spread is None or spread.has_whole_parameters else dict(spread.spreads)
-        for name, spread in parts.model_spreads.items()
+        name: {} if sharded is None or sharded.has_whole_parameters else dict(sharded.spreads)
+        for name, (_, sharded) in parts.models.items()
     }
     optimizers: list[list[Spread | None]] = []
-    for optimizer, spread in zip(parts.optimizers, parts.optimizer_spreads, strict=True):
-        of = {} if spread is None else {id(part): spread.spreads.get(name) for name, part in spread.parts.items()}
+    for optimizer, sharded in parts.optimizers:
+        of = {} if sharded is None else {id(part): sharded.spreads.get(name) for name, part in sharded.parts.items()}
         optimizers.append([of.get(id(parameter)) for parameter in held_by(optimizer)])
     return Layout(models, optimizers, parts.steps[0].spread_over.rank)
 
 
 def rest_of(files: StoredFiles, facts: Mapping[str, Any]) -> dict[str, Any]:
-    """The `rest` that was given to `capture`.
-
-    Raises:
-        CheckpointError: the state is of a newer format, or not whole.
-    """
+    """The `rest` that was given to `capture`; raises a `CheckpointError` if the state is of another format."""
     rest: dict[str, Any] = _others(files, facts)["rest"]
     return rest
 
 
 def check_captured(files: Mapping[str, Mapping[str, Tensor]], facts: Any, num_steps: int) -> None:
-    """Checks that files and facts, of unknown origin, are what `capture` gives after so many steps.
-
-    Raises:
-        CheckpointError: they are not, or are of a newer format.
-    """
+    """Raises a `CheckpointError` unless files and facts, of unknown origin, are what `capture` gives at this step."""
     with as_bad_checkpoint("it does not hold the state of a run"):
         others = _others(files, facts)
-        check_packed(facts["run"], files["rest"])
-        for each in facts["optimizers"]:
-            check_packed(each, files["optimizer"])
+        check_packed(facts["run"], files["rest"], "run")
+        for number, each in enumerate(facts["optimizers"]):
+            check_packed(each, files["optimizer"], f"optimizer.{number}")
         counts = [each["num_steps"] for each in others["steps"]]
         is_counted = all(type(count) is int and count >= 0 for count in counts) and sum(counts) == num_steps
         is_whole = len(counts) == len(others["settings"]) == len(others["schedulers"])
@@ -165,21 +135,13 @@ def check_captured(files: Mapping[str, Mapping[str, Tensor]], facts: Any, num_st
 
 
 def check_alike(what: str, there: Any, here: Any) -> None:
-    """Checks that a value from a checkpoint can stand in the place of ours: of the same types, all the way down.
-
-    Raises:
-        CheckpointError: it cannot.
-    """
+    """Raises a `CheckpointError` unless a checkpoint's value has the types of this program's, all the way down."""
     if not _is_alike(there, here):
         raise CheckpointError(f"the checkpoint's {what} cannot be taken up: not of the form that this program's have")
 
 
 def check_fits(step: Steps, files: StoredFiles, facts: Mapping[str, Any]) -> None:
-    """Checks that a captured state is that of these models, optimizers and schedulers; nothing is changed.
-
-    Raises:
-        CheckpointError: names the first thing that is another.
-    """
+    """Raises a `CheckpointError` that names the first difference unless the state is of these models and optimizers."""
     parts, others = _parts(step), _others(files, facts)
     with as_bad_checkpoint(NOT_OURS):
         _check_parts(parts, others, files, facts)
@@ -195,8 +157,8 @@ def _check_parts(parts: _Parts, others: Mapping[str, Any], files: StoredFiles, f
     for what, there, here in counts:
         if there != here:
             raise CheckpointError(f"the checkpoint has the state of {there} {what}, this program has {here}")
-    for name, model in parts.models.items():
-        check_model(model, files[name], parts.model_spreads[name])
+    for name, (model, sharded) in parts.models.items():
+        check_model(model, files[name], sharded)
     for was, now in zip(others["settings"], parts.settings, strict=True):
         kinds = [name for name, _ in was["optimizers"]], [name for name, _ in now["optimizers"]]
         if kinds[0] != kinds[1]:
@@ -210,7 +172,7 @@ def _check_parts(parts: _Parts, others: Mapping[str, Any], files: StoredFiles, f
                 f"the checkpoint has the state of {schedulers[0]}, and this program has {schedulers[1]}; use the same "
                 "scheduler"
             )
-    for optimizer, packed in zip(parts.optimizers, facts["optimizers"], strict=True):
+    for (optimizer, _), packed in zip(parts.optimizers, facts["optimizers"], strict=True):
         sizes = _group_sizes(unpack(packed.get("param_groups", []), files["optimizer"]))
         own = _group_sizes(optimizer.param_groups)
         if sizes and sizes != own:
@@ -221,19 +183,10 @@ def _check_parts(parts: _Parts, others: Mapping[str, Any], files: StoredFiles, f
 
 
 def restore(step: Steps, files: StoredFiles, facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Puts a captured state back, to the bit.
+    """Puts a captured state back, to the bit, and returns the `rest` that was given to `capture`.
 
-    Args:
-        step: one or several, made from the same models and optimizers. Settings of optimizers and schedulers that they
-            were built with, and the captured ones were not, stay.
-        files: of the captured state: whole tensors, or this rank's pieces of them.
-        facts: of the captured state.
-
-    Returns:
-        The `rest` that was given to `capture`.
-
-    Raises:
-        CheckpointError: the state is that of another model, of other optimizers, or of a newer format.
+    Settings of optimizers and schedulers that changed in the program since then stay. `files` has whole tensors, or
+    this rank's local shards. Raises a `CheckpointError` if the state is of another model, optimizer or format.
     """
     check_fits(step, files, facts)
     with as_bad_checkpoint(NOT_OURS):
@@ -242,12 +195,12 @@ def restore(step: Steps, files: StoredFiles, facts: Mapping[str, Any]) -> dict[s
 
 def _put_back(parts: _Parts, others: Mapping[str, Any], files: StoredFiles, facts: Mapping[str, Any]) -> dict[str, Any]:
     rank = parts.steps[0].spread_over.rank
-    for name, model in parts.models.items():
-        load_model(model, files[name], parts.model_spreads[name], rank)
+    for name, (model, sharded) in parts.models.items():
+        load_model(model, files[name], sharded, rank)
     for each in parts.steps:
         each.strategy.after_load()
-    for optimizer, packed, spread in zip(parts.optimizers, facts["optimizers"], parts.optimizer_spreads, strict=True):
-        load_optimizer(optimizer, unpack(packed, files["optimizer"]), spread, rank)
+    for (optimizer, sharded), packed in zip(parts.optimizers, facts["optimizers"], strict=True):
+        load_optimizer(optimizer, unpack(packed, files["optimizer"]), sharded, rank)
     seen: set[int] = set()  # an optimizer may belong to several steps
     for each, progress, schedule, old in zip(
         parts.steps, others["steps"], others["schedulers"], others["settings"], strict=True
@@ -264,34 +217,24 @@ def _put_back(parts: _Parts, others: Mapping[str, Any], files: StoredFiles, fact
 
 
 def model_tensors(model: nn.Module, spread: SpreadState | None = None, world_size: int = 1) -> dict[str, Stored]:
-    """Parameters and all buffers, those that `state_dict` leaves out too, by name; tied ones once.
-
-    Args:
-        model: theirs.
-        spread: how its parameters are spread: of these, this rank's pieces.
-        world_size: the number of ranks.
-    """
+    """Parameters and all buffers, non-persistent ones too, by name; tied ones once; local shards of sharded ones."""
     lazy = UninitializedParameter | UninitializedBuffer
-    named = own_tensors(model, spread, world_size)
+    named = local_tensors(model, spread, world_size)
     return {name: t if isinstance(t, Piece) else t.detach() for name, t in named if not isinstance(t, lazy)}
 
 
 def check_model(model: nn.Module, tensors: Mapping[str, Stored], spread: SpreadState | None = None) -> None:
-    """Checks that names, shapes and dtypes are those of a model; only buffers may come and go, and change their form.
-
-    Raises:
-        CheckpointError: names what is another.
-    """
+    """Raises a `CheckpointError` unless names, shapes and dtypes are the model's; buffers may come, go and change."""
     own, buffers = model_tensors(model, spread, SEVERAL), _buffer_names(model)
     missing = [name for name in own if name not in tensors and name not in buffers]
     strange = [name for name in tensors if name not in own and name not in buffers]
     if missing or strange:
         parts = [f"{what} {', '.join(names[:4])}" for what, names in (("no", missing), ("also", strange)) if names]
         raise CheckpointError(f"the checkpoint is of another model: it has {' and '.join(parts)}")
-    for name, tensor in tensors.items():
-        if name not in buffers and _form(own[name]) != _form(tensor):
+    for name, tensor in own.items():
+        if name not in buffers and _form(tensors[name]) != _form(tensor):
             raise CheckpointError(
-                f"the checkpoint is of another model: its {name} is {_form(tensor)}, the model's {_form(own[name])}"
+                f"the checkpoint is of another model: its {name} is {_form(tensors[name])}, the model's {_form(tensor)}"
             )
 
 
@@ -299,13 +242,7 @@ def check_model(model: nn.Module, tensors: Mapping[str, Stored], spread: SpreadS
 def load_model(
     model: nn.Module, tensors: Mapping[str, Stored], spread: SpreadState | None = None, rank: int = 0
 ) -> None:
-    """Writes parameters and buffers, in place.
-
-    Args:
-        model: to write to.
-        tensors: whole ones, or of spread parameters this rank's pieces.
-        spread: how its parameters are spread; what of it is together must be let go of then.
-        rank: this rank.
+    """Writes parameters and buffers in place; any unsharded (gathered) parameters must be resharded before the call.
 
     Raises:
         CheckpointError: names, shapes or dtypes are those of another model; nothing is written then.
@@ -322,7 +259,7 @@ def load_model(
         if name in spreads and there is not None:
             own[name].view(-1).copy_(local_part(there, spreads[name], rank))
             continue
-        assert not isinstance(there, Piece), "what is not spread here is whole"
+        assert not isinstance(there, Piece), "what is not sharded here is whole"
         if name in own and there is not None and _form(own[name]) == _form(there):
             own[name].copy_(there)
         else:
@@ -336,16 +273,10 @@ def load_optimizer(
 ) -> None:
     """Loads an optimizer's state exactly: torch's own loading casts it to the parameters' dtype.
 
-    Args:
-        optimizer: to write to.
-        state: with whole tensors, or this rank's pieces of them.
-        spread: how what it updates is spread.
-        rank: this rank.
-
     Raises:
         CheckpointError: it is the state of an optimizer over other parameters.
     """
-    state = with_local_parts(optimizer, state, spread, rank)
+    state = localized(optimizer, state, spread, rank)
     parameters = held_by(optimizer)
     indices = [index for group in state["param_groups"] for index in group["params"]]
     for index, parameter in zip(indices, parameters, strict=False):  # torch tells if their numbers differ
@@ -362,7 +293,7 @@ def load_optimizer(
 
 
 def generator_states(device: torch.device) -> dict[str, Any]:
-    """The states of all global generators: what the script itself draws goes on from them."""
+    """The states of all global random generators."""
     return {
         "torch": [generator.get_state() for generator in Generators(device).of_torch],
         "numpy": _arrays_as_tensors(np.random.get_state(legacy=False)),  # noqa: NPY002 - what scripts draw from
@@ -371,11 +302,7 @@ def generator_states(device: torch.device) -> dict[str, Any]:
 
 
 def restore_generators(states: Mapping[str, Any], device: torch.device) -> None:
-    """Puts the global generators back; those of another kind of device are left as they are.
-
-    Raises:
-        CheckpointError: they are the states of other generators, or of none.
-    """
+    """Puts the global generators back, but those of other kinds of devices; a `CheckpointError` for bad states."""
     _check_generators(states, device)
     for generator, state in zip(Generators(device).of_torch, states["torch"], strict=False):
         generator.set_state(state)
@@ -394,14 +321,15 @@ def _check_generators(states: Mapping[str, Any], device: torch.device) -> None:
 
 def _parts(step: Steps) -> _Parts:
     steps = (step,) if isinstance(step, TrainStep) else tuple(step)
-    models = list({id(each.model): each.model for each in steps}.values())
+    models = {id(each.model): (each.model, each.spread) for each in steps}.values()
     names = ("model" if number == 0 else f"model.{number}" for number in range(len(models)))
-    optimizers = {id(optimizer): optimizer for each in steps for optimizer in each.optimizers}
-    return _Parts(steps, dict(zip(names, models, strict=True)), tuple(optimizers.values()))
+    optimizers = {id(one): (one, each.spread) for each in steps for one in each.optimizers}.values()
+    settings = [{"optimizers": each.settings.optimizers, "scheduler": each.settings.scheduler} for each in steps]
+    return _Parts(steps, dict(zip(names, models, strict=True)), list(optimizers), settings)
 
 
 def _others(files: StoredFiles, facts: Mapping[str, Any]) -> dict[str, Any]:
-    """What is neither of a model nor of an optimizer."""
+    """The part of a state that is neither of a model nor of an optimizer."""
     if not isinstance(facts, Mapping) or facts.get("format") != FORMAT:
         found = facts.get("format") if isinstance(facts, Mapping) else None
         raise CheckpointError(f"the state has format {found}; this version reads format {FORMAT}")
@@ -460,9 +388,9 @@ def not_persistent(model: nn.Module) -> list[str]:
 
 
 def _check_entries(optimizer: Optimizer, entries: Mapping[str, Any], parameter: Tensor) -> None:
-    """Checks the tensors of a parameter's state that torch's fused kernels go through without asking for their size.
+    """Checks the tensors of a parameter's state whose size torch's fused kernels do not check.
 
-    Any saved state may have `fused` switched on, so whether this program has it does not matter.
+    Any saved state may have `fused` switched on, whether this program has it or not.
     """
     if not isinstance(optimizer, torch.optim.SGD | torch.optim.Adam | torch.optim.Adagrad):
         return

@@ -1,0 +1,194 @@
+"""Atomic file I/O: files that are written whole or not at all, temporary names, and errors that say what to do."""
+
+import errno
+import hashlib
+import json
+import os
+import platform
+import re
+import secrets
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from io import FileIO
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import psutil
+
+from samestep.errors import RunFolderError, UsageError
+
+T = TypeVar("T")
+
+CHECKPOINT_RETRIES = 3
+MAX_WAIT_SECONDS = 30.0
+_NO_SPACE = {errno.ENOSPC, errno.EFBIG} | {getattr(errno, name) for name in ("EDQUOT",) if hasattr(errno, name)}
+_TEMPORARY = re.compile(r"\.tmp-.+-(?P<pid>\d+)-(?P<host>[0-9a-f]{8})-[0-9a-f]{8}")  # .tmp-WHAT-PID-HOST-TOKEN
+_MAX_WHAT = 200  # bytes
+_FOREIGN_SECONDS = 24 * 60 * 60.0  # whether a process of another machine lives cannot be asked
+_CLOCK_SECONDS = 5.0  # by which the clocks of a file system and of processes may differ
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turns the `OSError` of a failed write at `path` into a `RunFolderError` with its reason."""
+    try:
+        yield
+    except RunFolderError:
+        raise
+    except OSError as error:
+        mend = "free some space, or choose" if error.errno in _NO_SPACE else "choose"
+        raise RunFolderError(
+            f"cannot write {path}: {error.strerror or error}; {mend} another folder with --run-dir"
+        ) from error
+
+
+def retrying(attempt: Callable[[], T], retries: int, tell: Callable[[str], None]) -> T:
+    """Calls `attempt` again, up to `retries` times and after 1, 2, 4, … seconds, if it raises a `RunFolderError`.
+
+    If several ranks write together, `attempt` fails on all of them alike; `tell` gets a sentence on each retry.
+    """
+    for number in range(retries):
+        try:
+            return attempt()
+        except RunFolderError as error:
+            seconds = min(2.0 ** min(number, 9), MAX_WAIT_SECONDS)
+            tell(
+                f"{error}; until then the checkpoint before is the newest: trying again in {seconds:.0f} s "
+                f"(retry {number + 1} of {retries}: --checkpoint-retries)"
+            )
+            time.sleep(seconds)
+    return attempt()
+
+
+def check_retries(retries: int) -> None:
+    """Raises a `UsageError` unless `retries` is a whole number from 0 on."""
+    if isinstance(retries, bool) or not isinstance(retries, int) or retries < 0:
+        raise UsageError(f"got checkpoint_retries={retries!r}; it must be 0 or more (--checkpoint-retries)")
+
+
+def make_folder(path: Path) -> None:
+    """Makes a folder with its parents unless it exists; raises as `writing` does."""
+    with writing(path):
+        path.mkdir(parents=True, exist_ok=True)
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yields a temporary path to write to, synced and renamed to `path` on success; raises as `writing` does."""
+    temporary = temporary_name(path.parent, path.name)
+    try:
+        with writing(path):
+            temporary.touch()
+            mode = temporary.stat().st_mode
+            yield temporary
+            temporary.chmod(mode)  # safetensors makes its files readable by their owner alone
+            with temporary.open("rb") as file:
+                os.fsync(file.fileno())
+            temporary.replace(path)
+    finally:
+        with suppress(OSError):
+            temporary.unlink()
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Writes a value as indented JSON; raises as `writing` does."""
+    with replacing(path) as temporary:
+        text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
+        temporary.write_text(text, encoding="utf-8", errors="backslashreplace")  # JSON's form of a lone surrogate, too
+
+
+def open_unbuffered(path: Path, mode: str) -> FileIO:
+    """Opens without a buffer, so that a failed write is an error of the call that made it; raises as `writing` does."""
+    with writing(path):
+        return cast(FileIO, path.open(mode, buffering=0))
+
+
+def append_whole(file: FileIO, path: Path, data: bytes) -> None:
+    """Appends all of the data to an unbuffered file, or none of it and raises as `writing` does."""
+    written = 0
+    with writing(path):
+        if data and os.fstat(file.fileno()).st_nlink == 0:  # it would take the data, which no reader would ever see
+            raise OSError(errno.ENOENT, "it was removed while the run was writing to it")
+        try:
+            while written < len(data):
+                written += file.write(data[written:])
+        except OSError:
+            if written:
+                with suppress(OSError):
+                    file.truncate(os.fstat(file.fileno()).st_size - written)
+            raise
+
+
+def is_at(path: Path, file: FileIO) -> bool:
+    """Whether the path still names this open file."""
+    try:
+        there = path.stat()
+    except FileNotFoundError:
+        return False
+    ours = os.fstat(file.fileno())
+    return (there.st_dev, there.st_ino) == (ours.st_dev, ours.st_ino)
+
+
+def sync_folder(folder: Path) -> None:
+    """Waits until the disk has a folder's entries, on systems that can be asked to."""
+    if os.name == "nt":
+        return
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # a file system that cannot
+            raise
+    finally:
+        os.close(handle)
+
+
+def temporary_name(folder: Path, what: str, pid: int | None = None) -> Path:
+    """A new name in `folder`, of a length that file systems allow, with the process and the host that made it."""
+    short = os.fsdecode(os.fsencode(what)[:_MAX_WHAT])
+    return folder / f".tmp-{short}-{pid or os.getpid()}-{_host()}-{secrets.token_hex(4)}"
+
+
+def remove_entry(path: Path) -> None:
+    """Removes a file, or a folder with its content, as far as possible."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with suppress(OSError):
+            path.unlink()
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Removes temporary entries in `folder` whose processes have ended."""
+    for path in folder.glob(".tmp-*"):
+        with suppress(OSError):
+            if is_abandoned(path):
+                remove_entry(path)
+
+
+def is_abandoned(path: Path) -> bool:
+    """Whether an entry is a temporary one whose process has ended; of another host's, whether it is a day old.
+
+    Raises:
+        OSError: it is gone.
+    """
+    match = _TEMPORARY.fullmatch(path.name)
+    if match is None:
+        return False
+    changed = path.stat().st_mtime
+    if match["host"] != _host():
+        return time.time() - changed > _FOREIGN_SECONDS
+    try:
+        process = psutil.Process(int(match["pid"]))
+        # A process that began after the last change has only inherited the number.
+        return bool(process.status() == psutil.STATUS_ZOMBIE or process.create_time() > changed + _CLOCK_SECONDS)
+    except psutil.NoSuchProcess:
+        return True
+    except psutil.Error:
+        return False
+
+
+def _host() -> str:
+    return hashlib.sha256(platform.node().encode()).hexdigest()[:8]

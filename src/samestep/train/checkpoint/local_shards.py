@@ -1,0 +1,150 @@
+"""Sharded state: the local shards that this rank holds, under the names of the whole tensors.
+
+A sharded tensor stands in the state as a `Piece`; on one rank, which has all of it, it is a tensor like any.
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from samestep.comm.communicator import Communicator
+from samestep.comm.pieces import Piece, Spread
+from samestep.engine.spread import SpreadState
+from samestep.engine.step import TrainStep
+
+SEVERAL = 2  # ranks: for callers that want the forms of sharded tensors on any number of ranks
+Stored = Tensor | Piece
+StoredFiles = Mapping[str, Mapping[str, Stored]]
+_OPTIMIZER_FILE = "optimizer"
+_OPTIMIZER_STATE = re.compile(r"optimizer\.(\d+)\.state\.(\d+)\.[^.]+")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the tensors of a checkpoint's files are sharded in this program.
+
+    Attributes:
+        models: for the file of each model the sharding of its parameters by name, without those that each rank has.
+        optimizers: for each optimizer the sharding of its parameters, in its order; None for whole ones.
+        rank: this one's among those over which they are sharded.
+    """
+
+    models: Mapping[str, Mapping[str, Spread]]
+    optimizers: Sequence[Sequence[Spread | None]]
+    rank: int
+
+    def spread_of(self, file: str, name: str, shape: torch.Size) -> Spread | None:
+        """The sharding of a tensor of a file; None if it is whole everywhere, or not one of this program's."""
+        spread = self.models.get(file, {}).get(name)
+        if file == _OPTIMIZER_FILE and (match := _OPTIMIZER_STATE.fullmatch(name)):
+            optimizer, index = int(match[1]), int(match[2])
+            if optimizer < len(self.optimizers) and index < len(self.optimizers[optimizer]):
+                spread = self.optimizers[optimizer][index]
+        return None if spread is None or len(shape) == 0 or spread.shape != shape else spread
+
+
+def is_sharded(step: TrainStep | Sequence[TrainStep]) -> bool:
+    """Whether ranks hold different parts of a state: then whatever is done with it is a collective call."""
+    steps = [step] if isinstance(step, TrainStep) else step
+    return any(each.spread is not None and each.communicator.world_size > 1 for each in steps)
+
+
+def local_tensors(model: nn.Module, state: SpreadState | None, world_size: int) -> Iterator[tuple[str, Stored]]:
+    """Parameters and all buffers of a model by name; of sharded ones this rank's local shard."""
+    parameters: Iterator[tuple[str, Stored]] = model.named_parameters()
+    if state is not None and not state.has_whole_parameters:
+        parameters = ((name, _held(piece, world_size)) for name, piece in state.parameters())
+    return chain(parameters, model.named_buffers())
+
+
+def local_state(optimizer: Optimizer, state: SpreadState | None, world_size: int) -> dict[int, dict[str, Any]]:
+    """An optimizer's state by the number of the parameter in it; of sharded tensors this rank's local shard."""
+    parameters = held_by(optimizer)
+    states = {number: optimizer.state[p] for number, p in enumerate(parameters) if p in optimizer.state}
+    if state is None:
+        return states
+    names = {id(part): name for name, part in state.parts.items()}
+    pieces = state.state_of(optimizer)
+    held = {}
+    for number, of_parameter in states.items():
+        local = pieces.get(names.get(id(parameters[number]), ""), of_parameter)  # of a frozen parameter it is whole
+        held[number] = {key: _held(local[key], world_size) for key in of_parameter}
+    return held
+
+
+def optimizer_state_dict(optimizer: Optimizer, state: SpreadState | None, world_size: int) -> dict[str, Any]:
+    """An optimizer's `state_dict()`, with local shards of sharded tensors."""
+    whole = optimizer.state_dict()
+    return whole if state is None else {**whole, "state": local_state(optimizer, state, world_size)}
+
+
+def localized(optimizer: Optimizer, saved: Mapping[str, Any], state: SpreadState | None, rank: int) -> dict[str, Any]:
+    """A saved `state_dict()` for this rank's optimizer: its part instead of each local shard and whole tensor."""
+    if state is None:
+        return dict(saved)
+    names = {id(part): name for name, part in state.parts.items()}
+    indices = [index for group in saved["param_groups"] for index in group["params"]]
+    parts = dict(zip(indices, held_by(optimizer), strict=False))  # torch tells if their numbers differ
+    entries = dict(saved["state"])
+    for index, entry in entries.items():
+        part = parts.get(index)
+        spread = state.spreads.get(names.get(id(part), ""))
+        if part is not None and spread is not None:
+            entries[index] = {key: _localized(value, part, spread, rank) for key, value in entry.items()}
+    return {**saved, "state": entries}
+
+
+def held_by(optimizer: Optimizer) -> list[Tensor]:
+    """The parameters of an optimizer, in the order in which its state counts them."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def local_part(value: Stored, spread: Spread, rank: int) -> Tensor:
+    """This rank's elements of a whole tensor, or of a local shard that has just them: flat."""
+    if isinstance(value, Piece):
+        assert value.spread == spread, "a local shard is cut for the rank that loads it"
+        return value.local.reshape(-1)
+    return spread.part(value, rank)
+
+
+def unsharded(value: Any, over: Communicator) -> Any:
+    """A local shard's whole tensor, gathered on all ranks, which call it together; any other value as it is."""
+    return value.gather(over) if isinstance(value, Piece) else value
+
+
+def split_files(files: StoredFiles) -> tuple[dict[str, dict[str, Tensor]], dict[str, dict[str, Piece]]]:
+    """The whole tensors and the local shards of some files, each by file; an empty tensor is whole."""
+    whole: dict[str, dict[str, Tensor]] = {file: {} for file in files}
+    pieces: dict[str, dict[str, Piece]] = {}
+    for file, tensors in files.items():
+        for name, value in tensors.items():
+            if not isinstance(value, Piece):
+                whole[file][name] = value
+            elif value.shape.numel() == 0:
+                whole[file][name] = value.local.new_empty(value.shape)
+            else:
+                pieces.setdefault(file, {})[name] = value
+    return whole, pieces
+
+
+def whole_tensors(files: StoredFiles) -> dict[str, dict[str, Tensor]]:
+    """The whole tensors of some files."""
+    return split_files(files)[0]
+
+
+def _held(value: Any, world_size: int) -> Any:
+    return value.local.view(value.shape) if world_size == 1 and isinstance(value, Piece) else value
+
+
+def _localized(value: Any, part: Tensor, spread: Spread, rank: int) -> Any:
+    is_whole = isinstance(value, Tensor) and value.ndim > 0 and value.shape == spread.shape
+    if not is_whole and not isinstance(value, Piece):
+        return value
+    local = local_part(value, spread, rank)
+    return (local.clone() if is_whole else local).view(part.shape)

@@ -1,0 +1,195 @@
+"""The manifest of a checkpoint (which files belong to it, with sizes and SHA-256), and reads that are verified by it.
+
+The last entry of manifest.json is the SHA-256 of all bytes before its own digits; what follows them is fixed. So a
+change of any byte is noticed, white space included. That holds in every later version of the format too, so that a
+damaged manifest and one of another version can be told apart.
+"""
+
+import hashlib
+import json
+import operator
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from io import BufferedReader
+from pathlib import Path
+from typing import Any, NoReturn
+
+from samestep.data.files import is_special
+from samestep.errors import CheckpointError
+
+MANIFEST_FILE = "manifest.json"
+FORMAT = "samestep checkpoint"
+VERSION = 2
+MAX_FACTS_BYTES = 1 << 30
+"""Of a JSON file, whose values take a multiple of its size in memory."""
+MAX_NESTING = 100
+"""Levels of lists and objects within each other that a state may have as JSON; a file around it may have twice that."""
+_TAIL = b'"\n}\n'
+_DIGITS = 64
+_MAX_BYTES = 64 << 20  # of 300,000 files
+
+
+@dataclass(frozen=True)
+class Written:
+    """The size in bytes and the SHA-256, as hexadecimal digits, of a file that was written."""
+
+    size: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The number of updates that the state has seen, and the files by name, whichever rank wrote them."""
+
+    step: int
+    files: Mapping[str, Written]
+
+
+def seal(path: Path) -> Written:
+    """Waits until the disk has a file that was just written, and hashes it; raises an `OSError`."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        return Written(os.fstat(file.fileno()).st_size, hashlib.file_digest(file, "sha256").hexdigest())
+
+
+def write_sealed(path: Path, data: bytes) -> Written:
+    """Writes a new file and seals it; raises an `OSError`."""
+    with path.open("xb") as file:
+        file.write(data)
+    return seal(path)
+
+
+def read_verified(path: Path, expected: Written) -> bytes:
+    """The bytes of a file, if they are those that were written.
+
+    Raises:
+        CheckpointError: they are not, or it is no regular file.
+        OSError: it cannot be read.
+    """
+    with _opened(path, expected) as file:
+        data = file.read(expected.size)  # not to the end: a file that grows would have none
+    if not matches(hashlib.sha256(data).hexdigest(), expected.sha256):
+        raise damaged(path.name)
+    return data
+
+
+def verify(path: Path, expected: Written) -> None:
+    """Raises as `read_verified` does, without the file in memory."""
+    with _opened(path, expected) as file:
+        if not matches(hashlib.file_digest(file, "sha256").hexdigest(), expected.sha256):
+            raise damaged(path.name)
+
+
+def matches(found: str, written: str) -> bool:
+    """Whether a checksum is the recorded one; damage is noticed here and nowhere else."""
+    return found == written
+
+
+def damaged(file_name: str) -> CheckpointError:
+    """The error of a file whose bytes are not those that were written."""
+    return CheckpointError(f"{file_name} is damaged: its bytes are not those that were written")
+
+
+def manifest_bytes(manifest: Manifest) -> bytes:
+    """The content of manifest.json."""
+    files = {name: asdict(written) for name, written in sorted(manifest.files.items())}
+    body = json.dumps({"format": FORMAT, "version": VERSION, "step": manifest.step, "files": files}, indent=2)
+    head = (body.removesuffix("\n}") + ',\n  "checksum": "').encode()
+    return head + hashlib.sha256(head).hexdigest().encode() + _TAIL
+
+
+def read_manifest(path: Path) -> Manifest:
+    """Reads and checks manifest.json in a checkpoint's folder.
+
+    Raises:
+        CheckpointError: it is missing, damaged, or of another version.
+        OSError: it cannot be read.
+    """
+    try:
+        data = read_small(path / MANIFEST_FILE, _MAX_BYTES)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise CheckpointError(f"it has no {MANIFEST_FILE}, which is written last") from error
+    head, digits = data[: -_DIGITS - len(_TAIL)], data[-_DIGITS - len(_TAIL) : -len(_TAIL)]
+    if not data.endswith(_TAIL) or not matches(hashlib.sha256(head).hexdigest(), digits.decode("ascii", "replace")):
+        raise CheckpointError(f"{MANIFEST_FILE} is damaged: its bytes are not those that were written")
+    try:
+        content = parse_json(data)
+        name, version = content["format"], operator.index(content["version"])
+        if name == FORMAT and version != VERSION:
+            mend = "upgrade samestep" if version > VERSION else "read it by the samestep that wrote it, or start anew"
+            raise CheckpointError(
+                f"it is of version {version} of the format, and this samestep reads {VERSION}: {mend}"
+            )
+        files = {
+            file: Written(operator.index(written["size"]), str(written["sha256"]))
+            for file, written in content["files"].items()
+        }
+        manifest = Manifest(operator.index(content["step"]), files)
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f"{MANIFEST_FILE} is not the manifest of a checkpoint") from error
+    if name != FORMAT or not all(_is_name(file) and written.size >= 0 for file, written in files.items()):
+        raise CheckpointError(f"{MANIFEST_FILE} is not the manifest of a checkpoint")
+    return manifest
+
+
+def read_small(path: Path, most: int) -> bytes:
+    """The content of a file of at most so many bytes; raises as `read_verified` does."""
+    with _opened(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > most:
+            raise CheckpointError(f"{path.name} has {size} bytes, and can have {most} at most")
+        return file.read(most)
+
+
+def parse_json(text: str | bytes) -> Any:
+    """The value of a JSON text.
+
+    Raises:
+        ValueError: it is none, holds a NaN, an infinity or an integer of thousands of digits, or is nested too deeply.
+    """
+    try:
+        value = json.loads(text, parse_constant=_refuse)
+    except RecursionError:
+        value = None
+    else:
+        if not is_nested_beyond(value, 2 * MAX_NESTING):
+            return value
+    raise ValueError(f"it is nested more than {2 * MAX_NESTING} levels deep")
+
+
+def is_nested_beyond(value: Any, most: int) -> bool:
+    """Whether a JSON value has more levels of lists and objects within each other."""
+    level = [value]
+    for _ in range(most):
+        level = [
+            entry
+            for above in level
+            if isinstance(above, dict | list)
+            for entry in (above.values() if isinstance(above, dict) else above)
+        ]
+    return any(isinstance(entry, dict | list) for entry in level)
+
+
+@contextmanager
+def _opened(path: Path, expected: Written | None = None) -> Iterator[BufferedReader]:
+    """Opens a regular file, or a link to one, of the expected size: a device or a pipe may have no end."""
+    if is_special(path) or path.is_dir():
+        raise CheckpointError(f"{path.name} is no regular file")
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        if expected is not None and size != expected.size:
+            raise CheckpointError(f"{path.name} has {size} bytes, and {expected.size} were written")
+        yield file
+
+
+def _refuse(name: str) -> NoReturn:
+    raise ValueError(f"it holds {name}, which is no JSON")
+
+
+def _is_name(name: str) -> bool:
+    """Whether something is the name of a file in the folder itself."""
+    return Path(name).name == name and name.isprintable()  # no NUL, and none that cannot be encoded

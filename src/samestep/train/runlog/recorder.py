@@ -1,0 +1,223 @@
+"""The recorder: writes contract, ledger, metrics and TensorBoard events of a run, on the rank that is rank 0."""
+
+import os
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor
+
+from samestep.comm.heartbeat_page import Quorum
+from samestep.comm.membership import Membership
+from samestep.data.batch import Batch
+from samestep.engine.result import StepResult
+from samestep.extras import is_installed, missing
+from samestep.train.atomic_io import write_json
+from samestep.train.contract_diff import Change
+from samestep.train.digest import as_hex
+from samestep.train.paths import (
+    CONTRACT_FILE,
+    LEDGER_FILE,
+    METRICS_FILE,
+    PICTURE_FILE,
+    RESULT_FILE,
+    TENSORBOARD_FOLDER,
+)
+from samestep.train.runlog.ledger import TIMED_KINDS, LedgerWriter, ledger_entry, read_losses
+from samestep.train.runlog.loggers import JsonlLogger, Logger, TensorBoardLogger
+
+TIMING_SECONDS = 1.0
+
+
+@dataclass(frozen=True)
+class StepNote:
+    """The record of a step, which every rank keeps so that any of them can write it down.
+
+    Attributes:
+        result: its scalars have arrived.
+        batch: the loader's batch, without its samples; None for a batch of the user's own.
+        rates: the learning rate of each parameter group, as used.
+        world_size: devices that took part.
+        digest: the checksum of the state after the step, if it was computed.
+        seconds: host seconds of this rank by kind since the step before.
+    """
+
+    result: StepResult
+    batch: Batch | None
+    rates: list[float]
+    world_size: int
+    digest: Tensor | None
+    seconds: Mapping[str, float]
+
+    def entry(self) -> dict[str, Any]:
+        """The ledger's line."""
+        digest = None if self.digest is None else as_hex(int(self.digest))
+        return ledger_entry(self.result, self.batch, self.rates, self.world_size, digest, self.seconds)
+
+    def scalars(self) -> dict[str, float]:
+        """The scalars for loggers."""
+        scalars = {"loss/train": self.result.loss, "grad_norm": self.result.grad_norm}
+        return {**scalars, "lr": self.rates[0]} if self.rates else scalars
+
+
+class Recorder:
+    """Writes ledger, metrics and TensorBoard events into `folder`, if there is one, and to the user's loggers.
+
+    `purge_step` is the first step that a resumed run does again; `contract` is None if another rank has written it.
+    Raises a `RunFolderError` if the folder cannot be written to.
+    """
+
+    def __init__(
+        self,
+        membership: Membership,
+        folder: Path | None,
+        loggers: Sequence[Logger],
+        purge_step: int | None = None,
+        contract: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._membership, self._folder = membership, folder
+        self._loggers = list(loggers)
+        self._ledger: LedgerWriter | None = None
+        self._timed_steps, self._timed_at = 0, time.monotonic()
+        self._known_losses: set[int] = set()
+        self._seconds: dict[str, float] = defaultdict(float)
+        if folder is None:
+            return
+        try:
+            if contract is not None:
+                # First: a folder with anything else of a run in it, and without this, could never be resumed.
+                write_json(folder / CONTRACT_FILE, {**relaunch(), **contract})
+                (folder / RESULT_FILE).unlink(missing_ok=True)  # of a run that goes on, which has not ended after all
+            self._ledger = LedgerWriter(folder / LEDGER_FILE)
+            self._loggers.append(JsonlLogger(folder / METRICS_FILE))
+            if is_installed("tensorboard"):
+                self._loggers.append(TensorBoardLogger(folder / TENSORBOARD_FOLDER, purge_step))
+            if contract is not None:  # once a run: a rank that takes over does not repeat it
+                for module, file in (("tensorboard", "TensorBoard's event file"), ("matplotlib", PICTURE_FILE)):
+                    if not is_installed(module):
+                        print(f"samestep: {missing(module, file)}", file=sys.stderr, flush=True)
+        except BaseException:
+            self.close()
+            raise
+
+    def begin(self, step: int, resumed_from: str | None, changes: Sequence[Change]) -> None:
+        """Records the start of the run, or its resume after `step` updates, and the contract's changes since then."""
+        where = {"world_size": self._membership.world_size, "device_kind": self._membership.communicator.device.type}
+        if resumed_from is None:
+            self.event("start", 0, **where)
+            return
+        self.event("resume", step, **{"from": resumed_from}, **where)
+        fields = [[change.field, change.before, change.after] for change in changes]
+        if fields:
+            self.event("contract_change", step, fields=fields)
+
+    def step(self, note: StepNote) -> None:
+        """Records a step."""
+        if self._ledger is not None:
+            self._ledger.write(note.entry())
+        self.log(note.result.step + 1, note.scalars())
+        for kind, seconds in note.seconds.items():
+            self._seconds[kind] += seconds
+        self._timed_steps += 1
+        if time.monotonic() - self._timed_at >= TIMING_SECONDS:
+            self._log_times(note.result.step + 1)
+
+    def catch_up(self, notes: Iterable[StepNote]) -> None:
+        """Records the steps that the previous writer did not get to write, and reads which failures it recorded."""
+        self._known_losses = set() if self._ledger is None else self._ledger.losses()
+        last = -1 if self._ledger is None else self._ledger.last_step()
+        for note in notes:
+            if last is None or note.result.step > last:
+                self.step(note)
+
+    def event(self, name: str, step: int, /, **fields: Any) -> None:
+        """Writes an event to the ledger, at once."""
+        if self._ledger is not None:
+            self._ledger.write_event(name, step, **fields)
+
+    def healed(self, step: int, quorum: Quorum, seconds: float) -> None:
+        """Records that a step was done again by the ranks of `view`, after workers were lost or joined."""
+        about = {"world_size": len(quorum.slots), "seconds": seconds}
+        lost = [loss for loss in quorum.lost if loss["slot"] not in self._known_losses]
+        for loss in lost:
+            self._known_losses.add(loss["slot"])
+            self.event("death", step, **{key: value for key, value in loss.items() if key != "step"})
+        if lost or not quorum.joined:  # connections may break although no worker is lost
+            self.event("heal", step, **about, lost=[loss["rank"] for loss in lost])
+        if quorum.joined:
+            self.event("join", step, **about)
+
+    def log(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Passes scalars to all loggers."""
+        for logger in self._loggers:
+            logger.log(step, scalars)
+
+    def draw(self, evals: Sequence[tuple[int, float]], name: str) -> None:
+        """Draws the losses so far, with those of evaluations as (updates done, loss)."""
+        if self._folder is None or not is_installed("matplotlib"):
+            return
+        from samestep.train.curves import Curve, loss_series
+        from samestep.train.loss_plot import draw_losses
+
+        self.flush()
+        losses = read_losses(self._folder / LEDGER_FILE)
+        if losses:
+            series = loss_series(0, Curve.of(dict(losses)), Curve.of(dict(evals)))
+            draw_losses(self._folder / PICTURE_FILE, [name], series)
+
+    def flush(self) -> None:
+        """Hands what was written to the system."""
+        if self._ledger is not None:
+            self._ledger.flush()
+
+    def close(self) -> None:
+        """Closes the ledger and the loggers."""
+        if self._ledger is not None:
+            self._ledger.close()
+        for logger in self._loggers:
+            logger.close()
+        self._ledger, self._loggers = None, []
+
+    def _log_times(self, step: int) -> None:
+        """Logs host seconds a step since the last time, and memory."""
+        kinds = (*TIMED_KINDS, "checkpoint")
+        scalars = {f"seconds/{kind}": self._seconds[kind] / self._timed_steps for kind in kinds}
+        scalars["memory/host_bytes"] = float(psutil.Process().memory_info().rss)
+        device = self._membership.communicator.device
+        if device.type == "cuda":
+            scalars["memory/device_bytes"] = float(torch.cuda.max_memory_allocated(device))
+        self.log(step, scalars)
+        self._seconds.clear()
+        self._timed_steps, self._timed_at = 0, time.monotonic()
+
+
+def relaunch() -> dict[str, Any]:
+    """The command that starts this program again on one device, under any launcher, and its working folder.
+
+    "command" is such as ["python", "train.py", "--epochs", "3"] or ["python", "-m", "package.train"]; None for a
+    function that a notebook or another program gave to `samestep.launch`. "working_folder" is an absolute path.
+    """
+    try:
+        working_folder = os.getcwd()
+    except FileNotFoundError:  # it was removed
+        working_folder = None
+    return {"command": _command(), "working_folder": working_folder}
+
+
+def _command() -> list[str] | None:
+    main = sys.modules.get("__main__")
+    spec = getattr(main, "__spec__", None)
+    arguments = sys.argv[1:]
+    if spec is not None:
+        name = spec.name.removesuffix(".__main__")
+        return None if name.partition(".")[0] == "samestep" else ["python", "-m", name, *arguments]
+    file = getattr(main, "__file__", None)
+    if file is None or Path(file).suffix != ".py":
+        return None
+    return ["python", sys.argv[0] or file, *arguments]

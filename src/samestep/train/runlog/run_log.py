@@ -1,0 +1,356 @@
+"""The run log: what every rank keeps of the steps taken, and the files that the rank which is rank 0 writes of them.
+
+When rank 0 is lost, the next one opens a recorder of its own, and writes the steps that the one before did not get to.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from samestep.comm.membership import Membership
+from samestep.data.batch import Batch
+from samestep.data.randomness import Generators
+from samestep.engine.result import StepResult
+from samestep.engine.step import TrainStep
+from samestep.errors import NonFiniteError, RunFolderError, UsageError
+from samestep.train.atomic_io import check_retries, remove_leftovers, retrying
+from samestep.train.checkpoint.local_shards import is_sharded, whole_tensors
+from samestep.train.checkpoint.saver import CheckpointSaver, SavedCheckpoint
+from samestep.train.checkpoint.sharded import has_local_shards, with_rows, write_sharded
+from samestep.train.checkpoint.state import State
+from samestep.train.checkpoint.storage import Snapshot
+from samestep.train.contract_diff import Change
+from samestep.train.digest import state_checksum
+from samestep.train.drift import Drift
+from samestep.train.epoch import EpochRecord, EpochSoFar
+from samestep.train.lock import LOCK_SECONDS, FolderLock, take_lock
+from samestep.train.paths import CHECKPOINT_FOLDER, LEDGER_FILE, check_untaken, create_folder
+from samestep.train.runlog.display import make_display
+from samestep.train.runlog.ledger import lacking
+from samestep.train.runlog.loggers import Aside, Logger
+from samestep.train.runlog.recorder import Recorder, StepNote
+
+REMEMBERED_STEPS = 1024
+TAKE_OVER_SECONDS = 30.0  # the supervisor is ending the process that held the lock
+
+
+class RunLog:
+    """The log of one rank; the arguments are those of `Trainer`.
+
+    Attributes:
+        folder: of the run; None writes nothing but to the loggers.
+        display: where this rank shows how the run gets on.
+        is_writer: whether this rank writes; False before the run begins.
+        has_begun: whether the run has; on all ranks.
+        last_loss: of the last step whose scalars have arrived.
+    """
+
+    def __init__(
+        self,
+        membership: Membership,
+        step: TrainStep,
+        *,
+        folder: Path | None,
+        loggers: Sequence[Logger],
+        keep: int,
+        digest_every: int,
+        checkpoint_steps: int | None,
+        checkpoint_minutes: float | None,
+        checkpoint_retries: int,
+    ) -> None:
+        _check_counts(checkpoint_steps, checkpoint_minutes, keep, digest_every)
+        check_retries(checkpoint_retries)
+        self.folder = folder
+        self.display = make_display(membership.rank)
+        self.has_begun = False
+        self.last_loss: float | None = None
+        self._membership, self._step = membership, step
+        self._generators = Generators(membership.communicator.device)
+        self._loggers: list[Logger] = [Aside(list(loggers), self._generators)] if loggers else []
+        self._keep, self._retries = keep, checkpoint_retries
+        self._digest_every = digest_every
+        self._checkpoint_steps = checkpoint_steps
+        self._checkpoint_seconds = None if checkpoint_minutes is None else 60 * checkpoint_minutes
+        self._drift = Drift(membership, [step])
+        self._lock: FolderLock | None = None
+        self._recorder: Recorder | None = None
+        self._saver: CheckpointSaver | None = None  # while there are checkpoints to be written
+        self._blocked: dict[int, float] = {}  # seconds that training waited for a checkpoint, by its step
+        self._recent: deque[StepNote] = deque(maxlen=REMEMBERED_STEPS)
+        self._unread: deque[StepNote] = deque()
+        self._num_healed = 0
+        self._last_checkpoint = (0, time.monotonic())
+
+    @property
+    def is_writer(self) -> bool:
+        """Whether this rank writes."""
+        return self._recorder is not None
+
+    def say(self, text: str) -> None:
+        """Shows a line on rank 0."""
+        self.display.line(text)
+
+    # The folder: locked, made, and opened by the rank that writes.
+
+    def lock(self, wait_seconds: float = LOCK_SECONDS) -> None:
+        """Locks the folder, if it exists, for this process; raises as `take_lock` does."""
+        if self._lock is not None or self.folder is None or not self.folder.is_dir():
+            return
+        heartbeat = self._membership.heartbeat
+
+        def beat() -> None:  # by entering the phase again: a rank that waits for the lock does not hang
+            heartbeat.enter(heartbeat.phase)
+
+        self._lock = take_lock(self.folder, self.say, wait_seconds, beat)
+
+    def unlock(self) -> None:
+        """Gives the lock back."""
+        if self._lock is not None:
+            self._lock.release()
+        self._lock = None
+
+    def make_folder(self) -> None:
+        """Makes and locks the folder of a new run; raises as `lock` does, and a `UsageError` if a run is there."""
+        if self.folder is not None:
+            create_folder(self.folder)
+            self.lock()
+            check_untaken(self.folder)  # once more: another run may have begun, and ended, until now
+
+    def begin(
+        self, contract: Mapping[str, Any], goes_on: bool, resumed_from: str | None, changes: Sequence[Change]
+    ) -> None:
+        """Opens the recorder, and records how the run begins; see `Recorder.begin`."""
+        if goes_on and resumed_from is not None and self.folder is not None:
+            lack = lacking(self.folder / LEDGER_FILE, self._step.num_steps)
+            if lack:
+                self.say(f"{lack}; the run goes on, and its state is not affected")
+        recorder = self._open(self._step.num_steps if goes_on else None, contract)
+        try:
+            recorder.begin(self._step.num_steps, resumed_from, changes)
+        except BaseException:
+            self.close()
+            raise
+
+    def join(self) -> None:
+        """Begins on a rank that joined a run under way; others have recorded what was healed before."""
+        self.has_begun = True
+        self._num_healed = len(self._membership.healed)
+        self.display = make_display(self._membership.rank)
+
+    def take_over(self) -> None:
+        """Makes this rank the writer, after the one before was lost."""
+        self.display = make_display(self._membership.rank)
+        recorder = self._open(self._recent[0].result.step + 1 if self._recent else self._step.num_steps)
+        recorder.catch_up(self._recent)
+
+    def _open(self, purge_step: int | None, contract: Mapping[str, Any] | None = None) -> Recorder:
+        """Opens the recorder of this rank, as the only one that writes to the folder."""
+        self.lock(TAKE_OVER_SECONDS if self._membership.healed else LOCK_SECONDS)
+        if self.folder is not None:
+            for folder in (self.folder, self.folder / CHECKPOINT_FOLDER):
+                remove_leftovers(folder)
+        with self._generators.aside(self._step.num_steps):
+            self._recorder = Recorder(self._membership, self.folder, self._loggers, purge_step, contract)
+        self._show_ledger()
+        return self._recorder
+
+    # Steps, events and epochs.
+
+    def note(self, result: StepResult, batch: Any, rates: list[float]) -> None:
+        """Keeps a step until its scalars have arrived."""
+        is_due = (result.step + 1) % self._digest_every == 0
+        digest = state_checksum(self._step) if is_due and self.folder is not None else None
+        if is_due:
+            self._drift.check(None if is_sharded(self._step) else digest)
+        known = batch if isinstance(batch, Batch) else None
+        seconds = self._membership.heartbeat.take_seconds()
+        self._unread.append(StepNote(result, known, rates, self._membership.world_size, digest, seconds))
+
+    def compare(self) -> None:
+        """Compares the state over the ranks; a collective call that raises a `DeterminismError` if it differs."""
+        self._drift.check()
+
+    def settle(self, epoch: EpochSoFar, wait: bool) -> None:
+        """Records the steps whose scalars have arrived, or all after waiting, and adds them to the epoch.
+
+        Raises:
+            NonFiniteError: one was not finite; the state is the one from before it.
+        """
+        while self._unread and (wait or self._unread[0].result.is_there):
+            note = self._unread.popleft()
+            try:
+                note.result.check()
+            except NonFiniteError:
+                self._step.check()  # raises the same, and takes the step back to the state before
+                raise
+            if not note.result.skipped:
+                epoch.total += note.result.total
+                epoch.count += note.result.count
+            self.last_loss = note.result.loss
+            light = None if note.batch is None else note.result.batch
+            note = StepNote(note.result, light, note.rates, note.world_size, note.digest, note.seconds)
+            if self._membership.can_heal:
+                self._recent.append(note)
+            if self._recorder is not None:
+                self._recorder.step(note)
+
+    def forget_unread(self) -> None:
+        """Drops the steps after one that was not finite, which were taken back."""
+        self._unread.clear()
+
+    def note_losses(self, epoch: EpochSoFar) -> None:
+        """Records what was healed since the last call; takes over if rank 0 was lost."""
+        healed = self._membership.healed
+        if len(healed) == self._num_healed:
+            return
+        self.settle(epoch, wait=True)
+        if self._membership.rank == 0 and self._recorder is None:
+            self.take_over()
+        for view, seconds in healed[self._num_healed :]:
+            if self._recorder is not None:
+                seconds = round(seconds, 3)
+                self._recorder.healed(max(0, self._step.num_steps - 1), view, seconds)
+                self._show_ledger(view.number, seconds)
+        self._num_healed = len(healed)
+
+    def event(self, name: str, **fields: Any) -> None:
+        """Records an event after the steps taken, on the rank that writes."""
+        if self._recorder is not None:
+            self._recorder.event(name, self._step.num_steps, **fields)
+
+    def epoch(self, record: EpochRecord) -> None:
+        """Records an epoch, on the rank that writes."""
+        if self._recorder is not None:
+            self._recorder.log(self._step.num_steps, record.scalars())
+            self._recorder.flush()
+
+    def draw(self, history: Sequence[EpochRecord], name: str) -> None:
+        """Draws the losses so far, on the rank that writes."""
+        if self._recorder is None:
+            return
+        per_epoch = max(1, self._step.num_steps // max(1, len(history)))
+        with self._generators.aside(self._step.num_steps):  # a library that it loads may draw
+            self._recorder.draw([(r.epoch * per_epoch, r.eval["loss"]) for r in history if "loss" in r.eval], name)
+
+    # Checkpoints: whole states are written by a thread, sharded ones by all ranks while training waits.
+
+    def is_checkpoint_due(self) -> bool:
+        """Whether a checkpoint is to be written now; the same on all ranks after the same step."""
+        membership = self._membership
+        if self.folder is None:
+            return False
+        step, when = self._last_checkpoint
+        if self._checkpoint_steps is not None and self._step.num_steps % self._checkpoint_steps == 0:
+            return step != self._step.num_steps
+        is_old = self._checkpoint_seconds is not None and time.monotonic() - when >= self._checkpoint_seconds
+        if membership.world_size == 1:
+            return is_old
+        membership.asks_checkpoint = is_old and membership.rank == 0  # sent to the others with the next step
+        return membership.checkpoint_agreed and step != self._step.num_steps
+
+    @property
+    def has_checkpoint(self) -> bool:
+        """Whether the last checkpoint, written or resumed from, is of the last step."""
+        return self._last_checkpoint[0] == self._step.num_steps
+
+    def count_checkpoint(self) -> None:
+        """Counts the state of the last step as kept, from now on."""
+        self._last_checkpoint = (self._step.num_steps, time.monotonic())
+        self._membership.asks_checkpoint = False
+
+    def checkpoint(self, epoch: EpochSoFar, capture: Callable[[], State]) -> None:
+        """Has the state written on the rank that writes; if it is sharded, by all ranks in a collective call."""
+        collective = is_sharded(self._step)
+        if self.folder is None or (self._recorder is None and not collective):
+            return
+        self.settle(epoch, wait=True)
+        before = self._membership.heartbeat.enter("checkpoint")
+        if self._recorder is not None:
+            self._recorder.flush()
+        state = capture()
+        if collective:
+            state = with_rows(state, self._step.spread_over, self._membership.rank == 0)
+        if has_local_shards(state):
+            self._write_sharded(self.folder / CHECKPOINT_FOLDER, state)
+        elif self._recorder is not None:
+            self._save(self._recorder, self.folder / CHECKPOINT_FOLDER, state)
+        self.count_checkpoint()
+        self._membership.heartbeat.enter(before)
+
+    def poll(self) -> None:
+        """Records the checkpoints completed since the last call; raises a `RunFolderError` if one failed for good."""
+        if self._saver is None or self._recorder is None:
+            return
+        for failure in self._saver.failures():
+            self.say(failure)
+        try:
+            done = self._saver.poll()
+        except RunFolderError:
+            self._recorder.flush()  # says more if the folder was moved away
+            raise
+        for saved in done:
+            self._note_checkpoint(saved, self._blocked.pop(saved.step, 0.0))
+
+    def finish_checkpoints(self) -> None:
+        """Waits until the last checkpoint is complete; raises as `poll` does."""
+        if self._saver is not None:
+            self._saver.close()
+            self.poll()
+            self._saver = None
+
+    def close(self) -> None:
+        """Waits for the last checkpoint; closes the ledger and the loggers, and gives the lock back."""
+        try:
+            self.finish_checkpoints()
+        finally:
+            recorder, self._recorder = self._recorder, None
+            try:
+                if recorder is not None:
+                    recorder.close()
+                elif not self.has_begun and self._membership.rank == 0:
+                    for logger in self._loggers:
+                        logger.close()
+            finally:
+                self.unlock()
+
+    def _save(self, recorder: Recorder, folder: Path, state: State) -> None:
+        """Copies a state and has the thread write it."""
+        if self._saver is None:
+            self._saver = CheckpointSaver(folder, self._keep, self._retries)
+        number, start = self._step.num_steps, time.perf_counter()
+        self._saver.save(Snapshot(number, self._saver.to_host_copy(whole_tensors(state.files)), state.facts))
+        self._blocked[number] = time.perf_counter() - start
+        recorder.log(number, {"checkpoint/blocked_milliseconds": 1000 * self._blocked[number]})
+
+    def _write_sharded(self, folder: Path, state: State) -> None:
+        """Writes a sharded state on all ranks."""
+        number, start, over = self._step.num_steps, time.perf_counter(), self._step.spread_over
+        write = partial(write_sharded, self._membership.communicator, over, folder, number, state, self._keep)
+        path = retrying(write, self._retries, self.say)
+        seconds = time.perf_counter() - start
+        if self._recorder is not None:
+            self._recorder.log(number, {"checkpoint/blocked_milliseconds": 1000 * seconds})
+        self._note_checkpoint(SavedCheckpoint(path.name, number, seconds), seconds)
+
+    def _note_checkpoint(self, saved: SavedCheckpoint, blocked: float) -> None:
+        if self._recorder is not None:
+            seconds = {"blocked_seconds": round(blocked, 6), "seconds": round(saved.seconds, 6)}
+            self._recorder.event("checkpoint", saved.step, name=saved.name, **seconds)
+
+    def _show_ledger(self, view: int | None = None, seconds: float | None = None) -> None:
+        """Reports to the display what the ledger holds, if there is one."""
+        if self.folder is not None:
+            self.display.ledger(view, seconds)
+
+
+def _check_counts(steps: int | None, minutes: float | None, keep: int, digest_every: int) -> None:
+    """Raises a `UsageError` for a number that cannot be."""
+    for name, value in (("checkpoint_steps", steps), ("keep", keep), ("digest_every", digest_every)):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            option = "--" + name.replace("_", "-")
+            raise UsageError(f"got {name}={value!r}; it must be 1 or more ({option})")
+    if minutes is not None and not 0 < minutes < float("inf"):
+        raise UsageError(f"got checkpoint_minutes={minutes!r}; it must be above 0 (--checkpoint-minutes)")
