@@ -26,8 +26,8 @@ from samestep.comm.shm.transport import SharedTransport
 from samestep.engine.buffers import BufferMerge
 from samestep.errors import PeerLostError
 from samestep.train import startup as startup_module
-from samestep.train.checkpoint.storage import resume as resume_module
-from samestep.train.checkpoint.storage import storage as checkpoint_module
+from samestep.train.checkpoint import resume as resume_module
+from samestep.train.checkpoint import storage as checkpoint_module
 from samestep.train.metrics import accuracy
 from samestep.train.run import Run
 from samestep.train.runlog import recorder as recorder_module

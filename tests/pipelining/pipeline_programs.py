@@ -12,9 +12,9 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from samestep.comm.local_shards import LocalShard
 from samestep.comm.mesh import close_mesh
 from samestep.comm.p2p import PointToPoint
-from samestep.comm.pieces import Piece
 from samestep.comm.shm.transport import SharedTransport
 from samestep.engine import gradients
 from samestep.engine.pipelining import stage_inputs
@@ -160,7 +160,7 @@ def loss(model, batch):
 
 
 def whole(piece, communicator):
-    return piece.gather(communicator) if isinstance(piece, Piece) else piece
+    return piece.gather(communicator) if isinstance(piece, LocalShard) else piece
 
 
 def digest(step, model, optimizer):

@@ -8,8 +8,8 @@ from programs import RECIPE_BATCH, RECIPE_OPTIONS, RECIPE_SAMPLES, FirstSamples,
 from torch import nn
 from torch.nn import functional
 
+from samestep.comm.local_shards import LocalShard
 from samestep.comm.mesh import close_mesh
-from samestep.comm.pieces import Piece
 from samestep.engine.observer import StepObserver
 from samestep.engine.strategies import Replicate, Sharded
 from samestep.errors import SamestepError
@@ -189,7 +189,7 @@ def bits(communicator, step, optimizer):
     hasher = hashlib.sha256()
 
     def add(name, value):
-        if isinstance(value, Piece):
+        if isinstance(value, LocalShard):
             value = value.gather(communicator)
         if isinstance(value, torch.Tensor):
             value = value.detach().contiguous().view(-1).numpy().tobytes()

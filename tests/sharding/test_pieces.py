@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from worlds import in_turns
 
-from samestep.comm.pieces import Piece, Spread, assembled, by_rows, owners_of
-from samestep.engine.norms import SpreadNorm
+from samestep.comm.local_shards import LocalShard, Sharding, assembled, by_rows, owners_of
+from samestep.engine.norms import ShardedNorm
 
 
 @given(shape=st.lists(st.integers(0, 9), min_size=1, max_size=3), world_size=st.integers(1, 6))
@@ -33,7 +33,7 @@ def cuts_of(numel, fractions):
 )
 def test_divided_tensors_come_together_each_on_one_rank(shapes, fractions, batch_bytes):
     wholes = [torch.randn(shape) for shape in shapes]
-    spreads = [Spread(whole.shape, cuts_of(whole.numel(), fractions)) for whole in wholes]
+    spreads = [Sharding(whole.shape, cuts_of(whole.numel(), fractions)) for whole in wholes]
 
     def program(communicator):
         pieces = [(s.part(w, communicator.rank), s) for w, s in zip(wholes, spreads, strict=True)]
@@ -56,7 +56,7 @@ def gather_piece(communicator, dtype):
     """The whole of a tensor whose rows the ranks have."""
     whole = torch.arange(14).view(7, 2).to(dtype)
     spread = by_rows(whole.shape, communicator.world_size)
-    return Piece(spread.part(whole, communicator.rank), spread).gather(communicator)
+    return LocalShard(spread.part(whole, communicator.rank), spread).gather(communicator)
 
 
 def spread_norm(communicator, wholes, naive):
@@ -66,7 +66,7 @@ def spread_norm(communicator, wholes, naive):
     if naive:
         own = torch.linalg.vector_norm(torch.cat([part.double() for part in parts]).float()).view(1, 1)
         return torch.linalg.vector_norm(communicator.gather_rows(own, [1] * communicator.world_size)).item()
-    norm = SpreadNorm(communicator, spreads, [whole.dtype for whole in wholes]).of(parts)
+    norm = ShardedNorm(communicator, spreads, [whole.dtype for whole in wholes]).of(parts)
     return norm.item(), norm.dtype
 
 

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 from state_programs import NUM_STEPS, loaded_after_a_forward, own_loop, read_by_torch, stopped, train
 
-from samestep.comm.pieces import Piece, by_rows
+from samestep.comm.local_shards import LocalShard, by_rows
 from samestep.errors import RunFolderError
 from samestep.train import atomic_io
 from samestep.train.atomic_io import retrying
@@ -238,7 +238,7 @@ def test_a_part_that_cannot_be_written_once_is_written_by_all_ranks_when_they_tr
 def write_at_the_second_attempt(communicator, folder):
     """What is said where rank 1 does not see the folder that rank 0 made, the first time."""
     spread = by_rows(torch.Size([4, 2]), communicator.world_size)
-    piece = Piece(spread.part(torch.arange(8.0).view(4, 2), communicator.rank).clone(), spread)
+    piece = LocalShard(spread.part(torch.arange(8.0).view(4, 2), communicator.rank).clone(), spread)
     places = iter([folder if communicator.rank == 0 else folder / "elsewhere", folder])
     said, before = [], atomic_io.MAX_WAIT_SECONDS
     atomic_io.MAX_WAIT_SECONDS = 0.0
@@ -251,7 +251,7 @@ def write_at_the_second_attempt(communicator, folder):
 def write_without_a_folder(communicator, folder):
     """What is said where rank 1 does not see the folder that rank 0 made."""
     spread = by_rows(torch.Size([4, 2]), communicator.world_size)
-    piece = Piece(spread.part(torch.arange(8.0).view(4, 2), communicator.rank).clone(), spread)
+    piece = LocalShard(spread.part(torch.arange(8.0).view(4, 2), communicator.rank).clone(), spread)
     state = State({"model": {"weight": piece}}, {})
     write_sharded(communicator, communicator, folder, 1, state)
     place = folder if communicator.rank == 0 else folder / "elsewhere"

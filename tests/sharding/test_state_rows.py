@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from worlds import in_turns
 
-from samestep.comm.pieces import Piece, Spread
+from samestep.comm.local_shards import LocalShard, Sharding
 from samestep.train.digest import ROW_WORDS, sum_of_rows
 
 DTYPES = [torch.int8, torch.bfloat16, torch.float32, torch.float64, torch.complex64]
@@ -31,8 +31,8 @@ def total(communicator, tensors, cuts, number_of_whole=2):
             parts.append(tensor)
             continue
         places = (0, *sorted(cut % (tensor.numel() + 1) for cut in cuts), tensor.numel())
-        spread = Spread(tensor.shape, places)
-        parts.append(Piece(spread.part(tensor, communicator.rank).clone(), spread))
+        spread = Sharding(tensor.shape, places)
+        parts.append(LocalShard(spread.part(tensor, communicator.rank).clone(), spread))
     first = int(sum_of_rows(parts, communicator))
     assert int(sum_of_rows(parts, communicator)) == first, "computing it changes nothing"
     return first

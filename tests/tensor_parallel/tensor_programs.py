@@ -115,8 +115,9 @@ OPTIMIZERS = {
 
 def whole_state(step):
     """Parameters, buffers and optimizer state, whole, by name, in NumPy."""
-    from samestep.train.digest import named_state
     from samestep.train.parts import whole_of
+
+    from samestep.train.digest import named_state
 
     state = named_state(step.model, step.optimizers, step.spread, step.spread_over.world_size)
     return {name: torch.as_tensor(whole_of(v, step.spread_over)).detach().clone().numpy() for name, v in state}

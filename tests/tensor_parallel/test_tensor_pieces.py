@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from samestep.comm.pieces import Piece, Spread
+from samestep.comm.local_shards import LocalShard, Sharding
 
 
 def along(shape, dim, world_size, packed=1):
@@ -13,7 +13,7 @@ def along(shape, dim, world_size, packed=1):
     shape = torch.Size(shape)
     blocks = packed * shape[:dim].numel()
     length = shape.numel() // blocks
-    return Spread(shape, tuple(length // world_size * rank for rank in range(world_size + 1)), blocks)
+    return Sharding(shape, tuple(length // world_size * rank for rank in range(world_size + 1)), blocks)
 
 
 @st.composite
@@ -21,7 +21,7 @@ def spreads(draw):
     """Any spread: blocks of equal length, cut alike anywhere."""
     blocks, length = draw(st.integers(1, 7)), draw(st.integers(1, 9))
     cuts = sorted(draw(st.lists(st.integers(0, length), max_size=4)))
-    return Spread(torch.Size([blocks, length]), (0, *cuts, length), blocks)
+    return Sharding(torch.Size([blocks, length]), (0, *cuts, length), blocks)
 
 
 @given(spread=spreads())
@@ -65,7 +65,7 @@ def test_of_matrices_in_one_each_part_has_the_same_rows_of_every_matrix(size):
 
 def test_no_rank_holds_what_several_have_parts_of():
     assert along((4, 6), 1, 2).holder is None
-    assert Spread(torch.Size([2, 3]), (0, 3, 3), 2).holder == 0
+    assert Sharding(torch.Size([2, 3]), (0, 3, 3), 2).holder == 0
 
 
 def brought_in_order(communicator, cases):
@@ -74,7 +74,7 @@ def brought_in_order(communicator, cases):
     for shape, dim, packed, dtype in cases:
         whole = torch.arange(torch.Size(shape).numel()).view(shape).to(getattr(torch, dtype))
         spread = along(shape, dim, communicator.world_size, packed)
-        piece = Piece(spread.part(whole, communicator.rank).clone(), spread)
+        piece = LocalShard(spread.part(whole, communicator.rank).clone(), spread)
         ordered = piece.in_order(communicator)
         begin, end = ordered.spread.cuts[communicator.rank : communicator.rank + 2]
         results.append(
@@ -109,6 +109,6 @@ def test_pieces_of_which_a_rank_has_nothing_come_in_order_too(worlds):
 def unequal(communicator):
     """What a rank has of two blocks, in order, when one had nothing of them and another most."""
     whole = torch.arange(8.0).view(2, 4)
-    spread = Spread(whole.shape, (0, 3, 3, 4), 2)
-    piece = Piece(spread.part(whole, communicator.rank).clone(), spread)
+    spread = Sharding(whole.shape, (0, 3, 3, 4), 2)
+    piece = LocalShard(spread.part(whole, communicator.rank).clone(), spread)
     return piece.in_order(communicator).local.reshape(-1).tolist()

@@ -25,7 +25,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from samestep.comm.pieces import Piece, by_rows
+from samestep.comm.local_shards import LocalShard, by_rows
 from samestep.errors import SamestepError
 from samestep.train.checkpoint.manifest import MANIFEST_FILE
 from samestep.train.checkpoint.packing import pack, unpack
@@ -92,7 +92,9 @@ class Program:
             whole = {f: {n: t for n, t in ts.items() if n not in rows[f]} for f, ts in whole.items()}
             for file, rank in ((file, rank) for file in rows if rows[file] for rank in range(2)):
                 spreads = {name: by_rows(tensor.shape, 2) for name, tensor in rows[file].items()}
-                own = {name: Piece(spread.part(rows[file][name], rank), spread) for name, spread in spreads.items()}
+                own = {
+                    name: LocalShard(spread.part(rows[file][name], rank), spread) for name, spread in spreads.items()
+                }
                 written[part_name(file, rank, 2)] = write_part(temporary / part_name(file, rank, 2), own, rank)
         complete_checkpoint(folder, Snapshot(3, whole, state.facts), temporary, written, 3, False)
 

@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from samestep.errors import CheckpointError, RunFolderError, UsageError
 from samestep.scripts.patch import Patch, applied
 from samestep.train import atomic_io
+from samestep.train.checkpoint import tensors as tensor_files
 from samestep.train.checkpoint.storage import (
     Snapshot,
     list_checkpoints,
@@ -29,7 +30,6 @@ from samestep.train.checkpoint.storage import (
     verify_checkpoint,
     write_checkpoint,
 )
-from samestep.train.checkpoint.storage import tensors as tensor_files
 from samestep.train.checkpoint.tensors import DTYPES
 
 FILES = ["manifest.json", "model.safetensors", "optimizer.safetensors", "state.json"]

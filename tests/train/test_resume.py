@@ -12,7 +12,7 @@ from worlds import in_turns
 from samestep.data.loader import Loader
 from samestep.errors import UsageError
 from samestep.train import epoch, progress
-from samestep.train.checkpoint.storage import state
+from samestep.train.checkpoint import state
 from samestep.train.digest import state_digest
 from samestep.train.run import Run
 from samestep.train.runlog.line import from_line

@@ -8,7 +8,7 @@ from torch.optim import Optimizer
 from samestep.comm.membership import Membership
 from samestep.engine.parameters import check_same_model, is_dtensor, settle_model
 from samestep.engine.replicate import ReplicateStrategy
-from samestep.engine.spread import check_elementwise
+from samestep.engine.sharded_state import check_elementwise
 from samestep.engine.strategies import Pipeline, Replicate, Sharded, StrategyOptions
 from samestep.engine.strategy import ExchangeOptions, Strategy
 from samestep.errors import UsageError
@@ -67,7 +67,7 @@ def _make_sharding(
 
 def _taking_whole_weights(model: nn.Module, strategy: Strategy) -> Strategy:
     """Lets the model's `load_state_dict` take whole weights; the strategy."""
-    from samestep.engine.loading import load_whole_weights
+    from samestep.engine.whole_weights import load_whole_weights
 
     assert strategy.state is not None, "each rank has a part of the model"
     load_whole_weights(model, strategy.state, strategy.communicator)

@@ -17,7 +17,7 @@ from samestep.comm.reduction import Reduction, finish_all, fold
 from samestep.core.tree import Block, TreeSum
 from samestep.engine.norms import NORM_ELEMENTS, block_norm, block_norms, join_norms
 from samestep.engine.observer import StepObserver
-from samestep.engine.owning import OwnedParts
+from samestep.engine.zero1 import Zero1Parts
 from samestep.errors import DeterminismError
 
 
@@ -51,7 +51,7 @@ class GradientSum:
         self._names = list(names)
         self._communicator = communicator
         self._buckets = make_buckets(self.parameters, bucket_bytes, communicator.world_size)
-        self.owned = OwnedParts(self.parameters, names, self._buckets, communicator) if shard_optimizer else None
+        self.owned = Zero1Parts(self.parameters, names, self._buckets, communicator) if shard_optimizer else None
         self._groups = _by_dtype(self._buckets)
         self._is_one_block = len(self._buckets) == 1 and self._buckets[0].length <= NORM_ELEMENTS
         self._bucket_of = {index: number for number, bucket in enumerate(self._buckets) for index in bucket.members}

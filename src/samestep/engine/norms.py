@@ -10,7 +10,7 @@ from torch import Tensor
 
 from samestep.comm.buckets import Bucket, aligned_zeros, make_buckets
 from samestep.comm.communicator import Communicator
-from samestep.comm.pieces import Spread, assembled, owners_of
+from samestep.comm.local_shards import Sharding, assembled, owners_of
 from samestep.comm.transport import gather_parts
 from samestep.data.batch import memory_border
 from samestep.engine.losses import wide_dtype
@@ -39,14 +39,14 @@ def join_norms(norms: Sequence[Tensor]) -> Tensor:
     return block_norm(torch.stack([norm.to(norms[0].device, wide_dtype(norm.device)) for norm in norms]))
 
 
-class SpreadNorm:
+class ShardedNorm:
     """The norm of tensors of which each rank has a part: the bits are those of the whole tensors on one rank.
 
     A small model comes together on every rank. Of a large one each parameter that is divided comes together on one
     rank, one after another, which adds 1/D of the gradient to what a rank sends in a step.
     """
 
-    def __init__(self, communicator: Communicator, spreads: Sequence[Spread], dtypes: Sequence[torch.dtype]) -> None:
+    def __init__(self, communicator: Communicator, spreads: Sequence[Sharding], dtypes: Sequence[torch.dtype]) -> None:
         self._communicator = communicator
         self._spreads = list(spreads)
         forms = [torch.empty(s.shape, dtype=d, device="meta") for s, d in zip(spreads, dtypes, strict=True)]

@@ -13,11 +13,11 @@ from samestep.engine.counts import GlobalCounts
 from samestep.engine.gradients import GradientSum
 from samestep.engine.microbatches import MicrobatchRunner
 from samestep.engine.observer import Observers
-from samestep.engine.owning import OwnedParts
 from samestep.engine.parameters import Homes, named_parameters
 from samestep.engine.purity import PurityCheck
-from samestep.engine.spread import SpreadState
+from samestep.engine.sharded_state import ShardedState
 from samestep.engine.strategy import ExchangeOptions, Layout
+from samestep.engine.zero1 import Zero1Parts
 from samestep.errors import UsageError
 
 
@@ -33,13 +33,13 @@ class ReplicateStrategy:
         self, membership: Membership, model: nn.Module, options: ExchangeOptions, shard_optimizer: bool
     ) -> None:
         self.forward = model
-        self.state: SpreadState | None = None
+        self.state: ShardedState | None = None
         self.contract: dict[str, Any] = {}
         self._membership = membership
         self._model = model
         self._options = options
         self._shards_optimizer = shard_optimizer
-        self._owned: OwnedParts | None = None
+        self._owned: Zero1Parts | None = None
         self._homes: Homes | None = None
 
     @property

@@ -35,7 +35,7 @@ from samestep.engine.parameters import named_parameters
 from samestep.engine.precision import LossScale
 from samestep.engine.result import ADVICE, StepResult
 from samestep.engine.settings import settings_of
-from samestep.engine.spread import SpreadState
+from samestep.engine.sharded_state import ShardedState
 from samestep.engine.stats import Agreed, StepStats, read_headers, write_header
 from samestep.engine.strategies import REPLICATE, Replicate
 from samestep.engine.strategy import ExchangeOptions, Layout
@@ -131,7 +131,7 @@ class TrainStep:
         return self._scale.scale
 
     @property
-    def spread(self) -> SpreadState | None:
+    def spread(self) -> ShardedState | None:
         """The sharded state; None if each rank has all of it."""
         return self.strategy.state
 

@@ -22,7 +22,7 @@ from samestep.engine.counts import GlobalCounts
 from samestep.engine.memory import Shortage
 from samestep.engine.observer import Observers
 from samestep.engine.purity import PurityCheck
-from samestep.engine.spread import SpreadState
+from samestep.engine.sharded_state import ShardedState
 from samestep.engine.stats import StepStats
 
 if TYPE_CHECKING:
@@ -156,7 +156,7 @@ class Strategy(Protocol):
     """How the state of a step lies on the ranks, and what follows for each part of the step."""
 
     @property
-    def state(self) -> SpreadState | None:
+    def state(self) -> ShardedState | None:
         """The sharded state; None if each rank has all of it."""
         ...
 

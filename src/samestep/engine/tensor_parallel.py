@@ -18,8 +18,8 @@ from torch.optim import Optimizer
 from samestep.comm.communicator import Communicator
 from samestep.comm.group import GroupTransport
 from samestep.comm.heartbeat import Heartbeat
+from samestep.comm.local_shards import Sharding
 from samestep.comm.membership import Membership
-from samestep.comm.pieces import Spread
 from samestep.data.batch import tensor_checksum
 from samestep.engine.buffers import COMPARED_ELEMENTS, COMPARED_EVERY, COMPARED_STEPS, BufferMerge
 from samestep.engine.counts import GlobalCounts
@@ -30,7 +30,7 @@ from samestep.engine.norms import block_norm, block_norms
 from samestep.engine.observer import Observers, StepObserver
 from samestep.engine.parameters import check_same_tensors
 from samestep.engine.purity import PurityCheck
-from samestep.engine.spread import MIXED, SpreadState, check_contiguous, check_elementwise
+from samestep.engine.sharded_state import MIXED, ShardedState, check_contiguous, check_elementwise
 from samestep.engine.strategies import REPLICATE, Replicate, StrategyOptions
 from samestep.engine.strategy import ExchangeOptions, Layout
 from samestep.errors import DeterminismError, PeerLostError, UsageError
@@ -72,7 +72,7 @@ class TensorParallelStrategy:
             name: nn.Parameter(local, leaf.requires_grad) if isinstance(leaf := self.leaves[name], DTensor) else leaf
             for name, local in locals_.items()
         }
-        self.state: SpreadState = SpreadState(
+        self.state: ShardedState = ShardedState(
             parts, spreads, has_whole_parameters=False, communicator=self.communicator
         )
         names = {id(leaf): name for name, leaf in self.leaves.items()}
@@ -143,7 +143,7 @@ class TensorParallelStrategy:
             return PeerLostError(f'a rank along "{AXIS}" was lost, or has failed: {error}')
         return None
 
-    def _check_same(self, tensors: dict[str, Tensor], spreads: dict[str, Spread]) -> None:
+    def _check_same(self, tensors: dict[str, Tensor], spreads: dict[str, Sharding]) -> None:
         """Compares the whole model along "data", and along "tensor" the tensors that all of its ranks have."""
         check_same_tensors(tensors, self._membership.data)
         check_same_tensors({name: t for name, t in tensors.items() if name not in spreads}, self.communicator)
@@ -266,7 +266,7 @@ def _local(leaf: nn.Parameter) -> Tensor:
     return value.to_local() if isinstance(value, DTensor) else value
 
 
-def _spread_of(name: str, leaf: DTensor, ranks: list[int]) -> Spread | None:
+def _spread_of(name: str, leaf: DTensor, ranks: list[int]) -> Sharding | None:
     """How a DTensor is sharded over the ranks along "tensor"; None if it is replicated."""
     mesh = leaf.device_mesh
     if mesh.mesh_dim_names != (AXIS,) or mesh.mesh.tolist() != ranks:
@@ -284,7 +284,7 @@ def _spread_of(name: str, leaf: DTensor, ranks: list[int]) -> Spread | None:
         )
     num_blocks = leaf.shape[: placement.dim].numel()
     length = leaf.numel() // num_blocks // len(ranks)
-    return Spread(leaf.shape, tuple(length * rank for rank in range(len(ranks) + 1)), num_blocks)
+    return Sharding(leaf.shape, tuple(length * rank for rank in range(len(ranks) + 1)), num_blocks)
 
 
 def _wait_as_exchange(module: nn.Module, heartbeat: Heartbeat) -> None:

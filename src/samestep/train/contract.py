@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, RandomSampler
 from samestep.comm.reduction import REDUCTIONS
 from samestep.core.microbatches import check_num_microbatches
 from samestep.data.loader import Loader
-from samestep.engine.spread import SpreadState
+from samestep.engine.sharded_state import ShardedState
 from samestep.engine.step import TrainStep
 from samestep.errors import UsageError
 from samestep.train.checkpoint.local_shards import SEVERAL, local_tensors
@@ -125,7 +125,7 @@ def loader_contract(loader: Loader | DataLoader[Any]) -> dict[str, Any]:
     return fields
 
 
-def model_form(model: nn.Module, spread: SpreadState | None = None) -> dict[str, Any]:
+def model_form(model: nn.Module, spread: ShardedState | None = None) -> dict[str, Any]:
     """The form of a model without its values: class, number of elements, hashes of its tensors and of its code.
 
     Code is that of the classes of its modules, those of torch aside.

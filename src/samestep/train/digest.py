@@ -30,10 +30,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from samestep.comm.communicator import Communicator
-from samestep.comm.pieces import Piece
+from samestep.comm.local_shards import LocalShard
 from samestep.data.batch import flattened
 from samestep.data.nested import leaves
-from samestep.engine.spread import SpreadState
+from samestep.engine.sharded_state import ShardedState
 from samestep.engine.step import TrainStep
 from samestep.errors import UsageError
 from samestep.train.checkpoint.local_shards import held_by, local_state, local_tensors, unsharded
@@ -86,7 +86,7 @@ def named_state(
     model: nn.Module | TrainStep, optimizers: Optimizer | Sequence[Optimizer] | None = None
 ) -> Iterator[tuple[str, Any]]:
     """Tensors and plain values of the state by name, in a fixed order; of sharded tensors this rank's local shards."""
-    state: SpreadState | None = None
+    state: ShardedState | None = None
     world_size = 1
     if isinstance(model, TrainStep):
         state, world_size, optimizers = model.spread, model.spread_over.world_size, model.optimizers
@@ -100,7 +100,7 @@ def named_state(
             owner = names.get(id(parameters[index]), f"parameter {index}")
             for key, value in sorted(of_parameter.items()):
                 for leaf in leaves(value):
-                    if isinstance(leaf, Tensor | Piece | int | float | str | bool) or leaf is None:
+                    if isinstance(leaf, Tensor | LocalShard | int | float | str | bool) or leaf is None:
                         yield f"optimizer {number}: {owner}: {key}", leaf
 
 
@@ -123,9 +123,9 @@ def state_checksum(model: nn.Module | TrainStep, optimizers: Sequence[Optimizer]
     tensors, plain = [], []
     is_sharded = False
     for name, value in named_state(model, optimizers):
-        if isinstance(value, Piece) and over is not None:
+        if isinstance(value, LocalShard) and over is not None:
             value, is_sharded = value.in_order(over), True
-        if isinstance(value, Tensor | Piece):
+        if isinstance(value, Tensor | LocalShard):
             tensors.append((name, value))
         else:
             plain.append((name, value))
@@ -137,7 +137,7 @@ def local_checksums(step: TrainStep) -> list[Tensor]:
     """Checksums of the tensors that each rank has whole and, if the state is sharded, of this rank's local shards."""
     whole, sharded, plain = [], [], []
     for name, value in named_state(step):
-        if isinstance(value, Piece):
+        if isinstance(value, LocalShard):
             sharded.append((name, value.local))
         elif isinstance(value, Tensor):
             whole.append((name, value))
@@ -153,14 +153,14 @@ def as_hex(value: int) -> str:
 
 
 def _checksum(
-    tensors: Sequence[tuple[str, Tensor | Piece]], plain: list[tuple[str, Any]], over: Communicator | None
+    tensors: Sequence[tuple[str, Tensor | LocalShard]], plain: list[tuple[str, Any]], over: Communicator | None
 ) -> Tensor:
     forms = [(name, str(value.dtype), list(value.shape)) for name, value in tensors]
     total = sum_of_rows([value for _, value in tensors], over)
     return scattered(total + _signed(_hash(json.dumps(forms)) + _hash(json.dumps(plain))))
 
 
-def sum_of_rows(tensors: Sequence[Tensor | Piece], over: Communicator | None) -> Tensor:
+def sum_of_rows(tensors: Sequence[Tensor | LocalShard], over: Communicator | None) -> Tensor:
     """The sum over all rows of their scattered sums, 0-d int64; a collective call if there are local shards in it.
 
     Args:
@@ -168,7 +168,7 @@ def sum_of_rows(tensors: Sequence[Tensor | Piece], over: Communicator | None) ->
         over: the ranks of which each has local shards; None if each rank has everything.
     """
     rank, ranks = (0, 1) if over is None else (over.rank, over.world_size)
-    held = [value.local if isinstance(value, Piece) else value for value in tensors]
+    held = [value.local if isinstance(value, LocalShard) else value for value in tensors]
     main = next((each.device for each in held if each.device.type != "cpu"), torch.device("cpu"))
     sizes = [value.shape.numel() * value.dtype.itemsize for value in tensors]
     num_rest = max(1, -(-sum(-(-(size % ROW_BYTES) // _SLOT_BYTES) * _SLOT_BYTES for size in sizes) // ROW_BYTES))
@@ -178,8 +178,8 @@ def sum_of_rows(tensors: Sequence[Tensor | Piece], over: Communicator | None) ->
     partial: dict[torch.device, list[tuple[int, Tensor]]] = {}  # (place among all rows in bytes, bytes of one row)
     rest_at, rows_at = 0, num_rest * ROW_BYTES
     for value, each, size in zip(tensors, held, sizes, strict=True):
-        start = value.spread.cuts[rank] * each.dtype.itemsize if isinstance(value, Piece) else 0
-        data = _bytes(each) if isinstance(value, Piece) or rank == 0 else _bytes(each)[:0]
+        start = value.spread.cuts[rank] * each.dtype.itemsize if isinstance(value, LocalShard) else 0
+        data = _bytes(each) if isinstance(value, LocalShard) or rank == 0 else _bytes(each)[:0]
         border = size // ROW_BYTES * ROW_BYTES
         for begin, end, base in ((0, border, rows_at), (border, size, rest_at)):
             first, stop = max(start, begin), min(start + data.numel(), end)

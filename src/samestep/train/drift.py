@@ -5,8 +5,8 @@ from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
+from samestep.comm.local_shards import LocalShard
 from samestep.comm.membership import Membership
-from samestep.comm.pieces import Piece
 from samestep.data.batch import checksum
 from samestep.data.nested import leaves
 from samestep.engine.step import TrainStep
@@ -98,7 +98,7 @@ def _entries(step: TrainStep) -> Iterator[tuple[str, int, bool]]:
                 if key != "params" and isinstance(value, Tensor | int | float | str | bool | tuple):
                     yield f"optimizer {number}: {key} of parameter group {index}", checksum([key, value]), False
     for name, value in named_state(step):
-        is_piece = isinstance(value, Piece)
-        held = value.local if isinstance(value, Piece) else value
+        is_piece = isinstance(value, LocalShard)
+        held = value.local if isinstance(value, LocalShard) else value
         form = f"{name} {held.dtype} {list(held.shape)}" if isinstance(held, Tensor) else name
         yield name, checksum([form, held]), is_piece

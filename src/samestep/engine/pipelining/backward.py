@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from samestep.engine.losses import MicrobatchLoss
-from samestep.engine.spread import reads_itself
+from samestep.engine.sharded_state import reads_itself
 from samestep.errors import LossError
 
 

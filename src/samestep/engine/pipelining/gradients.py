@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from samestep.comm.membership import Membership
 from samestep.core.tree import Block
 from samestep.engine.gradients import GradientSum
-from samestep.engine.norms import SpreadNorm
+from samestep.engine.norms import ShardedNorm
 from samestep.engine.observer import StepObserver
 from samestep.engine.pipelining.model import PipelinedModel
 
@@ -43,7 +43,7 @@ class PipelinedGradientSum:
                     self.stage_parameters[stage], names, membership.data, bucket_bytes, False, observer
                 )
         spreads = [pipelined.state.spreads[name] for name in trainable]
-        self._norm = SpreadNorm(membership.along("pipe"), spreads, [parameter.dtype for parameter in self.parameters])
+        self._norm = ShardedNorm(membership.along("pipe"), spreads, [parameter.dtype for parameter in self.parameters])
 
     @property
     def used(self) -> list[bool]:

@@ -7,14 +7,14 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from samestep.comm.local_shards import Sharding
 from samestep.comm.membership import Membership
-from samestep.comm.pieces import Spread
 from samestep.data.randomness import Generators
 from samestep.engine.parameters import named_parameters
 from samestep.engine.pipelining.schedule import owners_of_stages
 from samestep.engine.pipelining.stage_inputs import packed, unpacked
 from samestep.engine.pipelining.stages import Stage, cut, parts_of
-from samestep.engine.spread import SpreadState, check_contiguous, check_dimension, check_elementwise
+from samestep.engine.sharded_state import ShardedState, check_contiguous, check_dimension, check_elementwise
 from samestep.engine.strategies import Pipeline
 
 
@@ -55,12 +55,12 @@ class PipelinedModel:
             check_dimension(name, parameter, "pipeline")
             check_contiguous(name, parameter, "keep the whole model on each device (strategy='replicate')")
             cuts = (0,) * (homes[name] + 1) + (parameter.numel(),) * (pipe.world_size - homes[name])
-            spreads[name] = Spread(parameter.shape, cuts)
+            spreads[name] = Sharding(parameter.shape, cuts)
         for name, parameter in parameters.items():
             if homes[name] != pipe.rank:
                 parameter.data = torch.empty(0, dtype=parameter.dtype, device=membership.communicator.device)
         self.foreign = {id(p): name for name, p in parameters.items() if homes[name] != pipe.rank}
-        self.state = SpreadState(parameters, spreads, has_whole_parameters=False, communicator=pipe)
+        self.state = ShardedState(parameters, spreads, has_whole_parameters=False, communicator=pipe)
         self.state.hand_over(optimizers, names, pipe.rank)
         self.whole = Whole(membership, model, self.stages, self.owners)
 

@@ -16,7 +16,7 @@ from samestep.engine.pipelining.gradients import PipelinedGradientSum
 from samestep.engine.pipelining.model import PipelinedModel
 from samestep.engine.pipelining.stage_runner import StageRunner
 from samestep.engine.purity import PurityCheck
-from samestep.engine.spread import SpreadState
+from samestep.engine.sharded_state import ShardedState
 from samestep.engine.strategies import Pipeline
 from samestep.engine.strategy import ExchangeOptions, Layout
 
@@ -39,7 +39,7 @@ class PipelineStrategy:
         self.contract: dict[str, Any] = {}
 
     @property
-    def state(self) -> SpreadState:
+    def state(self) -> ShardedState:
         """The parameters of this rank's stages."""
         return self.pipelined.state
 

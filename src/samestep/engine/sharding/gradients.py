@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from samestep.comm.membership import Membership
 from samestep.comm.reduction import merge_blocks, merge_received
 from samestep.core.tree import Block, TreeSum
-from samestep.engine.norms import SpreadNorm
+from samestep.engine.norms import ShardedNorm
 from samestep.engine.observer import Observers
 from samestep.engine.sharding.exchange import PartGather, PieceScatter
 from samestep.engine.sharding.model import ShardedModel, Together
@@ -63,7 +63,7 @@ class ShardedGradientSum:
         self._hooks = sharded.refuse_reading()
         self._hooks += [hook for number, group in enumerate(self._groups) for hook in self._watch(number, group)]
         spreads = [sharded.state.spreads[name] for name in self._names]
-        self._norm = SpreadNorm(communicator, spreads, [parameter.dtype for parameter in self.parameters])
+        self._norm = ShardedNorm(communicator, spreads, [parameter.dtype for parameter in self.parameters])
 
     def begin(self, blocks_by_rank: Sequence[Sequence[Block]]) -> None:
         """Starts a step."""

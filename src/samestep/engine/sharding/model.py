@@ -13,12 +13,12 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from samestep.comm.communicator import Communicator
+from samestep.comm.local_shards import by_rows
 from samestep.comm.membership import Membership
 from samestep.comm.mesh import data_mesh
-from samestep.comm.pieces import by_rows
 from samestep.engine.parameters import named_parameters
+from samestep.engine.sharded_state import ShardedState, check_elementwise, refuse_reading
 from samestep.engine.sharding.wrapping import plan_modules, shard_modules
-from samestep.engine.spread import SpreadState, check_elementwise, refuse_reading
 from samestep.engine.strategies import Sharded
 from samestep.errors import UsageError
 
@@ -79,7 +79,7 @@ class ShardedModel:
             module.reshard()
         own = {id(parameter): name for name, parameter in self._dtensors.items()}
         self.groups = [group for module in modules if (group := _together(module, own)).members]
-        self.state = SpreadState(
+        self.state = ShardedState(
             {name: _part(parameter) for name, parameter in self._dtensors.items()},
             {name: by_rows(parameter.shape, communicator.world_size) for name, parameter in self._dtensors.items()},
             has_whole_parameters=False,

@@ -13,9 +13,9 @@ from samestep.engine.counts import GlobalCounts
 from samestep.engine.microbatches import MicrobatchRunner
 from samestep.engine.observer import Observers
 from samestep.engine.purity import PurityCheck
+from samestep.engine.sharded_state import MIXED, ShardedState
 from samestep.engine.sharding.gradients import ShardedGradientSum
 from samestep.engine.sharding.model import shard_model
-from samestep.engine.spread import MIXED, SpreadState
 from samestep.engine.strategies import Sharded
 from samestep.engine.strategy import Layout
 from samestep.errors import UsageError
@@ -42,7 +42,7 @@ class ShardedStrategy:
         self.contract: dict[str, Any] = {} if options.param_dtype is None else {"param_dtype": options.param_dtype}
 
     @property
-    def state(self) -> SpreadState:
+    def state(self) -> ShardedState:
         """The local shards."""
         return self._sharded.state
 

@@ -10,7 +10,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._pytree import tree_map
 
-from samestep.engine.spread import check_contiguous, check_dimension
+from samestep.engine.sharded_state import check_contiguous, check_dimension
 from samestep.engine.strategies import Sharded
 from samestep.errors import UsageError
 

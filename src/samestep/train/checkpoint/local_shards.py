@@ -1,6 +1,6 @@
 """Sharded state: the local shards that this rank holds, under the names of the whole tensors.
 
-A sharded tensor stands in the state as a `Piece`; on one rank, which has all of it, it is a tensor like any.
+A sharded tensor stands in the state as a `LocalShard`; on one rank, which has all of it, it is a tensor like any.
 """
 
 import re
@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from samestep.comm.communicator import Communicator
-from samestep.comm.pieces import Piece, Spread
-from samestep.engine.spread import SpreadState
+from samestep.comm.local_shards import LocalShard, Sharding
+from samestep.engine.sharded_state import ShardedState
 from samestep.engine.step import TrainStep
 
 SEVERAL = 2  # ranks: for callers that want the forms of sharded tensors on any number of ranks
-Stored = Tensor | Piece
+Stored = Tensor | LocalShard
 StoredFiles = Mapping[str, Mapping[str, Stored]]
 _OPTIMIZER_FILE = "optimizer"
 _OPTIMIZER_STATE = re.compile(r"optimizer\.(\d+)\.state\.(\d+)\.[^.]+")
@@ -35,11 +35,11 @@ class Layout:
         rank: this one's among those over which they are sharded.
     """
 
-    models: Mapping[str, Mapping[str, Spread]]
-    optimizers: Sequence[Sequence[Spread | None]]
+    models: Mapping[str, Mapping[str, Sharding]]
+    optimizers: Sequence[Sequence[Sharding | None]]
     rank: int
 
-    def spread_of(self, file: str, name: str, shape: torch.Size) -> Spread | None:
+    def spread_of(self, file: str, name: str, shape: torch.Size) -> Sharding | None:
         """The sharding of a tensor of a file; None if it is whole everywhere, or not one of this program's."""
         spread = self.models.get(file, {}).get(name)
         if file == _OPTIMIZER_FILE and (match := _OPTIMIZER_STATE.fullmatch(name)):
@@ -55,7 +55,7 @@ def is_sharded(step: TrainStep | Sequence[TrainStep]) -> bool:
     return any(each.spread is not None and each.communicator.world_size > 1 for each in steps)
 
 
-def local_tensors(model: nn.Module, state: SpreadState | None, world_size: int) -> Iterator[tuple[str, Stored]]:
+def local_tensors(model: nn.Module, state: ShardedState | None, world_size: int) -> Iterator[tuple[str, Stored]]:
     """Parameters and all buffers of a model by name; of sharded ones this rank's local shard."""
     parameters: Iterator[tuple[str, Stored]] = model.named_parameters()
     if state is not None and not state.has_whole_parameters:
@@ -63,7 +63,7 @@ def local_tensors(model: nn.Module, state: SpreadState | None, world_size: int) 
     return chain(parameters, model.named_buffers())
 
 
-def local_state(optimizer: Optimizer, state: SpreadState | None, world_size: int) -> dict[int, dict[str, Any]]:
+def local_state(optimizer: Optimizer, state: ShardedState | None, world_size: int) -> dict[int, dict[str, Any]]:
     """An optimizer's state by the number of the parameter in it; of sharded tensors this rank's local shard."""
     parameters = held_by(optimizer)
     states = {number: optimizer.state[p] for number, p in enumerate(parameters) if p in optimizer.state}
@@ -78,13 +78,13 @@ def local_state(optimizer: Optimizer, state: SpreadState | None, world_size: int
     return held
 
 
-def optimizer_state_dict(optimizer: Optimizer, state: SpreadState | None, world_size: int) -> dict[str, Any]:
+def optimizer_state_dict(optimizer: Optimizer, state: ShardedState | None, world_size: int) -> dict[str, Any]:
     """An optimizer's `state_dict()`, with local shards of sharded tensors."""
     whole = optimizer.state_dict()
     return whole if state is None else {**whole, "state": local_state(optimizer, state, world_size)}
 
 
-def localized(optimizer: Optimizer, saved: Mapping[str, Any], state: SpreadState | None, rank: int) -> dict[str, Any]:
+def localized(optimizer: Optimizer, saved: Mapping[str, Any], state: ShardedState | None, rank: int) -> dict[str, Any]:
     """A saved `state_dict()` for this rank's optimizer: its part instead of each local shard and whole tensor."""
     if state is None:
         return dict(saved)
@@ -105,9 +105,9 @@ def held_by(optimizer: Optimizer) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def local_part(value: Stored, spread: Spread, rank: int) -> Tensor:
+def local_part(value: Stored, spread: Sharding, rank: int) -> Tensor:
     """This rank's elements of a whole tensor, or of a local shard that has just them: flat."""
-    if isinstance(value, Piece):
+    if isinstance(value, LocalShard):
         assert value.spread == spread, "a local shard is cut for the rank that loads it"
         return value.local.reshape(-1)
     return spread.part(value, rank)
@@ -115,16 +115,16 @@ def local_part(value: Stored, spread: Spread, rank: int) -> Tensor:
 
 def unsharded(value: Any, over: Communicator) -> Any:
     """A local shard's whole tensor, gathered on all ranks, which call it together; any other value as it is."""
-    return value.gather(over) if isinstance(value, Piece) else value
+    return value.gather(over) if isinstance(value, LocalShard) else value
 
 
-def split_files(files: StoredFiles) -> tuple[dict[str, dict[str, Tensor]], dict[str, dict[str, Piece]]]:
+def split_files(files: StoredFiles) -> tuple[dict[str, dict[str, Tensor]], dict[str, dict[str, LocalShard]]]:
     """The whole tensors and the local shards of some files, each by file; an empty tensor is whole."""
     whole: dict[str, dict[str, Tensor]] = {file: {} for file in files}
-    pieces: dict[str, dict[str, Piece]] = {}
+    pieces: dict[str, dict[str, LocalShard]] = {}
     for file, tensors in files.items():
         for name, value in tensors.items():
-            if not isinstance(value, Piece):
+            if not isinstance(value, LocalShard):
                 whole[file][name] = value
             elif value.shape.numel() == 0:
                 whole[file][name] = value.local.new_empty(value.shape)
@@ -139,12 +139,12 @@ def whole_tensors(files: StoredFiles) -> dict[str, dict[str, Tensor]]:
 
 
 def _held(value: Any, world_size: int) -> Any:
-    return value.local.view(value.shape) if world_size == 1 and isinstance(value, Piece) else value
+    return value.local.view(value.shape) if world_size == 1 and isinstance(value, LocalShard) else value
 
 
-def _localized(value: Any, part: Tensor, spread: Spread, rank: int) -> Any:
+def _localized(value: Any, part: Tensor, spread: Sharding, rank: int) -> Any:
     is_whole = isinstance(value, Tensor) and value.ndim > 0 and value.shape == spread.shape
-    if not is_whole and not isinstance(value, Piece):
+    if not is_whole and not isinstance(value, LocalShard):
         return value
     local = local_part(value, spread, rank)
     return (local.clone() if is_whole else local).view(part.shape)

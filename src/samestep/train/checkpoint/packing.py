@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from samestep.comm.pieces import Piece, Spread
+from samestep.comm.local_shards import LocalShard, Sharding
 from samestep.errors import CheckpointError, SamestepError, UsageError
 from samestep.train.checkpoint.manifest import MAX_NESTING, is_nested_beyond
 from samestep.train.checkpoint.tensors import DTYPES, METADATA
@@ -114,7 +114,7 @@ class _Packer:
         kind = type(value)
         if value is None or kind is bool:
             return value
-        if isinstance(value, Tensor | Piece):
+        if isinstance(value, Tensor | LocalShard):
             return self._tensor(value, path)
         if kind is np.ndarray or isinstance(value, np.generic):
             tag = "$array" if kind is np.ndarray else "$scalar"
@@ -143,8 +143,8 @@ class _Packer:
             raise _refused(key, f"{path or 'the state'} (as a key)")
         return self.pack(key, f"{path or 'the state'} (as a key)")
 
-    def _tensor(self, value: Tensor | Piece, path: str) -> dict[str, Any]:
-        held = value.local if isinstance(value, Piece) else value
+    def _tensor(self, value: Tensor | LocalShard, path: str) -> dict[str, Any]:
+        held = value.local if isinstance(value, LocalShard) else value
         if type(held) not in (Tensor, nn.Parameter) or held.layout is not torch.strided:
             raise _refused(held, path)
         if held.is_quantized or held.is_meta:
@@ -155,15 +155,15 @@ class _Packer:
         if held.stride() != row_major(held.shape) and is_dense(held):
             entry["stride"] = list(held.stride())
         plain = _as_stored(held.detach().resolve_conj().resolve_neg())
-        stored: Tensor | Piece = plain
-        if isinstance(value, Piece):
+        stored: Tensor | LocalShard = plain
+        if isinstance(value, LocalShard):
             spread = value.spread
             if plain.ndim > held.ndim:  # complex numbers as pairs
-                spread = Spread(torch.Size([*value.shape, 2]), tuple(2 * cut for cut in spread.cuts), spread.blocks)
-            stored = Piece(plain, spread)
+                spread = Sharding(torch.Size([*value.shape, 2]), tuple(2 * cut for cut in spread.cuts), spread.blocks)
+            stored = LocalShard(plain, spread)
         return {"$tensor": self._store(stored, path), **entry}
 
-    def _store(self, tensor: Tensor | Piece, path: str) -> str:
+    def _store(self, tensor: Tensor | LocalShard, path: str) -> str:
         """Takes a tensor under the name of its place, or a free one like it."""
         stem = path.encode("utf-8", "backslashreplace").decode() or "value"
         name, number = stem, 2
@@ -192,8 +192,8 @@ def _unpack(facts: Any, tensors: Mapping[str, Any]) -> Any:
         return array if tag == "$array" else array[()]
     if tag == "$tensor":
         stored = tensors[content]
-        if isinstance(stored, Piece):
-            return Piece(_restored(stored.local, facts.get("dtype"), None), stored.spread)
+        if isinstance(stored, LocalShard):
+            return LocalShard(_restored(stored.local, facts.get("dtype"), None), stored.spread)
         return _restored(stored, facts.get("dtype"), facts.get("stride"))
     if tag not in _DICT_OF:
         raise CheckpointError(

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from samestep.comm.communicator import Communicator
+from samestep.comm.local_shards import LocalShard
 from samestep.comm.membership import Membership
-from samestep.comm.pieces import Piece
 from samestep.errors import CheckpointError, ContractError, UsageError
 from samestep.train.checkpoint.local_shards import Layout, Stored, StoredFiles, whole_tensors
 from samestep.train.checkpoint.manifest import read_small
@@ -212,7 +212,7 @@ def broadcast_state(
             spread = None if ours or layout is None else layout.spread_of(file, name, whole.shape)
             files[file][name] = whole
             if spread is not None and layout is not None:  # in memory of its own, so that that of the whole is freed
-                files[file][name] = Piece(spread.part(whole, layout.rank).clone(), spread)
+                files[file][name] = LocalShard(spread.part(whole, layout.rank).clone(), spread)
     folder = value.pop("folder")
     return Resumed(**value, files=files, folder=None if folder is None else Path(folder))
 

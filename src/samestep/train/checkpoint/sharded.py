@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from samestep.comm.communicator import Communicator
-from samestep.comm.pieces import Piece
+from samestep.comm.local_shards import LocalShard
 from samestep.errors import RunFolderError
 from samestep.train.atomic_io import remove_entry, writing
 from samestep.train.checkpoint.local_shards import Stored, split_files, unsharded
@@ -31,7 +31,7 @@ def with_rows(state: State, over: Communicator, is_writer: bool) -> State:
     the host memory of the rank that writes. A collective call of the ranks that share the state.
     """
     files: dict[str, dict[str, Stored]] = {
-        file: {name: t.in_order(over) if isinstance(t, Piece) else t for name, t in tensors.items()}
+        file: {name: t.in_order(over) if isinstance(t, LocalShard) else t for name, t in tensors.items()}
         for file, tensors in state.files.items()
     }
     if all(_has_rows(piece) for of_file in split_files(files)[1].values() for piece in of_file.values()):
@@ -42,7 +42,7 @@ def with_rows(state: State, over: Communicator, is_writer: bool) -> State:
         for name, value in tensors.items():
             whole = unsharded(value, over)
             if is_writer:
-                wholes[file][name] = whole.cpu() if isinstance(value, Piece) else whole
+                wholes[file][name] = whole.cpu() if isinstance(value, LocalShard) else whole
     return State(wholes, state.facts)
 
 
@@ -98,7 +98,7 @@ def write_sharded(
 
 @torch.no_grad()
 def _write_parts(
-    communicator: Communicator, over: Communicator, temporary: Path, pieces: Mapping[str, Mapping[str, Piece]]
+    communicator: Communicator, over: Communicator, temporary: Path, pieces: Mapping[str, Mapping[str, LocalShard]]
 ) -> dict[str, Written]:
     """Writes this rank's part files; the files of all ranks by name."""
     rank, ranks = over.rank, over.world_size
@@ -125,7 +125,7 @@ def _write_parts(
     }
 
 
-def _has_rows(piece: Piece) -> bool:
+def _has_rows(piece: LocalShard) -> bool:
     """Whether every rank has whole rows."""
     row = max(1, piece.shape[1:].numel())
     return piece.spread.blocks == 1 and all(cut % row == 0 for cut in piece.spread.cuts)

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.optim import Optimizer
 
-from samestep.comm.pieces import Piece, Spread
+from samestep.comm.local_shards import LocalShard, Sharding
 from samestep.data.nested import leaves
 from samestep.data.randomness import Generators
 from samestep.engine.settings import Settings, take_new_settings
-from samestep.engine.spread import SpreadState
+from samestep.engine.sharded_state import ShardedState
 from samestep.engine.step import TrainStep
 from samestep.errors import CheckpointError
 from samestep.train.checkpoint.local_shards import (
@@ -62,8 +62,8 @@ class _Parts:
     """The models and optimizers of several steps, each once and with its sharding: steps may share them."""
 
     steps: tuple[TrainStep, ...]
-    models: dict[str, tuple[nn.Module, SpreadState | None]]
-    optimizers: list[tuple[Optimizer, SpreadState | None]]
+    models: dict[str, tuple[nn.Module, ShardedState | None]]
+    optimizers: list[tuple[Optimizer, ShardedState | None]]
     settings: list[dict[str, Any]]
 
 
@@ -106,7 +106,7 @@ def layout_of(step: Steps) -> Layout:
         name: {} if sharded is None or sharded.has_whole_parameters else dict(sharded.spreads)
         for name, (_, sharded) in parts.models.items()
     }
-    optimizers: list[list[Spread | None]] = []
+    optimizers: list[list[Sharding | None]] = []
     for optimizer, sharded in parts.optimizers:
         of = {} if sharded is None else {id(part): sharded.spreads.get(name) for name, part in sharded.parts.items()}
         optimizers.append([of.get(id(parameter)) for parameter in held_by(optimizer)])
@@ -216,14 +216,14 @@ def _put_back(parts: _Parts, others: Mapping[str, Any], files: StoredFiles, fact
     return rest
 
 
-def model_tensors(model: nn.Module, spread: SpreadState | None = None, world_size: int = 1) -> dict[str, Stored]:
+def model_tensors(model: nn.Module, spread: ShardedState | None = None, world_size: int = 1) -> dict[str, Stored]:
     """Parameters and all buffers, non-persistent ones too, by name; tied ones once; local shards of sharded ones."""
     lazy = UninitializedParameter | UninitializedBuffer
     named = local_tensors(model, spread, world_size)
-    return {name: t if isinstance(t, Piece) else t.detach() for name, t in named if not isinstance(t, lazy)}
+    return {name: t if isinstance(t, LocalShard) else t.detach() for name, t in named if not isinstance(t, lazy)}
 
 
-def check_model(model: nn.Module, tensors: Mapping[str, Stored], spread: SpreadState | None = None) -> None:
+def check_model(model: nn.Module, tensors: Mapping[str, Stored], spread: ShardedState | None = None) -> None:
     """Raises a `CheckpointError` unless names, shapes and dtypes are the model's; buffers may come, go and change."""
     own, buffers = model_tensors(model, spread, SEVERAL), _buffer_names(model)
     missing = [name for name in own if name not in tensors and name not in buffers]
@@ -240,7 +240,7 @@ def check_model(model: nn.Module, tensors: Mapping[str, Stored], spread: SpreadS
 
 @torch.no_grad()
 def load_model(
-    model: nn.Module, tensors: Mapping[str, Stored], spread: SpreadState | None = None, rank: int = 0
+    model: nn.Module, tensors: Mapping[str, Stored], spread: ShardedState | None = None, rank: int = 0
 ) -> None:
     """Writes parameters and buffers in place; any unsharded (gathered) parameters must be resharded before the call.
 
@@ -249,7 +249,7 @@ def load_model(
     """
     check_model(model, tensors, spread)
     own: dict[str, Tensor] = dict(chain(model.named_parameters(), model.named_buffers()))
-    spreads: Mapping[str, Spread] = {}
+    spreads: Mapping[str, Sharding] = {}
     if spread is not None and not spread.has_whole_parameters:
         own |= spread.parts
         spreads = spread.spreads
@@ -259,7 +259,7 @@ def load_model(
         if name in spreads and there is not None:
             own[name].view(-1).copy_(local_part(there, spreads[name], rank))
             continue
-        assert not isinstance(there, Piece), "what is not sharded here is whole"
+        assert not isinstance(there, LocalShard), "what is not sharded here is whole"
         if name in own and there is not None and _form(own[name]) == _form(there):
             own[name].copy_(there)
         else:
@@ -269,7 +269,7 @@ def load_model(
 
 @torch.no_grad()
 def load_optimizer(
-    optimizer: Optimizer, state: dict[str, Any], spread: SpreadState | None = None, rank: int = 0
+    optimizer: Optimizer, state: dict[str, Any], spread: ShardedState | None = None, rank: int = 0
 ) -> None:
     """Loads an optimizer's state exactly: torch's own loading casts it to the parameters' dtype.
 

@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save_file
 from torch import Tensor
 
-from samestep.comm.pieces import Piece
+from samestep.comm.local_shards import LocalShard
 from samestep.errors import CheckpointError
 from samestep.train.checkpoint.manifest import Written, damaged, parse_json, read_verified, seal
 
@@ -84,7 +84,7 @@ def is_part(name: str) -> bool:
     return _PART.fullmatch(name) is not None
 
 
-def write_part(path: Path, pieces: Mapping[str, Piece], rank: int) -> Written:
+def write_part(path: Path, pieces: Mapping[str, LocalShard], rank: int) -> Written:
     """Writes this rank's rows of some tensors; raises as `write_tensors` does."""
     tensors, offsets = {}, {}
     for name, piece in pieces.items():

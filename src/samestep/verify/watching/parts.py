@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from samestep.comm.communicator import Communicator
-from samestep.comm.pieces import Piece
-from samestep.engine.spread import SpreadState
+from samestep.comm.local_shards import LocalShard
+from samestep.engine.sharded_state import ShardedState
 from samestep.engine.step import TrainStep
 
 
@@ -20,7 +20,7 @@ class Parts:
         names: of the parts, by their ids.
     """
 
-    state: SpreadState
+    state: ShardedState
     over: Communicator
     names: dict[int, str]
 
@@ -39,7 +39,7 @@ class Parts:
         spread = self.state.spreads.get(self.names.get(id(part), ""))
         if spread is None or value.shape != part.shape or value.ndim == 0:
             return value
-        return Piece(value.detach().contiguous(), spread).gather(self.over)
+        return LocalShard(value.detach().contiguous(), spread).gather(self.over)
 
 
 def parts_of(step: TrainStep) -> Parts | None:

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from samestep.comm.communicator import Communicator
-from samestep.comm.pieces import Piece, Spread
+from samestep.comm.local_shards import LocalShard, Sharding
 from samestep.errors import LossError, UsageError
 
 MIXED = "torch.Tensor and DTensor"  # torch's words where what is spread meets what is not
@@ -19,7 +19,7 @@ ELEMENTWISE = ("SGD", "Adam", "AdamW", "Adamax", "Adagrad", "Adadelta", "RMSprop
 
 
 @dataclass(frozen=True)
-class SpreadState:
+class ShardedState:
     """The parts of parameters that this rank updates.
 
     Attributes:
@@ -30,7 +30,7 @@ class SpreadState:
     """
 
     parts: Mapping[str, nn.Parameter]
-    spreads: Mapping[str, Spread]
+    spreads: Mapping[str, Sharding]
     has_whole_parameters: bool
     communicator: Communicator | None = None
 
@@ -84,11 +84,11 @@ class SpreadState:
             for key, value in state.items()
         }
 
-    def parameters(self) -> Iterator[tuple[str, Tensor | Piece]]:
+    def parameters(self) -> Iterator[tuple[str, Tensor | LocalShard]]:
         """This rank's piece of every parameter; the whole of one that every rank has."""
         for name, part in self.parts.items():
             own = part.detach()
-            yield name, Piece(own, self.spreads[name]) if name in self.spreads else own
+            yield name, LocalShard(own, self.spreads[name]) if name in self.spreads else own
 
     def state_of(self, optimizer: Optimizer) -> dict[str, dict[str, Any]]:
         """An optimizer's state, by the names of parameters; of what is as large as a part, the piece."""
@@ -100,7 +100,7 @@ class SpreadState:
 
     def _piece(self, name: str, value: Any) -> Any:
         is_part = isinstance(value, Tensor) and value.shape == self.parts[name].shape and value.ndim > 0
-        return Piece(value, self.spreads[name]) if is_part and name in self.spreads else value
+        return LocalShard(value, self.spreads[name]) if is_part and name in self.spreads else value
 
 
 def check_contiguous(name: str, parameter: Tensor, otherwise: str) -> None:

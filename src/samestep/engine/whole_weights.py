@@ -10,8 +10,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
 from samestep.comm.communicator import Communicator
-from samestep.comm.pieces import Spread
-from samestep.engine.spread import SpreadState
+from samestep.comm.local_shards import Sharding
+from samestep.engine.sharded_state import ShardedState
 from samestep.errors import UsageError
 
 
@@ -29,7 +29,7 @@ class Layout:
     """
 
     shape: torch.Size
-    spread: Spread | None
+    spread: Sharding | None
     communicator: Communicator
     mesh: DeviceMesh | None = None
     placements: tuple[Placement, ...] = ()
@@ -52,7 +52,7 @@ class Layout:
         return DTensor.from_local(given, self.mesh, self.placements, run_check=False, shape=shape, stride=self.stride)
 
 
-def load_whole_weights(model: nn.Module, state: SpreadState, communicator: Communicator) -> None:
+def load_whole_weights(model: nn.Module, state: ShardedState, communicator: Communicator) -> None:
     """Lets `load_state_dict` of a model take whole tensors.
 
     Args:

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 from samestep.comm.buckets import Bucket
 from samestep.comm.communicator import Communicator
-from samestep.comm.pieces import Spread
-from samestep.engine.norms import SpreadNorm
-from samestep.engine.spread import SpreadState, check_contiguous
+from samestep.comm.local_shards import Sharding
+from samestep.engine.norms import ShardedNorm
+from samestep.engine.sharded_state import ShardedState, check_contiguous
 
 
-class OwnedParts:
+class Zero1Parts:
     """This rank's part of the parameters of a step.
 
     Attributes:
@@ -38,7 +38,7 @@ class OwnedParts:
         self._communicator = communicator
         for name, parameter in zip(names, parameters, strict=True):
             check_contiguous(name, parameter, "leave shard_optimizer out")
-        spreads = [Spread(torch.Size(), ())] * len(parameters)
+        spreads = [Sharding(torch.Size(), ())] * len(parameters)
         for bucket in buckets:
             for index, offset in zip(bucket.members, bucket.offsets, strict=True):
                 spreads[index] = _cut(parameters[index], offset, bucket.numel // communicator.world_size, communicator)
@@ -46,8 +46,8 @@ class OwnedParts:
             name: nn.Parameter(_own(parameter, spread, communicator.rank), requires_grad=parameter.requires_grad)
             for name, parameter, spread in zip(names, parameters, spreads, strict=True)
         }
-        self.state = SpreadState(parts, dict(zip(names, spreads, strict=True)), has_whole_parameters=True)
-        self._norm = SpreadNorm(communicator, spreads, [parameter.dtype for parameter in parameters])
+        self.state = ShardedState(parts, dict(zip(names, spreads, strict=True)), has_whole_parameters=True)
+        self._norm = ShardedNorm(communicator, spreads, [parameter.dtype for parameter in parameters])
 
     def settle(self) -> None:
         """Makes sure that the parts lie in the parameters: somebody may have given these other memory."""
@@ -101,13 +101,13 @@ class OwnedParts:
         return views
 
 
-def _cut(parameter: nn.Parameter, offset: int, part: int, communicator: Communicator) -> Spread:
+def _cut(parameter: nn.Parameter, offset: int, part: int, communicator: Communicator) -> Sharding:
     """Where the borders of a bucket's parts cut one of its members."""
     numel = parameter.numel()
     cuts = (min(max(rank * part - offset, 0), numel) for rank in range(communicator.world_size + 1))
-    return Spread(parameter.shape, tuple(cuts))
+    return Sharding(parameter.shape, tuple(cuts))
 
 
-def _own(parameter: nn.Parameter, spread: Spread, rank: int) -> Tensor:
+def _own(parameter: nn.Parameter, spread: Sharding, rank: int) -> Tensor:
     """A rank's part of a parameter, in its memory."""
     return parameter.detach().view(-1)[spread.cuts[rank] : spread.cuts[rank + 1]]

@@ -12,7 +12,7 @@ from samestep.comm.transport import Transport, gather_parts
 
 
 @dataclass(frozen=True)
-class Spread:
+class Sharding:
     """How a tensor is spread over the ranks.
 
     Its elements, in the order of their indices, are one block, or several of equal length, each of which is cut alike:
@@ -49,11 +49,11 @@ class Spread:
         return torch.cat([part.view(self.blocks, -1) for part in parts], 1).view(self.shape)
 
     @property
-    def by_blocks(self) -> "Spread":
+    def by_blocks(self) -> "Sharding":
         """Another spread of such a tensor, over as many ranks: each has adjacent blocks, whole ones."""
         length, ranks = self.shape.numel() // self.blocks, len(self.cuts) - 1
         share = -(-self.blocks // ranks)
-        return Spread(self.shape, tuple(length * min(rank * share, self.blocks) for rank in range(ranks + 1)))
+        return Sharding(self.shape, tuple(length * min(rank * share, self.blocks) for rank in range(ranks + 1)))
 
     @property
     def holder(self) -> int | None:
@@ -63,7 +63,7 @@ class Spread:
 
 
 @dataclass(frozen=True)
-class Piece:
+class LocalShard:
     """This rank's part of a tensor.
 
     Attributes:
@@ -72,7 +72,7 @@ class Piece:
     """
 
     local: Tensor
-    spread: Spread
+    spread: Sharding
 
     @property
     def shape(self) -> torch.Size:
@@ -92,7 +92,7 @@ class Piece:
             return self.spread.whole(gather_parts(_carrier(flat, communicator), flat, sizes).wait().split(sizes))
         return flat.clone().view(self.shape)
 
-    def in_order(self, communicator: Communicator) -> "Piece":
+    def in_order(self, communicator: Communicator) -> "LocalShard":
         """A piece of the same tensor that is one block: adjacent elements. Where there are several all ranks call it.
 
         Every rank has adjacent blocks then.
@@ -107,7 +107,9 @@ class Piece:
         sent = [count * widths[communicator.rank] for count in counts]
         received = [own * width for width in widths]
         arrived = _carrier(flat, communicator).exchange(flat, sent, received).wait().split(received)
-        return Piece(torch.cat([part.view(own, width) for part, width in zip(arrived, widths, strict=True)], 1), target)
+        return LocalShard(
+            torch.cat([part.view(own, width) for part, width in zip(arrived, widths, strict=True)], 1), target
+        )
 
 
 def _carrier(tensor: Tensor, communicator: Communicator) -> Transport:
@@ -115,15 +117,15 @@ def _carrier(tensor: Tensor, communicator: Communicator) -> Transport:
     return communicator.transport if tensor.device == communicator.device else communicator.control
 
 
-def by_rows(shape: torch.Size, world_size: int) -> Spread:
+def by_rows(shape: torch.Size, world_size: int) -> Sharding:
     """The spread of FSDP2: rows (slices of dim 0) in chunks of equal length, as `torch.chunk` makes them."""
     row = shape[1:].numel()
     chunk = -(-shape[0] // world_size)
-    return Spread(shape, tuple(row * min(rank * chunk, shape[0]) for rank in range(world_size + 1)))
+    return Sharding(shape, tuple(row * min(rank * chunk, shape[0]) for rank in range(world_size + 1)))
 
 
 def assembled(
-    communicator: Communicator, pieces: Sequence[tuple[Tensor, Spread]], batch_bytes: int
+    communicator: Communicator, pieces: Sequence[tuple[Tensor, Sharding]], batch_bytes: int
 ) -> Iterator[tuple[int, Tensor]]:
     """Brings divided tensors together, each on one rank; all ranks take all that it gives.
 
@@ -158,7 +160,7 @@ def assembled(
             yield k, pieces[k][0]
 
 
-def owners_of(spreads: Sequence[Spread], world_size: int) -> list[int]:
+def owners_of(spreads: Sequence[Sharding], world_size: int) -> list[int]:
     """The rank that `assembled` brings each tensor to."""
     loads = [0] * world_size
     owners = []
@@ -170,7 +172,7 @@ def owners_of(spreads: Sequence[Spread], world_size: int) -> list[int]:
     return owners
 
 
-def _batches(pieces: Sequence[tuple[Tensor, Spread]], batch_bytes: int) -> Iterator[list[int]]:
+def _batches(pieces: Sequence[tuple[Tensor, Sharding]], batch_bytes: int) -> Iterator[list[int]]:
     """The numbers of the divided tensors, as many at a time as may travel."""
     batch: list[int] = []
     filled = 0
