@@ -20,11 +20,11 @@ from safetensors.torch import load_file, save_file
 from samestep.errors import CheckpointError, RunFolderError, UsageError
 from samestep.scripts.patch import Patch, applied
 from samestep.train import atomic_io
+from samestep.train.checkpoint import manifest
 from samestep.train.checkpoint import tensors as tensor_files
 from samestep.train.checkpoint.storage import (
     Snapshot,
     list_checkpoints,
-    manifest,
     newest_checkpoint,
     read_checkpoint,
     verify_checkpoint,

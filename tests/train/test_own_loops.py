@@ -14,8 +14,9 @@ from torch.utils.data import DataLoader
 from worlds import in_turns
 
 from samestep.errors import CheckpointError, ContractError, UsageError
+from samestep.train.checkpoint import state
 from samestep.train.checkpoint.manifest import Manifest, manifest_bytes, read_manifest, write_sealed
-from samestep.train.checkpoint.storage import list_checkpoints, state
+from samestep.train.checkpoint.storage import list_checkpoints
 from samestep.train.digest import state_digest
 from samestep.train.run import Run
 
