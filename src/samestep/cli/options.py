@@ -168,11 +168,7 @@ def _parameter(each: Field[Any], kind: Any, only_given: bool) -> inspect.Paramet
 
 
 def chosen_torchrun(policy: "Policy", start_method: str | None, nodes: NodeOptions) -> "Torchrun | None":
-    """What torchrun is to be told, by the options and the variables that stand for them; None for this machine alone.
-
-    Raises:
-        UsageError: these processes were started as ranks already, or an option is for one machine.
-    """
+    """torchrun's options, from these and the variables that stand for them; None for this machine alone."""
     from samestep.comm.environment import read_environment, torchrun_defaults
     from samestep.launcher.policy import Policy
     from samestep.launcher.torchrun import Torchrun, parse_max_nodes
@@ -204,11 +200,7 @@ def chosen_torchrun(policy: "Policy", start_method: str | None, nodes: NodeOptio
 
 
 def chosen_devices(workers: WorkerOptions) -> str | None:
-    """The devices that --devices, --nproc-per-node, or the variable that stands for it, ask for; None for none of them.
-
-    Raises:
-        UsageError: both options were given.
-    """
+    """The devices by --devices, --nproc-per-node or the variable that stands for it; None without any of them."""
     from samestep.comm.environment import torchrun_defaults
 
     devices, nproc_per_node = workers.devices, workers.nproc_per_node

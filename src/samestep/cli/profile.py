@@ -47,11 +47,7 @@ def profile(
 
 
 def profiled(selection: "Selection", folder: Path) -> "Selection":
-    """The devices whose workers are to leave traces in a folder, which is made and emptied of older ones.
-
-    Raises:
-        UsageError: it cannot be made.
-    """
+    """The devices whose workers are to leave traces in a folder, which is made and emptied of older ones."""
     from samestep.comm.environment import PROFILE_VARIABLE
 
     try:
@@ -70,12 +66,7 @@ def traces(folder: Path) -> list[str]:
 
 
 def step_times(folder: Path) -> dict[str, Any]:
-    """Median milliseconds and shares of a step's phases on the rank that wrote the ledger.
-
-    Raises:
-        UsageError: the ledger holds no step with its times.
-        DataError: there is no ledger.
-    """
+    """Median milliseconds and shares of a step's phases on the rank that wrote the ledger."""
     from samestep.verify.ledger import read_ledger
 
     steps = [entry["seconds"] for entry in read_ledger(folder).steps.values() if "seconds" in entry]

@@ -77,11 +77,7 @@ def train(
 def _resumed(
     asked: dict[str, Any], resume: str | None, run_dir: str | None, workers: WorkerOptions
 ) -> tuple[dict[str, Any], Path | None]:
-    """The options of a resumed run, its own and those given now; and its folder, None for a new run.
-
-    Raises:
-        UsageError: there is no such run.
-    """
+    """The options of a resumed run, its own and those given now; and its folder, None for a new run."""
     from samestep.train.paths import CONTRACT_FILE, recorded, run_of, unfinished_run
 
     if resume is None:
@@ -111,9 +107,6 @@ def _check_kept(asked: Mapping[str, Any], source: Path, resume: Path) -> None:
     """Compares the options given with the contract of the checkpoint, before anything is started or written to.
 
     The workers compare all of it, once they have a model.
-
-    Raises:
-        ContractError: one that decides the bits is another.
     """
     from samestep.train.contract_diff import check_contract_kept, differences
     from samestep.train.paths import CHECKPOINT_FOLDER
@@ -186,11 +179,7 @@ def _train_by_workers(
 
 
 def _check_division(config: JobConfig, count: int) -> None:
-    """Checks that so many devices can share the work.
-
-    Raises:
-        UsageError: more of them than microbatches, a mesh that they do not fill, or none left to work.
-    """
+    """Checks that so many devices can share the work."""
     from samestep.core.mesh import make_mesh
     from samestep.core.microbatches import active_shares, check_num_microbatches, microbatch_ranges
 
@@ -204,11 +193,7 @@ def _check_division(config: JobConfig, count: int) -> None:
 
 
 def _check_strategy(config: JobConfig, grid: "Mesh") -> None:
-    """Checks that a recipe's model can be laid out on a mesh by the strategy.
-
-    Raises:
-        UsageError: the mesh is another strategy's, or the model has too few parts.
-    """
+    """Checks that a recipe's model can be laid out on a mesh by the strategy."""
     from samestep.recipes.options import check_stages, own_options
 
     strategy, size = config.strategy, grid.sizes["pipe"]

@@ -106,11 +106,7 @@ def verify(
 
 
 def _check_order(context: typer.Context, program: list[str], module: bool) -> None:
-    """Tells of own options that stand after the program, and so are given to that.
-
-    Raises:
-        UsageError: the program is a recipe, which does not take them.
-    """
+    """Tells of own options that stand after the program, and so are given to that."""
     from samestep.errors import UsageError
     from samestep.recipes.catalog import NAMES
 
@@ -136,11 +132,7 @@ def _check_order(context: typer.Context, program: list[str], module: bool) -> No
 
 
 def _selections(devices: str | None) -> "dict[str, Selection]":
-    """What is compared, by what the user calls it.
-
-    Raises:
-        UsageError: fewer than two, or two alike.
-    """
+    """What is compared, by what the user calls it."""
     from samestep.devices.selection import select
     from samestep.errors import UsageError
 
@@ -163,11 +155,7 @@ def _program(
     options: dict[str, Any],
     selections: "dict[str, Selection]",
 ) -> "Program":
-    """What is run: a recipe by `samestep train`, a script as `samestep run` does it.
-
-    Raises:
-        UsageError: options that do not go with it, or there is no such script.
-    """
+    """What is run: a recipe by `samestep train`, a script as `samestep run` does it."""
     from samestep.errors import UsageError
     from samestep.launcher.job import Job
     from samestep.recipes.catalog import NAMES

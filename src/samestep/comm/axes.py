@@ -34,14 +34,6 @@ def connect_axes(communicator: Communicator, mesh: Mesh, timeout: timedelta) -> 
     """Connects the ranks along each axis; all ranks call it.
 
     Along an axis they talk through process groups: NCCL where all ranks do, gloo else. With NCCL this has not been run.
-
-    Args:
-        communicator: this rank's communicator among all.
-        mesh: over all ranks.
-        timeout: of every transfer.
-
-    Raises:
-        UsageError: the ranks have no way to form a process group.
     """
     communicators: dict[str, Communicator] = {}
     groups: dict[str, GroupTransport] = {}

@@ -41,11 +41,7 @@ class Channel:
 
     @classmethod
     def from_environment(cls, variables: Mapping[str, str] | None = None) -> "Channel | None":
-        """The channel to the supervisor that started this process; None if nobody listens.
-
-        Args:
-            variables: the environment variables; `os.environ` if None.
-        """
+        """The channel to the supervisor that started this process; None if nobody listens."""
         value = (os.environ if variables is None else variables).get(EVENTS_VARIABLE, "")
         if not value.isdigit():
             return None
@@ -61,13 +57,6 @@ class Channel:
 
         `progress` and `beat` are dropped while the pipe is full; the others wait for at most `PATIENCE_SECONDS`. A
         supervisor that is gone is no error: its end is watched elsewhere.
-
-        Args:
-            event: its name.
-            fields: what `json.dumps` takes.
-
-        Raises:
-            TypeError: a field is not JSON.
         """
         deadline = time.monotonic() + (0.0 if event in _DROPPABLE else PATIENCE_SECONDS)
         for line in _lines({"event": event, **fields}):
@@ -122,15 +111,7 @@ class EventParser:
 
 
 def read_events(fd: int, parser: EventParser) -> list[Event] | None:
-    """Reads what a non-blocking pipe holds now.
-
-    Args:
-        fd: its read end.
-        parser: the one that saw what came before.
-
-    Returns:
-        The events; None when all writers are gone and nothing is left.
-    """
+    """Reads what a non-blocking pipe holds now."""
     events: list[Event] = []
     for _ in range(MAX_READS):  # a worker that never stops sending must not keep us here
         try:

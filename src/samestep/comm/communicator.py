@@ -176,12 +176,7 @@ class Communicator:
 def make_communicator(
     environment: Environment, device: torch.device, timeout: timedelta, reduction: str = "ordered"
 ) -> Communicator:
-    """Connects this rank to all others; alone, it needs no connection.
-
-    Raises:
-        PeerLostError: not all ranks came within the timeout.
-        UsageError: the store cannot be reached.
-    """
+    """Connects this rank to all others; alone, it needs no connection."""
     if environment.world_size == 1:
         alone = LocalTransport()
         return Communicator(device, alone, alone, reduction)

@@ -30,21 +30,7 @@ Connection = GroupTransport | SharedTransport
 
 
 def connect(environment: Environment, device: torch.device, timeout: timedelta) -> tuple[Connection, Connection]:
-    """Joins the ranks that the environment describes.
-
-    Args:
-        environment: our place; its world size is above 1.
-        device: this rank's device.
-        timeout: for the meeting and for every transfer.
-
-    Returns:
-        The transport for tensors on the device, and the one for small host values (the same one on a CPU).
-
-    Raises:
-        UsageError: nobody answers at the store's address, the user's own process group has another size, or the
-            transport that was asked for cannot be had.
-        PeerLostError: not all ranks came.
-    """
+    """Joins the ranks that the environment describes."""
     if dist.is_initialized():
         return _adopt_group(environment, device, timeout)
     return connect_at(meet(environment, timeout), environment, device, timeout, timeout)
@@ -53,18 +39,7 @@ def connect(environment: Environment, device: torch.device, timeout: timedelta) 
 def reconnect(
     meeting: dist.Store, rank: int, world_size: int, device: torch.device, timeout: timedelta
 ) -> tuple[Connection, Connection]:
-    """Joins the ranks that are left, which have met in a store already.
-
-    Args:
-        meeting: the store, by a prefix of its own for each new membership.
-        rank: our new rank.
-        world_size: the number of ranks that are left; above 1.
-        device: this rank's device.
-        timeout: for every transfer; the connection itself takes `CONNECT_SECONDS` at most.
-
-    Raises:
-        PeerLostError: one of them went meanwhile.
-    """
+    """Joins the ranks that are left, which have met in a store already."""
     connect_timeout = timedelta(seconds=min(CONNECT_SECONDS, timeout.total_seconds()))
     transport = chosen_transport()
     place = Environment(rank, world_size, rank, world_size, store_is_kept=True, transport=transport)
@@ -79,20 +54,7 @@ def connect_at(
     timeout: timedelta,
     by_nodes: bool = True,
 ) -> tuple[Connection, Connection]:
-    """Connects ranks that have met in a store.
-
-    Args:
-        store: by a prefix of its own.
-        place: ours among them.
-        device: this rank's device.
-        connect_timeout: for the connection.
-        timeout: for every transfer.
-        by_nodes: whether to find out which ranks share a node; those that are left after a loss do not.
-
-    Raises:
-        UsageError: the transport that was asked for cannot be had.
-        PeerLostError: not all ranks came that far.
-    """
+    """Connects ranks that have met in a store."""
     has_own_gpu = device.type == "cuda" and place.local_world_size <= torch.cuda.device_count()
     backend = "nccl" if has_own_gpu and place.transport == "auto" else "gloo"
     host = store_host(place)
@@ -140,19 +102,7 @@ def _connect_nodes(
     connect_timeout: timedelta,
     timeout: timedelta,
 ) -> Nodes | None:
-    """Connects ranks that have a process group by their nodes; None where sums are not to go by nodes.
-
-    Args:
-        control: between all ranks, through host memory.
-        store: which all ranks share.
-        place: ours.
-        backend: of the groups to be made.
-        connect_timeout: for the connection.
-        timeout: for every transfer.
-
-    Raises:
-        PeerLostError: not all ranks came that far.
-    """
+    """Connects ranks that have a process group by their nodes; None where sums are not to go by nodes."""
     rank, num_ranks = control.rank, control.world_size
     words = [place.local_rank, place.local_world_size, int(place.nodes == "auto")]
     told = control.gather(torch.tensor(words)).wait().view(num_ranks, 3).tolist()
@@ -201,12 +151,7 @@ def subgroup(groups: Sequence[range], rank: int, backend: str, store: dist.Store
 
 
 def _share(store: dist.Store, place: Environment, timeout: timedelta) -> Segment:
-    """Maps memory that all ranks share.
-
-    Raises:
-        NoSegmentError: one of the ranks cannot, or will not; it is raised on all of them.
-        PeerLostError: one of them did not come that far.
-    """
+    """Maps memory that all ranks share."""
     rank, world_size = place.rank, place.world_size
     segment, fd, answer = None, -1, _refusal(place) or "yes"
     try:

@@ -63,14 +63,7 @@ class Environment:
 
 
 def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
-    """Reads the process's place from its environment variables.
-
-    Args:
-        variables: the variables; `os.environ` if None.
-
-    Raises:
-        UsageError: they are incomplete or contradict each other.
-    """
+    """Reads the process's place from its environment variables."""
     env = os.environ if variables is None else variables
     if "RANK" in env and "WORLD_SIZE" in env:
         started_by = "samestep" if "SAMESTEP_DEVICE_KIND" in env else "other"
@@ -145,12 +138,6 @@ def chosen_transport(variables: Mapping[str, str] | None = None) -> str:
 
     "auto" is memory between ranks of one host, NCCL between GPUs, else gloo; "gloo" and "shared" (memory) are that, and
     nothing else.
-
-    Args:
-        variables: the environment variables; `os.environ` if None.
-
-    Raises:
-        UsageError: it says something else.
     """
     return _choice(variables, TRANSPORT_VARIABLE, TRANSPORTS)
 
@@ -159,22 +146,12 @@ def chosen_nodes(variables: Mapping[str, str] | None = None) -> str:
     """Whether sums between ranks of several nodes go by nodes, one of `NODES`, as SAMESTEP_NODES says.
 
     "auto" is within each node first, then between nodes, where that can be; "flat" takes no account of nodes.
-
-    Args:
-        variables: the environment variables; `os.environ` if None.
-
-    Raises:
-        UsageError: it says something else.
     """
     return _choice(variables, NODES_VARIABLE, NODES)
 
 
 def chosen_profile(variables: Mapping[str, str] | None = None) -> str | None:
-    """The folder for the profile of the run, as SAMESTEP_PROFILE says; None if there is to be none.
-
-    Args:
-        variables: the environment variables; `os.environ` if None.
-    """
+    """The folder for the profile of the run, as SAMESTEP_PROFILE says; None if there is to be none."""
     return (os.environ if variables is None else variables).get(PROFILE_VARIABLE) or None
 
 
@@ -182,9 +159,6 @@ def torchrun_defaults(variables: Mapping[str, str] | None = None) -> dict[str, s
     """The defaults of torchrun's options by their names with underscores, as PET_NNODES, PET_NODE_RANK and so on say.
 
     Kubeflow's runtime for PyTorch sets them (`torch/distributed/argparse_util.py` tells how torchrun reads them).
-
-    Args:
-        variables: the environment variables; `os.environ` if None.
     """
     env = os.environ if variables is None else variables
     return {name.lower(): env["PET_" + name] for name in TORCHRUN_OPTIONS if env.get("PET_" + name)}

@@ -31,10 +31,6 @@ def tree_programs(blocks: tuple[Block, ...], whole: bool) -> tuple[Program, ...]
 
     To follow a program, take its rows from left to right: add to row i, as many times as the i-th number says, the last
     value on the stack, which leaves it; then lay the result on the stack. At the end it is all that lies there.
-
-    Args:
-        blocks: what the rows are the sums over, from left to right.
-        whole: whether everything is added up, into one sum; else only siblings are.
     """
     counter: TreeSum[Program] = TreeSum(lambda left, right: (*left, *right[:-1], right[-1] + 1))
     for block in blocks:
@@ -46,13 +42,7 @@ def tree_programs(blocks: tuple[Block, ...], whole: bool) -> tuple[Program, ...]
 
 
 def fused_sums(rows: Tensor, length: int, programs: tuple[Program, ...]) -> tuple[Tensor, ...] | None:
-    """Sums of consecutive rows, each by a kernel; None where there is none for them.
-
-    Args:
-        rows: the rows, one after another, each of that length; on a CUDA device.
-        length: elements of a row, a multiple of 64.
-        programs: from `tree_programs`.
-    """
+    """Sums of consecutive rows, each by a kernel; None where there is none for them."""
     if rows.dtype not in FUSED_DTYPES or max(map(len, programs), default=0) > MAX_ROWS:
         return None
     sum_rows = _kernel(rows.device, rows.dtype)

@@ -172,24 +172,7 @@ def roll_call(
     word: str = "here",
     check: Callable[[], None] = lambda: None,
 ) -> tuple[int, ...]:
-    """Says a word, "here", in a store, and waits for the other ranks to do so.
-
-    Args:
-        store: where; each rank's word is under its number.
-        rank: our own.
-        world_size: the number of ranks.
-        seconds: how long to wait.
-        store_host: the rank that hosts the store; None if no rank does.
-        word: what we say.
-        check: called while it waits; what it raises ends the wait.
-
-    Returns:
-        The ranks that did not within that time. If the store goes with the rank that hosts it, those that were missing
-        until then, or else that rank.
-
-    Raises:
-        RuntimeError: the store is gone, and no rank hosted it.
-    """
+    """Says a word, "here", in a store, and waits for the other ranks to do so."""
     missing: tuple[int, ...] = ()
     deadline, pause = time.monotonic() + seconds, FIRST_POLL_SECONDS
     try:
@@ -231,11 +214,7 @@ class GroupPending:
 
 
 def meeting_of(environment: Environment, timeout: timedelta) -> dist.Store:
-    """Where the ranks of a run that is under way meet when one joins.
-
-    Raises:
-        PeerLostError: the store cannot be reached any more.
-    """
+    """Where the ranks of a run that is under way meet when one joins."""
     host, port = environment.master_addr, environment.master_port
     try:
         store = dist.TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False)
@@ -250,19 +229,7 @@ def store_host(environment: Environment) -> int | None:
 
 
 def meet(environment: Environment, timeout: timedelta) -> dist.Store:
-    """Connects to the store and waits until every rank has.
-
-    Args:
-        environment: our place.
-        timeout: for the meeting.
-
-    Returns:
-        The store, by a prefix of its own for this time.
-
-    Raises:
-        UsageError: nobody answers at the store's address.
-        PeerLostError: not all ranks came.
-    """
+    """Connects to the store and waits until every rank has."""
     rank, host, port = environment.rank, environment.master_addr, environment.master_port
     hosting, listener = store_host(environment), None
     if rank == hosting:

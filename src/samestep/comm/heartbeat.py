@@ -32,11 +32,7 @@ class Heartbeat:
         self.enter("start")
 
     def enter(self, phase: str) -> str:
-        """Begins a phase, one of `page.PHASES`; called again in the same phase it is a sign of life.
-
-        Returns:
-            The phase that ends.
-        """
+        """Begins a phase, one of `page.PHASES`; called again in the same phase it is a sign of life."""
         now = time.perf_counter()
         before = self.phase
         kind = WORK.get(before, before)

@@ -140,13 +140,7 @@ class HeartbeatPage:
     def announce(
         self, slots: tuple[int, ...], number: int | None = None, lost: Sequence[Mapping[str, Any]] = ()
     ) -> Quorum:
-        """Posts a new quorum.
-
-        Args:
-            slots: the workers that make up the run from now on.
-            number: the next one, if None.
-            lost: what became of the others; JSON.
-        """
+        """Posts a new quorum."""
         quorum = Quorum(self.number + 1 if number is None else number, slots, tuple(lost[-MAX_LOST:]))
         text = json.dumps({"number": quorum.number, "slots": slots, "lost": quorum.lost}).encode()
         assert len(text) <= _QUORUM_SIZE - _HEADER_SIZE, "MAX_SLOTS fits on the page"

@@ -32,15 +32,7 @@ from samestep.core.tree import Block
 def hierarchical(
     nodes: Nodes, blocks_by_rank: Sequence[Sequence[Block]], sums: Sequence[Tensor], like: Tensor
 ) -> Stages:
-    """The reduction of one flat tensor along the tree, within nodes and between them.
-
-    Args:
-        nodes: the transports; the ranks are those of rail 0, 1, … on node 0, then on node 1, ….
-        blocks_by_rank: the blocks of every rank, by its number among all.
-        sums: this rank's partial sum for each of its blocks: flat tensors of equal length, a multiple of
-            `ALIGNMENT_ELEMENTS` times the number of all ranks.
-        like: gives length, dtype and device where this rank has no block; not read.
-    """
+    """The reduction of one flat tensor along the tree, within nodes and between them."""
     size, num_nodes, number = nodes.node.world_size, nodes.rail.world_size, nodes.rail.rank
     by_node, merged_by_node = _blocks_by_node(tuple(map(tuple, blocks_by_rank)), size)
     merged_blocks = [block for blocks in merged_by_node for block in blocks]

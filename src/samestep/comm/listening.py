@@ -18,13 +18,6 @@ def listen(host: str, port: int) -> socket.socket:
 
     It listens at all addresses if the host has none that other machines can reach and this one has: a machine's own
     name often leads to its loopback address, and a service's name to the address of what is before it.
-
-    Args:
-        host: a name or an address.
-        port: 0 for a free one.
-
-    Raises:
-        OSError: the port is in use.
     """
     with contextlib.suppress(socket.gaierror):
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)

@@ -41,11 +41,7 @@ class Sharding:
         return whole.reshape(self.blocks, -1)[:, start:stop].reshape(-1)
 
     def whole(self, parts: Sequence[Tensor]) -> Tensor:
-        """The whole tensor, in memory of its own.
-
-        Args:
-            parts: of all ranks, flat.
-        """
+        """The whole tensor, in memory of its own."""
         return torch.cat([part.view(self.blocks, -1) for part in parts], 1).view(self.shape)
 
     @property
@@ -131,14 +127,6 @@ def assembled(
 
     Tensors that one rank has already stay there. The others go to whoever has got the fewest bytes so far. They travel
     some at a time, so that a rank holds little more than one of them.
-
-    Args:
-        communicator: this rank's communicator.
-        pieces: this rank's part of each, flat and of one dtype, and how it is spread.
-        batch_bytes: how much travels at a time, unless one tensor alone is larger.
-
-    Yields:
-        The number and the whole of each tensor that came to this rank: flat, in the order of their indices.
     """
     rank, world_size = communicator.rank, communicator.world_size
     owners = owners_of([spread for _, spread in pieces], world_size)

@@ -181,11 +181,7 @@ class Membership:
         return self._axes.communicators[axis]
 
     def rely_on_all(self) -> None:
-        """Notes that each rank has state that no other has: the run cannot go on without one, but tells who hangs.
-
-        Raises:
-            UsageError: the run has spares, which could take no one's place.
-        """
+        """Notes that each rank has state that no other has: the run cannot go on without one, but tells who hangs."""
         if self._num_active < self.world_size:
             raise UsageError(
                 "where the state is spread over the ranks none can take another's place: leave --spares out, or keep "
@@ -199,11 +195,7 @@ class Membership:
                 transport.names_missing = True
 
     def deal_in_turn(self) -> None:
-        """Deals the microbatches to the ranks in turn from now on, for good.
-
-        Raises:
-            UsageError: the run has spares, or shares.
-        """
+        """Deals the microbatches to the ranks in turn from now on, for good."""
         self.rely_on_all()
         if self.mesh is not None:
             raise UsageError(
@@ -246,15 +238,7 @@ class Membership:
         return self.heartbeat.page is not None and self._meeting is not None and not self.needs_all
 
     def perform(self, attempt: Callable[[], T]) -> T:
-        """Carries out an operation of all ranks, as often as it takes.
-
-        Args:
-            attempt: the operation; run again after a loss, by `communicator` and `ranges` as they are then. It changes
-                nothing unless it ends well.
-
-        Raises:
-            PeerLostError: a rank was lost, and the run cannot heal.
-        """
+        """Carries out an operation of all ranks, as often as it takes."""
         while True:
             try:
                 self._check_quorum()
@@ -272,11 +256,7 @@ class Membership:
                 return values[0]
 
     def check_here(self) -> None:
-        """Checks that this worker takes part in the run.
-
-        Raises:
-            UsageError: it was started late, and its program does not let it join.
-        """
+        """Checks that this worker takes part in the run."""
         if self.is_late:
             raise UsageError(
                 "this worker replaces a lost one, but in a loop of your own nobody hands it the state: leave --replace "
@@ -296,11 +276,7 @@ class Membership:
         self._shares = None if shares is None else list(shares)
 
     def join(self, receive: Callable[[Communicator, int], T]) -> T:
-        """Waits until the others count this late worker in, and receives their state.
-
-        Args:
-            receive: the other side of `give`.
-        """
+        """Waits until the others count this late worker in, and receives their state."""
         self.heartbeat.enter("regroup")
         self.heartbeat.set_flags(self.heartbeat.flags | READY_TO_JOIN)
         page, mine = self.heartbeat.page, self.heartbeat.slot
@@ -342,11 +318,7 @@ class Membership:
             raise NewQuorumError("the supervisor has announced another quorum")
 
     def _heal(self, attempt: Callable[[], T]) -> list[T]:
-        """Goes on with those who are left, and those who join.
-
-        Returns:
-            The value of the operation, where this rank was behind and has carried it out with others who were.
-        """
+        """Goes on with those who are left, and those who join."""
         start = time.monotonic()
         phase = self.heartbeat.enter("regroup")
         values: list[T] = []
@@ -401,11 +373,7 @@ class Membership:
             self.heartbeat.enter(self.heartbeat.phase)  # all this may take a second
 
     def _next_quorum(self, number: int) -> Quorum:
-        """Waits for the supervisor to say who is left.
-
-        Raises:
-            PeerLostError: it does not, or not us.
-        """
+        """Waits for the supervisor to say who is left."""
         page = self.heartbeat.page
         assert page is not None, "only a supervised run heals"
         deadline = time.monotonic() + max(60.0, self.timeout.total_seconds())

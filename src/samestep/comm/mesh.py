@@ -19,29 +19,13 @@ def data_mesh(communicator: Communicator, timeout: timedelta) -> DeviceMesh:
     """A mesh of one axis, "data", over all ranks; all of them call it.
 
     Ranks that talk through memory, and a rank alone, get a process group for it, over gloo.
-
-    Args:
-        communicator: this rank's communicator.
-        timeout: for what travels through that group.
-
-    Raises:
-        UsageError: the ranks have no way to form a process group, or the script's own has another size.
     """
     join_group(communicator, timeout)
     return init_device_mesh(communicator.device.type, (communicator.world_size,), mesh_dim_names=(DATA_AXIS,))
 
 
 def device_mesh(communicator: Communicator, mesh: Mesh, timeout: timedelta) -> DeviceMesh:
-    """A mesh over all ranks with the axes of `mesh`; all ranks call it.
-
-    Args:
-        communicator: this rank's communicator.
-        mesh: the sizes of the axes.
-        timeout: of the collectives of its groups.
-
-    Raises:
-        UsageError: see `data_mesh`.
-    """
+    """A mesh over all ranks with the axes of `mesh`; all ranks call it."""
     join_group(communicator, timeout)
     own: list[dist.ProcessGroup] = []
     for axis in AXES:
@@ -55,18 +39,7 @@ def device_mesh(communicator: Communicator, mesh: Mesh, timeout: timedelta) -> D
 
 
 def join_group(communicator: Communicator, timeout: timedelta) -> dist.Store:
-    """Makes sure that all ranks have a process group; all of them call it.
-
-    Args:
-        communicator: this rank's communicator.
-        timeout: for what travels through the group, where it is made here: over gloo.
-
-    Returns:
-        A store that they share.
-
-    Raises:
-        UsageError: the ranks have no way to form a process group, or the script's own has another size.
-    """
+    """Makes sure that all ranks have a process group; all of them call it."""
     rank, world_size = communicator.rank, communicator.world_size
     if not dist.is_initialized():
         store = _store(communicator)

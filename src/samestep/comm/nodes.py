@@ -103,9 +103,6 @@ def node_size(places: Sequence[tuple[int, int]]) -> int | None:
     """How many ranks each node has, if sums can go by nodes; else None.
 
     They can where there are at least two nodes of at least two ranks, equally many on each, and contiguous.
-
-    Args:
-        places: the local rank, and the number of ranks on its node, of rank 0, 1, ….
     """
     size = places[0][1]
     if not 2 <= size < len(places) or len(places) % size:

@@ -53,11 +53,7 @@ class PointToPoint:
         self._under_way: dict[int, Sent] = {}
 
     def send(self, target: int, tensors: Sequence[Tensor | None], note: Any = None) -> Sent:
-        """Starts to send tensors, which must not be written to until `settle`, and a small picklable note.
-
-        Raises:
-            UsageError: a sparse or quantized tensor, or too many of them.
-        """
+        """Starts to send tensors, which must not be written to until `settle`, and a small picklable note."""
         tensors = [None if tensor is None else _plain(tensor) for tensor in tensors]
         sent = [self._post(_head(None, [_form(tensor) for tensor in tensors], note), target, None)]
         channel = self._channels.get((self.rank, target))
@@ -69,11 +65,7 @@ class PointToPoint:
         return sent
 
     def receive(self, source: int) -> tuple[list[Tensor | None], Any]:
-        """The next message of a rank: tensors on the device, which need a gradient if they did there, and the note.
-
-        Raises:
-            PeerLostError: the rank is lost, or has failed.
-        """
+        """The next message of a rank: tensors on the device, which need a gradient if they did there, and the note."""
         head = torch.empty(HEAD_BYTES, dtype=torch.uint8)
         self._fill(head, source, None)
         error, forms, note = pickle.loads(head.numpy().tobytes())

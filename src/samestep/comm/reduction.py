@@ -97,15 +97,7 @@ def finish_all(reductions: Sequence[Reduction]) -> list[Tensor]:
 def ordered(
     transport: Transport, blocks_by_rank: Sequence[Sequence[Block]], sums: Sequence[Tensor], like: Tensor
 ) -> Stages:
-    """The reduction along the tree, between ranks whatever the nodes they are on.
-
-    Args:
-        transport: moves the parts.
-        blocks_by_rank: the blocks of every rank, from `plan.tree.rank_blocks`.
-        sums: this rank's partial sum for each of its blocks: flat tensors of equal length, a multiple of
-            `ALIGNMENT_ELEMENTS` times the world size; their memory is reused.
-        like: gives length, dtype and device where this rank has no block; not read.
-    """
+    """The reduction along the tree, between ranks whatever the nodes they are on."""
     if transport.world_size == 1:  # on the same tree as several ranks: one device is no special case
         return fold(blocks_by_rank[0], sums)
     if not takes_one_message(transport, blocks_by_rank, like):
@@ -145,11 +137,6 @@ def takes_one_message(transport: Transport, blocks_by_rank: Sequence[Sequence[Bl
 
     With K blocks in all, a rank receives K(D-1)/D times the tensor's bytes in the one form, K(D-1)/D² + (D-1)/D times
     in the other. Between two ranks with a block each that is the same, and one message always wins.
-
-    Args:
-        transport: says what a message costs, in bytes.
-        blocks_by_rank: the blocks of every rank.
-        like: gives length and dtype.
     """
     ranks = transport.world_size
     num_blocks = sum(map(len, blocks_by_rank))
@@ -160,11 +147,7 @@ def takes_one_message(transport: Transport, blocks_by_rank: Sequence[Sequence[Bl
 def scatter(
     transport: Transport | Part, blocks_by_rank: Sequence[Sequence[Block]], sums: Sequence[Tensor], like: Tensor
 ) -> Pending:
-    """Sends rank r the r-th part of each of our blocks; arguments as those of `ordered`.
-
-    Returns:
-        What will give our part of each block of rank 0, 1, … one after another.
-    """
+    """Sends rank r the r-th part of each of our blocks; arguments as those of `ordered`."""
     ranks = transport.world_size
     part = like.numel() // ranks
     if len(sums) == 1:
@@ -218,12 +201,6 @@ def tree_sum_rows(rows: Tensor) -> Tensor:
 
     Adding neighbours level by level and passing an odd last one up builds the same tree as splitting at the largest
     power of two does.
-
-    Args:
-        rows: [n, …] with n of 1 or more; row i belongs to microbatch i.
-
-    Returns:
-        The sum, […].
     """
     while rows.shape[0] > 1:
         even = rows.shape[0] // 2 * 2

@@ -40,11 +40,7 @@ class SequentialWorld:
         self._collected: Counter[int] = Counter()
 
     def run(self, program: Callable[["SequentialTransport"], T]) -> list[T]:
-        """Runs the program on every rank and returns its results by rank.
-
-        Raises:
-            BaseException: the first one that a rank raised for a cause of its own.
-        """
+        """Runs the program on every rank and returns its results by rank."""
         self._begin()
         results: dict[int, T] = {}
         errors: dict[int, BaseException] = {}

@@ -44,16 +44,7 @@ def _tree_sum(rows, total, length, PROGRAM: tl.constexpr, ELEMENTS: tl.constexpr
 
 
 def sum_rows(rows: Tensor, length: int, program: tuple[int, ...]) -> Tensor:
-    """Sums rows along the tree.
-
-    Args:
-        rows: [len(program) * length], one row after another.
-        length: elements of a row.
-        program: from `fused.tree_programs`.
-
-    Returns:
-        [length].
-    """
+    """Sums rows along the tree."""
     total = rows.new_empty(length)
     grid = (triton.cdiv(length, ELEMENTS),)
     options = {"num_warps": NUM_WARPS, "enable_fp_fusion": False}

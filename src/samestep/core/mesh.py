@@ -74,13 +74,6 @@ def make_mesh(sizes: Mapping[str, int] | None, world_size: int) -> Mesh:
     """The mesh over so many ranks.
 
     A rank that is alone needs none: whatever was asked for, it does everything, and the bits are the same.
-
-    Args:
-        sizes: ranks along each axis by its name, at most one of them -1: what is left; None for all along "data".
-        world_size: the number of ranks.
-
-    Raises:
-        UsageError: an axis or a size that cannot be, or sizes that do not multiply to the number of ranks.
     """
     if sizes is None:
         return Mesh({"data": world_size})

@@ -9,15 +9,7 @@ DEFAULT_NUM_MICROBATCHES = 8
 
 
 def check_num_microbatches(num_microbatches: int | None, global_batch_size: int | None) -> int:
-    """The number of microbatches: what was asked for, else 8, or the global batch if that is smaller.
-
-    Args:
-        num_microbatches: as asked for, or None.
-        global_batch_size: as asked for, or None where it is not known yet and no smaller than 8.
-
-    Raises:
-        UsageError: one of them is no integer of 1 or more.
-    """
+    """The number of microbatches: what was asked for, else 8, or the global batch if that is smaller."""
     if global_batch_size is not None and not _is_count(global_batch_size):
         raise UsageError(f"got global_batch_size={global_batch_size!r}; it must be 1 or more (--global-batch-size)")
     if num_microbatches is not None and not _is_count(num_microbatches):
@@ -36,13 +28,6 @@ def microbatch_bounds(length: int, num_microbatches: int) -> list[int]:
 
     Sizes differ by at most one, larger microbatches first, and depend on (length, num_microbatches) only. A batch
     smaller than `num_microbatches` leaves the last microbatches empty.
-
-    Args:
-        length: samples in the global batch, 0 or more.
-        num_microbatches: V, 1 or more.
-
-    Returns:
-        V + 1 positions: microbatch s holds samples bounds[s] to bounds[s + 1] - 1.
     """
     size, larger = divmod(length, num_microbatches)
     return [s * size + min(s, larger) for s in range(num_microbatches + 1)]
@@ -51,19 +36,7 @@ def microbatch_bounds(length: int, num_microbatches: int) -> list[int]:
 def microbatch_ranges(
     num_microbatches: int, world_size: int, shares: Sequence[float] | None = None
 ) -> tuple[range, ...]:
-    """Which contiguous microbatches each rank executes.
-
-    Args:
-        num_microbatches: V.
-        world_size: D, at most V.
-        shares: how much each rank should do, in any unit; equal if None. The bits do not depend on it.
-
-    Returns:
-        One range of microbatch indices a rank, in rank order, together 0 … V - 1.
-
-    Raises:
-        UsageError: D exceeds V, or the shares are not D positive numbers that leave each rank a microbatch.
-    """
+    """Which contiguous microbatches each rank executes."""
     check_num_microbatches(num_microbatches, None)
     if world_size > num_microbatches:
         raise UsageError(
@@ -86,10 +59,6 @@ def dealt_ranges(num_microbatches: int, world_size: int) -> tuple[range, ...]:
 
     In round k the ranks then execute the adjacent microbatches kD … kD + D - 1, so that whoever receives what all of
     them made of one tensor can push it on the tree at once.
-
-    Args:
-        num_microbatches: V.
-        world_size: D, at most V.
     """
     return tuple(range(rank, num_microbatches, world_size) for rank in range(world_size))
 
@@ -108,11 +77,7 @@ def in_microbatch_order(ranges: Sequence[range]) -> list[int] | None:
 
 
 def active_shares(shares: Sequence[float] | None, world_size: int, spares: int) -> list[float] | None:
-    """The shares of the ranks that work from the start, of those of all ranks.
-
-    Raises:
-        UsageError: they are not one a rank.
-    """
+    """The shares of the ranks that work from the start, of those of all ranks."""
     if shares is None:
         return None
     if len(shares) != world_size:

@@ -36,20 +36,7 @@ _Words = NDArray[np.uint64]
 
 
 def permute(positions: Ids | int, n: int, seed: int, epoch: int) -> Ids:
-    """The sample ids that stand at these positions of the epoch; tier `bitwise`, on every machine and for ever.
-
-    Args:
-        positions: integers in 0…n−1, of any shape.
-        n: samples of the dataset, at most 2^48.
-        seed: of the run; any integer, taken modulo 2^64.
-        epoch: any integer, taken modulo 2^64.
-
-    Returns:
-        int64 ids in 0…n−1, of the shape of `positions`. Over all positions each id occurs once.
-
-    Raises:
-        UsageError: a position is no integer in 0…n−1, or n is not in 0…2^48.
-    """
+    """The sample ids that stand at these positions of the epoch; tier `bitwise`, on every machine and for ever."""
     return _walk(positions, n, seed, epoch, undo=False)
 
 

@@ -13,9 +13,6 @@ def splitmix64(x: int) -> int:
 
     Source: Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014, with the constants of
     Stafford's variant 13 (as in Java's SplittableRandom and Vigna's splitmix64.c).
-
-    Args:
-        x: any integer; taken modulo 2^64.
     """
     z = (x + GAMMA) & MASK
     z = ((z ^ (z >> 30)) * MIX_1) & MASK
@@ -27,9 +24,6 @@ def derive_seed(*parts: int) -> int:
     """A 64-bit seed from any number of integers, each of which matters, as do their order and their number.
 
     Seeds that differ in one part differ for certain; others collide with a probability of about 2^-64.
-
-    Args:
-        parts: integers (also NumPy's, or 0-d integer tensors), each taken modulo 2^64.
     """
     state = len(parts)
     for part in parts:

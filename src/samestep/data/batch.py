@@ -64,19 +64,7 @@ def split_batch(
     compare: bool,
     version: int = 0,
 ) -> Batch:
-    """Takes this rank's microbatches of a global batch that every rank was handed whole.
-
-    Args:
-        value: tensors, arrays, or nested dicts, lists and tuples of them, with the samples along dim 0.
-        num_microbatches: V.
-        wanted: gives the microbatches that this rank needs, of so many that hold samples.
-        device: where they go.
-        compare: whether to compute the checksum by which ranks notice that they were handed different batches.
-        version: of the membership that `wanted` belongs to.
-
-    Raises:
-        DataError: there is no tensor in it, or the tensors disagree on the number of samples.
-    """
+    """Takes this rank's microbatches of a global batch that every rank was handed whole."""
 
     def own(rows: Tensor) -> Tensor:
         """A copy: a loss that writes to its microbatch must not change the caller's batch."""

@@ -11,12 +11,7 @@ from samestep.errors import OutOfMemoryError, UsageError
 
 
 def cached(dataset: Any, cache: str | None, device: torch.device) -> Any:
-    """The dataset, in the device's memory if that is asked for.
-
-    Raises:
-        UsageError: there is no such cache, or the dataset is not made of tensors.
-        OutOfMemoryError: it does not fit.
-    """
+    """The dataset, in the device's memory if that is asked for."""
     if cache is None:
         return dataset
     if cache != "device":

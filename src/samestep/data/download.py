@@ -35,18 +35,6 @@ def fetch(urls: Sequence[str], path: str | PathLike[str], md5: str, *, timeout_s
 
     A file that is there and has the right md5 is left alone. Only a whole and right file gets its name. Several
     processes may ask for the same file: one downloads, the others wait (not on Windows, where each downloads).
-
-    Args:
-        urls: addresses of the same file, tried in this order.
-        path: of the file; its folder is made.
-        md5: the file's md5 in hexadecimal.
-        timeout_seconds: how long a server may be silent.
-
-    Returns:
-        The path.
-
-    Raises:
-        DataError: no address gave the right file, or it cannot be written.
     """
     path = Path(path)
     try:

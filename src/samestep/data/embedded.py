@@ -24,13 +24,6 @@ def digits() -> tuple[Tensor, Tensor]:
 
     Source: "Optical Recognition of Handwritten Digits", UCI Machine Learning Repository, as in
     `sklearn.datasets.load_digits`.
-
-    Returns:
-        Images, uint8 1797×1×28×28, and labels, int64 1797.
-
-    Raises:
-        UsageError: scikit-learn is not installed.
-        DataError: its files are not where they were in all its versions.
     """
     table = _read("digits.csv.gz", ",").astype(np.int64)
     images, labels = table[:, :-1].reshape(-1, OLD_SIDE, OLD_SIDE), table[:, -1]
@@ -42,13 +35,6 @@ def diabetes() -> tuple[Tensor, Tensor]:
 
     Source: Efron, Hastie, Johnstone, Tibshirani, "Least angle regression", 2004, as in
     `sklearn.datasets.load_diabetes(scaled=False)`.
-
-    Returns:
-        Features, float32 442×10, and the target, float32 442×1.
-
-    Raises:
-        UsageError: scikit-learn is not installed.
-        DataError: its files are not where they were in all its versions.
     """
     features, target = _read("diabetes_data_raw.csv.gz", None), _read("diabetes_target.csv.gz", None)
     return torch.from_numpy(features).float(), torch.from_numpy(target).float().unsqueeze(1)

@@ -80,15 +80,6 @@ def fetch_microbatches(
 
     Without workers it seeds the global generators whenever it is asked for a microbatch, and leaves them so;
     `collate_fn` draws on from where the microbatch's last sample stopped.
-
-    Args:
-        dataset: with `__getitem__` by sample id, or `__getitems__` by a list of them.
-        requests: one a microbatch.
-        collate_fn: makes a batch of a list of samples.
-        seed: of the run.
-        num_workers: processes that fetch; 0 fetches here. The bits do not depend on it.
-        multiprocessing_context: how workers start ("fork", "spawn", "forkserver"); the platform's way if None.
-        device: where microbatches go later; their memory is pinned if it is a GPU.
     """
     samples = SeededSamples(dataset, seed)
     if num_workers == 0:

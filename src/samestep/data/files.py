@@ -8,11 +8,7 @@ from samestep.errors import DataError
 
 
 def is_special(path: str | PathLike[str]) -> bool:
-    """Whether a path is a device, a pipe or the like: neither a regular file nor a folder; False if nothing is there.
-
-    Raises:
-        ValueError: no file can have this name.
-    """
+    """Whether a path is a device, a pipe or the like: neither a regular file nor a folder; False if it is missing."""
     try:
         mode = Path(path).stat().st_mode
     except OSError:

@@ -35,17 +35,7 @@ TRAIN, TEST = "train", "t10k"
 
 
 def read_idx(path: str | PathLike[str]) -> Tensor:
-    """Reads one IDX file; whether it is gzipped is told by its first bytes, not by its name.
-
-    Args:
-        path: the file.
-
-    Returns:
-        A tensor of the file's shape and dtype (uint8, int8, int16, int32, float32 or float64).
-
-    Raises:
-        DataError: the file is missing, empty, damaged, truncated, too long, or no IDX file.
-    """
+    """Reads one IDX file; whether it is gzipped is told by its first bytes, not by its name."""
     path = Path(path)
     check_regular(path)
     try:
@@ -67,20 +57,7 @@ def read_idx(path: str | PathLike[str]) -> Tensor:
 def read_image_label_pair(
     images: str | PathLike[str], labels: str | PathLike[str], num_classes: int = 10, transform: Transform | None = None
 ) -> TensorData:
-    """Reads grey images and their labels.
-
-    Args:
-        images: an IDX file of bytes, N×H×W.
-        labels: an IDX file of integers, N, each in 0…num_classes−1.
-        num_classes: how many classes there are.
-        transform: applied to batches on their device, as in `TensorData`.
-
-    Returns:
-        Samples `(x, y)`: x uint8, 1×H×W; y int64.
-
-    Raises:
-        DataError: a file is not as above, the numbers of images and labels differ, or a label is out of range.
-    """
+    """Reads grey images and their labels."""
     x, y = read_idx(images), read_idx(labels)
     if x.dtype != torch.uint8 or x.ndim != 3:
         raise DataError(
@@ -107,12 +84,6 @@ def find_pairs(folder: str | PathLike[str]) -> dict[str, tuple[Path, Path]]:
 
     These are `train-images-idx3-ubyte` and `train-labels-idx1-ubyte`, `t10k-…` for the test set, with `-` or `.` before
     `idx`, with or without `.gz`.
-
-    Returns:
-        Paths `(images, labels)` under `"train"`, `"t10k"` or both.
-
-    Raises:
-        DataError: the folder is missing, holds no pair, or half of one.
     """
     folder = Path(folder)
     if not folder.is_dir():

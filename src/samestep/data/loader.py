@@ -85,11 +85,7 @@ class Loader:
         self._left_early = False
 
     def __len__(self) -> int:
-        """Global batches of an epoch over the dataset as it is now.
-
-        Raises:
-            TypeError: the dataset is a stream, whose length nobody knows.
-        """
+        """Global batches of an epoch over the dataset as it is now."""
         count = self.num_samples
         if count is None:
             raise TypeError("an iterable dataset has no length")
@@ -345,11 +341,7 @@ class _Positions:
 
 
 def as_dataset(value: Any) -> Any:
-    """Takes what has samples as a dataset: tensors (also nested) are put in a `TensorData`.
-
-    Raises:
-        DataError: it has neither tensors, nor `__getitem__` and `__len__`, nor is it an IterableDataset.
-    """
+    """Takes what has samples as a dataset: tensors (also nested) are put in a `TensorData`."""
     if type(value) is TensorDataset:  # a subclass may have a __getitem__ of its own
         return TensorData(tuple(value.tensors))
     if isinstance(value, IterableDataset | InMemory):

@@ -61,22 +61,7 @@ NAMES = ("digits", *DOWNLOADS)
 def image_data(
     name: str | None = None, data_dir: str | PathLike[str] | None = None
 ) -> tuple[TensorData, TensorData, str]:
-    """Grey images in 10 classes.
-
-    Args:
-        name: `"digits"` (needs scikit-learn, no download), `"mnist"` or `"fashion-mnist"` (downloaded once into the
-            user's cache folder). None is `"digits"`, unless there is a `data_dir`.
-        data_dir: a folder of IDX files to read instead of downloading. With one image/label pair only, its first 80 %
-            in file order are the training set.
-
-    Returns:
-        The training set, the test set, and a line that describes them. Samples are `(x, y)`: x uint8 1×H×W,
-        which `transform` turns into float32 in 0…1 on the device; y int64 in 0…9.
-
-    Raises:
-        UsageError: an unknown name, a folder for the digits, or scikit-learn is not installed.
-        DataError: files are missing or damaged, or a download failed.
-    """
+    """Grey images in 10 classes."""
     if name is not None and name not in NAMES:
         raise UsageError(
             f"unknown image data {name!r}; known by --data: {', '.join(NAMES)}; "

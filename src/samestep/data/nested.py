@@ -48,11 +48,7 @@ def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
 
 
 def num_samples(value: Any) -> int:
-    """The common length of dim 0 of all tensors and arrays in a nested value.
-
-    Raises:
-        DataError: there is none, or they differ.
-    """
+    """The common length of dim 0 of all tensors and arrays in a nested value."""
     lengths = {int(leaf.shape[0]) for leaf in leaves(value) if isinstance(leaf, Tensor | np.ndarray) and leaf.ndim > 0}
     if not lengths:
         raise DataError("the batch holds no tensor with a sample dimension; needed: samples along dim 0")

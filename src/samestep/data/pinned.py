@@ -78,10 +78,6 @@ class PinnedRows:
         """Some rows of each tensor, on the device, copied there on the current stream.
 
         Tensors that are on the device already are gathered there; to them only the row numbers travel.
-
-        Args:
-            tensors: nested, in host memory or on the device.
-            rows: 1-d int64, in host memory.
         """
         piece = self._pieces[self._num_taken % NUM_PIECES]
         self._num_taken += 1

@@ -42,11 +42,7 @@ class RowGather:
         return max(1, GATHERED_BYTES // (self._row_bytes * num_rows))
 
     def gather(self, parts: Sequence[np.ndarray]) -> Iterator[Any]:
-        """The microbatches of these sample ids, one after another.
-
-        Args:
-            parts: 1-d int64 arrays, none of them empty.
-        """
+        """The microbatches of these sample ids, one after another."""
         if not parts:
             return
         lengths: list[int] = []  # of each part, and of what is between it and the next

@@ -33,16 +33,7 @@ class Table:
 
 
 def read_csv(path: str | PathLike[str], target: str | int | None = None) -> Table:
-    """Reads a comma-separated file of numbers; a first line without any number is its header.
-
-    Args:
-        path: the file, UTF-8; fields may be quoted, blank lines are skipped.
-        target: the column to predict, by name or index (from 0; negative from the end); the last by default.
-
-    Raises:
-        DataError: the file is missing, empty or ragged, or a value is missing, no number, or not finite.
-        UsageError: there is no such target column.
-    """
+    """Reads a comma-separated file of numbers; a first line without any number is its header."""
     rows = list(_rows(path))
     if not rows:
         raise DataError(f"{path}: is empty; a comma-separated table of numbers is needed")
@@ -84,16 +75,6 @@ def standardize(train: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
 
     Only the training rows are looked at, so nothing of a test set leaks into training. Computed in float64. A column
     that is constant over the training rows becomes 0 there.
-
-    Args:
-        train: `[rows, columns]`, at least one row.
-        *others: tables with the same columns.
-
-    Returns:
-        All tables in the order given, in their own dtypes.
-
-    Raises:
-        DataError: there are no training rows, or the columns differ.
     """
     for table in (train, *others):
         if table.ndim != 2 or table.shape[1] != train.shape[1]:

@@ -76,12 +76,7 @@ class TensorData(Dataset[Any]):
 
 
 def head_tail(dataset: TensorData, fraction: float) -> tuple[TensorData, TensorData]:
-    """Splits a dataset in file order: the first ⌊n·fraction⌋ samples and the rest, as views without a copy.
-
-    Raises:
-        UsageError: the fraction is not between 0 and 1.
-        DataError: one of the parts would be empty.
-    """
+    """Splits a dataset in file order: the first ⌊n·fraction⌋ samples and the rest, as views without a copy."""
     head = _head_size(len(dataset), fraction)
     return (
         TensorData(map_tensors(lambda tensor: tensor[:head], dataset.tensors), dataset.transform),
@@ -93,10 +88,6 @@ def shuffled_split(dataset: TensorData, fraction: float, seed: int) -> tuple[Ten
     """Splits a dataset at random: ⌊n·fraction⌋ samples and the rest.
 
     Who lands where is a function of (n, seed) alone: it depends on no device, library version or random state.
-
-    Raises:
-        UsageError: the fraction is not between 0 and 1.
-        DataError: one of the parts would be empty.
     """
     head = _head_size(len(dataset), fraction)
     # Epoch -1: the split draws from the same seed as the epochs, and must not repeat the order of one of them.
@@ -108,11 +99,7 @@ def shuffled_split(dataset: TensorData, fraction: float, seed: int) -> tuple[Ten
 
 
 def row_index(index: int, size: int) -> int:
-    """The index in 0…size−1 that a possibly negative index means.
-
-    Raises:
-        IndexError: it lies outside; so that a plain `for` over a dataset ends.
-    """
+    """The index in 0…size−1 that a possibly negative index means."""
     if not -size <= index < size:
         raise IndexError(f"index {index} is outside a dataset of {size} samples")
     return index % size

@@ -16,11 +16,7 @@ IGNORE_INDEX = -100
 
 
 def read_bytes(path: str | PathLike[str]) -> Tensor:
-    """Reads a file of any kind as a 1-d uint8 tensor.
-
-    Raises:
-        DataError: the file is missing, is no file, cannot be read or is empty.
-    """
+    """Reads a file of any kind as a 1-d uint8 tensor."""
     check_regular(path)
     try:
         content = Path(path).read_bytes()
@@ -74,11 +70,7 @@ class ByteWindows(Dataset[tuple[Tensor, Tensor]]):
         return x[0], y[0]
 
     def gather(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """The windows of these ids: x and y, both int64, `[len(ids), context]`.
-
-        Args:
-            ids: 1-d int64 tensor of indices in 0…n−1, in any order, repeats allowed.
-        """
+        """The windows of these ids: x and y, both int64, `[len(ids), context]`."""
         positions = ids.to(self.data.device).unsqueeze(1) * self.context + torch.arange(
             self.context + 1, device=self.data.device
         )

@@ -106,11 +106,7 @@ def usable_cores() -> int:
 
 
 def torch_build(spec: ModuleSpec | None = None) -> TorchBuild:
-    """Reads what torch was built for from the text of its `version.py`.
-
-    Args:
-        spec: where torch lies; looked up when None.
-    """
+    """Reads what torch was built for from the text of its `version.py`."""
     if spec is None and (spec := _find_torch()) is None:
         return TorchBuild()
     if not spec.submodule_search_locations:

@@ -27,10 +27,6 @@ def visible(gpus: Sequence[Gpu], environ: Mapping[str, str]) -> tuple[Device, ..
     Entries are indices, UUIDs or unambiguous beginnings of UUIDs. As in CUDA, the first entry that is none of them
     ends the list, and a device named twice empties it. A GPU in MIG mode computes through its instances only, and a
     process sees one instance at most, its only device then.
-
-    Args:
-        gpus: what NVML told, by PCI bus id.
-        environ: holds CUDA_VISIBLE_DEVICES, or not.
     """
     entries = environ.get("CUDA_VISIBLE_DEVICES")
     if entries is None:
@@ -48,13 +44,7 @@ def visible(gpus: Sequence[Gpu], environ: Mapping[str, str]) -> tuple[Device, ..
 
 
 def match(gpus: Sequence[Gpu], known: Sequence[Device]) -> tuple[Device, ...]:
-    """The devices in the order that CUDA itself told, with what NVML knows about each, matched by UUID.
-
-    Args:
-        gpus: what NVML told.
-        known: the visible devices as the CUDA driver or an initialised torch lists them; kept as they are where NVML
-            has no row for them.
-    """
+    """The devices in the order that CUDA itself told, with what NVML knows about each, matched by UUID."""
     rows = {_bare(row.uuid): row for gpu in gpus for row in (gpu.device, *gpu.instances) if row.uuid}
     strangers = [replace(device, index=-1 - position) for position, device in enumerate(known)]
     return _renumbered([rows.get(_bare(device.uuid), device) for device in strangers])

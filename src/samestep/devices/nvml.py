@@ -54,11 +54,7 @@ class Reading:
 
 
 def read(nvml: Any = None) -> Reading:
-    """Asks NVML for all it knows; an empty `Reading` without an NVIDIA driver or the package nvidia-ml-py.
-
-    Args:
-        nvml: the module to ask, `pynvml` when None.
-    """
+    """Asks NVML for all it knows; an empty `Reading` without an NVIDIA driver or the package nvidia-ml-py."""
     if nvml is None:
         if not is_installed("pynvml"):
             return Reading(is_installed=False)

@@ -120,13 +120,7 @@ def _can_be_pinned(tensor: torch.Tensor) -> bool:
 
 
 def _rebuild(value: Any, convert: Callable[[Any], Any], done: dict[int, tuple[Any, Any]]) -> Any:
-    """The value with every tensor, module and packed sequence converted.
-
-    Args:
-        value: any part of the nested value.
-        convert: what a leaf becomes.
-        done: by id, what was met and what became of it; keeping what was met alive keeps its id its own.
-    """
+    """The value with every tensor, module and packed sequence converted."""
     if id(value) in done:
         return done[id(value)][1]
 

@@ -127,11 +127,7 @@ class BufferMerge:
             self._versions[index] = -1
 
     def check_start(self) -> None:
-        """Looks, in the first steps and every so often, whether the buffers are still as a microbatch was to find them.
-
-        Raises:
-            BufferMergeError: names one that is not.
-        """
+        """Checks in the first steps, and every so often, that a microbatch finds the buffers as the step began."""
         for index, place in enumerate(self._places if self._compare_all else ()):
             tensor, start = place.get(), self._starts[index]
             if tensor is not None and start is not None and tensor_checksum(tensor) != tensor_checksum(start):
@@ -153,11 +149,7 @@ class BufferMerge:
         return [self.touched_means, self.touched_others]
 
     def exchange(self, touched: Sequence[bool], blocks_by_rank: Sequence[Sequence[Block]], num_samples: int) -> None:
-        """Merges over the ranks; nothing is written to the model yet.
-
-        Raises:
-            BufferMergeError: a buffer without a rule ended differently on different microbatches.
-        """
+        """Merges over the ranks; nothing is written to the model yet."""
         touched_means, touched_others = touched
         if touched_means:
             self._merged_means = self._sum_means(blocks_by_rank) / num_samples
@@ -210,11 +202,7 @@ class BufferMerge:
         return torch.cat([part.to(wide_dtype(part.device)) for part in parts]) * num_samples
 
     def _note_end(self, index: int) -> None:
-        """Remembers how a microbatch left a buffer that has no rule for merging.
-
-        Raises:
-            BufferMergeError: it left none.
-        """
+        """Remembers how a microbatch left a buffer that has no rule for merging."""
         end = self._places[index].get()
         if end is None:
             raise BufferMergeError(

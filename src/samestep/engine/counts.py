@@ -23,11 +23,7 @@ class GlobalCounts:
         self._sequence = False
 
     def sum(self, batch: Batch, ranges: Sequence[range]) -> Any:
-        """The counts of the global batch: 0-d tensors on the device, in the structure that `counts_fn` returned.
-
-        Raises:
-            LossError: `counts_fn` returned something else, or not the same structure for every microbatch.
-        """
+        """The counts of the global batch: 0-d tensors on the device, in the structure that `counts_fn` returned."""
         device = self._communicator.device
         mine = ranges[self._communicator.rank]
         values = {microbatch: self._numbers(self._counts_fn(value)) for microbatch, value in batch.microbatches.items()}

@@ -19,16 +19,7 @@ PATTERN = re.compile(r"(\S+) does not have a deterministic implementation")
 def explain_nondeterminism(
     error: RuntimeError, model: nn.Module, forward: Callable[[], Tensor]
 ) -> DeterminismError | None:
-    """Turns torch's error about an operation without a deterministic form into one that names the module.
-
-    Args:
-        error: what torch raised in forward or backward.
-        model: the model that ran.
-        forward: computes the loss of the same microbatch again; used to find the module of a backward operation.
-
-    Returns:
-        The error to raise, or None if `error` is about something else.
-    """
+    """Turns torch's error about an operation without a deterministic form into one that names the module."""
     match = PATTERN.search(str(error))
     if match is None:
         return None
@@ -40,17 +31,7 @@ def explain_nondeterminism(
 
 
 def explain_lone_sample(error: BaseException, model: nn.Module, where: str, advice: str) -> UsageError | None:
-    """Turns torch's error about BatchNorm in training on one sample into one that names the module and the batch.
-
-    Args:
-        error: what torch raised in the forward of one sample.
-        model: the model that ran.
-        where: which part of which batch it was, in words.
-        advice: what else mends it than to leave out a shorter last batch.
-
-    Returns:
-        The error to raise, or None if `error` is about something else.
-    """
+    """Turns torch's error about BatchNorm in training on one sample into one that names the module and the batch."""
     if LONE_SAMPLE not in str(error):
         return None
     module = _module_in_traceback(error.__traceback__, model) or "BatchNorm"

@@ -87,14 +87,7 @@ class Watch:
 
 
 def reachable(roots: Iterable[Any]) -> tuple[list[Any], list[Any]]:
-    """Finds what loading may change, in the attributes of objects and the variables of functions, but not in data.
-
-    Args:
-        roots: the dataset, and the functions that loading calls.
-
-    Returns:
-        The generators (NumPy's, Python's, torch's), and the objects with attributes.
-    """
+    """Finds what loading may change, in the attributes of objects and the variables of functions, but not in data."""
     generators: list[Any] = []
     objects: list[Any] = []
     waiting, kept = list(roots), []

@@ -21,12 +21,7 @@ def make_strategy(
     options: StrategyOptions,
     exchange: ExchangeOptions,
 ) -> Strategy:
-    """Lays the state of a step out on the ranks: moves the model to the device, and changes it as the options say.
-
-    Raises:
-        UsageError: it cannot be laid out so.
-        DeterminismError: the ranks have built different models.
-    """
+    """Lays the state of a step out on the ranks: moves the model to the device, and changes it as the options say."""
     device = membership.communicator.device
     if is_tensor_parallel(model):
         from samestep.engine.tensor_parallel import TensorParallelStrategy

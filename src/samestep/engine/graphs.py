@@ -91,11 +91,7 @@ class MicrobatchGraphs:
         return len(self._graphs)
 
     def begin(self, layout: "Layout", length: int) -> bool:
-        """Starts a step; graphs that read or write memory which the model has left are dropped.
-
-        Raises:
-            UsageError: autograd looks for anomalies.
-        """
+        """Starts a step; graphs that read or write memory which the model has left are dropped."""
         if length != self._length:
             return False
         if torch.is_anomaly_enabled():
@@ -122,11 +118,7 @@ class MicrobatchGraphs:
         is_only: bool,
         seed: int,
     ) -> MicrobatchLoss:
-        """What `runner.run_one` does, by a graph; the generators have been seeded for it.
-
-        Raises:
-            UsageError: the microbatch, or what is computed on it, cannot be captured.
-        """
+        """What `runner.run_one` does, by a graph; the generators have been seeded for it."""
         inputs = (value,) if counts is None else (value, counts)
         form = form_of(inputs)
         key = form, num_samples, is_only, self._settings
@@ -188,11 +180,7 @@ class MicrobatchGraphs:
     def _warm_up(
         self, runner: "MicrobatchRunner", layout: "Layout", run: Callable[[], MicrobatchLoss], seed: int
     ) -> None:
-        """One run that leaves nothing behind.
-
-        Raises:
-            UsageError: it drew from a generator of the host, and a replay would repeat what came of that.
-        """
+        """One run that leaves nothing behind."""
         assert self._recorder is not None, "made before the first run"
         runner.generators.seed(seed)
         before = runner.generators.states_off_device()
@@ -234,9 +222,6 @@ class CudaRecorder:
 
         Other threads go on with what they do (`thread_local`): those of a DataLoader pin memory, which else would be an
         error here.
-
-        Raises:
-            UsageError: it does what cannot be captured.
         """
         graph = torch.cuda.CUDAGraph()
         try:
@@ -262,11 +247,7 @@ def check_graphs(device: torch.device) -> None:
 
 
 def form_of(value: Any) -> Hashable:
-    """What two microbatches have in common that one graph can run: structure, shapes, strides and dtypes.
-
-    Raises:
-        UsageError: there is something else in it than dense tensors.
-    """
+    """What two microbatches have in common that one graph can run: structure, shapes, strides and dtypes."""
     if isinstance(value, Tensor) and value.layout == torch.strided:
         return value.shape, value.stride(), value.dtype
     if isinstance(value, Mapping):

@@ -50,13 +50,6 @@ def read_loss(value: Any, num_samples: int) -> MicrobatchLoss:
     """Reads a loss function's return value as a sum to differentiate and a count to divide by.
 
     A loss of 16 bits is widened before it is summed or multiplied: 65504 is soon exceeded.
-
-    Args:
-        value: a 0-d tensor (a mean over the microbatch's samples), a 1-d tensor (a loss a sample) or a `Mean`.
-        num_samples: samples of the microbatch.
-
-    Raises:
-        LossError: the value is something else.
     """
     if isinstance(value, Tensor) and value.ndim == 0:
         loss = MicrobatchLoss(_widened(value), float(num_samples), float(num_samples))

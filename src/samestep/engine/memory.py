@@ -49,21 +49,7 @@ class Shortage:
         num_microbatches: int,
         device: torch.device,
     ) -> int:
-        """Tries smaller and smaller microbatches.
-
-        Args:
-            run: `run(value, num_samples, counts)` does forward and backward as a step does.
-            needed_beside: bytes of the tensors that a step with so many microbatches needs beside a microbatch's own,
-                and of those that it needs after the last one.
-            length: samples of the global batch.
-            num_microbatches: V.
-            device: where memory ran out.
-
-        Returns:
-            The smallest number of microbatches, V times a power of two and no more than the samples, of which the
-            largest microbatch fits; `NOTHING_FITS` if not even one sample does, `FAILS` if the model fails for another
-            cause first.
-        """
+        """Tries smaller and smaller microbatches."""
         count, size = num_microbatches, self.num_samples
         while size > 1:
             count *= 2
@@ -97,12 +83,7 @@ class Shortage:
 
 
 def num_sums_alive(microbatches: range, at_once: int = 1) -> int:
-    """How many gradients a rank holds at once while it sums those of its microbatches along the tree.
-
-    Args:
-        microbatches: adjacent ones.
-        at_once: how many of them come together; they are added up, as far as the tree has it, before they are kept.
-    """
+    """How many gradients a rank holds at once while it sums those of its microbatches along the tree."""
     counter: TreeSum[None] = TreeSum(lambda left, right: None)
     most = 1
     for first in range(microbatches.start, microbatches.stop, at_once):
@@ -157,14 +138,7 @@ def free_memory(device: torch.device) -> None:
 
 
 def describe_shortage(rows: Sequence[Sequence[int]], length: int, num_microbatches: int, device: torch.device) -> str:
-    """The message, from what every rank measured.
-
-    Args:
-        rows: (microbatch, samples, number of microbatches that fits, whether memory ran out) by rank.
-        length: samples of the global batch.
-        num_microbatches: V.
-        device: this rank's.
-    """
+    """The message, from what every rank measured."""
     short = [(rank, row) for rank, row in enumerate(rows) if row[3]]
     rank, (microbatch, num_samples, _, _) = short[0]
     which = f"microbatch {microbatch} of {num_microbatches} ({num_samples} samples)"
@@ -194,14 +168,7 @@ def describe_shortage(rows: Sequence[Sequence[int]], length: int, num_microbatch
 
 
 def describe_lone_shortage(microbatch: int, num_samples: int, rank: int, strategy: str) -> str:
-    """The message where nothing can be measured, since a rank alone has not the whole model.
-
-    Args:
-        microbatch: that did not fit.
-        num_samples: how many it holds.
-        rank: this one.
-        strategy: "sharded", "pipeline" or "tensor", by which the model is spread.
-    """
+    """The message where nothing can be measured, since a rank alone has not the whole model."""
     return (
         f"out of memory: microbatch {microbatch} ({num_samples} samples) does not fit in the memory of rank {rank} "
         "beside its "

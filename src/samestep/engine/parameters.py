@@ -22,11 +22,7 @@ def is_dtensor(tensor: Tensor) -> bool:
 
 
 def named_parameters(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, nn.Parameter]:
-    """The model's parameters that the optimizers update, by name, each once, in the model's order.
-
-    Raises:
-        UsageError: an optimizer holds a parameter that is not in the model, or none at all, or needs a closure.
-    """
+    """The model's parameters that the optimizers update, by name, each once, in the model's order."""
     held: set[int] = set()
     for optimizer in optimizers:
         if isinstance(optimizer, torch.optim.SparseAdam):
@@ -73,11 +69,7 @@ class Homes:
         ]
 
     def check(self) -> None:
-        """Looks whether all of them are where they were.
-
-        Raises:
-            UsageError: names the first one that is not in the model any more.
-        """
+        """Looks whether all of them are where they were."""
         if all(members.get(key) is member for members, key, member in self._places):
             return
         present = {id(parameter) for parameter in self._model.parameters()}
@@ -92,11 +84,7 @@ class Homes:
 
 
 def settle_model(model: nn.Module, device: torch.device) -> None:
-    """Moves a model to the device, in place, and puts stray parameters and buffers on memory borders.
-
-    Raises:
-        UsageError: a parameter or buffer is sparse, whose bytes cannot be compared.
-    """
+    """Moves a model to the device, in place, and puts stray parameters and buffers on memory borders."""
     for name, tensor in chain(model.named_parameters(), model.named_buffers()):
         if tensor.layout != torch.strided:
             raise UsageError(f"{name} is sparse; keep it dense, or as a plain attribute and not as a buffer")
@@ -124,11 +112,7 @@ def _own_tensors(model: nn.Module) -> list[Tensor]:
 
 
 def check_same_model(model: nn.Module, communicator: Communicator) -> None:
-    """Checks that every rank holds the same parameters and buffers.
-
-    Raises:
-        DeterminismError: names the first one that differs.
-    """
+    """Checks that every rank holds the same parameters and buffers."""
     everything = chain(model.named_parameters(), model.named_buffers())
     named = {name: tensor for name, tensor in everything if not isinstance(tensor, UNINITIALIZED)}
     check_same_tensors(named, communicator)

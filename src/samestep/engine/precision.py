@@ -18,11 +18,7 @@ GROWTH_INTERVAL = 2000
 
 
 def check_precision(name: str) -> torch.dtype | None:
-    """The dtype that autocast uses, or None for full precision.
-
-    Raises:
-        UsageError: there is no such precision.
-    """
+    """The dtype that autocast uses, or None for full precision."""
     if name not in PRECISIONS:
         raise UsageError(f"got precision {name!r}; --precision is one of {', '.join(PRECISIONS)}")
     return PRECISIONS[name]

@@ -68,11 +68,7 @@ class PurityCheck:
                 module.training = mode
 
     def check(self) -> None:
-        """Looks at the parameters after a microbatch.
-
-        Raises:
-            DeterminismError: it wrote to one: the next microbatch would see it, and other ranks would not.
-        """
+        """Looks at the parameters after a microbatch."""
         if self._addresses is None and [parameter._version for parameter in self._parameters] == self._versions:
             return
         for index, name in enumerate(self._names):

@@ -48,11 +48,7 @@ class ReplicateStrategy:
         return self._membership.communicator
 
     def held(self, optimizers: Sequence[Optimizer]) -> dict[str, nn.Parameter]:
-        """The parameters that the optimizers update, by name.
-
-        Raises:
-            UsageError: they hold something else; with `shard_optimizer`, they or what is trained has changed.
-        """
+        """The parameters that the optimizers update, by name."""
         if self._shards_optimizer and self._homes is not None:
             raise UsageError("with shard_optimizer=True what is trained stays as it was when the step was made")
         return named_parameters(self._model, optimizers)

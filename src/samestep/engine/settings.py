@@ -51,12 +51,6 @@ def take_new_settings(
     """Gives optimizers and scheduler, whose state was loaded, what they were built with now and not then.
 
     A learning rate is changed in proportion, since a schedule may have moved it.
-
-    Args:
-        optimizers: with a loaded state.
-        scheduler: with a loaded state.
-        old: the settings of the program that the state is from; of the same classes.
-        new: those of this program.
     """
     for optimizer, (_, before), (_, now) in zip(optimizers, old.optimizers, new.optimizers, strict=True):
         for group, was, is_now in zip(optimizer.param_groups, before, now, strict=True):

@@ -35,11 +35,7 @@ class ShardedState:
     communicator: Communicator | None = None
 
     def held(self, optimizers: Sequence[Optimizer]) -> dict[str, nn.Parameter]:
-        """The parts that some optimizers update, by name, in the model's order.
-
-        Raises:
-            UsageError: an optimizer holds something else.
-        """
+        """The parts that some optimizers update, by name, in the model's order."""
         held = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
         named = {name: part for name, part in self.parts.items() if id(part) in held}
         if len(named) < len(held):
@@ -53,11 +49,6 @@ class ShardedState:
         """Gives the optimizers this rank's parts in place of the parameters that they hold, and of their state.
 
         A part may be the parameter itself, which was emptied where it lies: then only its state is cut.
-
-        Args:
-            optimizers: over whole parameters, or such parts; their state is that of whole ones.
-            names: of the parameters, by their ids.
-            rank: this one.
         """
         for optimizer in optimizers:
             for group in optimizer.param_groups:
@@ -104,13 +95,7 @@ class ShardedState:
 
 
 def check_contiguous(name: str, parameter: Tensor, otherwise: str) -> None:
-    """Raises a `UsageError` where a parameter's elements do not lie in the order of their indices.
-
-    Args:
-        name: of the parameter.
-        parameter: whole.
-        otherwise: what to do where they have to lie as they do.
-    """
+    """Raises a `UsageError` where a parameter's elements do not lie in the order of their indices."""
     if not parameter.is_contiguous():
         raise UsageError(
             f"parameter {name} is not contiguous (channels_last, or a view of another?); call .contiguous() on it, or "
@@ -143,16 +128,7 @@ def refuse_reading(name: str, parameter: Tensor) -> RemovableHandle:
 
 
 def check_elementwise(optimizers: Sequence[Optimizer], device: torch.device, by_rows: bool) -> None:
-    """Checks that optimizers give the same bits whichever part of a parameter they see.
-
-    Args:
-        optimizers: some.
-        device: where they compute.
-        by_rows: whether parts end anywhere, and not at multiples of 64 elements.
-
-    Raises:
-        UsageError: names the one that does not.
-    """
+    """Checks that optimizers give the same bits whichever part of a parameter they see."""
     for optimizer in optimizers:
         name = type(optimizer).__name__
         if name not in ELEMENTWISE or type(optimizer).__module__.split(".")[:2] != ["torch", "optim"]:

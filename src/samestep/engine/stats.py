@@ -103,11 +103,7 @@ def write_header(batch: Batch, step: int, asked: Agreed) -> list[int]:
 
 
 def read_headers(headers: Sequence[Sequence[int]], num_flags: int) -> Agreed:
-    """What the messages of all ranks say together.
-
-    Raises:
-        DeterminismError: the ranks were handed different batches.
-    """
+    """What the messages of all ranks say together."""
     first = headers[0][:IDENTITY]
     for rank, header in enumerate(headers):
         if header[:IDENTITY] != first:

@@ -141,23 +141,7 @@ class TrainStep:
         return self.strategy.communicator
 
     def __call__(self, batch: Any) -> StepResult:
-        """Takes one optimizer step on a global batch.
-
-        Args:
-            batch: a `Batch` of the run's loader, or any nested value of tensors that holds the whole global batch
-                (samples along dim 0), the same on every rank.
-
-        Returns:
-            Loss, gradient norm and number of samples of the global batch; waits for the device only when read.
-
-        Raises:
-            NonFiniteError: the loss or gradient of this step (or, if the check is late, of an earlier one) was not
-                finite; the state is the one from before that step.
-            DeterminismError: an operation has no deterministic form, or the ranks were handed different batches.
-            LossError: the loss function broke its contract.
-            OutOfMemoryError: a microbatch did not fit on some rank; raised on all of them.
-            PeerLostError: a rank died or did not answer in time, and the run cannot heal.
-        """
+        """Takes one optimizer step on a global batch."""
         self._read_what_is_there()
         self._check_process()
         self.observers.on_step(self, batch)
@@ -240,12 +224,7 @@ class TrainStep:
         return batch
 
     def _exchange(self, batch: Batch, layout: Layout, shortage: Shortage | None) -> Agreed:
-        """Exchanges the gradients, the statistics of all microbatches and the headers of all ranks.
-
-        Returns:
-            What the ranks agree on; its flags say what of the buffers any microbatch touched, and which parameters it
-            used.
-        """
+        """Exchanges the gradients, the statistics of all microbatches and the headers of all ranks."""
         membership, gradients = self.membership, layout.gradients
         flags = [*layout.buffers.touched, *gradients.used]
         if membership.world_size == 1:
@@ -304,11 +283,7 @@ class TrainStep:
             scale(flats, factor)
 
     def _step_optimizers(self) -> None:
-        """Steps the optimizers.
-
-        Raises:
-            OutOfMemoryError: it did not fit, and the model may be half updated.
-        """
+        """Steps the optimizers."""
         self.strategy.before_update()
         for optimizer in self.optimizers:
             try:

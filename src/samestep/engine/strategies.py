@@ -111,15 +111,7 @@ STRATEGIES: dict[str, type[StrategyOptions]] = {each.name: each for each in (Rep
 
 
 def as_strategy(value: str | StrategyOptions, shard_optimizer: bool = False) -> StrategyOptions:
-    """A strategy by its name, or as it is.
-
-    Args:
-        value: "replicate", "sharded", "pipeline", or an object of theirs.
-        shard_optimizer: the option of `Replicate`.
-
-    Raises:
-        UsageError: there is no such strategy, or it has no such option.
-    """
+    """A strategy by its name, or as it is."""
     if isinstance(value, str):
         if value == "tensor":
             raise UsageError(

@@ -195,12 +195,7 @@ class TensorParallelGradientSum(GradientSum):
             super().start()
 
     def finish(self) -> None:
-        """Waits for the sums.
-
-        Raises:
-            DeterminismError: the ranks along "tensor" differ in a loss, a buffer or the gradient of a replicated
-                parameter.
-        """
+        """Waits for the sums."""
         super().finish()
         if self._compares:
             self._compare()

@@ -53,13 +53,7 @@ class Layout:
 
 
 def load_whole_weights(model: nn.Module, state: ShardedState, communicator: Communicator) -> None:
-    """Lets `load_state_dict` of a model take whole tensors.
-
-    Args:
-        model: spread over the ranks; weights may be given to it, or to any module in it.
-        state: this rank's parts.
-        communicator: among the ranks over which it is spread.
-    """
+    """Lets `load_state_dict` of a model take whole tensors."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for module in model.modules():
         layouts = {}

@@ -67,13 +67,7 @@ class Healing:
         return self._change is not None or bool(self._unreported)
 
     def decide(self, worker: Worker) -> Decision:
-        """Decides about a worker's failure.
-
-        Returns:
-            "heal": the others go on; "few": they could, but are too few; "fault": it is the program's or the user's
-            fault, and would befall the others too; "cannot": its program ended it by itself, or some of the others
-            cannot heal, or are not allowed to.
-        """
+        """Decides about a worker's failure."""
         workers = self._workers
         if worker.is_users_fault or self._alike(worker) is not None:
             return "fault"

@@ -26,11 +26,7 @@ class Job:
     resume_hint: str = "start the script again from what it last saved"  # for a run that ended, as part of a sentence
 
     def __post_init__(self) -> None:
-        """Checks what can be checked before a process is started.
-
-        Raises:
-            UsageError: the script is not there, or the target cannot name a module or function.
-        """
+        """Checks what can be checked before a process is started."""
         if self.kind == "script" and Path(self.target).is_dir():
             raise UsageError(f"got the folder {self.target}; name the Python file in it, or use -m PACKAGE")
         if self.kind == "script" and not Path(self.target).exists():

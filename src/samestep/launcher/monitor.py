@@ -138,11 +138,7 @@ class Monitor:
         self.listen(fd, stop, own=False)
 
     def start(self, place: Assignment) -> None:
-        """Starts one worker.
-
-        Raises:
-            RunFolderError: its log cannot be written.
-        """
+        """Starts one worker."""
         path = None if self._log_dir is None else str(self._log_dir / f"rank-{place.rank}.log")
         log = path if place.rank > 0 else None
         worker = self.workers.add(place, log, path)

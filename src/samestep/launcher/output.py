@@ -69,11 +69,7 @@ def read_available(fd: int) -> bytes | None:
 
 
 def make_log_dir(log_dir: str | None) -> Path | None:
-    """Makes the folder for logs if it is not there.
-
-    Raises:
-        RunFolderError: it cannot be made.
-    """
+    """Makes the folder for logs if it is not there."""
     if log_dir is None:
         return None
     try:
@@ -85,11 +81,7 @@ def make_log_dir(log_dir: str | None) -> Path | None:
 
 
 def begin_log(path: str, *, anew: bool) -> None:
-    """Makes a worker's log, empty or to be appended to.
-
-    Raises:
-        RunFolderError: it cannot be written.
-    """
+    """Makes a worker's log, empty or to be appended to."""
     try:
         with open(path, "wb" if anew else "ab"):
             pass

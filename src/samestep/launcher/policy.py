@@ -37,11 +37,7 @@ class Policy:
     replace: bool = _option("Start a new worker on the device of a failed one; counts as a restart.", False)
 
     def __post_init__(self) -> None:
-        """Checks the values.
-
-        Raises:
-            UsageError: one is out of range, or two contradict each other.
-        """
+        """Checks the values."""
         if self.min_devices < 1:
             raise UsageError(
                 f"got {self.min_devices} as the least number of devices; needed: 1 or more (--min-devices)"
@@ -56,11 +52,7 @@ class Policy:
             raise UsageError("got --replace, which starts workers again, but no --max-restarts; give it 1 or more")
 
     def check_devices(self, count: int) -> None:
-        """Checks a number of devices against the policy.
-
-        Raises:
-            UsageError: there are fewer than the run may go on with, or too many for one machine.
-        """
+        """Checks a number of devices against the policy."""
         if count < self.min_devices:
             raise UsageError(
                 f"got {count} devices and --min-devices {self.min_devices}; needed: no more than there are"

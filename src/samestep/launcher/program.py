@@ -18,11 +18,7 @@ from samestep.launcher.job import Job
 
 
 def run_program(job: Job, fds: Mapping[str, int]) -> Any:
-    """Runs a job, with a function's arguments from the descriptor "payload" if there is one; returns its result.
-
-    Raises:
-        UsageError: there is no such module or function.
-    """
+    """Runs a job, with a function's arguments from the descriptor "payload" if there is one; returns its result."""
     if job.kind == "script":
         run_script(job.target, job.argv)
         return None
@@ -51,11 +47,7 @@ def read_payload(fd: int) -> tuple[list[str], bytes]:
 
 
 def run_script(path: str, argv: tuple[str, ...]) -> None:
-    """Runs a file as `python PATH ARGV` does.
-
-    Raises:
-        UsageError: it cannot be read.
-    """
+    """Runs a file as `python PATH ARGV` does."""
     loader = importlib.machinery.SourceFileLoader("__main__", os.path.abspath(path))
     try:
         with io.open_code(path) as file:
@@ -69,11 +61,7 @@ def run_script(path: str, argv: tuple[str, ...]) -> None:
 
 
 def run_module(name: str, argv: tuple[str, ...]) -> None:
-    """Runs a module as `python -m NAME ARGV` does.
-
-    Raises:
-        UsageError: there is no such module, or it has no code.
-    """
+    """Runs a module as `python -m NAME ARGV` does."""
     sys.path.insert(0, os.getcwd())
     sys.argv = ["-m", *argv]
     spec = _find_spec(name)

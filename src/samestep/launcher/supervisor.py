@@ -47,22 +47,6 @@ def supervise(
 
     In the main thread, the first SIGINT or SIGTERM lets the workers finish their step if all of them can, else it is
     forwarded to them; a second one kills them.
-
-    Args:
-        job: of every worker.
-        selection: the devices.
-        num_threads: CPU threads a worker; they are part of what decides the bits.
-        start_method: "fork" (from a process that imported torch once) or "spawn"; None takes fork if it is safe.
-        policy: what is done about failed workers; `Policy()` if None.
-        grace_seconds: how long workers may take to end when they are asked to.
-        open_pool: makes the worker pool, which is closed at the end; None takes one of the start method.
-        relay: print rank 0's output by `sys.stdout` of this process, which may be a notebook's, instead of letting rank
-            0 write to this process's descriptors.
-        fds: further descriptors for all workers, by name.
-
-    Raises:
-        UsageError: an argument is invalid.
-        RunFolderError: the log folder cannot be written.
     """
     method, variables = resolve_start_method(start_method, num_threads), process_variables(selection, num_threads)
     if open_pool is None:
@@ -106,11 +90,7 @@ def supervise(
 
 
 def resolve_start_method(start_method: str | None, num_threads: int) -> StartMethod:
-    """The start method to use.
-
-    Raises:
-        UsageError: the start method does not exist here, or `num_threads` is below 1.
-    """
+    """The start method to use."""
     if num_threads < 1:
         raise UsageError(f"got {num_threads} threads; a worker needs 1 or more (--num-threads)")
     if sys.platform == "win32":

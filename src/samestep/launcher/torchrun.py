@@ -40,11 +40,7 @@ class Torchrun:
 
 
 def parse_max_nodes(text: str) -> int:
-    """The largest number of machines that "2" or "1:4" allows.
-
-    Raises:
-        UsageError: it is neither.
-    """
+    """The largest number of machines that "2" or "1:4" allows."""
     found = re.fullmatch(r"(\d+)(?::(\d+))?", text.strip())
     low, high = (0, 0) if found is None else (int(found[1]), int(found[2] or found[1]))
     if not 1 <= low <= high:
@@ -53,12 +49,7 @@ def parse_max_nodes(text: str) -> int:
 
 
 def hand_over(job: Job, selection: Selection, torchrun: Torchrun, num_threads: int, max_restarts: int) -> Outcome:
-    """Runs a job on this machine's devices and on those of the other machines, and waits for its end.
-
-    Raises:
-        UsageError: torchrun refuses its options, or the machines do not meet.
-        RunFolderError: the log folder cannot be made.
-    """
+    """Runs a job on this machine's devices and on those of the other machines, and waits for its end."""
     make_log_dir(job.log_dir)
     variables = {"SAMESTEP_DEVICE_KIND": selection.kind, "SAMESTEP_THREADS": str(num_threads)}
     os.environ.update({**process_variables(selection, num_threads), **variables})

@@ -21,11 +21,7 @@ def check_name(name: str) -> None:
 
 
 def load(name: str) -> "Recipe":
-    """The recipe of this name.
-
-    Raises:
-        UsageError: there is none.
-    """
+    """The recipe of this name."""
     check_name(name)
     recipe: Recipe = importlib.import_module(f"samestep.recipes.{name}").RECIPE
     return recipe

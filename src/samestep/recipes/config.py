@@ -154,11 +154,7 @@ class JobConfig:
         return asdict(self)
 
     def check(self) -> None:
-        """Checks the values; the recipe's name was checked before.
-
-        Raises:
-            UsageError: names the option, and what it takes.
-        """
+        """Checks the values; the recipe's name was checked before."""
         for each in fields(self):
             _check(each.name, getattr(self, each.name), each.metadata)
         own_options(self.recipe, self.options or {})

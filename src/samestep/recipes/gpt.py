@@ -26,10 +26,6 @@ def data(asked: DataOptions) -> RecipeData:
     """A text file by `--data`, or the language reference that ships with CPython; the last 10 % for evaluation.
 
     The embedded text is a part of the Python that runs, and differs a little between Python versions.
-
-    Raises:
-        UsageError: a `--data-dir`, or an option that cannot be.
-        DataError: the file is missing, empty or too short.
     """
     options = own_options("gpt", asked.options)
     check_source("gpt", asked.data_dir)

@@ -19,18 +19,7 @@ METRICS: Mapping[str, Metric] = {"accuracy": accuracy, "loss": cross_entropy}
 
 
 def read_images(asked: DataOptions, sides: range, transform: Transform, options: Mapping[str, Any]) -> RecipeData:
-    """Reads grey images by name, from a folder, or the embedded digits, and checks that the model can take them.
-
-    Args:
-        asked: what the user asked for.
-        sides: the heights and widths that the model takes.
-        transform: what turns batches of bytes into the model's input.
-        options: the recipe's own options, complete.
-
-    Raises:
-        UsageError: an unknown name, or scikit-learn is not installed.
-        DataError: files are missing or damaged, a download failed, or the images have another size.
-    """
+    """Reads grey images by name, from a folder, or the embedded digits, and checks that the model can take them."""
     train, test, description = image_data(asked.data, asked.data_dir)
     for part in (train, test):
         height, width = part.tensors[0].shape[-2:]

@@ -29,14 +29,7 @@ OPTIMIZERS: Mapping[str, Callable[..., Optimizer]] = {
 
 
 def train(**options: Any) -> dict[str, Any]:
-    """Trains a recipe.
-
-    Args:
-        options: the fields of `JobConfig`.
-
-    Returns:
-        What `samestep train --json` prints: digest, run, devices, num_microbatches, global_batch_size, epochs and more.
-    """
+    """Trains a recipe."""
     config = JobConfig(**options)
     recipe = load(config.recipe)
     batch_size = recipe.global_batch_size if config.global_batch_size is None else config.global_batch_size
@@ -123,11 +116,7 @@ def train(**options: Any) -> dict[str, Any]:
 def optimizer_settings(
     recipe: Recipe, optimizer: str | None, lr: float | None, momentum: float | None, weight_decay: float | None
 ) -> dict[str, Any]:
-    """What `make_optimizer` takes: what was asked for, else the recipe's own, else what goes with the optimizer.
-
-    Raises:
-        UsageError: momentum for an optimizer that has none.
-    """
+    """What `make_optimizer` takes: what was asked for, else the recipe's own, else what goes with the optimizer."""
     name = recipe.optimizer if optimizer is None else optimizer
     own = name == recipe.optimizer
     settings: dict[str, Any] = {
@@ -145,12 +134,7 @@ def optimizer_settings(
 def make_optimizer(
     model: nn.Module, optimizer: str, lr: float, momentum: float = 0.0, weight_decay: float = 0.0
 ) -> Optimizer:
-    """The optimizer of a recipe.
-
-    Raises:
-        UsageError: there is none of this name.
-        ValueError: torch refuses a number.
-    """
+    """The optimizer of a recipe."""
     if optimizer not in OPTIMIZERS:
         raise UsageError(f"got optimizer {optimizer!r}; --optimizer is one of {', '.join(OPTIMIZERS)}")
     extra: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay}

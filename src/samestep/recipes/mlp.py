@@ -17,10 +17,6 @@ def data(asked: DataOptions) -> RecipeData:
     """A CSV file by `--data`, or scikit-learn's diabetes; 80/20 shuffled by the seed, features standardised.
 
     The features are standardised by the training rows; the target stays in its own units.
-
-    Raises:
-        UsageError: a `--data-dir`, an unknown option or target column, or scikit-learn is not installed.
-        DataError: the file is missing or no table of numbers.
     """
     options = own_options("mlp", asked.options)
     check_source("mlp", asked.data_dir)

@@ -24,11 +24,7 @@ TRUTH = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no":
 
 
 def own_options(recipe: str, given: Mapping[str, Option]) -> dict[str, Any]:
-    """A recipe's own options: those given, text converted, and the defaults of the others.
-
-    Raises:
-        UsageError: an option that there is none of, or a value that it does not take.
-    """
+    """A recipe's own options: those given, text converted, and the defaults of the others."""
     options = read_options(OWN_OPTIONS.get(recipe, {}), given)
     if recipe in _CHECKS:
         _CHECKS[recipe](options)
@@ -36,16 +32,7 @@ def own_options(recipe: str, given: Mapping[str, Option]) -> dict[str, Any]:
 
 
 def check_stages(recipe: str, options: Mapping[str, Any], stages: int) -> None:
-    """Checks that a recipe's model can be cut into so many stages of a pipeline.
-
-    Args:
-        recipe: its name.
-        options: its own, completed.
-        stages: at least.
-
-    Raises:
-        UsageError: it has fewer parts, or two of them share parameters.
-    """
+    """Checks that a recipe's model can be cut into so many stages of a pipeline."""
     parts = options["layers"] + 2 if recipe == "gpt" else NUM_PARTS[recipe]
     if stages > parts:
         raise UsageError(f"{recipe} has {parts} parts for {stages} stages: use --mesh pipe={parts} or less")
@@ -70,11 +57,7 @@ def own_options_in_words() -> str:
 
 
 def read_options(defaults: Mapping[str, Option], given: Mapping[str, Option]) -> dict[str, Any]:
-    """Completes the options given by the defaults, each converted to its default's type.
-
-    Raises:
-        UsageError: an option that there is none of, or a value of another type.
-    """
+    """Completes the options given by the defaults, each converted to its default's type."""
     for name in given:
         if name not in defaults:
             known = f"it has {', '.join(defaults)}" if defaults else "it has none"

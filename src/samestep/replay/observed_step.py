@@ -87,12 +87,7 @@ class ObservedStep(StepObserver):
         self._remember_state()
 
     def end(self, result: StepResult | None, error: str | None) -> StepView:
-        """What was seen of the step.
-
-        Args:
-            result: of the step; None if it raised.
-            error: that it raised, in words.
-        """
+        """What was seen of the step."""
         view = self._view(self._number, self._rates, result, error)
         if self.wanted.saver is not None:
             self.wanted.saver.finish({"num_samples": view.num_samples, "samples": view.samples, "error": error})
@@ -285,11 +280,7 @@ class ObservedStep(StepObserver):
 
 
 def chosen_by(name: str | None, model: nn.Module) -> Callable[[str], bool]:
-    """Which modules `--module NAME` means: the one of this name, and those within it; all without a name.
-
-    Raises:
-        UsageError: the model has no such module.
-    """
+    """Which modules `--module NAME` means: the one of this name, and those within it; all without a name."""
     if name is None:
         return lambda _: True
     names = [own or ROOT for own, _ in model.named_modules()]

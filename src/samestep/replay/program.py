@@ -34,25 +34,13 @@ class Program:
         return self.job.kind == "function"
 
     def run(self) -> None:
-        """Runs it as it ran, with its own arguments and in its own folder; puts back what that changes.
-
-        Raises:
-            BaseException: whatever it raises.
-        """
+        """Runs it as it ran, with its own arguments and in its own folder; puts back what that changes."""
         with _place_of_its_own(self.folder):
             run_program(self.job, {})
 
 
 def program_of(record: Mapping[str, Any], run: Path) -> Program:
-    """The program of a run.
-
-    Args:
-        record: what is in its `run.json`.
-        run: its folder, for messages.
-
-    Raises:
-        UsageError: the record names none, or it is not where it was.
-    """
+    """The program of a run."""
     recorded_folder = record.get("working_folder")
     folder = Path(recorded_folder) if isinstance(recorded_folder, str) and Path(recorded_folder).is_dir() else None
     recipe_job = record.get("job")

@@ -44,25 +44,6 @@ def replay(
     The run's own program is run, from the newest good checkpoint at or before the step, and each step on the way is
     held to the ledger: tier `bitwise` where nothing has changed on which the bits depend, else `allclose`. Nothing is
     written to the run's folder.
-
-    Args:
-        run: its folder.
-        step: the number of the step, from 0, as in the ledger.
-        device: "cpu", "cuda:0", …; by default one of the kind that the run was made on, if there is one.
-        microbatch: show and keep this one alone.
-        module: keep, and debug, this module and those within it alone.
-        debug: open the debugger in the forward: of `module`, else of the model; in `microbatch`, else the first.
-        save: a new folder for inputs, outputs, gradients and the batch.
-        program: what to run, instead of what the run recorded; it must fit the `Trainer` that made the run.
-        tell: takes a sentence before the program starts.
-
-    Raises:
-        UsageError: there is no such run, step, microbatch or module; or its program is not known or never comes to the
-            step.
-        DeviceError: there is no such device.
-        WorkerError: the program failed before the step.
-        NonFiniteError: a step before it was not finite.
-        RunFolderError: `save` cannot be written to.
     """
     folder = Path(run)
     if folder.is_dir() and not holds_run(folder):
@@ -171,11 +152,7 @@ def _contract_of(checkpoint: Path, notes: list[str]) -> dict[str, Any]:
 
 
 def _device(asked: str | None, record: Mapping[str, Any]) -> torch.device:
-    """The device that was asked for, else one of the recorded kind if there is one.
-
-    Raises:
-        DeviceError: there is no such device.
-    """
+    """The device that was asked for, else one of the recorded kind if there is one."""
     if asked is not None:
         return own_device(asked, Environment())
     if record.get("device_kind") == "cpu":

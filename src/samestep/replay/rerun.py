@@ -115,15 +115,7 @@ class Rerun(StepObserver):
     needs_modules: ClassVar[bool] = True
 
     def run(self, program: Callable[[], object]) -> StepView:
-        """Runs the program until the step is done.
-
-        Raises:
-            UsageError: it never came to the step.
-            WorkerError: it raised something of its own before.
-            SamestepError: samestep did.
-            SystemExit: it was asked to stop.
-            BdbQuit: the user left the debugger.
-        """
+        """Runs the program until the step is done."""
         try:
             with applied(self._patches()), observed_by(self):
                 program()

@@ -83,11 +83,7 @@ class Saver:
             self.microbatch.add(f"batch.{number}", tensor, kind="batch", number=number)
 
     def finish_microbatch(self, microbatch: int, samples: Sequence[int]) -> None:
-        """Writes the file of a microbatch.
-
-        Raises:
-            RunFolderError: it cannot be written.
-        """
+        """Writes the file of a microbatch."""
         part, self.microbatch = self.microbatch, Part()
         self._write(
             f"microbatch-{microbatch:05d}.safetensors", part, {"microbatch": microbatch, "samples": list(samples)}

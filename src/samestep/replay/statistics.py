@@ -73,11 +73,7 @@ def measure(tensor: Tensor) -> Statistics | None:
 
 
 def pooled(parts: Sequence[Statistics]) -> Statistics:
-    """The statistics of several tensors as if they were one, but for the row, which is left out.
-
-    Args:
-        parts: one at least.
-    """
+    """The statistics of several tensors as if they were one, but for the row, which is left out."""
     return replace(reduce(_merged, parts[1:], parts[0]), row=None)
 
 

@@ -19,14 +19,7 @@ SHOWN_IDS = 12
 
 
 def print_replay(console: "Console", replay: Replay, *, by_microbatch: bool) -> None:
-    """Prints a replay.
-
-    Args:
-        console: to print on.
-        replay: what came of it.
-        by_microbatch: a row a microbatch, inputs and gradients too, in the table of the modules; else one row a module,
-            pooled.
-    """
+    """Prints a replay."""
 
     def say(text: str, style: str | None = None) -> None:
         console.print(text, style=style, markup=False)

@@ -169,11 +169,7 @@ def remove_leftovers(folder: Path) -> None:
 
 
 def is_abandoned(path: Path) -> bool:
-    """Whether an entry is a temporary one whose process has ended; of another host's, whether it is a day old.
-
-    Raises:
-        OSError: it is gone.
-    """
+    """Whether an entry is a temporary one whose process has ended; of another host's, whether it is a day old."""
     match = _TEMPORARY.fullmatch(path.name)
     if match is None:
         return False

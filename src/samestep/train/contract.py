@@ -56,11 +56,7 @@ class Contract:
 
 
 def check_contract(global_batch_size: int, num_microbatches: int | None, reduction: str, seed: int) -> int:
-    """Checks what the user asked for, and returns the number of microbatches.
-
-    Raises:
-        UsageError: names the argument and the option.
-    """
+    """Checks what the user asked for, and returns the number of microbatches."""
     count = check_num_microbatches(num_microbatches, global_batch_size)
     if reduction not in REDUCTIONS:
         raise UsageError(f"got reduction={reduction!r}; --reduction is one of {', '.join(REDUCTIONS)}")

@@ -86,10 +86,6 @@ def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Cha
 
     A field that only one side has breaks if it is in the table and both were written by one version of samestep;
     versions that record more than older ones change nothing by that. It is left out where the table does not have it.
-
-    Args:
-        before: as read from `run.json`.
-        after: another, or what a new run would write.
     """
     old, new = dict(_flat(before)), dict(_flat(after))
     same_writer = old.get("versions.samestep") == new.get("versions.samestep")

@@ -111,13 +111,6 @@ def state_checksum(model: nn.Module | TrainStep, optimizers: Sequence[Optimizer]
     Equal states have equal checksums, on any kind and number of devices and any number of threads. The order of
     elements and of tensors counts, as do names, dtypes, shapes and every bit (-0.0 is not 0.0); strides and alignment
     do not. If the state is sharded give the step, and call it on all ranks. Tier `bitwise`.
-
-    Args:
-        model: its parameters and all its buffers count; or a training step, whose state it is.
-        optimizers: state is named after the parameter it belongs to; settings such as learning rates do not count.
-
-    Returns:
-        A 0-d int64 tensor on the device; the host waits for it when it is read. See `as_hex`.
     """
     over = model.spread_over if isinstance(model, TrainStep) else None
     tensors, plain = [], []
@@ -161,12 +154,7 @@ def _checksum(
 
 
 def sum_of_rows(tensors: Sequence[Tensor | LocalShard], over: Communicator | None) -> Tensor:
-    """The sum over all rows of their scattered sums, 0-d int64; a collective call if there are local shards in it.
-
-    Args:
-        tensors: whole ones, or local shards of adjacent elements.
-        over: the ranks of which each has local shards; None if each rank has everything.
-    """
+    """The sum over all rows of their scattered sums, 0-d int64; a collective call if there are local shards in it."""
     rank, ranks = (0, 1) if over is None else (over.rank, over.world_size)
     held = [value.local if isinstance(value, LocalShard) else value for value in tensors]
     main = next((each.device for each in held if each.device.type != "cpu"), torch.device("cpu"))

@@ -27,9 +27,6 @@ class Drift:
         """Compares the states as they are now, unless that was done after the same step; a collective call.
 
         `digest` is the checksum of the state, if it is known and the state is not sharded.
-
-        Raises:
-            DeterminismError: names the step, a rank and the entry that differs; raised on all ranks.
         """
         at = [step.num_steps for step in self._steps]
         if self._membership.world_size == 1 or at == self._equal_at:

@@ -43,20 +43,6 @@ def evaluate(
     """Measures a model on every sample of a loader, once, in evaluation mode and without gradients. Tier `bitwise`.
 
     Random generators are seeded for each microbatch, for the forward and the metrics, and restored afterwards.
-
-    Args:
-        membership: the ranks that share the work.
-        model: measured; its training mode and its buffers are put back.
-        loader: a loader of the run; its whole next epoch is used.
-        metrics: name to `Metric`, or to a function `(output, batch) -> Tensor | Mean`.
-        forward: `forward(model, batch)` gives the output; by default the model on the batch's first entry.
-        precision: as in `train_step`.
-
-    Returns:
-        Name to value: the sum over all samples over the count of all samples, on every rank.
-
-    Raises:
-        UsageError: there is no metric, or a metric returned something of the wrong shape.
     """
     named = {name: as_metric(metric) for name, metric in metrics.items()}
     if not named:
@@ -103,21 +89,7 @@ def predict(
     forward: Forward | None = None,
     precision: str = "32-true",
 ) -> Any:
-    """The model's outputs for every sample of a loader, in its order, on every rank. Tier `bitwise`.
-
-    Args:
-        membership: the ranks that share the work.
-        model: run in evaluation mode and without gradients; its training mode and its buffers are put back.
-        loader: a loader of the run; its whole next epoch is used.
-        forward: `forward(model, batch)` gives the output; by default the model on the batch's first entry.
-        precision: as in `train_step`.
-
-    Returns:
-        The structure of one output (dicts, lists, tuples), its tensors joined along dim 0, in host memory.
-
-    Raises:
-        UsageError: an output is no tensor, or holds other than a row a sample, or there is none at all.
-    """
+    """The model's outputs for every sample of a loader, in its order, on every rank. Tier `bitwise`."""
     return carry_out(membership, loader, lambda: _predict(membership, model, loader, forward, precision))
 
 
@@ -210,11 +182,7 @@ def evaluating(model: nn.Module, device: torch.device, precision: str) -> Iterat
 def _forward_all(
     membership: Membership, model: nn.Module, loader: Loader, forward: Forward | None, precision: str, take: Take
 ) -> int:
-    """Runs this rank's microbatches of every batch; calls `take(number, microbatch, num_samples, value, output)`.
-
-    Returns:
-        The number of batches.
-    """
+    """Runs this rank's microbatches of every batch; calls `take(number, microbatch, num_samples, value, output)`."""
     compute = _first_entry if forward is None else forward
     device = membership.communicator.device
     generators = Generators(device)

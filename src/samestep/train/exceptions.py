@@ -49,13 +49,7 @@ def portable(error: BaseException) -> BaseException:
 
 
 def blamed(error: BaseException, rank: int, where: str) -> BaseException:
-    """An exception of another rank, to be raised here from a `PeerLostError`, so that this rank is not blamed.
-
-    Args:
-        error: as it arrived.
-        rank: that raised it.
-        where: the operation of that rank, in words.
-    """
+    """An exception of another rank, to be raised here from a `PeerLostError`, so that this rank is not blamed."""
     peer = PeerLostError(where, (rank,))
     peer.__cause__ = error.__cause__
     error.__cause__ = peer

@@ -59,10 +59,6 @@ def take_lock(
     """Locks a folder for this process, after waiting for another holder; `meanwhile` is called often while it waits.
 
     On a file system without locks `tell` takes a sentence, and no process is kept out.
-
-    Raises:
-        UsageError: another process holds it.
-        RunFolderError: the folder cannot be written to.
     """
     path = folder / LOCK_FILE
     deadline = time.monotonic() + wait_seconds

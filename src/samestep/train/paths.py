@@ -60,22 +60,14 @@ def unfinished_run(recipe: str) -> Path | None:
 
 
 def run_of(path: Path) -> Path:
-    """The folder of the run that a path names: it itself, or a checkpoint in it.
-
-    Raises:
-        UsageError: there is no such folder.
-    """
+    """The folder of the run that a path names: it itself, or a checkpoint in it."""
     if not path.exists():
         raise UsageError(f"{path} is not there; --resume takes the folder of a run, a checkpoint in one, or auto")
     return path.parent.parent if path.parent.name == CHECKPOINT_FOLDER else path
 
 
 def recorded(folder: Path) -> Mapping[str, Any]:
-    """What a run wrote down of itself when it began.
-
-    Raises:
-        UsageError: there is no run, or its record cannot be read.
-    """
+    """What a run wrote down of itself when it began."""
     try:
         check_regular(folder / CONTRACT_FILE)
         value = json.loads((folder / CONTRACT_FILE).read_text(encoding="utf-8"))

@@ -19,11 +19,7 @@ NOTHING = b"\0"
 
 
 def on_main(communicator: Communicator, action: Callable[[], T]) -> T | None:
-    """Calls `action` on rank 0, for which the others wait; its value there, None on the others.
-
-    Raises:
-        SamestepError: one of `SHARED_ERRORS` that the action raised, on all ranks.
-    """
+    """Calls `action` on rank 0, for which the others wait; its value there, None on the others."""
     value, error = None, None
     if communicator.rank == 0:
         try:

@@ -517,11 +517,7 @@ def _check_spares(spares: int, world_size: int) -> None:
 
 
 def _checked_optimizers(value: Any) -> tuple[Optimizer, ...]:
-    """One or several optimizers as a tuple.
-
-    Raises:
-        UsageError: it is something else.
-    """
+    """One or several optimizers as a tuple."""
     optimizers = tuple(value) if isinstance(value, Sequence) else (value,)
     for optimizer in optimizers:
         if not isinstance(optimizer, Optimizer):

@@ -37,14 +37,7 @@ def open_run(
     resume: str | Path | None,
     allow_change: bool,
 ) -> None:
-    """Restores a state, if there is one to resume from, and opens the log; see `Trainer.fit`.
-
-    Raises:
-        UsageError: the run folder is taken, another run writes to it, or there is nothing to resume from.
-        RunFolderError: the run folder cannot be written.
-        CheckpointError: the checkpoint is not good, or of another model.
-        ContractError: a field changed that decides the bits, and that is not allowed.
-    """
+    """Restores a state, if there is one to resume from, and opens the log; see `Trainer.fit`."""
     resumed: Resumed | None = None
     changes: list[Change] = []
     goes_on = False

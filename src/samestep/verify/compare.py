@@ -67,14 +67,7 @@ def label(recording: Recording) -> str:
 def first_difference(
     ours: Recording, theirs: Recording, tier: Tier, tolerance: Tolerance | None = None
 ) -> Difference | None:
-    """The first difference between two runs that a tier does not allow; None if there is none.
-
-    Args:
-        ours: the reference.
-        theirs: the other run.
-        tier: what must be equal.
-        tolerance: how far apart rounding may take them; by the reference alone if None.
-    """
+    """The first difference between two runs that a tier does not allow; None if there is none."""
     allowed = tolerance or Tolerance(ours)
     found = [
         difference
@@ -109,14 +102,7 @@ def ranks_apart(recording: Recording) -> Difference | None:
 
 
 def reached(ours: Recording, theirs: Recording, tolerance: Tolerance | None, *, counts: bool) -> Tier | None:
-    """The highest tier at which two runs agree; None if it is none.
-
-    Args:
-        ours: the reference.
-        theirs: the other run.
-        tolerance: of the tier "allclose".
-        counts: whether losses and metrics were divided by the true counts, as far as was seen.
-    """
+    """The highest tier at which two runs agree; None if it is none."""
     for tier in TIERS:
         if tier == "count-exact" and not counts:
             continue

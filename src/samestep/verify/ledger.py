@@ -112,14 +112,7 @@ class Extent:
 
 
 def read_ledger(path: Path) -> Ledger:
-    """Reads a ledger, whatever has become of it.
-
-    Args:
-        path: the file, or the folder of a run.
-
-    Raises:
-        DataError: there is no file, it cannot be read, or none of its lines is one of a ledger.
-    """
+    """Reads a ledger, whatever has become of it."""
     file = path / LEDGER_FILE if path.is_dir() else path
     check_regular(file)
     try:

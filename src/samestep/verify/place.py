@@ -31,13 +31,7 @@ class Place:
 
 
 def first_place(ours: Recording, theirs: Recording, *, exact: bool) -> Place | None:
-    """Finds the first module that differs; None where modules could not be compared.
-
-    Args:
-        ours: the reference, recorded with detail.
-        theirs: the other run, recorded with the same detail.
-        exact: whether rows of a sample must be equal to the bit; else up to rounding.
-    """
+    """Finds the first module that differs; None where modules could not be compared."""
     in_microbatches = ours.family != "ddp"
     unit = None if exact else ROW_FACTOR * _epsilon(ours)
     compared = 0

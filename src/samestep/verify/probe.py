@@ -66,22 +66,7 @@ def run_probed(
     question: int = 0,
     hang_seconds: float = HANG_SECONDS,
 ) -> None:
-    """Runs a program as this rank and writes `rank-N.jsonl`: what `samestep verify` starts in every worker.
-
-    Args:
-        kind: "script" or "module".
-        target: the file, or the module's name.
-        argv: its arguments.
-        adopt: the options of `samestep.scripts.script.run_adopted` for a script of one process; None for a program that
-            deals with ranks itself.
-        folder: where the recording goes.
-        steps: how many optimizer steps to watch; then the program is ended.
-        detail: the step in which every module's forward and backward is recorded; None for no step.
-        neutral: keys of the causes that are to have no effect.
-        nudge: change the gradients by a rounding error a step, to learn how rounding grows in this program.
-        question: numbers the runs that share a store, so that none reads another's keys.
-        hang_seconds: how long a step may take before the process is ended with its stack.
-    """
+    """Runs a program as this rank and writes `rank-N.jsonl`: what `samestep verify` starts in every worker."""
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     os.environ["TORCHELASTIC_RESTART_COUNT"] = str(question)
     if rank == 0:

@@ -122,11 +122,7 @@ class ProgramRunner(AbstractContextManager["ProgramRunner"]):
             self._forking_crew(next(iter(self.selections.values())))
 
     def record(self, question: Question) -> Recording:
-        """The recording of a run; made only once.
-
-        Raises:
-            Stopped: the user stopped it.
-        """
+        """The recording of a run; made only once."""
         if question not in self._known:
             self._known[question] = self._run(question)
         return self._known[question]

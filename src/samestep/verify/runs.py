@@ -79,11 +79,7 @@ class _Progress:
 
 
 def find_runs(folder: Path) -> list[RunSummary]:
-    """The runs in a folder and in the folders right below it, newest first; a folder that is a run is the only one.
-
-    Raises:
-        DataError: there is no such folder.
-    """
+    """The runs in a folder and in the folders right below it, newest first; a folder that is a run is the only one."""
     if not folder.is_dir():
         raise DataError(f"no folder {folder}; name one with runs in it, such as runs")
     if is_run(folder):

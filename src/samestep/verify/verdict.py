@@ -110,11 +110,7 @@ class Inquiry:
     _response: tuple[Recording, Recording] | None = None
 
     def run(self, question: Question) -> Recording:
-        """A recording of the program as it is.
-
-        Raises:
-            WorkerError: the program failed.
-        """
+        """A recording of the program as it is."""
         if self.runner.known(question) is None and not question.neutral:
             self.tell(f"running on {question.devices}{' again' if question.attempt else ''}")
         recording = self.runner.record(question)
@@ -229,20 +225,7 @@ def reach_verdict(
     required: Tier | None = None,
     tell: Callable[[str], None] = lambda text: None,
 ) -> Verdict:
-    """Runs a program on several device counts and finds out whether, and why not, the runs agree.
-
-    Args:
-        runner: where it is run.
-        devices: the device counts, the reference first.
-        steps: optimizer steps to compare.
-        required: the tier to hold it to; by default "allclose" for programs that deal with ranks by themselves without
-            samestep, else "bitwise".
-        tell: told what happens next.
-
-    Raises:
-        WorkerError: the program failed.
-        Stopped: the user stopped it.
-    """
+    """Runs a program on several device counts and finds out whether, and why not, the runs agree."""
     inquiry = Inquiry(runner, steps, required or "bitwise", tell)
     first = Question(devices[0], steps)
     reference = inquiry.run(first)

@@ -36,13 +36,7 @@ class Layout(NamedTuple):
 
 @functools.lru_cache(1024)
 def exchange_layout(sizes: tuple[int, ...], width: int, rank: int) -> Layout:
-    """The layout of a part for each rank.
-
-    Args:
-        sizes: elements of the parts, one after another in the tensor.
-        width: bytes of an element.
-        rank: ours.
-    """
+    """The layout of a part for each rank."""
     sent = [size * width for size in sizes]
     before, own = sum(sent[:rank]), sent[rank]
     after = sum(sent) - before - own
@@ -53,25 +47,13 @@ def exchange_layout(sizes: tuple[int, ...], width: int, rank: int) -> Layout:
 
 
 def gather_layout(world_size: int, rank: int, start: int, size: int) -> Layout:
-    """The layout of the same bytes for every rank.
-
-    Args:
-        world_size: the number of ranks.
-        rank: ours.
-        start: where in the tensor they begin.
-        size: how many.
-    """
+    """The layout of the same bytes for every rank."""
     return Layout((*[0] * world_size, *[size] * world_size, *_marks(world_size, rank)), size, ((0, start, size),), 0)
 
 
 @functools.lru_cache(1024)
 def receive_layout(sizes: tuple[int, ...], width: int) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
-    """What is received: its elements in all, and where the part of each rank begins and its size, in bytes.
-
-    Args:
-        sizes: elements of the parts.
-        width: bytes of an element.
-    """
+    """What is received: its elements in all, and where the part of each rank begins and its size, in bytes."""
     sent = tuple(size * width for size in sizes)
     return sum(sizes), tuple(accumulate(sent, initial=0))[:-1], sent
 
@@ -131,12 +113,7 @@ class Outbox:
         return min(self._blocks, key=lambda block: block.number)
 
     def place(self, length: int, number: int) -> Block | None:
-        """The lowest free place for an operation; None if there is none.
-
-        Args:
-            length: bytes, 1 or more.
-            number: of the operation.
-        """
+        """The lowest free place for an operation; None if there is none."""
         self._look(LOOKS)
         if number - self._oldest >= self._ring:
             self._look(len(self._blocks))

@@ -96,17 +96,7 @@ class Segment:
 
 
 def create(world_size: int) -> tuple[Segment, int, str]:
-    """Makes a segment.
-
-    Args:
-        world_size: the number of ranks.
-
-    Returns:
-        The segment, its descriptor (to be closed when all have opened it), and what `join` needs to know.
-
-    Raises:
-        NoSegmentError: this process cannot.
-    """
+    """Makes a segment."""
     check_machine()
     nonce = secrets.randbits(63) | 1
     try:
@@ -128,15 +118,7 @@ def create(world_size: int) -> tuple[Segment, int, str]:
 
 
 def join(told: str, world_size: int) -> Segment:
-    """Opens the segment that rank 0 has made.
-
-    Args:
-        told: what `create` returned there.
-        world_size: the number of ranks.
-
-    Raises:
-        NoSegmentError: it cannot be opened, or what is found is not it.
-    """
+    """Opens the segment that rank 0 has made."""
     check_machine()
     pid, number, nonce = (int(word) for word in told.split())
     path = f"/proc/{pid}/fd/{number}"
@@ -161,11 +143,7 @@ def join(told: str, world_size: int) -> Segment:
 
 
 def check_machine() -> None:
-    """Checks that this is Linux on x86-64, and that the kernel tells when a process ends.
-
-    Raises:
-        NoSegmentError: it is not.
-    """
+    """Checks that this is Linux on x86-64, and that the kernel tells when a process ends."""
     machine = platform.machine()
     if sys.platform != "linux" or machine not in ("x86_64", "AMD64"):
         raise NoSegmentError(f"it needs Linux on x86-64, this is {platform.system()} on {machine}")
@@ -206,13 +184,7 @@ class _Timespec(ctypes.Structure):
 
 
 def futex_wait(address: int, value: int, seconds: float) -> None:
-    """Sleeps while the 32-bit word at an address holds a value, until somebody wakes us; perhaps for less.
-
-    Args:
-        address: of the word, a multiple of 4, in memory that the processes share.
-        value: what we saw there; if it is something else by now, the call returns at once.
-        seconds: how long at most.
-    """
+    """Sleeps while the 32-bit word at an address holds a value, until somebody wakes us; perhaps for less."""
     whole = int(seconds)
     limit = _Timespec(whole, int((seconds - whole) * 1e9))
     _syscall()(_SYSCALL_X86_64, address, _WAIT, value & 0xFFFFFFFF, ctypes.addressof(limit), None, 0)

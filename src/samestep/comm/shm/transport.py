@@ -131,21 +131,13 @@ class SharedTransport:
             futex_wake(segment.address_of(self._lane.posted))
 
     def _mapped(self) -> Segment:
-        """The segment, if it is still ours.
-
-        Raises:
-            PeerLostError: we have left.
-        """
+        """The segment, if it is still ours."""
         if self._segment is None:
             raise PeerLostError("the exchange failed: this rank has dropped its connections")
         return self._segment
 
     def _post(self, layout: Layout, tensor: Tensor) -> Block:
-        """Posts an operation that hands over parts of a contiguous tensor.
-
-        Returns:
-            Its place and number.
-        """
+        """Posts an operation that hands over parts of a contiguous tensor."""
         segment = self._mapped()
         if self._dropped:
             self._mark_dropped()
@@ -203,11 +195,7 @@ class SharedTransport:
         words[mine + 2 * ranks] = 1
 
     def wait_for(self, peer: int, number: int) -> None:
-        """Waits until a rank has posted an operation.
-
-        Raises:
-            PeerLostError: it has left without, or is late.
-        """
+        """Waits until a rank has posted an operation."""
         segment = self._mapped()
         words, at = segment.words, segment.lanes[peer].posted
         if words[at] > number:
@@ -229,11 +217,7 @@ class SharedTransport:
             pause = min(2 * pause, SLEEP_SECONDS[1])
 
     def _wait_until_read(self, block: Block) -> None:
-        """Waits until all have read an operation of ours.
-
-        Raises:
-            PeerLostError: somebody has left, or is late.
-        """
+        """Waits until all have read an operation of ours."""
         segment = self._mapped()
         marks = (self._lane.outbox + block.start + self._marks) // WORD
         waited, pause = 0.0, SPIN_SECONDS

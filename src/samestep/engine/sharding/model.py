@@ -87,11 +87,7 @@ class ShardedModel:
         self.state.hand_over(optimizers, names, communicator.rank)
 
     def check_trained(self) -> None:
-        """Checks that nothing was frozen or unfrozen since: how gradients travel was laid out before.
-
-        Raises:
-            UsageError: names the first parameter that was.
-        """
+        """Checks that nothing was frozen or unfrozen since: how gradients travel was laid out before."""
         for name, parameter in self._dtensors.items():
             if parameter.requires_grad != self.state.parts[name].requires_grad:
                 what = "unfrozen" if parameter.requires_grad else "frozen"

@@ -21,21 +21,7 @@ _METADATA = {"format": "pt"}
 
 
 def export_weights(place: str | Path, file: str | Path, model: str = MODEL) -> Path:
-    """Writes parameters and persistent buffers under the names that `state_dict()` gives them; tied ones once.
-
-    Args:
-        place: a run folder or a folder of checkpoints, of which the newest good one is taken, or one checkpoint.
-        file: that is to be written; it must not be there.
-        model: which one, where several were trained: "model", "model.1", … in the order of the steps.
-
-    Returns:
-        The checkpoint.
-
-    Raises:
-        UsageError: there is no checkpoint, no such model in it, or the file is there already.
-        CheckpointError: the very checkpoint that was named is not good.
-        RunFolderError: the file cannot be written.
-    """
+    """Writes parameters and persistent buffers under the names that `state_dict()` gives them; tied ones once."""
     target = Path(file)
     if target.exists():
         raise UsageError(f"{target} is there already; name a file that is not, or remove it")

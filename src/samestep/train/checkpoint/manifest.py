@@ -62,12 +62,7 @@ def write_sealed(path: Path, data: bytes) -> Written:
 
 
 def read_verified(path: Path, expected: Written) -> bytes:
-    """The bytes of a file, if they are those that were written.
-
-    Raises:
-        CheckpointError: they are not, or it is no regular file.
-        OSError: it cannot be read.
-    """
+    """The bytes of a file, if they are those that were written."""
     with _opened(path, expected) as file:
         data = file.read(expected.size)  # not to the end: a file that grows would have none
     if not matches(hashlib.sha256(data).hexdigest(), expected.sha256):
@@ -101,12 +96,7 @@ def manifest_bytes(manifest: Manifest) -> bytes:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """Reads and checks manifest.json in a checkpoint's folder.
-
-    Raises:
-        CheckpointError: it is missing, damaged, or of another version.
-        OSError: it cannot be read.
-    """
+    """Reads and checks manifest.json in a checkpoint's folder."""
     try:
         data = read_small(path / MANIFEST_FILE, _MAX_BYTES)
     except (FileNotFoundError, NotADirectoryError) as error:
@@ -146,11 +136,7 @@ def read_small(path: Path, most: int) -> bytes:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """The value of a JSON text.
-
-    Raises:
-        ValueError: it is none, holds a NaN, an infinity or an integer of thousands of digits, or is nested too deeply.
-    """
+    """The value of a JSON text."""
     try:
         value = json.loads(text, parse_constant=_refuse)
     except RecursionError:

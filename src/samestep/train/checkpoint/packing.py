@@ -51,13 +51,6 @@ def pack(value: Any, prefix: str) -> Packed:
     It may hold, nested in any way: tensors, NumPy arrays and scalars of numbers, None, bool, int, float, str; dict,
     OrderedDict, Counter, list, tuple. Of a tensor, dtype, shape and the strides of dense memory are kept; device, graph
     and shared memory are not. A local shard has the facts of the whole tensor.
-
-    Args:
-        value: the state.
-        prefix: what the tensors' names begin with, and what errors call the state.
-
-    Raises:
-        UsageError: it holds another value, whose place and type the message has, or is nested too deeply.
     """
     packer = _Packer()
     with suppress(RecursionError):
@@ -71,11 +64,7 @@ def pack(value: Any, prefix: str) -> Packed:
 
 
 def unpack(facts: Any, tensors: Mapping[str, Any]) -> Any:
-    """The state that was packed; its tensors are copies in host memory, or the local shards given instead of them.
-
-    Raises:
-        CheckpointError: facts and tensors do not fit together, whatever their origin, or a newer version wrote them.
-    """
+    """The state that was packed; its tensors are copies in host memory, or the local shards given instead of them."""
     with as_bad_checkpoint(UNREADABLE, CheckpointError):
         return _unpack(facts, tensors)
 

@@ -84,10 +84,6 @@ def find_state(resume: str | Path, folder: Path | None, tell: Callable[[str], No
     """Reads the newest good checkpoint of a run: of a run folder, of `folder` for "auto", or the one named.
 
     Returns None if "auto" finds nothing. `tell` takes a sentence on each checkpoint that was not good.
-
-    Raises:
-        UsageError: there is nothing to resume from.
-        CheckpointError: the very checkpoint that was named is not good.
     """
     if str(resume) == AUTO:
         if folder is None:
@@ -104,12 +100,7 @@ def find_state(resume: str | Path, folder: Path | None, tell: Callable[[str], No
 
 
 def find_checkpoint(place: str | Path, tell: Callable[[str], None]) -> Resumed | None:
-    """Reads a checkpoint, or the newest good one of a folder, which need not be there yet; None if it has none.
-
-    Raises:
-        UsageError: the folder has some, and none is good.
-        CheckpointError: the very checkpoint that was named is not good.
-    """
+    """Reads a checkpoint, or the newest good one of a folder, which need not be there yet; None if it has none."""
     path = Path(place)
     if names_checkpoint(path):
         return read_state(path)
@@ -148,24 +139,7 @@ def check_state(
     folder: Path | None,
     tell: Callable[[str], None],
 ) -> list[Change]:
-    """Compares a state with the program that is to go on from it, and its contract with the program's, `now`.
-
-    Args:
-        step: one or several, still as they were made.
-        state: from a checkpoint.
-        now: the contract of the program.
-        allow_change: whether it may go on with other bits.
-        folder: for the program's checkpoints; None if it writes none.
-        tell: takes a sentence on each change.
-
-    Returns:
-        The changes of the contract.
-
-    Raises:
-        CheckpointError: the state is that of another model.
-        ContractError: a field changed that decides the bits, and that is not allowed; or checkpoints of the old
-            contract would be mistaken for its own.
-    """
+    """Compares a state with the program that is to go on from it, and its contract with the program's, `now`."""
     with as_bad_checkpoint(NOT_OURS):
         changes = differences(state.rest["contract"], now)
     breaking = [change for change in changes if change.breaks]

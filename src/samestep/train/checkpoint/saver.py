@@ -63,9 +63,6 @@ class CheckpointSaver:
         """Has a snapshot written; waits for an earlier one that is still being written.
 
         The tensors and facts must stay as they are until it is written.
-
-        Raises:
-            RunFolderError: an earlier one could not be written; this one is not begun.
         """
         self._reap(wait=True)
         self._raise_error()
@@ -75,11 +72,7 @@ class CheckpointSaver:
         self._writing = self._pool.submit(self._write, snapshot)
 
     def poll(self) -> list[SavedCheckpoint]:
-        """The checkpoints that were finished since the last call; does not wait.
-
-        Raises:
-            RunFolderError: one could not be written.
-        """
+        """The checkpoints that were finished since the last call; does not wait."""
         self._reap(wait=False)
         self._raise_error()
         done, self._done = self._done, []
@@ -90,11 +83,7 @@ class CheckpointSaver:
         return [self._failures.popleft() for _ in range(len(self._failures))]
 
     def close(self) -> None:
-        """Waits until the last one is written and ends the thread; `poll` still returns it.
-
-        Raises:
-            RunFolderError: it could not be written.
-        """
+        """Waits until the last one is written and ends the thread; `poll` still returns it."""
         self._reap(wait=True)
         self._buffers = []
         if self._pool is not None:

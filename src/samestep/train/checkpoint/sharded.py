@@ -60,24 +60,7 @@ def write_sharded(
     keep: int = 3,
     replace: bool = False,
 ) -> Path:
-    """Writes a checkpoint; a collective call, which returns when it is complete.
-
-    Args:
-        communicator: of all ranks.
-        over: of the ranks that share the state; if several groups have it, the first one writes.
-        folder: see `write_checkpoint`; on a file system that all ranks share.
-        step: of the checkpoint.
-        state: with this rank's local shards.
-        keep: see `write_checkpoint`.
-        replace: see `write_checkpoint`.
-
-    Returns:
-        The folder of the checkpoint.
-
-    Raises:
-        UsageError: `keep` is less than 1.
-        RunFolderError: a rank cannot write; nothing that was good is lost. Raised on all ranks.
-    """
+    """Writes a checkpoint; a collective call, which returns when it is complete."""
     check_keep(keep)
     state = with_rows(state, over, communicator.rank == 0)
     whole, pieces = split_files(state.files)

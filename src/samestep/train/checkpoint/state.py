@@ -68,12 +68,7 @@ class _Parts:
 
 
 def capture(step: Steps, rest: Mapping[str, Any]) -> State:
-    """Captures models, optimizers, schedulers, counters and random generators of training steps, and `rest`.
-
-    Raises:
-        UsageError: a value in it is neither a tensor nor JSON.
-        NonFiniteError: an earlier step, whose scalars had not arrived on the host yet, was not finite.
-    """
+    """Captures models, optimizers, schedulers, counters and random generators of training steps, and `rest`."""
     parts = _parts(step)
     world_size = parts.steps[0].spread_over.world_size
     progress = [each.state_dict() for each in parts.steps]
@@ -242,11 +237,7 @@ def check_model(model: nn.Module, tensors: Mapping[str, Stored], spread: Sharded
 def load_model(
     model: nn.Module, tensors: Mapping[str, Stored], spread: ShardedState | None = None, rank: int = 0
 ) -> None:
-    """Writes parameters and buffers in place; any unsharded (gathered) parameters must be resharded before the call.
-
-    Raises:
-        CheckpointError: names, shapes or dtypes are those of another model; nothing is written then.
-    """
+    """Writes parameters and buffers in place; any unsharded (gathered) parameters must be resharded before the call."""
     check_model(model, tensors, spread)
     own: dict[str, Tensor] = dict(chain(model.named_parameters(), model.named_buffers()))
     spreads: Mapping[str, Sharding] = {}
@@ -271,11 +262,7 @@ def load_model(
 def load_optimizer(
     optimizer: Optimizer, state: dict[str, Any], spread: ShardedState | None = None, rank: int = 0
 ) -> None:
-    """Loads an optimizer's state exactly: torch's own loading casts it to the parameters' dtype.
-
-    Raises:
-        CheckpointError: it is the state of an optimizer over other parameters.
-    """
+    """Loads an optimizer's state exactly: torch's own loading casts it to the parameters' dtype."""
     state = localized(optimizer, state, spread, rank)
     parameters = held_by(optimizer)
     indices = [index for group in state["param_groups"] for index in group["params"]]

@@ -97,20 +97,6 @@ def write_checkpoint(folder: Path, snapshot: Snapshot, keep: int = 3, replace: b
 
     One of the same step that is good already is kept, since equal steps have equal states. What else was good is
     removed only when the new one is complete, and only what is older than it.
-
-    Args:
-        folder: `checkpoints` in the run's folder; it is made if it is not there.
-        snapshot: what to write.
-        keep: how many to keep: this one and the `keep - 1` before it.
-        replace: let this one take the place of a good one of the same step with other content: for checkpoints of more
-            than the state.
-
-    Returns:
-        The folder of the checkpoint.
-
-    Raises:
-        UsageError: `keep` is less than 1.
-        RunFolderError: it cannot be written; nothing that was good is lost.
     """
     check_keep(keep)
     temporary = begin_checkpoint(folder, snapshot.step, replace)
@@ -163,11 +149,7 @@ def check_keep(keep: int) -> None:
 
 
 def verify_checkpoint(path: Path) -> str | None:
-    """Reads a whole checkpoint against its checksums.
-
-    Returns:
-        None if every byte is the one that was written, else a sentence on what is wrong.
-    """
+    """Reads a whole checkpoint against its checksums."""
     try:
         for name, written in _checked_manifest(path).files.items():
             verify(path / name, written)
@@ -177,19 +159,7 @@ def verify_checkpoint(path: Path) -> str | None:
 
 
 def read_checkpoint(path: Path, only: str | None = None, check: Check | None = None) -> Snapshot:
-    """Reads a checkpoint; the very bytes that it gives are those whose checksums were verified.
-
-    Args:
-        path: its folder.
-        only: of the tensors, those of this file alone.
-        check: called with what was read; raises a `CheckpointError` if it is not what it should be.
-
-    Returns:
-        The state; its tensors are contiguous, each in memory of its own.
-
-    Raises:
-        CheckpointError: it is not there, damaged, incomplete, or of a newer format.
-    """
+    """Reads a checkpoint; the very bytes that it gives are those whose checksums were verified."""
     try:
         return _read(path, only, check)
     except (CheckpointError, OSError, MemoryError) as error:
@@ -204,18 +174,7 @@ def newest_checkpoint(
     check: Check | None = None,
     only: str | None = None,
 ) -> Found | None:
-    """The newest checkpoint that is good, read and verified.
-
-    Args:
-        folder: `checkpoints` in the run's folder.
-        before: only those whose step is at most this.
-        tell: called with a sentence on each one that is passed over; they are in the result too, if there is one.
-        check: see `read_checkpoint`.
-        only: see `read_checkpoint`; files that are not read are not verified.
-
-    Returns:
-        None if there is none, or none that is good.
-    """
+    """The newest checkpoint that is good, read and verified."""
     skipped: list[str] = []
     for step, path in reversed(list_checkpoints(folder)):
         if before is not None and step > before:
@@ -230,11 +189,7 @@ def newest_checkpoint(
 
 
 def list_checkpoints(folder: Path) -> list[tuple[int, Path]]:
-    """Steps and folders of all checkpoints, good or not, the oldest first.
-
-    Raises:
-        CheckpointError: the folder is there and cannot be read.
-    """
+    """Steps and folders of all checkpoints, good or not, the oldest first."""
     try:
         return _listed(folder)
     except (FileNotFoundError, NotADirectoryError):

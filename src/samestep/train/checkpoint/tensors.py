@@ -38,11 +38,7 @@ _OS_ERROR = re.compile(r"os error (\d+)")
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
-    """Writes tensors of any device and strides, of `DTYPES`, row-major and without sharing memory.
-
-    Raises:
-        OSError: the file cannot be written; a part of it may be there.
-    """
+    """Writes tensors of any device and strides, of `DTYPES`, row-major and without sharing memory."""
     stored: dict[str, Tensor] = {}
     memory: set[int] = set()
     for name, tensor in tensors.items():
@@ -98,11 +94,7 @@ def write_part(path: Path, pieces: Mapping[str, LocalShard], rank: int) -> Writt
 
 
 def parts_by_file(names: Iterable[str]) -> dict[str, list[str]]:
-    """The part files among some names, by the file that they are parts of, in the order of the ranks.
-
-    Raises:
-        CheckpointError: those of one file do not belong together.
-    """
+    """The part files among some names, by the file that they are parts of, in the order of the ranks."""
     found: dict[str, dict[int, str]] = {}
     counts: dict[str, set[int]] = {}
     for name in names:
@@ -116,12 +108,7 @@ def parts_by_file(names: Iterable[str]) -> dict[str, list[str]]:
 
 
 def read_parts(folder: Path, names: Iterable[str], written: Mapping[str, Written]) -> dict[str, Tensor]:
-    """The whole tensors of a file, joined from its parts in the order of the ranks.
-
-    Raises:
-        CheckpointError: a file is not what was written, or the parts do not make whole tensors.
-        OSError: one cannot be read.
-    """
+    """The whole tensors of a file, joined from its parts in the order of the ranks."""
     rows: dict[str, list[Tensor]] = {}
     for name in names:
         data = read_verified(folder / name, written[name])

@@ -50,13 +50,7 @@ class LedgerWriter:
             self.flush()
 
     def write_event(self, name: str, step: int, /, **fields: Any) -> None:
-        """Appends an event, with what gathered before it, at once.
-
-        Args:
-            name: such as "start", "resume", "death", "heal", "checkpoint", "stop" or "end".
-            step: the number of the next step.
-            fields: other fields, as JSON; not "event" nor "time".
-        """
+        """Appends an event, with what gathered before it, at once."""
         assert not fields.keys() & {"event", "time"}, fields
         now = datetime.now(UTC).isoformat(timespec="milliseconds")
         self._waiting += to_line({"event": name, "step": step, "time": now, **fields})

@@ -74,23 +74,14 @@ class JsonlLogger:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        """Opens the file, and makes its folder if there is none.
-
-        Raises:
-            RunFolderError: the file cannot be opened.
-        """
+        """Opens the file, and makes its folder if there is none."""
         self._path = Path(path)
         make_folder(self._path.parent)
         self._file = open_unbuffered(self._path, "a+b")
         _drop_unfinished_line(self._file, self._path)
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Writes one line.
-
-        Raises:
-            RunFolderError: it could not be written; the file then ends with the line before.
-            UsageError: a tag is "step".
-        """
+        """Writes one line."""
         if "step" in scalars:
             raise UsageError("a scalar cannot be named 'step', the line has that already; name it 'step/…' or so")
         values = {tag: float(value) for tag, value in scalars.items()}
@@ -106,17 +97,7 @@ class TensorBoardLogger:
     """Writes scalars as TensorBoard events into a new file of a folder such as `tensorboard/`."""
 
     def __init__(self, folder: str | os.PathLike[str], purge_step: int | None = None) -> None:
-        """Makes the folder if there is none, and an event file in it.
-
-        Args:
-            folder: where the event files are.
-            purge_step: after a resume, the first step that is run again: TensorBoard then hides what earlier files
-                of the folder hold from this step on.
-
-        Raises:
-            RunFolderError: the file cannot be written.
-            UsageError: tensorboard is not installed.
-        """
+        """Makes the folder if there is none, and an event file in it."""
         if not is_installed("tensorboard"):
             raise UsageError(missing("tensorboard", "an event file"))
         # Not torch's SummaryWriter: it writes from a thread, where a full disk ends in a traceback and lost events.
@@ -136,11 +117,7 @@ class TensorBoardLogger:
             raise
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Writes one event with all the scalars.
-
-        Raises:
-            RunFolderError: it could not be written.
-        """
+        """Writes one event with all the scalars."""
         values = [self._summary.Value(tag=tag, simple_value=float(value)) for tag, value in scalars.items()]
         self._write(self._event(wall_time=time.time(), step=int(step), summary=self._summary(value=values)))
 

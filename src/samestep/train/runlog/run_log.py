@@ -174,11 +174,7 @@ class RunLog:
         self._drift.check()
 
     def settle(self, epoch: EpochSoFar, wait: bool) -> None:
-        """Records the steps whose scalars have arrived, or all after waiting, and adds them to the epoch.
-
-        Raises:
-            NonFiniteError: one was not finite; the state is the one from before it.
-        """
+        """Records the steps whose scalars have arrived, or all after waiting, and adds them to the epoch."""
         while self._unread and (wait or self._unread[0].result.is_there):
             note = self._unread.popleft()
             try:

@@ -14,9 +14,6 @@ def divisor(loss: Any) -> tuple[str, float] | None:
 
     `x.mean()` divides by its elements, `(x * w).sum() / w.sum()` by `w.sum()`, `0.25 * x.sum()` by 4. Losses of torch's
     own are not looked into, nor are sums of several terms.
-
-    Returns:
-        How it was divided, equal for equal losses of a program, and by what; None if it was not.
     """
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         return None

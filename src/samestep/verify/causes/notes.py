@@ -43,12 +43,7 @@ class Wrap:
 
 
 def composed(wraps: Iterable[Wrap], *, in_compiled: bool = True) -> list[Patch]:
-    """Patches for the wraps; of several at one place the later ones enclose the earlier.
-
-    Args:
-        wraps: what goes where.
-        in_compiled: whether torch.compile is to trace them too; else it sees only what was there.
-    """
+    """Patches for the wraps; of several at one place the later ones enclose the earlier."""
     found: dict[tuple[int, str], Patch] = {}
     for wrap in wraps:
         before = found.get((id(wrap.owner), wrap.name))
@@ -85,12 +80,7 @@ def wrapped(*wraps: Wrap) -> Iterator[None]:
 
 
 def around_roots(before: Callable[[nn.Module], Any], after: Callable[[nn.Module, Any], None]) -> Wrap:
-    """Calls something around every call of a module that no other module's call encloses.
-
-    Args:
-        before: gets the module; what it returns is handed to `after`.
-        after: called whether or not the call raised.
-    """
+    """Calls something around every call of a module that no other module's call encloses."""
     depth = 0
 
     def make(inner: Callable[..., Any]) -> Callable[..., Any]:

@@ -99,11 +99,7 @@ class _SeededDataset:
 
 
 def seeded_fetches(make_seed: Callable[[Any], Callable[[int], None]]) -> Wrap:
-    """Seeds generators before every sample that a torch DataLoader fetches, here or in its workers.
-
-    Args:
-        make_seed: for a dataset, the function that seeds by a sample's number.
-    """
+    """Seeds generators before every sample that a torch DataLoader fetches, here or in its workers."""
     seeds: dict[int, tuple[Any, Callable[[int], None]]] = {}
 
     def make(inner: Callable[..., Any]) -> Callable[..., Any]:

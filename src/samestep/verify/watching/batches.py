@@ -76,12 +76,7 @@ class Batches:
 
 
 def look_at(index: Any, value: Any) -> Seen:
-    """A batch as it is handed out.
-
-    Args:
-        index: what the batch sampler gave for it: ids, or one id, or nothing that says so.
-        value: the batch.
-    """
+    """A batch as it is handed out."""
     ids = None
     if isinstance(index, list | tuple) and index and all(isinstance(entry, int) for entry in index):
         ids = tuple(int(entry) for entry in index)

@@ -30,12 +30,7 @@ class Parts:
         return part.numel() if spread is None else spread.shape.numel()
 
     def whole(self, part: Tensor, value: Tensor) -> Tensor:
-        """The whole of what is as large as this rank's part of a parameter, on every rank; anything else as it is.
-
-        Args:
-            part: of the parameter.
-            value: itself, its gradient, or something that an optimizer keeps of it.
-        """
+        """The whole of what is as large as this rank's part of a parameter, on every rank; anything else as it is."""
         spread = self.state.spreads.get(self.names.get(id(part), ""))
         if spread is None or value.shape != part.shape or value.ndim == 0:
             return value

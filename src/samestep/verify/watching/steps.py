@@ -116,12 +116,7 @@ class Steps:
             self.finish(models, self.batches.take())
 
     def finish(self, models: Sequence[nn.Module], samples: dict[str, Any]) -> None:
-        """A step is over: writes it down, and ends the program if it was the last one.
-
-        Args:
-            models: whose buffers count.
-            samples: which samples it took, as fields of the line.
-        """
+        """A step is over: writes it down, and ends the program if it was the last one."""
         with torch._C.DisableTorchFunction(), torch.no_grad():
             if samples.get("num_samples") is None and self.num_rows:
                 samples = {**samples, "num_samples": self.num_rows}
