@@ -52,3 +52,10 @@ def test_messages_quote_no_more_than_can_be_read_and_nothing_that_moves_the_curs
     assert str(RunFolderError("y " * 9000)) == readable("y " * 9000)
     assert len(readable("y " * 9000)) == MAX_LINE
     assert readable("got " + "z" * MAX_WORD) == "got " + "z" * MAX_WORD
+
+
+@pytest.mark.parametrize("words", [("train", "--resume"), ("replay", "--step", 1)], ids=["resume", "replay"])
+def test_a_run_folder_of_an_earlier_version_is_refused(refused, tmp_path, words):
+    (tmp_path / "run.json").write_text('{"num_shards": 8, "job": {"recipe": "lenet"}}')
+    (tmp_path / "ledger.jsonl").write_text("")
+    assert f"{tmp_path} was written by an earlier samestep" in refused(*words, tmp_path)

@@ -77,6 +77,11 @@ def recorded(folder: Path) -> Mapping[str, Any]:
         raise UsageError(f"{folder / CONTRACT_FILE} cannot be read: {error}") from error
     if not isinstance(value, dict):
         raise UsageError(f"{folder / CONTRACT_FILE} is not the record of a run")
+    if "num_shards" in value:  # which is num_microbatches since
+        raise UsageError(
+            f"{folder} was written by an earlier samestep, whose runs this one does not read: train "
+            "anew in another folder, or go on with the version that wrote it"
+        )
     return value
 
 
