@@ -48,6 +48,7 @@ SMALL_MODULES = """
     verify.causes.divisors
 """  # modules of fewer lines with one importer: this may only shrink
 SMALL_FOR_A_REASON = {
+    "scripts.virtual.devices": "the entry of its folder, above all its other modules",
     "comm.tree_kernel": "imports Triton, which takes a second",
     "launcher.store": "the program of a process of its own",
     "recipes.workload": "recipes import from estimate, which may not import recipes",
