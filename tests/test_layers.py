@@ -42,10 +42,8 @@ CYCLES = (  # modules that import each other, for type checking too: this may on
 )
 SMALL = 70
 SMALL_MODULES = """
-    comm.hierarchy comm.listening data.ahead data.cache doctor.local engine.compiled engine.pipelining.model_proxy
-    scripts.loading.rows scripts.profiling scripts.virtual.devices scripts.virtual.distributed scripts.virtual.mixed
-    scripts.virtual.refusals scripts.virtual.repeats scripts.wrapped.generators train.export train.origin train.weights
-    verify.causes.divisors
+    comm.hierarchy comm.listening data.ahead data.cache data.rows doctor.local engine.compiled scripts.loading.rows
+    train.checkpoint.export verify.causes.divisors
 """  # modules of fewer lines with one importer: this may only shrink
 SMALL_FOR_A_REASON = {
     "scripts.virtual.devices": "the entry of its folder, above all its other modules",
