@@ -5,6 +5,7 @@ from typing import Any
 
 from samestep.core.microbatches import microbatch_ranges
 from samestep.core.tree import rank_blocks
+from samestep.engine.config import BUCKET_BYTES
 from samestep.engine.memory import num_sums_alive
 from samestep.estimate.hardware import DeviceKind
 from samestep.estimate.layout import Layout
@@ -54,8 +55,11 @@ def _of_stage(trace: Trace, layout: Layout, kind: DeviceKind, stage: int) -> Mem
     own = 1 / layout.data if layout.is_sharded else 1.0  # share of parameters and gradients on each device
     is_state_sharded = layout.is_sharded or layout.is_optimizer_sharded
     gradient = weights[GRADIENT] * own
-    num_sums, num_received = _gradient_sums(layout)
+    num_sums, num_blocks, num_received = _gradient_sums(layout)
     sums = num_sums * gradient
+    # A microbatch's gradient is copied from `.grad` to its sum bucket by bucket, and is no sum of its own before that.
+    waiting = sums if layout.is_sharded else sums - gradient
+    copied = 0.0 if layout.is_sharded else min(gradient, BUCKET_BYTES)
     in_transit = gathered = 0.0
     if layout.data > 1 and layout.is_sharded:
         gathered = _gathered(trace, layout)
@@ -63,12 +67,12 @@ def _of_stage(trace: Trace, layout: Layout, kind: DeviceKind, stage: int) -> Mem
         # Blocks from all other ranks, and the gathered total (see `samestep.comm.reduction`).
         in_transit = (num_received + (not layout.is_optimizer_sharded)) * gradient
     activations, fresh = _backward_peak(trace, layout, stage)
-    unsharded_gradient = 0.0 if layout.is_sharded else weights[GRADIENT]
     update = trace.update_temporary * own * weights[PARAMETERS] / max(1, trace.weights[:, PARAMETERS].sum())
     phases = {  # gradients, activations, communication, temporary memory of the update
-        "backward": (sums + fresh, activations, gathered, 0.0),
-        "exchange": (sums + unsharded_gradient, 0.0, max(in_transit, gathered), 0.0),
-        "update": (sums, 0.0, gradient if in_transit else 0.0, update),
+        "backward": (waiting + fresh, activations, gathered, 0.0),
+        "sum": (sums + copied, 0.0, gathered, 0.0),
+        "exchange": (num_blocks * gradient, 0.0, max(in_transit, gathered), 0.0),
+        "update": (num_blocks * gradient, 0.0, gradient if in_transit else 0.0, update),
     }
     phase = max(phases, key=lambda name: sum(phases[name]))
     gradients, activations, communication, temporary = phases[phase]
@@ -84,16 +88,15 @@ def _of_stage(trace: Trace, layout: Layout, kind: DeviceKind, stage: int) -> Mem
     )
 
 
-def _gradient_sums(layout: Layout) -> tuple[int, float]:
-    """Gradients that the buckets hold, and gradients received from all blocks, on the rank with most.
-
-    They are those that are alive on the tree at once.
-    """
+def _gradient_sums(layout: Layout) -> tuple[int, int, float]:
+    """Gradients alive on the tree, those of them that are exchanged, and those received, on the rank with most."""
     if layout.is_sharded:  # each rank has its share of the sums over all microbatches
-        return num_sums_alive(range(layout.num_microbatches), at_once=layout.data), 0.0
+        alive = num_sums_alive(range(layout.num_microbatches), at_once=layout.data)
+        return alive, alive, 0.0
     ranges = microbatch_ranges(layout.num_microbatches, layout.data)
     alive = max(num_sums_alive(microbatches) for microbatches in ranges)
-    return alive, sum(map(len, rank_blocks(tuple(ranges), layout.num_microbatches))) / layout.data
+    blocks = [len(each) for each in rank_blocks(tuple(ranges), layout.num_microbatches)]
+    return alive, max(blocks), sum(blocks) / layout.data
 
 
 def _stage_sections(trace: Trace, layout: Layout, stage: int) -> slice:
