@@ -383,9 +383,9 @@ def in_a_chunk(communicator, folder):
 def saves_and_loads(communicator, folder):
     """Libraries that are imported late."""
     before, path = list(sys.meta_path), list(sys.path)
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("safetensors", "torchvision")]:
+        del sys.modules[name]
     with applied(file_patches.patches(Adoption(communicator))):
-        for name in [name for name in sys.modules if name.partition(".")[0] in ("safetensors", "torchvision")]:
-            del sys.modules[name]
         importlib.util.find_spec("safetensors.torch")  # looks, and imports nothing
         from safetensors.torch import load_file, save_file
 

@@ -115,12 +115,11 @@ OPTIMIZERS = {
 
 def whole_state(step):
     """Parameters, buffers and optimizer state, whole, by name, in NumPy."""
-    from samestep.train.parts import whole_of
-
+    from samestep.train.checkpoint.local_shards import unsharded
     from samestep.train.digest import named_state
 
-    state = named_state(step.model, step.optimizers, step.spread, step.spread_over.world_size)
-    return {name: torch.as_tensor(whole_of(v, step.spread_over)).detach().clone().numpy() for name, v in state}
+    over = step.spread_over
+    return {name: torch.as_tensor(unsharded(v, over)).detach().clone().numpy() for name, v in named_state(step)}
 
 
 def make(communicator, options):

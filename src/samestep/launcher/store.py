@@ -26,13 +26,21 @@ def host_store(listener: socket.socket) -> NoReturn:
 
     process_tree.set_title("samestep store", "samestep store")
     port = listener.getsockname()[1]
-    # The name keeps the store, and its port, alive.
-    store = dist.TCPStore(LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+    stderr = os.dup(2)
     if LOG_LEVEL not in os.environ:
-        # The store survives garbage at its port, but logs a C++ stack for it, and this process prints nothing else.
+        # The store survives garbage at its port, but logs a C++ stack for it. The port may have garbage already.
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, 2)
         os.close(nowhere)
+    try:
+        # The name keeps the store, and its port, alive.
+        store = dist.TCPStore(
+            LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+        )
+    except BaseException:
+        os.dup2(stderr, 2)
+        raise
+    os.close(stderr)
     while store is not None:
         signal.pause()
     raise AssertionError("the store is held")
