@@ -18,8 +18,9 @@ train: $(READY)
 test: $(READY)
 	$(PYTEST) -m quick
 
+# What `make test` leaves out: tests over real processes. Those that take minutes each are in `make test-all` alone.
 test-rest: $(READY)
-	$(PYTEST) -m "not quick"
+	$(PYTEST) -m "not quick and not slow"
 
 test-all: $(READY)
 	$(PYTEST)

@@ -222,7 +222,7 @@ def check_model(model: nn.Module, tensors: Mapping[str, Stored], spread: Sharded
     """Raises a `CheckpointError` unless names, shapes and dtypes are the model's; buffers may come, go and change."""
     own, buffers = model_tensors(model, spread, SEVERAL), _buffer_names(model)
     missing = [name for name in own if name not in tensors and name not in buffers]
-    strange = [name for name in tensors if name not in own and name not in buffers]
+    strange = sorted(name for name in tensors if name not in own and name not in buffers)
     if missing or strange:
         parts = [f"{what} {', '.join(names[:4])}" for what, names in (("no", missing), ("also", strange)) if names]
         raise CheckpointError(f"the checkpoint is of another model: it has {' and '.join(parts)}")
