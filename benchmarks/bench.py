@@ -1,6 +1,7 @@
 """How long does a step take? samestep and its peers on four workloads, in interleaved rounds, against the limit.
 
     python benchmarks/bench.py [--workloads W1,W2] [--processes 1,2,4] [--entrants limit,plain,samestep] [--quick]
+    python benchmarks/bench.py --against COMMIT     samestep at that commit takes its turns beside samestep as it is
 
 Every entrant is started once for a workload and then takes turns with all others, so that a slow minute of the machine
 is everybody's. One process has two threads, two processes have one thread each: everyone has two cores. With four
@@ -9,6 +10,7 @@ steps.png into the output folder. An entrant whose package is not installed is l
 """
 
 import argparse
+import contextlib
 import json
 import signal
 import statistics
@@ -21,11 +23,12 @@ import facts
 import torch
 from contest import Contestant, EntrantError, busy_while_paused, contest, rotated, scratch
 from rich.console import Console
-from roster import BY_NAME, LIMIT, PACKAGES, ROSTER, Entrant
-from scores import judge
+from roster import BY_NAME, LIMIT, PACKAGES, ROSTER, Entrant, entrants_of
+from scores import changes, judge
 from tables import draw, steps_table, targets_table, wide_console
 from workloads import WORKLOADS
 
+RESULTS = Path(__file__).parent / "results"
 BUSY_PERCENT = 5.0
 CALIBRATION_STEPS = 3
 MIN_STEPS = 3
@@ -44,6 +47,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for entry in left_out:
         console.print(f"left out: {entry['entrant']}: {entry['reason']}")
     taking_part = [BY_NAME[name] for name in options.entrants if name not in names]
+    with contextlib.ExitStack() as stack:
+        if options.against is not None:
+            checkout = stack.enter_context(scratch()) / "checkout"
+            others = stack.enter_context(entrants_of(options.against, options.entrants, checkout))
+            BY_NAME.update(others)
+            taking_part += others.values()
+        return run(options, console, taking_part, left_out)
+
+
+def run(
+    options: argparse.Namespace, console: Console, taking_part: list[Entrant], left_out: list[dict[str, str]]
+) -> int:
+    """The contest of those that are installed."""
     selected = [(e, count) for count in options.processes for e in taking_part if count in e.counts]
     results: dict[str, Any] = {
         "facts": {**facts.machine(), "versions": facts.versions(PACKAGES)},
@@ -64,11 +80,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         measure(name, selected, options, results, console)
         console.print(steps_table(results, name))
     results["targets"] = judge(results["measurements"])
-    console.print(targets_table(results["targets"]))
+    if options.against is not None:
+        console.print(targets_table(changes(results["measurements"]), f"Now, over {options.against}"))
+        if options.output == RESULTS:
+            return _code(results)  # the published results are without it
+    else:
+        console.print(targets_table(results["targets"]))
     options.output.mkdir(parents=True, exist_ok=True)
     (options.output / "steps.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     draw(results, options.output / "steps.png")
     console.print(f"written: {options.output / 'steps.json'} and steps.png")
+    return _code(results)
+
+
+def _code(results: dict[str, Any]) -> int:
+    """1 if the limit or samestep failed."""
     return int(any(BY_NAME[entry["entrant"]].role != "peer" for entry in results["failed"]))
 
 
@@ -138,7 +164,8 @@ def read_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--entrants", type=_list_of(BY_NAME), default=[e.name for e in ROSTER], metavar="NAMES")
     parser.add_argument("--rounds", type=int, help=f"{FULL['rounds']} by default")
     parser.add_argument("--quick", action="store_true", help="one round of a few steps: does it all run?")
-    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results", metavar="FOLDER")
+    parser.add_argument("--output", type=Path, default=RESULTS, metavar="FOLDER")
+    parser.add_argument("--against", metavar="COMMIT", help="samestep as it was at that commit takes part too")
     options = parser.parse_args(arguments)
     options.processes = [int(count) for count in options.processes]
     settings = QUICK if options.quick else FULL

@@ -59,7 +59,7 @@ class Contestant:
         threads = str(threads_of(num_processes))
         environment = {
             **os.environ,
-            "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *_paths()]),
+            "PYTHONPATH": os.pathsep.join([str(entrant.benchmarks), str(entrant.checkout / "src"), *_paths()]),
             "OMP_NUM_THREADS": threads,
             "MKL_NUM_THREADS": threads,
             "TMPDIR": str(folder),

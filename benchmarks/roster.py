@@ -1,13 +1,16 @@
 """The roster: who takes part, what each needs, and by which command it is started with 1, 2 or 4 processes."""
 
+import contextlib
+import json
 import socket
+import subprocess
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 
-ENTRANTS = Path(__file__).parent / "entrants"
+ROOT = Path(__file__).resolve().parents[1]
 LIMIT, LIMIT_IN_8 = "limit", "limit-8"
 DEFAULT = "samestep"
 
@@ -27,6 +30,7 @@ class Entrant:
         options: for the script.
         counts: the numbers of processes that it is run with.
         role: "limit", "peer" or "ours".
+        checkout: the working tree whose script and samestep are run.
     """
 
     name: str
@@ -37,6 +41,7 @@ class Entrant:
     options: Sequence[str] = ()
     counts: Sequence[int] = (1, 2)
     role: str = "peer"
+    checkout: Path = ROOT
 
     @property
     def is_installed(self) -> bool:
@@ -47,9 +52,19 @@ class Entrant:
             return False
         return True
 
+    @property
+    def benchmarks(self) -> Path:
+        """The folder that its script imports from."""
+        return self.checkout / "benchmarks"
+
     def command(self, num_processes: int, *arguments: str) -> list[str]:
         """The whole command."""
-        script = [str(ENTRANTS / f"{self.script}.py"), *arguments, "--processes", str(num_processes)]
+        script = [
+            str(self.benchmarks / "entrants" / f"{self.script}.py"),
+            *arguments,
+            "--processes",
+            str(num_processes),
+        ]
         return [*self.start(num_processes), *script, *self.options]
 
 
@@ -125,3 +140,47 @@ ROSTER = (
 )
 BY_NAME = {entrant.name: entrant for entrant in ROSTER}
 PACKAGES = sorted({entrant.package for entrant in ROSTER} | {"numpy"})
+
+# Printed by another checkout, whose options may have other names: by entrant, its command by number of processes.
+ASK = """
+import json, roster
+ours = {name: entrant for name, entrant in roster.BY_NAME.items() if entrant.role == "ours"}
+print(json.dumps({name: [e.script, e.options, {n: e.start(n)[1:] for n in e.counts}] for name, e in ours.items()}))
+"""
+
+
+@contextlib.contextmanager
+def entrants_of(commit: str, names: Sequence[str], folder: Path) -> Iterator[dict[str, Entrant]]:
+    """Those of samestep's entrants that a commit has too, as that commit runs them; its working tree is `folder`.
+
+    Raises:
+        subprocess.CalledProcessError: no such commit, or its roster cannot be read.
+    """
+    git = ["git", "-C", str(ROOT), "worktree"]
+    subprocess.run([*git, "add", "--quiet", "--detach", str(folder), commit], check=True)
+    try:
+        ask = subprocess.run(
+            [sys.executable, "-c", ASK], cwd=folder / "benchmarks", stdout=subprocess.PIPE, text=True, check=True
+        )
+        found = {}
+        for name, (script, options, starts) in json.loads(ask.stdout).items():
+            if name in names:
+                own = BY_NAME[name]
+                found[f"{name}@{commit}"] = replace(
+                    own,
+                    name=f"{name}@{commit}",
+                    title=f"{own.title}, at {commit}",
+                    script=script,
+                    options=options,
+                    start=_stored(starts),
+                    counts=[int(count) for count in starts],
+                    checkout=folder,
+                )
+        yield found
+    finally:
+        subprocess.run([*git, "remove", "--force", str(folder)], check=True)
+
+
+def _stored(starts: dict[str, list[str]]) -> Start:
+    """The commands that another checkout has printed."""
+    return lambda num_processes: [sys.executable, *starts[str(num_processes)]]

@@ -128,3 +128,17 @@ def judge(measurements: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
                 }
             )
     return verdicts
+
+
+def changes(measurements: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Each of samestep's entrants over itself at another commit (`name@commit`), in each workload."""
+    found = []
+    for workload in ALL:
+        rounds = of_workload(measurements, workload)
+        for (name, processes), values in rounds.items():
+            for (other, others), before in rounds.items():
+                if others == processes and other.startswith(f"{name}@"):
+                    change = asdict(ratio(values, before))
+                    entry = {"workload": workload, "text": f"{BY_NAME[name].title}, {processes} process(es)"}
+                    found.append({**entry, "against": other, "ratio": change, "most": None, "reached": None})
+    return found

@@ -193,6 +193,18 @@ def test_an_entrant_whose_package_is_not_installed_is_left_out_and_said_to_be(tm
     assert "Accelerate (no-such-package is not installed)" in page.page({"steps": found})
 
 
+@pytest.mark.skipif(not (BENCHMARKS.parent / ".git").exists(), reason="needs the repository of samestep")
+def test_a_commit_takes_part_beside_the_working_tree_and_leaves_nothing(tmp_path, capsys):
+    listing = ["git", "-C", str(BENCHMARKS.parent), "worktree", "list"]
+    command = ["--quick", "--workloads", "W2", "--entrants", "samestep", "--processes", "1", "--against", "HEAD"]
+    assert bench.main([*command, "--output", str(tmp_path)]) == 0
+    found = json.loads((tmp_path / "steps.json").read_text())
+    assert {entry["entrant"] for entry in found["measurements"]} == {"samestep", "samestep@HEAD"}
+    del roster.BY_NAME["samestep@HEAD"]
+    assert "Now, over HEAD" in capsys.readouterr().out
+    assert b"bench-" not in subprocess.run(listing, capture_output=True, check=True).stdout
+
+
 def test_unknown_names_are_refused_with_those_there_are(capsys):
     with pytest.raises(SystemExit):
         bench.main(["--workloads", "W9"])
