@@ -1,12 +1,12 @@
-"""How long does a step take? samestep and its peers on four workloads, in interleaved rounds, against the limit.
+"""The time of a step: samestep and its peers on four workloads, in interleaved rounds, compared with the limit.
 
     python benchmarks/bench.py [--workloads W1,W2] [--processes 1,2,4] [--entrants limit,plain,samestep] [--quick]
     python benchmarks/bench.py --against COMMIT     samestep at that commit takes its turns beside samestep as it is
 
-Every entrant is started once for a workload and then takes turns with all others, so that a slow minute of the machine
-is everybody's. One process has two threads, two processes have one thread each: everyone has two cores. With four
-processes, samestep's ordered reduction is compared with its native one. Prints tables, and writes steps.json and
-steps.png into the output folder. An entrant whose package is not installed is left out, and said to be.
+Each entrant is started once for a workload and then runs in turns with all others, so that noise of the machine affects
+all alike. One process has two threads, two processes have one thread each. With four processes samestep's ordered
+reduction is compared with its native one. Prints tables, and writes steps.json and steps.png into the output folder. An
+entrant whose package is not installed is left out with a message.
 """
 
 import argparse
@@ -39,7 +39,7 @@ Selected = list[tuple[Entrant, int]]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the contest; returns 1 where the limit or samestep failed, else 0."""
+    """Runs the contest; returns 1 if the limit or samestep failed, else 0."""
     options = read_options(arguments)
     console = wide_console()
     names = [name for name in options.entrants if not BY_NAME[name].is_installed]
@@ -101,7 +101,7 @@ def _code(results: dict[str, Any]) -> int:
 def measure(
     workload: str, selected: Selected, options: argparse.Namespace, results: dict[str, Any], console: Console
 ) -> None:
-    """All rounds of one workload; adds what was measured, and who failed, to the results."""
+    """Runs all rounds of one workload; adds measurements and failures to the results."""
     with scratch() as folder:
         data = folder / "data.pt"
         torch.save(WORKLOADS[workload].data(options.steps_an_epoch), data)
@@ -133,7 +133,7 @@ def measure(
 def take_rounds(
     ready: list[Contestant], failed: list[tuple[Entrant, int, str]], options: argparse.Namespace, console: Console
 ) -> dict[Contestant, tuple[int, list[float]]]:
-    """A turn for everyone to find out how many steps fill a turn, then the rounds, each begun by another entrant."""
+    """A turn of each entrant to find its number of steps per turn, then the rounds."""
     measured: dict[Contestant, tuple[int, list[float]]] = {}
     for number in range(-1, options.rounds):
         for contestant in rotated(ready, max(number, 0)):
@@ -157,7 +157,7 @@ def take_rounds(
 
 
 def read_options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The command line; what cannot be is refused before anything starts."""
+    """Reads the command line; refuses bad values before anything starts."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workloads", type=_list_of(WORKLOADS), default=list(WORKLOADS), metavar="NAMES")
     parser.add_argument("--processes", type=_list_of({"1": 1, "2": 2, "4": 4}), default=[1, 2, 4], metavar="COUNTS")
@@ -178,7 +178,7 @@ def read_options(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _list_of(known: Any) -> Any:
-    """A reader of `a,b,c`, all of which must be known."""
+    """A reader of `a,b,c`; refuses unknown names."""
 
     def read(text: str) -> list[str]:
         names = [name.strip() for name in text.split(",") if name.strip()]

@@ -1,8 +1,8 @@
-"""The contest: entrants that were started once and take turns at training, one at a time.
+"""The contest: all entrants are started once and then train in turns, one at a time.
 
-Every entrant keeps its processes, and each of them waits at its gate between turns, asleep in the kernel. Whoever is
-given a turn trains some steps on its own and tells how long they took. At the end, also after Ctrl-C or an error, all
-lines are cut, which ends the processes; what is left then is killed.
+The processes of an entrant live as long as the contest and block on a socket between turns. In a turn one entrant
+trains some steps and reports their time. At the end, also after Ctrl-C or an error, closing the sockets ends the
+processes; those that remain are killed.
 """
 
 import contextlib
@@ -28,20 +28,20 @@ TAIL_LINES = 12
 
 
 class EntrantError(Exception):
-    """An entrant died, or did not come back in time; the message holds the end of what it said."""
+    """An entrant died or exceeded its time; the message has the end of its output."""
 
 
 class Contestant:
     """One entrant with its processes.
 
     Args:
-        entrant: who.
-        num_processes: how many processes train together.
-        folder: its own folder, where it runs.
+        entrant: the entrant to start.
+        num_processes: the number of processes that train together.
+        folder: its working directory.
         arguments: for its script: the workload, the data.
 
     Attributes:
-        frozen: whether its processes are stopped between turns, because they do not sleep by themselves.
+        frozen: whether its processes are stopped by a signal between turns, because they would use a core.
     """
 
     def __init__(self, entrant: Entrant, num_processes: int, folder: Path, arguments: Sequence[str]) -> None:
@@ -79,7 +79,7 @@ class Contestant:
             )
 
     def wait_until_ready(self) -> float:
-        """Waits until all its processes are at their gates; returns the seconds from the start to that.
+        """Waits until all its processes are ready; returns the seconds from the start.
 
         Raises:
             EntrantError: it died, or took too long.
@@ -94,7 +94,7 @@ class Contestant:
         return seconds
 
     def take_turn(self, num_steps: int) -> float:
-        """Lets so many steps run; returns the microseconds that a step took, in the process that took longest.
+        """Runs a number of steps; returns the microseconds per step of the slowest process.
 
         Raises:
             EntrantError: it died, or took too long.
@@ -110,19 +110,19 @@ class Contestant:
         return seconds / num_steps * 1e6
 
     def freeze(self) -> None:
-        """Stops its processes, now and between all turns from here on."""
+        """Stops its processes by a signal, now and between all later turns."""
         self.frozen = True
         self._signal(signal.SIGSTOP)
 
     def processes(self) -> list[psutil.Process]:
-        """Its living processes: the command, its workers, and whatever they started."""
+        """Its living processes: the command and all its descendants."""
         with contextlib.suppress(psutil.NoSuchProcess):
             for process in (root := psutil.Process(self._process.pid), *root.children(recursive=True)):
                 self._known.setdefault(process.pid, process)
         return [process for process in self._known.values() if _is_alive(process)]
 
     def cpu_seconds(self) -> float:
-        """The processor time that its processes have used so far."""
+        """The processor time used by its processes."""
         total = 0.0
         for process in self.processes():
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -131,7 +131,7 @@ class Contestant:
         return total
 
     def cut(self) -> None:
-        """Cuts its lines, at which its processes end."""
+        """Closes its sockets, which ends its processes."""
         if self.frozen:
             self._signal(signal.SIGCONT)
         self.processes()
@@ -143,7 +143,7 @@ class Contestant:
             self._process.terminate()
 
     def end(self) -> None:
-        """Waits for its processes to end, and kills those that do not."""
+        """Waits for the end of its processes, and kills those that remain."""
         _, left = psutil.wait_procs(self.processes(), timeout=END_SECONDS)
         for process in left:
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -152,7 +152,7 @@ class Contestant:
         self._process.wait()
 
     def _hear(self, deadline: float) -> list[float]:
-        """One message from each process: its seconds."""
+        """Reads one message from each process: its seconds."""
         seconds = []
         for line, text in self._lines:
             self._await(line, deadline)
@@ -183,7 +183,7 @@ class Contestant:
                 raise EntrantError(f"{self.name} did not come back in time:\n{self._last_words()}")
 
     def _last_words(self) -> str:
-        """What it said last, once what is dying is dead."""
+        """The end of its output, after the process has ended."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout=2.0)
         lines = self._output.read_text(encoding="utf-8", errors="replace").splitlines()
@@ -194,13 +194,13 @@ class Contestant:
 def contest(
     entrants: Sequence[tuple[Entrant, int]], arguments: Sequence[str], folder: Path, at_once: int = 2
 ) -> Iterator[tuple[list[Contestant], list[tuple[Entrant, int, str]]]]:
-    """Starts entrants; yields those that are ready, and those that failed with the reason. Ends all of them.
+    """Starts entrants; yields the ready ones, and the failed ones with the reason. Ends all of them.
 
     Args:
-        entrants: who, with how many processes.
-        arguments: for every script.
-        folder: where each gets a folder of its own.
-        at_once: how many are on their way up at a time.
+        entrants: entrants with their numbers of processes.
+        arguments: arguments of all scripts.
+        folder: the parent of their working directories.
+        at_once: the number of entrants that start at the same time.
     """
     ready: list[Contestant] = []
     failed: list[tuple[Entrant, int, str]] = []
@@ -228,7 +228,7 @@ def contest(
 
 
 def end_all(contestants: Sequence[Contestant]) -> None:
-    """Ends entrants: first all lines are cut, then each is waited for."""
+    """Ends entrants: closes all sockets first, then waits for each."""
     for contestant in contestants:
         contestant.cut()
     for contestant in contestants:
@@ -237,7 +237,7 @@ def end_all(contestants: Sequence[Contestant]) -> None:
 
 @contextlib.contextmanager
 def scratch() -> Iterator[Path]:
-    """A folder for sockets, data and what entrants write; gone at the end."""
+    """A temporary folder for sockets, data and the files of entrants."""
     folder = Path(tempfile.mkdtemp(prefix="bench-"))
     try:
         yield folder
@@ -246,7 +246,7 @@ def scratch() -> Iterator[Path]:
 
 
 def busy_while_paused(contestants: Sequence[Contestant], seconds: float) -> dict[str, float]:
-    """The percent of a core that each entrant uses while all of them wait."""
+    """The percentage of a core that each entrant uses while all of them wait."""
     before = {contestant.name: contestant.cpu_seconds() for contestant in contestants}
     start = time.perf_counter()
     time.sleep(seconds)
@@ -255,7 +255,7 @@ def busy_while_paused(contestants: Sequence[Contestant], seconds: float) -> dict
 
 
 def rotated(things: Sequence[Any], number: int) -> list[Any]:
-    """All of them in turn, begun by another one each round."""
+    """The sequence rotated by a number of places: each round begins with another entrant."""
     start = number % max(len(things), 1)
     return [*things[start:], *things[:start]]
 
@@ -267,5 +267,5 @@ def _is_alive(process: psutil.Process) -> bool:
 
 
 def _paths() -> list[str]:
-    """What PYTHONPATH holds already."""
+    """The entries of PYTHONPATH."""
     return [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]

@@ -1,8 +1,8 @@
-"""The gate: where an entrant waits between two steps until it is its turn, and where its steps are timed.
+"""The gate between two steps of an entrant: it blocks until the entrant's turn and measures its steps.
 
-Every process of an entrant holds a gate and calls `step()` after each optimizer step. After the warm-up it says over a
-Unix socket that it is ready, and sleeps there. "go 20" lets 22 steps run: the first two are not timed, since caches
-are cold after a pause; then it tells how long the others took, and sleeps again. An end of the line ends the process,
+Each process of an entrant calls `Gate.step()` after each optimizer step. After the warm-up the gate reports over a Unix
+socket that it is ready and blocks. On "go 20" it lets 22 steps run, of which the first two are not measured because
+caches are cold after a pause, reports the time of the others and blocks again. When the socket closes the process ends,
 so no entrant outlives the benchmark.
 """
 
@@ -15,10 +15,10 @@ STEPS_BETWEEN_LINES = 100
 
 
 class Gate:
-    """One process's end of the line.
+    """The gate of one process.
 
     Args:
-        address: the path of the benchmark's socket; None to run freely and print the time of a step now and then.
+        address: the path of the benchmark's socket; None to run without turns and print the time of steps.
         warm_up: steps before the first pause.
     """
 
@@ -33,13 +33,13 @@ class Gate:
         self._start = time.perf_counter()
 
     def step(self) -> None:
-        """To be called after each finished step: a decrement, unless a turn begins or ends."""
+        """Counts a finished step: a decrement, unless a turn begins or ends."""
         self._left -= 1
         if self._left == 0:
             self._turn()
 
     def _turn(self) -> None:
-        """The steps that were allowed are done: start the clock, or tell the time and wait."""
+        """Starts the clock after the settling steps, or reports the time and waits after a turn."""
         if self._timed:
             self._left, self._timed, self._start = self._timed, 0, time.perf_counter()
             return
@@ -52,13 +52,13 @@ class Gate:
         self._left = SETTLING_STEPS
 
     def _wait(self, line: socket.socket, seconds: float) -> int:
-        """Tells the time and sleeps until the next turn; returns how many steps it is for."""
+        """Reports the time and blocks until the next turn; returns its number of steps."""
         try:
             line.sendall(f"{os.getpid()} {seconds:.9f}\n".encode("ascii"))
             said = self._said.readline().split()
         except ConnectionError:
             said = []
         if len(said) != 2:
-            # The benchmark is over, or gone. Nothing of the frameworks' own ends must run: it would wait for others.
+            # The benchmark has ended. Exit handlers of the frameworks would wait for other processes.
             os._exit(0)
         return int(said[1])

@@ -1,8 +1,8 @@
-"""The page: docs/benchmarks.md and its picture, made from the JSON files of the measurements.
+"""Writes docs/benchmarks.md and its picture from the JSON files of the measurements.
 
     python benchmarks/page.py [--results benchmarks/results] [--docs docs]
 
-Every number on the page comes from a file. What was not measured is left out.
+Every number on the page comes from a file. Missing measurements are left out.
 """
 
 import argparse
@@ -21,33 +21,34 @@ HEAD = """# Benchmarks
 
 <!-- Written by benchmarks/page.py; `make bench` measures anew and writes it again. -->
 
-How long a step takes in samestep, and in other ways to train a PyTorch model, side by side on one machine. `make bench`
-measures all of it; the programs are in `benchmarks/`, each peer written as its own documentation shows it.
+The time of a training step with samestep and its peers, measured side by side on one machine by `make bench`. The
+programs are in `benchmarks/`; each peer is written as in its own documentation.
 """
 STEPS = """## A step
 
-All entrants of a workload are started once and then take turns, {rounds}, so that a slow minute is everybody's. Every
-one has two cores: one process has two threads, two processes one thread each. The *limit* trains on one cached batch
-and does nothing else; with two processes each takes half of the batch and talks to nobody. In 8 micro-batches it is
-what 8 microbatches cost whoever computes them: kernels do worse on little data. Ratios are taken round by round; given
-are their median, and the least and the greatest. Nobody logs, saves or shows progress.
+All entrants of a workload are started once and then run in turns, {rounds}, so that noise of the machine affects all of
+them alike. Each uses two cores: one process with two threads, or two processes with one thread each. The *limit*
+trains on one cached batch and does nothing else; with two processes each trains on half of the batch without
+communication. The limit in 8 micro-batches is the cost of computing a batch in 8 parts: kernels are less efficient on
+less data. Ratios are computed per round; the tables have their median, minimum and maximum. Logging, checkpoints and
+progress display are off in all of them.
 """
 STARTUP = """## The start
 
-From the command to the moment at which every worker has finished its first step, and the memory of all processes then
-(PSS: shared pages are divided among those that share them). {rounds}, in turns.
+The time from the command to the end of the first step on all workers, and the memory of all processes then (PSS:
+each shared page is divided by the number of processes that share it). {rounds}, in turns.
 """
 GROWTH = """## How the cost grows
 
-With the number of microbatches on one device of one thread, and with the number of CPU workers at the default of eight
-microbatches, {cores}. {rounds}, in turns.
+The time of a step by number of microbatches, on one device with one thread, and by number of CPU workers, with the
+default of eight microbatches, on {cores}. {rounds}, in turns.
 """
 INVARIANCE = """## What the number of processes changes
 
-LeNet on 1,000 scanned digits, global batch 256, two epochs, shuffled: the parameters at the end, against those of the
-same tool with one process. Then one step on one batch, and the samples that count in an evaluation.
+LeNet on 1,000 scanned digits, global batch 256, two epochs, shuffled: the final parameters, compared with those of the
+same tool with one process. Then one step on one batch, and the number of samples counted in an evaluation.
 """
-LOADER = """The loader over virtual datasets of so many samples, shuffled; samples are computed from their ids.
+LOADER = """The loader over virtual datasets by number of samples, shuffled; a sample is computed from its id.
 """
 
 
@@ -95,7 +96,7 @@ def page(results: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def where(facts: Mapping[str, Any]) -> str:
-    """On what it was measured, in a paragraph."""
+    """A paragraph about the machine and the versions."""
     versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
     return (
         f"Measured on {facts['date']}: {facts['cpu']}, {facts['cores']} cores, {facts['system']}, Python "
@@ -118,14 +119,14 @@ def workload_section(steps: Mapping[str, Any], workload: str) -> str:
 
 
 def absentees(steps: Mapping[str, Any]) -> list[str]:
-    """Who was left out, and who failed."""
+    """The entrants that were left out or failed."""
     out = [f"{BY_NAME[entry['entrant']].title} ({entry['reason']})" for entry in steps["left_out"]]
     out += [f"{BY_NAME[e['entrant']].title} on {e['workload']} (failed)" for e in steps["failed"]]
     return [f"Left out: {', '.join(out)}.\n"] if out else []
 
 
 def startup_rows(variants: Mapping[str, Any]) -> str:
-    """Seconds and megabytes of every way to start."""
+    """Seconds and megabytes of each way to start."""
     rows = []
     for found in variants.values():
         seconds, megabytes = spread(found["seconds"]), spread(found["megabytes"])
@@ -153,14 +154,14 @@ def growth_parts(growth: Mapping[str, Any]) -> list[str]:
 
 
 def times_row(name: str, values: Sequence[float], base: Sequence[float]) -> list[str]:
-    """A row: microseconds, and how many times another's."""
+    """A row: microseconds, and the ratio to another entrant."""
     times = ratio(values, base)
     span = f"{times.least:.2f} to {times.greatest:.2f}"
     return [name, f"{spread(values).median:,.0f}", f"{times.median:.2f}", span]
 
 
 def target_rows(verdicts: Sequence[Mapping[str, Any]]) -> str:
-    """Every target, and whether it was reached."""
+    """All targets, and whether each was reached."""
     rows = []
     for verdict in verdicts:
         found, most = verdict["ratio"], verdict["most"]
@@ -173,7 +174,7 @@ def target_rows(verdicts: Sequence[Mapping[str, Any]]) -> str:
 
 
 def invariance_rows(part: str, rows: Sequence[Mapping[str, Any]]) -> str:
-    """One part of the invariance benchmark: a row a tool, a column for each number of processes above one."""
+    """One part of the invariance benchmark: a row per tool, a column per number of processes above one."""
     title, say = {
         "images": ("two epochs of LeNet", _change),
         "masked": ("gradient of a masked loss", _gradient),

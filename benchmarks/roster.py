@@ -1,4 +1,4 @@
-"""The roster: who takes part, what each needs, and by which command it is started with 1, 2 or 4 processes."""
+"""The roster: all entrants, the package each needs, and its command for 1, 2 or 4 processes."""
 
 import contextlib
 import json
@@ -19,16 +19,16 @@ Start = Callable[[int], list[str]]
 
 @dataclass(frozen=True)
 class Entrant:
-    """One that takes part.
+    """A program that takes part in the contest.
 
     Attributes:
-        name: in options and in JSON.
-        title: in tables.
-        script: the file in `entrants/`.
-        start: by how many processes to the command before the script.
-        package: what must be installed, as its index names it.
-        options: for the script.
-        counts: the numbers of processes that it is run with.
+        name: its name in options and JSON.
+        title: its name in tables.
+        script: its file in `entrants/`.
+        start: from a number of processes, the command before the script.
+        package: the package that it needs.
+        options: options of the script.
+        counts: the numbers of processes to run it with.
         role: "limit", "peer" or "ours".
         checkout: the working tree whose script and samestep are run.
     """
@@ -45,7 +45,7 @@ class Entrant:
 
     @property
     def is_installed(self) -> bool:
-        """Whether its package is here."""
+        """Whether its package is installed."""
         try:
             metadata.version(self.package)
         except metadata.PackageNotFoundError:
@@ -69,7 +69,7 @@ class Entrant:
 
 
 def threads_of(num_processes: int) -> int:
-    """Threads of each process: everybody has two cores. The oversubscribed ones get one thread each."""
+    """Threads per process: two cores for each entrant; one thread if there are more processes than cores."""
     return 2 if num_processes == 1 else 1
 
 
@@ -78,7 +78,7 @@ def _python(_: int) -> list[str]:
 
 
 def torchrun(num_processes: int) -> list[str]:
-    """Started by torchrun; alone by Python."""
+    """torchrun; python for a single process."""
     if num_processes == 1:
         return [sys.executable]
     return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_processes)]
@@ -97,7 +97,7 @@ def _accelerate(num_processes: int) -> list[str]:
 def _samestep(num_processes: int) -> list[str]:
     if num_processes == 1:
         return [sys.executable]
-    # A worker that waits for its turn shows no sign of life.
+    # Workers have no heartbeat while they wait for their turn.
     options = ["--devices", f"cpu:{num_processes}", "--hang-seconds", "0"]
     return [sys.executable, "-m", "samestep", "run", *options]
 
@@ -110,7 +110,7 @@ def _free_port() -> int:
 
 
 def ours(name: str, title: str, counts: Sequence[int], *options: str) -> Entrant:
-    """One of samestep's."""
+    """An entrant of samestep."""
     return Entrant(name, title, "samestep_loop", _samestep, "samestep", options, counts, "ours")
 
 
@@ -141,7 +141,7 @@ ROSTER = (
 BY_NAME = {entrant.name: entrant for entrant in ROSTER}
 PACKAGES = sorted({entrant.package for entrant in ROSTER} | {"numpy"})
 
-# Printed by another checkout, whose options may have other names: by entrant, its command by number of processes.
+# Run in another checkout, whose options may have other names: prints each entrant's command by number of processes.
 ASK = """
 import json, roster
 ours = {name: entrant for name, entrant in roster.BY_NAME.items() if entrant.role == "ours"}
@@ -151,7 +151,7 @@ print(json.dumps({name: [e.script, e.options, {n: e.start(n)[1:] for n in e.coun
 
 @contextlib.contextmanager
 def entrants_of(commit: str, names: Sequence[str], folder: Path) -> Iterator[dict[str, Entrant]]:
-    """Those of samestep's entrants that a commit has too, as that commit runs them; its working tree is `folder`.
+    """samestep's entrants as of a commit, run from its working tree, which is made in `folder`.
 
     Raises:
         subprocess.CalledProcessError: no such commit, or its roster cannot be read.
@@ -182,5 +182,5 @@ def entrants_of(commit: str, names: Sequence[str], folder: Path) -> Iterator[dic
 
 
 def _stored(starts: dict[str, list[str]]) -> Start:
-    """The commands that another checkout has printed."""
+    """The commands printed by another checkout."""
     return lambda num_processes: [sys.executable, *starts[str(num_processes)]]

@@ -1,7 +1,7 @@
-"""The scores: medians, ratios round by round, the best peer, and which targets were reached. Plain arithmetic.
+"""Medians, ratios per round, the best peer, and the targets.
 
-The rounds of all entrants of a workload were interleaved, so a ratio is taken within each round and the median of the
-rounds is what counts; the spread is the least and the greatest, and the median absolute deviation.
+The rounds of all entrants of a workload are interleaved, so a ratio is computed within each round; its median over the
+rounds is reported, with minimum, maximum and median absolute deviation.
 """
 
 import statistics
@@ -19,7 +19,7 @@ ALL = ("W1", "W2", "W3", "W4")
 
 @dataclass(frozen=True)
 class Spread:
-    """The median of the rounds, with how far they lie apart."""
+    """The median of the rounds and their spread."""
 
     median: float
     least: float
@@ -29,7 +29,7 @@ class Spread:
 
 @dataclass(frozen=True)
 class Target:
-    """What shall hold in each of some workloads: ours / theirs ≤ most; `most` is None where it is only printed."""
+    """A bound for some workloads: ours / theirs ≤ most; `most` is None for ratios without a bound."""
 
     text: str
     ours: Who
@@ -81,7 +81,7 @@ def spread(values: Sequence[float]) -> Spread:
 
 
 def ratio(ours: Sequence[float], theirs: Sequence[float]) -> Spread:
-    """The ratios round by round."""
+    """The ratio in each round."""
     return spread([a / b for a, b in zip(ours, theirs, strict=True)])
 
 
@@ -92,19 +92,19 @@ def of_workload(measurements: Sequence[Mapping[str, Any]], workload: str) -> dic
 
 
 def best_peer(rounds: Mapping[Who, Sequence[float]], num_processes: int) -> Who | None:
-    """The peer with the least median; None where there is none."""
+    """The peer with the smallest median, or None."""
     peers = [who for who in rounds if who[1] == num_processes and BY_NAME[who[0]].role == "peer"]
     return min(peers, key=lambda who: statistics.median(rounds[who]), default=None)
 
 
 def to_limit(rounds: Mapping[Who, Sequence[float]], who: Who) -> Spread | None:
-    """The ratio to the limit with as many processes; None where that was not measured."""
+    """The ratio to the limit with the same number of processes; None if that was not measured."""
     limit = rounds.get((LIMIT, who[1]))
     return None if limit is None else ratio(rounds[who], limit)
 
 
 def judge(measurements: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Every target whose two sides were measured, workload by workload: the ratio, and whether it was reached."""
+    """The ratio of each target with two measured sides, by workload, and whether it was reached."""
     verdicts = []
     for workload in ALL:
         rounds = of_workload(measurements, workload)

@@ -1,4 +1,4 @@
-"""The tables that are printed, and the picture: bars of how many times the limit each entrant takes."""
+"""Tables for the terminal, and a bar chart of each entrant's ratio to the limit."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,13 +13,13 @@ COLOURS = {"limit": "#9e9e9e", "peer": "#78909c", "ours": "#00897b"}
 
 
 def wide_console() -> Console:
-    """A console for tables: as wide as the terminal, and wide enough where there is none."""
+    """A console as wide as the terminal; 130 columns if there is none."""
     console = Console()
     return console if console.is_terminal else Console(width=130)
 
 
 def steps_table(results: Mapping[str, Any], workload: str) -> Table:
-    """Every entrant of a workload: the median step, and how many times the limit that is."""
+    """Each entrant of a workload: the median time of a step, and its ratio to the limit."""
     rounds = of_workload(results["measurements"], workload)
     table = Table(title=f"{workload}: {results['workloads'][workload]['title']}")
     for name in ("entrant", "processes", "µs a step", "× limit", "least to greatest", "MAD", ""):
@@ -41,7 +41,7 @@ def steps_table(results: Mapping[str, Any], workload: str) -> Table:
 
 
 def targets_table(verdicts: Sequence[Mapping[str, Any]], title: str = "Targets") -> Table:
-    """Which targets were reached."""
+    """All targets and whether each was reached."""
     table = Table("workload", "ratio", "against", "target", "measured", "least to greatest", "", title=title)
     for verdict in verdicts:
         found, most = verdict["ratio"], verdict["most"]
@@ -59,7 +59,7 @@ def targets_table(verdicts: Sequence[Mapping[str, Any]], title: str = "Targets")
 
 
 def draw(results: Mapping[str, Any], path: Path) -> None:
-    """Writes the picture: a field of bars for each workload and number of processes that has a limit."""
+    """Writes the bar chart: a plot for each workload and number of processes with a limit."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,6 +1,6 @@
 """The workloads of the benchmarks: four small models in plain PyTorch, with data drawn from a seed.
 
-A workload says what is trained, not how: every entrant takes the same model, optimizer, loss and data from here.
+All entrants use the same model, optimizer, loss and data of a workload.
 """
 
 import argparse
@@ -19,16 +19,16 @@ SEED = 0
 
 @dataclass(frozen=True)
 class Workload:
-    """What is trained.
+    """A model with its optimizer, loss and data.
 
     Attributes:
         name: W1 … W4.
-        title: what it is, for tables.
-        global_batch_size: samples of one optimizer step, whatever the processes.
+        title: its description in tables.
+        global_batch_size: samples per optimizer step of all processes.
         make_model: a new model.
         make_optimizer: its optimizer, given the parameters.
         loss: of outputs and targets; a mean over all of them.
-        draw: so many samples from a generator: inputs and targets.
+        draw: from a number of samples and a generator, inputs and targets.
     """
 
     name: str
@@ -40,7 +40,7 @@ class Workload:
     draw: Callable[[int, torch.Generator], tuple[Tensor, Tensor]]
 
     def data(self, steps: int = STEPS_AN_EPOCH) -> tuple[Tensor, Tensor]:
-        """Inputs and targets for an epoch of so many steps: the same whenever they are drawn."""
+        """Inputs and targets for an epoch with this number of steps, drawn from a fixed seed."""
         return self.draw(steps * self.global_batch_size, torch.Generator().manual_seed(SEED))
 
     def loss_of(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -51,16 +51,16 @@ class Workload:
 
 @dataclass(frozen=True)
 class Task:
-    """What the command line of an entrant says.
+    """The command line of an entrant.
 
     Attributes:
-        workload: what to train.
-        num_processes: how many processes train it together.
+        workload: the workload to train.
+        num_processes: the number of processes that train together.
         inputs: all samples.
-        targets: what they belong to.
-        gate: the socket at which to wait for a turn; None to run alone.
+        targets: the targets of all samples.
+        gate: the socket of the contest; None to run without turns.
         warm_up: the steps before the first wait.
-        options: what else was said.
+        options: all parsed options.
     """
 
     workload: Workload
