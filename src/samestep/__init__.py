@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from samestep.data.batch import Batch
     from samestep.data.loader import Loader
     from samestep.data.tensors import TensorData
+    from samestep.data.transfer import to_device, to_host, to_numpy
     from samestep.devices.inventory import discover
     from samestep.devices.selection import select
-    from samestep.devices.transfer import to_device, to_host, to_numpy
     from samestep.engine.losses import Mean
     from samestep.engine.observer import StepObserver
     from samestep.engine.result import StepResult
@@ -63,9 +63,9 @@ _HOMES = {
     "select": "samestep.devices.selection",
     "split_and_load": "samestep.scripts.tutorial_api",
     "state_digest": "samestep.train.digest",
-    "to_device": "samestep.devices.transfer",
-    "to_host": "samestep.devices.transfer",
-    "to_numpy": "samestep.devices.transfer",
+    "to_device": "samestep.data.transfer",
+    "to_host": "samestep.data.transfer",
+    "to_numpy": "samestep.data.transfer",
 }
 
 __all__ = [

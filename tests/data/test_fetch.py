@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 from loader_programs import Noisy, NoisyInGroups
+from torch.utils.data import default_collate
 
-from samestep.data.fetch import MicrobatchIds, SeededSamples, StreamReader, collate, fetch_microbatches
+from samestep.data.fetch import MicrobatchIds, SeededSamples, StreamReader, fetch_microbatches
 from samestep.data.randomness import Generators
 from samestep.errors import DataError
 
@@ -88,7 +89,7 @@ def test_samples_are_fetched_only_when_they_are_asked_for():
             return index
 
     requests = (MicrobatchIds(0, np.array([i])) for i in range(10))
-    microbatches = fetch_microbatches(Watched(10), requests, collate, 0, 0, None, CPU)
+    microbatches = fetch_microbatches(Watched(10), requests, default_collate, 0, 0, None, CPU)
     assert next(microbatches).tolist() == [0]
     assert fetched == [0]
 

@@ -96,7 +96,7 @@ def test_a_table_that_is_no_table_is_named_with_line_column_and_value(write, tex
 
 
 def test_a_missing_file_and_a_folder_are_named(tmp_path):
-    with pytest.raises(DataError, match=r"nowhere\.csv: there is no such file; a CSV file is needed, by --data"):
+    with pytest.raises(DataError, match=r"nowhere\.csv: there is no such file; a CSV file \(--data\) is needed"):
         read_csv(tmp_path / "nowhere.csv")
     with pytest.raises(DataError, match="cannot be read: Is a directory"):
         read_csv(tmp_path)

@@ -52,7 +52,7 @@ def test_a_file_is_read_byte_for_byte(tmp_path):
 
 def test_files_that_hold_no_text_are_named(tmp_path):
     (tmp_path / "empty").touch()
-    with pytest.raises(DataError, match="empty: is empty; a text file is needed"):
+    with pytest.raises(DataError, match=r"empty: is empty; a text file \(--data\) is needed"):
         read_bytes(tmp_path / "empty")
     with pytest.raises(DataError, match="nowhere: there is no such file"):
         read_bytes(tmp_path / "nowhere")

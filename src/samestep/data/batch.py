@@ -1,4 +1,4 @@
-"""The batch: this rank's microbatches of one global batch, on its device."""
+"""Batches: this rank's microbatches of one global batch, on its device; checksums of batches."""
 
 import zlib
 from collections.abc import Callable, Mapping
@@ -12,25 +12,26 @@ from torch import Tensor
 from samestep.comm.buckets import packed_strides
 from samestep.core.microbatches import microbatch_bounds
 from samestep.data.nested import leaves, map_tensors, num_samples, take_rows
-from samestep.devices.transfer import to_device
+from samestep.data.transfer import to_device
 
 
 @dataclass(slots=True)
 class Batch:
-    """What the loader yields and the step takes.
+    """One rank's part of a global batch: yielded by a loader, consumed by a step.
 
     Attributes:
         length: samples in the global batch.
         microbatches: microbatch index to value (tensors with the microbatch's samples along dim 0), for this rank's
-            microbatches that hold samples; where microbatches are dealt in turn and none is left for this rank,
-            microbatch 0, for it to run along.
-        epoch: the epoch, counted from 0; -1 where it is not known.
-        position: samples of the epoch before this batch; -1 where it is not known.
-        ids: gives the sample ids of the global batch in order, or None where samples have no ids.
-        checksum: of the whole global batch, where each rank was handed all of it; of a loader's batch the number of
-            samples of its epoch, which decides their order; of a stream's first batches, of all samples, negative.
-        version: of the membership by which the microbatches were chosen.
-        renew: fetches the same global batch for the ranks as they are now; None where that needs something else.
+            microbatches that hold samples. If parameters are sharded and no microbatch is left for this rank, it holds
+            microbatch 0, whose result is not used.
+        epoch: the epoch, counted from 0; -1 if unknown.
+        position: samples of the epoch before this batch; -1 if unknown.
+        ids: returns the sample ids of the global batch in order; None if samples have no ids.
+        checksum: compared between ranks. Of a batch that every rank holds whole: its checksum; of a loader's batch: the
+            number of samples of its epoch, which decides their order; of a stream's first batches: the negative
+            checksum of all samples.
+        version: the version of the membership by which the microbatches were chosen.
+        renew: fetches the same global batch for the present ranks; None if the caller must do that.
     """
 
     length: int
@@ -43,11 +44,11 @@ class Batch:
     renew: "Callable[[], Batch] | None" = field(default=None, repr=False)
 
     def without_samples(self) -> "Batch":
-        """What the batch was, without holding on to the samples."""
+        """The same batch without its microbatches, so that their memory can be freed."""
         return Batch(self.length, {}, self.epoch, self.position, self.ids, self.checksum, self.version)
 
     def describe_microbatch(self, microbatch: int, num_microbatches: int) -> str:
-        """Says which samples a microbatch holds, for messages."""
+        """The samples of a microbatch by ids or rows, for messages."""
         bounds = microbatch_bounds(self.length, num_microbatches)
         if self.ids is None:
             return f"rows {bounds[microbatch]} to {bounds[microbatch + 1] - 1} of the batch"
@@ -64,10 +65,10 @@ def split_batch(
     compare: bool,
     version: int = 0,
 ) -> Batch:
-    """Takes this rank's microbatches of a global batch that every rank was handed whole."""
+    """Takes this rank's microbatches from a global batch that every rank holds whole."""
 
     def own(rows: Tensor) -> Tensor:
-        """A copy: a loss that writes to its microbatch must not change the caller's batch."""
+        # A copy: a loss that writes to its microbatch must not change the caller's batch.
         return rows.clone() if rows.device == device else rows
 
     length = num_samples(value)
@@ -82,32 +83,26 @@ def split_batch(
 
 
 def settle(value: Any, device: torch.device) -> Any:
-    """Moves a microbatch to the device, its tensors on the memory borders that every rank uses.
-
-    Vectorised kernels look at the alignment of their input, so a slice that begins anywhere is copied.
-    """
+    """Moves a microbatch to the device, its tensors dense and with the allocator's alignment."""
+    # Vectorised kernels choose their code by the alignment of their input, and with it the order of sums.
 
     def place(tensor: Tensor) -> Tensor:
-        """The tensor where it belongs; most are there already."""
         return _aligned(tensor if tensor.device == device else to_device(tensor, device, non_blocking=True))
 
     return map_tensors(place, value)
 
 
 def _aligned(tensor: Tensor) -> Tensor:
-    """The tensor itself if it begins at the border that the allocator guarantees, else a copy that does.
-
-    One with gaps between its rows is copied as well, which closes them: else its strides would depend on the border.
-    """
-    border = memory_border(tensor.device)
+    """The tensor itself if it is dense and has the allocator's alignment, else a copy."""
     strides = tensor.stride()
+    # One with gaps between its rows is always copied: else its strides would depend on its alignment.
     dense = strides == packed_strides(tensor.shape)
     dense = dense or strides == torch.empty_like(tensor, device="meta").stride()
-    return tensor if dense and tensor.data_ptr() % border == 0 else tensor.clone()
+    return tensor if dense and tensor.data_ptr() % memory_border(tensor.device) == 0 else tensor.clone()
 
 
 def memory_border(device: torch.device) -> int:
-    """Where torch's allocator lets tensors begin: at multiples of this many bytes."""
+    """The alignment in bytes of tensors that torch's allocator returns."""
     return 64 if device.type == "cpu" else 256
 
 
@@ -130,9 +125,9 @@ def checksum(value: Any) -> int:
 def tensor_checksum(tensor: Tensor) -> Tensor:
     """A position-dependent checksum of a tensor's bytes: a 0-d int64 tensor on its device.
 
-    The sum of each word of at most 32 bits times an odd weight that depends on its position, modulo 2^64. Longer words
-    would do harm: the difference of two weights is even, so that swapped values which differ in bit 63 alone (a float64
-    and its negative) would go unnoticed.
+    The sum of each word of at most 32 bits times an odd weight that depends on its position, modulo 2^64. With 64-bit
+    words, swapped values that differ in bit 63 alone (a float64 and its negative) would have the same checksum, because
+    the difference of two weights is even.
     """
     flat = flattened(tensor.detach().resolve_conj().resolve_neg())
     words = flat.view({1: torch.uint8, 2: torch.int16}.get(flat.element_size(), torch.int32)).to(torch.int64)
@@ -142,6 +137,6 @@ def tensor_checksum(tensor: Tensor) -> Tensor:
 
 
 def flattened(tensor: Tensor) -> Tensor:
-    """A tensor's elements in one row of stride 1, which can be viewed as bytes: [numel]; a copy only where needed."""
+    """A tensor's elements as `[numel]` with stride 1, which can be viewed as bytes; a copy only if necessary."""
     flat = tensor.reshape(-1).contiguous()
-    return flat.as_strided((flat.numel(),), (1,))  # of one element "contiguous" leaves the stride as it is
+    return flat.as_strided((flat.numel(),), (1,))  # `contiguous` leaves the stride of a single element as it is

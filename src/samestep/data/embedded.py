@@ -1,7 +1,7 @@
 """Data that needs no download: the small real tables that ship with scikit-learn.
 
-They are read from the installed package without importing it: the import takes seconds in every worker, starts thread
-pools and sets environment variables, and nothing of it is needed.
+They are read from the installed package without importing it, because the import takes seconds in every worker, starts
+thread pools and sets environment variables.
 """
 
 import importlib.util
@@ -31,7 +31,7 @@ def digits() -> tuple[Tensor, Tensor]:
 
 
 def diabetes() -> tuple[Tensor, Tensor]:
-    """442 patients: 10 measurements, and how far the disease had come a year later.
+    """442 patients: 10 measurements, and the progression of the disease a year later.
 
     Source: Efron, Hastie, Johnstone, Tibshirani, "Least angle regression", 2004, as in
     `sklearn.datasets.load_diabetes(scaled=False)`.

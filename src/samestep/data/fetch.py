@@ -1,4 +1,4 @@
-"""Fetching samples one by one, here or in worker processes, with randomness that depends on the sample alone."""
+"""Fetching samples one by one, in this process or in workers, with randomness that depends on the sample alone."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -7,36 +7,28 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data import DataLoader, Dataset
 
 from samestep.core.seeds import derive_seed
 from samestep.data.randomness import Generators
 from samestep.errors import DataError
 
-SAMPLE_STREAM = 2**32  # apart from the streams of train steps, which are numbered from 0
+SAMPLE_STREAM = 2**32  # distinct from the streams of train steps, which are numbered from 0
 MICROBATCH_STREAM = SAMPLE_STREAM + 1
-
-collate: Callable[[list[Any]], Any] = default_collate
 
 
 @dataclass(frozen=True)
 class MicrobatchIds:
-    """What to fetch for one microbatch.
+    """The samples to fetch for one microbatch."""
 
-    Attributes:
-        epoch: seeds the samples' randomness.
-        ids: [n] int64.
-    """
-
-    epoch: int
-    ids: np.ndarray
+    epoch: int  # seeds the randomness of the samples
+    ids: np.ndarray  # [n] int64
 
 
 class SeededSamples(Dataset[Any]):
-    """A dataset whose samples draw from generators seeded by (seed, epoch, sample id), wherever they are fetched.
+    """A dataset whose samples draw from generators seeded by (seed, epoch, sample id), in any process.
 
-    A dataset with `__getitems__` fetches a microbatch at a time; its generators are seeded by the microbatch's first
-    id.
+    A dataset with `__getitems__` fetches a microbatch at a time, with generators seeded by the microbatch's first id.
     """
 
     def __init__(self, dataset: Any, seed: int) -> None:
@@ -63,7 +55,7 @@ class SeededSamples(Dataset[Any]):
         return samples
 
     def __getstate__(self) -> dict[str, Any]:
-        """Generators stay where they are: a worker process makes its own."""
+        """The state to pickle, without the generators: a worker process makes its own."""
         return {**self.__dict__, "_generators": None}
 
 
@@ -78,8 +70,8 @@ def fetch_microbatches(
 ) -> Iterator[Any]:
     """Yields the collated microbatch of each request, in order.
 
-    Without workers it seeds the global generators whenever it is asked for a microbatch, and leaves them so;
-    `collate_fn` draws on from where the microbatch's last sample stopped.
+    Without workers each microbatch leaves the global generators seeded; `collate_fn` draws on from the state after the
+    microbatch's last sample.
     """
     samples = SeededSamples(dataset, seed)
     if num_workers == 0:
@@ -93,21 +85,16 @@ def fetch_microbatches(
         collate_fn=collate_fn,
         pin_memory=device.type == "cuda",
         multiprocessing_context=multiprocessing_context,
-        generator=torch.Generator(),  # its own: the global one must not depend on num_workers
+        generator=torch.Generator(),  # its own: draws from the global one would depend on num_workers
     )
 
 
 class StreamReader:
-    """Reads an iterable dataset whose sample at position i is made from generators seeded by (seed, epoch, i).
+    """Reads an iterable dataset; before the sample at position i, generators are seeded by (seed, epoch, i).
 
-    So a stream that shuffles or augments by the global generators gives the same samples when it is read again, and
-    when a part of it is skipped. It leaves the generators seeded.
-
-    Args:
-        dataset: iterable; its `set_epoch(epoch)` is called where there is one.
-        epoch: of the pass through it.
-        seed: of the run.
-        generators: the global ones.
+    So a stream that shuffles or augments by the global generators gives the same samples when it is read again, or when
+    a part of it is skipped. Reading leaves the generators seeded. `set_epoch(epoch)` of the dataset is called, if there
+    is one.
     """
 
     def __init__(self, dataset: Any, epoch: int, seed: int, generators: Generators) -> None:
@@ -127,7 +114,7 @@ class StreamReader:
             pass
 
     def _seeded(self, dataset: Any) -> Iterator[Any]:
-        self._generators.seed(derive_seed(*self._parts, 0))
+        self._generators.seed(derive_seed(*self._parts, 0))  # `__iter__` may draw too, before the first sample
         samples = iter(dataset)
         position = 0
         while True:
@@ -141,7 +128,7 @@ class StreamReader:
 
 
 class _Requests:
-    """An iterator as the iterable that DataLoader wants."""
+    """An iterator as the iterable that DataLoader needs."""
 
     def __init__(self, requests: Iterator[MicrobatchIds]) -> None:
         self._requests = requests

@@ -1,4 +1,4 @@
-"""IDX files: the format in which MNIST and its kin are published, plain or gzipped.
+"""IDX files: the format in which MNIST and similar data sets are published, plain or gzipped.
 
 Source: Y. LeCun, C. Cortes, C. Burges, "The MNIST database of handwritten digits", section "File formats": two zero
 bytes, a dtype code, the number of dimensions; one big-endian uint32 a dimension; then the values, big-endian,
@@ -11,13 +11,13 @@ import struct
 import zlib
 from os import PathLike
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from samestep.data.files import check_regular
+from samestep.data.files import read_file
 from samestep.data.tensors import TensorData, Transform
 from samestep.errors import DataError
 
@@ -30,34 +30,52 @@ DTYPES: dict[int, np.dtype[Any]] = {
     0x0E: np.dtype(">f8"),
 }
 GZIP_MAGIC = b"\x1f\x8b"
-CHUNK_BYTES = 1 << 20
 TRAIN, TEST = "train", "t10k"
 
 
 def read_idx(path: str | PathLike[str]) -> Tensor:
-    """Reads one IDX file; whether it is gzipped is told by its first bytes, not by its name."""
-    path = Path(path)
-    check_regular(path)
-    try:
-        with path.open("rb") as file:
-            start = file.read(len(GZIP_MAGIC))
-            file.seek(0)
-            if start != GZIP_MAGIC:
-                return _parse(file, path)
-            with gzip.GzipFile(fileobj=file) as unpacked:
-                return _parse(cast("IO[bytes]", unpacked), path)
-    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise DataError(f"{path}: cannot be unpacked as gzip ({error}); it is damaged or truncated") from error
-    except FileNotFoundError as error:
-        raise DataError(f"{path}: there is no such file; an IDX file is needed") from error
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror or error}") from error
+    """Reads one IDX file, gzipped or not, as its first bytes show.
+
+    Raises:
+        DataError: the file is missing, damaged or truncated, or no IDX file.
+    """
+    content = read_file(path, "an IDX file")
+    if content.startswith(GZIP_MAGIC):
+        try:
+            content = gzip.decompress(content)
+        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+            raise DataError(f"{path}: cannot be unpacked as gzip ({error}); it is damaged or truncated") from error
+        if not content:
+            raise DataError(f"{path}: is empty; an IDX file is needed")
+    magic = content[:4]
+    if len(magic) < 4 or magic[:2] != b"\0\0" or magic[2] not in DTYPES or magic[3] == 0:
+        codes = ", ".join(f"{code:02x}" for code in DTYPES)
+        raise DataError(
+            f"{path}: starts with the bytes {magic.hex(' ')}; an IDX file starts with 00 00, a dtype ({codes}) and "
+            "the number of dimensions"
+        )
+    dtype, num_dims = DTYPES[magic[2]], magic[3]
+    start = 4 + 4 * num_dims
+    if len(content) < start:
+        raise DataError(f"{path}: is truncated in its header of {num_dims} dimensions, after {len(content)} bytes")
+    shape = struct.unpack(f">{num_dims}I", content[4:start])
+    needed, found = math.prod(shape) * dtype.itemsize, len(content) - start
+    if found != needed:
+        size = " x ".join(map(str, shape))
+        got = f"only {found} follow: it is truncated" if found < needed else "more follow"
+        raise DataError(f"{path}: its header says {size} values, {needed} bytes, but {got}")
+    array = np.frombuffer(content, dtype=dtype, offset=start)
+    return torch.from_numpy(array.astype(dtype.newbyteorder("="))).reshape(shape)
 
 
 def read_image_label_pair(
     images: str | PathLike[str], labels: str | PathLike[str], num_classes: int = 10, transform: Transform | None = None
 ) -> TensorData:
-    """Reads grey images and their labels."""
+    """Reads grey images and their labels, as a dataset of uint8 `[1, height, width]` and int64 labels.
+
+    Raises:
+        DataError: a file cannot be read, the two do not belong together, or a label is out of range.
+    """
     x, y = read_idx(images), read_idx(labels)
     if x.dtype != torch.uint8 or x.ndim != 3:
         raise DataError(
@@ -80,10 +98,10 @@ def read_image_label_pair(
 
 
 def find_pairs(folder: str | PathLike[str]) -> dict[str, tuple[Path, Path]]:
-    """Finds the image and label files of a folder by their usual names.
+    """The image and label files of a folder under their usual names, by `TRAIN` and `TEST`.
 
-    These are `train-images-idx3-ubyte` and `train-labels-idx1-ubyte`, `t10k-…` for the test set, with `-` or `.` before
-    `idx`, with or without `.gz`.
+    The names are `train-images-idx3-ubyte` and `train-labels-idx1-ubyte`, `t10k-…` for the test set, with `-` or `.`
+    before `idx`, with or without `.gz`.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -93,10 +111,9 @@ def find_pairs(folder: str | PathLike[str]) -> dict[str, tuple[Path, Path]]:
         images, labels = _find(folder, f"{part}-images", "idx3"), _find(folder, f"{part}-labels", "idx1")
         if images and labels:
             pairs[part] = (images, labels)
-        elif images or labels:
+        elif found := images or labels:
             lost = f"{part}-labels-idx1-ubyte" if images else f"{part}-images-idx3-ubyte"
-            there = (images or labels or folder).name
-            raise DataError(f"{folder}: has {there} but no {lost} (or {lost}.gz) to go with it")
+            raise DataError(f"{folder}: has {found.name} but no {lost} (or {lost}.gz) to go with it")
     if not pairs:
         raise DataError(
             f"{folder}: holds no pair of IDX files; needed: train-images-idx3-ubyte and train-labels-idx1-ubyte, or "
@@ -108,39 +125,6 @@ def find_pairs(folder: str | PathLike[str]) -> dict[str, tuple[Path, Path]]:
 def _find(folder: Path, stem: str, kind: str) -> Path | None:
     names = (f"{stem}{mark}{kind}-ubyte{ending}" for mark in "-." for ending in ("", ".gz"))
     return next((folder / name for name in names if (folder / name).is_file()), None)
-
-
-def _parse(file: IO[bytes], path: Path) -> Tensor:
-    magic = file.read(4)
-    if not magic:
-        raise DataError(f"{path}: is empty; an IDX file is needed")
-    if len(magic) < 4 or magic[:2] != b"\0\0" or magic[2] not in DTYPES or magic[3] == 0:
-        codes = ", ".join(f"{code:02x}" for code in DTYPES)
-        raise DataError(
-            f"{path}: starts with the bytes {magic.hex(' ')}; an IDX file starts with 00 00, a dtype ({codes}) and "
-            "the number of dimensions"
-        )
-    dtype, num_dims = DTYPES[magic[2]], magic[3]
-    header = file.read(4 * num_dims)
-    if len(header) < 4 * num_dims:
-        raise DataError(f"{path}: is truncated in its header of {num_dims} dimensions, after {4 + len(header)} bytes")
-    shape = struct.unpack(f">{num_dims}I", header)
-    needed = math.prod(shape) * dtype.itemsize
-    values = _read_up_to(file, needed + 1)
-    if len(values) != needed:
-        size = " x ".join(map(str, shape))
-        got = f"only {len(values)} follow: it is truncated" if len(values) < needed else "more follow"
-        raise DataError(f"{path}: its header says {size} values, {needed} bytes, but {got}")
-    array = np.frombuffer(values, dtype=dtype)
-    return torch.from_numpy(array.astype(dtype.newbyteorder("="), copy=False)).reshape(shape)
-
-
-def _read_up_to(file: IO[bytes], size: int) -> bytearray:
-    """Reads in pieces, so that a header that promises too much costs no memory."""
-    values = bytearray()
-    while len(values) < size and (piece := file.read(min(CHUNK_BYTES, size - len(values)))):
-        values += piece
-    return values
 
 
 def _describe(tensor: Tensor) -> str:

@@ -1,8 +1,8 @@
-"""The loader: global batches in the order of the run, of which this rank fetches its microbatches only.
+"""The loader: global batches in the order of the run, of which this rank fetches its own microbatches.
 
 Every sample is consumed once an epoch, in an order that depends on (seed, epoch, number of samples) alone: tier
-`sample-exact` and, with per-sample randomness, `bitwise`. Nothing is padded; the last batch is shorter and is split
-over the microbatches like any.
+`sample-exact` and, with per-sample randomness, `bitwise`. Nothing is padded; a shorter last batch is split over the
+microbatches like any other.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,32 +13,30 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import IterableDataset, TensorDataset
+from torch.utils.data import IterableDataset, TensorDataset, default_collate
 
 from samestep.comm.membership import Membership
 from samestep.core.cursor import Cursor, batch_length, num_batches
 from samestep.core.microbatches import microbatch_bounds
 from samestep.core.order import permute
 from samestep.core.seeds import derive_seed
-from samestep.data.ahead import fetch_ahead
 from samestep.data.batch import Batch, checksum, settle
-from samestep.data.cache import cached
-from samestep.data.fetch import MICROBATCH_STREAM, MicrobatchIds, StreamReader, collate, fetch_microbatches
+from samestep.data.fetch import MICROBATCH_STREAM, MicrobatchIds, StreamReader, fetch_microbatches
 from samestep.data.randomness import Generators
-from samestep.data.rows import RowGather
+from samestep.data.staging import RowGather, cached, fetch_ahead
 from samestep.data.tensors import InMemory, TensorData
 from samestep.errors import DataError, UsageError
 
 _Place = tuple[int, int, int, int]  # epoch, first position, length, version of the membership
 COMPARED_BATCHES = 2  # of a stream, in each epoch
-ORDER_CHUNK = 8192  # positions whose ids are computed at a time, which spares NumPy's cost a call
+ORDER_CHUNK = 8192  # positions whose ids are computed in one call, which saves NumPy's overhead
 
 
 class Loader:
     """Yields this rank's `Batch` of each global batch; made by `samestep.Run.loader`, which explains the arguments.
 
-    Iterating runs through one epoch, from the cursor to its end; iterating again runs through the next. A loop that was
-    left early has used up its epoch, unless the loader's state is loaded again.
+    Iterating yields one epoch, from the cursor to its end; iterating again yields the next. A loop that was left early
+    has used up its epoch, unless the loader's state is loaded again.
     """
 
     def __init__(
@@ -71,7 +69,7 @@ class Loader:
             )
         self.global_batch_size = global_batch_size
         self.cursor = Cursor()
-        self._num_samples = 0 if self.is_stream else _length(self.dataset)  # of the epoch under way
+        self._num_samples = 0 if self.is_stream else _length(self.dataset)  # of the current epoch
         self.num_samples_at_first = None if self.is_stream else self._num_samples
         self.membership = membership
         self._num_microbatches = membership.num_microbatches
@@ -79,13 +77,13 @@ class Loader:
         self.shuffle = shuffle
         self.drop_last = drop_last
         self._num_workers = num_workers
-        self._collate = collate if collate_fn is None else collate_fn
+        self._collate = default_collate if collate_fn is None else collate_fn
         self._context = multiprocessing_context
         self._generators = Generators(device)
         self._left_early = False
 
     def __len__(self) -> int:
-        """Global batches of an epoch over the dataset as it is now."""
+        """Global batches of an epoch over the present dataset."""
         count = self.num_samples
         if count is None:
             raise TypeError("an iterable dataset has no length")
@@ -93,11 +91,11 @@ class Loader:
 
     @property
     def num_samples(self) -> int | None:
-        """Samples of the dataset as it is now; None for a stream."""
+        """Samples of the present dataset; None for a stream."""
         return None if self.is_stream else len(as_dataset(self._given))
 
     def __iter__(self) -> Iterator[Batch]:
-        """Runs from the cursor to the end of the epoch."""
+        """Yields batches from the cursor to the end of the epoch."""
         if self._left_early:
             self.cursor = self.cursor.next_epoch()
         self._left_early = True
@@ -117,39 +115,39 @@ class Loader:
                     return
                 self.cursor = Cursor(batch.epoch, batch.position + batch.length)
                 yield batch
-            del batches  # the ranks have changed, and with it which microbatches are ours: go on from the cursor
+            del batches  # the ranks have changed, and with them this rank's microbatches: continue from the cursor
 
     def ids(self, epoch: int, start: int, stop: int, num_samples: int | None = None) -> np.ndarray:
-        """The sample ids at positions start … stop - 1 of an epoch of so many samples; by default of the dataset's."""
+        """The sample ids at positions start … stop - 1 of an epoch over `num_samples`, by default the dataset's."""
         positions = np.arange(start, stop, dtype=np.int64)
         count = self.num_samples if num_samples is None else num_samples
         return permute(positions, count or 0, self.seed, epoch) if self.shuffle else positions
 
     def bookmark(self) -> tuple[Cursor, bool]:
-        """Where this loader is, for `go_back`."""
+        """The loader's position, for `go_back`."""
         return self.cursor, self._left_early
 
     def go_back(self, bookmark: tuple[Cursor, bool]) -> None:
-        """Takes up an earlier place, exactly."""
+        """Returns to the position of a bookmark."""
         self.cursor, self._left_early = bookmark
 
     def state_dict(self) -> dict[str, Any]:
-        """The cursor, in mid-epoch with the epoch's samples: the batches yielded so far count as consumed."""
+        """The cursor and the epoch's number of samples; batches that were yielded count as consumed."""
         return self.state_at(self.cursor)
 
     def state_at(self, cursor: Cursor) -> dict[str, Any]:
-        """`state_dict` at a place in the epoch under way."""
+        """`state_dict` at another position of the current epoch."""
         return {"epoch": cursor.epoch, "position": cursor.position, "num_samples": self._num_samples}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues from a saved cursor, on any number of devices.
 
         Raises:
-            UsageError: the cursor lies behind the end of this dataset.
+            UsageError: the cursor is beyond the end of this dataset.
         """
         cursor = Cursor(int(state["epoch"]), int(state["position"]))
         if not self.is_stream:
-            now = len(as_dataset(self._given))  # which is what an epoch that has not begun goes by
+            now = len(as_dataset(self._given))  # the length of an epoch that has not begun
             count = int(state.get("num_samples", now)) if cursor.position else now
             if cursor.position > count:
                 raise UsageError(
@@ -161,7 +159,7 @@ class Loader:
         self._left_early = False
 
     def _open_epoch(self) -> None:
-        """Takes the dataset as it is now. A resumed epoch that has samples left is held to its length by the check."""
+        """Rereads the dataset, whose length may have changed; `_check_length` refuses that within an epoch."""
         if self.is_stream:
             return
         now = as_dataset(self._given)
@@ -176,7 +174,7 @@ class Loader:
             return
         position = self.cursor.position
         if batch_length(position, self._num_samples, self.global_batch_size, self.drop_last) == 0:
-            return  # a state at the end of an epoch, taken up with the dataset of the next or of the first
+            return  # a state at the end of an epoch, loaded with the dataset of another one
         raise DataError(
             f"the dataset has {len(self.dataset)} samples, and had {self._num_samples} when epoch {self.cursor.epoch} "
             f"began, of which {position} are consumed; its length decides the order of an epoch: change it between two "
@@ -184,7 +182,7 @@ class Loader:
         )
 
     def _batches(self) -> Iterator[Batch]:
-        """The batches of the rest of the epoch; what samples draw does not show in the script's own generators."""
+        """The batches of the rest of the epoch; the draws of samples do not change the script's own generators."""
         if self.is_stream:
             return _quiet(self._stream(), self._generators)
         if isinstance(self.dataset, InMemory):
@@ -194,7 +192,7 @@ class Loader:
         return batches if self._num_workers > 0 else _quiet(batches, self._generators)
 
     def _renew(self, epoch: int, position: int) -> Batch:
-        """One batch, fetched here for the ranks as they are now; the loader goes on from where it was."""
+        """One batch, fetched in this process for the present ranks; the loader's position stays."""
         cursor, num_workers = self.cursor, self._num_workers
         try:
             self.cursor, self._num_workers = Cursor(epoch, position), 0
@@ -204,7 +202,7 @@ class Loader:
 
     def _in_memory(self, dataset: InMemory) -> Iterator[Batch]:
         plan = self._plan(self.cursor.epoch, self.cursor.position)
-        if type(dataset) is not TensorData:  # a gather of somebody's own may look at all of a microbatch's ids
+        if type(dataset) is not TensorData:  # a subclass's `gather` may depend on all of a microbatch's ids
             for place, ids in plan:
                 microbatches = {
                     microbatch: settle(dataset.gather(torch.from_numpy(some)), self._device)
@@ -222,7 +220,7 @@ class Loader:
     def _transformed(
         self, dataset: InMemory, place: _Place, microbatches: dict[int, Any], ids: dict[int, np.ndarray]
     ) -> dict[int, Any]:
-        """The microbatches of one batch, transformed; a transform's draws are seeded by (seed, epoch, first id)."""
+        """The transformed microbatches of one batch; a transform's draws are seeded by (seed, epoch, first id)."""
         if dataset.transform is None:
             return microbatches
         done = {}
@@ -232,7 +230,7 @@ class Loader:
         return done
 
     def _most_rows(self) -> int:
-        """The most samples that this rank has of a batch."""
+        """The largest number of samples that this rank has of a batch."""
         cut = microbatch_bounds(self.global_batch_size, self._num_microbatches)
         return max(1, sum(cut[microbatch + 1] - cut[microbatch] for microbatch in self.membership.executed))
 
@@ -250,11 +248,11 @@ class Loader:
         """A batch of samples that have ids."""
         epoch, start, length, version = place
         count = self._num_samples
-        ids, renew = _IdsLater(self, epoch, start, length, count), partial(self._renew, epoch, start)
+        ids, renew = partial(self.ids, epoch, start, start + length, count), partial(self._renew, epoch, start)
         return Batch(length, microbatches, epoch, start, ids, count, version, renew)
 
     def _plan(self, epoch: int, position: int) -> Iterator[tuple[_Place, dict[int, np.ndarray]]]:
-        """Where the batches of the rest of an epoch lie, with the ids of each of this rank's microbatches."""
+        """The places of the rest of an epoch's batches, with the ids of each of this rank's microbatches."""
         chunk = max(1, ORDER_CHUNK // self.global_batch_size)
         version = self.membership.version
         while True:
@@ -269,11 +267,11 @@ class Loader:
                 return
             wanted = [self.membership.to_fetch(min(length, self._num_microbatches)) for _, length, _ in bounds]
             spans = [
-                (start + cut[run.start], start + cut[run.stop])
+                np.arange(start + cut[run.start], start + cut[run.stop], dtype=np.int64)
                 for (start, _, cut), microbatches in zip(bounds, wanted, strict=True)
                 for run in _runs(microbatches)
             ]
-            positions = np.concatenate([np.arange(0), *(np.arange(a, b, dtype=np.int64) for a, b in spans)])
+            positions = np.concatenate([np.arange(0), *spans])  # the first in case that this rank has none
             ids = permute(positions, self._num_samples, self.seed, epoch) if self.shuffle else positions
             offset = 0
             for (start, length, cut), microbatches in zip(bounds, wanted, strict=True):
@@ -285,7 +283,7 @@ class Loader:
                 yield (epoch, start, length, version), ours
 
     def _stream(self) -> Iterator[Batch]:
-        """Every rank reads the stream, and collates its own microbatches."""
+        """Reads the whole stream on every rank, and collates this rank's microbatches."""
         epoch, position = self.cursor.epoch, self.cursor.position
         reader = StreamReader(self.dataset, epoch, self.seed, self._generators)
         reader.skip(position)
@@ -300,7 +298,7 @@ class Loader:
             )
 
     def _stream_batch(self, samples: list[Any], epoch: int, position: int) -> Batch:
-        """A batch of a stream, collated for the ranks as they are now."""
+        """A batch of a stream, collated for the present ranks."""
         cut = microbatch_bounds(len(samples), self._num_microbatches)
         microbatches = {}
         for microbatch in self.membership.to_fetch(min(len(samples), self._num_microbatches)):
@@ -313,35 +311,15 @@ class Loader:
             with self._generators.preserved():
                 return self._stream_batch(samples, epoch, position)
 
-        ids = _Positions(position, len(samples))
+        ids = partial(np.arange, position, position + len(samples), dtype=np.int64)
+        # A stream that depends on the rank mostly differs from the beginning on.
         is_compared = self.membership.world_size > 1 and position < COMPARED_BATCHES * self.global_batch_size
-        total = -checksum(samples) if is_compared else 0  # a stream that depends on the rank begins otherwise
+        total = -checksum(samples) if is_compared else 0
         return Batch(len(samples), microbatches, epoch, position, ids, total, self.membership.version, renew)
 
 
-class _IdsLater:
-    """Computes the ids of a global batch when somebody asks."""
-
-    def __init__(self, loader: Loader, epoch: int, start: int, length: int, num_samples: int) -> None:
-        self._args = (loader, epoch, start, length, num_samples)
-
-    def __call__(self) -> np.ndarray:
-        loader, epoch, start, length, num_samples = self._args
-        return loader.ids(epoch, start, start + length, num_samples)
-
-
-class _Positions:
-    """The ids of a stream's samples: their positions in it."""
-
-    def __init__(self, start: int, length: int) -> None:
-        self._range = (start, start + length)
-
-    def __call__(self) -> np.ndarray:
-        return np.arange(*self._range, dtype=np.int64)
-
-
 def as_dataset(value: Any) -> Any:
-    """Takes what has samples as a dataset: tensors (also nested) are put in a `TensorData`."""
+    """The value as a dataset: tensors, also nested, become a `TensorData`."""
     if type(value) is TensorDataset:  # a subclass may have a __getitem__ of its own
         return TensorData(tuple(value.tensors))
     if isinstance(value, IterableDataset | InMemory):
@@ -357,10 +335,8 @@ def as_dataset(value: Any) -> Any:
 
 
 def _runs(microbatches: range) -> list[range]:
-    """Adjacent microbatches together."""
-    return (
-        [microbatches] if microbatches.step == 1 else [range(microbatch, microbatch + 1) for microbatch in microbatches]
-    )
+    """The ranges of adjacent microbatches."""
+    return [microbatches] if microbatches.step == 1 else [range(index, index + 1) for index in microbatches]
 
 
 def _length(dataset: Any) -> int:
@@ -371,7 +347,7 @@ def _length(dataset: Any) -> int:
 
 
 def _quiet(batches: Iterator[Batch], generators: Generators) -> Iterator[Batch]:
-    """The batches, made while the script's own generators are out of reach."""
+    """The batches; the script's own generators are restored after each."""
     while True:
         with generators.preserved():
             batch = next(batches, None)

@@ -1,4 +1,4 @@
-"""Nested values: lists, tuples, named tuples and mappings of tensors, arrays and plain entries, in any depth.
+"""Nested values: lists, tuples, named tuples and mappings of tensors, arrays and plain values, at any depth.
 
 Unlike in `torch.utils._pytree`, subclasses of list, dict and UserDict need no registration: batches of other libraries
 often are such.
@@ -33,10 +33,13 @@ def map_entries(function: Callable[[Any], Any], value: Any) -> Any:
     if not isinstance(value, Mapping):
         return value
     entries = {key: function(entry) for key, entry in value.items()}
-    if type(value) is dict or not isinstance(value, dict | UserDict):  # other mappings need not be copyable
+    if type(value) is dict:
         return entries
-    table = copy.copy(value)  # keeps the rest of a subclass, such as a defaultdict's factory
-    table.update(entries)
+    if not isinstance(value, dict | UserDict):  # a mapping of any other type need not be copyable
+        return value if all(entries[key] is entry for key, entry in value.items()) else entries
+    table = copy.copy(value)  # keeps the rest of a subclass, such as the factory of a defaultdict
+    for key, entry in entries.items():  # not `update`, by which a Counter adds
+        table[key] = entry
     return table
 
 

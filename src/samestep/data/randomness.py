@@ -1,8 +1,8 @@
-"""The global random generators, seeded so that draws do not depend on which rank makes them.
+"""The global random generators, seeded so that draws do not depend on the rank that makes them.
 
-A step seeds them by (seed, stream, step, microbatch), a loader by (seed, epoch, sample id). The generators are torch's
-(CPU and device), NumPy's and Python's global ones. Their states are saved before and restored after, so the script's
-own draws do not depend on which microbatches its rank has run.
+A step seeds them by (seed, stream, step, microbatch), a loader by (seed, epoch, sample id). The generators are the
+global ones of torch (CPU and device), NumPy and Python. Their states are saved before and restored after, so that the
+script's own draws do not depend on the microbatches that its rank has run.
 """
 
 # ruff: noqa: NPY002 - the global generators that scripts draw from are the legacy ones
@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numpy.random import mtrand  # NumPy's public functions, with their types
+from numpy.random import mtrand  # the functions of np.random, with their types
 from torch import Tensor
 
 from samestep.core.seeds import derive_seed
 
-ASIDE_STREAM = 2**34  # apart from the streams of steps, samples and evaluations
+ASIDE_STREAM = 2**34  # distinct from the streams of steps, samples and evaluations
 
 
 class SavedState(NamedTuple):
@@ -32,33 +32,26 @@ class SavedState(NamedTuple):
 
 
 class Generators:
-    """The global generators of this process.
-
-    Args:
-        device: this rank's device; its generator is seeded along with the CPU's.
-    """
+    """The global generators of this process, that of the rank's device included."""
 
     def __init__(self, device: torch.device) -> None:
         self.of_torch = [torch.default_generator, *_device_generators(device)]
-        # Seeding NumPy's own Mersenne twister takes longer than a small forward: Philox has a state of a few words.
+        # Seeding NumPy's default Mersenne twister takes longer than a small forward; Philox has a state of a few words.
         self._philox = np.random.Philox(key=0)
         self._fresh: Any = self._philox.state
 
     def seed(self, seed: int) -> None:
-        """Seeds all of them with a number of 64 bits, of which torch's CPU generator takes the lower 32.
-
-        Call it inside `preserved`.
-        """
+        """Seeds all of them, inside `preserved`, with 64 bits, of which torch's CPU generator uses the lower 32."""
         for generator in self.of_torch:
             generator.manual_seed(seed)
         random.seed(seed)
         self._fresh["state"]["key"][0] = seed
         self._philox.state = self._fresh
-        mtrand.set_bit_generator(self._philox)  # also drops the half of a normal pair that an odd draw left
+        mtrand.set_bit_generator(self._philox)  # also drops the cached half of a pair of normal draws
 
     @contextmanager
     def preserved(self) -> Iterator[None]:
-        """Leaves every generator as it was, whatever the block seeds or draws."""
+        """Restores every generator after the block."""
         saved = self.save()
         try:
             yield
@@ -67,7 +60,7 @@ class Generators:
 
     @contextmanager
     def aside(self, number: int) -> Iterator[None]:
-        """Runs the user's code on one rank alone, on a random stream of its own; `number` is another one each time."""
+        """Runs a block of the user's code, which only one rank runs, on the random stream of that number."""
         with self.preserved():
             self.seed(derive_seed(ASIDE_STREAM, number))
             yield
@@ -79,15 +72,15 @@ class Generators:
         return SavedState(of_torch, random.getstate(), *numpy)
 
     def states_off_device(self) -> str:
-        """The states of all generators but the device's own, written out for a comparison; takes a millisecond."""
+        """The states of all generators except the device's, as text to compare; takes a millisecond."""
         of_torch = [generator.get_state().tolist() for generator in self.of_torch[:-1]]
         return repr((of_torch, random.getstate(), mtrand.get_state(legacy=False)))
 
     def restore(self, saved: SavedState) -> None:
-        """Puts every generator in the state that was saved."""
+        """Restores the saved state of every generator."""
         mtrand.set_bit_generator(saved.of_numpy)
         if saved.numpy_state["has_gauss"]:
-            # The bits are as they were, since another generator drew; half of a normal pair is not among them.
+            # Its bits did not change, because Philox drew instead; the cached half of a normal pair is kept elsewhere.
             mtrand.set_state(saved.numpy_state)
         random.setstate(saved.of_python)
         for generator, state in zip(self.of_torch, saved.of_torch, strict=True):
@@ -106,8 +99,8 @@ def _device_generators(device: torch.device) -> list[torch.Generator]:
 
 
 def seed_process(seed: int) -> None:
-    """Seeds every global generator of this process alike on all ranks: what the script draws itself is replicated."""
+    """Seeds every global generator of this process, alike on all ranks, so that the script's own draws agree."""
     torch.manual_seed(seed)
     np.random.seed(seed % 2**32)
-    mtrand.set_bit_generator(mtrand.get_bit_generator())  # drops the held half of a normal pair of any bit generator
+    mtrand.set_bit_generator(mtrand.get_bit_generator())  # drops the cached half of a normal pair
     random.seed(seed)

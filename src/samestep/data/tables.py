@@ -1,17 +1,16 @@
 """Tables of numbers from CSV files (RFC 4180): features, a target, and their names."""
 
 import csv
+import io
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from os import PathLike
-from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from samestep.data.files import check_regular
+from samestep.data.files import read_file
 from samestep.errors import DataError, UsageError
 
 
@@ -22,7 +21,7 @@ class Table:
     Attributes:
         features: float32, `[rows, columns - 1]`.
         target: float32, `[rows, 1]`.
-        names: the features' names, `column 1`… where the file has no header.
+        names: the features' names; `column 1`… if the file has no header.
         target_name: the target's name.
     """
 
@@ -33,8 +32,17 @@ class Table:
 
 
 def read_csv(path: str | PathLike[str], target: str | int | None = None) -> Table:
-    """Reads a comma-separated file of numbers; a first line without any number is its header."""
-    rows = list(_rows(path))
+    """Reads a comma-separated file of numbers; a first line without any number is its header.
+
+    Args:
+        path: the file, UTF-8.
+        target: the name or index of the target column; the last by default.
+
+    Raises:
+        DataError: the file cannot be read, or a value is not a finite number; the message says where.
+        UsageError: there is no such target column.
+    """
+    rows = _rows(path)
     if not rows:
         raise DataError(f"{path}: is empty; a comma-separated table of numbers is needed")
     _, first = rows[0]
@@ -46,16 +54,16 @@ def read_csv(path: str | PathLike[str], target: str | int | None = None) -> Tabl
         del rows[0]
     if not rows:
         raise DataError(f"{path}: has a header and no rows; at least one row of numbers is needed")
-    values = torch.tensor([_parse_row(path, line, cells, columns) for line, cells in rows], dtype=torch.float64)
-    values = values.to(torch.float32)
-    _check_float32(path, values, [line for line, _ in rows], columns)
+    values = torch.tensor(
+        [_parse_row(f"{path}, line {line}", cells, columns) for line, cells in rows], dtype=torch.float32
+    )
     at = _column(path, columns, target)
     others = [index for index in range(len(columns)) if index != at]
     return Table(values[:, others], values[:, at : at + 1].clone(), tuple(columns[i] for i in others), columns[at])
 
 
 def mean_and_scale(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Each column's mean and standard deviation (over n, not n − 1), float64, `[columns]`; the latter 1 where it is 0.
+    """Each column's mean and standard deviation (over n, not n − 1), float64 `[columns]`; a deviation of 0 becomes 1.
 
     The sums are exactly rounded (Shewchuk 1997, as in `math.fsum`), so they depend on no thread count and no kernel.
     """
@@ -63,7 +71,7 @@ def mean_and_scale(rows: Tensor) -> tuple[Tensor, Tensor]:
     means, scales = [], []
     for column in columns:
         mean = math.fsum(column) / len(column)
-        # A constant column's mean may be off by a rounding, and then its deviation is a tiny number, not 0.
+        # The mean of a constant column may be off by a rounding; its deviation is then a tiny number instead of 0.
         constant = min(column) == max(column)
         means.append(column[0] if constant else mean)
         scales.append(1.0 if constant else math.sqrt(math.fsum((value - mean) ** 2 for value in column) / len(column)))
@@ -73,8 +81,8 @@ def mean_and_scale(rows: Tensor) -> tuple[Tensor, Tensor]:
 def standardize(train: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
     """Shifts and scales columns to mean 0 and standard deviation 1 over the training rows, and the others alike.
 
-    Only the training rows are looked at, so nothing of a test set leaks into training. Computed in float64. A column
-    that is constant over the training rows becomes 0 there.
+    Mean and deviation are those of the training rows alone, so nothing of a test set leaks into training. Computed in
+    float64. A column that is constant over the training rows becomes 0 there.
     """
     for table in (train, *others):
         if table.ndim != 2 or table.shape[1] != train.shape[1]:
@@ -85,59 +93,44 @@ def standardize(train: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
     return tuple(((table.cpu().double() - mean) / scale).to(table) for table in (train, *others))
 
 
-def _rows(path: str | PathLike[str]) -> Iterator[tuple[int, list[str]]]:
+def _rows(path: str | PathLike[str]) -> list[tuple[int, list[str]]]:
     """The line number and the cells of each row that is not blank."""
-    check_regular(path)
     try:
-        with Path(path).open(encoding="utf-8-sig", newline="") as file:
-            reader = csv.reader(file, strict=True)
-            for cells in reader:
-                if cells:
-                    yield reader.line_num, cells
-    except FileNotFoundError as error:
-        raise DataError(f"{path}: there is no such file; a CSV file is needed, by --data") from error
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror or error}") from error
+        text = read_file(path, "a CSV file (--data)").decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise DataError(f"{path}: is not UTF-8 text ({error.reason} at byte {error.start})") from error
+    reader = csv.reader(io.StringIO(text, newline=""), strict=True)
+    try:
+        return [(reader.line_num, cells) for cells in reader if cells]
     except csv.Error as error:
         raise DataError(f"{path}, line {reader.line_num}: {error}; a comma-separated table is needed") from error
 
 
 def _number(cell: str) -> float | None:
-    """The cell's value; None if it is no number (`1_000`, which Python would take, is none)."""
+    """The cell's value; None if it is no number, which `1_000` is for Python alone."""
     try:
         return None if "_" in cell else float(cell)
     except ValueError:
         return None
 
 
-def _parse_row(path: str | PathLike[str], line: int, cells: Sequence[str], columns: Sequence[str]) -> list[float]:
+def _parse_row(place: str, cells: Sequence[str], columns: Sequence[str]) -> list[float]:
+    """The numbers of a row; `place` is the file and line for messages."""
     if len(cells) != len(columns):
-        raise DataError(f"{path}, line {line}: has {len(cells)} values; the first line has {len(columns)}")
+        raise DataError(f"{place}: has {len(cells)} values; the first line has {len(columns)}")
     row = []
     for cell, column in zip(cells, columns, strict=True):
+        title = column if column.startswith("column ") else f"column {column!r}"
         value = _number(cell)
         if value is None or not math.isfinite(value):
-            what = "a number" if value is None else "finite"
-            got = f"{cell!r} is not {what}" if cell.strip() else "is missing"
+            got = f"{cell!r} is not {'a number' if value is None else 'finite'}" if cell.strip() else "is missing"
             raise DataError(
-                f"{path}, line {line}, {_title(column)}: the value {got}; every value must be a finite number: "
-                "fill it in, or remove the row"
+                f"{place}, {title}: the value {got}; every value must be a finite number: fill it in, or remove the row"
             )
+        if abs(value) > torch.finfo(torch.float32).max:
+            raise DataError(f"{place}, {title}: the value is too large for float32")
         row.append(value)
     return row
-
-
-def _title(column: str) -> str:
-    return column if column.startswith("column ") else f"column {column!r}"
-
-
-def _check_float32(path: str | PathLike[str], values: Tensor, lines: Sequence[int], columns: Sequence[str]) -> None:
-    wrong = np.argwhere(~torch.isfinite(values).numpy())
-    if len(wrong):
-        row, column = wrong[0]
-        raise DataError(f"{path}, line {lines[row]}, {_title(columns[column])}: the value is too large for float32")
 
 
 def _column(path: str | PathLike[str], columns: Sequence[str], target: str | int | None) -> int:

@@ -1,4 +1,4 @@
-"""Tensors in memory as a dataset: one indexed gather takes a microbatch, no Python runs per sample.
+"""Tensors in memory as a dataset: one indexed gather takes a microbatch, without Python code per sample.
 
 A dataset is "in memory" for the loader if it has `gather(ids)` and `transform`: the loader calls `gather` once a
 microbatch, moves the result to the device, and applies `transform` there.
@@ -21,30 +21,30 @@ Transform = Callable[[Any], Any]
 
 @runtime_checkable
 class InMemory(Protocol):
-    """What the loader needs of a dataset to take a whole microbatch at once."""
+    """The interface of a dataset from which the loader takes a whole microbatch at once."""
 
     @property
     def transform(self) -> Transform | None:
-        """Applied to a gathered batch once it is on its device; None if there is nothing to do."""
+        """Applied to a gathered batch on its device; None for no transform."""
 
     def __len__(self) -> int:
-        """How many samples there are."""
+        """The number of samples."""
 
     def gather(self, ids: Tensor) -> Any:
         """The samples of these ids (1-d, int64, on the CPU), batched along the first dimension."""
 
 
 class TensorData(Dataset[Any]):
-    """Samples that are rows of tensors: like `torch.utils.data.TensorDataset`, but it keeps the structure it is given.
+    """Samples that are rows of tensors: like `torch.utils.data.TensorDataset`, but with any nested structure.
 
     Args:
         tensors: one tensor, or a tuple, named tuple, list or dict of tensors (nested as you like), all with the same
             first dimension. A batch has the same structure.
-        transform: applied to a gathered batch on its device, for example to scale bytes to floats. It must treat each
-            sample alone, since the same sample may come in batches of different sizes.
+        transform: applied to a gathered batch on its device, for example to scale bytes to floats. Its result for a
+            sample must not depend on the other samples, since batches have different sizes.
 
     Raises:
-        DataError: there is no tensor, something else than a tensor, or the first dimensions differ.
+        DataError: there is no tensor, a leaf is no tensor, or the first dimensions differ.
     """
 
     def __init__(self, tensors: Any, transform: Transform | None = None) -> None:
@@ -60,7 +60,7 @@ class TensorData(Dataset[Any]):
         return self._size
 
     def __getitem__(self, index: int) -> Any:
-        """One sample, as a transformed batch of it alone would hold it; negative indices count from the end."""
+        """One sample, transformed as a batch of size 1; negative indices count from the end."""
         batch = self.gather(torch.tensor([row_index(index, len(self))]))
         if self.transform is not None:
             batch = self.transform(batch)
@@ -87,10 +87,10 @@ def head_tail(dataset: TensorData, fraction: float) -> tuple[TensorData, TensorD
 def shuffled_split(dataset: TensorData, fraction: float, seed: int) -> tuple[TensorData, TensorData]:
     """Splits a dataset at random: ⌊n·fraction⌋ samples and the rest.
 
-    Who lands where is a function of (n, seed) alone: it depends on no device, library version or random state.
+    The split is a function of (n, seed) alone: it depends on no device, library version or random state.
     """
     head = _head_size(len(dataset), fraction)
-    # Epoch -1: the split draws from the same seed as the epochs, and must not repeat the order of one of them.
+    # Epoch -1: the epochs are shuffled by the same seed, and the split must not repeat the order of one of them.
     ids = torch.from_numpy(permute(np.arange(len(dataset), dtype=np.int64), len(dataset), seed, -1))
     return (
         TensorData(dataset.gather(ids[:head]), dataset.transform),
@@ -99,7 +99,7 @@ def shuffled_split(dataset: TensorData, fraction: float, seed: int) -> tuple[Ten
 
 
 def row_index(index: int, size: int) -> int:
-    """The index in 0…size−1 that a possibly negative index means."""
+    """A possibly negative index as one in 0…size−1."""
     if not -size <= index < size:
         raise IndexError(f"index {index} is outside a dataset of {size} samples")
     return index % size
@@ -108,7 +108,7 @@ def row_index(index: int, size: int) -> int:
 def _head_size(size: int, fraction: float) -> int:
     if not 0 < fraction < 1:
         raise UsageError(f"a dataset is split at a fraction between 0 and 1, got {fraction}")
-    # 100 * 0.29 is 28.999999999999996 in floats: the nudge keeps what is meant as a whole number whole.
+    # 100 * 0.29 is 28.999999999999996 in floats, and means 29.
     head = int(size * fraction + 1e-6)
     if not 0 < head < size:
         raise DataError(

@@ -1,32 +1,22 @@
 """Text as bytes, cut into windows for a language model: each window predicts its bytes shifted by one."""
 
 from os import PathLike
-from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from samestep.data.files import check_regular
+from samestep.data.files import read_file
 from samestep.data.tensors import row_index
 from samestep.errors import DataError, UsageError
 
 IGNORE_INDEX = -100
-"""The target that stands for "nothing to predict here", as in `torch.nn.functional.cross_entropy`."""
+"""The target of positions without a prediction, as in `torch.nn.functional.cross_entropy`."""
 
 
 def read_bytes(path: str | PathLike[str]) -> Tensor:
     """Reads a file of any kind as a 1-d uint8 tensor."""
-    check_regular(path)
-    try:
-        content = Path(path).read_bytes()
-    except FileNotFoundError as error:
-        raise DataError(f"{path}: there is no such file; a text file is needed, by --data") from error
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror or error}") from error
-    if not content:
-        raise DataError(f"{path}: is empty; a text file is needed")
-    return to_bytes(content)
+    return to_bytes(read_file(path, "a text file (--data)"))
 
 
 def to_bytes(content: bytes) -> Tensor:
@@ -35,11 +25,11 @@ def to_bytes(content: bytes) -> Tensor:
 
 
 class ByteWindows(Dataset[tuple[Tensor, Tensor]]):
-    """Non-overlapping windows of a text in file order, the ragged last one included.
+    """Non-overlapping windows of a text in file order, the shorter last one included.
 
-    Sample i is `(x, y)`, both int64 of size `context`: x the bytes from i·context on, y the bytes that follow each. All
-    bytes but the first are predicted exactly once. Where the last window has nothing left to predict, y is
-    `IGNORE_INDEX` and x is 0, so that window has fewer valid targets: weigh a loss over it by targets, not by windows.
+    Sample i is `(x, y)`, both int64 `[context]`: x the bytes from i·context on, y the byte after each. All bytes but
+    the first are predicted exactly once. At positions of the last window behind the end of the text, y is
+    `IGNORE_INDEX` and x is 0, so that window has fewer valid targets: weight a loss over it by targets, not by windows.
 
     Args:
         data: 1-d uint8 tensor of at least 2 bytes.
@@ -71,9 +61,8 @@ class ByteWindows(Dataset[tuple[Tensor, Tensor]]):
 
     def gather(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """The windows of these ids: x and y, both int64, `[len(ids), context]`."""
-        positions = ids.to(self.data.device).unsqueeze(1) * self.context + torch.arange(
-            self.context + 1, device=self.data.device
-        )
+        offsets = torch.arange(self.context + 1, device=self.data.device)
+        positions = ids.to(self.data.device).unsqueeze(1) * self.context + offsets
         last = len(self.data) - 1
         tokens = self.data[positions.clamp(max=last)].long()
         missing = positions[:, 1:] > last

@@ -3,7 +3,6 @@
 from torch import Tensor, nn
 from torch.nn import functional
 
-from samestep.data.embedded import diabetes
 from samestep.data.tables import mean_and_scale, read_csv, standardize
 from samestep.data.tensors import TensorData, shuffled_split
 from samestep.recipes.options import OWN_OPTIONS, check_source, own_options
@@ -21,6 +20,8 @@ def data(asked: DataOptions) -> RecipeData:
     options = own_options("mlp", asked.options)
     check_source("mlp", asked.data_dir)
     if asked.data is None:
+        from samestep.data.embedded import diabetes  # here: most tables are files
+
         name, features, target = "diabetes", *diabetes()
     else:
         table = read_csv(asked.data, options["target"] or None)

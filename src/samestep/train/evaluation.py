@@ -16,7 +16,7 @@ from samestep.core.seeds import derive_seed
 from samestep.data.loader import Loader
 from samestep.data.nested import leaves, map_tensors
 from samestep.data.randomness import Generators
-from samestep.devices.transfer import to_host
+from samestep.data.transfer import to_host
 from samestep.engine.losses import describe, wide_dtype
 from samestep.engine.parameters import settle_model
 from samestep.engine.precision import autocast, check_precision

@@ -1,17 +1,60 @@
-"""Pinned memory: rows that travel are the rows asked for, and no memory is written to that is still being copied."""
+"""Staging: microbatches are as if gathered alone; no pinned buffer is written to while it is still being copied."""
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from samestep.data.nested import leaves
-from samestep.data.pinned import NUM_PIECES, PinnedRows
-from samestep.data.rows import RowGather
+from samestep.data.staging import NUM_BUFFERS, PinnedRows, RowGather, check_fits
 from samestep.data.tensors import TensorData
+from samestep.errors import OutOfMemoryError
 
 CPU = torch.device("cpu")
+DTYPES = [torch.float32, torch.uint8, torch.float64, torch.int16, torch.bool]
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="pinned memory needs a CUDA device")
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(1, 40), max_size=9), st.integers(1, 70), st.sampled_from(DTYPES), st.integers(0, 99))
+def test_every_microbatch_has_the_values_shape_strides_and_border_of_one_that_was_gathered_alone(
+    sizes, width, dtype, seed
+):
+    generator = np.random.default_rng(seed)
+    tensors = {
+        "x": torch.from_numpy(generator.integers(0, 2, (50, width))).to(dtype),
+        "y": (torch.arange(50), torch.rand(50, 2, 3)),
+    }
+    dataset = TensorData(tensors)
+    parts = [generator.integers(0, 50, size) for size in sizes]
+    microbatches = list(RowGather(dataset, CPU).gather(parts))
+    assert len(microbatches) == len(parts)
+    for microbatch, ids in zip(microbatches, parts, strict=True):
+        alone = dataset.gather(torch.from_numpy(ids))
+        for ours, other in (
+            (microbatch["x"], alone["x"]),
+            (microbatch["y"][0], alone["y"][0]),
+            (microbatch["y"][1], alone["y"][1]),
+        ):
+            assert torch.equal(ours, other)
+            assert (ours.shape, ours.stride(), ours.dtype) == (other.shape, other.stride(), other.dtype)
+            assert ours.data_ptr() % 64 == 0
+
+
+def test_so_many_batches_are_gathered_at_once_that_little_memory_is_held():
+    rows = RowGather(TensorData((torch.zeros(10, 1000), torch.zeros(10))), CPU)
+    assert rows.num_batches(26) == 10
+    assert rows.num_batches(10**6) == 1
+
+
+@pytest.mark.parametrize("microbatches", [1, 3])
+def test_writing_to_a_microbatch_changes_no_other(microbatches):
+    dataset = TensorData(torch.arange(12.0))
+    values = list(RowGather(dataset, CPU).gather([np.arange(4)] * microbatches))
+    values[0].fill_(-1)
+    assert all(torch.equal(value, torch.arange(4.0)) for value in values[1:])
+    assert torch.equal(dataset.tensors, torch.arange(12.0))
 
 
 class Marks:
@@ -75,11 +118,11 @@ def test_all_rows_are_as_gathered_without_and_stay_so_when_the_memory_is_used_ag
 
 def test_each_piece_is_waited_for_before_it_is_used_again():
     rows, _, marks = pinned()
-    for _ in range(2 * NUM_PIECES):
+    for _ in range(2 * NUM_BUFFERS):
         rows.take(torch.arange(9), torch.tensor([1]))
-    turns = [number % NUM_PIECES for number in range(2 * NUM_PIECES)]
+    turns = [number % NUM_BUFFERS for number in range(2 * NUM_BUFFERS)]
     assert marks.log == [(what, number) for number in turns for what in ("wait", "record")]
-    assert NUM_PIECES > 1
+    assert NUM_BUFFERS > 1
 
 
 def test_memory_is_allocated_for_the_largest_request_and_then_kept():
@@ -119,3 +162,10 @@ def test_on_a_gpu_all_microbatches_are_those_of_plain_copies(place):
             assert value[name].device == device
             assert value[name].data_ptr() % 256 == 0
             assert torch.equal(value[name].cpu(), tensor[torch.from_numpy(ids)])
+
+
+def test_a_cached_dataset_that_does_not_fit_is_refused_with_the_numbers():
+    gpu = torch.device("cuda", 0)
+    check_fits(2**30, 2**30, gpu)
+    with pytest.raises(OutOfMemoryError, match=r"takes 1\.5 GiB of cuda:0, where 1 GiB are free: leave cache out"):
+        check_fits(3 * 2**29, 2**30, gpu)
