@@ -8,7 +8,7 @@ import pytest
 
 from samestep.devices import inventory
 from samestep.devices.device import Device
-from samestep.devices.nvml import Reading
+from samestep.devices.nvidia import Reading
 from samestep.errors import UsageError
 from samestep.extras import EXTRAS, is_installed, missing
 from samestep.train.runlog.loggers import TensorBoardLogger

@@ -2,7 +2,7 @@
 
 from samestep.devices.device import Device, Link, Process
 from samestep.devices.inventory import Inventory, TorchBuild
-from samestep.devices.nvml import Gpu
+from samestep.devices.nvidia import Gpu
 
 GIB = 1 << 30
 

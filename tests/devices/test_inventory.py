@@ -12,9 +12,8 @@ import torch
 from machines import CPU, CPU_TORCH, CUDA_TORCH, gpu, instance, server
 
 from samestep.devices import inventory as inventory_module
-from samestep.devices import probe
 from samestep.devices.inventory import Inventory, TorchBuild, discover, torch_build, usable_cores
-from samestep.devices.nvml import Gpu, Reading
+from samestep.devices.nvidia import Gpu, Reading
 from samestep.devices.probe import ask_torch
 
 
@@ -140,7 +139,7 @@ def test_problems_of_the_driver_are_noted() -> None:
 
 @pytest.mark.parametrize("whom", ["driver", "torch"])
 def test_the_probe_prints_the_devices_that_torch_shows(whom: str) -> None:
-    command = [sys.executable, "-P", str(probe.__file__), whom]
+    command = [sys.executable, "-P", str(inventory_module._PROBE), whom]
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=dict(os.environ))
     rows = json.loads(done.stdout)
     expected = ask_torch() if whom == "torch" or torch.cuda.is_available() else []

@@ -1,1 +1,1 @@
-"""What hardware is there, which of it to use, and moving values to it."""
+"""Hardware: what a machine has, and which of it a run uses."""

@@ -1,4 +1,4 @@
-"""The device: one accelerator or one CPU worker, as it was when it was looked at."""
+"""The device: one accelerator or one CPU worker, with its state when it was read."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -6,7 +6,7 @@ from typing import Literal
 Kind = Literal["cpu", "cuda", "mps", "xpu"]
 
 IDLE_MEMORY = 1 << 30
-"""Bytes in use up to which a device without a compute process is idle: a desktop's windows fit, training does not."""
+"""Bytes in use up to which a device without a compute process is idle: enough for a desktop, too few for training."""
 
 
 @dataclass(frozen=True)
@@ -14,9 +14,9 @@ class Process:
     """A compute process on a device.
 
     Attributes:
-        pid: the process id as the driver tells it; in a container it may be the host's.
-        name: the program, "unknown" where the driver does not tell.
-        memory: bytes of device memory, None where the driver does not tell.
+        pid: the process id that the driver reports; in a container it may be the host's.
+        name: the program; "unknown" if the driver does not report it.
+        memory: bytes of device memory; None if the driver does not report them.
     """
 
     pid: int
@@ -26,7 +26,7 @@ class Process:
 
 @dataclass(frozen=True)
 class Link:
-    """How a device reaches another one, in the words of `nvidia-smi topo -m`.
+    """The connection of a device to another one, by its name in `nvidia-smi topo -m`.
 
     Attributes:
         peer: the other device's index.
@@ -42,18 +42,18 @@ class Device:
     """One accelerator or one CPU worker.
 
     Attributes:
-        kind: the device type in torch's words (AMD GPUs are "cuda" there).
+        kind: torch's device type (AMD GPUs are "cuda" there).
         index: torch's index; for CPU workers their number.
         name: the product's name.
-        memory_total: bytes that programs can use (without what the driver keeps for itself).
-        memory_free: bytes of it that are not in use; equal to `memory_total` where nothing tells.
-        utilization: load in percent, None where nothing tells.
-        temperature: °C, None where nothing tells.
+        memory_total: bytes that programs can use, without the driver's own.
+        memory_free: bytes of it that are not in use; equal to `memory_total` if unknown.
+        utilization: load in percent; None if unknown.
+        temperature: °C; None if unknown.
         processes: compute processes on it.
-        uuid: the driver's name for this very device ("GPU-…", "MIG-…").
+        uuid: the driver's identifier ("GPU-…", "MIG-…").
         pci_bus_id: "00000000:1a:00.0" (domain:bus:device.function, lower case).
-        links: how it reaches the other devices.
-        visible_as: its entry in the variable that limits what a process sees, such as CUDA_VISIBLE_DEVICES.
+        links: connections to the other devices.
+        visible_as: its entry in the variable that limits the devices of a process, such as CUDA_VISIBLE_DEVICES.
     """
 
     kind: Kind
@@ -76,20 +76,20 @@ class Device:
 
     @property
     def is_idle(self) -> bool:
-        """No compute process, and no more than `IDLE_MEMORY` in use."""
+        """Whether there is no compute process on it, and no more than `IDLE_MEMORY` in use."""
         return not self.processes and self.memory_used <= IDLE_MEMORY
 
     @property
     def torch_name(self) -> str:
-        """What `torch.device` takes: "cuda:0", "cpu", "mps"."""
+        """The argument of `torch.device`: "cuda:0", "cpu", "mps"."""
         return self.kind if self.kind in ("cpu", "mps") else f"{self.kind}:{self.index}"
 
 
 def gib(size: int) -> str:
-    """A size in bytes as people read it: "20.1 GiB"."""
+    """A size in bytes in GiB: "20.1 GiB"."""
     return f"{size / 2**30:.1f} GiB"
 
 
 def counted(count: int, noun: str) -> str:
-    """A number of things: "1 GPU", "2 GPUs"."""
+    """A number and its noun: "1 GPU", "2 GPUs"."""
     return f"{count} {noun}{'' if count == 1 else 's'}"

@@ -1,9 +1,9 @@
-"""The inventory: what hardware is there, and what the installed torch can do with it, found without importing torch.
+"""The inventory: the hardware of this machine, and the build of the installed torch, without importing torch.
 
-The process that starts a run must stay able to fork: it may not import torch, and even
-`torch.accelerator.is_available()` would spoil the fork. So NVIDIA GPUs are read from NVML, the CPU from psutil, and
-what torch was built for from the text of its `version.py`. Only where nothing smaller can be asked (Apple, Intel and
-AMD GPUs, or an order that CUDA alone knows) a throw-away child process is.
+The process that starts a run must stay able to fork, which even `torch.accelerator.is_available()` may prevent, so it
+does not import torch. NVIDIA GPUs are read by NVML, the CPU by psutil, and torch's build from the text of its
+`version.py`. Only for Apple, Intel and AMD GPUs, or an order that CUDA alone knows, a child process imports torch or
+asks the driver.
 """
 
 import ast
@@ -17,23 +17,26 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib.machinery import ModuleSpec
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from samestep.devices import numbering, nvml, probe
 from samestep.devices.device import Device, Kind, counted
-from samestep.extras import missing
 
+if TYPE_CHECKING:
+    from samestep.devices import nvidia
+
+_PROBE = Path(__file__).with_name("probe.py")
 _PROBE_SECONDS = 120.0
 
 
 @dataclass(frozen=True)
 class TorchBuild:
-    """What the installed torch was built for.
+    """The build of the installed torch.
 
     Attributes:
-        version: such as "2.13.0+cu130", None where torch is not installed.
-        cuda: the CUDA version it was built with, None without CUDA; likewise `hip` (AMD) and `xpu` (Intel).
+        version: such as "2.13.0+cu130"; None if torch is not installed.
+        cuda: the CUDA version of the build, None without CUDA; likewise `hip` (AMD) and `xpu` (Intel).
         mps: whether it was built for Apple GPUs.
     """
 
@@ -45,7 +48,7 @@ class TorchBuild:
 
     @property
     def kind(self) -> Kind:
-        """The accelerator it was built for, in torch's words; "cpu" where for none."""
+        """The accelerator's device type; "cpu" for a build without one."""
         if self.cuda or self.hip:
             return "cuda"
         if self.xpu:
@@ -58,16 +61,16 @@ class TorchBuild:
 
 @dataclass(frozen=True)
 class Inventory:
-    """What is there.
+    """The hardware of a machine.
 
     Attributes:
-        devices: the accelerators that torch would show, with torch's indices; empty where there is none.
+        devices: the accelerators that torch would show, with torch's indices.
         cpu: the CPU as one device, with the machine's memory.
         cores: logical cores that this process may use (its affinity).
-        torch: what the installed torch was built for.
-        unusable: GPUs that are there but that this torch cannot use; their indices are nvidia-smi's.
-        variable: the environment variable that limits which of `devices` a process sees, where there is one.
-        notes: sentences on what a user might not expect.
+        torch: the build of the installed torch.
+        unusable: GPUs that this torch cannot use; their indices are nvidia-smi's.
+        variable: the environment variable that limits which of `devices` a process sees; None if there is none.
+        notes: sentences on surprises, such as hidden GPUs.
     """
 
     devices: tuple[Device, ...]
@@ -80,13 +83,13 @@ class Inventory:
 
 
 def discover(environ: Mapping[str, str] | None = None, *, accelerators: bool = True) -> Inventory:
-    """Looks at this machine; neither imports torch nor touches a device.
+    """The hardware of this machine; neither imports torch nor touches a device.
 
-    In a process where torch has already initialised CUDA, the numbering is that torch's.
+    If torch has already initialised CUDA in this process, the numbering is that of torch.
 
     Args:
-        environ: holds CUDA_VISIBLE_DEVICES and its like; this process's environment when None.
-        accelerators: whether to look for accelerators at all; the CPU alone takes no time.
+        environ: holds CUDA_VISIBLE_DEVICES and the like; None for this process's environment.
+        accelerators: whether to look for accelerators; without, it takes no time.
     """
     environ = os.environ if environ is None else environ
     build = torch_build()
@@ -95,18 +98,20 @@ def discover(environ: Mapping[str, str] | None = None, *, accelerators: bool = T
         return bare
     if build.hip or build.kind in ("xpu", "mps"):
         return replace(bare, devices=_probed_devices(build, bare.variable, environ))
-    return _with_nvidia(bare, nvml.read(), environ)
+    from samestep.devices import nvidia  # here: workers, and runs on the CPU, read no GPUs
+
+    return _with_nvidia(bare, nvidia.read(), environ)
 
 
 def usable_cores() -> int:
-    """How many logical cores this process may use."""
+    """The number of logical cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def torch_build(spec: ModuleSpec | None = None) -> TorchBuild:
-    """Reads what torch was built for from the text of its `version.py`."""
+    """Torch's build, from the text of its `version.py`."""
     if spec is None and (spec := _find_torch()) is None:
         return TorchBuild()
     if not spec.submodule_search_locations:
@@ -123,36 +128,34 @@ def torch_build(spec: ModuleSpec | None = None) -> TorchBuild:
 def _find_torch() -> ModuleSpec | None:
     try:
         return importlib.util.find_spec("torch")
-    except ValueError:  # an object that stands in for torch without a spec
+    except ValueError:  # a replacement of torch without a spec
         return None
 
 
 def _constants(source: str) -> dict[str, str]:
-    """The names that a module's text gives a constant string."""
+    """The names to which a module's text assigns a constant string."""
     values: dict[str, str] = {}
     for statement in ast.parse(source).body:
-        targets: list[ast.expr] = []
-        if isinstance(statement, ast.Assign):
-            targets = statement.targets
-        elif isinstance(statement, ast.AnnAssign):
-            targets = [statement.target]
-        else:
-            continue
-        if isinstance(statement.value, ast.Constant) and isinstance(statement.value.value, str):
-            values.update({target.id: statement.value.value for target in targets if isinstance(target, ast.Name)})
+        if isinstance(statement, ast.Assign | ast.AnnAssign) and isinstance(statement.value, ast.Constant):
+            targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
+            if isinstance(statement.value.value, str):
+                values.update({target.id: statement.value.value for target in targets if isinstance(target, ast.Name)})
     return values
 
 
 def _variable(build: TorchBuild, environ: Mapping[str, str]) -> str | None:
-    """The variable that limits what a process sees. ROCm obeys CUDA's too; the one in use is kept."""
-    if build.hip:
+    """The variable that limits the devices of a process."""
+    if build.hip:  # ROCm obeys CUDA's too; the one in use is kept
         cuda_only = "CUDA_VISIBLE_DEVICES" in environ and "HIP_VISIBLE_DEVICES" not in environ
         return "CUDA_VISIBLE_DEVICES" if cuda_only else "HIP_VISIBLE_DEVICES"
     return {"cuda": "CUDA_VISIBLE_DEVICES", "xpu": "ZE_AFFINITY_MASK"}.get(build.kind)
 
 
-def _with_nvidia(bare: Inventory, reading: nvml.Reading, environ: Mapping[str, str]) -> Inventory:
-    """The inventory with what NVML told; pure but for the questions that only CUDA can answer."""
+def _with_nvidia(bare: Inventory, reading: "nvidia.Reading", environ: Mapping[str, str]) -> Inventory:
+    """The inventory with NVIDIA GPUs; asks CUDA only for an order that NVML's rows do not decide."""
+    from samestep.devices import nvidia
+    from samestep.extras import missing
+
     build, gpus = bare.torch, reading.gpus
     notes = list(reading.problems)
     if build.kind != "cuda":
@@ -165,13 +168,13 @@ def _with_nvidia(bare: Inventory, reading: nvml.Reading, environ: Mapping[str, s
             )
         return replace(bare, unusable=seen, notes=tuple(notes))
     known = _initialised_torch()
-    if known is None and (not gpus or not numbering.is_certain(gpus, environ)):
+    if known is None and (not gpus or not nvidia.is_certain(gpus, environ)):
         known = _ask("driver", environ) or None
-    if known is None and gpus and not numbering.is_certain(gpus, environ):
+    if known is None and gpus and not nvidia.is_certain(gpus, environ):
         notes.append(
             "The order of unlike GPUs is a guess, nvidia-smi's; set CUDA_DEVICE_ORDER=PCI_BUS_ID to make it certain."
         )
-    devices = numbering.visible(gpus, environ) if known is None else numbering.match(gpus, known)
+    devices = nvidia.visible(gpus, environ) if known is None else nvidia.match(gpus, known)
     if devices and not reading.is_installed:
         notes.append(missing("pynvml", "what is in use on the GPUs (memory, load, processes, links)") + ".")
     if not devices and not gpus:
@@ -184,7 +187,7 @@ def _with_nvidia(bare: Inventory, reading: nvml.Reading, environ: Mapping[str, s
 
 
 def _initialised_torch() -> tuple[Device, ...] | None:
-    """The GPUs as torch shows them, where this process has initialised CUDA already."""
+    """The GPUs by torch; None unless this process has initialised CUDA."""
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
         return None
@@ -196,7 +199,7 @@ def _initialised_torch() -> tuple[Device, ...] | None:
 
 
 def _probed_devices(build: TorchBuild, variable: str | None, environ: Mapping[str, str]) -> tuple[Device, ...]:
-    """The devices that a child process's torch shows, each with its entry in the variable that limits them."""
+    """The devices by torch in a child process, each with its entry in the variable that limits them."""
     devices = _ask("torch", environ, build.kind)
     if variable is None:
         return devices
@@ -206,13 +209,11 @@ def _probed_devices(build: TorchBuild, variable: str | None, environ: Mapping[st
 
 
 def _ask(whom: str, environ: Mapping[str, str], kind: Kind = "cuda") -> tuple[Device, ...]:
-    """The devices as a throw-away child process shows them; none where it fails."""
-    command = [sys.executable, "-P", str(probe.__file__), whom]
+    """The devices by the probe in a child process; none if it fails."""
+    command = [sys.executable, "-P", str(_PROBE), whom]
+    options: dict[str, Any] = {"capture_output": True, "text": True, "timeout": _PROBE_SECONDS, "check": True}
     try:
-        done = subprocess.run(
-            command, env=dict(environ), capture_output=True, text=True, timeout=_PROBE_SECONDS, check=True
-        )
-        rows = json.loads(done.stdout)
+        rows = json.loads(subprocess.run(command, env=dict(environ), **options).stdout)
     except (OSError, subprocess.SubprocessError, ValueError):
         return ()
     return tuple(

@@ -1,8 +1,7 @@
-"""The probe: a throw-away program that asks the CUDA driver or torch itself which devices it shows.
+"""The probe: a short program that prints, as one JSON list, the devices that the CUDA driver or torch shows.
 
-Run as a file in a child process, so that the process that asks stays free of torch, of contexts and of threads. It
-imports nothing of samestep, prints one JSON list (a row a device, in the order in which torch shows them) and exits;
-where there is nothing to ask it prints an empty list.
+`inventory` runs it as a file in a child process, so that its own process stays free of torch, contexts and threads. It
+imports nothing of samestep. Rows are in torch's order; the list is empty if there is nothing to ask.
 """
 
 import contextlib
@@ -14,9 +13,9 @@ from typing import Any
 
 
 def ask_driver() -> list[dict[str, Any]]:
-    """The devices of the CUDA driver, after CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER; it makes no context.
+    """The devices of the CUDA driver, after CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER; makes no context.
 
-    Source: CUDA driver API, device management (cuDeviceGetUuid_v2 tells a MIG instance's own UUID).
+    Source: CUDA driver API, device management (cuDeviceGetUuid_v2 returns a MIG instance's own UUID).
     """
     try:
         cuda = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
@@ -37,12 +36,13 @@ def ask_driver() -> list[dict[str, Any]]:
         cuda.cuDeviceGetUuid_v2(ctypes.byref(identity), device)
         text = name.value.decode(errors="replace")
         prefix = "MIG-" if " MIG " in text else "GPU-"
-        rows.append({"name": text, "total": total.value, "free": total.value, "uuid": prefix + _uuid(bytes(identity))})
+        full = f"{prefix}{uuid.UUID(bytes=bytes(identity))}"
+        rows.append({"name": text, "total": total.value, "free": total.value, "uuid": full})
     return rows
 
 
 def ask_torch() -> list[dict[str, Any]]:
-    """The devices of `torch.accelerator`: AMD, Intel and Apple GPUs, for which nothing smaller can be asked."""
+    """The devices of `torch.accelerator`: AMD, Intel and Apple GPUs, which only torch lists."""
     import torch
 
     accelerator = torch.accelerator.current_accelerator(check_available=True)
@@ -57,14 +57,10 @@ def ask_torch() -> list[dict[str, Any]]:
     for index in range(torch.accelerator.device_count()):
         properties = backend.get_device_properties(index)
         free = total = int(properties.total_memory)
-        with contextlib.suppress(RuntimeError):  # some Intel GPUs do not tell what is free
+        with contextlib.suppress(RuntimeError):  # unknown for some Intel GPUs
             free, total = backend.mem_get_info(index)
         rows.append({"name": properties.name, "total": total, "free": free, "uuid": str(properties.uuid)})
     return rows
-
-
-def _uuid(identity: bytes) -> str:
-    return str(uuid.UUID(bytes=identity))
 
 
 if __name__ == "__main__":

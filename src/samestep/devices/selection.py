@@ -1,17 +1,4 @@
-"""The selection: which of the devices a run uses, from what a user wrote.
-
-| written | meaning |
-|---|---|
-| `auto` | all accelerators; two CPU workers where there is none |
-| `4` | a COUNT: the first 4 accelerators; 4 CPU workers where there is no accelerator |
-| `0,4` | INDICES: accelerators 0 and 4, in this order; one index alone takes a trailing comma, `4,` |
-| `cpu`, `cpu:2` | one CPU worker, two CPU workers |
-| `cuda`, `mps`, `xpu` | all accelerators of that kind |
-| `cuda:0`, `cuda:0,4`, `cuda:0,cuda:4` | these accelerators, in this order |
-| `free:2` | two idle accelerators (no compute process, little memory in use), those with the most free memory first |
-
-Indices are torch's as this process's environment makes it show them: CUDA_VISIBLE_DEVICES is respected.
-"""
+"""The selection: the devices of a run, by the user's specification (`--devices`)."""
 
 import re
 from collections.abc import Sequence
@@ -26,7 +13,7 @@ from samestep.errors import DeviceError
 FORMS = 'auto, 4 (a count), "0,4" or "4," (indices), cpu, cpu:2, cuda, cuda:0, cuda:0,4, free:2, mps, xpu'
 
 MAX_CPU_WORKERS = 64
-"""CPU workers that may be asked for even of a machine with fewer cores."""
+"""The largest number of CPU workers on a machine with fewer cores."""
 
 _AUTO_CPU_WORKERS = 2
 
@@ -36,11 +23,11 @@ class Selection:
     """The devices of a run, one worker each, in the order of the workers' local ranks.
 
     Attributes:
-        kind: the device type in torch's words.
+        kind: torch's device type.
         devices: the devices.
         environment: variables to set for the workers before they import torch. A worker then sees the selected
-            devices and no others, numbered 0, 1, … in this order.
-        notes: sentences on what a user might not expect.
+            devices alone, numbered 0, 1, … in this order.
+        notes: sentences on surprises, such as more workers than cores.
     """
 
     kind: Kind
@@ -50,23 +37,23 @@ class Selection:
 
     @property
     def indices(self) -> tuple[int, ...]:
-        """The devices' indices as this process sees them; 0, 1, … for CPU workers."""
+        """The devices' indices in this process; 0, 1, … for CPU workers."""
         return tuple(device.index for device in self.devices)
 
     @property
     def count(self) -> int:
-        """How many devices, and so workers, there are."""
+        """The number of devices, and so of workers."""
         return len(self.devices)
 
     @property
     def worker_devices(self) -> tuple[str, ...]:
-        """What each worker gives `torch.device` under `environment`: "cuda:0", "cuda:1", …; "cpu" for each."""
+        """The argument of `torch.device` in each worker, under `environment`: "cuda:0", "cuda:1", …; "cpu" for each."""
         if not self.environment or self.kind in ("cpu", "mps"):
             return tuple(device.torch_name for device in self.devices)
         return tuple(f"{self.kind}:{rank}" for rank in range(self.count))
 
     def describe(self) -> str:
-        """The selection in a few words: "2 CPU workers", "cuda:0,cuda:4 (NVIDIA H200)"."""
+        """A short description: "2 CPU workers", "cuda:0,cuda:4 (NVIDIA H200)"."""
         if self.kind == "cpu":
             return counted(self.count, "CPU worker")
         groups = groupby(self.devices, key=lambda device: device.name)
@@ -74,24 +61,27 @@ class Selection:
 
 
 def select(spec: str | int = "auto", inventory: Inventory | None = None) -> Selection:
-    """Chooses devices as the table at the top of this module says.
+    """Selects devices.
 
     Args:
-        spec: what the user wrote; an int is a count.
-        inventory: what is there; this machine is looked at when None.
+        spec: "auto" (all accelerators, else two CPU workers), a count, indices ("0,4"; one alone takes a comma, "4,"),
+            "cpu", "cpu:2", "cuda", "cuda:0,4", "mps", "xpu", or "free:2" (the emptiest idle accelerators). Indices are
+            torch's; CUDA_VISIBLE_DEVICES is respected.
+        inventory: the hardware; None for this machine.
 
     Raises:
-        DeviceError: a spec that means nothing, or devices that are not there.
+        DeviceError: the spec cannot be read, or the devices do not exist.
     """
     text = _normalised(spec)
     if text == "cpu" or text.startswith("cpu:"):
-        return _cpu_workers(_parse_cpu(text), inventory or discover(accelerators=False))
+        count = _parse_count(text, "cpu", "CPU workers", 1)
+        return _cpu_workers(count, inventory or discover(accelerators=False))
     if text == "auto" or text.isdecimal():
         return _any_kind(text, inventory or discover())
     if text.startswith("free:"):
-        num_idle = _parse_free(text)
+        count = _parse_count(text, "free", "idle devices")
         inventory = inventory or discover()
-        return _of(inventory, _idle(num_idle, inventory))
+        return _of(inventory, _idle(count, inventory))
     kind, indices = _parse_indices(text)
     inventory = inventory or discover()
     return _of(inventory, _of_kind(kind, indices, inventory))
@@ -103,39 +93,29 @@ def _normalised(spec: str | int) -> str:
         raise _meaningless(repr(spec))
     text = re.sub(r"\s*([,:])\s*", r"\1", str(spec).strip().lower())
     if re.search(r"\d{10}", text):
-        raise DeviceError(f"asked for {text}, which is more than there can be; write one of: {FORMS}")
+        raise DeviceError(f"asked for {text}, which is more than any machine has; needed: one of {FORMS}")
     if re.fullmatch(r"[+-]?\d+", text) and int(text) < 1:
         raise DeviceError(f'asked for {text} devices; a count is 1 or more (for the device with index 0 write "0,")')
     return text.removeprefix("+")
 
 
 def _meaningless(spec: str) -> DeviceError:
-    return DeviceError(f"cannot read {spec} as devices; write one of: {FORMS}")
+    return DeviceError(f"cannot read {spec} as devices; needed: one of {FORMS}")
 
 
-def _parse_cpu(text: str) -> int:
-    """The number of workers in "cpu" or "cpu:N"."""
-    number = re.fullmatch(r"cpu(?::(\d+))?", text)
-    if number is None:
+def _parse_count(text: str, word: str, noun: str, default: int | None = None) -> int:
+    """The number in "cpu:N" or "free:N"."""
+    number = re.fullmatch(rf"{word}(?::(\d+))?", text)
+    if number is None or (number[1] is None and default is None):
         raise _meaningless(repr(text))
-    count = int(number[1] or 1)
+    count = int(number[1] or default or 0)
     if count < 1:
-        raise DeviceError(f"asked for {text}: cpu:N is a number of CPU workers, 1 or more (cpu:1 for one)")
+        raise DeviceError(f"asked for {text}: {word}:N is a number of {noun}, 1 or more")
     return count
 
 
-def _parse_free(text: str) -> int:
-    """The number of devices in "free:N"."""
-    number = re.fullmatch(r"free:(\d+)", text)
-    if number is None:
-        raise _meaningless(repr(text))
-    if int(number[1]) < 1:
-        raise DeviceError(f"asked for {text}: free:N is a number of idle devices, 1 or more")
-    return int(number[1])
-
-
 def _parse_indices(text: str) -> tuple[Kind | None, tuple[int, ...] | None]:
-    """A kind and indices, each None where not said."""
+    """A kind and indices; None for one that is left out."""
     if text in ("cuda", "mps", "xpu"):
         return cast(Kind, text), None
     kind: str | None = None
@@ -153,7 +133,7 @@ def _parse_indices(text: str) -> tuple[Kind | None, tuple[int, ...] | None]:
 
 
 def _any_kind(text: str, inventory: Inventory) -> Selection:
-    """All accelerators or the first N, or CPU workers where there is none."""
+    """All accelerators or the first N; CPU workers if there is none."""
     have = len(inventory.devices)
     if not have:
         workers = _cpu_workers(_AUTO_CPU_WORKERS if text == "auto" else int(text), inventory)
@@ -168,7 +148,7 @@ def _any_kind(text: str, inventory: Inventory) -> Selection:
 
 
 def _of_kind(kind: Kind | None, indices: Sequence[int] | None, inventory: Inventory) -> tuple[Device, ...]:
-    """The devices with these indices, or all; checks that they are there."""
+    """The devices with these indices, or all, if they exist."""
     devices = inventory.devices
     if not devices or (kind is not None and devices[0].kind != kind):
         numbers = "" if indices is None else ",".join(map(str, indices))
@@ -203,7 +183,7 @@ def _idle(count: int, inventory: Inventory) -> tuple[Device, ...]:
 
 
 def _use(device: Device) -> str:
-    """Who uses a device: "cuda:1: python (pid 12, 20.1 GiB)"."""
+    """The use of a device: "cuda:1: python (pid 12, 20.1 GiB)"."""
     users = ", ".join(
         f"{process.name} (pid {process.pid}{'' if process.memory is None else f', {gib(process.memory)}'})"
         for process in device.processes
@@ -212,7 +192,7 @@ def _use(device: Device) -> str:
 
 
 def _of(inventory: Inventory, devices: Sequence[Device]) -> Selection:
-    """The selection of these accelerators, which the workers alone see."""
+    """The selection of these accelerators."""
     entries = [device.visible_as for device in devices if device.visible_as is not None]
     environment = {}
     if inventory.variable is not None and len(entries) == len(devices):
@@ -221,7 +201,7 @@ def _of(inventory: Inventory, devices: Sequence[Device]) -> Selection:
 
 
 def _cpu_workers(count: int, inventory: Inventory) -> Selection:
-    """The selection of so many CPU workers, which see no GPU."""
+    """The selection of CPU workers, from which GPUs are hidden."""
     most = max(MAX_CPU_WORKERS, inventory.cores)
     if count > most:
         raise DeviceError(f"asked for {count} CPU workers, at most {most} may share {_cores(inventory)}")
@@ -232,7 +212,7 @@ def _cpu_workers(count: int, inventory: Inventory) -> Selection:
 
 
 def _has(inventory: Inventory) -> str:
-    """What there is, as the end of a sentence."""
+    """The accelerators, as the end of a sentence."""
     devices = inventory.devices
     if not devices:
         return f"{inventory.torch} shows no accelerator on this machine"

@@ -1,0 +1,278 @@
+"""NVIDIA GPUs: their rows by NVML, without CUDA and without torch, and torch's numbering of them.
+
+NVML needs no CUDA context, starts no thread and leaves the process able to fork. It lists every GPU of the machine or
+container by PCI bus id, whatever CUDA_VISIBLE_DEVICES says. If NVML is absent, or a question is "not supported", that
+is no error.
+
+CUDA orders GPUs by CUDA_DEVICE_ORDER: PCI_BUS_ID is NVML's (nvidia-smi's) order; the default, FASTEST_FIRST, is the
+same if all GPUs are of one model, and otherwise known to the driver alone. CUDA_VISIBLE_DEVICES then selects from that
+order. So torch's "cuda:0" need not be nvidia-smi's GPU 0. If the rows do not decide the order (`is_certain`),
+`inventory` asks the driver in a child process, and `match` follows its answer. Workers always get CUDA_VISIBLE_DEVICES
+as a list of UUIDs, which CUDA numbers in the order of the list, whatever CUDA_DEVICE_ORDER says.
+
+Sources: NVML API reference guide, https://docs.nvidia.com/deploy/nvml-api/; CUDA programming guide, appendix on
+environment variables; MIG user guide, on CUDA's device enumeration; `torch.cuda.device_count` on CUDA_VISIBLE_DEVICES.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+from samestep.devices.device import Device, Link, Process
+from samestep.extras import is_installed
+
+T = TypeVar("T")
+
+_PCIE_LINKS = {0: "PIX", 10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"}
+"""nvmlGpuTopologyLevel_t by the names of `nvidia-smi topo -m`, which has none for level 0, two GPUs on one board."""
+
+_SWITCH = -1
+"""An NVSwitch, through which a GPU reaches every other GPU on it, as a peer of NVLinks."""
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A physical GPU."""
+
+    device: Device  # its index and its links' peers are NVML's
+    mig: bool = False  # whether it is split into MIG instances, and computes by these alone
+    instances: tuple[Device, ...] = ()
+
+
+@dataclass(frozen=True)
+class Reading:
+    """The answers of NVML."""
+
+    gpus: tuple[Gpu, ...] = ()  # by PCI bus id
+    driver: str | None = None  # its version; None if NVML does not run
+    problems: tuple[str, ...] = ()  # sentences about errors of NVML
+    is_installed: bool = True  # whether its Python package is; otherwise the CUDA driver is asked for the GPUs' names
+
+
+def read(nvml: Any = None) -> Reading:
+    """Reads all GPUs; an empty `Reading` without an NVIDIA driver or the package nvidia-ml-py."""
+    if nvml is None:
+        if not is_installed("pynvml"):
+            return Reading(is_installed=False)
+        import pynvml
+
+        nvml = pynvml
+    try:
+        nvml.nvmlInit()
+    except (nvml.NVMLError_LibraryNotFound, nvml.NVMLError_DriverNotLoaded):
+        return Reading()
+    except nvml.NVMLError as error:
+        return Reading(problems=(f"NVML does not start: {error}.",))
+    try:
+        return _read_started(nvml)
+    finally:
+        nvml.nvmlShutdown()
+
+
+def _read_started(nvml: Any) -> Reading:
+    gpus: list[Gpu] = []
+    handles: list[Any] = []
+    problems: list[str] = []
+    for index in range(_ask(nvml, 0, nvml.nvmlDeviceGetCount)):
+        try:
+            handle = nvml.nvmlDeviceGetHandleByIndex(index)
+        except nvml.NVMLError as error:
+            problems.append(f"GPU {index} does not answer NVML: {error}.")
+            continue
+        gpus.append(_read_gpu(nvml, handle, index))
+        handles.append(handle)
+    gpus = _with_links(nvml, gpus, handles)
+    gpus.sort(key=lambda gpu: (gpu.device.pci_bus_id or "", gpu.device.index))
+    return Reading(tuple(gpus), _ask(nvml, None, nvml.nvmlSystemGetDriverVersion), tuple(problems))
+
+
+def _ask(nvml: Any, default: T, question: Callable[..., T], *arguments: Any) -> T:
+    """The answer; the default if the GPU, the driver or the library has none."""
+    try:
+        return question(*arguments)
+    except nvml.NVMLError:
+        return default
+
+
+def _read_gpu(nvml: Any, handle: Any, index: int) -> Gpu:
+    pci = _ask(nvml, None, nvml.nvmlDeviceGetPciInfo, handle)
+    bus_id = None if pci is None else _text(pci.busId).lower()
+    device = _read_device(nvml, handle, index, bus_id)
+    if _ask(nvml, [0, 0], nvml.nvmlDeviceGetMigMode, handle)[0] != 1:
+        return Gpu(device)
+    slots = range(_ask(nvml, 0, nvml.nvmlDeviceGetMaxMigDeviceCount, handle))
+    found = [_ask(nvml, None, nvml.nvmlDeviceGetMigDeviceHandleByIndex, handle, slot) for slot in slots]
+    return Gpu(device, True, tuple(_read_device(nvml, one, index, bus_id) for one in found if one is not None))
+
+
+def _read_device(nvml: Any, handle: Any, index: int, bus_id: str | None) -> Device:
+    total, free = _read_memory(nvml, handle)
+    rates = _ask(nvml, None, nvml.nvmlDeviceGetUtilizationRates, handle)
+    temperature = _ask(nvml, None, nvml.nvmlDeviceGetTemperature, handle, nvml.NVML_TEMPERATURE_GPU)
+    running: list[Any] = _ask(nvml, [], nvml.nvmlDeviceGetComputeRunningProcesses_v3, handle)
+    uuid = _ask(nvml, None, nvml.nvmlDeviceGetUUID, handle)
+    return Device(
+        kind="cuda",
+        index=index,
+        name=_text(_ask(nvml, "NVIDIA GPU", nvml.nvmlDeviceGetName, handle)),
+        memory_total=total,
+        memory_free=free,
+        utilization=None if rates is None else float(rates.gpu),
+        temperature=None if temperature is None else float(temperature),
+        processes=tuple(Process(row.pid, _process_name(nvml, row.pid), row.usedGpuMemory) for row in running),
+        uuid=None if uuid is None else _text(uuid),
+        pci_bus_id=bus_id,
+        visible_as=None if uuid is None else _text(uuid),
+    )
+
+
+def _read_memory(nvml: Any, handle: Any) -> tuple[int, int]:
+    """Bytes in all and free, both without the driver's own part, which older drivers count as used."""
+    memory = _ask(nvml, None, nvml.nvmlDeviceGetMemoryInfo, handle, nvml.nvmlMemory_v2)
+    if memory is not None:
+        return int(memory.total - memory.reserved), int(memory.free)
+    memory = _ask(nvml, None, nvml.nvmlDeviceGetMemoryInfo, handle)
+    return (0, 0) if memory is None else (int(memory.total), int(memory.free))
+
+
+def _process_name(nvml: Any, pid: int) -> str:
+    try:
+        name = _text(_ask(nvml, "", nvml.nvmlSystemGetProcessName, pid))
+    except UnicodeDecodeError:  # a path that is not UTF-8
+        return "unknown"
+    return name.replace("\\", "/").rpartition("/")[2] or "unknown"
+
+
+def _text(value: str | bytes) -> str:
+    return value.decode(errors="replace") if isinstance(value, bytes) else value
+
+
+def _with_links(nvml: Any, gpus: Sequence[Gpu], handles: Sequence[Any]) -> list[Gpu]:
+    """The GPUs with their links to one another: NVLink if there is one, else the PCIe path."""
+    index_of = {gpu.device.pci_bus_id: gpu.device.index for gpu in gpus}
+    nvlinks = [_count_nvlinks(nvml, handle, index_of) for handle in handles]
+    linked = []
+    for here, gpu in enumerate(gpus):
+        links = []
+        for there, peer in enumerate(gpus):
+            if here == there:
+                continue
+            direct = nvlinks[here][peer.device.index]
+            switched = min(nvlinks[here][_SWITCH], nvlinks[there][_SWITCH])
+            if direct or switched:
+                links.append(Link(peer.device.index, f"NV{direct or switched}"))
+                continue
+            level = _ask(nvml, None, nvml.nvmlDeviceGetTopologyCommonAncestor, handles[here], handles[there])
+            if level in _PCIE_LINKS:
+                links.append(Link(peer.device.index, _PCIE_LINKS[level]))
+        linked.append(replace(gpu, device=replace(gpu.device, links=tuple(links))))
+    return linked
+
+
+def _count_nvlinks(nvml: Any, handle: Any, index_of: Mapping[str | None, int]) -> Counter[int]:
+    """The number of active NVLinks to each peer, by NVML index, and to switches."""
+    counts: Counter[int] = Counter()
+    for link in range(nvml.NVML_NVLINK_MAX_LINKS):
+        if not _ask(nvml, 0, nvml.nvmlDeviceGetNvLinkState, handle, link):
+            continue
+        kind = _ask(nvml, nvml.NVML_NVLINK_DEVICE_TYPE_UNKNOWN, nvml.nvmlDeviceGetNvLinkRemoteDeviceType, handle, link)
+        if kind == nvml.NVML_NVLINK_DEVICE_TYPE_SWITCH:
+            counts[_SWITCH] += 1
+            continue
+        remote = _ask(nvml, None, nvml.nvmlDeviceGetNvLinkRemotePciInfo, handle, link)
+        peer = None if remote is None else index_of.get(_text(remote.busId).lower())
+        if peer is not None:
+            counts[peer] += 1
+    return counts
+
+
+def visible(gpus: Sequence[Gpu], environ: Mapping[str, str]) -> tuple[Device, ...]:
+    """The devices that torch would show, with torch's indices, by NVML's rows and CUDA_VISIBLE_DEVICES.
+
+    Entries are indices, UUIDs or unambiguous beginnings of UUIDs. As in CUDA, the first entry that is none of them
+    ends the list, and a device named twice empties it. A GPU in MIG mode computes through its instances only, and a
+    process sees at most one instance, which is then its only device.
+    """
+    entries = environ.get("CUDA_VISIBLE_DEVICES")
+    if entries is None:
+        chosen = [_computing(gpu) for gpu in gpus]
+    elif entries.startswith("MIG-"):
+        chosen = list(_by_prefix(entries, "MIG-", [instance for gpu in gpus for instance in gpu.instances]))
+    elif entries.startswith("GPU-"):
+        gpu_of = {gpu.device.uuid: gpu for gpu in gpus}
+        chosen = [_computing(gpu_of[row.uuid]) for row in _by_prefix(entries, "GPU-", [gpu.device for gpu in gpus])]
+    else:
+        chosen = [_computing(gpus[index]) for index in _indices(entries, len(gpus))]
+    devices = [device for device in chosen if device is not None]
+    instances = [device for device in devices if device in {i for gpu in gpus for i in gpu.instances}]
+    return _renumbered(instances[:1] or devices)
+
+
+def match(gpus: Sequence[Gpu], known: Sequence[Device]) -> tuple[Device, ...]:
+    """The devices in the order that CUDA gave, with NVML's row of each, matched by UUID."""
+    rows = {_bare(row.uuid): row for gpu in gpus for row in (gpu.device, *gpu.instances) if row.uuid}
+    # Negative indices, so that a device without a row takes no links of a GPU of that index.
+    strangers = [replace(device, index=-1 - position) for position, device in enumerate(known)]
+    return _renumbered([rows.get(_bare(device.uuid), device) for device in strangers])
+
+
+def is_certain(gpus: Sequence[Gpu], environ: Mapping[str, str]) -> bool:
+    """Whether `visible` certainly gives CUDA's own order."""
+    if any(gpu.mig for gpu in gpus):
+        return False
+    entries = environ.get("CUDA_VISIBLE_DEVICES")
+    if entries is not None and (not entries or entries.startswith("GPU-")):
+        return True
+    return environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID" or len({gpu.device.name for gpu in gpus}) <= 1
+
+
+def _computing(gpu: Gpu) -> Device | None:
+    """The device that computes on a GPU: itself, in MIG mode its first instance, or None."""
+    if not gpu.mig:
+        return gpu.device
+    return gpu.instances[0] if gpu.instances else None
+
+
+def _indices(entries: str, num_gpus: int) -> list[int]:
+    """The leading run of valid indices; none if one occurs twice. Like C's strtoul, "1x" reads as 1."""
+    indices: list[int] = []
+    for entry in entries.split(","):
+        number = re.match(r"\s*([+-]?\d+)", entry)
+        index = -1 if number is None else int(number[1])
+        if not 0 <= index < num_gpus:
+            break
+        if index in indices:
+            return []
+        indices.append(index)
+    return indices
+
+
+def _by_prefix(entries: str, prefix: str, devices: Sequence[Device]) -> list[Device]:
+    """The leading run of entries that name one device each; none if a device occurs twice."""
+    chosen: list[Device] = []
+    for entry in entries.split(","):
+        named = [device for device in devices if entry.startswith(prefix) and (device.uuid or "").startswith(entry)]
+        if len(named) != 1:
+            break
+        if named[0] in chosen:
+            return []
+        chosen.append(named[0])
+    return chosen
+
+
+def _bare(uuid: str | None) -> str:
+    """A UUID without "GPU-" or "MIG-", which torch's device properties leave out."""
+    return (uuid or "").removeprefix("GPU-").removeprefix("MIG-").lower()
+
+
+def _renumbered(devices: Sequence[Device]) -> tuple[Device, ...]:
+    """The devices with indices 0, 1, … and with links to one another only."""
+    index_of = {device.index: index for index, device in enumerate(devices)}
+
+    def links_of(device: Device) -> tuple[Link, ...]:
+        links = (Link(index_of[link.peer], link.kind) for link in device.links if link.peer in index_of)
+        return tuple(sorted(links, key=lambda link: link.peer))
+
+    return tuple(replace(device, index=index, links=links_of(device)) for index, device in enumerate(devices))
