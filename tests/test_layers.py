@@ -49,7 +49,6 @@ SMALL_FOR_A_REASON = {
     "data.text": "used by scripts too: docs/data.md names it",
     "scripts.virtual.devices": "the entry of its folder, above all its other modules",
     "comm.tree_kernel": "imports Triton, which takes a second",
-    "launcher.store": "the program of a process of its own",
     "recipes.workload": "recipes import from estimate, which may not import recipes",
 }
 

@@ -11,8 +11,7 @@ import torch
 
 from samestep.devices.selection import select
 from samestep.launcher.assignment import process_variables
-from samestep.launcher.job import Job
-from samestep.launcher.policy import Policy
+from samestep.launcher.job import Job, Policy
 from samestep.launcher.program import run_program
 from samestep.launcher.supervisor import supervise
 from samestep.launcher.worker_pool import ServerPool

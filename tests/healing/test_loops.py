@@ -9,7 +9,7 @@ from conftest import run_script
 from faulty_loops import KINDS, train
 from worlds import in_turns
 
-from samestep.launcher.policy import Policy
+from samestep.launcher.job import Policy
 from samestep.train.run import Run
 
 SCRIPT = str(Path(__file__).with_name("faulty_loops.py"))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from samestep.launcher.policy import Policy
+from samestep.launcher.job import Policy
 from samestep.report.run_summary import make_report
 
 REPLACE = Policy(replace=True, max_restarts=2)

@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 
 from samestep.devices.selection import select
-from samestep.launcher.job import Job
-from samestep.launcher.policy import Policy
+from samestep.launcher.job import Job, Policy
 from samestep.launcher.supervisor import supervise
 
 SCRIPT = str(Path(__file__).with_name("spread_hanging_script.py"))

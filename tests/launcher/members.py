@@ -13,8 +13,7 @@ from samestep.comm.heartbeat_page import HEALS, READY_TO_JOIN, STOPS_ON_REQUEST,
 from samestep.devices.selection import select
 from samestep.errors import PeerLostError
 from samestep.launcher.assignment import process_variables
-from samestep.launcher.job import Job, Outcome
-from samestep.launcher.policy import Policy
+from samestep.launcher.job import Job, Outcome, Policy
 from samestep.launcher.supervisor import supervise
 from samestep.launcher.worker_pool import ServerPool
 

@@ -10,8 +10,8 @@ import time
 import pytest
 
 from samestep.comm.heartbeat_page import HEALS, SHOWS_LIFE, Beat
-from samestep.launcher.hangs import HangDetector
-from samestep.launcher.policy import Policy
+from samestep.launcher.healing import HangDetector
+from samestep.launcher.job import Policy
 
 sys.path.insert(0, os.path.dirname(__file__))
 from members import is_down_to, run_members, wait_until

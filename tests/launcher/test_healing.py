@@ -11,7 +11,7 @@ import torch
 
 from samestep.comm.heartbeat_page import HEALS, STOPS_ON_REQUEST
 from samestep.errors import DataError, PeerLostError
-from samestep.launcher.policy import Policy
+from samestep.launcher.job import Policy
 
 sys.path.insert(0, os.path.dirname(__file__))
 from members import is_down_to, run_members, wait_until

@@ -3,7 +3,7 @@
 import pytest
 
 from samestep.errors import UsageError
-from samestep.launcher.policy import Policy
+from samestep.launcher.job import Policy
 
 # A script that heals: it posts on the page by itself, and ends when one of three is lost.
 MEMBER = """

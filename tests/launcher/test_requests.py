@@ -8,7 +8,7 @@ import time
 import pytest
 
 from samestep.comm.heartbeat_page import HEALS, STOPS_ON_REQUEST
-from samestep.launcher.policy import Policy
+from samestep.launcher.job import Policy
 
 sys.path.insert(0, os.path.dirname(__file__))
 from members import is_down_to, run_members, wait_until

@@ -9,8 +9,7 @@ import pytest
 
 from samestep.devices.selection import select
 from samestep.errors import DataError
-from samestep.launcher.job import Job
-from samestep.launcher.policy import Policy
+from samestep.launcher.job import Job, Policy
 from samestep.launcher.supervisor import supervise
 
 sys.path.insert(0, os.path.dirname(__file__))

@@ -11,8 +11,7 @@ from node_scripts import FAILING, PARALLEL, SMALL, TRAINER
 from samestep.cli.options import NodeOptions, WorkerOptions, chosen_devices, chosen_torchrun
 from samestep.comm.environment import torchrun_defaults
 from samestep.errors import UsageError
-from samestep.launcher.policy import Policy
-from samestep.launcher.torchrun import parse_max_nodes
+from samestep.launcher.job import Policy, parse_max_nodes
 
 PET = {
     "PET_NNODES": "2",

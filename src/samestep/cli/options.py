@@ -17,8 +17,7 @@ from samestep.errors import UsageError
 from samestep.recipes.config import MAX_THREADS
 
 if TYPE_CHECKING:
-    from samestep.launcher.policy import Policy
-    from samestep.launcher.torchrun import Torchrun
+    from samestep.launcher.job import Policy, Torchrun
 
 THREADS = "CPU threads a worker; part of what decides the bits; 1 by default."
 SEVERAL_MACHINES = "Several machines (torchrun's options; PET_… variables give their defaults)"
@@ -170,8 +169,7 @@ def _parameter(each: Field[Any], kind: Any, only_given: bool) -> inspect.Paramet
 def chosen_torchrun(policy: "Policy", start_method: str | None, nodes: NodeOptions) -> "Torchrun | None":
     """torchrun's options, from these and the variables that stand for them; None for this machine alone."""
     from samestep.comm.environment import read_environment, torchrun_defaults
-    from samestep.launcher.policy import Policy
-    from samestep.launcher.torchrun import Torchrun, parse_max_nodes
+    from samestep.launcher.job import Policy, Torchrun, parse_max_nodes
 
     options = {name: str(value) for name, value in asdict(nodes).items() if value is not None}
     launcher = read_environment().launcher

@@ -1,7 +1,7 @@
 """`samestep run`: an existing script or module on all devices."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -16,10 +16,7 @@ from samestep.cli.options import (
     with_options,
 )
 from samestep.cli.profile import Profile, ProfileDir, print_traces, profiled
-from samestep.launcher.policy import Policy
-
-if TYPE_CHECKING:
-    from samestep.launcher.job import Job
+from samestep.launcher.job import Job, Policy
 
 CONTEXT_SETTINGS = {"allow_interspersed_args": False, **SPELLINGS}
 """What the command is registered with: everything after SCRIPT belongs to the script."""
@@ -49,7 +46,6 @@ def run(
     from samestep.comm.environment import read_environment
     from samestep.devices.selection import select
     from samestep.errors import UsageError
-    from samestep.launcher.job import Job
     from samestep.launcher.supervisor import supervise
     from samestep.scripts.script_analysis import reads_as
     from samestep.train.paths import PROFILE_FOLDER
@@ -99,7 +95,6 @@ def run(
 
 def _called(job: "Job", module: str, function: str, options: dict[str, Any]) -> "Job":
     """The job that runs another one's script by a function of adoption."""
-    from samestep.launcher.job import Job
 
     kwargs = {"kind": job.kind, "target": job.target, "argv": list(job.argv), **options}
     return Job("function", f"{module}:{function}", kwargs=kwargs, log_dir=job.log_dir, preload=(module,))

@@ -13,13 +13,12 @@ import typer
 from samestep.cli.options import NodeOptions, WorkerOptions, chosen_devices, chosen_torchrun, with_options
 from samestep.cli.profile import Profile, print_times, print_traces, step_times, traces
 from samestep.errors import UsageError
-from samestep.launcher.policy import Policy
+from samestep.launcher.job import Job, Policy, Torchrun
 from samestep.recipes.catalog import NAMES
 from samestep.recipes.config import COMPARED, JobConfig
 
 if TYPE_CHECKING:
     from samestep.core.mesh import Mesh
-    from samestep.launcher.torchrun import Torchrun
 
 
 @with_options
@@ -125,11 +124,10 @@ def _check_kept(asked: Mapping[str, Any], source: Path, resume: Path) -> None:
 
 
 def _train_by_workers(
-    config: JobConfig, workers: WorkerOptions, policy: Policy, torchrun: "Torchrun | None", as_json: bool
+    config: JobConfig, workers: WorkerOptions, policy: Policy, torchrun: Torchrun | None, as_json: bool
 ) -> None:
     """Starts a worker a device, and shows their progress."""
     from samestep.devices.selection import select
-    from samestep.launcher.job import Job
     from samestep.launcher.supervisor import supervise
     from samestep.train.paths import LOG_FOLDER, remove_if_unused
 

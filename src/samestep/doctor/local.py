@@ -8,8 +8,7 @@ from samestep.devices.inventory import discover
 from samestep.devices.selection import Selection, select
 from samestep.doctor.check_table import Machine, check_node
 from samestep.doctor.result import Result, bad, is_good
-from samestep.launcher.job import Job
-from samestep.launcher.policy import Policy
+from samestep.launcher.job import Job, Policy
 from samestep.launcher.supervisor import supervise
 
 GRACE_SECONDS = 3.0

@@ -1,4 +1,4 @@
-"""The assignment of a worker: its place in the run, its environment variables, and its instruction."""
+"""The assignment of a worker: its place in the run, its environment variables, and its instruction for the start."""
 
 import os
 import socket
@@ -30,15 +30,15 @@ class Assignment:
     slot: int = 0  # the worker's index on the page, its own as long as the page lives
     attempt: int = 0  # how often all workers have been restarted
     max_restarts: int = 0
-    joins: bool = False  # whether it is started late, and waits until it is in a quorum
+    joins: bool = False  # whether it is a replacement, which waits until it is in a quorum
 
 
 @dataclass(frozen=True)
 class Instruction:
     """A worker's place and job, the store's port on the loopback address, and its descriptors by name.
 
-    "events", "words" and "page" are always there; "stdout" and "stderr" unless they are inherited; "payload" and
-    "answer" when arguments and result travel pickled.
+    "events", "dump" (for crash dumps) and "page" always exist; "stdout" and "stderr" unless they are inherited;
+    "payload" and "answer" if arguments and result are pickled.
     """
 
     assignment: Assignment
@@ -75,9 +75,9 @@ def assign(
 
 def process_variables(selection: Selection, num_threads: int) -> dict[str, str]:
     """The variables that must be set before a worker's process imports torch."""
-    # OpenBLAS starts threads when numpy is imported, which would spoil the fork. cuBLAS reads its workspace setting,
-    # needed for deterministic results, when it starts (see `torch.use_deterministic_algorithms`). Python orders sets of
-    # strings by a hash that differs between processes, and so would a vocabulary made of a set.
+    # OpenBLAS starts threads when numpy is imported, after which the process must not fork. cuBLAS reads its workspace
+    # setting, needed for deterministic results, when it starts (see `torch.use_deterministic_algorithms`). The order of
+    # a set of strings depends on a hash that differs between processes, and so would a vocabulary made of a set.
     variables = {
         "OPENBLAS_NUM_THREADS": "1",
         "OMP_NUM_THREADS": str(num_threads),
@@ -90,8 +90,8 @@ def process_variables(selection: Selection, num_threads: int) -> dict[str, str]:
 
 def worker_variables(instruction: Instruction) -> dict[str, str]:
     """The variables of one worker: torchrun's, so that `env://` works, and samestep's own."""
-    # The store is hosted by a process of its own, so ranks must join it as clients: TORCHELASTIC_USE_AGENT_STORE says
-    # that to torch's rendezvous (`torch/distributed/rendezvous.py`).
+    # A separate process hosts the store, so ranks must join it as clients: TORCHELASTIC_USE_AGENT_STORE does that in
+    # torch's rendezvous (`torch/distributed/rendezvous.py`).
     place = instruction.assignment
     variables = {
         **place.variables,
@@ -120,13 +120,13 @@ def worker_variables(instruction: Instruction) -> dict[str, str]:
         variables[JOINS_VARIABLE] = "1"
     interface = _loopback()
     if "GLOO_SOCKET_IFNAME" not in os.environ and interface is not None:
-        # Otherwise gloo resolves the host's name, and warns if it has no address.
+        # Without it gloo resolves the host's name, and warns if that has no address.
         variables["GLOO_SOCKET_IFNAME"] = interface
     return variables
 
 
 def _loopback() -> str | None:
-    """The name of the loopback interface, by which ranks of one machine reach each other."""
+    """The name of the loopback interface, which connects the ranks of one machine."""
     loopback = "lo0" if sys.platform == "darwin" else "lo"
     return loopback if any(name == loopback for _, name in socket.if_nameindex()) else None
 

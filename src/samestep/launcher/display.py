@@ -1,4 +1,4 @@
-"""The display: one progress bar on the terminal, and rank 0's lines."""
+"""The display: one progress bar on the terminal, rank 0's lines, and messages about the run."""
 
 import contextlib
 import sys
@@ -16,7 +16,7 @@ LINE_SECONDS = 30.0
 
 
 class Display:
-    """Shows a run by a bar on stderr that vanishes at the end; without a terminal by a line each half minute."""
+    """Shows a run by a bar on stderr, removed at the end; without a terminal by a line every half minute."""
 
     def __init__(self, quiet: bool, lines_to: Literal["stdout", "stderr"]) -> None:
         self._quiet = quiet
@@ -52,7 +52,7 @@ class Display:
         self._bar.refresh()
 
     def _print_progress(self, event: Event, now: float) -> None:
-        """Prints a line now and then, so that a long epoch does not look hung."""
+        """Prints a line every half minute, so that a long epoch does not look hung."""
         if now - self._shown < LINE_SECONDS:
             return
         self._shown = now
@@ -65,13 +65,13 @@ class Display:
         if self._quiet:
             return
         if self._bar is not None and self._lines.isatty():
-            # Bar and line share the terminal: the bar's console must do it.
+            # Bar and line share the terminal: the bar's console must print it.
             self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
             return
         with contextlib.suppress(BrokenPipeError):
             print(text, file=self._lines, flush=True)
 
-    def say(self, text: str) -> None:
+    def notify(self, text: str) -> None:
         """Prints a message about the run on stderr, above the bar if there is one; even if the display is quiet."""
         if self._bar is not None:
             self._bar.console.print(f"samestep: {text}", markup=False, highlight=False, soft_wrap=True)
@@ -86,7 +86,7 @@ class Display:
 
 
 def _new_bar() -> "Progress":
-    """The bar; it is refreshed by calls, so that the supervisor needs no thread for it."""
+    """A bar that is refreshed by calls, so that the supervisor needs no thread."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 

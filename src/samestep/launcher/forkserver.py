@@ -1,8 +1,9 @@
-"""The fork server: a process with one thread that imports torch once and forks the workers from there.
+"""The fork server: a process with one thread that imports torch once and forks the workers.
 
-With the start method "spawn" it imports nothing, and starts each worker as a program of its own.
+With the start method "spawn" it imports nothing, and starts each worker as a new program. Its first child hosts the
+store, torch's TCPStore by which ranks connect, apart from every rank.
 
-It talks with the supervisor in JSON lines over a Unix socket. Commands are `{"command": "start", "instruction": …,
+It exchanges JSON lines with the supervisor over a Unix socket. Commands are `{"command": "start", "instruction": …,
 "names": […]}`, with the worker's descriptors attached to the message in the order of `names`, and
 `{"command": "signal", "slot": s, "signal": n}`. Events are `started` (slot, pid), `exited` (slot, code; -N for signal
 N) and `broken` (text). When the socket closes, or the supervisor dies, it ends the workers and itself.
@@ -24,28 +25,29 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 from samestep.comm.channel import EventParser
+from samestep.comm.environment import LOOPBACK
 from samestep.launcher import process_tree
 from samestep.launcher.assignment import Instruction
 from samestep.launcher.job import Job
-from samestep.launcher.store import host_store, open_listener
 from samestep.launcher.worker import leave, work
 
 # The first optimizer imports torch._dynamo, 800 modules: once here, instead of in every worker.
 PRELOADED = ("torch", "torch.distributed", "torch._dynamo", "samestep.train.run")
 GRACE_SECONDS = 2.0
 MAX_FDS = 64
+LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"
 
 
 class ForkError(RuntimeError):
-    """The fork server cannot fork: it has threads, or holds an accelerator."""
+    """The fork server cannot fork: it has threads, or has initialised an accelerator."""
 
 
 @dataclass
 class ForkServer:
-    """The fork server's state; everything happens on its one thread."""
+    """The fork server's state, used by its one thread."""
 
     control: socket.socket
     wake: int
@@ -77,7 +79,7 @@ def serve(
         _start_store(server)
         return _loop(server)
     except BaseException as error:
-        # Without this a broken installation of torch would look like a worker that died.
+        # Otherwise a broken installation of torch would look like a worker that died.
         reason = str(error) if isinstance(error, ForkError) else traceback.format_exc()
         _send(control, "broken", text=reason)
         if server is not None:
@@ -86,7 +88,16 @@ def serve(
 
 
 def main() -> None:
-    """The server as a program: the socket, the supervisor's process id, start method, modules, room for a title."""
+    """The server as a program; its arguments: socket, supervisor's process id, start method, modules, title room.
+
+    Or the store as a program; its arguments: "store", socket, parent's process id, title room.
+    """
+    if sys.argv[1] == "store":
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        process_tree.release_signals()
+        process_tree.end_with_parent(int(sys.argv[3]), signal.SIGKILL)
+        os.set_inheritable(int(sys.argv[2]), False)
+        _host_store(socket.socket(fileno=int(sys.argv[2])))
     control = socket.socket(fileno=int(sys.argv[1]))
     control.set_inheritable(False)
     instruction = serve(control, int(sys.argv[2]), sys.argv[3] == "fork", sys.argv[4:-1])
@@ -107,13 +118,13 @@ def serve_forked(control: socket.socket, supervisor: int, call: Callable[[], Any
 
 
 def _send(control: socket.socket, event: str, **fields: Any) -> None:
-    """Sends the supervisor an event; the loop notices if it is gone."""
+    """Sends the supervisor an event; the loop detects that it has ended."""
     with contextlib.suppress(OSError):
         control.sendall(json.dumps({"event": event, **fields}).encode() + b"\n")
 
 
 def _loop(server: ForkServer) -> Instruction | None:
-    """Serves until the supervisor is gone or asks to stop."""
+    """Serves until the supervisor ends or asks to stop."""
     while True:
         ready, _, _ = select.select([server.control.fileno(), server.wake], [], [])
         if server.wake in ready and signal.SIGTERM in os.read(server.wake, 512):
@@ -148,7 +159,7 @@ def _start(server: ForkServer, message: dict[str, Any]) -> Instruction | None:
     attempt = message["instruction"]["assignment"]["attempt"]
     if attempt != server.attempt:
         server.attempt = attempt
-        _start_store(server)  # an empty one: torch's rendezvous would find addresses of dead ranks
+        _start_store(server)  # an empty one: in the old one torch's rendezvous would find the addresses of dead ranks
     fds = {name: server.received.popleft() for name in message["names"]}
     instruction = Instruction.from_json({**message["instruction"], "port": server.port, "fds": fds})
     parent = os.getpid()
@@ -162,7 +173,7 @@ def _start(server: ForkServer, message: dict[str, Any]) -> Instruction | None:
         with tempfile.TemporaryFile() as file:
             file.write(json.dumps(asdict(instruction)).encode())
             file.flush()
-            pid = _spawn("worker", file.fileno(), fds)
+            pid = _spawn("samestep.launcher.worker", fds=fds, fd=file.fileno())
     process_tree.release_signals()
     with contextlib.suppress(OSError):
         os.setpgid(pid, pid)
@@ -175,7 +186,7 @@ def _start(server: ForkServer, message: dict[str, Any]) -> Instruction | None:
 
 
 def _become_worker(server: ForkServer, parent: int) -> None:
-    """Closes in a new worker what belongs to the fork server; must not raise, or a second fork server would run."""
+    """Closes the fork server's descriptors in a new worker; must not raise, or a second fork server would run."""
     try:
         process_tree.end_with_parent(parent, signal.SIGKILL)
         os.setpgid(0, 0)
@@ -194,9 +205,11 @@ def _start_store(server: ForkServer) -> None:
     if store:
         os.kill(store, signal.SIGKILL)
         os.waitpid(store, 0)
-    listener, parent = open_listener(), os.getpid()
+    listener, parent = socket.socket(socket.AF_INET, socket.SOCK_STREAM), os.getpid()
+    listener.bind((LOOPBACK, 0))
+    listener.listen(1024)
     server.port = listener.getsockname()[1]
-    server.store = _fork() if server.forks else _spawn("store", listener.fileno())
+    server.store = _fork() if server.forks else _spawn("samestep.launcher.forkserver", "store", fd=listener.fileno())
     if server.store == 0:
         try:
             process_tree.end_with_parent(parent, signal.SIGKILL)
@@ -205,18 +218,44 @@ def _start_store(server: ForkServer) -> None:
             server.control.close()
             for fd in server.received:
                 os.close(fd)
-            host_store(listener)
+            _host_store(listener)
         finally:
             traceback.print_exc()
             os._exit(1)
     listener.close()
 
 
-def _spawn(module: str, fd: int, fds: Mapping[str, int] | None = None) -> int:
-    """Starts a module of the launcher as a program that leads a process group; returns its process id."""
+def _host_store(listener: socket.socket) -> NoReturn:
+    """Hosts the store until a signal ends the process."""
+    import torch.distributed as dist
+
+    process_tree.set_title("samestep store", "samestep store")
+    port = listener.getsockname()[1]
+    stderr = os.dup(2)
+    if LOG_LEVEL not in os.environ:
+        # The store survives garbage at its port, but logs a C++ stack for it. The port may have garbage already.
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, 2)
+        os.close(nowhere)
+    try:
+        # The reference keeps the store, and its port, alive.
+        store = dist.TCPStore(
+            LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+        )
+    except BaseException:
+        os.dup2(stderr, 2)
+        raise
+    os.close(stderr)
+    while store is not None:
+        signal.pause()
+    raise AssertionError("the store is held")
+
+
+def _spawn(module: str, *arguments: str, fd: int, fds: Mapping[str, int] | None = None) -> int:
+    """Starts a module as a program that leads a process group; returns its process id."""
     fds = fds or {}
     process = subprocess.Popen(
-        [sys.executable, "-P", "-m", f"samestep.launcher.{module}", str(fd), str(os.getpid()), process_tree.TITLE_ROOM],
+        [sys.executable, "-P", "-m", module, *arguments, str(fd), str(os.getpid()), process_tree.TITLE_ROOM],
         pass_fds=tuple({fd, *fds.values()}),
         stdout=fds.get("stdout"),
         stderr=fds.get("stderr"),
@@ -227,7 +266,7 @@ def _spawn(module: str, fd: int, fds: Mapping[str, int] | None = None) -> int:
 
 
 def _fork() -> int:
-    """Forks, unless threads or an accelerator would break the child."""
+    """Forks, unless threads or an initialised accelerator would break the child."""
     count = len(os.listdir("/proc/self/task"))
     if count != 1:
         raise ForkError(f"the starter process has {count} threads and must have one; use --start-method spawn")
@@ -240,7 +279,7 @@ def _fork() -> int:
 
 
 def _signal(server: ForkServer, slot: int, signum: int) -> None:
-    """Signals a worker that is not reaped."""
+    """Signals a worker that has not been reaped."""
     for pid, owner in server.workers.items():
         if owner == slot:
             with contextlib.suppress(ProcessLookupError):
@@ -289,7 +328,7 @@ def _end_all(server: ForkServer) -> None:
 
 
 def _install_signals() -> int:
-    """Lets SIGCHLD and SIGTERM wake the loop; returns the descriptor on which their numbers arrive."""
+    """Makes SIGCHLD and SIGTERM wake the loop; returns the descriptor that their numbers are written to."""
     wake, waker = os.pipe()
     os.set_blocking(wake, False)
     os.set_blocking(waker, False)

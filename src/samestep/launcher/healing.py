@@ -1,4 +1,4 @@
-"""Healing: decides whether a run goes on without a worker, and follows the others until they do.
+"""Healing: detects hung workers, decides whether a run goes on without a worker, and follows the others until they do.
 
 A worker is removed by a new quorum on the page: the workers in it connect anew, and redo the step. Until all of them
 have, the change is pending; further failures meanwhile make further quorums.
@@ -10,14 +10,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from samestep.comm.heartbeat_page import READY_TO_JOIN
-from samestep.launcher.failures import Failure, describe, details, go_on, repeats
-from samestep.launcher.hangs import HangDetector
-from samestep.launcher.policy import Policy
-from samestep.launcher.workers import Worker, Workers
+from samestep.comm.heartbeat_page import HEALS, READY_TO_JOIN, SHOWS_LIFE, Beat
+from samestep.launcher.failures import Failure, describe, details, repeats
+from samestep.launcher.job import Policy
+from samestep.launcher.workers import WORKING, Worker, Workers
 
 Decision = Literal["heal", "few", "fault", "cannot"]
 
+MAX_LOOK_SECONDS = 1.0
 LINGER_SECONDS = 2.0  # how long a removed worker may take to end
 REPORT_SECONDS = 0.5  # before a failure is reported: two workers that fail alike mean a fault of the program
 STRAY_SECONDS = 1.0  # how long all may wait for each other before they get another quorum
@@ -26,8 +26,77 @@ MAX_STRAYS = 3
 
 
 @dataclass
+class Silence:
+    """How long a worker has been silent."""
+
+    beat: Beat  # its last
+    silent_seconds: float = 0.0  # since the heartbeat changed
+    stuck_seconds: float = 0.0  # since phase, step or quorum changed; a worker that waits may have heartbeats
+    watched: bool = False  # whether it has ever had the flag of healing or of heartbeats
+
+
+class HangDetector:
+    """Measures how long each worker has been without a heartbeat; a timeout of 0 finds no hangs.
+
+    A worker that waits for others never hangs: when all wait, the transport's timeout decides. Time is counted in
+    calls, so that hours in which the whole machine slept do not count.
+    """
+
+    def __init__(self, timeout_seconds: float) -> None:
+        self.timeout_seconds = timeout_seconds
+        self._by_slot: dict[int, Silence] = {}
+        self._looked: float | None = None
+
+    def look(self, beats: Mapping[int, Beat], now: float) -> None:
+        """Records the heartbeats of the living workers, by slot, at a time of `time.monotonic`."""
+        elapsed = 0.0 if self._looked is None else min(now - self._looked, MAX_LOOK_SECONDS)
+        self._looked = now
+        known, self._by_slot = self._by_slot, {}
+        for slot, beat in beats.items():
+            silence = self._by_slot[slot] = known.get(slot) or Silence(beat)
+            before = silence.beat
+            is_stuck = (beat.phase, beat.step, beat.quorum) == (before.phase, before.step, before.quorum)
+            silence.silent_seconds = silence.silent_seconds + elapsed if beat == before else 0.0
+            silence.stuck_seconds = silence.stuck_seconds + elapsed if is_stuck else 0.0
+            silence.watched = silence.watched or bool(beat.flags & (HEALS | SHOWS_LIFE))
+            silence.beat = beat
+
+    def silent_seconds(self, slot: int) -> float:
+        """How long a worker has been silent; 0 for an unknown one."""
+        return self._by_slot[slot].silent_seconds if slot in self._by_slot else 0.0
+
+    def hung(self, is_stopped: Callable[[int], bool]) -> list[int]:
+        """The slots of hung workers; `is_stopped` is whether a signal has stopped the process of a slot."""
+        timeout = self.timeout_seconds
+        silent = [slot for slot, one in self._by_slot.items() if one.watched and one.silent_seconds > timeout]
+        if timeout == 0 or not silent:
+            return []
+        stopped = {slot for slot in silent if is_stopped(slot)}
+        if len(stopped) == len(self._by_slot) > 1:
+            return []  # the whole run was paused
+        return [slot for slot in silent if slot in stopped or self._keeps_waiting(slot)]
+
+    def _keeps_waiting(self, slot: int) -> bool:
+        """Whether a silent worker keeps others waiting, instead of waiting itself."""
+        phase = self._by_slot[slot].beat.phase
+        timeout = self.timeout_seconds
+        others = [silence for other, silence in self._by_slot.items() if other != slot]
+        regrouping = [s for s in others if s.beat.phase == "regroup" and s.stuck_seconds > timeout]
+        if phase in WORKING:
+            return True
+        if phase in ("script", "start"):
+            return bool(regrouping) or any(s.beat.phase == "exchange" and s.silent_seconds > timeout for s in others)
+        if phase == "exchange":
+            return bool(regrouping)  # they have broken the exchange, which every living rank has noticed
+        if phase == "regroup":
+            # Those that have met in the new quorum have heartbeats while they wait for the last.
+            return any(s.silent_seconds < timeout / 2 for s in regrouping)
+        return False
+
+
+@dataclass
 class Change:
-    """A quorum that its members have not all taken up yet."""
+    """A quorum that not all of its members have joined yet."""
 
     began: float  # on the clock of `time.monotonic`
     removed: list[tuple[Worker, Failure]] = field(default_factory=list)
@@ -40,17 +109,19 @@ class Healed:
 
     quorum: int
     world_size: int
-    seconds: float  # from the failure until all had taken up the quorum, as measured here
+    seconds: float  # from the failure until all had joined the quorum, as measured here
     lost: tuple[int, ...]  # ranks
 
 
 class Healing:
-    """The healing of one attempt; `say` tells the user, `note` records an event by name and fields."""
+    """The healing of one attempt; `notify` prints a message, `note` records an event by name and fields."""
 
-    def __init__(self, workers: Workers, policy: Policy, say: Callable[[str], None], note: Callable[..., None]) -> None:
+    def __init__(
+        self, workers: Workers, policy: Policy, notify: Callable[[str], None], note: Callable[..., None]
+    ) -> None:
         self._workers = workers
         self._policy = policy
-        self._say = say
+        self._notify = notify
         self._note = note
         self._failures: list[tuple[Worker, Failure]] = []
         self._unreported: list[tuple[float, Worker, str]] = []
@@ -63,7 +134,7 @@ class Healing:
 
     @property
     def is_pending(self) -> bool:
-        """Whether members are still taking up the quorum, or something is still to be reported."""
+        """Whether members have still to join the quorum, or something is still to be reported."""
         return self._change is not None or bool(self._unreported)
 
     def decide(self, worker: Worker) -> Decision:
@@ -106,14 +177,14 @@ class Healing:
             self._change = Change(now)
         self._change.removed.append((worker, failure))
         living = self._announce()
-        text = f"{describe(worker, failure)}; {go_on(living)}" if living else describe(worker, failure)
+        text = f"{describe(worker, failure)}; {_go_on(living)}" if living else describe(worker, failure)
         self._unreported.append((now + REPORT_SECONDS, worker, text))
         fields = asdict(failure)
         del fields["slot"]
         self._note("death", **fields)
 
     def look(self, hangs: HangDetector, may_join: bool) -> None:
-        """Does what is due; called often while something is pending, else twice a second."""
+        """Handles everything that is due; called often while something is pending, else twice a second."""
         now = time.monotonic()
         self._drop_ended()
         self._gather_strays(hangs, now)
@@ -123,7 +194,7 @@ class Healing:
             self._join(now)
 
     def receive(self, event: Mapping[str, Any]) -> None:
-        """Takes in an event of the rank that writes the ledger, whose duration of a healing is the one reported."""
+        """Handles an event of the rank that writes the ledger, whose duration of a healing is the one reported."""
         self._keeps_ledger = True
         quorum, seconds = event.get("quorum"), event.get("seconds")
         if isinstance(quorum, int) and isinstance(seconds, int | float):
@@ -140,9 +211,9 @@ class Healing:
         while self._healed:
             self._report_healed(self._healed[0].quorum)
 
-    def _announce(self) -> int:
-        """Announces a quorum of the living workers; returns their number."""
-        slots = tuple(worker.slot for worker in self._workers.living)
+    def _announce(self, ready: tuple[Worker, ...] = ()) -> int:
+        """Announces a quorum of the living workers and those that are ready to join; returns their number."""
+        slots = tuple(worker.slot for worker in (*self._workers.living, *ready))
         if slots:
             self._workers.announce(slots, [asdict(failure) for _, failure in self._failures])
             self._announced = time.monotonic()
@@ -151,9 +222,8 @@ class Healing:
     def _drop_ended(self) -> None:
         """Removes workers that ended without a failure, once others want to connect anew."""
         workers = self._workers
-        living = workers.living
         ended = [worker for worker in workers.members if worker.ended and not worker.is_lost]
-        if not self._policy.heal or not ended or not any(workers.beat(w).phase == "regroup" for w in living):
+        if not self._policy.heal or not ended or not any(workers.beat(w).phase == "regroup" for w in workers.living):
             return
         early = [worker for worker in ended if not workers.finished(worker)]
         for worker in early:
@@ -176,7 +246,7 @@ class Healing:
             self._announce()
 
     def _complete(self, now: float) -> None:
-        """Ends the change if all members have taken up the quorum in force."""
+        """Ends the change if all members have joined the current quorum."""
         workers, change = self._workers, self._change
         if change is None:
             return
@@ -195,24 +265,21 @@ class Healing:
                 self._report_healed(workers.quorum.number)
         for worker in change.joined:
             if worker in living:
-                self._say(f"a replacement joined on {worker.place.device}; {go_on(count)}")
+                self._notify(f"a replacement joined on {worker.place.device}; {_go_on(count)}")
                 self._note("join", world_size=count, seconds=seconds)
 
     def _join(self, now: float) -> None:
         """Adds the replacements that are ready to the quorum."""
         workers = self._workers
         ready = [worker for worker in workers.waiting if workers.beat(worker).flags & READY_TO_JOIN]
-        if not ready or not workers.living:
-            return
-        for worker in ready:
-            worker.has_joined = True
-        slots = tuple(worker.slot for worker in (*workers.living, *ready))
-        workers.announce(slots, [asdict(failure) for _, failure in self._failures])
-        self._announced = now
-        self._change = Change(now, joined=ready)
+        if ready and workers.living:
+            self._announce(tuple(ready))
+            for worker in ready:
+                worker.has_joined = True
+            self._change = Change(now, joined=ready)
 
     def _alike(self, worker: Worker) -> Worker | None:
-        """An earlier failure by the same exception in the same step."""
+        """The worker of an earlier failure by the same exception in the same step."""
         if worker.report is None:
             return None
         failure = Failure.of(self._workers, worker)
@@ -224,7 +291,7 @@ class Healing:
         while self._healed and self._healed[0].quorum <= quorum:
             healed = self._healed.pop(0)
             seconds = self._recorded.get(healed.quorum, healed.seconds)
-            self._say(f"went on after {seconds:.3g} s")
+            self._notify(f"went on after {seconds:.3g} s")
             self._note("heal", world_size=healed.world_size, seconds=seconds, lost=list(healed.lost))
 
     def _report(self, until: float = math.inf) -> None:
@@ -232,4 +299,8 @@ class Healing:
         while self._unreported and self._unreported[0][0] <= until:
             _, worker, text = self._unreported.pop(0)
             more = details(worker)
-            self._say(f"{text}\n{more}" if more else text)
+            self._notify(f"{text}\n{more}" if more else text)
+
+
+def _go_on(count: int) -> str:
+    return "1 device goes on" if count == 1 else f"{count} devices go on"

@@ -1,10 +1,13 @@
-"""The job of a run's workers, and its outcome."""
+"""The job of a run's workers, what is done about failures, and the run's outcome."""
 
+import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from samestep.comm.heartbeat_page import MAX_SLOTS
 from samestep.errors import UsageError
 
 Kind = Literal["script", "module", "function"]
@@ -12,7 +15,7 @@ Kind = Literal["script", "module", "function"]
 
 @dataclass(frozen=True)
 class Job:
-    """What every worker runs."""
+    """The program of every worker."""
 
     kind: Kind  # "script" as `python FILE`, "module" as `python -m`, "function": what rank 0 returns is the result
     target: str  # the file, the module, or "package.module:function"
@@ -26,7 +29,7 @@ class Job:
     resume_hint: str = "start the script again from what it last saved"  # for a run that ended, as part of a sentence
 
     def __post_init__(self) -> None:
-        """Checks what can be checked before a process is started."""
+        """Checks the job before a process is started."""
         if self.kind == "script" and Path(self.target).is_dir():
             raise UsageError(f"got the folder {self.target}; name the Python file in it, or use -m PACKAGE")
         if self.kind == "script" and not Path(self.target).exists():
@@ -53,6 +56,71 @@ class Job:
         return cls(**{**value, "argv": tuple(value["argv"]), "preload": tuple(value["preload"])})
 
 
+def _option(help: str, default: Any, **more: Any) -> Any:
+    """A field that is an option of the command line too."""
+    return field(default=default, metadata={"help": help, "panel": "Failed workers", **more})
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What is done about failed workers, by the options of `samestep train` and `run`; checked when it is made."""
+
+    heal: bool = _option("Go on with the devices that are left when a worker fails: the same bits.", True, negated=True)
+    min_devices: int = _option("With fewer devices left the run ends.", 1, metavar="N")
+    max_restarts: int = _option(
+        "How often all workers may be restarted, from the newest checkpoint, when none can go on.",
+        0,
+        metavar="N",
+    )
+    hang_seconds: float = _option(
+        "A worker without a heartbeat for so long is ended, its stack in its log. 0 for never.",
+        600.0,
+        metavar="SECONDS",
+    )
+    replace: bool = _option("Start a new worker on the device of a failed one; counts as a restart.", False)
+
+    def __post_init__(self) -> None:
+        """Checks the values."""
+        if self.min_devices < 1:
+            raise UsageError(
+                f"got {self.min_devices} as the least number of devices; needed: 1 or more (--min-devices)"
+            )
+        if self.max_restarts < 0:
+            raise UsageError(f"got {self.max_restarts} restarts; needed: 0 or more (--max-restarts)")
+        if not (self.hang_seconds >= 0 and math.isfinite(self.hang_seconds)):
+            raise UsageError(
+                f"got a hang timeout of {self.hang_seconds} s; needed: seconds, or 0 for never (--hang-seconds)"
+            )
+        if self.replace and self.max_restarts == 0:
+            raise UsageError("got --replace, which starts workers again, but no --max-restarts; give it 1 or more")
+
+    def check_devices(self, count: int) -> None:
+        """Checks a number of devices against the policy."""
+        if count < self.min_devices:
+            raise UsageError(
+                f"got {count} devices and --min-devices {self.min_devices}; needed: no more than there are"
+            )
+        if count > MAX_SLOTS:
+            raise UsageError(f"got {count} devices; one machine runs {MAX_SLOTS} workers at most (--devices)")
+
+
+@dataclass(frozen=True)
+class Torchrun:
+    """torchrun's options for several machines, by their names with hyphens, and the largest number of machines."""
+
+    options: Mapping[str, str]
+    max_nodes: int
+
+
+def parse_max_nodes(text: str) -> int:
+    """The largest number of machines that "2" or "1:4" allows."""
+    found = re.fullmatch(r"(\d+)(?::(\d+))?", text.strip())
+    low, high = (0, 0) if found is None else (int(found[1]), int(found[2] or found[1]))
+    if not 1 <= low <= high:
+        raise UsageError(f"got --nnodes {text}; needed: a number of 1 or more, such as 2, or two, such as 1:4")
+    return high
+
+
 @dataclass(frozen=True)
 class Outcome:
     """The end of a run.
@@ -61,7 +129,7 @@ class Outcome:
     (world_size, seconds, lost), "join" (world_size, seconds), "restart" (attempt), "stop" (signal).
     """
 
-    exit_code: int  # 0; what the script gave `sys.exit`; 1; a samestep error's own code; 128 + signal
-    result: Any = None  # what rank 0 returned or sent
+    exit_code: int  # 0; the script's own, from `sys.exit`; 1; a samestep error's own; 128 + signal
+    result: Any = None  # rank 0's return value or `result` event
     failure: str | None = None  # the message about the worker that failed first
     events: tuple[Mapping[str, Any], ...] = ()

@@ -1,16 +1,16 @@
-"""The monitor: follows the workers of one attempt, and decides what happens when one fails or a signal arrives.
+"""The monitor: supervises the workers of one attempt, and handles failures and signals.
 
-It goes through these phases:
+Its phases:
 
     running                 a worker fails: the others go on without it if they can (`healing`)
     running -> finishing    a signal asked to stop: the workers finish their step and leave by themselves
-    running -> settling     a worker failed and the others are not to go on: they get a moment to end, or to report why
+    running -> settling     a worker failed and the others cannot go on: they get a moment to end, or to report why
     settling -> ending      the others got SIGTERM
     running -> ending       a signal asked to stop and was forwarded to all, as some would not leave by themselves
     ending -> killing       the grace is over: those that are left got SIGKILL
     … -> killed             a second signal came, or even SIGKILL did not help: all processes of the run were killed
 
-What holds for running holds for finishing too. Each restart has a monitor of its own.
+The rules of running apply to finishing too. Each restart has a monitor of its own.
 """
 
 import contextlib
@@ -28,14 +28,11 @@ from samestep.comm import channel
 from samestep.comm.heartbeat_page import MAX_SLOTS, STOPS_ON_REQUEST, HeartbeatPage
 from samestep.launcher.assignment import Assignment, Instruction
 from samestep.launcher.display import Display
-from samestep.launcher.failures import AttemptFailure, FailedWorker, describe_waiting, explain
-from samestep.launcher.hangs import HangDetector
-from samestep.launcher.healing import Healing
-from samestep.launcher.job import Job, Outcome
-from samestep.launcher.output import StdoutRelay, Stream, begin_log, read_available, relay_to
-from samestep.launcher.policy import Policy, Restarts
+from samestep.launcher.failures import Failure, Restarts, describe_waiting, exit_code, explain
+from samestep.launcher.healing import HangDetector, Healing
+from samestep.launcher.job import Job, Outcome, Policy
 from samestep.launcher.worker_pool import WorkerPool
-from samestep.launcher.workers import Worker, Workers
+from samestep.launcher.workers import StdoutRelay, Stream, Worker, Workers, begin_log, read_available, relay_to
 
 POLL_SECONDS = 0.05
 LOOK_SECONDS = 0.5
@@ -46,19 +43,9 @@ ABORT_SECONDS = 2.0
 
 
 class Monitor:
-    """An attempt under way.
+    """A running attempt; pool, page and display are closed by the caller.
 
-    Args:
-        pool: starts and ends the workers; the caller closes it.
-        page: with the workers' heartbeats; the caller closes it.
-        display: shows progress; the caller closes it.
-        job: of the workers.
-        policy: what to do about failures.
-        restarts: those that are left.
-        grace_seconds: how long workers may take to end when they are asked to.
-        log_dir: the folder for logs.
-        relay: print rank 0's output by `sys.stdout` of this process.
-        fds: further descriptors for all workers, by name.
+    `relay` prints rank 0's output by `sys.stdout` of this process; `fds` are further descriptors for all workers.
     """
 
     def __init__(
@@ -88,11 +75,11 @@ class Monitor:
         self._relay = relay
         self._fds = fds or {}
         self._hangs = HangDetector(policy.hang_seconds)
-        self._healing = Healing(self.workers, policy, display.say, self._note)
+        self._healing = Healing(self.workers, policy, display.notify, self._note)
         self._stdout_relay = StdoutRelay()
         self._selector = selectors.DefaultSelector()
         self._owned: set[int] = set()
-        self._failed: list[Worker] = []  # in the order in which it was noticed
+        self._failed: list[Worker] = []  # in the order of detection
         self._hint = ""
         self._saved = ""
         self._phase: Literal["running", "finishing", "settling", "ending", "killing", "killed"] = "running"
@@ -104,18 +91,18 @@ class Monitor:
 
     @property
     def may_restart(self) -> bool:
-        """Whether the attempt failed by a cause that another one could escape."""
+        """Whether another attempt could succeed."""
         if self._stopped_by is not None or self._is_fault or any(worker.is_users_fault for worker in self._failed):
-            return False  # a fault of the program or the user would befall another attempt, too
+            return False  # another attempt would fail by the same fault of the program or the user
         return bool(self._failed) or (self.is_broken and any(self.workers.beat(w).seconds for w in self.workers.all))
 
     @property
-    def ended_by(self) -> AttemptFailure | None:
-        """The failure that ended the attempt; None if no worker failed by itself."""
+    def ended_by(self) -> tuple[Failure, str] | None:
+        """The failure that ended the attempt, and its exception's message; None if no worker failed by itself."""
         worker = self._culprit()
         if worker is None or self.is_broken or worker.is_peer_lost:
             return None
-        return AttemptFailure.of(self.workers, worker)
+        return Failure.of(self.workers, worker), str((worker.report or {}).get("message", ""))
 
     def listen(self, fd: int, handle: Callable[[int], bool], *, own: bool = True) -> None:
         """Calls `handle(fd)` whenever `fd` is readable until it returns False, then closes `fd` if it is `own`."""
@@ -125,7 +112,7 @@ class Monitor:
             self._owned.add(fd)
 
     def listen_for_stop(self, fd: int) -> None:
-        """Takes bytes from `fd`, which stays the caller's, as numbers of signals that ask to stop."""
+        """Handles bytes from `fd`, which the caller closes, as numbers of signals that ask to stop."""
 
         def stop(fd: int) -> bool:
             for signum in read_available(fd) or b"":
@@ -152,7 +139,7 @@ class Monitor:
 
             given = {**self._fds, "page": self._page.fd}
             given["events"] = pipe(lambda fd: self._read_events(worker, fd))
-            given["words"] = pipe(lambda fd: self._read_output(worker, fd))
+            given["dump"] = pipe(lambda fd: self._read_output(worker, fd))
             if log is not None:
                 begin_log(log, anew=place.attempt == 0 and not place.joins)
             if place.rank > 0:
@@ -168,7 +155,7 @@ class Monitor:
         while not all(worker.ended for worker in self.workers.all):
             self._poll(self._pause())
             for event in self._pool.poll_events():
-                # All that a worker sent before it ended is in its pipes by now, and explains its end.
+                # Everything that a worker sent before its end is in its pipes by now, and explains the end.
                 self._poll(0)
                 if event.slot is not None:
                     self._worker_ended(self.workers.all[event.slot], event.code)
@@ -202,7 +189,7 @@ class Monitor:
         return events is not None
 
     def _read_output(self, worker: Worker, fd: int, stream: Stream | None = None) -> bool:
-        """Keeps a worker's output, and relays the leader's; no stream means a crash dump, which a message repeats."""
+        """Keeps a worker's output, and relays the leader's, except crash dumps (no stream), which messages repeat."""
         data = read_available(fd)
         if stream is not None:
             self._stdout_relay.receive(worker, data or b"", stream)
@@ -210,7 +197,7 @@ class Monitor:
         return data is not None
 
     def close(self) -> None:
-        """Closes this side of the pipes, and prints what is left in them."""
+        """Closes this side of the pipes, after printing the rest of their content."""
         self._poll(0)
         for fd in self._owned:
             os.close(fd)
@@ -222,7 +209,7 @@ class Monitor:
         self.events.append(make_event(event, **fields))
 
     def _pause(self) -> float:
-        """How long to wait for something to read: short if something is under way."""
+        """How long to wait for something to read: short while something is pending."""
         is_calm = self._phase in ("running", "finishing") and not self._healing.is_pending
         if not is_calm or any(w.kill_at < float("inf") for w in self.workers.all):
             return POLL_SECONDS
@@ -230,12 +217,12 @@ class Monitor:
 
     @property
     def _look_seconds(self) -> float:
-        """How often to look for hangs, often enough for the timeout."""
+        """The interval between looks at heartbeats, short enough for the timeout."""
         timeout = self._policy.hang_seconds
         return min(LOOK_SECONDS, timeout / 4) if timeout else LOOK_SECONDS
 
     def _poll(self, seconds: float) -> None:
-        """Handles descriptors that become readable within that time."""
+        """Handles the descriptors that become readable within that time."""
         for key, _ in self._selector.select(seconds):
             if key.data is not None and not key.data(key.fd):
                 self._selector.unregister(key.fd)
@@ -262,7 +249,7 @@ class Monitor:
             self._dismiss_waiting()
 
     def _look_for_hangs(self, now: float) -> None:
-        """Has hung workers write their stacks and end."""
+        """Ends hung workers by SIGABRT, upon which `faulthandler` writes their stacks."""
         living = {worker.slot: worker for worker in self.workers.living}
         self._hangs.look({slot: self.workers.beat(worker) for slot, worker in living.items()}, now)
         for slot in self._hangs.hung(self._pool.is_stopped):
@@ -293,14 +280,14 @@ class Monitor:
             self._add_failure(worker)
 
     def _add_failure(self, worker: Worker) -> None:
-        """Handles a failure, unless it was caused from here; the others go on without the worker if they can."""
+        """Handles a failure, unless the monitor caused it; the others go on without the worker if they can."""
         if self._phase == "settling":
             self._failed.append(worker)
         if self._phase not in ("running", "finishing") or self._left_as_asked(worker):
             return
         if worker.place.joins and not worker.has_joined:
             worker.is_lost = worker.is_replaced = True
-            self._display.say(describe_waiting(worker))
+            self._display.notify(describe_waiting(worker))
             return
         decision = self._healing.decide(worker)
         if decision == "heal":
@@ -322,7 +309,7 @@ class Monitor:
         return self._phase == "finishing" and self._stopped_by is not None and code == 128 + self._stopped_by
 
     def _too_few(self) -> str:
-        """Why the others do not go on although they could, and how to resume."""
+        """The reason that the others do not go on although they could, and the way to resume."""
         left, needed = len(self.workers.living), self._policy.min_devices
         devices = f"{left or 'no'} {'device is' if left < 2 else 'devices are'} left"
         asked = f", and --min-devices asks for {needed}" if needed > 1 else ""
@@ -350,7 +337,7 @@ class Monitor:
             self._phase = "finishing"
             self._page.ask_to_stop(signum)
             self._dismiss_waiting()
-            self._display.say("stopping after this step; once more to end at once")
+            self._display.notify("stopping after this step; once more to end at once")
         else:
             self._end(signum)
 
@@ -374,11 +361,11 @@ class Monitor:
     def _outcome(self) -> Outcome:
         """The outcome, once all workers have ended."""
         culprit = self._culprit()
-        first = None if culprit is None else FailedWorker.of(self.workers, culprit)
-        hint = self._hint
-        if first is not None and first.report is None and self._saved:
-            hint = f"the script last saved {self._saved}: start it again from there"
-        failure = None if first is None else "\n".join(part for part in (explain(first), hint) if part)
+        hint, failure = self._hint, None
+        if culprit is not None:
+            if culprit.report is None and self._saved:
+                hint = f"the script last saved {self._saved}: start it again from there"
+            failure = explain(culprit, self.workers.rank(culprit)) + (f"\n{hint}" if hint else "")
         if culprit is None or culprit.ended_itself or self._stopped_by is not None:
             self._healing.finish()
         self._healing.give_up_waiting()
@@ -386,10 +373,10 @@ class Monitor:
             return Outcome(128 + self._stopped_by, failure=failure)
         if self.is_broken:
             return Outcome(1, failure=self._broken)
-        if first is not None:
-            return Outcome(first.exit_code, failure=failure)
+        if culprit is not None:
+            return Outcome(exit_code(culprit), failure=failure)
         if self._stopped_by is not None:
-            self._display.say("the run was at its end, and is complete")
+            self._display.notify("the run was at its end, and is complete")
         return Outcome(0, result=self.workers.result())
 
     def _culprit(self) -> Worker | None:
@@ -397,7 +384,7 @@ class Monitor:
         return next((w for w in self._failed if not w.is_peer_lost), self._failed[0] if self._failed else None)
 
     def _is_complete(self) -> bool:
-        """Whether all completed their program, although they were asked to stop after their step."""
+        """Whether all completed their program, although asked to stop after their step."""
         workers = self.workers
         ended_well = all(workers.finished(worker) and not workers.left_early(worker) for worker in workers.members)
         return self._phase == "finishing" and ended_well

@@ -1,4 +1,4 @@
-"""Workers for notebooks: `launch(function)` calls a function on every device and returns rank 0's result."""
+"""Workers for notebooks: `launch` calls a function on every device and returns rank 0's result."""
 
 import io
 import pickle
@@ -27,10 +27,10 @@ def launch(
     num_threads: int = 1,
     start_method: StartMethod | None = None,
 ) -> Any:
-    """Calls a function in one worker process a device, and returns its result on rank 0.
+    """Calls a function in one worker process a device, and returns rank 0's result.
 
     A function that can be imported by name runs in clean processes. A closure, or a function of a notebook's cell or
-    of the program itself, runs in forks of this process; that needs Linux and no accelerator in use here so far.
+    of the program itself, runs in forks of this process, which needs Linux and a process that has used no accelerator.
 
     Args:
         fn: the function; every worker calls it.
@@ -38,15 +38,15 @@ def launch(
         kwargs: its keyword arguments.
         devices: as for `samestep run --devices`.
         num_threads: CPU threads a worker.
-        start_method: "fork" or "spawn"; None takes fork if it is safe.
+        start_method: "fork" or "spawn"; None for fork if it is safe.
 
     Returns:
-        Rank 0's return value, which must be picklable. Tensors should be on the CPU: a tensor on a GPU would start the
-        GPU here.
+        Rank 0's return value, which must be picklable. Tensors should be on the CPU: a tensor on a GPU would initialise
+        the GPU in this process.
 
     Raises:
         UsageError: the function can be neither imported by the workers nor forked, or this is a worker already.
-        DeviceError: the devices are not there.
+        DeviceError: the devices do not exist.
         WorkerError: a worker failed; the message holds its rank, device and traceback.
         KeyboardInterrupt: the run was interrupted.
     """
@@ -84,7 +84,7 @@ def launch(
             raise WorkerError(outcome.failure or f"the workers were stopped (exit code {outcome.exit_code})")
         answer.seek(0)
         content = answer.read()
-        return pickle.loads(content) if content else None  # nothing if rank 0 left by sys.exit()
+        return pickle.loads(content) if content else None  # empty if rank 0 ended by sys.exit()
 
 
 def _pickle_by_name(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes | None:
@@ -109,7 +109,7 @@ class _ByName(pickle.Pickler):
     """A pickler that refuses functions and classes that a clean process cannot import."""
 
     def reducer_override(self, value: Any) -> Any:
-        """Refuses those of modules that cannot be imported."""
+        """Refuses functions and classes of modules that cannot be imported."""
         if isinstance(value, type | FunctionType) and not _is_importable(value.__module__):
             raise pickle.PicklingError(f"{value.__qualname__} is defined in {value.__module__}")
         return NotImplemented
@@ -128,7 +128,7 @@ def _check_fork(fn: Callable[..., Any], method: StartMethod) -> None:
     name = getattr(fn, "__qualname__", type(fn).__name__)
     mend = f"move {name} and what it is given into a .py file and import it from there"
     if method == "spawn":
-        raise UsageError(f"spawned workers import the function by name, which {name} (or an argument) has not; {mend}")
+        raise UsageError(f"spawned workers import the function by name, and {name} (or an argument) has none; {mend}")
     torch = sys.modules.get("torch")
     for kind in ("cuda", "xpu"):
         module = getattr(torch, kind, None)

@@ -21,14 +21,14 @@ PR_SET_CHILD_SUBREAPER = 36
 POLL_SECONDS = 0.5
 SWEEP_SECONDS = 1.0
 TITLE_ROOM = " " * 128
-"""The last argument of a program that gets a title: the title overwrites the memory of its command line."""
+"""The last argument of a program whose title is set: the title overwrites the memory of its command line."""
 
 _REQUESTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _START = 45  # of the command line in memory: field 48 of /proc/self/stat, counted from the first after the name
 
 
 def end_with_parent(parent: int, signum: int) -> None:
-    """Has the system send this process a signal when its parent, which it knows by this id, ends."""
+    """Makes the system send this process a signal when its parent, of this id, ends."""
     if sys.platform == "linux":
         _prctl(PR_SET_PDEATHSIG, signum)
         if os.getppid() != parent:  # it died before the call
@@ -44,9 +44,9 @@ def adopt_orphans() -> None:
 
 
 def hold_signals() -> set[int]:
-    """Blocks requests to stop, here and in a process that is started meanwhile; returns the mask from before."""
+    """Blocks requests to stop, in this process and those started meanwhile; returns the previous mask."""
     # A new process has its parent's handlers until it sets its own; a request in between would be lost. Linux keeps a
-    # blocked signal pending even if it is ignored at the moment.
+    # blocked signal pending even while it is ignored.
     return set(signal.pthread_sigmask(signal.SIG_BLOCK, _REQUESTS))
 
 
@@ -61,12 +61,12 @@ def held_signals() -> Iterator[None]:
 
 
 def release_signals() -> None:
-    """Delivers what `hold_signals` kept pending."""
+    """Delivers the signals that `hold_signals` kept pending."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _REQUESTS)
 
 
 def sweep_group(group: int) -> None:
-    """Ends the rest of a process group whose leader is gone; returns at once if it is empty."""
+    """Ends the rest of a process group whose leader has ended; returns at once if it is empty."""
     # SIGTERM first: it ends data loader workers, while Python's resource tracker ignores it and removes the shared
     # memory that a killed process left in /dev/shm.
     deadline = time.monotonic() + SWEEP_SECONDS
@@ -88,7 +88,7 @@ def sweep_group(group: int) -> None:
 
 
 def send_signal(pid: int, signum: int) -> None:
-    """Signals a process; SIGABRT also wakes a stopped one, so that `faulthandler` writes its stacks."""
+    """Signals a process; SIGABRT also wakes a stopped one, so that its `faulthandler` writes the stacks."""
     if signum != signal.SIGABRT:
         os.kill(pid, signum)
         return
@@ -104,7 +104,7 @@ def is_stopped(pid: int | None) -> bool:
     """Whether a signal has stopped a process; False for an unknown one."""
     if pid is None:
         return False
-    import psutil  # the workers, who import this module too, start faster without
+    import psutil  # here: workers import this module too, and start faster without
 
     with contextlib.suppress(psutil.Error):
         return bool(psutil.Process(pid).status() == psutil.STATUS_STOPPED)
@@ -119,21 +119,21 @@ def set_title(title: str, short: str) -> None:
         start = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[_START])
         memory = os.open("/proc/self/mem", os.O_RDWR)
         try:
-            # Memory is written only if the command line is found where /proc says.
+            # Memory is written only if it holds the command line at the address in /proc.
             if line.endswith(b"\0") and os.pread(memory, len(line), start) == line:
-                # The last byte stays 0: by it the kernel tells that the line has not grown into the environment.
+                # The last byte stays 0, which shows the kernel that the line has not grown into the environment.
                 os.pwrite(memory, os.fsencode(title)[: len(line) - 1].ljust(len(line), b"\0"), start)
         finally:
             os.close(memory)
 
 
 def _prctl(option: int, value: int) -> None:
-    """Calls prctl(2); it cannot fail with these options on any kernel since 3.4."""
+    """Calls prctl(2), which cannot fail with these options on any kernel since 3.4."""
     ctypes.CDLL(None).prctl(ctypes.c_int(option), ctypes.c_ulong(value), 0, 0, 0)
 
 
 def _watch_parent(parent: int, signum: int) -> None:
-    """Sends this process the signal once its parent is another one."""
+    """Sends this process the signal once its parent has changed."""
     while os.getppid() == parent:
         time.sleep(POLL_SECONDS)
     os.kill(os.getpid(), signum)

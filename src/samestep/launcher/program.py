@@ -1,4 +1,4 @@
-"""Running a script, a module or a function in this process as the `python` command would."""
+"""Running a script, a module or a function in this process, as the `python` command does."""
 
 import importlib
 import importlib.machinery
@@ -18,7 +18,7 @@ from samestep.launcher.job import Job
 
 
 def run_program(job: Job, fds: Mapping[str, int]) -> Any:
-    """Runs a job, with a function's arguments from the descriptor "payload" if there is one; returns its result."""
+    """Runs a job and returns a function's result; its arguments are in the descriptor "payload", if there is one."""
     if job.kind == "script":
         run_script(job.target, job.argv)
         return None

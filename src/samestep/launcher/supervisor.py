@@ -1,7 +1,7 @@
 """The supervisor: runs a job on the devices of this machine from start to end, without importing torch.
 
-However it ends, no process, port or file of the run is left: there are pipes instead of files, a listening socket that
-only the store process holds, workers that end with their parent.
+Whatever ends it, no process, port or file of the run is left: it uses pipes instead of files, only the store process
+holds the listening socket, and workers end with their parent.
 """
 
 import contextlib
@@ -22,11 +22,11 @@ from samestep.devices.selection import Selection
 from samestep.errors import UsageError
 from samestep.launcher.assignment import assign, process_variables
 from samestep.launcher.display import Display
-from samestep.launcher.job import Job, Outcome
+from samestep.launcher.failures import Restarts
+from samestep.launcher.job import Job, Outcome, Policy
 from samestep.launcher.monitor import Monitor, make_event
-from samestep.launcher.output import make_log_dir
-from samestep.launcher.policy import Policy, Restarts
 from samestep.launcher.worker_pool import ServerPool, WorkerPool
+from samestep.launcher.workers import make_log_dir
 
 StartMethod = Literal["fork", "spawn"]
 
@@ -79,12 +79,14 @@ def supervise(
                 page.close()
             if not again:
                 break
-            display.say(f"{outcome.failure}\nsamestep: all workers start again ({restarts.used} of {restarts.limit})")
+            display.notify(
+                f"{outcome.failure}\nsamestep: all workers start again ({restarts.used} of {restarts.limit})"
+            )
             events.append(make_event("restart", attempt=attempt + 1))
             if monitor.is_broken:
                 pool = open_pool()
-    if restarts.why_not:
-        sentence = f"{restarts.why_not}; when its cause is mended: {job.resume_hint}"
+    if restarts.refusal:
+        sentence = f"{restarts.refusal}; when its cause is mended: {job.resume_hint}"
         outcome = replace(outcome, failure=f"{outcome.failure}\n{sentence}")
     return replace(outcome, events=tuple(events))
 
@@ -106,7 +108,7 @@ def resolve_start_method(start_method: str | None, num_threads: int) -> StartMet
 def stop_requests() -> Iterator[int | None]:
     """Turns SIGINT, SIGTERM and SIGHUP, unless ignored, into bytes on a pipe.
 
-    Yields the pipe's read end; None outside the main thread, in which Python has no signals.
+    Yields the pipe's read end; None outside the main thread, which alone receives signals in Python.
     """
     if threading.current_thread() is not threading.main_thread():
         yield None

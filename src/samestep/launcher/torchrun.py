@@ -1,4 +1,4 @@
-"""Several machines: hands a job to torchrun, whose agents meet, start the workers and restart them.
+"""Several machines: runs a job by torchrun, whose agents connect, start the workers and restart them.
 
 `hand_over` runs torchrun's launcher in this process, so that the exit code is that of the workers; `main` is the
 program of each worker.
@@ -6,14 +6,12 @@ program of each worker.
 
 import json
 import os
-import re
 import signal
 import socket
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 from samestep.comm.environment import read_environment
@@ -21,35 +19,18 @@ from samestep.devices.selection import Selection
 from samestep.errors import UsageError
 from samestep.launcher import process_tree
 from samestep.launcher.assignment import process_variables
-from samestep.launcher.failures import FailedWorker, describe_ending, explain, report_exception
-from samestep.launcher.job import Job, Outcome
-from samestep.launcher.output import begin_log, make_log_dir
+from samestep.launcher.failures import describe_ending, explain_exception, report_exception
+from samestep.launcher.job import Job, Outcome, Torchrun
 from samestep.launcher.program import run_program
 from samestep.launcher.worker import exit_code_of, leave
+from samestep.launcher.workers import begin_log, make_log_dir
 
 STOP_CODES = tuple(128 + signum for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
-PEER_LOST_SECONDS = 0.5  # torchrun looks every tenth of a second, and reports the worker that it sees end first
-
-
-@dataclass(frozen=True)
-class Torchrun:
-    """torchrun's options, by their names with hyphens, and the largest number of machines."""
-
-    options: Mapping[str, str]
-    max_nodes: int
-
-
-def parse_max_nodes(text: str) -> int:
-    """The largest number of machines that "2" or "1:4" allows."""
-    found = re.fullmatch(r"(\d+)(?::(\d+))?", text.strip())
-    low, high = (0, 0) if found is None else (int(found[1]), int(found[2] or found[1]))
-    if not 1 <= low <= high:
-        raise UsageError(f"got --nnodes {text}; needed: a number of 1 or more, such as 2, or two, such as 1:4")
-    return high
+PEER_LOST_SECONDS = 0.5  # torchrun polls every tenth of a second, and reports the worker whose end it finds first
 
 
 def hand_over(job: Job, selection: Selection, torchrun: Torchrun, num_threads: int, max_restarts: int) -> Outcome:
-    """Runs a job on this machine's devices and on those of the other machines, and waits for its end."""
+    """Runs a job on the devices of this and the other machines, and waits for its end."""
     make_log_dir(job.log_dir)
     variables = {"SAMESTEP_DEVICE_KIND": selection.kind, "SAMESTEP_THREADS": str(num_threads)}
     os.environ.update({**process_variables(selection, num_threads), **variables})
@@ -60,9 +41,7 @@ def hand_over(job: Job, selection: Selection, torchrun: Torchrun, num_threads: i
     from torch.distributed.elastic.rendezvous.api import RendezvousError
 
     worker = [sys.executable, "-P", "-u", "-m", "samestep.launcher.torchrun", json.dumps(asdict(job))]
-    with tempfile.TemporaryDirectory(
-        prefix="samestep-torchrun-"
-    ) as folder:  # torchrun would leave one of its own behind
+    with tempfile.TemporaryDirectory(prefix="samestep-torchrun-") as folder:  # torchrun would leave its own behind
         given = {**torchrun.options, "nproc-per-node": selection.count, "max-restarts": max_restarts, "log-dir": folder}
         options = [f"--{name}={value}" for name, value in given.items()]
         try:
@@ -85,12 +64,12 @@ def hand_over(job: Job, selection: Selection, torchrun: Torchrun, num_threads: i
 
 def main() -> None:
     """One worker, started by torchrun; its argument is the job as JSON."""
-    process_tree.end_with_parent(os.getppid(), signal.SIGKILL)  # torchrun's workers outlive an agent that is killed
+    process_tree.end_with_parent(os.getppid(), signal.SIGKILL)  # else it would outlive an agent that is killed
     place, job = read_environment(), Job.from_json(json.loads(sys.argv[1]))
     terminal = open(os.dup(2), "w", buffering=1, encoding="utf-8", errors="replace")  # noqa: SIM115 - until the end
     log = None if job.log_dir is None or place.rank == 0 else str(Path(job.log_dir) / f"rank-{place.rank}.log")
     if place.rank > 0:
-        _hush(log, anew=place.attempt == 0)
+        _redirect(log, anew=place.attempt == 0)
     report = None
     try:
         run_program(job.restarted() if place.attempt else job, {})
@@ -105,15 +84,15 @@ def main() -> None:
         report = report_exception(error)
         code = int(report["exit_code"])
     if report is not None:
-        failed = FailedWorker(place.rank, socket.gethostname(), code, report, "", log)
-        print(f"samestep: error: {explain(failed)}", file=terminal)
+        message = explain_exception(f"rank {place.rank} on {socket.gethostname()}", report, log)
+        print(f"samestep: error: {message}", file=terminal)
         if report["peer_lost"]:
             time.sleep(PEER_LOST_SECONDS)
     leave(code)
 
 
-def _hush(log: str | None, *, anew: bool) -> None:
-    """Sends what a rank above 0 prints to its log; without one, its stdout nowhere."""
+def _redirect(log: str | None, *, anew: bool) -> None:
+    """Redirects the output of a rank above 0 to its log; without one, discards its stdout."""
     with open(os.devnull) as nothing:
         os.dup2(nothing.fileno(), 0)
     if log is not None:

@@ -1,4 +1,4 @@
-"""A worker: makes this process one rank of the run, runs the job and reports its end."""
+"""The worker process: one rank of the run, which runs the job and reports its end."""
 
 import atexit
 import contextlib
@@ -35,7 +35,9 @@ def work(instruction: Instruction, call: Call | None = None) -> int:
     try:
         process_tree.release_signals()
         _draw_seeds()
-        _set_num_threads(instruction.assignment.num_threads)
+        import torch
+
+        torch.set_num_threads(instruction.assignment.num_threads)  # which is part of what decides the bits
         value = call() if call is not None else run_program(instruction.job, instruction.fds)
         page, slot = HeartbeatPage(instruction.fds["page"]), instruction.assignment.slot
         _deliver(value, instruction, channel, page)
@@ -49,14 +51,14 @@ def work(instruction: Instruction, call: Call | None = None) -> int:
     except BaseException as error:
         report = report_exception(error)
         channel.send("failed", **report)
-        _leave_words(report["traceback"] or f"{report['type']}: {report['message']}", instruction)
+        _log_message(report["traceback"] or f"{report['type']}: {report['message']}", instruction)
         return int(report["exit_code"])
     finally:
         _flush()
 
 
 def main() -> None:
-    """The worker as a program of its own: its arguments begin with the instruction's descriptor and the parent's id."""
+    """The worker as a program; its arguments begin with the instruction's descriptor and the parent's id."""
     process_tree.end_with_parent(int(sys.argv[2]), signal.SIGKILL)
     with open(int(sys.argv[1]), encoding="utf-8") as file:
         instruction = Instruction.from_json(json.loads(os.pread(file.fileno(), os.fstat(file.fileno()).st_size, 0)))
@@ -66,9 +68,9 @@ def main() -> None:
 
 
 def leave(code: int) -> NoReturn:
-    """Ends this process as the interpreter does, up to its finalisation: threads are joined, exit handlers run."""
-    # A thread of torch's that drops a tensor while the interpreter is finalised is ended in the middle of C++, which
-    # aborts the process (pytorch/pytorch#38228).
+    """Ends this process as the interpreter does, but for its finalisation: threads are joined, exit handlers run."""
+    # Finalisation would stop a torch thread that frees a tensor in the middle of C++, which aborts the process
+    # (pytorch/pytorch#38228).
     try:
         threading._shutdown()  # type: ignore[attr-defined]  # as multiprocessing does for its workers
         atexit._run_exitfuncs()
@@ -104,41 +106,34 @@ def _take_streams(instruction: Instruction) -> None:
         sys.stdout, sys.stderr = _text_stream(1), _text_stream(2)
     elif isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)  # so that a killed worker has printed its lines
-    faulthandler.enable(fds["words"])
+    faulthandler.enable(fds["dump"])
 
 
-def _leave_words(text: str, instruction: Instruction) -> None:
-    """Writes to the log of a rank above 0 the message that the supervisor shows too."""
+def _log_message(text: str, instruction: Instruction) -> None:
+    """Writes a message, which the supervisor shows too, to the log of a rank above 0."""
     if instruction.assignment.rank > 0:
         _flush()  # the message comes after the program's output
         with contextlib.suppress(OSError):
-            os.write(instruction.fds["words"], f"{text.rstrip()}\n".encode(errors="replace"))
+            os.write(instruction.fds["dump"], f"{text.rstrip()}\n".encode(errors="replace"))
 
 
 def _text_stream(fd: int) -> io.TextIOWrapper:
-    """A standard stream that flushes every line, so that a killed worker's last line is known."""
+    """A standard stream that flushes every line, so that a killed worker's last line is not lost."""
     raw = io.FileIO(fd, "w", closefd=False)
     return io.TextIOWrapper(io.BufferedWriter(raw), encoding="utf-8", errors="replace", line_buffering=True)
 
 
 def _draw_seeds() -> None:
-    """Seeds Python's and NumPy's generators from the system, as a new process does; forked ones share a state."""
+    """Seeds Python's and NumPy's generators from the system, as in a new process; forked ones share a state."""
     random.seed()
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         numpy.random.seed()
 
 
-def _set_num_threads(num_threads: int) -> None:
-    """Sets torch's number of threads, which is part of what decides the bits."""
-    import torch
-
-    torch.set_num_threads(num_threads)
-
-
 def _deliver(value: Any, instruction: Instruction, channel: Channel, page: HeartbeatPage) -> None:
-    """Sends rank 0's result to the supervisor, pickled if the caller asked for that, else as JSON."""
-    # Rank 0 is the first of the quorum in force. Ranks that could go on without it send their results too, in case it
+    """Sends rank 0's result to the supervisor, pickled if the instruction has an "answer", else as JSON."""
+    # Rank 0 is the first of the current quorum. Ranks that could go on without it send their results too, in case it
     # fails at the last moment.
     if instruction.job.kind != "function":
         return
@@ -160,14 +155,14 @@ def _deliver(value: Any, instruction: Instruction, channel: Channel, page: Heart
 
 
 def exit_code_of(stop: SystemExit) -> tuple[int, str]:
-    """The exit code of a program that ended itself by `sys.exit`, and the message that it may hold instead."""
+    """The exit code of `sys.exit`, and the message that it may have been given instead."""
     if stop.code is None or isinstance(stop.code, int):
         return (stop.code or 0) & 0xFF, ""
     return 1, str(stop.code)
 
 
 def _report_exit(stop: SystemExit, instruction: Instruction, channel: Channel) -> int:
-    """Reports a program that ended itself by `sys.exit`; returns its exit code."""
+    """Reports the end of a program by `sys.exit`; returns the exit code."""
     code, message = exit_code_of(stop)
     if message and instruction.assignment.rank == 0:
         print(message, file=sys.stderr)
@@ -178,7 +173,7 @@ def _report_exit(stop: SystemExit, instruction: Instruction, channel: Channel) -
             "failed", type="SystemExit", message=shown, traceback="", user_error=False, exit_code=code, peer_lost=False
         )
         if message:
-            _leave_words(message, instruction)
+            _log_message(message, instruction)
     return code
 
 

@@ -1,4 +1,4 @@
-"""Worker pools: start, signal and end worker processes through a fork server, without importing torch here."""
+"""Worker pools: start, signal and end worker processes through a fork server, without importing torch."""
 
 import contextlib
 import json
@@ -17,14 +17,14 @@ from samestep.comm.channel import EventParser
 from samestep.launcher import process_tree
 from samestep.launcher.assignment import Instruction
 from samestep.launcher.failures import describe_ending
-from samestep.launcher.output import read_available
+from samestep.launcher.workers import read_available
 
 CLOSE_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
 class WorkerEvent:
-    """A worker ended, with -N for signal N and None for an unknown code; without a slot, `text` broke the run."""
+    """The end of a worker, with -N for signal N and None for an unknown code; without a slot, of the run, by `text`."""
 
     slot: int | None
     code: int | None = None
@@ -32,19 +32,19 @@ class WorkerEvent:
 
 
 class WorkerPool(Protocol):
-    """Starts and ends the workers of a run; they are known by their slots."""
+    """Starts and ends the workers of a run, by their slots."""
 
     def start(self, instruction: Instruction) -> None:
         """Starts one worker; the caller may close its descriptors afterwards."""
 
     def fileno(self) -> int:
-        """A descriptor that is readable when `poll_events` has something to return."""
+        """A descriptor that is readable while `poll_events` has events to return."""
 
     def poll_events(self) -> list[WorkerEvent]:
-        """The events since the last call; never waits."""
+        """The events since the last call, without waiting."""
 
     def signal(self, slot: int, signum: int) -> None:
-        """Signals a worker; by SIGABRT even a stopped one writes its stacks and ends."""
+        """Signals a worker; SIGABRT also wakes a stopped one, so that it writes its stacks and ends."""
 
     def is_stopped(self, slot: int) -> bool:
         """Whether a signal has stopped a worker."""
@@ -53,7 +53,7 @@ class WorkerPool(Protocol):
         """Kills every worker at once."""
 
     def close(self) -> None:
-        """Ends all that is left, with its descendants, and waits for it."""
+        """Ends all remaining processes, with their descendants, and waits for them."""
 
 
 @dataclass
@@ -72,11 +72,11 @@ class Child:
                     return None
                 self.code = os.waitstatus_to_exitcode(status)
                 return self.code
-            self.code = -signal.SIGKILL  # it was reaped elsewhere
+            self.code = -signal.SIGKILL  # other code has reaped it
         return self.code
 
     def wait(self, seconds: float) -> bool:
-        """Waits for the end; False if it did not come in time."""
+        """Waits for the end; False if the time is up."""
         deadline = time.monotonic() + seconds
         while self.poll() is None:
             if time.monotonic() > deadline:
@@ -86,7 +86,7 @@ class Child:
 
 
 class ServerPool:
-    """Workers of a fork server, which is the leader of its own session, at the other end of a socket."""
+    """The workers of a fork server, which leads a session of its own and is reached by a socket."""
 
     def __init__(self, child: Child, control: socket.socket) -> None:
         self._child = child
@@ -101,7 +101,7 @@ class ServerPool:
     def executed(
         cls, variables: Mapping[str, str], preload: Sequence[str] = (), start_method: str = "fork"
     ) -> "ServerPool":
-        """A server that is a new program; it imports some modules and forks, or starts each worker as a program."""
+        """A server that is a new program; it imports modules and forks, or starts each worker as a program."""
         ours, theirs = socket.socketpair()
         with theirs, process_tree.held_signals():
             program = [sys.executable, "-P", "-m", "samestep.launcher.forkserver"]
@@ -123,7 +123,7 @@ class ServerPool:
         ours, theirs = socket.socketpair()
         parent = os.getpid()
         with warnings.catch_warnings(), theirs, process_tree.held_signals():
-            # Python 3.12 warns of a fork while threads run, and notebooks always have some.
+            # Python 3.12 warns of a fork while threads run, which notebooks always have.
             warnings.simplefilter("ignore", DeprecationWarning)
             pid = os.fork()
             if pid == 0:
@@ -158,18 +158,18 @@ class ServerPool:
         return [item for item in found if item is not None]
 
     def signal(self, slot: int, signum: int) -> None:
-        """Has the fork server signal it: only the parent knows whether the process id is still that worker's."""
+        """Signals a worker through the fork server: only the parent knows whether its process id is still its own."""
         if self._pids:
             self._send({"command": "signal", "slot": slot, "signal": signum}, [])
         elif self._running:
             self.kill()  # it still imports torch, and no worker has been started
 
     def is_stopped(self, slot: int) -> bool:
-        """Asks the operating system."""
+        """Whether the operating system reports the worker's process as stopped."""
         return process_tree.is_stopped(self._pids.get(slot))
 
     def close(self) -> None:
-        """Closes the socket, upon which the fork server ends all; kills all if it does not."""
+        """Closes the socket, upon which the fork server ends all processes; kills them if it does not."""
         with contextlib.suppress(OSError):
             self._control.shutdown(socket.SHUT_WR)
         if self._running or not self._child.wait(CLOSE_SECONDS):
@@ -187,7 +187,7 @@ class ServerPool:
         self._child.wait(CLOSE_SECONDS)
 
     def _read(self, message: dict[str, Any]) -> WorkerEvent | None:
-        """The event of one message of the fork server."""
+        """The event of a message from the fork server."""
         if message.get("event") == "started":
             self._pids[message["slot"]] = message["pid"]
             return None
@@ -199,7 +199,7 @@ class ServerPool:
         return WorkerEvent(None, text=str(message.get("text", "")))
 
     def _send(self, message: dict[str, Any], fds: list[int]) -> None:
-        """Sends a command; a fork server that is gone shows in `poll_events`."""
+        """Sends a command; `poll_events` reports a fork server that has ended."""
         data = json.dumps(message).encode() + b"\n"
         with contextlib.suppress(OSError):
             self._control.setblocking(True)

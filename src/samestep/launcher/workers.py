@@ -1,27 +1,36 @@
-"""The workers of one attempt as the supervisor sees them, and the quorum on the page: which of them are ranks."""
+"""The workers of one attempt in the supervisor: their state, their output, and the quorum, which of them are ranks."""
 
+import codecs
 import contextlib
 import os
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 from samestep.comm.channel import Event, EventParser
 from samestep.comm.heartbeat_page import HEALS, LEAVES_EARLY, READY_TO_JOIN, Beat, HeartbeatPage, Quorum
+from samestep.errors import RunFolderError
 from samestep.launcher.assignment import Assignment
 
 TAIL_SIZE = 65_536
+MAX_READ = 1 << 20
+WORKING = frozenset({"data", "forward", "backward", "update", "checkpoint", "evaluate"})
+"""Phases of a step in which a worker waits for no other."""
+
+Stream = Literal["stdout", "stderr"]
 
 
 @dataclass(eq=False)
 class Worker:
-    """One worker; `report` is its `failed` event, `results` are what it sent as the run's result."""
+    """One worker; `report` is its `failed` event, `results` are its `result` events."""
 
     place: Assignment  # when it was started
-    log: str | None  # the file with what it prints
+    log: str | None  # the file with its output
     spare_log: str | None = None  # the file for its tail if it is lost
     parser: EventParser = field(default_factory=EventParser)
-    tail: bytearray = field(default_factory=bytearray)  # the end of what it printed, without a log
+    tail: bytearray = field(default_factory=bytearray)  # the end of its output, without a log
     report: Event | None = None
     results: list[Any] = field(default_factory=list)
     ended: bool = False
@@ -48,12 +57,12 @@ class Worker:
 
     @property
     def is_peer_lost(self) -> bool:
-        """Whether it only reports that another rank vanished."""
+        """Whether it only reports that it lost its connection to another rank."""
         return bool((self.report or {}).get("peer_lost"))
 
     @property
     def is_users_fault(self) -> bool:
-        """Whether it failed by a mistake of the user's."""
+        """Whether it failed by the user's mistake."""
         return bool((self.report or {}).get("user_error")) and not self.is_peer_lost
 
     @property
@@ -61,6 +70,15 @@ class Worker:
         """Whether its program ended it by an exception or exit code, and neither its device nor another rank did."""
         report = self.report
         return report is not None and not (report.get("peer_lost") or report.get("device_error"))
+
+    def last_output(self) -> str:
+        """The end of its output, unless it was printed already."""
+        tail = bytes(self.tail)
+        if self.log is not None:
+            with contextlib.suppress(OSError), open(self.log, "rb") as file:
+                file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_SIZE))
+                tail = file.read()
+        return tail.decode("utf-8", "replace")
 
 
 class Workers:
@@ -73,13 +91,13 @@ class Workers:
 
     def add(self, place: Assignment, log: str | None, spare_log: str | None) -> Worker:
         """Adds the worker of the next slot."""
-        assert place.slot == len(self.all), "slots are dealt in order"
+        assert place.slot == len(self.all), "slots are assigned in order"
         self.all.append(Worker(place, log, spare_log))
         return self.all[-1]
 
     @property
     def members(self) -> list[Worker]:
-        """The workers of the quorum in force, in the order of their ranks."""
+        """The workers of the current quorum, in the order of their ranks."""
         return [self.all[slot] for slot in self.quorum.slots if slot < len(self.all)]
 
     @property
@@ -109,7 +127,7 @@ class Workers:
         return bool(self.beat(worker).flags & LEAVES_EARLY)
 
     def rank(self, worker: Worker) -> int:
-        """A worker's rank in the quorum in force; its first rank if it is not in it."""
+        """A worker's rank in the current quorum; its first rank if it is not in it."""
         slots = self.quorum.slots
         return slots.index(worker.slot) if worker.slot in slots else worker.place.rank
 
@@ -123,11 +141,76 @@ class Workers:
         return next((worker.results[-1] for worker in ordered if worker.results), None)
 
 
-def tail_of(worker: Worker) -> str:
-    """The end of a worker's output, unless it was on the terminal."""
-    tail = bytes(worker.tail)
-    if worker.log is not None:
-        with contextlib.suppress(OSError), open(worker.log, "rb") as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_SIZE))
-            tail = file.read()
-    return tail.decode("utf-8", "replace")
+class StdoutRelay:
+    """Prints the output of the present rank 0 if that is not the first one, which prints by itself."""
+
+    def __init__(self) -> None:
+        self._worker: Worker | None = None
+        self._decoders: dict[Stream, codecs.IncrementalDecoder] = {}
+
+    def follow(self, leader: Worker) -> None:
+        """Relays this worker from now on, unless it was started as rank 0."""
+        if leader is not self._worker and leader.place.rank > 0:
+            self._worker = leader
+            decoder = codecs.getincrementaldecoder("utf-8")
+            self._decoders = {"stdout": decoder("replace"), "stderr": decoder("replace")}
+
+    def receive(self, worker: Worker, data: bytes, name: Stream) -> None:
+        """Prints a worker's output if it is the leader."""
+        if worker is self._worker and data:
+            stream = sys.stdout if name == "stdout" else sys.stderr
+            with contextlib.suppress(BrokenPipeError):
+                stream.write(self._decoders[name].decode(data))
+                stream.flush()
+
+
+def relay_to(name: Stream) -> Callable[[int], bool]:
+    """A handler of a descriptor that prints what it reads by this process's stream of that name."""
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def relay(fd: int) -> bool:
+        data = read_available(fd)
+        stream = sys.stdout if name == "stdout" else sys.stderr
+        stream.write(decoder.decode(data or b"", data is None))
+        stream.flush()
+        return data is not None
+
+    return relay
+
+
+def read_available(fd: int) -> bytes | None:
+    """The bytes that a non-blocking pipe holds now; None at its end."""
+    data = b""
+    try:
+        while len(data) < MAX_READ:
+            received = os.read(fd, 65_536)
+            if not received:
+                return data or None
+            data += received
+    except BlockingIOError:
+        pass
+    except OSError:
+        return data or None
+    return data
+
+
+def make_log_dir(log_dir: str | None) -> Path | None:
+    """Makes the folder for logs if it does not exist."""
+    if log_dir is None:
+        return None
+    try:
+        Path(log_dir).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        reason = f"cannot make the log folder {log_dir}: {error.strerror}; choose another folder (--log-dir, --run-dir)"
+        raise RunFolderError(reason) from error
+    return Path(log_dir)
+
+
+def begin_log(path: str, *, anew: bool) -> None:
+    """Makes a worker's log, empty or to be appended to."""
+    try:
+        with open(path, "wb" if anew else "ab"):
+            pass
+    except OSError as error:
+        reason = f"cannot write the log {path}: {error.strerror}; choose another folder (--log-dir)"
+        raise RunFolderError(reason) from error

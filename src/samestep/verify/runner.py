@@ -14,8 +14,7 @@ from typing import Any, Self
 
 from samestep.devices.selection import Selection
 from samestep.launcher.assignment import Instruction, process_variables
-from samestep.launcher.job import Job, Outcome
-from samestep.launcher.policy import Policy
+from samestep.launcher.job import Job, Outcome, Policy
 from samestep.launcher.supervisor import resolve_start_method, supervise
 from samestep.launcher.worker_pool import ServerPool, WorkerEvent, WorkerPool
 from samestep.verify.recording import Recording, read_recording
