@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from safetensors import safe_open
 
-from samestep.train.runlog.line import from_line
+from samestep.train.runlog.ledger import from_line
 
 SAMESTEP = [sys.executable, "-m", "samestep"]
 

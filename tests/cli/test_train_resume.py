@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from samestep.train.runlog.line import from_line
+from samestep.train.runlog.ledger import from_line
 
 SAMESTEP = [sys.executable, "-m", "samestep"]
 

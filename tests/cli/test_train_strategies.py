@@ -3,7 +3,7 @@
 import pytest
 from test_train_command import samestep, tables, train_json
 
-from samestep.train.runlog.line import from_line
+from samestep.train.runlog.ledger import from_line
 
 __all__ = ["tables"]
 

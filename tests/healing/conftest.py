@@ -15,7 +15,7 @@ from samestep.launcher.job import Job, Policy
 from samestep.launcher.program import run_program
 from samestep.launcher.supervisor import supervise
 from samestep.launcher.worker_pool import ServerPool
-from samestep.train.runlog.line import from_line
+from samestep.train.runlog.ledger import from_line
 
 SCRIPT = str(Path(__file__).with_name("faulty_training.py"))
 COMPARED = ("step", "epoch", "position", "num_samples", "ids", "loss", "grad_norm", "lr", "skipped", "digest")

@@ -25,7 +25,6 @@ from samestep.comm.heartbeat_page import HEALS, READY_TO_JOIN, HeartbeatPage
 from samestep.comm.shm.transport import SharedTransport
 from samestep.engine.buffers import BufferMerge
 from samestep.errors import PeerLostError
-from samestep.train import startup as startup_module
 from samestep.train.checkpoint import resume as resume_module
 from samestep.train.checkpoint import storage as checkpoint_module
 from samestep.train.metrics import accuracy
@@ -116,7 +115,7 @@ def put_in_place(faults, model, optimizer):
     for kind in (GroupTransport, SharedTransport):
         kind.exchange, kind.gather = striking(faults, kind.exchange), striking(faults, kind.gather)
     real_fill, real_merge = checkpoint_module._fill, BufferMerge.exchange
-    real_broadcast_state, real_barrier = startup_module.broadcast_state, Communicator.barrier
+    real_broadcast_state, real_barrier = resume_module.broadcast_state, Communicator.barrier
     real_write = recorder_module.write_json
 
     def fill(*args):
@@ -124,7 +123,9 @@ def put_in_place(faults, model, optimizer):
         faults.strike("checkpoint")
         return result
 
-    def broadcast_state(*args):
+    def broadcast_state(*args, **options):
+        if options:  # at the start of a run
+            return real_broadcast_state(*args, **options)
         faults.strike("give")
         handed = real_broadcast_state(*args)
         faults.strike("given")
@@ -143,7 +144,7 @@ def put_in_place(faults, model, optimizer):
         faults.strike("exchanged")
 
     checkpoint_module._fill, BufferMerge.exchange = fill, merge
-    startup_module.broadcast_state, Communicator.barrier, recorder_module.write_json = (
+    resume_module.broadcast_state, Communicator.barrier, recorder_module.write_json = (
         broadcast_state,
         barrier,
         write_json,

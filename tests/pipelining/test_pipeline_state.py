@@ -11,7 +11,7 @@ from torch.nn import functional
 from samestep.comm.mesh import close_mesh
 from samestep.engine.strategies import Pipeline, Replicate, Sharded
 from samestep.train.run import Run
-from samestep.train.runlog.line import from_line
+from samestep.train.runlog.ledger import from_line
 from samestep.train.trainer import Trainer
 
 STRATEGIES = {

@@ -18,7 +18,7 @@ from samestep.comm.heartbeat import Heartbeat
 from samestep.errors import DataError, UsageError
 from samestep.train.profile import NUM_STEPS as TRACED_STEPS
 from samestep.train.profile import SKIPPED_STEPS, keep_profile
-from samestep.train.runlog.line import to_line
+from samestep.train.runlog.ledger import to_line
 
 PROGRAM = str(Path(__file__).with_name("profile_programs.py"))
 SAMESTEP = [sys.executable, "-m", "samestep"]

@@ -2,6 +2,7 @@
 
 import hashlib
 import shutil
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -14,11 +15,10 @@ from samestep.errors import RunFolderError
 from samestep.train import atomic_io
 from samestep.train.atomic_io import retrying
 from samestep.train.checkpoint.manifest import Manifest, manifest_bytes, read_manifest
-from samestep.train.checkpoint.sharded import write_sharded
-from samestep.train.checkpoint.state import State
-from samestep.train.checkpoint.storage import newest_checkpoint, read_checkpoint, verify_checkpoint
+from samestep.train.checkpoint.saver import write_sharded
+from samestep.train.checkpoint.storage import Snapshot, newest_checkpoint, read_checkpoint, verify_checkpoint
 from samestep.train.checkpoint.tensors import Written, part_name
-from samestep.train.runlog.line import from_line
+from samestep.train.runlog.ledger import from_line
 
 RUNS = [("replicate", 1), *(("sharded", world_size) for world_size in (1, 2, 3)), ("owned", 2), ("replicate", 3)]
 QUICK = {(("sharded", 2), ("sharded", 3)), (("sharded", 3), ("replicate", 1)), (("replicate", 1), ("sharded", 2))}
@@ -242,8 +242,8 @@ def write_at_the_second_attempt(communicator, folder):
     places = iter([folder if communicator.rank == 0 else folder / "elsewhere", folder])
     said, before = [], atomic_io.MAX_WAIT_SECONDS
     atomic_io.MAX_WAIT_SECONDS = 0.0
-    state = State({"model": {"weight": piece}}, {})
-    retrying(lambda: write_sharded(communicator, communicator, next(places), 1, state), 2, said.append)
+    state = Snapshot(1, {"model": {"weight": piece}}, {})
+    retrying(lambda: write_sharded(communicator, communicator, next(places), state), 2, said.append)
     atomic_io.MAX_WAIT_SECONDS = before
     return said
 
@@ -252,11 +252,11 @@ def write_without_a_folder(communicator, folder):
     """What is said where rank 1 does not see the folder that rank 0 made."""
     spread = by_rows(torch.Size([4, 2]), communicator.world_size)
     piece = LocalShard(spread.part(torch.arange(8.0).view(4, 2), communicator.rank).clone(), spread)
-    state = State({"model": {"weight": piece}}, {})
-    write_sharded(communicator, communicator, folder, 1, state)
+    state = Snapshot(1, {"model": {"weight": piece}}, {})
+    write_sharded(communicator, communicator, folder, state)
     place = folder if communicator.rank == 0 else folder / "elsewhere"
     try:
-        write_sharded(communicator, communicator, place, 2, state)
+        write_sharded(communicator, communicator, place, replace(state, step=2))
     except RunFolderError as error:
         return f"{type(error).__name__}: {error}"
     return ""

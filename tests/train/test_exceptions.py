@@ -7,8 +7,7 @@ import pytest
 from worlds import in_turns
 
 from samestep.errors import ContractError, PeerLostError, RunFolderError, UsageError
-from samestep.train.exceptions import blamed, packed, portable, unpacked
-from samestep.train.rank_zero import on_main
+from samestep.train.exceptions import blamed, on_main, packed, portable, unpacked
 
 
 class TwoArguments(Exception):

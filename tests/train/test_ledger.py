@@ -16,8 +16,15 @@ from samestep.data.batch import Batch
 from samestep.engine.result import StepResult
 from samestep.errors import RunFolderError
 from samestep.train.run import Run
-from samestep.train.runlog.ledger import TIMED_KINDS, LedgerWriter, ids_hash, learning_rates, ledger_entry
-from samestep.train.runlog.line import from_line, to_line
+from samestep.train.runlog.ledger import (
+    TIMED_KINDS,
+    LedgerWriter,
+    from_line,
+    ids_hash,
+    learning_rates,
+    ledger_entry,
+    to_line,
+)
 
 FLOATS = [0.1, -0.0, math.pi, 5e-324, 1.7e308, math.inf, -math.inf, math.nan, 1 / 3]
 

@@ -15,9 +15,8 @@ import psutil
 import pytest
 
 from samestep.errors import UsageError
-from samestep.train.lock import is_locked, take_lock
-from samestep.train.paths import LOCK_FILE, create_folder
-from samestep.train.runlog.line import from_line
+from samestep.train.paths import LOCK_FILE, create_folder, is_locked, take_lock
+from samestep.train.runlog.ledger import from_line
 
 # Waits in step 3 of 12 until the file "go" is there; "careless" takes no lock.
 PROGRAM = """

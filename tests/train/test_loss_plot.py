@@ -8,8 +8,7 @@ import pytest
 from matplotlib.image import imread
 
 from samestep.errors import RunFolderError
-from samestep.train.curves import Curve, loss_series
-from samestep.train.loss_plot import draw_losses, loss_figure
+from samestep.train.curves import Curve, draw_losses, loss_figure, loss_series
 
 FALLING = [(step, 2.0 / step) for step in range(1, 21)]
 
@@ -117,7 +116,7 @@ LIMITED = """
 import resource, sys
 from samestep.errors import RunFolderError
 from samestep.train.curves import Curve, loss_series
-from samestep.train.loss_plot import draw_losses
+from samestep.train.curves import draw_losses
 
 series = loss_series(0, Curve.of({1: 2.0, 2: 1.0}), None)
 draw_losses(sys.argv[1], ["run"], series)
@@ -146,7 +145,7 @@ def test_a_full_disk_leaves_the_old_picture_and_is_one_clear_error(tmp_path):
 
 def test_matplotlib_is_imported_only_to_draw_and_keeps_its_settings():
     script = (
-        "import sys, samestep.train.loss_plot as loss_plot\n"
+        "import sys, samestep.train.curves as loss_plot\n"
         "assert 'matplotlib' not in sys.modules\n"
         "import matplotlib\n"
         "before = dict(matplotlib.rcParams)\n"

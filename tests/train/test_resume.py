@@ -11,11 +11,11 @@ from worlds import in_turns
 
 from samestep.data.loader import Loader
 from samestep.errors import UsageError
-from samestep.train import epoch, progress
+from samestep.train import epoch
 from samestep.train.checkpoint import state
 from samestep.train.digest import state_digest
 from samestep.train.run import Run
-from samestep.train.runlog.line import from_line
+from samestep.train.runlog.ledger import from_line
 
 STEPS = 12
 QUICK = {
@@ -375,8 +375,8 @@ TWINS = {
     ),
     "step and loss scale": ("16-mixed", 4, state.TrainStep, "load_state_dict", nothing),
     "history": (
-        *("plain", 4, progress, "EpochSoFar"),
-        lambda generators=None, of_loader=None, **_: epoch.EpochSoFar(
+        *("plain", 4, epoch, "EpochSoFar"),
+        lambda generators=None, of_loader=None, begun=epoch.EpochSoFar, **_: begun(
             generators=generators or {}, of_loader=of_loader or []
         ),
     ),

@@ -13,7 +13,7 @@ from worlds import in_turns
 from samestep.errors import CheckpointError, ContractError, UsageError
 from samestep.train.contract import code_hash, model_form
 from samestep.train.run import Run
-from samestep.train.runlog.line import from_line
+from samestep.train.runlog.ledger import from_line
 from samestep.train.trainer import Trainer
 
 STEP = "step-00000004"

@@ -17,7 +17,7 @@ from samestep.comm.heartbeat import Heartbeat
 from samestep.comm.heartbeat_page import STOPS_ON_REQUEST, HeartbeatPage
 from samestep.comm.membership import Membership
 from samestep.comm.transport import LocalTransport
-from samestep.train.runlog.line import from_line
+from samestep.train.runlog.ledger import from_line
 from samestep.train.signals import stopping_on_request
 
 PROGRAM = """

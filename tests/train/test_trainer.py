@@ -24,7 +24,7 @@ from samestep.train import atomic_io
 from samestep.train.checkpoint.storage import newest_checkpoint
 from samestep.train.metrics import accuracy
 from samestep.train.run import Run
-from samestep.train.runlog.line import from_line
+from samestep.train.runlog.ledger import from_line
 from samestep.train.trainer import EpochRecord, Trainer
 
 

@@ -20,7 +20,7 @@ from samestep.cli.replay import replay as replay_command
 from samestep.errors import DeviceError, NonFiniteError, UsageError, WorkerError
 from samestep.replay.program import program_of
 from samestep.replay.replaying import replay
-from samestep.train.runlog.line import from_line, to_line
+from samestep.train.runlog.ledger import from_line, to_line
 from samestep.verify.ledger import read_ledger
 
 PLAIN = {"kind": "plain", "poison": -300.0}

@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from samestep.train.runlog.line import from_line, to_line
+from samestep.train.runlog.ledger import from_line, to_line
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -25,8 +25,7 @@ from samestep.report.reader import as_number
 from samestep.report.run_summary import Phases, distinct_names, make_report
 from samestep.report.series import loss_table, make_charts
 from samestep.report.terminal import LEVELS, print_report, sparkline
-from samestep.train.curves import Curve, smoothed, thinned
-from samestep.train.loss_plot import loss_figure
+from samestep.train.curves import Curve, loss_figure, smoothed, thinned
 
 
 class Page(HTMLParser):

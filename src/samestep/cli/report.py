@@ -33,7 +33,7 @@ def report(
     from samestep.report.run_summary import make_report
     from samestep.report.series import loss_table
     from samestep.train.atomic_io import make_folder, replacing
-    from samestep.train.loss_plot import draw_losses
+    from samestep.train.curves import draw_losses
 
     found = make_report(runs)
     folder = runs[0] if out is None else out

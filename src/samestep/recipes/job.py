@@ -14,8 +14,8 @@ from samestep.recipes.catalog import load
 from samestep.recipes.config import JobConfig
 from samestep.recipes.recipe import DataOptions, Recipe
 from samestep.train.atomic_io import write_json
+from samestep.train.exceptions import on_main
 from samestep.train.paths import RESULT_FILE
-from samestep.train.rank_zero import on_main
 from samestep.train.run import Run
 from samestep.train.signals import stopping_on_request
 from samestep.train.trainer import Trainer

@@ -1,4 +1,4 @@
-"""Atomic file I/O: files that are written whole or not at all, temporary names, and errors that say what to do."""
+"""Atomic file I/O: files that are written whole or not at all, temporary names, and errors with a remedy."""
 
 import errno
 import hashlib
@@ -26,7 +26,7 @@ MAX_WAIT_SECONDS = 30.0
 _NO_SPACE = {errno.ENOSPC, errno.EFBIG} | {getattr(errno, name) for name in ("EDQUOT",) if hasattr(errno, name)}
 _TEMPORARY = re.compile(r"\.tmp-.+-(?P<pid>\d+)-(?P<host>[0-9a-f]{8})-[0-9a-f]{8}")  # .tmp-WHAT-PID-HOST-TOKEN
 _MAX_WHAT = 200  # bytes
-_FOREIGN_SECONDS = 24 * 60 * 60.0  # whether a process of another machine lives cannot be asked
+_FOREIGN_SECONDS = 24 * 60 * 60.0  # of another machine's processes, whose life cannot be checked
 _CLOCK_SECONDS = 5.0  # by which the clocks of a file system and of processes may differ
 
 
@@ -47,7 +47,7 @@ def writing(path: Path) -> Iterator[None]:
 def retrying(attempt: Callable[[], T], retries: int, tell: Callable[[str], None]) -> T:
     """Calls `attempt` again, up to `retries` times and after 1, 2, 4, … seconds, if it raises a `RunFolderError`.
 
-    If several ranks write together, `attempt` fails on all of them alike; `tell` gets a sentence on each retry.
+    If several ranks write together, `attempt` must fail on all of them alike. `tell` gets a sentence on each retry.
     """
     for number in range(retries):
         try:
@@ -109,7 +109,7 @@ def append_whole(file: FileIO, path: Path, data: bytes) -> None:
     """Appends all of the data to an unbuffered file, or none of it and raises as `writing` does."""
     written = 0
     with writing(path):
-        if data and os.fstat(file.fileno()).st_nlink == 0:  # it would take the data, which no reader would ever see
+        if data and os.fstat(file.fileno()).st_nlink == 0:  # a write would succeed, and no reader ever see the data
             raise OSError(errno.ENOENT, "it was removed while the run was writing to it")
         try:
             while written < len(data):
@@ -132,21 +132,21 @@ def is_at(path: Path, file: FileIO) -> bool:
 
 
 def sync_folder(folder: Path) -> None:
-    """Waits until the disk has a folder's entries, on systems that can be asked to."""
+    """Waits until a folder's entries are on the disk, on systems that support it."""
     if os.name == "nt":
         return
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
     except OSError as error:
-        if error.errno != errno.EINVAL:  # a file system that cannot
+        if error.errno != errno.EINVAL:  # a file system without it
             raise
     finally:
         os.close(handle)
 
 
 def temporary_name(folder: Path, what: str, pid: int | None = None) -> Path:
-    """A new name in `folder`, of a length that file systems allow, with the process and the host that made it."""
+    """A new name in `folder`, short enough for file systems, with the process and the host that made it."""
     short = os.fsdecode(os.fsencode(what)[:_MAX_WHAT])
     return folder / f".tmp-{short}-{pid or os.getpid()}-{_host()}-{secrets.token_hex(4)}"
 
@@ -169,7 +169,7 @@ def remove_leftovers(folder: Path) -> None:
 
 
 def is_abandoned(path: Path) -> bool:
-    """Whether an entry is a temporary one whose process has ended; of another host's, whether it is a day old."""
+    """Whether an entry is a temporary one whose process has ended; of another host's process, one that is a day old."""
     match = _TEMPORARY.fullmatch(path.name)
     if match is None:
         return False
@@ -178,7 +178,7 @@ def is_abandoned(path: Path) -> bool:
         return time.time() - changed > _FOREIGN_SECONDS
     try:
         process = psutil.Process(int(match["pid"]))
-        # A process that began after the last change has only inherited the number.
+        # A process that began after the last change is another one with the same number.
         return bool(process.status() == psutil.STATUS_ZOMBIE or process.create_time() > changed + _CLOCK_SECONDS)
     except psutil.NoSuchProcess:
         return True

@@ -1,4 +1,4 @@
-"""The contract: what the bits of a run depend on, recorded with it and compared when it is taken up again."""
+"""The contract: all settings that the bits of a run depend on, recorded with it and compared on resume."""
 
 import ast
 import hashlib
@@ -32,7 +32,7 @@ DOCUMENTED = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 @dataclass(frozen=True)
 class Contract:
-    """The settings that decide the bits of a run. The number of devices is not one of them.
+    """The settings that decide the bits of a run; the number of devices is not one of them.
 
     Attributes:
         global_batch_size: samples of one optimizer step.
@@ -51,12 +51,12 @@ class Contract:
     num_threads: int
 
     def as_json(self) -> dict[str, Any]:
-        """The contract with the versions and flags that the bits depend on too."""
+        """The contract, with versions and flags."""
         return {**asdict(self), "versions": versions(), "flags": precision_flags()}
 
 
 def check_contract(global_batch_size: int, num_microbatches: int | None, reduction: str, seed: int) -> int:
-    """Checks what the user asked for, and returns the number of microbatches."""
+    """Checks arguments of `Run`; returns the number of microbatches."""
     count = check_num_microbatches(num_microbatches, global_batch_size)
     if reduction not in REDUCTIONS:
         raise UsageError(f"got reduction={reduction!r}; --reduction is one of {', '.join(REDUCTIONS)}")
@@ -66,7 +66,7 @@ def check_contract(global_batch_size: int, num_microbatches: int | None, reducti
 
 
 def versions() -> dict[str, str]:
-    """Versions of everything that computes."""
+    """The versions of all libraries that compute."""
     found = {
         "samestep": __version__,
         "torch": str(torch.__version__),
@@ -82,7 +82,7 @@ def versions() -> dict[str, str]:
 
 
 def precision_flags() -> dict[str, Any]:
-    """Flags that change what kernels compute."""
+    """Flags that change the results of kernels."""
     return {
         "float32_matmul_precision": torch.get_float32_matmul_precision(),
         "cudnn_allow_tf32": torch.backends.cudnn.allow_tf32,
@@ -93,7 +93,7 @@ def precision_flags() -> dict[str, Any]:
 
 
 def step_contract(step: TrainStep) -> dict[str, Any]:
-    """A step's part of the contract: the model, the loss, the update."""
+    """A step's part of the contract: model, loss, update."""
     return {
         "precision": step.config.precision,
         **step.strategy.contract,
@@ -107,7 +107,7 @@ def step_contract(step: TrainStep) -> dict[str, Any]:
 
 
 def loader_contract(loader: Loader | DataLoader[Any]) -> dict[str, Any]:
-    """A loader's part of the contract: which samples make a step, as far as a loader of the user's own says it."""
+    """A loader's part of the contract: the samples of each step, as far as a loader of the user's own shows them."""
     fields: dict[str, Any] = {"drop_last": loader.drop_last}
     if isinstance(loader, Loader):
         fields["shuffle"] = loader.shuffle
@@ -136,7 +136,7 @@ def model_form(model: nn.Module, spread: ShardedState | None = None) -> dict[str
 
 
 def class_of(module: nn.Module) -> type[nn.Module]:
-    """The class of a module as its author wrote it: FSDP2 gives what it spreads a class of its own, of two bases."""
+    """The class of a module as its author wrote it: FSDP2 derives a class of its own for sharded modules."""
     kind = type(module)
     first, *others = kind.__bases__
     is_derived = first.__name__ == "FSDPModule" and first.__module__.startswith("torch.")
@@ -182,7 +182,7 @@ def normal_form(node: object) -> str:
 
 
 def _pieces(text: ast.JoinedStr) -> Iterator[str]:
-    """The texts of an f-string and what stands between them."""
+    """The texts of an f-string and the values between them."""
     for is_text, group in groupby(text.values, lambda value: isinstance(value, ast.Constant)):
         if not is_text:
             yield from map(normal_form, group)

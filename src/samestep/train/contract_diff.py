@@ -1,8 +1,8 @@
-"""The difference of two contracts: which fields changed, which of them decide the bits, and what they decide.
+"""The differences of two contracts: the changed fields, and the effect of those that decide the bits.
 
-Fields are named by their keys joined by dots, `versions.torch`; a name in one of the two lists stands for all below it.
-A field that is in neither is reported if both sides have it and differ, and never breaks: versions of samestep, Python
-and NumPy, the processor, and whatever a program records of its own.
+Fields are named by their keys joined by dots, `versions.torch`; a name in one of the two tables stands for all below
+it. A field that is in neither is reported if both sides have it and differ, and never breaks: versions of samestep,
+Python and NumPy, the processor, and the fields that a program adds.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -49,16 +49,8 @@ BREAKING: Final[Mapping[str, str]] = {
 UNMENTIONED: Final = frozenset(
     (
         *("devices", "shares", "world_size", "spares", "num_workers", "command", "epochs", "run_dir", "run", "name"),
-        *(
-            "job",
-            "working_folder",
-            "min_devices",
-            "max_restarts",
-            "hang_seconds",
-            "keep",
-            "digest_every",
-            "checkpoint_every",
-        ),
+        *("job", "working_folder", "min_devices", "max_restarts", "hang_seconds", "keep", "digest_every"),
+        "checkpoint_every",
     )
 )
 ABSENT: Final = "(not recorded)"
@@ -66,11 +58,11 @@ ABSENT: Final = "(not recorded)"
 
 @dataclass(frozen=True)
 class Change:
-    """A field that two contracts do not agree on.
+    """A field that differs between two contracts.
 
     Attributes:
         field: its keys, joined by dots.
-        before: its value in the first contract; `ABSENT` where it has no such field.
+        before: its value in the first contract; `ABSENT` if it has no such field.
         after: its value in the second.
         breaks: whether the bits depend on it.
     """
@@ -82,10 +74,10 @@ class Change:
 
 
 def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Change]:
-    """The fields that two contracts do not agree on: those that break the bits first, each kind in the table's order.
+    """The fields that differ between two contracts: those that break the bits first, each kind in the table's order.
 
-    A field that only one side has breaks if it is in the table and both were written by one version of samestep;
-    versions that record more than older ones change nothing by that. It is left out where the table does not have it.
+    A field that only one side has breaks if it is in the table and both were written by one version of samestep, since
+    newer versions may record more; if the table does not have it, it is left out.
     """
     old, new = dict(_flat(before)), dict(_flat(after))
     same_writer = old.get("versions.samestep") == new.get("versions.samestep")
@@ -101,7 +93,7 @@ def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Cha
 
 
 def explain(changes: Sequence[Change]) -> str:
-    """What changed, a line a field: "  seed: 0 before, 1 now (decides the order of the samples, …)"; "" for nothing."""
+    """The changes, a line a field: "  seed: 0 before, 1 now (decides the order of the samples, …)"; "" for none."""
     parts = (
         ("these decide the bits:", [change for change in changes if change.breaks]),
         ("these should not:", [change for change in changes if not change.breaks]),
@@ -120,19 +112,19 @@ def check_contract_kept(changes: Sequence[Change], allow_change: bool) -> None:
 
 
 def decides(field: str) -> str | None:
-    """What a field that breaks the bits decides; None for any other."""
+    """The effect of a field that decides the bits; None for any other."""
     entry = _entry(field)
     return None if entry is None else BREAKING[entry]
 
 
 def _line(change: Change) -> str:
-    """A change in words."""
+    """The line of a change."""
     reason = f" (decides {decides(change.field)})" if change.breaks else ""
     return f"  {change.field}: {shown(change.before)} before, {shown(change.after)} now{reason}"
 
 
 def shown(value: Any) -> str:
-    """A value of a contract for people: no quotation marks around words, "none" for None."""
+    """A value of a contract for display: no quotation marks around words, "none" for None."""
     if value is None:
         return "none"
     return value if isinstance(value, str) else repr(value)

@@ -1,4 +1,6 @@
-"""Hashes of the whole state of a run: a SHA-256 by which runs are compared, and a 64-bit checksum for the ledger.
+"""Hashes of the whole state of a run, and their comparison over the ranks.
+
+Runs are compared by a SHA-256, steps and ranks by a 64-bit checksum.
 
 The checksum is computed where the state lies, cheaply enough for each step. The bytes of all tensors, each in the
 logical order of its elements, are cut into rows of `ROW_WORDS` words of 32 bits: first those that fill no row of their
@@ -21,6 +23,7 @@ ranks of a sharded state sum their own bytes, with zeros for the others', and ex
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import Any
@@ -31,16 +34,18 @@ from torch.optim import Optimizer
 
 from samestep.comm.communicator import Communicator
 from samestep.comm.local_shards import LocalShard
-from samestep.data.batch import flattened
+from samestep.comm.membership import Membership
+from samestep.data.batch import checksum, flattened
 from samestep.data.nested import leaves
 from samestep.engine.sharded_state import ShardedState
 from samestep.engine.step import TrainStep
-from samestep.errors import UsageError
+from samestep.errors import DeterminismError, UsageError
 from samestep.train.checkpoint.local_shards import held_by, local_state, local_tensors, unsharded
+from samestep.train.determinism import generator_states
 
 ROW_WORDS = 4096
 ROW_BYTES = 4 * ROW_WORDS
-_SLOT_BYTES = 16  # where a tensor's bytes begin among those that fill no row: a multiple of this
+_SLOT_BYTES = 16  # the alignment of a tensor's bytes among those that fill no row
 _CPU_BLOCK_ROWS = 32  # 1 MiB of products, which stay in the cache
 _BLOCK_ROWS = 1024  # large enough on an accelerator to hide the launch of a kernel
 _GOLDEN = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio, SplitMix64's increment
@@ -54,9 +59,8 @@ def state_digest(model: nn.Module | TrainStep, optimizers: Optimizer | Sequence[
     The digest is that of the same state on one device. Tier `bitwise`.
 
     Args:
-        model: its parameters and all its buffers count, in their order; or a training step, whose state it is.
-        optimizers: one or several; state is named after the parameter it belongs to, numbers count as JSON. None for a
-            step, which knows its own.
+        model: its parameters and all its buffers count, in their order; or a training step.
+        optimizers: one or several; state is named after its parameter, numbers count as JSON. None for a step.
 
     Raises:
         UsageError: the model is sharded, or there are optimizers neither here nor in a step.
@@ -67,7 +71,7 @@ def state_digest(model: nn.Module | TrainStep, optimizers: Optimizer | Sequence[
         for name, parameter in model.named_parameters():
             if hasattr(parameter, "to_local"):  # a DTensor, without importing what makes one
                 raise UsageError(
-                    f"{name} is spread over the ranks; call state_digest(step) with the training step in place of "
+                    f"{name} is sharded over the ranks; call state_digest(step) with the training step in place of "
                     "model and optimizers, on all ranks"
                 )
     hasher = hashlib.sha256()
@@ -237,3 +241,89 @@ def _signed(value: int) -> int:
 def _hash(text: str) -> int:
     """64 bits of BLAKE2b over a text."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+class Drift:
+    """Compares the state that several ranks hold alike, by 8 bytes a rank (16 if it is sharded)."""
+
+    def __init__(self, membership: Membership, steps: Sequence[TrainStep]) -> None:
+        self._membership = membership
+        self._steps = list(steps)
+        self._equal_at: list[int] | None = None
+
+    def check(self, digest: Tensor | None = None) -> None:
+        """Compares the states as they are now, unless that was done after the same step; a collective call.
+
+        `digest` is the checksum of the state, if it is known and the state is not sharded.
+        """
+        at = [step.num_steps for step in self._steps]
+        if self._membership.world_size == 1 or at == self._equal_at:
+            return
+        tensors = [digest] if digest is not None else [part for step in self._steps for part in local_checksums(step)]
+        words = [int(tensor) for tensor in tensors]
+        before = self._membership.heartbeat.enter("exchange")  # a rank that waits for a slower one does not hang
+        self._membership.perform(lambda: self._compare(words))
+        self._membership.heartbeat.enter(before)
+        self._equal_at = at
+
+    def _compare(self, words: Sequence[int]) -> None:
+        """Gathers the checksums; those of the local shards are the second of each step."""
+        columns = list(zip(*self._membership.communicator.gather_words(words), strict=True))
+        for step in self._steps:
+            for is_shard in (False,) if step.spread is None else (False, True):
+                if self._odd_one(columns.pop(0), step, is_shard) is not None:
+                    self._explain(step)
+
+    def _odd_one(self, values: Sequence[int], step: TrainStep, is_shard: bool) -> tuple[int, int] | None:
+        """A rank whose value differs from that of most ranks, and one of those; None if all agree.
+
+        Local shards should be equal on ranks at equal places of several groups only.
+        """
+        stride = step.spread_over.world_size if is_shard else 1
+        for first in range(stride):
+            ranks = range(first, len(values), stride)
+            common = Counter(values[rank] for rank in ranks).most_common(1)[0][0]
+            if odd := [rank for rank in ranks if values[rank] != common]:
+                return odd[0], next(rank for rank in ranks if values[rank] == common)
+        return None
+
+    def _explain(self, step: TrainStep) -> None:
+        """Finds the first entry that differs, and raises a `DeterminismError` on all ranks."""
+        membership, entries = self._membership, list(_entries(step))
+        draws = checksum(list(leaves(generator_states(membership.communicator.device))))
+        rows = membership.communicator.gather_words([len(entries), draws])
+        most = max(count for count, _ in rows)
+        own = [total for _, total, _ in entries] + [0] * (most - len(entries))
+        columns = zip(*membership.communicator.gather_words(own), strict=True)
+        found = []
+        for number, column in enumerate(columns):
+            name, _, is_shard = entries[number] if number < len(entries) else ("the number of entries", 0, False)
+            if (pair := self._odd_one(column, step, is_shard)) is not None:
+                found.append((name, pair))
+        name, (rank, other) = found[0] if found else ("the state", (1, 0))
+        before = None if self._equal_at is None else self._equal_at[self._steps.index(step)]
+        since = "" if before is None else f" (they agreed after step {before})"
+        advice = "" if before == step.num_steps - 1 else "; digest_every=1 (--digest-every 1) compares after every step"
+        drew = ", and so do the random generators" if len({draws for _, draws in rows}) > 1 else ""
+        raise DeterminismError(
+            f"the ranks' states differ after step {step.num_steps}{since}: {name} of rank {rank} is not that of rank "
+            f"{other}; {len(found)} of {most} entries differ{drew}. Something was written, set or drawn on one rank "
+            f"only: look for what depends on run.rank or run.is_main, in hooks and callbacks too{advice}"
+        )
+
+
+def _entries(step: TrainStep) -> Iterator[tuple[str, int, bool]]:
+    """The entries of a step's state: names, checksums, and whether it is this rank's local shard.
+
+    Settings of the optimizers, such as learning rates, come first: if they differ, all else differs because of them.
+    """
+    for number, optimizer in enumerate(step.optimizers):
+        for index, group in enumerate(optimizer.param_groups):
+            for key, value in group.items():
+                if key != "params" and isinstance(value, Tensor | int | float | str | bool | tuple):
+                    yield f"optimizer {number}: {key} of parameter group {index}", checksum([key, value]), False
+    for name, value in named_state(step):
+        is_shard = isinstance(value, LocalShard)
+        held = value.local if isinstance(value, LocalShard) else value
+        form = f"{name} {held.dtype} {list(held.shape)}" if isinstance(held, Tensor) else name
+        yield name, checksum([form, held]), is_shard

@@ -1,16 +1,21 @@
-"""An epoch: its record, its state while it is under way, and its remaining batches."""
+"""The progress of a trainer: the records of epochs, the state of the one under way, and its remaining batches."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.data import DataLoader
 
 from samestep.data.loader import Loader
+from samestep.engine.step import TrainStep
 from samestep.errors import CheckpointError
-from samestep.train.checkpoint.state import check_alike, generator_states, restore_generators
+from samestep.train.determinism import check_alike, generator_states, restore_generators
 from samestep.train.run import Run
+
+if TYPE_CHECKING:
+    from samestep.train.checkpoint.resume import Resumed
+    from samestep.train.checkpoint.storage import Snapshot
 
 
 @dataclass(frozen=True)
@@ -43,7 +48,7 @@ class EpochRecord:
         return scalars
 
     def describe(self, shown: Iterable[tuple[str, str]]) -> str:
-        """The line that is shown, with some of the metrics, each by its label: ("accuracy", "test acc")."""
+        """The line that is shown, with some of the metrics and their labels: ("accuracy", "test acc")."""
         text = f"epoch {self.epoch}, time {self.seconds:.1f} s, train loss {self.train_loss:#.4g}"
         for name, label in shown:
             if name in self.eval:
@@ -53,16 +58,16 @@ class EpochRecord:
 
 @dataclass
 class EpochSoFar:
-    """Part of a checkpoint, so that a resumed epoch ends as it would have.
+    """The epoch under way; part of a checkpoint, so that a resumed epoch ends as it would have.
 
     Attributes:
         num_batches: done.
         num_samples: done.
         total: the sum of the loss.
-        count: what it is divided by.
+        count: its divisor.
         seconds: of training.
-        generators: the states of the script's random generators when it began.
-        of_loader: the states of the generators of a loader of the user's own when it began.
+        generators: the states of the script's random generators at its beginning.
+        of_loader: the states of the generators of a loader of the user's own at its beginning.
     """
 
     num_batches: int = 0
@@ -80,10 +85,10 @@ def begin_epoch(loader: Loader | DataLoader[Any], device: torch.device) -> Epoch
 
 
 def batches_left(loader: Loader | DataLoader[Any], epoch: EpochSoFar, device: torch.device) -> Iterator[Any]:
-    """The batches of an epoch; of one that was begun those that are left.
+    """The batches of an epoch, or those left of one that was begun.
 
-    A loader of the run knows its place. One of the user's own shuffles and augments by the generators of the script or
-    by its own: it draws again what it drew, and the batches that are done are left out.
+    A loader of the run has a cursor. One of the user's own shuffles and augments by the generators of the script or by
+    its own: it draws again from where they were, and the batches that are done are skipped.
     """
     if isinstance(loader, Loader) or epoch.num_batches == 0:
         yield from loader
@@ -107,7 +112,7 @@ def num_batches(loader: Loader | DataLoader[Any]) -> int | None:
 
 
 def make_loader(run: Run, dataset: Any, epoch: int, num_workers: int, shuffle: bool) -> Loader | DataLoader[Any]:
-    """A loader to train with: the one given, or a new one over a dataset, from the beginning of this epoch on."""
+    """The given loader, or a new one over a dataset, at the beginning of this epoch."""
     if isinstance(dataset, Loader | DataLoader):
         return dataset
     is_stream = not hasattr(dataset, "__len__")
@@ -117,7 +122,7 @@ def make_loader(run: Run, dataset: Any, epoch: int, num_workers: int, shuffle: b
 
 
 def make_eval_loader(run: Run, data: Any, epoch: int, num_workers: int) -> Loader:
-    """A loader to evaluate with: the one given, or a new one over a dataset, as it is after so many epochs."""
+    """The given loader, or a new one over a dataset to evaluate on, as it is after so many epochs."""
     if isinstance(data, Loader):
         return data
     loader = run.loader(data, num_workers=num_workers)
@@ -125,32 +130,99 @@ def make_eval_loader(run: Run, data: Any, epoch: int, num_workers: int) -> Loade
     return loader
 
 
-def put_in_place(
-    state: Mapping[str, Any], loader: Loader | DataLoader[Any], eval_loader: Loader | None, device: torch.device
-) -> None:
-    """Puts loaders and generators where a state has them; a `CheckpointError` for one of another sort of loader."""
-    if not isinstance(loader, Loader):
-        restore_loader_generators(loader, state["loader_generators"])
-    elif state["cursor"] is not None:
-        check_alike("place in the data", state["cursor"], loader.state_dict())
-        loader.load_state_dict(state["cursor"])
-    else:
-        raise CheckpointError(
-            "the checkpoint is of a run with a DataLoader of its own, whose place in the data a dataset has not; "
-            "give fit the DataLoader again"
-        )
-    if eval_loader is not None and state["eval_cursor"] is not None:
-        eval_loader.load_state_dict(state["eval_cursor"])
-    restore_generators(state["generators"], device)
+class Progress:
+    """How far a trainer is.
+
+    Attributes:
+        history: a record of each epoch that is done.
+        epoch: the one under way.
+        eval_loader: of the call of `fit` under way; None without evaluation.
+    """
+
+    def __init__(self, run: Run, step: TrainStep) -> None:
+        self.history: list[EpochRecord] = []
+        self.epoch = EpochSoFar()
+        self.eval_loader: Loader | None = None
+        self._run, self._step = run, step
+        self._waiting: dict[str, Any] | None = None
+
+    def capture(
+        self, loader: Loader | DataLoader[Any], cursor: Mapping[str, int] | None, contract: Mapping[str, Any]
+    ) -> "Snapshot":
+        """The whole state: the step's, history, epoch, place in the data (None for a `DataLoader`), contract."""
+        from samestep.train.checkpoint.state import capture  # loaded with the first checkpoint
+
+        rest = {
+            "history": [record.as_json() for record in self.history],
+            "epoch": asdict(self.epoch),
+            "cursor": cursor,
+            "eval_cursor": None if self.eval_loader is None else self.eval_loader.state_dict(),
+            "loader_generators": loader_generator_states(loader),
+            "contract": contract,
+        }
+        return capture(self._step, rest)
+
+    def restore(self, resumed: "Resumed") -> None:
+        """Restores a state; loaders and generators follow by `go_on`."""
+        from samestep.train.checkpoint.packing import as_bad_checkpoint
+        from samestep.train.checkpoint.state import NOT_OURS, restore
+
+        device = self._run.device
+        with as_bad_checkpoint(NOT_OURS):
+            rest = resumed.rest
+            history = [EpochRecord(**record) for record in rest["history"]]
+            epoch = EpochSoFar(**rest["epoch"])
+            for record in history:
+                own = EpochRecord(0, 0.0, 0.0, 0.0, dict.fromkeys(record.eval, 0.0))
+                check_alike("epochs", record.as_json(), own.as_json())
+            own_epoch = {**asdict(EpochSoFar()), "generators": epoch.generators, "of_loader": epoch.of_loader}
+            check_alike("epoch", rest["epoch"], own_epoch)
+        generators = generator_states(device)
+        self._waiting = restore(self._step, resumed.snapshot)
+        self._waiting["generators"] = generator_states(device)
+        restore_generators(generators, device)
+        self.history, self.epoch = history, epoch
+
+    def go_on(self, loader: Loader | DataLoader[Any]) -> None:
+        """Restores cursor, generators and epoch, if a state is waiting; else begins an epoch.
+
+        Not before: the program may have called `fit` for epochs that are done, and drawn in between.
+        """
+        state, self._waiting = self._waiting, None
+        if state is None:
+            self.epoch = EpochSoFar()
+            return
+        from samestep.train.checkpoint.packing import as_bad_checkpoint
+        from samestep.train.checkpoint.state import NOT_OURS
+
+        with as_bad_checkpoint(NOT_OURS):
+            if not isinstance(loader, Loader):
+                restore_loader_generators(loader, state["loader_generators"])
+            elif state["cursor"] is not None:
+                check_alike("place in the data", state["cursor"], loader.state_dict())
+                loader.load_state_dict(state["cursor"])
+            else:
+                raise CheckpointError(
+                    "the checkpoint is of a run with a DataLoader of its own, whose place in the data a dataset has "
+                    "not; give fit the DataLoader again"
+                )
+            if self.eval_loader is not None and state["eval_cursor"] is not None:
+                self.eval_loader.load_state_dict(state["eval_cursor"])
+            restore_generators(state["generators"], self._run.device)
+
+    def add(self, record: EpochRecord) -> None:
+        """Ends the epoch under way."""
+        self.history.append(record)
+        self.epoch = EpochSoFar()
 
 
 def loader_generator_states(loader: Loader | DataLoader[Any]) -> list[torch.Tensor]:
-    """The states of the generators that a loader of the user's own was given."""
+    """The states of the generators that a loader of the user's own was made with."""
     return [generator.get_state() for generator in _generators(loader)]
 
 
 def restore_loader_generators(loader: Loader | DataLoader[Any], states: list[torch.Tensor]) -> None:
-    """Puts them back."""
+    """Restores the generators that a loader of the user's own was made with."""
     for generator, state in zip(_generators(loader), states, strict=False):
         generator.set_state(state)
 

@@ -1,14 +1,14 @@
-"""Evaluation: metrics over each sample once, as sums and counts in a fixed order."""
+"""Evaluation: metrics over each sample once, as sums and counts in a fixed order; and prediction."""
 
-import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from io import BytesIO
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from samestep.comm.communicator import DTYPES, Communicator
+from samestep.comm.communicator import Communicator
 from samestep.comm.membership import Membership
 from samestep.comm.reduction import tree_sum_rows
 from samestep.core.microbatches import in_microbatch_order, microbatch_bounds
@@ -16,12 +16,11 @@ from samestep.core.seeds import derive_seed
 from samestep.data.loader import Loader
 from samestep.data.nested import leaves, map_tensors
 from samestep.data.randomness import Generators
-from samestep.data.transfer import to_host
 from samestep.engine.losses import describe, wide_dtype
 from samestep.engine.parameters import settle_model
 from samestep.engine.precision import autocast, check_precision
 from samestep.errors import DeterminismError, UsageError
-from samestep.train.metrics import Metric, as_metric, sums
+from samestep.train.metrics import Metric, as_metric, result, sums
 
 SMALL_ELEMENTS = 2**16
 EVALUATION_STREAM = 2**33  # apart from the streams of train steps and of samples
@@ -40,14 +39,11 @@ def evaluate(
     forward: Forward | None = None,
     precision: str = "32-true",
 ) -> dict[str, float]:
-    """Measures a model on every sample of a loader, once, in evaluation mode and without gradients. Tier `bitwise`.
-
-    Random generators are seeded for each microbatch, for the forward and the metrics, and restored afterwards.
-    """
+    """The metrics of a model over every sample of a loader; see `samestep.Run.evaluate`."""
     named = {name: as_metric(metric) for name, metric in metrics.items()}
     if not named:
         raise UsageError("evaluate needs at least one metric, for example {'accuracy': samestep.metrics.accuracy}")
-    return carry_out(membership, loader, lambda: _evaluate(membership, model, loader, named, forward, precision))
+    return _carry_out(membership, loader, lambda: _evaluate(membership, model, loader, named, forward, precision))
 
 
 def _evaluate(
@@ -58,11 +54,11 @@ def _evaluate(
     forward: Forward | None,
     precision: str,
 ) -> dict[str, float]:
-    """`evaluate` by the ranks as they are now."""
+    """`evaluate` by the current ranks."""
     communicator = membership.communicator
-    rows: list[Tensor] = []
     mine = membership.mine
     empty = torch.zeros(len(mine), 2 * len(named), dtype=wide_dtype(communicator.device), device=communicator.device)
+    rows: list[Tensor] = []  # of each batch: [microbatches of this rank, total and count of each metric]
 
     def measure(number: int, microbatch: int, num_samples: int, value: Any, output: Any) -> None:
         while len(rows) <= number:
@@ -73,12 +69,18 @@ def _evaluate(
     num_batches = _forward_all(membership, model, loader, forward, precision, measure)
     rows += [empty.clone() for _ in range(num_batches - len(rows))]
     membership.heartbeat.enter("exchange")
-    by_microbatch = _by_microbatch(communicator, membership.ranges, rows)
-    totals = tree_sum_rows(by_microbatch).tolist() if rows else [0.0] * (2 * len(named))
-    return {
-        name: metric.finish(totals[2 * k] / totals[2 * k + 1]) if totals[2 * k + 1] else float("nan")
-        for k, (name, metric) in enumerate(named.items())
-    }
+    totals = [0.0] * (2 * len(named))
+    if rows:
+        # All ranks' rows in the order of batch and microbatch, [batches · V, k]: the order of the sum must not depend
+        # on the ranks.
+        sizes = [num_batches * len(microbatches) for microbatches in membership.ranges]
+        width = 2 * len(named)
+        by_rank = communicator.gather_rows(torch.stack(rows).reshape(-1, width), sizes).split(sizes)
+        by_batch = torch.cat([part.view(num_batches, -1, width) for part in by_rank], dim=1)
+        order = in_microbatch_order(membership.ranges)
+        in_order = by_batch if order is None else by_batch[:, order]
+        totals = tree_sum_rows(in_order.reshape(-1, width)).tolist()
+    return {name: result(metric, totals[2 * k], totals[2 * k + 1]) for k, (name, metric) in enumerate(named.items())}
 
 
 def predict(
@@ -89,34 +91,49 @@ def predict(
     forward: Forward | None = None,
     precision: str = "32-true",
 ) -> Any:
-    """The model's outputs for every sample of a loader, in its order, on every rank. Tier `bitwise`."""
-    return carry_out(membership, loader, lambda: _predict(membership, model, loader, forward, precision))
+    """The model's outputs for every sample of a loader; see `samestep.Run.predict`."""
+    return _carry_out(membership, loader, lambda: _predict(membership, model, loader, forward, precision))
 
 
 def _predict(membership: Membership, model: nn.Module, loader: Loader, forward: Forward | None, precision: str) -> Any:
-    """`predict` by the ranks as they are now."""
-    communicator = membership.communicator
-    pieces: list[tuple[int, Any]] = []
+    """`predict` by the current ranks."""
+    outputs: dict[int, list[Tensor]] = {}  # the tensors in each microbatch's output, by its place in the data
+    structures: list[Any] = []
 
     def keep(number: int, microbatch: int, num_samples: int, value: Any, output: Any) -> None:
+        structures[:] = structures or [output]  # one is enough: all are alike
         for leaf in leaves(output):
             if not isinstance(leaf, Tensor) or leaf.ndim == 0 or len(leaf) != num_samples:
                 raise UsageError(
                     f"predict needs outputs with the samples along dim 0, got {describe(leaf)} for {num_samples} "
                     "samples; say what to keep with forward=lambda model, batch: …"
                 )
-        pieces.append((number * membership.num_microbatches + microbatch, to_host(output)))
+        # Copies: an output may be a view of a whole batch, or of a buffer that the next microbatch overwrites.
+        copies = [leaf.detach().cpu().clone(memory_format=torch.contiguous_format) for leaf in leaves(output)]
+        outputs[number * membership.num_microbatches + microbatch] = copies
 
     _forward_all(membership, model, loader, forward, precision, keep)
     membership.heartbeat.enter("exchange")
-    columns = iter(_gather_columns(communicator, [(key, leaves(value)) for key, value in pieces]))
-    form = json.dumps(_form(pieces[0][1])) if communicator.rank == 0 and pieces else ""
-    sent = _exchange(communicator, torch.tensor(list(form.encode()), dtype=torch.int64))
-    structure = pieces[0][1] if pieces else _structure(json.loads(bytes(sent.tolist())))
+    of_all = _gather(membership.communicator, ([_skeleton(each) for each in structures], outputs))
+    structure = next((each for each in (structures, *(found for found, _ in of_all)) if each), [None])[0]
+    in_order = [tensors for _, tensors in sorted(pair for _, found in of_all for pair in found.items())]
+    columns = iter([torch.cat(column) for column in zip(*in_order, strict=True)])
+    if not in_order or not in_order[0]:
+        raise UsageError("the model returned no tensor to predict with")
     return map_tensors(lambda _: next(columns), structure)
 
 
-def carry_out(membership: Membership, loader: Loader, attempt: Callable[[], T]) -> T:
+def _gather(communicator: Communicator, value: Any) -> list[Any]:
+    """A value of each rank, tensors in dicts, lists and tuples, on every rank."""
+    buffer = BytesIO()
+    torch.save(value, buffer)
+    data = torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
+    sizes = [row[0] for row in communicator.gather_words([len(data)])]
+    parts = communicator.gather_rows(data.view(-1, 1), sizes).view(-1).split(sizes)
+    return [torch.load(BytesIO(part.numpy().tobytes()), weights_only=True) for part in parts]
+
+
+def _carry_out(membership: Membership, loader: Loader, attempt: Callable[[], T]) -> T:
     """Runs an operation on the loader's next epoch, again from its start if a rank is lost meanwhile."""
     start = loader.bookmark()
 
@@ -135,23 +152,23 @@ def carry_out(membership: Membership, loader: Loader, attempt: Callable[[], T]) 
 
 
 def _check_same_length(membership: Membership, loader: Loader) -> None:
-    """Raises a `DeterminismError` unless all ranks have as many samples: by that each takes its part of them."""
+    """Raises a `DeterminismError` unless all ranks have as many samples: each computes its part from that number."""
     before = membership.heartbeat.enter("exchange")  # a rank that waits for another does not hang
     counts = [row[0] for row in membership.communicator.gather_words([loader.num_samples or 0])]
     membership.heartbeat.enter(before)
     if len(set(counts)) > 1:
         raise DeterminismError(
-            f"the ranks were handed datasets of {counts} samples to evaluate on or to predict for; needed: the same "
-            "dataset on every rank"
+            f"the ranks have datasets of {counts} samples to evaluate on or to predict for; needed: the same dataset "
+            "on every rank"
         )
 
 
 @contextmanager
-def evaluating(model: nn.Module, device: torch.device, precision: str) -> Iterator[Callable[[], None]]:
-    """Evaluation mode, no gradients, autocast; the modes of all modules and their buffers are put back.
+def _evaluating(model: nn.Module, device: torch.device, precision: str) -> Iterator[Callable[[], None]]:
+    """Evaluation mode, no gradients, autocast; modes and buffers of all modules are restored.
 
-    Gives a function that puts the buffers back at once: what one microbatch leaves in them must not reach the next one,
-    of which another rank knows nothing.
+    Yields a function that restores the buffers at once: what one microbatch writes to them must not reach the next one,
+    which another rank may run.
     """
     dtype = check_precision(precision)
     settle_model(model, device)
@@ -159,11 +176,11 @@ def evaluating(model: nn.Module, device: torch.device, precision: str) -> Iterat
     places = [(module, key, buffer) for module in model.modules() for key, buffer in module._buffers.items()]
     kept = [(m, k, b, None if b is None else b.clone(), 0 if b is None else b._version) for m, k, b in places]
 
-    def put_back() -> None:
+    def restore_buffers() -> None:
         for module, key, buffer, start, version in kept:
             module._buffers[key] = buffer
-            # Neither batch normalisation in training mode nor writes to `.data` move the version: small ones are
-            # put back in any case.
+            # Neither batch normalisation in training mode nor writes to `.data` move the version: small buffers are
+            # restored in any case.
             if buffer is not None and start is not None:
                 small = buffer.numel() <= SMALL_ELEMENTS
                 if small or buffer._version != version or module.training:
@@ -172,9 +189,9 @@ def evaluating(model: nn.Module, device: torch.device, precision: str) -> Iterat
     model.eval()
     try:
         with torch.no_grad(), autocast(device, dtype):
-            yield put_back
+            yield restore_buffers
     finally:
-        put_back()
+        restore_buffers()
         for module, mode in modes:
             module.training = mode
 
@@ -187,7 +204,7 @@ def _forward_all(
     device = membership.communicator.device
     generators = Generators(device)
     num_batches = 0
-    with evaluating(model, device, precision) as put_back:
+    with _evaluating(model, device, precision) as restore_buffers:
         for number, batch in enumerate(loader):
             membership.heartbeat.enter("evaluate")
             bounds = microbatch_bounds(batch.length, membership.num_microbatches)
@@ -198,11 +215,11 @@ def _forward_all(
                     output = compute(model, value)
                     if microbatch in membership.mine:
                         take(number, microbatch, bounds[microbatch + 1] - bounds[microbatch], value, output)
-                    put_back()
+                    restore_buffers()
                     rounds -= 1
-                if rounds > 0:  # the others need this rank's part of the model once more
+                if rounds > 0:  # the others need this rank's shard of the model once more
                     compute(model, value)
-                    put_back()
+                    restore_buffers()
             num_batches += 1
     return num_batches
 
@@ -217,73 +234,10 @@ def _first_entry(model: nn.Module, batch: Any) -> Any:
     )
 
 
-def _form(value: Any) -> Any:
-    """The structure of nested dicts, lists and tuples, as JSON; a tensor is null."""
+def _skeleton(value: Any) -> Any:
+    """The structure of nested mappings, lists and tuples as plain dicts, lists and tuples, with empty tensors."""
     if isinstance(value, Mapping):
-        return ["dict", [[key, _form(entry)] for key, entry in value.items()]]
+        return {key: _skeleton(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):
-        return ["tuple" if isinstance(value, tuple) else "list", [_form(entry) for entry in value]]
-    return None
-
-
-def _structure(form: Any) -> Any:
-    """The structure of a `_form`, for a rank without a sample of its own; named tuples become plain ones."""
-    if form is None:
-        return torch.empty(0)
-    kind, entries = form
-    if kind == "dict":
-        return {key: _structure(entry) for key, entry in entries}
-    return (tuple if kind == "tuple" else list)(_structure(entry) for entry in entries)
-
-
-def _by_microbatch(communicator: Communicator, ranges: Sequence[range], blocks: list[Tensor]) -> Tensor:
-    """All ranks' rows in the order of batch and microbatch: [batches · V, k]."""
-    if not blocks:
-        return torch.zeros(0, 0, device=communicator.device)
-    sizes = [len(microbatches) for microbatches in ranges]
-    width = blocks[0].shape[1]
-    ours = torch.stack(blocks)  # [batches, V of this rank, k]
-    everyone = communicator.gather_rows(ours.reshape(-1, width), [len(blocks) * size for size in sizes])
-    parts = everyone.split([len(blocks) * size for size in sizes])
-    by_rank = torch.cat([part.view(len(blocks), -1, width) for part in parts], dim=1)
-    order = in_microbatch_order(ranges)
-    return (by_rank if order is None else by_rank[:, order]).reshape(-1, width)
-
-
-def _gather_columns(communicator: Communicator, pieces: list[tuple[int, list[Any]]]) -> list[Tensor]:
-    """Joins each output tensor over all microbatches of all batches, on the host of every rank."""
-    num_columns = max(row[0] for row in communicator.gather_words([max((len(v) for _, v in pieces), default=0)]))
-    if num_columns == 0:
-        raise UsageError("the model returned no tensor to predict with")
-    keys = _exchange(communicator, torch.tensor([key for key, _ in pieces], dtype=torch.int64))
-    order = sorted(range(len(keys)), key=keys.__getitem__)
-    columns = []
-    for column in range(num_columns):
-        tensors = [values[column] for _, values in pieces]
-        sizes = _exchange(communicator, torch.tensor([len(tensor) for tensor in tensors], dtype=torch.int64)).tolist()
-        parts = _exchange_tensors(communicator, tensors).split(sizes)
-        columns.append(torch.cat([parts[index] for index in order]))
-    return columns
-
-
-def _exchange(communicator: Communicator, numbers: Tensor) -> Tensor:
-    counts = [row[0] for row in communicator.gather_words([numbers.numel()])]
-    return communicator.gather_rows(numbers.view(-1, 1), counts).view(-1)
-
-
-def _exchange_tensors(communicator: Communicator, tensors: list[Tensor]) -> Tensor:
-    """Joins tensors that agree in all but dim 0 over the ranks, as bytes: a rank without one learns the form here."""
-    form = [0] * 10
-    if tensors:
-        if tensors[0].ndim > 8 or tensors[0].dtype not in DTYPES:
-            raise UsageError(f"predict cannot gather {describe(tensors[0])}; convert it in the forward")
-        form = [1 + DTYPES.index(tensors[0].dtype), tensors[0].ndim, *tensors[0].shape[1:]]
-        form += [0] * (10 - len(form))
-    known = next(row for row in communicator.gather_words(form) if row[0])
-    dtype, shape = DTYPES[known[0] - 1], known[2 : 1 + known[1]]
-    width = max(1, dtype.itemsize * int(torch.Size(shape).numel()))
-    ours = torch.cat(tensors) if tensors else torch.empty(0, *shape, dtype=dtype)
-    raw = ours.contiguous().view(-1).view(torch.uint8).view(-1, width)
-    counts = [row[0] for row in communicator.gather_words([len(raw)])]
-    gathered = communicator.gather_rows(raw, counts)
-    return gathered.reshape(-1).clone().view(dtype).view(-1, *shape)
+        return (tuple if isinstance(value, tuple) else list)(map(_skeleton, value))
+    return torch.empty(0)

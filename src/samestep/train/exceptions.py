@@ -1,22 +1,77 @@
-"""Exceptions that travel: what one process of a run raised, as bytes from which another raises the like.
+"""Exceptions and actions that ranks share: an error of rank 0 is raised on all ranks.
 
-Only processes of one run send them to each other; none is ever read from a file.
+Exceptions travel pickled between processes of one run only; none is ever read from a file.
 """
 
 import pickle
+from collections.abc import Callable
 from contextlib import suppress
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
 
 from samestep import errors
-from samestep.errors import PeerLostError
+from samestep.comm.communicator import Communicator
+from samestep.errors import (
+    CheckpointError,
+    ContractError,
+    PeerLostError,
+    RunFolderError,
+    SamestepError,
+    UsageError,
+)
+
+T = TypeVar("T")
+
+SHARED_ERRORS = (UsageError, CheckpointError, ContractError, RunFolderError)
+NOTHING = b"\0"
+"""The message if nothing was raised."""
+
+
+def on_main(communicator: Communicator, action: Callable[[], T]) -> T | None:
+    """Calls `action` on rank 0 while the others wait; its value there, None on the others. All raise its error."""
+    value, error = None, None
+    if communicator.rank == 0:
+        try:
+            value = action()
+        except SHARED_ERRORS as raised:
+            error = raised
+    if communicator.world_size > 1:
+        theirs = share_bytes(communicator, NOTHING if error is None else packed(error))
+        if theirs != NOTHING and error is None:
+            raise unpacked(theirs)
+    if error is not None:
+        raise error
+    return value
+
+
+def raise_together(communicator: Communicator, error: SamestepError | None) -> None:
+    """Raises, on all ranks, the error of the first rank that has one."""
+    failed = [rank for rank, (has,) in enumerate(communicator.gather_words([error is not None])) if has]
+    if not failed:
+        return
+    theirs = share_bytes(communicator, NOTHING if error is None else packed(error), failed[0])
+    raise unpacked(theirs) if error is None or failed[0] != communicator.rank else error
+
+
+def share_text(communicator: Communicator, text: str, source: int = 0) -> str:
+    """The text of rank `source`, on every rank."""
+    return share_bytes(communicator, text.encode(), source).decode()
+
+
+def share_bytes(communicator: Communicator, data: bytes, source: int = 0) -> bytes:
+    """The bytes of rank `source`, at least one, on every rank."""
+    ours: Tensor | None = None
+    if communicator.rank == source:
+        ours = torch.from_numpy(np.frombuffer(data, np.uint8).copy()).to(communicator.device)
+    return communicator.share(ours, source).cpu().numpy().tobytes()
 
 
 def packed(error: BaseException) -> bytes:
-    """An exception as bytes, with its notes and the exceptions that it was raised from.
-
-    Those that cannot be rebuilt elsewhere go as plain ones; see `portable`.
-    """
+    """An exception as bytes, with its notes and causes; see `portable` for those that cannot be rebuilt."""
     links, seen = [], set()
     current: BaseException | None = error
     while current is not None and id(current) not in seen:
@@ -27,7 +82,7 @@ def packed(error: BaseException) -> bytes:
 
 
 def unpacked(data: bytes) -> BaseException:
-    """The exception that was packed: of the same type, text, notes and cause. It has no traceback."""
+    """The exception that was packed, with its type, text, notes and cause, and without its traceback."""
     links = [_rebuilt(form, notes) for form, notes in pickle.loads(data)]
     for error, cause in pairwise(links):
         error.__cause__ = cause
@@ -37,8 +92,7 @@ def unpacked(data: bytes) -> BaseException:
 def portable(error: BaseException) -> BaseException:
     """The exception itself if it can be rebuilt elsewhere, else a plain one with its text, raised from it.
 
-    The plain one is of the nearest type among Python's and ours that is made of a text alone, and of RuntimeError
-    where that would be Exception.
+    The plain one is of the nearest base class among Python's and ours that takes a text alone, at worst RuntimeError.
     """
     if _form(error) is not None:
         return error
@@ -49,7 +103,7 @@ def portable(error: BaseException) -> BaseException:
 
 
 def blamed(error: BaseException, rank: int, where: str) -> BaseException:
-    """An exception of another rank, to be raised here from a `PeerLostError`, so that this rank is not blamed."""
+    """An exception of another rank, raised from a `PeerLostError`, so that this rank does not count as failed."""
     peer = PeerLostError(where, (rank,))
     peer.__cause__ = error.__cause__
     error.__cause__ = peer
@@ -57,9 +111,9 @@ def blamed(error: BaseException, rank: int, where: str) -> BaseException:
 
 
 def _form(error: BaseException) -> bytes | None:
-    """An exception pickled, or its class and what it holds; None where neither brings back the like."""
+    """An exception pickled, or its class and attributes; None if neither brings back the same type and text."""
     for content in (error, (type(error), error.args, error.__dict__)):
-        with suppress(Exception):  # whatever pickling raises, there is another way
+        with suppress(Exception):  # pickling may raise anything; the next form may work
             data = pickle.dumps(content)
             copy = _rebuilt(data, [])
             if type(copy) is type(error) and str(copy) == str(error):
@@ -81,7 +135,7 @@ def _rebuilt(form: bytes, notes: list[str]) -> BaseException:
 
 
 def _plain(error: BaseException) -> BaseException:
-    """An exception like it that is made of its text alone."""
+    """A similar exception that is made of its text alone."""
     text = type(error).__name__
     with suppress(Exception):
         text = str(error) if type(error).__module__ == "builtins" else f"{text}: {error}"

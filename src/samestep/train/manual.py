@@ -8,23 +8,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch.utils.data import DataLoader
-
 from samestep.comm.membership import Membership
 from samestep.data.loader import Loader
 from samestep.engine.step import TrainStep
 from samestep.errors import CheckpointError, UsageError
 from samestep.train.checkpoint.local_shards import is_sharded, whole_tensors
 from samestep.train.checkpoint.resume import check_state, find_checkpoint, names_checkpoint, receive_state
-from samestep.train.checkpoint.saver import to_host_copy
-from samestep.train.checkpoint.sharded import write_sharded
-from samestep.train.checkpoint.state import Steps, capture, check_alike, restore
+from samestep.train.checkpoint.saver import to_host_copy, write_sharded
+from samestep.train.checkpoint.state import Steps, capture, restore
 from samestep.train.checkpoint.storage import Snapshot, check_keep, list_checkpoints, write_checkpoint
 from samestep.train.contract import loader_contract, step_contract
-from samestep.train.drift import Drift
-from samestep.train.rank_zero import on_main, share_text
-
-Loaders = Loader | DataLoader[Any] | None
+from samestep.train.determinism import check_alike
+from samestep.train.digest import Drift
+from samestep.train.exceptions import on_main, share_text
 
 
 def save(
@@ -47,9 +43,9 @@ def save(
     folder = Path(place)
     if names_checkpoint(folder):
         raise UsageError(f"got {place}, which names one checkpoint; needed: the folder for all of them")
-    number = sum(each.num_steps for each in _listed(step))
+    steps = _listed(step)
     values = {
-        "contract": full_contract(contract, step, loader),
+        "contract": _full_contract(contract, steps, loader),
         "cursor": None if loader is None else _checked(loader).state_dict(),
         "rest": rest,
     }
@@ -64,22 +60,21 @@ def save(
     def write() -> str:
         check_ours()
         before = membership.heartbeat.enter("checkpoint")
-        state = capture(step, values)
-        snapshot = Snapshot(number, to_host_copy(whole_tensors(state.files)), state.facts)
+        state = capture(steps, values)
+        snapshot = Snapshot(state.step, to_host_copy(whole_tensors(state.files)), state.facts)
         name = attempts(partial(write_checkpoint, folder, snapshot, keep, replace=True)).name
         membership.heartbeat.enter(before)
         return name
 
     def attempt() -> str:
-        if is_sharded(step):
-            on_main(membership.communicator, check_ours)
-            state = capture(step, values)
-            over = _listed(step)[0].spread_over
-            write_all = partial(write_sharded, membership.communicator, over, folder, number, state, keep, replace=True)
-            return attempts(write_all).name
-        return share_text(membership.communicator, on_main(membership.communicator, write) or "")
+        communicator = membership.communicator
+        if not is_sharded(steps):
+            return share_text(communicator, on_main(communicator, write) or "")
+        on_main(communicator, check_ours)
+        state, over = capture(steps, values), steps[0].spread_over
+        return attempts(partial(write_sharded, communicator, over, folder, state, keep, replace=True)).name
 
-    Drift(membership, _listed(step)).check()
+    Drift(membership, steps).check()
     before = membership.heartbeat.enter("exchange")  # a rank that waits for the one that writes does not hang
     try:
         return folder / membership.perform(attempt)
@@ -97,27 +92,27 @@ def load(
     tell: Callable[[str], None],
 ) -> tuple[Path, Any] | None:
     """Restores a checkpoint; see `samestep.Run.load_checkpoint`. Returns its folder and `rest`, or None without one."""
-
-    state = receive_state(membership, step, lambda: find_checkpoint(place, tell))
+    steps = _listed(step)
+    state = receive_state(membership, steps, lambda: find_checkpoint(place, tell))
     if state is None:
         return None
-    now = full_contract(contract, step, loader)
-    check_state(step, state, now, allow_contract_change, state.folder, tell)
-    if not state.rest.keys() >= {"cursor", "rest"}:
+    now = _full_contract(contract, steps, loader)
+    check_state(steps, state, now, allow_contract_change, state.folder, tell)
+    values = state.rest
+    if not values.keys() >= {"cursor", "rest"}:
         raise CheckpointError(f"{state.name} was not written by run.save_checkpoint; resume it by Trainer.fit")
     if loader is not None:
-        if state.rest["cursor"] is None:
+        if values["cursor"] is None:
             raise UsageError(f"{state.name} was saved without a loader; leave loader=… out, or save with it")
-        check_alike("place in the data", state.rest["cursor"], _checked(loader).state_dict())
-    rest = restore(step, state.files, state.state)
+        check_alike("place in the data", values["cursor"], _checked(loader).state_dict())
+    rest = restore(steps, state.snapshot)
     if loader is not None:
-        _checked(loader).load_state_dict(rest["cursor"])
+        loader.load_state_dict(rest["cursor"])
     return state.folder or Path(place), rest["rest"]
 
 
-def full_contract(contract: Mapping[str, Any], step: Steps, loader: Loader | None) -> dict[str, Any]:
+def _full_contract(contract: Mapping[str, Any], steps: list[TrainStep], loader: Loader | None) -> dict[str, Any]:
     """The contract of a run with those of its steps and its loader."""
-    steps = _listed(step)
     of_steps: dict[str, Any] = {"steps": {str(number): step_contract(each) for number, each in enumerate(steps)}}
     if len(steps) == 1:
         of_steps = step_contract(steps[0])
@@ -129,7 +124,7 @@ def _listed(step: Steps) -> list[TrainStep]:
 
 
 def _checked(loader: Any) -> Loader:
-    """The loader, which knows its place; raises a `UsageError` for one of the user's own."""
+    """The loader; raises a `UsageError` for one of the user's own, which has no cursor."""
     if not isinstance(loader, Loader):
         raise UsageError(
             f"got {type(loader).__name__} as loader, which does not know its place in the data; needed: one of "

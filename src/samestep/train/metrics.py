@@ -1,8 +1,8 @@
-"""Metrics: what is measured of a model's output, as sums and counts that add up exactly over microbatches.
+"""Metrics of a model's output, as sums and counts that add up exactly over microbatches.
 
-A metric is never averaged over microbatches or ranks. Each microbatch gives a sum and the number of things the sum runs
-over; both are added up along the tree and divided once, so every sample (or token) weighs the same whatever the
-devices. A metric of your own is a function of the model's output and the batch:
+A metric is never averaged over microbatches or ranks. Each microbatch gives a sum and a count; both are added up along
+the tree and divided once, so every sample (or token) weighs the same on any devices. A metric of your own is a function
+of the model's output and the batch:
 
     def absolute_error(output, batch):
         _, y = batch
@@ -41,13 +41,13 @@ def _exp(value: float) -> float:
 
 @dataclass(frozen=True)
 class Metric:
-    """Something to measure in an evaluation; tier `bitwise`, since only sums and counts cross devices.
+    """A metric of an evaluation; tier `bitwise`, since only sums and counts cross devices.
 
     Attributes:
         measure: called as `measure(output, batch)` on one microbatch. It returns a 1-d tensor (a value a sample; of any
             dtype, also bool) or `samestep.Mean(total, count)` for ragged things such as tokens.
         finish: applied once to the global mean, for example `math.sqrt` for a root mean squared error.
-        name: what messages call it; the name of `measure` if empty.
+        name: for messages; the name of `measure` if empty.
     """
 
     measure: Measure
@@ -56,11 +56,7 @@ class Metric:
 
 
 def as_metric(value: Any) -> Metric:
-    """Takes a `Metric` as it is and wraps a plain callable `(output, batch) -> Tensor | Mean` into one.
-
-    Raises:
-        UsageError: the value is neither.
-    """
+    """A `Metric` as it is, or made of a plain callable `(output, batch) -> Tensor | Mean`."""
     if isinstance(value, Metric):
         return value
     if callable(value):
@@ -71,20 +67,10 @@ def as_metric(value: Any) -> Metric:
 def sums(
     metric: Metric, output: Any, batch: Any, *, name: str | None = None, num_samples: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Measures one microbatch, without waiting for the device.
+    """A metric's total and count of one microbatch, without waiting for the device.
 
-    Args:
-        metric: what to measure.
-        output: what the model returned for the microbatch.
-        batch: the microbatch.
-        name: what the user calls the metric, for messages.
-        num_samples: samples of the microbatch, if known; a 1-d result of another length is then an error.
-
-    Returns:
-        The total and the count: 0-d, float64 (float32 on MPS), on the output's device, detached.
-
-    Raises:
-        UsageError: the metric returned something other than a 1-d tensor or a `Mean`.
+    Both are 0-d, float64 (float32 on MPS), on the output's device, detached. Raises a `UsageError` if the metric
+    returns neither a 1-d tensor, of `num_samples` elements if that is known, nor a `Mean`.
     """
     title = name or metric.name or getattr(metric.measure, "__name__", "metric")
     measured = metric.measure(output, batch)
@@ -120,11 +106,7 @@ def result(metric: Metric, total: float, count: float) -> float:
 
 
 def target_of(batch: Any) -> Tensor:
-    """Finds the target in a batch: the last element of a tuple or list, or a dict's `label`, `labels`, `target`, `y`.
-
-    Raises:
-        UsageError: the batch holds no such tensor, or several.
-    """
+    """The target in a batch: the last entry of a tuple or list, or the one of a dict's `TARGET_KEYS`."""
     target: Any = None
     if isinstance(batch, Mapping):
         found = [key for key in TARGET_KEYS if key in batch]
@@ -185,7 +167,7 @@ def cross_entropy_with(class_dim: int | None = None, ignore_index: int = -100) -
 
     Args:
         class_dim: the output's dim of classes: 1 as in `torch.nn.CrossEntropyLoss`, −1 for `[N, tokens, C]`. None
-            takes the one that fits the target's shape; where both do, measuring raises `UsageError`.
+            takes the one that fits the target's shape; if both do, measuring raises `UsageError`.
         ignore_index: targets of this value are neither summed nor counted.
 
     Raises:
@@ -266,7 +248,7 @@ perplexity = perplexity_with(class_dim=-1)
 
 
 def _scores_and_classes(name: str, output: Any, target: Tensor, class_dim: int | None) -> tuple[Tensor, Tensor]:
-    """Checks shapes and gives the scores as `[*target.shape, C]` in float32 or wider, the target as int64."""
+    """The scores as `[*target.shape, C]` in float32 or wider, and the target as int64; checks shapes."""
     if not isinstance(output, Tensor):
         raise UsageError(
             f"metric {name!r} needs the model's output to be a tensor, got {describe(output)}; "

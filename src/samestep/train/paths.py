@@ -1,15 +1,26 @@
-"""Paths: the folder of a run and the names in it; torch-free, as the command line chooses it before workers start."""
+"""The folder of a run: the names in it, choosing one, and its lock. Torch-free, for the command line.
+
+One process at a time writes to a run folder: it holds an advisory lock of the system on a file in it (flock(2)), which
+ends with the process in any case. The file names its holder for the message to a second process; it is removed when the
+lock is given back, and stays behind, unlocked, if the process is killed.
+"""
 
 import json
-from collections.abc import Mapping
+import os
+import platform
+import time
+import weakref
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import datetime
+from functools import partial
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
 from samestep.data.files import check_regular
 from samestep.errors import UsageError
-from samestep.train.atomic_io import make_folder
+from samestep.train.atomic_io import is_at, make_folder, open_unbuffered, writing
 
 CONTRACT_FILE = "run.json"
 LEDGER_FILE = "ledger.jsonl"
@@ -24,10 +35,12 @@ PROFILE_FOLDER = "profile"
 LOCK_FILE = ".lock"
 TENSORBOARD_FOLDER = "tensorboard"
 RUNS_FOLDER = Path("runs")
+LOCK_SECONDS = 5.0  # a process that is being ended may need a moment
+POLL_SECONDS = 0.05
 
 
 def new_folder_name(name: str) -> Path:
-    """A folder `runs/NAME-DATE-TIME` that is not there yet."""
+    """A new folder name `runs/NAME-DATE-TIME`."""
     stem = RUNS_FOLDER / f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
     candidate, number = stem, 2
     while candidate.exists():
@@ -60,14 +73,14 @@ def unfinished_run(recipe: str) -> Path | None:
 
 
 def run_of(path: Path) -> Path:
-    """The folder of the run that a path names: it itself, or a checkpoint in it."""
+    """The run folder that a path names, by itself or by a checkpoint in it."""
     if not path.exists():
         raise UsageError(f"{path} is not there; --resume takes the folder of a run, a checkpoint in one, or auto")
     return path.parent.parent if path.parent.name == CHECKPOINT_FOLDER else path
 
 
 def recorded(folder: Path) -> Mapping[str, Any]:
-    """What a run wrote down of itself when it began."""
+    """The content of run.json, which a run writes when it begins; a `UsageError` without one."""
     try:
         check_regular(folder / CONTRACT_FILE)
         value = json.loads((folder / CONTRACT_FILE).read_text(encoding="utf-8"))
@@ -77,7 +90,7 @@ def recorded(folder: Path) -> Mapping[str, Any]:
         raise UsageError(f"{folder / CONTRACT_FILE} cannot be read: {error}") from error
     if not isinstance(value, dict):
         raise UsageError(f"{folder / CONTRACT_FILE} is not the record of a run")
-    if "num_shards" in value:  # which is num_microbatches since
+    if "num_shards" in value:  # named num_microbatches now
         raise UsageError(
             f"{folder} was written by an earlier samestep, whose runs this one does not read: train "
             "anew in another folder, or go on with the version that wrote it"
@@ -86,7 +99,7 @@ def recorded(folder: Path) -> Mapping[str, Any]:
 
 
 def check_untaken(folder: Path) -> None:
-    """Raises a `UsageError` if this folder holds a run, or anything else but what precedes the record of one."""
+    """Raises a `UsageError` if this folder holds a run, or entries that do not precede the record of one."""
     if (folder / CONTRACT_FILE).exists():
         raise UsageError(f"{folder} already holds a run; choose another folder with --run-dir, or remove it")
     if folder.is_dir() and not all(map(_precedes_record, folder.iterdir())):
@@ -94,13 +107,13 @@ def check_untaken(folder: Path) -> None:
 
 
 def _precedes_record(entry: Path) -> bool:
-    """Whether a run that was killed before its record was whole may have left this in its folder."""
+    """Whether an entry may be of a run that was killed before its record was whole."""
     return entry.name.startswith(".tmp-") or entry.name in (LOG_FOLDER, LOCK_FILE, PROFILE_FOLDER)
 
 
 def remove_if_unused(folder: Path) -> None:
     """Removes the folder of a run that did not begin: its logs, and itself if nothing else is in it."""
-    if (folder / CONTRACT_FILE).exists() or (folder / LOCK_FILE).exists():  # another one may be about to begin there
+    if (folder / CONTRACT_FILE).exists() or (folder / LOCK_FILE).exists():  # another run may be about to begin there
         return
     logs = folder / LOG_FOLDER
     with suppress(OSError):
@@ -108,3 +121,137 @@ def remove_if_unused(folder: Path) -> None:
             log.unlink()
         logs.rmdir()
         folder.rmdir()
+
+
+class FolderLock:
+    """A lock that `take_lock` took, held until it is given back or this process ends.
+
+    `changed` is the folder's modification time before the file was in it, in nanoseconds since 1970.
+    """
+
+    def __init__(self, path: Path, file: FileIO, changed: int) -> None:
+        self._path, self._file = path, file
+        self._before, self._taken = changed, path.parent.stat().st_mtime_ns
+        # A forked child shares the open file, and with it the lock: one that outlives us would keep others waiting.
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=partial(_close_file, weakref.ref(self)))
+
+    def release(self) -> None:
+        """Gives it back and removes the file; the folder's time is as before if nothing else has come or gone."""
+        if self._file.closed:
+            return
+        with suppress(OSError):
+            if is_at(self._path, self._file):
+                folder = self._path.parent.stat()
+                self._path.unlink()
+                if folder.st_mtime_ns == self._taken:
+                    os.utime(self._path.parent, ns=(folder.st_atime_ns, self._before))
+        self._file.close()
+
+
+def take_lock(
+    folder: Path,
+    tell: Callable[[str], None],
+    wait_seconds: float = LOCK_SECONDS,
+    meanwhile: Callable[[], None] = lambda: None,
+) -> FolderLock:
+    """Locks a folder for this process, after waiting for another holder; `meanwhile` is called often while it waits.
+
+    On a file system without locks `tell` takes a sentence, and no process is kept out.
+    """
+    path = folder / LOCK_FILE
+    deadline = time.monotonic() + wait_seconds
+    while True:
+        with writing(path):
+            changed = folder.stat().st_mtime_ns
+        file = open_unbuffered(path, "a+b")
+        try:
+            is_locked, reason = _try_to_lock(file)
+            if is_locked and not is_at(path, file):  # its holder has given it back and removed the file
+                file.close()
+                continue
+            if is_locked or reason:
+                if reason:
+                    tell(f"{path} cannot be locked ({reason}): take care that no other run writes to this folder")
+                _sign(file)
+                return FolderLock(path, file, changed)
+            if time.monotonic() >= deadline:
+                raise UsageError(_refusal(folder, file))
+        except BaseException:
+            file.close()
+            raise
+        file.close()
+        meanwhile()
+        time.sleep(POLL_SECONDS)
+
+
+def is_locked(folder: Path) -> bool | None:
+    """Whether a process writes to a run folder now; None if the file system has no locks.
+
+    The lock can be tested only by taking it: it is taken shared, for a moment; a run that starts meanwhile tries again.
+    """
+    try:
+        import fcntl
+
+        with (folder / LOCK_FILE).open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except FileNotFoundError:
+        return False
+    except (ImportError, OSError):
+        return None
+    return False
+
+
+def _try_to_lock(file: FileIO) -> tuple[bool, str]:
+    """Whether this process has locked the file, and the reason if this file system has no locks."""
+    try:
+        import fcntl
+    except ImportError:
+        return False, "this system has no flock"
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False, ""
+    except OSError as error:
+        return False, error.strerror or str(error)
+    return True, ""
+
+
+def _sign(file: FileIO) -> None:
+    """Writes the holder into the file, as far as the disk allows: the lock does not need it."""
+    holder = {
+        "pid": os.getpid(),
+        "host": platform.node(),
+        "since": datetime.now().astimezone().isoformat(" ", "seconds"),
+    }
+    with suppress(OSError):
+        file.truncate(0)
+        file.write(json.dumps(holder).encode())
+
+
+def _refusal(folder: Path, file: FileIO) -> str:
+    """The error message of a second process: the holder, and what to do."""
+    try:
+        file.seek(0)
+        holder = json.loads(file.read())
+        pid, host, since = int(holder["pid"]), str(holder["host"]), str(holder["since"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return f"another run is writing to {folder}: wait for its end, end it, or choose another folder with --run-dir"
+    if (pid, host) == (os.getpid(), platform.node()):
+        return (
+            f"another trainer of this program has been writing to {folder} since {since}: close it (trainer.close() or "
+            "with Trainer(…) as trainer), or choose another run_dir"
+        )
+    return (
+        f"another run, process {pid} on {host}, has been writing to {folder} since {since}: wait for its end, end it, "
+        "or choose another folder with --run-dir"
+    )
+
+
+def _close_file(reference: "weakref.ref[FolderLock]") -> None:
+    """Closes the file in a forked process; the parent's lock stays."""
+    lock = reference()
+    if lock is not None:
+        lock._file.close()

@@ -18,11 +18,7 @@ NUM_STEPS = 10
 
 
 class StepTrace:
-    """Records some steps after the first ones and writes them as a Chrome trace; other steps cost nothing.
-
-    Args:
-        path: of the trace.
-    """
+    """Records some steps after the first ones and writes them as a Chrome trace; other steps cost nothing."""
 
     def __init__(self, path: Path) -> None:
         self.is_done = False
@@ -48,8 +44,8 @@ class StepTrace:
             self._profile.step()
 
     def close(self) -> None:
-        """Writes the trace of a run that ends before all steps are recorded; it needs one after the first ones."""
-        if not self.is_done and os.getpid() == self._process:  # a process that the script forked has no trace
+        """Writes the trace of a run that ends before all steps are recorded."""
+        if not self.is_done and os.getpid() == self._process:  # not in a process that the script forked
             self.is_done = True
             self._profile.stop()
 
@@ -74,7 +70,7 @@ def keep_profile(heartbeat: Heartbeat, folder: Path, environment: Environment) -
 
 
 def _follow(heartbeat: Heartbeat, trace: StepTrace, before: str, phase: str) -> None:
-    """A step ends with its update."""
+    """Enters a phase of the trace; a step ends with its update."""
     trace.enter(phase)
     if before == "update":
         trace.step()

@@ -1,4 +1,4 @@
-"""The run: the contract and the topology, built once and passed down. The loop stays the user's."""
+"""The run: the contract and the topology, built once and passed down. The training loop is the user's."""
 
 import atexit
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,15 +32,17 @@ from samestep.engine.strategies import Sharded, StrategyOptions, as_strategy
 from samestep.engine.strategy import Strategy
 from samestep.errors import SamestepError, UsageError
 from samestep.train.atomic_io import CHECKPOINT_RETRIES, check_retries, retrying
-from samestep.train.checkpoint.state import generator_states, restore_generators
 from samestep.train.contract import Contract, check_contract
 from samestep.train.contract_diff import check_contract_kept, differences
-from samestep.train.determinism import make_deterministic, own_device
-from samestep.train.evaluation import evaluate, predict
-from samestep.train.manual import load, save
-from samestep.train.profile import keep_profile
+from samestep.train.determinism import (
+    DrawnBefore,
+    DrawnParameters,
+    generator_states,
+    make_deterministic,
+    own_device,
+    restore_generators,
+)
 from samestep.train.signals import stopping_on_request
-from samestep.train.unseeded import DrawnBefore, DrawnParameters
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -50,37 +52,38 @@ MAX_TIMEOUT_SECONDS = 366 * 86_400.0
 
 
 class Run:
-    """The contract of a run, and this process's place in it.
+    """The contract of a run, and this process's rank in it.
 
     Build it first: it seeds every random generator alike on all ranks, so that models built after it are equal. Under
     `python script.py` it is a run on one device; under `samestep run`, torchrun, srun or mpirun on all of them. Tier
-    `bitwise`: for equal arguments, code and data the results are the same bits on 1 to `num_microbatches` devices of a
-        kind.
+    `bitwise`: for equal arguments, code and data the results are the same bits on 1 to `num_microbatches` devices of
+    one kind.
 
     Args:
-        global_batch_size: samples of one optimizer step, whatever the devices.
-        num_microbatches: into how many slices a global batch is cut, the unit of computation and of reproducibility; 8
-            by default (the global batch, if that is smaller). At least as many as there are devices.
+        global_batch_size: samples of one optimizer step over all devices.
+        num_microbatches: number of slices of a global batch, the unit of computation and of reproducibility; 8 by
+            default (the global batch, if that is smaller). At least as many as there are devices.
         seed: of every random generator and of the order of the data.
-        shares: how much each device should do, one number a device; equal by default. The bits do not depend on it.
-        spares: how many of the devices, the last ones, stand by: they hold the state and take over at once when another
+        shares: the relative amount of work of each device, one number a device; equal by default. The bits do not
+            depend on it.
+        spares: number of devices, the last ones, that stand by: they hold the state and take over at once when another
             is lost. Devices beyond `num_microbatches` can only be spares.
         reduction: "ordered" (tier `bitwise`) or "native", the backend's own all-reduce (tier `allclose`).
         device: this rank's device; chosen by the launcher, else the first accelerator, else the CPU.
         num_threads: threads of a CPU worker, part of the contract since reductions split by it; 1 by default.
-        timeout_seconds: how long to wait for other ranks before an error names the missing ones.
+        timeout_seconds: time to wait for other ranks before an error names the missing ones.
         communicator: this rank's communicator, instead of one from the environment; for tests and special transports.
         profile: a folder for a trace of some steps of this rank by torch.profiler; that of the environment variable
             SAMESTEP_PROFILE (which `samestep run --profile` sets) by default, and none without it.
-        mesh: how the devices divide the work: `{"data": 2, "pipe": 4}` trains two copies of a model in four stages each
+        mesh: sizes of the axes of devices: `{"data": 2, "pipe": 4}` trains two copies of a model in four stages each
             (`strategy="pipeline"`), `{"data": 2, "tensor": 2}` two copies with each matrix on two devices (by torch's
-            `parallelize_module` over `run.mesh["tensor"]`). One size may be -1: what is left. By default all are on
-            "data"; `shares` and `num_microbatches` are about "data". On one device it is not looked at. The bits do not
+            `parallelize_module` over `run.mesh["tensor"]`). One size may be -1: the remaining devices. By default all
+            are on "data"; `shares` and `num_microbatches` refer to "data". On one device it is ignored. The bits do not
             depend on "data" and "pipe"; they do on "tensor": see docs/tensor.md.
 
     Raises:
-        UsageError: an argument that cannot be, or more devices than microbatches.
-        PeerLostError: not all ranks came within the timeout.
+        UsageError: an invalid argument, or more devices than microbatches.
+        PeerLostError: not all ranks connected within the timeout.
     """
 
     def __init__(
@@ -110,8 +113,8 @@ class Run:
         grid = make_mesh(mesh, world_size)
         if spares and grid.num_inner > 1:
             raise UsageError(
-                f"got spares={spares} with mesh={dict(mesh or {})}: where each rank has another part of the model none "
-                "can take another's place; leave --spares out"
+                f"got spares={spares} with mesh={dict(mesh or {})}: if each rank has another part of the model, none "
+                "can replace another; leave --spares out"
             )
         num_data = world_size if grid.num_inner == 1 else grid.sizes["data"]
         microbatch_ranges(count, num_data - spares, active_shares(shares, num_data, spares))
@@ -119,12 +122,10 @@ class Run:
         threads = (num_threads or environment.num_threads or 1) if self.device.type == "cpu" else 0
         self.contract = Contract(global_batch_size, count, seed, reduction, self.device.type, threads)
         make_deterministic(self.device, threads, reduction)
-        heartbeat = Heartbeat()
-        if communicator is None:
-            watched = HeartbeatPage.from_environment()
-            heartbeat = Heartbeat() if watched is None else Heartbeat(*watched)
-            if environment.joins and heartbeat.page is not None:
-                heartbeat.quorum = heartbeat.page.number
+        watched = HeartbeatPage.from_environment() if communicator is None else None
+        heartbeat = Heartbeat() if watched is None else Heartbeat(*watched)
+        if environment.joins and heartbeat.page is not None:
+            heartbeat.quorum = heartbeat.page.number
         timeout = timedelta(seconds=timeout_seconds)
         meeting = meeting_of(environment, timeout) if environment.joins else None
         if communicator is None:
@@ -144,15 +145,16 @@ class Run:
             self.membership.will_share(world_size - spares, shares)
         if world_size > 1 or heartbeat.page is not None:
             atexit.register(self.membership.close)
-        kept = profile or chosen_profile()
-        if kept:
-            keep_profile(heartbeat, Path(kept), environment)
+        if folder := profile or chosen_profile():
+            from samestep.train.profile import keep_profile  # loads torch.profiler
+
+            keep_profile(heartbeat, Path(folder), environment)
         self._grid, self._timeout = grid, timeout
         self._device_mesh: DeviceMesh | None = None
         self._until_end = ExitStack()
-        self._leaves_by_itself = False
+        self._stops_by_itself = False
         self._num_streams = 0
-        self._spread: dict[nn.Module, Strategy] = {}  # models that are no longer whole
+        self._sharded: dict[nn.Module, Strategy] = {}  # the strategies of models with sharded parameters
         self._has_steps = False
         self._folders: set[Path] = set()  # of checkpoints that are this run's
         self._drawn_before = DrawnBefore()
@@ -168,13 +170,13 @@ class Run:
         """The devices of the run as torch's DeviceMesh with the axes "data", "pipe" and "tensor".
 
         `parallelize_module(model, run.mesh["tensor"], plan)` divides a model over the ranks that share it; on one
-        device the mesh has one rank. All ranks ask for it alike: the first time they connect.
+        device the mesh has one rank. The first access is a collective call: it connects the ranks.
 
         Raises:
             UsageError: the ranks have no way to form a process group.
         """
         if self._device_mesh is None:
-            from samestep.comm.mesh import device_mesh  # not before: it loads half of torch.distributed
+            from samestep.comm.mesh import device_mesh  # loads half of torch.distributed
 
             self._device_mesh = device_mesh(self.communicator, self._grid, self._timeout)
         return self._device_mesh
@@ -188,11 +190,11 @@ class Run:
     def stopping(self) -> bool:
         """Whether the run was asked to stop (Ctrl-C, SIGTERM): true on all ranks after the same step.
 
-        A loop of your own asks after each step, saves its state and leaves when it is so; `Trainer` does by itself.
-        From the first time that a program asks, the first request no longer ends it; the second does.
+        A loop of your own checks it after each step, saves its state and ends; `Trainer` does so by itself. After the
+        first access the first request does not end the process any more, the second does.
         """
-        if not self._leaves_by_itself:
-            self._leaves_by_itself = True
+        if not self._stops_by_itself:
+            self._stops_by_itself = True
             self._until_end.enter_context(stopping_on_request(self.membership))
         if self.membership.stop == 0:
             return False
@@ -213,7 +215,7 @@ class Run:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is rank 0: the one that prints and writes. A worker that waits to join is not."""
+        """Whether this is rank 0, which prints and writes. A worker that waits to join is not."""
         self._note_asked("run.is_main")
         return self._is_main
 
@@ -222,7 +224,7 @@ class Run:
         return self.membership.rank == 0 and not self.membership.is_late
 
     def _note_asked(self, name: str) -> None:
-        """Tells a step whose microbatches run that one of them asks for the rank."""
+        """Reports to the step under way that one of its microbatches reads the rank."""
         if self.membership.on_rank_asked is not None:
             self.membership.on_rank_asked(name)
 
@@ -263,35 +265,35 @@ class Run:
             counts_fn: for losses with several denominators: `counts_fn(batch)` returns numbers, which are summed over
                 the global batch and handed over as `loss_fn(model, batch, counts)`; the loss then returns the
                 microbatch's 0-d share of the loss, which is summed and not divided again.
-            scheduler: stepped after every step; one that counts epochs is stepped by you.
+            scheduler: stepped after every step; leave out one that counts epochs, and step it yourself.
             max_grad_norm: clip the gradient of the global batch to this 2-norm.
             precision: "32-true", "bf16-mixed" or "16-mixed" (autocast; with a power-of-two loss scale for the last).
             on_nonfinite: "raise" when the loss or gradient is not finite, or "skip" that update.
-            late_check: let the device leave a bad update out by itself, and raise when its scalars are read; by default
-                on accelerators with fused Adam or AdamW, which can. Else the host looks before each update.
+            late_check: let the device skip a non-finite update, and raise when its scalars are read; the default on
+                accelerators with fused Adam or AdamW, which support it. Else the host checks before each update.
             overlap: send a bucket while backward goes on.
-            bucket_bytes: how much travels in a message. The bits depend on neither.
+            bucket_bytes: size of a message. The bits depend on neither.
             compile: run forward and loss through `torch.compile`, with deterministic settings. The bits are equal on
-                all numbers of devices, and others than without it.
+                all numbers of devices, and differ from those without it.
             cuda_graphs: capture forward and backward of the microbatches of full batches as CUDA graphs, and replay
-                them. Batches are then made of dense tensors alone; what the loss does in Python happens at the capture
-                only.
-            strategy: how the state lies on the ranks: "replicate" (each has all of it), "sharded" (each has 1/D),
-                or "pipeline" (each has some layers; needs `mesh`), or one of `samestep.Replicate`, `samestep.Sharded`
-                and `samestep.Pipeline` with options. Equal bits; see docs/strategies.md. A model that torch's
-                `parallelize_module` has divided over `run.mesh["tensor"]` takes "replicate"; see docs/tensor.md.
-            shard_optimizer: with "replicate", let each rank keep and update the optimizer's state of its part only.
-            observers: are told of the events of each step; see `samestep.engine.observer`.
+                them. Batches must then consist of dense tensors; Python code of the loss runs at the capture only.
+            strategy: the placement of the state on the ranks: "replicate" (each has all of it), "sharded" (each has
+                1/D), or "pipeline" (each has some layers; needs `mesh`), or one of `samestep.Replicate`,
+                `samestep.Sharded` and `samestep.Pipeline` with options. Equal bits; see docs/strategies.md. A model
+                that torch's `parallelize_module` has divided over `run.mesh["tensor"]` takes "replicate"; see
+                docs/tensor.md.
+            shard_optimizer: with "replicate", shard the optimizer's state over the ranks (ZeRO-1).
+            observers: get the events of each step; see `samestep.engine.observer`.
 
         Raises:
-            UsageError: an argument that cannot be, SyncBatchNorm, LBFGS, or an optimizer of another model.
+            UsageError: an invalid argument, SyncBatchNorm, LBFGS, or an optimizer of another model.
             DeterminismError: the ranks built different models.
         """
         optimizers = _checked_optimizers(optimizer)
-        if any(each in self._spread for each in model.modules()):
+        if any(each in self._sharded for each in model.modules()):
             raise UsageError(
-                "a training step has spread this model over the ranks already, and its parameters are no longer whole; "
-                "several steps over one model need strategy='replicate' for each of them"
+                "a training step has sharded this model over the ranks already; several steps over one model need "
+                "strategy='replicate' for each of them"
             )
         if isinstance(scheduler, ReduceLROnPlateau):
             raise UsageError(
@@ -301,8 +303,7 @@ class Run:
         chosen = as_strategy(strategy, shard_optimizer)
         if self._has_steps and isinstance(chosen, Sharded) != self.membership.is_dealt:
             raise UsageError(
-                "strategy='sharded' deals the microbatches to the ranks in turn, for all training steps of a run "
-                "alike: give "
+                "strategy='sharded' deals the microbatches to the ranks in turn, for all training steps of a run: give "
                 "it to all of them or to none"
             )
         stream = self._num_streams
@@ -326,7 +327,7 @@ class Run:
         step = TrainStep(self.membership, model, optimizers, config, scheduler, watching)
         self._has_steps = True
         if step.spread is not None and not step.spread.has_whole_parameters:
-            self._spread[model] = step.strategy
+            self._sharded[model] = step.strategy
         return step
 
     def loader(
@@ -346,17 +347,16 @@ class Run:
             dataset: tensors (also nested in tuples and dicts), a map-style or an iterable dataset. An iterable one is
                 read by every rank, which keeps its microbatches.
             shuffle: a new order each epoch, a function of (seed, epoch).
-            drop_last: leave out a shorter last batch. By default it is split over the microbatches like any.
-            num_workers: processes that fetch samples; the bits do not depend on it.
+            drop_last: skip a shorter last batch. By default it is split over the microbatches like any other.
+            num_workers: number of processes that fetch samples; the bits do not depend on it.
             collate_fn: makes a batch of a list of samples; torch's by default.
             multiprocessing_context: how worker processes start; the platform's way by default.
-            cache: "device" keeps a dataset of tensors in the device's memory, where its microbatches are taken from
-                then on.
+            cache: "device" keeps a dataset of tensors in the device's memory.
 
         Raises:
             DataError: it is no dataset, or empty.
-            UsageError: an argument that cannot be.
-            OutOfMemoryError: a dataset that is to be cached does not fit in the device's memory.
+            UsageError: an invalid argument.
+            OutOfMemoryError: a dataset to be cached does not fit in the device's memory.
         """
         loader = Loader(
             dataset,
@@ -385,7 +385,26 @@ class Run:
         precision: str = "32-true",
         num_workers: int = 0,
     ) -> dict[str, float]:
-        """Measures a model on a dataset; see `samestep.train.evaluation.evaluate`. Tier `bitwise`."""
+        """Measures a model on every sample of a dataset, once, in evaluation mode and without gradients.
+
+        Random generators are seeded for each microbatch, for the forward and the metrics, and restored afterwards. Tier
+        `bitwise`.
+
+        Args:
+            model: restored to its mode and buffers afterwards.
+            data: anything `loader` takes, or a loader of this run.
+            metrics: name to metric: one of `samestep.metrics`, or a function of (output, batch).
+            forward: `forward(model, batch)` returns the output; by default `model` is called with a batch's first
+                entry.
+            precision: as in `train_step`.
+            num_workers: as in `loader`.
+
+        Raises:
+            UsageError: no metric, or one that returns neither a value a sample nor a `samestep.Mean`.
+            DeterminismError: the ranks have datasets of different sizes.
+        """
+        from samestep.train.evaluation import evaluate  # not loaded by programs that only train
+
         loader = data if isinstance(data, Loader) else self.loader(data, num_workers=num_workers)
         with self._placed(model) as placed:
             return evaluate(self.membership, placed, loader, metrics, forward=forward, precision=precision)
@@ -399,7 +418,13 @@ class Run:
         precision: str = "32-true",
         num_workers: int = 0,
     ) -> Any:
-        """The model's outputs on a dataset, in its order, in host memory; see `samestep.train.evaluation.predict`."""
+        """The model's outputs for every sample of a dataset, in its order, in host memory, on every rank.
+
+        Outputs are tensors with the samples along dim 0, also nested in dicts, lists and tuples. Arguments and errors
+        are those of `evaluate`. Tier `bitwise`.
+        """
+        from samestep.train.evaluation import predict
+
         loader = data if isinstance(data, Loader) else self.loader(data, num_workers=num_workers)
         with self._placed(model) as placed:
             return predict(self.membership, placed, loader, forward=forward, precision=precision)
@@ -407,7 +432,7 @@ class Run:
     @contextmanager
     def _placed(self, model: nn.Module) -> Iterator[nn.Module]:
         """Yields the callable for evaluation; its errors are translated as in training."""
-        strategy = self._spread.get(model)
+        strategy = self._sharded.get(model)
         if strategy is None:
             yield model
             return
@@ -429,27 +454,29 @@ class Run:
         keep: int = 3,
         checkpoint_retries: int = CHECKPOINT_RETRIES,
     ) -> Path:
-        """Writes what it takes to go on exactly, on any number of devices; all ranks call it, after the same step.
+        """Writes the whole state, from which a run goes on exactly, on any number of devices.
 
-        That is model, optimizers, scheduler, loss scale, random generators, the place in the data, and the contract.
-        No pickle is involved. Tier `bitwise`.
+        The state is model, optimizers, scheduler, loss scale, random generators, the place in the data, and the
+        contract. All ranks call it, after the same step. No pickle is involved. Tier `bitwise`.
 
         Args:
-            folder: of this run's checkpoints; each is one in it, `step-00000120`, by the number of steps taken.
+            folder: of this run's checkpoints; each is a folder in it, `step-00000120`, by the number of steps taken.
             step: one, or several that belong together, such as a GAN's two.
             loader: of this run, in the middle of an epoch too: the batches yielded so far count as done.
-            rest: what else is to be kept: tensors, arrays of numbers, numbers, strings, None in dicts, lists, tuples.
-            keep: how many checkpoints are kept.
-            checkpoint_retries: how often a checkpoint that cannot be written is tried again, after 1, 2, 4, … seconds.
+            rest: further state: tensors, arrays of numbers, numbers, strings, None in dicts, lists, tuples.
+            keep: number of checkpoints that are kept.
+            checkpoint_retries: number of retries of a checkpoint that cannot be written, after 1, 2, 4, … seconds.
 
         Returns:
             The checkpoint.
 
         Raises:
             UsageError: the folder holds another run's checkpoints, or a value in `rest` is neither a tensor nor JSON.
-            RunFolderError: it cannot be written; nothing that was good is lost.
-            DeterminismError: the ranks' states have come to differ; the message names what differs, and where.
+            RunFolderError: it cannot be written; no good checkpoint is lost.
+            DeterminismError: the ranks' states differ; the message names the difference and the rank.
         """
+        from samestep.train.manual import save  # loads what reads and writes checkpoints
+
         contract = self.contract.as_json()
         is_ours = Path(folder).resolve() in self._folders
         check_retries(checkpoint_retries)
@@ -468,13 +495,13 @@ class Run:
     ) -> Any:
         """Goes on from a checkpoint that `save_checkpoint` wrote; all ranks call it, and rank 0 reads. Tier `bitwise`.
 
-        Call it last, when everything is built as it was, since the random generators are put back too.
+        Call it last, when everything is built as it was, since the random generators are restored too.
 
         Args:
             place: a folder, of which the newest good checkpoint is taken, or one checkpoint.
             step: one or several, in the order in which they were saved.
-            loader: goes on from where it was.
-            allow_contract_change: go on although something changed that the bits depend on.
+            loader: goes on from its place in the checkpoint.
+            allow_contract_change: go on although a part of the contract changed.
 
         Returns:
             The `rest` that was saved, an empty dict if there was none; None if the folder has no checkpoint.
@@ -484,6 +511,8 @@ class Run:
             ContractError: the run was made under another contract; the message lists the fields.
             UsageError: a folder in which no checkpoint is good.
         """
+        from samestep.train.manual import load
+
         contract = self.contract.as_json()
         found = load(self.membership, contract, place, step, loader, allow_contract_change, self.print)
         if found is None:
@@ -492,11 +521,11 @@ class Run:
         return {} if found[1] is None else found[1]
 
     def state_dict(self) -> dict[str, Any]:
-        """The contract, and the states of the random generators; model, optimizer, step and loader have their own."""
+        """The contract and the states of the random generators; model, optimizer, step and loader have their own."""
         return {"contract": self.contract.as_json(), "generators": generator_states(self.device)}
 
     def load_state_dict(self, state: Mapping[str, Any], *, allow_contract_change: bool = False) -> None:
-        """Puts the random generators back, so that what the script draws goes on as it was.
+        """Restores the random generators, from which the script draws.
 
         Raises:
             ContractError: the state is of a run with another contract; the message lists the fields.
@@ -505,13 +534,13 @@ class Run:
         restore_generators(state["generators"], self.device)
 
     def close(self) -> None:
-        """Gives back connections; a run that is not closed does so when the process ends."""
+        """Closes the connections; without a call this happens when the process ends."""
         atexit.unregister(self.membership.close)
         self.membership.close()
 
 
 def _check_spares(spares: int, world_size: int) -> None:
-    """Raises a `UsageError` unless some devices are left that work."""
+    """Raises a `UsageError` unless some devices remain that are not spare."""
     if isinstance(spares, bool) or not isinstance(spares, int) or not 0 <= spares < world_size:
         raise UsageError(f"got spares={spares!r} for {world_size} devices; --spares must leave one at least to work")
 

@@ -1,35 +1,45 @@
 """The trainer: a ready-made loop over epochs."""
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from samestep.comm.communicator import Communicator
+from samestep.core.cursor import Cursor
 from samestep.data.loader import Loader
 from samestep.engine.losses import LossFn
 from samestep.errors import UsageError
 from samestep.train.atomic_io import CHECKPOINT_RETRIES
-from samestep.train.checkpoint.export import write_weights
-from samestep.train.checkpoint.local_shards import is_sharded
-from samestep.train.checkpoint.state import State
+from samestep.train.checkpoint.local_shards import is_sharded, whole_tensors
 from samestep.train.contract import loader_contract, step_contract
+from samestep.train.contract_diff import Change
 from samestep.train.digest import state_digest
-from samestep.train.epoch import EpochRecord, batches_left, begin_epoch, make_eval_loader, make_loader, num_batches
-from samestep.train.paths import WEIGHTS_FILE
-from samestep.train.progress import Progress
-from samestep.train.rank_zero import on_main
+from samestep.train.epoch import (
+    EpochRecord,
+    Progress,
+    batches_left,
+    begin_epoch,
+    make_eval_loader,
+    make_loader,
+    num_batches,
+)
+from samestep.train.exceptions import on_main
+from samestep.train.paths import CHECKPOINT_FOLDER, WEIGHTS_FILE
 from samestep.train.run import Run
 from samestep.train.runlog.ledger import learning_rates
 from samestep.train.runlog.loggers import Logger
 from samestep.train.runlog.run_log import RunLog
 from samestep.train.signals import stopping_on_request
-from samestep.train.startup import give_state, join_run, open_run
+
+if TYPE_CHECKING:
+    from samestep.train.checkpoint.resume import Resumed
+    from samestep.train.checkpoint.storage import Snapshot
 
 DIGEST_EVERY = 100
 CHECKPOINT_MINUTES = 5.0
@@ -45,19 +55,19 @@ class Trainer:
         loss_fn: see `Run.train_step`.
         run_dir: where rank 0 writes contract, ledger, metrics, TensorBoard events, checkpoints, picture and weights;
             None writes nothing.
-        loggers: more places to log to; anything with `log(step, scalars)` and `close()`. Only rank 0 calls them; what
-            they draw from the global generators does not show there.
+        loggers: further loggers, any objects with `log(step, scalars)` and `close()`. Only rank 0 calls them; their
+            draws leave the global generators as they are.
         name: of the run, shown in the picture.
-        contract: more to record in the contract.
-        epoch_line: which metric the line of an epoch shows, and its label, for example ("accuracy", "test acc").
+        contract: further fields of the contract.
+        epoch_line: the metric in the line of an epoch, and its label, for example ("accuracy", "test acc").
         checkpoint_steps: write a checkpoint after every so many steps; None for by time alone.
         checkpoint_minutes: write one when the last is that old, by rank 0's clock; None for by steps alone. One is
             written at the end in any case.
         checkpoint_retries: how often a checkpoint that cannot be written is tried again, after 1, 2, 4, … seconds;
-            training goes on meanwhile, unless its state is spread over the ranks. Then the run ends.
+            training goes on meanwhile, unless its state is sharded over the ranks. Then the run ends.
         keep: how many checkpoints are kept.
         digest_every: the ledger has a checksum of the whole state every so many steps. The ranks compare theirs then,
-            before each checkpoint and at the end: if one differs the run ends, and what differs is named.
+            before each checkpoint and at the end: if one differs the run ends with an error that names the difference.
         resume_command: the command that goes on with this run, shown when it is stopped.
         step_options: further arguments of `Run.train_step`: max_grad_norm, precision, scheduler, …
 
@@ -142,8 +152,8 @@ class Trainer:
         Args:
             dataset: anything `Run.loader` takes, a loader of the run, or a `torch.utils.data.DataLoader` of your own
                 whose batches are the global batches.
-            epochs: how many more. A program that is resumed is given what it was given at first: epochs that the
-                checkpoint has are not run again.
+            epochs: how many more. A resumed program passes the same number as at first: epochs that the checkpoint has
+                are not run again.
             eval_data: evaluated after each epoch, if given.
             metrics: name to metric; needed with `eval_data`.
             num_workers: processes that fetch samples.
@@ -151,7 +161,7 @@ class Trainer:
             resume: goes on from the newest good checkpoint of this run folder, or from this checkpoint, in the middle
                 of an epoch too and on any number of devices; "auto" for the trainer's own `run_dir` if it has one, and
                 from the beginning if not. In a later call of `fit` it has no effect.
-            allow_contract_change: go on although something changed that the bits depend on.
+            allow_contract_change: go on although a part of the contract changed.
 
         Returns:
             A record an epoch, of this call and those before it.
@@ -177,12 +187,12 @@ class Trainer:
         if not log.has_begun:
             self._contract = {**loader_contract(loader), **self._contract}
             if self.run.membership.is_late:
-                join_run(self.run.membership, self.step, progress, log)
+                self._join()
             else:
-                open_run(self.run.membership, self.step, self._contract, progress, log, resume, allow_contract_change)
+                self._open(resume, allow_contract_change)
         self._planned += epochs
         if self._planned < len(self.history) or (self._planned == len(self.history) and progress.epoch.num_batches > 0):
-            return self.history  # a program that was resumed comes by here again: the state is past this
+            return self.history  # a resumed program calls `fit` for epochs that the state has
         progress.go_on(loader)
         with stopping_on_request(self.run.membership):
             try:
@@ -197,7 +207,6 @@ class Trainer:
                 raise
             finally:
                 self._planned = len(self.history)
-                log.display.close()
         return self.history
 
     def evaluate(self, data: Any, metrics: Mapping[str, Any], **options: Any) -> dict[str, float]:
@@ -210,10 +219,10 @@ class Trainer:
 
     def say(self, text: str) -> None:
         """Shows a line on rank 0, above the progress bar."""
-        self._log.say(text)
+        self._log.display.line(text)
 
     def close(self) -> None:
-        """Waits for the last checkpoint; closes the ledger and the loggers, and lets others write to the run folder."""
+        """Waits for the last checkpoint, closes the ledger and the loggers, and unlocks the run folder."""
         self._log.close()
 
     def __enter__(self) -> "Trainer":
@@ -221,6 +230,71 @@ class Trainer:
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+    def _open(self, resume: str | Path | None, allow_change: bool) -> None:
+        """Restores a state, if there is one to resume from, and opens the log; see `fit`."""
+        log, membership = self._log, self.run.membership
+        resumed: Resumed | None = None
+        changes: list[Change] = []
+        goes_on = False
+        try:
+            if resume is not None:
+                from samestep.train.checkpoint.resume import check_state, find_state, is_same_run, receive_state
+
+                # Locked first: another process that writes there may be about to leave another checkpoint.
+                self._perform_on_main(log.lock)
+                say = log.display.line
+                resumed = receive_state(membership, self.step, lambda: find_state(resume, log.folder, say))
+                if resumed is not None:
+                    folder = None if log.folder is None else log.folder / CHECKPOINT_FOLDER
+                    changes = check_state(self.step, resumed, self._contract, allow_change, folder, say)
+                goes_on = is_same_run(resume, resumed, log.folder)
+            if log.folder is not None and not goes_on:
+                self._perform_on_main(log.make_folder)
+            if resumed is not None:
+                self._restore(resumed)
+        except BaseException:
+            log.unlock()
+            raise
+        log.has_begun = True
+        source = None if resumed is None else resumed.name
+        # Done by another rank, if rank 0 is lost meanwhile.
+        self._perform_on_main(lambda: log.begin(self._contract, goes_on, source, changes))
+
+    def _join(self) -> None:
+        """Receives the state of a run under way, in a worker that was started late."""
+        from samestep.train.checkpoint.resume import broadcast_state
+
+        resumed = self.run.membership.join(lambda communicator, source: broadcast_state(communicator, None, source))
+        assert resumed is not None, "the rank that takes in a late worker has a state"
+        self._restore(resumed)
+        self._log.join()
+
+    def _give_state(
+        self, communicator: Communicator, source: int, loader: Loader | DataLoader[Any], batch: Any
+    ) -> None:
+        """Sends the state before the step on this batch to ranks that join; the other side of `_join`."""
+        from samestep.train.checkpoint.resume import Resumed, broadcast_state
+        from samestep.train.checkpoint.saver import to_host_copy
+        from samestep.train.checkpoint.storage import Snapshot
+
+        state = None
+        if communicator.rank == source:
+            self._log.settle(self._progress.epoch, wait=True)
+            cursor = loader.state_at(Cursor(batch.epoch, batch.position)) if isinstance(loader, Loader) else None
+            captured = self._progress.capture(loader, cursor, self._contract)
+            files = to_host_copy(whole_tensors(captured.files))
+            state = Resumed(f"rank {source}", Snapshot(captured.step, files, captured.facts))
+        broadcast_state(communicator, state, source)
+
+    def _restore(self, resumed: "Resumed") -> None:
+        self._progress.restore(resumed)
+        self._log.count_checkpoint()
+        self.say(f"resumed from {resumed.name}, epoch {len(self.history) + 1}, step {self.step.num_steps}")
+
+    def _perform_on_main(self, action: Callable[[], None]) -> None:
+        """Calls `action` on the rank that is rank 0 while all wait; again if a rank is lost meanwhile."""
+        self.run.membership.perform(lambda: on_main(self.run.communicator, action))
 
     def _train_epoch(self, loader: Loader | DataLoader[Any], number: int) -> EpochRecord:
         """Runs through the loader once, or through the rest of an epoch that was begun."""
@@ -233,7 +307,7 @@ class Trainer:
         first, before, start = epoch.num_samples, epoch.seconds, time.perf_counter()
 
         def give(communicator: Communicator, source: int) -> None:
-            give_state(communicator, source, self.step, self._contract, progress, log, loader, batch)
+            self._give_state(communicator, source, loader, batch)
 
         for batch in batches_left(loader, epoch, self.run.device):
             rates = learning_rates(self.step.optimizers)
@@ -249,7 +323,8 @@ class Trainer:
             self._attend(loader)
             if log.display.is_due():
                 speed = (epoch.num_samples - first) / (time.perf_counter() - start)
-                log.display.progress(number, self._planned, epoch.num_batches, steps, log.last_loss, speed)
+                done = {"epoch": number, "epochs": self._planned, "step": epoch.num_batches, "steps": steps}
+                log.display.progress(**done, loss=log.last_loss, samples_per_second=speed)
         if epoch.num_batches == 0:
             raise UsageError("the loader gave no batch: a dataset smaller than a batch with drop_last=True?")
         log.settle(epoch, wait=True)
@@ -261,7 +336,7 @@ class Trainer:
     def _attend(self, loader: Loader | DataLoader[Any]) -> None:
         """Between two steps: records healed failures, handles finished checkpoints, due ones and requests to stop."""
         log = self._log
-        log.note_losses(self._progress.epoch)
+        log.note_healed(self._progress.epoch)
         log.poll()
         if self.run.membership.stop:
             self._stop(loader)
@@ -273,7 +348,7 @@ class Trainer:
         """Has the state written, on the rank that writes; if it is sharded, by all ranks."""
         progress = self._progress
 
-        def capture() -> State:
+        def capture() -> "Snapshot":
             cursor = loader.state_dict() if isinstance(loader, Loader) else None
             return progress.capture(loader, cursor, self._contract)
 
@@ -293,7 +368,7 @@ class Trainer:
 
         if is_sharded(self.step):
             self._checkpoint(loader)
-        self.run.membership.perform(lambda: on_main(self.run.communicator, write))
+        self._perform_on_main(write)
         log.event("stop", signal=signum)
         how = self._resume_command or f"fit(…, resume={str(log.folder)!r})"
         kept = f"; to go on: {how}" if log.folder is not None else ", and nothing was kept: it has no run_dir"
@@ -305,7 +380,7 @@ class Trainer:
     def _end_epoch(self, record: EpochRecord) -> None:
         """Records and shows an epoch."""
         log = self._log
-        log.note_losses(self._progress.epoch)
+        log.note_healed(self._progress.epoch)
         self._progress.add(record)
         log.epoch(record)
         shown = [self._epoch_line] if self._epoch_line else [(name, f"test {name}") for name in record.eval]
@@ -317,6 +392,8 @@ class Trainer:
         log.compare()
         if log.folder is None:
             return
+        from samestep.train.checkpoint.export import write_weights  # needed once, at the end
+
         weights = log.folder / WEIGHTS_FILE
 
         def record_end(digest: str) -> None:
@@ -327,7 +404,7 @@ class Trainer:
 
         def end_on_main() -> None:
             if not log.is_writer or self._ended_at == self.step.num_steps:
-                return  # all is written, and another rank was lost before it knew that
+                return  # all was written; the attempt is repeated since another rank was lost after that
             if not log.has_checkpoint or not self.history:
                 self._checkpoint(loader)
             record_end(self.digest)
@@ -335,7 +412,7 @@ class Trainer:
             self._ended_at = self.step.num_steps
 
         def attempt() -> None:
-            log.note_losses(self._progress.epoch)
+            log.note_healed(self._progress.epoch)
             if not is_sharded(self.step):
                 on_main(self.run.communicator, end_on_main)
                 return

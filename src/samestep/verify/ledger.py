@@ -14,7 +14,7 @@ from typing import Any, Final
 from samestep.data.files import check_regular
 from samestep.errors import DataError
 from samestep.train.paths import LEDGER_FILE
-from samestep.train.runlog.line import fault, from_line
+from samestep.train.runlog.ledger import fault, from_line
 
 FIELDS: Final = ("num_samples", "ids", "lr", "loss", "grad_norm", "skipped", "digest")
 FINAL_DIGEST: Final = "final digest"

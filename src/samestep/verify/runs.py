@@ -15,9 +15,16 @@ from typing import Any, Literal
 
 from samestep.errors import DataError
 from samestep.train.checkpoint.manifest import MAX_FACTS_BYTES, parse_json, read_small
-from samestep.train.lock import is_locked
-from samestep.train.paths import CHECKPOINT_FOLDER, CONTRACT_FILE, FACTS_FILE, LEDGER_FILE, METRICS_FILE, RESULT_FILE
-from samestep.train.runlog.line import from_line, is_whole
+from samestep.train.paths import (
+    CHECKPOINT_FOLDER,
+    CONTRACT_FILE,
+    FACTS_FILE,
+    LEDGER_FILE,
+    METRICS_FILE,
+    RESULT_FILE,
+    is_locked,
+)
+from samestep.train.runlog.ledger import from_line, is_whole
 from samestep.verify.ledger import number
 
 RECENT_SECONDS = 120.0

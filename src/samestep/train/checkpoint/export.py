@@ -13,15 +13,29 @@ from samestep.train.checkpoint.resume import named_checkpoint, names_checkpoint
 from samestep.train.checkpoint.state import model_tensors, not_persistent
 from samestep.train.checkpoint.storage import Snapshot, newest_checkpoint, read_checkpoint
 from samestep.train.checkpoint.tensors import SUFFIX, is_part, write_tensors
+from samestep.train.exceptions import on_main
 from samestep.train.paths import CHECKPOINT_FOLDER, holds_run
-from samestep.train.rank_zero import on_main
 
 MODEL = "model"
 _METADATA = {"format": "pt"}
 
 
 def export_weights(place: str | Path, file: str | Path, model: str = MODEL) -> Path:
-    """Writes parameters and persistent buffers under the names that `state_dict()` gives them; tied ones once."""
+    """Writes parameters and persistent buffers under the names that `state_dict()` gives them; tied ones once.
+
+    Args:
+        place: a run folder or one with checkpoints, of which the newest good one is taken; or one checkpoint.
+        file: the new safetensors file.
+        model: which one of several.
+
+    Returns:
+        The checkpoint.
+
+    Raises:
+        UsageError: the file exists, no checkpoint is good, or there is no such model in it.
+        CheckpointError: the named checkpoint is damaged.
+        RunFolderError: the file cannot be written.
+    """
     target = Path(file)
     if target.exists():
         raise UsageError(f"{target} is there already; name a file that is not, or remove it")
@@ -40,7 +54,7 @@ def export_weights(place: str | Path, file: str | Path, model: str = MODEL) -> P
 
 
 def _read(place: Path, model: str) -> tuple[Path, Snapshot]:
-    """The checkpoint that a path names, or the newest good one of the run or folder that it names; one model of it."""
+    """The checkpoint that a path names, or the newest good one of the run or folder, with the tensors of one model."""
     if names_checkpoint(place):
         path = named_checkpoint(place)
         return path, read_checkpoint(path, only=model)
@@ -56,7 +70,7 @@ def _read(place: Path, model: str) -> tuple[Path, Snapshot]:
 def write_weights(path: Path, step: TrainStep) -> None:
     """Writes the weights of a step's model on rank 0, into whose host memory sharded ones are gathered.
 
-    If they are sharded all ranks call it, and all raise a `RunFolderError` if the file cannot be written.
+    If they are sharded it is a collective call, and all ranks raise a `RunFolderError` if the file cannot be written.
     """
     communicator, over, state = step.communicator, step.spread_over, step.spread
     is_sharded = state is not None and not state.has_whole_parameters

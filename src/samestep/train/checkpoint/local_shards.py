@@ -1,6 +1,6 @@
-"""Sharded state: the local shards that this rank holds, under the names of the whole tensors.
+"""Sharded state: the local shards of this rank, under the names of the unsharded tensors.
 
-A sharded tensor stands in the state as a `LocalShard`; on one rank, which has all of it, it is a tensor like any.
+A sharded tensor is a `LocalShard` in the state; on one rank, which has all of it, it is a tensor like any other.
 """
 
 import re
@@ -18,7 +18,7 @@ from samestep.comm.local_shards import LocalShard, Sharding
 from samestep.engine.sharded_state import ShardedState
 from samestep.engine.step import TrainStep
 
-SEVERAL = 2  # ranks: for callers that want the forms of sharded tensors on any number of ranks
+SEVERAL = 2  # ranks: gives the forms of sharded tensors on any number of ranks
 Stored = Tensor | LocalShard
 StoredFiles = Mapping[str, Mapping[str, Stored]]
 _OPTIMIZER_FILE = "optimizer"
@@ -30,9 +30,9 @@ class Layout:
     """How the tensors of a checkpoint's files are sharded in this program.
 
     Attributes:
-        models: for the file of each model the sharding of its parameters by name, without those that each rank has.
-        optimizers: for each optimizer the sharding of its parameters, in its order; None for whole ones.
-        rank: this one's among those over which they are sharded.
+        models: by file the sharding of the model's sharded parameters, by name.
+        optimizers: for each optimizer the sharding of its parameters, in its order; None for unsharded ones.
+        rank: this rank's number among those over which they are sharded.
     """
 
     models: Mapping[str, Mapping[str, Sharding]]
@@ -40,7 +40,7 @@ class Layout:
     rank: int
 
     def spread_of(self, file: str, name: str, shape: torch.Size) -> Sharding | None:
-        """The sharding of a tensor of a file; None if it is whole everywhere, or not one of this program's."""
+        """The sharding of a tensor of a file; None if it is unsharded, or not one of this program's."""
         spread = self.models.get(file, {}).get(name)
         if file == _OPTIMIZER_FILE and (match := _OPTIMIZER_STATE.fullmatch(name)):
             optimizer, index = int(match[1]), int(match[2])
@@ -50,7 +50,7 @@ class Layout:
 
 
 def is_sharded(step: TrainStep | Sequence[TrainStep]) -> bool:
-    """Whether ranks hold different parts of a state: then whatever is done with it is a collective call."""
+    """Whether ranks hold different shards of a state, so that saving and loading it are collective calls."""
     steps = [step] if isinstance(step, TrainStep) else step
     return any(each.spread is not None and each.communicator.world_size > 1 for each in steps)
 
@@ -59,7 +59,7 @@ def local_tensors(model: nn.Module, state: ShardedState | None, world_size: int)
     """Parameters and all buffers of a model by name; of sharded ones this rank's local shard."""
     parameters: Iterator[tuple[str, Stored]] = model.named_parameters()
     if state is not None and not state.has_whole_parameters:
-        parameters = ((name, _held(piece, world_size)) for name, piece in state.parameters())
+        parameters = ((name, _held(shard, world_size)) for name, shard in state.parameters())
     return chain(parameters, model.named_buffers())
 
 
@@ -70,10 +70,10 @@ def local_state(optimizer: Optimizer, state: ShardedState | None, world_size: in
     if state is None:
         return states
     names = {id(part): name for name, part in state.parts.items()}
-    pieces = state.state_of(optimizer)
+    shards = state.state_of(optimizer)
     held = {}
     for number, of_parameter in states.items():
-        local = pieces.get(names.get(id(parameters[number]), ""), of_parameter)  # of a frozen parameter it is whole
+        local = shards.get(names.get(id(parameters[number]), ""), of_parameter)  # of a frozen parameter it is whole
         held[number] = {key: _held(local[key], world_size) for key in of_parameter}
     return held
 
@@ -85,12 +85,12 @@ def optimizer_state_dict(optimizer: Optimizer, state: ShardedState | None, world
 
 
 def localized(optimizer: Optimizer, saved: Mapping[str, Any], state: ShardedState | None, rank: int) -> dict[str, Any]:
-    """A saved `state_dict()` for this rank's optimizer: its part instead of each local shard and whole tensor."""
+    """A saved `state_dict()` for this rank's optimizer, with this rank's elements of every sharded tensor."""
     if state is None:
         return dict(saved)
     names = {id(part): name for name, part in state.parts.items()}
     indices = [index for group in saved["param_groups"] for index in group["params"]]
-    parts = dict(zip(indices, held_by(optimizer), strict=False))  # torch tells if their numbers differ
+    parts = dict(zip(indices, held_by(optimizer), strict=False))  # torch raises if their numbers differ
     entries = dict(saved["state"])
     for index, entry in entries.items():
         part = parts.get(index)
@@ -106,7 +106,7 @@ def held_by(optimizer: Optimizer) -> list[Tensor]:
 
 
 def local_part(value: Stored, spread: Sharding, rank: int) -> Tensor:
-    """This rank's elements of a whole tensor, or of a local shard that has just them: flat."""
+    """This rank's elements, flat, of an unsharded tensor, or of a local shard that has just them."""
     if isinstance(value, LocalShard):
         assert value.spread == spread, "a local shard is cut for the rank that loads it"
         return value.local.reshape(-1)
@@ -114,14 +114,14 @@ def local_part(value: Stored, spread: Sharding, rank: int) -> Tensor:
 
 
 def unsharded(value: Any, over: Communicator) -> Any:
-    """A local shard's whole tensor, gathered on all ranks, which call it together; any other value as it is."""
+    """A local shard's whole tensor, gathered on all ranks in a collective call; any other value as it is."""
     return value.gather(over) if isinstance(value, LocalShard) else value
 
 
 def split_files(files: StoredFiles) -> tuple[dict[str, dict[str, Tensor]], dict[str, dict[str, LocalShard]]]:
-    """The whole tensors and the local shards of some files, each by file; an empty tensor is whole."""
+    """The unsharded tensors and the local shards of some files, each by file; an empty tensor is unsharded."""
     whole: dict[str, dict[str, Tensor]] = {file: {} for file in files}
-    pieces: dict[str, dict[str, LocalShard]] = {}
+    shards: dict[str, dict[str, LocalShard]] = {}
     for file, tensors in files.items():
         for name, value in tensors.items():
             if not isinstance(value, LocalShard):
@@ -129,12 +129,12 @@ def split_files(files: StoredFiles) -> tuple[dict[str, dict[str, Tensor]], dict[
             elif value.shape.numel() == 0:
                 whole[file][name] = value.local.new_empty(value.shape)
             else:
-                pieces.setdefault(file, {})[name] = value
-    return whole, pieces
+                shards.setdefault(file, {})[name] = value
+    return whole, shards
 
 
 def whole_tensors(files: StoredFiles) -> dict[str, dict[str, Tensor]]:
-    """The whole tensors of some files."""
+    """The unsharded tensors of some files."""
     return split_files(files)[0]
 
 

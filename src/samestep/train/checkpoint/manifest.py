@@ -1,6 +1,6 @@
-"""The manifest of a checkpoint (which files belong to it, with sizes and SHA-256), and reads that are verified by it.
+"""The manifest of a checkpoint (its files with sizes and SHA-256), and reads that it verifies.
 
-The last entry of manifest.json is the SHA-256 of all bytes before its own digits; what follows them is fixed. So a
+The last entry of manifest.json is the SHA-256 of all bytes before its own digits; the bytes after them are fixed. So a
 change of any byte is noticed, white space included. That holds in every later version of the format too, so that a
 damaged manifest and one of another version can be told apart.
 """
@@ -41,14 +41,14 @@ class Written:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The number of updates that the state has seen, and the files by name, whichever rank wrote them."""
+    """The number of updates that the state has seen, and the files of all ranks by name."""
 
     step: int
     files: Mapping[str, Written]
 
 
 def seal(path: Path) -> Written:
-    """Waits until the disk has a file that was just written, and hashes it; raises an `OSError`."""
+    """Waits until a file that was just written is on the disk, and hashes it; raises an `OSError`."""
     with path.open("rb") as file:
         os.fsync(file.fileno())
         return Written(os.fstat(file.fileno()).st_size, hashlib.file_digest(file, "sha256").hexdigest())
@@ -62,7 +62,7 @@ def write_sealed(path: Path, data: bytes) -> Written:
 
 
 def read_verified(path: Path, expected: Written) -> bytes:
-    """The bytes of a file, if they are those that were written."""
+    """The bytes of a file; raises a `CheckpointError` if they are not those that were written."""
     with _opened(path, expected) as file:
         data = file.read(expected.size)  # not to the end: a file that grows would have none
     if not matches(hashlib.sha256(data).hexdigest(), expected.sha256):
@@ -78,7 +78,7 @@ def verify(path: Path, expected: Written) -> None:
 
 
 def matches(found: str, written: str) -> bool:
-    """Whether a checksum is the recorded one; damage is noticed here and nowhere else."""
+    """Whether a checksum is the recorded one; the only place that notices damage."""
     return found == written
 
 
@@ -103,7 +103,8 @@ def read_manifest(path: Path) -> Manifest:
         raise CheckpointError(f"it has no {MANIFEST_FILE}, which is written last") from error
     head, digits = data[: -_DIGITS - len(_TAIL)], data[-_DIGITS - len(_TAIL) : -len(_TAIL)]
     if not data.endswith(_TAIL) or not matches(hashlib.sha256(head).hexdigest(), digits.decode("ascii", "replace")):
-        raise CheckpointError(f"{MANIFEST_FILE} is damaged: its bytes are not those that were written")
+        raise damaged(MANIFEST_FILE)
+    invalid = CheckpointError(f"{MANIFEST_FILE} is not the manifest of a checkpoint")
     try:
         content = parse_json(data)
         name, version = content["format"], operator.index(content["version"])
@@ -117,12 +118,12 @@ def read_manifest(path: Path) -> Manifest:
             for file, written in content["files"].items()
         }
         manifest = Manifest(operator.index(content["step"]), files)
+    except CheckpointError:
+        raise
     except (LookupError, TypeError, ValueError, AttributeError) as error:
-        if isinstance(error, CheckpointError):
-            raise
-        raise CheckpointError(f"{MANIFEST_FILE} is not the manifest of a checkpoint") from error
+        raise invalid from error
     if name != FORMAT or not all(_is_name(file) and written.size >= 0 for file, written in files.items()):
-        raise CheckpointError(f"{MANIFEST_FILE} is not the manifest of a checkpoint")
+        raise invalid
     return manifest
 
 
@@ -136,14 +137,13 @@ def read_small(path: Path, most: int) -> bytes:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """The value of a JSON text."""
+    """The value of a JSON text; raises a `ValueError`."""
     try:
         value = json.loads(text, parse_constant=_refuse)
-    except RecursionError:
-        value = None
-    else:
         if not is_nested_beyond(value, 2 * MAX_NESTING):
             return value
+    except RecursionError:
+        pass
     raise ValueError(f"it is nested more than {2 * MAX_NESTING} levels deep")
 
 
@@ -177,5 +177,5 @@ def _refuse(name: str) -> NoReturn:
 
 
 def _is_name(name: str) -> bool:
-    """Whether something is the name of a file in the folder itself."""
-    return Path(name).name == name and name.isprintable()  # no NUL, and none that cannot be encoded
+    """Whether a text is the name of a file in the folder itself."""
+    return Path(name).name == name and name.isprintable()  # no NUL, and no name that cannot be encoded

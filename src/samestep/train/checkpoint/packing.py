@@ -1,7 +1,7 @@
 """Packing: a nested state as named tensors and JSON, without pickle, that comes back with its types and values.
 
 A plain dict whose keys are plain strings is a JSON object; None, bool, str, list, int and finite floats are themselves.
-All else is an object with one key that begins with "$": {"$tuple": […]}, {"$dict": [[key, value], …]},
+Any other value is an object with one key that begins with "$": {"$tuple": […]}, {"$dict": [[key, value], …]},
 {"$tensor": name, …}. A dict of the user's with such a key is written as "$dict", so nothing is ambiguous.
 """
 
@@ -24,9 +24,9 @@ from samestep.train.checkpoint.tensors import DTYPES, METADATA
 
 UNREADABLE = "the packed state cannot be read: its facts and tensors do not fit together"
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_MAX_INT_BITS = 4096  # which is less than the digits that Python reads from a text
+_MAX_INT_BITS = 4096  # below the number of digits that Python reads from a text
 _READABLE = 200  # characters of an error's text
-# Counter: MultiStepLR has one; OrderedDict: `state_dict` of a module. What else torch's own state holds is JSON.
+# Counter: in MultiStepLR; OrderedDict: `state_dict` of a module. The rest of torch's own state is JSON.
 _DICTS: dict[type, str] = {dict: "$dict", OrderedDict: "$ordered_dict", Counter: "$counter"}
 _DICT_OF: dict[str, Callable[[], Any]] = {tag: kind for kind, tag in _DICTS.items()}
 
@@ -36,9 +36,9 @@ class Packed:
     """A nested state in two parts.
 
     Attributes:
-        tensors: by name, such as "optimizer.0.state.3.exp_avg"; on their devices and sharing the state's memory, so
-            they change as it does: copy them before the next step. A local shard of a tensor stays one.
-        facts: JSON (dicts, lists, str, int, finite float, bool, None); a tensor's place holds {"$tensor": name, …}.
+        tensors: by name, such as "optimizer.0.state.3.exp_avg"; on their devices, sharing the state's memory: copy them
+            before the next step. A local shard of a tensor stays one.
+        facts: JSON (dicts, lists, str, int, finite float, bool, None), with {"$tensor": name, …} for a tensor.
     """
 
     tensors: dict[str, Any]
@@ -64,13 +64,13 @@ def pack(value: Any, prefix: str) -> Packed:
 
 
 def unpack(facts: Any, tensors: Mapping[str, Any]) -> Any:
-    """The state that was packed; its tensors are copies in host memory, or the local shards given instead of them."""
+    """The state that was packed; its tensors are copies in host memory, or the given local shards."""
     with as_bad_checkpoint(UNREADABLE, CheckpointError):
         return _unpack(facts, tensors)
 
 
 def check_packed(facts: Any, tensors: Mapping[str, Tensor], prefix: str) -> None:
-    """Raises a `CheckpointError` unless what facts and tensors unpack to is packed to the same facts again."""
+    """Raises a `CheckpointError` unless facts and tensors unpack to a state that packs to the same facts."""
     with as_bad_checkpoint(UNREADABLE, CheckpointError):
         if json.dumps(_Packer().pack(_unpack(facts, tensors), prefix)) == json.dumps(facts):
             return
@@ -79,10 +79,7 @@ def check_packed(facts: Any, tensors: Mapping[str, Tensor], prefix: str) -> None
 
 @contextmanager
 def as_bad_checkpoint(what: str, passing: type[SamestepError] = SamestepError) -> Iterator[None]:
-    """Turns any error of code that meets malformed content into a `CheckpointError` that begins with `what`.
-
-    Errors of the type `passing` and those of too little memory stay as they are.
-    """
+    """Turns errors, other than of the type `passing` and of too little memory, into a `CheckpointError` with `what`."""
     try:
         yield
     except (passing, MemoryError, torch.OutOfMemoryError):
@@ -99,7 +96,7 @@ class _Packer:
         self.tensors: dict[str, Any] = {}
 
     def pack(self, value: Any, path: str) -> Any:
-        """The JSON of a value; `path` is its place in the state."""
+        """The JSON of a value at the place `path` of the state."""
         kind = type(value)
         if value is None or kind is bool:
             return value
@@ -127,7 +124,7 @@ class _Packer:
         raise _refused(value, path)
 
     def _key(self, key: Any, path: str) -> Any:
-        """A key of a dict: a value that is equal to its copy, which a tensor is not."""
+        """The JSON of a dict's key, which must be equal to its copy: a tensor is not."""
         if isinstance(key, Tensor | np.generic):
             raise _refused(key, f"{path or 'the state'} (as a key)")
         return self.pack(key, f"{path or 'the state'} (as a key)")
@@ -153,7 +150,7 @@ class _Packer:
         return {"$tensor": self._store(stored, path), **entry}
 
     def _store(self, tensor: Tensor | LocalShard, path: str) -> str:
-        """Takes a tensor under the name of its place, or a free one like it."""
+        """Stores a tensor under the name of its place, or a free one like it."""
         stem = path.encode("utf-8", "backslashreplace").decode() or "value"
         name, number = stem, 2
         while name in self.tensors or name == METADATA:
@@ -220,14 +217,14 @@ def _fills(shape: torch.Size, strides: Sequence[int]) -> bool:
 
 
 def _as_stored(tensor: Tensor) -> Tensor:
-    """A view of a dtype that every reader of safetensors knows: complex numbers as pairs, the rest as integers."""
+    """A view with one of `DTYPES`: complex numbers as pairs, the rest as integers."""
     if tensor.dtype in DTYPES:
         return tensor
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor.view(_INTEGERS[tensor.itemsize])
 
 
 def _restored(stored: Tensor, dtype_name: str | None, stride: list[int] | None) -> Tensor:
-    """A copy in host memory of its own, with the dtype and the strides that were."""
+    """A copy in host memory of its own, with the recorded dtype and strides."""
     dtype = stored.dtype if dtype_name is None else vars(torch).get(dtype_name)
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"{dtype_name} is no dtype")
@@ -276,5 +273,5 @@ def _below(path: str, key: Any) -> str:
 
 
 def _is_text(value: str) -> bool:
-    """Whether JSON gives a string back as it was: lone surrogates can fuse into pairs."""
+    """Whether JSON keeps a string as it is: lone surrogates can fuse into pairs."""
     return value.isascii() or not any("\ud800" <= character <= "\udfff" for character in value)

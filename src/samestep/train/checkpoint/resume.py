@@ -13,7 +13,7 @@ from samestep.comm.communicator import Communicator
 from samestep.comm.local_shards import LocalShard
 from samestep.comm.membership import Membership
 from samestep.errors import CheckpointError, ContractError, UsageError
-from samestep.train.checkpoint.local_shards import Layout, Stored, StoredFiles, whole_tensors
+from samestep.train.checkpoint.local_shards import Layout, Stored, whole_tensors
 from samestep.train.checkpoint.manifest import read_small
 from samestep.train.checkpoint.packing import as_bad_checkpoint
 from samestep.train.checkpoint.state import NOT_OURS, Steps, check_captured, check_fits, layout_of, rest_of
@@ -27,8 +27,8 @@ from samestep.train.checkpoint.storage import (
     read_checkpoint,
 )
 from samestep.train.contract_diff import Change, check_contract_kept, differences, explain, shown
+from samestep.train.exceptions import on_main, share_text
 from samestep.train.paths import CHECKPOINT_FOLDER, holds_run
-from samestep.train.rank_zero import on_main, share_text
 
 AUTO = "auto"
 MAX_LATEST_BYTES = 1024
@@ -40,27 +40,27 @@ class Resumed:
 
     Attributes:
         name: of its checkpoint, or of its other source.
-        step: updates that it has seen.
-        files: tensors by name, for each file, in host memory; of sharded tensors a rank may have local shards only.
-        state: the facts of `state.capture`.
+        snapshot: the state, in host memory; of sharded tensors a rank may have local shards only.
         folder: of its checkpoint and others; None for none.
         newer: the newest checkpoint in that folder, if it is another; else None.
     """
 
     name: str
-    step: int
-    files: StoredFiles
-    state: Mapping[str, Any]
+    snapshot: Snapshot
     folder: Path | None = None
     newer: str | None = None
 
     @property
     def rest(self) -> dict[str, Any]:
-        """The `rest` that was captured with it, with the contract; raises a `CheckpointError` if there is none."""
-        rest = rest_of(self.files, self.state)
+        """The `rest` that was captured, with the contract; raises a `CheckpointError` if there is none."""
+        rest = rest_of(self.snapshot)
         if not isinstance(rest.get("contract"), dict):
             raise CheckpointError(f"{self.name} was not written by a run: it has no contract")
         return rest
+
+    def is_in(self, folder: Path | None) -> bool:
+        """Whether the state is from a checkpoint in this folder."""
+        return folder is not None and self.folder is not None and folder.resolve() == self.folder.resolve()
 
 
 def receive_state(membership: Membership, step: Steps, find: Callable[[], Resumed | None]) -> Resumed | None:
@@ -74,10 +74,10 @@ def receive_state(membership: Membership, step: Steps, find: Callable[[], Resume
 
 
 def is_same_run(resume: str | Path, state: Resumed | None, folder: Path | None) -> bool:
-    """Whether a program goes on in the folder of the run that it resumes; one that "auto" begins anew does, too."""
+    """Whether a program goes on in the folder of the run that it resumes, or that "auto" begins anew."""
     if state is None:
         return str(resume) == AUTO and folder is not None and holds_run(folder)
-    return folder is not None and is_in(state, folder / CHECKPOINT_FOLDER)
+    return folder is not None and state.is_in(folder / CHECKPOINT_FOLDER)
 
 
 def find_state(resume: str | Path, folder: Path | None, tell: Callable[[str], None]) -> Resumed | None:
@@ -88,7 +88,7 @@ def find_state(resume: str | Path, folder: Path | None, tell: Callable[[str], No
     if str(resume) == AUTO:
         if folder is None:
             raise UsageError('got resume="auto" without a run folder; name one by run_dir=… (--run-dir), or a run')
-        found = newest_checkpoint(folder / CHECKPOINT_FOLDER, tell=tell, check=_check_state_of_run)
+        found = newest_checkpoint(folder / CHECKPOINT_FOLDER, tell=tell, check=check_captured)
         return None if found is None else _resumed(found)
     path = Path(resume)
     if names_checkpoint(path):
@@ -100,7 +100,7 @@ def find_state(resume: str | Path, folder: Path | None, tell: Callable[[str], No
 
 
 def find_checkpoint(place: str | Path, tell: Callable[[str], None]) -> Resumed | None:
-    """Reads a checkpoint, or the newest good one of a folder, which need not be there yet; None if it has none."""
+    """Reads a checkpoint, or the newest good one of a folder, which need not exist yet; None if it has none."""
     path = Path(place)
     if names_checkpoint(path):
         return read_state(path)
@@ -115,7 +115,7 @@ def names_checkpoint(path: Path) -> bool:
 def read_state(path: Path) -> Resumed:
     """Reads one checkpoint; raises a `CheckpointError` if it is not good."""
     path = named_checkpoint(path)
-    return _resumed(Found(path, read_checkpoint(path, check=_check_state_of_run), ()))
+    return _resumed(Found(path, read_checkpoint(path, check=check_captured), ()))
 
 
 def named_checkpoint(path: Path) -> Path:
@@ -144,9 +144,9 @@ def check_state(
         changes = differences(state.rest["contract"], now)
     breaking = [change for change in changes if change.breaks]
     if allow_change or all("model" in change.field.split(".") for change in breaking):
-        check_fits(step, state.files, state.state)  # says more than that the model's form is another
+        check_fits(step, state.snapshot)  # its error names the parameter, the contract's only the model's form
     check_contract_kept(changes, allow_change)
-    if breaking and state.newer is not None and is_in(state, folder):
+    if breaking and state.newer is not None and state.is_in(folder):
         raise ContractError(
             f"{folder} has checkpoints after {state.name}, up to {state.newer}, of the contract before:\n"
             f"{explain(changes)}\ngo on from the newest, or in a folder of its own (--run-dir)"
@@ -156,39 +156,33 @@ def check_state(
     return changes
 
 
-def is_in(state: Resumed, folder: Path | None) -> bool:
-    """Whether a state is from a checkpoint in this folder."""
-    return folder is not None and state.folder is not None and folder.resolve() == state.folder.resolve()
-
-
 def broadcast_state(
     communicator: Communicator, state: Resumed | None, source: int = 0, layout: Layout | None = None
 ) -> Resumed | None:
-    """Gives every rank the state that rank `source` has; None if that has none.
+    """The state of rank `source` on every rank, None if it has none; a collective call.
 
     One tensor at a time is whole on all ranks; of those that are sharded by `layout` the others keep their local shard.
     """
     if communicator.world_size == 1:
         return state
     ours = communicator.rank == source
-    value = json.loads(share_text(communicator, json.dumps(_head(state)) if ours else "", source))
-    if not value:
+    head = json.loads(share_text(communicator, json.dumps(_head(state)) if ours else "", source))
+    if not head:
         return None
     files: dict[str, dict[str, Stored]] = {}
-    for file, forms in value.pop("forms").items():
+    for file, forms in head["forms"].items():
         files[file] = {}
         for name, (dtype, shape) in forms.items():
             whole = _whole(state, file, name) if ours else torch.empty(shape, dtype=getattr(torch, dtype))
             if whole.numel() > 0:
                 data = whole.reshape(-1).view(torch.uint8)
-                received = communicator.share(data if ours else None, source)
-                data.copy_(received)
+                data.copy_(communicator.share(data if ours else None, source))
             spread = None if ours or layout is None else layout.spread_of(file, name, whole.shape)
             files[file][name] = whole
             if spread is not None and layout is not None:  # in memory of its own, so that that of the whole is freed
                 files[file][name] = LocalShard(spread.part(whole, layout.rank).clone(), spread)
-    folder = value.pop("folder")
-    return Resumed(**value, files=files, folder=None if folder is None else Path(folder))
+    folder = None if head["folder"] is None else Path(head["folder"])
+    return Resumed(head["name"], Snapshot(head["step"], files, head["facts"]), folder, head["newer"])
 
 
 def _head(state: Resumed | None) -> dict[str, Any]:
@@ -197,15 +191,15 @@ def _head(state: Resumed | None) -> dict[str, Any]:
         return {}
     forms = {
         file: {name: (str(t.dtype).removeprefix("torch."), list(t.shape)) for name, t in tensors.items()}
-        for file, tensors in whole_tensors(state.files).items()
+        for file, tensors in whole_tensors(state.snapshot.files).items()
     }
     folder = None if state.folder is None else str(state.folder)
-    head = {"name": state.name, "step": state.step, "state": state.state, "folder": folder, "newer": state.newer}
-    return {**head, "forms": forms}
+    snapshot = {"step": state.snapshot.step, "facts": state.snapshot.facts, "forms": forms}
+    return {"name": state.name, "folder": folder, "newer": state.newer, **snapshot}
 
 
 def _whole(state: Resumed | None, file: str, name: str) -> Tensor:
-    value = None if state is None else state.files[file][name]
+    value = None if state is None else state.snapshot.files[file][name]
     assert isinstance(value, Tensor), "the rank that sends a state has it whole"
     return value.contiguous()
 
@@ -213,7 +207,7 @@ def _whole(state: Resumed | None, file: str, name: str) -> Tensor:
 def _newest(folder: Path, what: str, advice: str, tell: Callable[[str], None]) -> Resumed:
     """The newest good checkpoint of a folder that should have one."""
     skipped: list[str] = []
-    found = newest_checkpoint(folder, tell=skipped.append, check=_check_state_of_run)
+    found = newest_checkpoint(folder, tell=skipped.append, check=check_captured)
     for sentence in skipped:
         tell(sentence)
     if found is None:
@@ -222,12 +216,7 @@ def _newest(folder: Path, what: str, advice: str, tell: Callable[[str], None]) -
     return _resumed(found)
 
 
-def _check_state_of_run(snapshot: Snapshot) -> None:
-    check_captured(snapshot.files, snapshot.facts, snapshot.step)
-
-
 def _resumed(found: Found) -> Resumed:
     last = list_checkpoints(found.path.parent)[-1][1].name
     newer = last if last != found.path.name and last not in " ".join(found.skipped) else None
-    snapshot = found.snapshot
-    return Resumed(found.path.name, snapshot.step, snapshot.files, snapshot.facts, found.path.parent, newer)
+    return Resumed(found.path.name, found.snapshot, found.path.parent, newer)

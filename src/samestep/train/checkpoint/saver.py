@@ -1,5 +1,9 @@
-"""Asynchronous saving: the state is copied to host memory, and a thread writes it while training goes on."""
+"""Saving checkpoints: by a thread while training goes on; if the state is sharded, by all ranks while training waits.
 
+The guarantees are the same: the folder gets its name when the files of all ranks are on the disk and in the manifest.
+"""
+
+import json
 import time
 from collections import deque
 from collections.abc import Mapping
@@ -7,15 +11,30 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from samestep.train.atomic_io import retrying
+from samestep.comm.communicator import Communicator
+from samestep.comm.local_shards import LocalShard
+from samestep.errors import RunFolderError
+from samestep.train.atomic_io import remove_entry, retrying, writing
+from samestep.train.checkpoint.local_shards import split_files, unsharded
+from samestep.train.checkpoint.manifest import Written
 from samestep.train.checkpoint.packing import is_dense
-from samestep.train.checkpoint.storage import Snapshot, check_keep, write_checkpoint
+from samestep.train.checkpoint.storage import (
+    Snapshot,
+    begin_checkpoint,
+    check_keep,
+    complete_checkpoint,
+    write_checkpoint,
+)
+from samestep.train.checkpoint.tensors import part_name, write_part
+from samestep.train.exceptions import on_main, raise_together, share_text
 
 HostFiles = dict[str, dict[str, Tensor]]
+_WORDS = 5  # of the size of a file, and its SHA-256
 
 
 @dataclass(frozen=True)
@@ -31,7 +50,7 @@ class CheckpointSaver:
     """Writes checkpoints in a thread on rank 0, at most one at a time; a failed one is tried again `retries` times.
 
     A save is `saver.save(Snapshot(step, saver.to_host_copy(files), facts))`. An error of the writer is raised by the
-    next `save`, `poll` or `close`, once; the saver can be used on.
+    next `save`, `poll` or `close`, once; the saver stays usable.
     """
 
     def __init__(self, folder: Path, keep: int = 3, retries: int = 0) -> None:
@@ -46,11 +65,7 @@ class CheckpointSaver:
         self._error: BaseException | None = None
 
     def to_host_copy(self, files: Mapping[str, Mapping[str, Tensor]]) -> HostFiles:
-        """Copies tensors to host memory, as the function of the same name, into memory of earlier copies.
-
-        A copy holds until the next call of this method; if it was given to `save`, until it is written. So there are
-        at most two, and one if writing takes less than the time between two checkpoints.
-        """
+        """`to_host_copy` into memory of earlier copies, at most two; if saved, a copy holds until it is written."""
         self._reap(wait=False)
         for number, buffers in enumerate(self._buffers):
             if not any(id(tensor) in self._in_use for tensors in buffers.values() for tensor in tensors.values()):
@@ -60,10 +75,7 @@ class CheckpointSaver:
         return self._buffers[-1]
 
     def save(self, snapshot: Snapshot) -> None:
-        """Has a snapshot written; waits for an earlier one that is still being written.
-
-        The tensors and facts must stay as they are until it is written.
-        """
+        """Has a snapshot written, which must not change until then; waits for an earlier one under way."""
         self._reap(wait=True)
         self._raise_error()
         self._in_use = frozenset(id(tensor) for tensors in snapshot.files.values() for tensor in tensors.values())
@@ -119,18 +131,15 @@ def to_host_copy(files: Mapping[str, Mapping[str, Tensor]], reuse: HostFiles | N
     Dense tensors keep their strides, others become contiguous. The tensors of `reuse`, an earlier result, are
     overwritten if dtype, shape and strides are the same.
     """
-    earlier = reuse or {}
     copies: HostFiles = {}
     devices: set[torch.device] = set()
     for file, tensors in files.items():
-        memory = earlier.get(file, {})
+        memory = (reuse or {}).get(file, {})
         copies[file] = {}
         for name, tensor in tensors.items():
-            host = _host_memory(tensor, memory.get(name))
-            host.copy_(tensor, non_blocking=tensor.is_cuda)
+            copies[file][name] = _host_memory(tensor, memory.get(name)).copy_(tensor, non_blocking=tensor.is_cuda)
             if tensor.is_cuda:
                 devices.add(tensor.device)
-            copies[file][name] = host
     for device in devices:
         torch.cuda.current_stream(device).synchronize()
     return copies
@@ -138,11 +147,117 @@ def to_host_copy(files: Mapping[str, Mapping[str, Tensor]], reuse: HostFiles | N
 
 def _host_memory(tensor: Tensor, earlier: Tensor | None) -> Tensor:
     """Memory for a copy: the earlier one if it fits."""
-    shape, dtype = tensor.shape, tensor.dtype
-    if earlier is not None and earlier.dtype == dtype and earlier.shape == shape:
-        stride = earlier.stride()
-        if stride == tensor.stride() or (earlier.is_contiguous() and not is_dense(tensor)):
-            return earlier
     if is_dense(tensor):
-        return torch.empty_strided(shape, tensor.stride(), dtype=dtype, device="cpu", pin_memory=tensor.is_cuda)
-    return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=tensor.is_cuda)
+        made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+    else:
+        made = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+    if earlier is not None and _form(earlier) == _form(made):
+        return earlier
+    return torch.empty_strided(made.shape, made.stride(), dtype=made.dtype, device="cpu", pin_memory=tensor.is_cuda)
+
+
+def _form(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.dtype, tensor.shape, tensor.stride()
+
+
+# Sharded states: every rank writes its local shards at the same time, and rank 0 completes the folder.
+
+
+@torch.no_grad()
+def with_rows(state: Snapshot, over: Communicator, is_writer: bool) -> Snapshot:
+    """A state whose local shards are rows (slices of dim 0), which files of shards hold; else without local shards.
+
+    Columns are exchanged for rows. If they begin within rows (ZeRO-1), all tensors are gathered, one at a time, in
+    the host memory of the rank that writes. A collective call of the ranks that share the state.
+    """
+    files: dict[str, dict[str, Any]] = {
+        file: {name: t.in_order(over) if isinstance(t, LocalShard) else t for name, t in tensors.items()}
+        for file, tensors in state.files.items()
+    }
+    if all(_has_rows(shard) for of_file in split_files(files)[1].values() for shard in of_file.values()):
+        return Snapshot(state.step, files, state.facts)
+    for tensors in files.values():
+        for name, value in list(tensors.items()):
+            whole = unsharded(value, over)  # a collective call: also on ranks that do not keep it
+            if is_writer:
+                tensors[name] = whole.cpu() if isinstance(value, LocalShard) else whole
+            else:
+                del tensors[name]
+    return Snapshot(state.step, files, state.facts)
+
+
+def has_local_shards(state: Snapshot) -> bool:
+    """Whether ranks write files of shards of a state; the same on all ranks."""
+    return bool(split_files(state.files)[1])
+
+
+def write_sharded(
+    communicator: Communicator,
+    over: Communicator,
+    folder: Path,
+    state: Snapshot,
+    keep: int = 3,
+    replace: bool = False,
+) -> Path:
+    """Writes a checkpoint in a collective call, which returns when it is complete."""
+    check_keep(keep)
+    state = with_rows(state, over, communicator.rank == 0)
+    whole, shards = split_files(state.files)
+    begun = on_main(communicator, lambda: begin_checkpoint(folder, state.step, replace))
+    name = json.loads(share_text(communicator, json.dumps(None if begun is None else begun.name)))
+    temporary = None if name is None else folder / name
+    try:
+        parts = {} if temporary is None else _write_parts(communicator, over, temporary, shards)
+        snapshot = Snapshot(state.step, whole, state.facts)
+        path = on_main(
+            communicator, lambda: str(complete_checkpoint(folder, snapshot, temporary, parts, keep, replace))
+        )
+        return folder / Path(share_text(communicator, path or "")).name
+    finally:
+        if communicator.rank == 0 and temporary is not None:
+            remove_entry(temporary)
+
+
+@torch.no_grad()
+def _write_parts(
+    communicator: Communicator, over: Communicator, temporary: Path, shards: Mapping[str, Mapping[str, LocalShard]]
+) -> dict[str, Written]:
+    """Writes this rank's files of shards; the files of all ranks by name."""
+    rank, ranks = over.rank, over.world_size
+    writes = communicator.rank < ranks  # ranks of the first group are the first ones
+    mine, error = [], None
+    try:
+        if writes and not temporary.is_dir():
+            raise RunFolderError(
+                f"rank {communicator.rank} does not see {temporary}, which rank 0 has made: every rank writes its part "
+                "of the state there; give a folder on a file system that all of them share (--run-dir)"
+            )
+        with writing(temporary):
+            for file, own in shards.items() if writes else ():
+                mine.append(write_part(temporary / part_name(file, rank, ranks), own, rank))
+    except RunFolderError as failure:
+        error = failure
+    raise_together(communicator, error)
+    words = [word for written in mine for word in _as_words(written)] if writes else [0] * _WORDS * len(shards)
+    rows = communicator.gather_words(words)[:ranks]
+    return {
+        part_name(file, other, ranks): _from_words(row[_WORDS * number : _WORDS * (number + 1)])
+        for other, row in enumerate(rows)
+        for number, file in enumerate(shards)
+    }
+
+
+def _has_rows(shard: LocalShard) -> bool:
+    """Whether every rank has whole rows."""
+    row = max(1, shard.shape[1:].numel())
+    return shard.spread.blocks == 1 and all(cut % row == 0 for cut in shard.spread.cuts)
+
+
+def _as_words(written: Written) -> list[int]:
+    digest = bytes.fromhex(written.sha256)
+    return [written.size, *(int.from_bytes(digest[k : k + 8], "big", signed=True) for k in range(0, 32, 8))]
+
+
+def _from_words(words: list[int]) -> Written:
+    digest = b"".join(word.to_bytes(8, "big", signed=True) for word in words[1:])
+    return Written(words[0], digest.hex())

@@ -4,13 +4,11 @@ Nothing in it depends on the number of devices. Of sharded state each rank captu
 """
 
 import json
-import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
@@ -18,7 +16,6 @@ from torch.optim import Optimizer
 
 from samestep.comm.local_shards import LocalShard, Sharding
 from samestep.data.nested import leaves
-from samestep.data.randomness import Generators
 from samestep.engine.settings import Settings, take_new_settings
 from samestep.engine.sharded_state import ShardedState
 from samestep.engine.step import TrainStep
@@ -27,7 +24,6 @@ from samestep.train.checkpoint.local_shards import (
     SEVERAL,
     Layout,
     Stored,
-    StoredFiles,
     held_by,
     local_part,
     local_tensors,
@@ -35,6 +31,8 @@ from samestep.train.checkpoint.local_shards import (
     optimizer_state_dict,
 )
 from samestep.train.checkpoint.packing import as_bad_checkpoint, check_packed, pack, unpack
+from samestep.train.checkpoint.storage import Snapshot
+from samestep.train.determinism import check_generators, generator_states, restore_generators
 from samestep.train.paths import FACTS_FILE
 
 FORMAT = 2
@@ -42,19 +40,6 @@ NOT_OURS = "another checkpoint is needed: the state in this one cannot be taken 
 _LIKE_PARAMETER = ("momentum_buffer", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "sum")
 
 Steps = TrainStep | Sequence[TrainStep]
-
-
-@dataclass(frozen=True)
-class State:
-    """A state that still shares the memory of what it was taken from: copy it before the next step.
-
-    Attributes:
-        files: tensors by name, for each file of a checkpoint; of sharded tensors this rank's local shards.
-        facts: the rest, as JSON; the same on all ranks.
-    """
-
-    files: StoredFiles
-    facts: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -67,17 +52,19 @@ class _Parts:
     settings: list[dict[str, Any]]
 
 
-def capture(step: Steps, rest: Mapping[str, Any]) -> State:
-    """Captures models, optimizers, schedulers, counters and random generators of training steps, and `rest`."""
+def capture(step: Steps, rest: Mapping[str, Any]) -> Snapshot:
+    """Captures models, optimizers, schedulers, counters and random generators of training steps, and `rest`.
+
+    The tensors share the memory of the models and optimizers: copy them before the next step.
+    """
     parts = _parts(step)
     world_size = parts.steps[0].spread_over.world_size
-    progress = [each.state_dict() for each in parts.steps]
     packed = [
         pack(optimizer_state_dict(optimizer, sharded, world_size), f"optimizer.{number}")
         for number, (optimizer, sharded) in enumerate(parts.optimizers)
     ]
     others = {
-        "steps": progress,
+        "steps": [each.state_dict() for each in parts.steps],
         "schedulers": [None if each.scheduler is None else each.scheduler.state_dict() for each in parts.steps],
         "settings": parts.settings,
         "generators": generator_states(parts.steps[0].communicator.device),
@@ -91,7 +78,7 @@ def capture(step: Steps, rest: Mapping[str, Any]) -> State:
     files["rest"] = remaining.tensors
     facts = {"format": FORMAT, "optimizers": [each.facts for each in packed], "run": remaining.facts}
     facts["not_persistent"] = {name: not_persistent(model) for name, (model, _) in parts.models.items()}
-    return State(files, facts)
+    return Snapshot(sum(each.num_steps for each in parts.steps), files, facts)
 
 
 def layout_of(step: Steps) -> Layout:
@@ -108,52 +95,46 @@ def layout_of(step: Steps) -> Layout:
     return Layout(models, optimizers, parts.steps[0].spread_over.rank)
 
 
-def rest_of(files: StoredFiles, facts: Mapping[str, Any]) -> dict[str, Any]:
+def rest_of(state: Snapshot) -> dict[str, Any]:
     """The `rest` that was given to `capture`; raises a `CheckpointError` if the state is of another format."""
-    rest: dict[str, Any] = _others(files, facts)["rest"]
+    rest: dict[str, Any] = _others(state)["rest"]
     return rest
 
 
-def check_captured(files: Mapping[str, Mapping[str, Tensor]], facts: Any, num_steps: int) -> None:
-    """Raises a `CheckpointError` unless files and facts, of unknown origin, are what `capture` gives at this step."""
+def check_captured(state: Snapshot) -> None:
+    """Raises a `CheckpointError` unless a snapshot, of unknown origin, is of the form that `capture` gives."""
     with as_bad_checkpoint("it does not hold the state of a run"):
-        others = _others(files, facts)
-        check_packed(facts["run"], files["rest"], "run")
-        for number, each in enumerate(facts["optimizers"]):
-            check_packed(each, files["optimizer"], f"optimizer.{number}")
+        others = _others(state)
+        check_packed(state.facts["run"], state.files["rest"], "run")
+        for number, each in enumerate(state.facts["optimizers"]):
+            check_packed(each, state.files["optimizer"], f"optimizer.{number}")
         counts = [each["num_steps"] for each in others["steps"]]
-        is_counted = all(type(count) is int and count >= 0 for count in counts) and sum(counts) == num_steps
+        is_counted = all(type(count) is int and count >= 0 for count in counts) and sum(counts) == state.step
         is_whole = len(counts) == len(others["settings"]) == len(others["schedulers"])
         if not is_counted or not is_whole or not isinstance(others["rest"], dict):
-            raise CheckpointError(f"its {FACTS_FILE} is not that of a run after {num_steps} steps")
+            raise CheckpointError(f"its {FACTS_FILE} is not that of a run after {state.step} steps")
         json.dumps(others["rest"].get("contract"))  # it is shown, and compared, as JSON
 
 
-def check_alike(what: str, there: Any, here: Any) -> None:
-    """Raises a `CheckpointError` unless a checkpoint's value has the types of this program's, all the way down."""
-    if not _is_alike(there, here):
-        raise CheckpointError(f"the checkpoint's {what} cannot be taken up: not of the form that this program's have")
-
-
-def check_fits(step: Steps, files: StoredFiles, facts: Mapping[str, Any]) -> None:
+def check_fits(step: Steps, state: Snapshot) -> None:
     """Raises a `CheckpointError` that names the first difference unless the state is of these models and optimizers."""
-    parts, others = _parts(step), _others(files, facts)
+    parts, others = _parts(step), _others(state)
     with as_bad_checkpoint(NOT_OURS):
-        _check_parts(parts, others, files, facts)
+        _check_parts(parts, others, state)
 
 
-def _check_parts(parts: _Parts, others: Mapping[str, Any], files: StoredFiles, facts: Mapping[str, Any]) -> None:
-    _check_generators(others["generators"], parts.steps[0].communicator.device)
+def _check_parts(parts: _Parts, others: Mapping[str, Any], state: Snapshot) -> None:
+    check_generators(others["generators"], parts.steps[0].communicator.device)
     counts = (
         ("steps", len(others["steps"]), len(parts.steps)),
-        ("models", sum(name not in ("optimizer", "rest") for name in files), len(parts.models)),
-        ("optimizers", len(facts["optimizers"]), len(parts.optimizers)),
+        ("models", sum(name not in ("optimizer", "rest") for name in state.files), len(parts.models)),
+        ("optimizers", len(state.facts["optimizers"]), len(parts.optimizers)),
     )
     for what, there, here in counts:
         if there != here:
             raise CheckpointError(f"the checkpoint has the state of {there} {what}, this program has {here}")
     for name, (model, sharded) in parts.models.items():
-        check_model(model, files[name], sharded)
+        check_model(model, state.files[name], sharded)
     for was, now in zip(others["settings"], parts.settings, strict=True):
         kinds = [name for name, _ in was["optimizers"]], [name for name, _ in now["optimizers"]]
         if kinds[0] != kinds[1]:
@@ -167,9 +148,9 @@ def _check_parts(parts: _Parts, others: Mapping[str, Any], files: StoredFiles, f
                 f"the checkpoint has the state of {schedulers[0]}, and this program has {schedulers[1]}; use the same "
                 "scheduler"
             )
-    for (optimizer, _), packed in zip(parts.optimizers, facts["optimizers"], strict=True):
-        sizes = _group_sizes(unpack(packed.get("param_groups", []), files["optimizer"]))
-        own = _group_sizes(optimizer.param_groups)
+    for (optimizer, _), packed in zip(parts.optimizers, state.facts["optimizers"], strict=True):
+        groups = unpack(packed.get("param_groups", []), state.files["optimizer"])
+        sizes, own = ([len(group["params"]) for group in of] for of in (groups, optimizer.param_groups))
         if sizes and sizes != own:
             raise CheckpointError(
                 f"the checkpoint has the state of {type(optimizer).__name__} over {_in_groups(sizes)}, and this "
@@ -177,25 +158,25 @@ def _check_parts(parts: _Parts, others: Mapping[str, Any], files: StoredFiles, f
             )
 
 
-def restore(step: Steps, files: StoredFiles, facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Puts a captured state back, to the bit, and returns the `rest` that was given to `capture`.
+def restore(step: Steps, state: Snapshot) -> dict[str, Any]:
+    """Restores a captured state, to the bit, and returns the `rest` that was given to `capture`.
 
-    Settings of optimizers and schedulers that changed in the program since then stay. `files` has whole tensors, or
-    this rank's local shards. Raises a `CheckpointError` if the state is of another model, optimizer or format.
+    Settings of optimizers and schedulers that changed in the program since then stay. The state has unsharded tensors
+    or this rank's local shards. Raises a `CheckpointError` if it is of another model, optimizer or format.
     """
-    check_fits(step, files, facts)
+    check_fits(step, state)
     with as_bad_checkpoint(NOT_OURS):
-        return _put_back(_parts(step), _others(files, facts), files, facts)
+        return _restore(_parts(step), _others(state), state)
 
 
-def _put_back(parts: _Parts, others: Mapping[str, Any], files: StoredFiles, facts: Mapping[str, Any]) -> dict[str, Any]:
+def _restore(parts: _Parts, others: Mapping[str, Any], state: Snapshot) -> dict[str, Any]:
     rank = parts.steps[0].spread_over.rank
     for name, (model, sharded) in parts.models.items():
-        load_model(model, files[name], sharded, rank)
+        load_model(model, state.files[name], sharded, rank)
     for each in parts.steps:
         each.strategy.after_load()
-    for (optimizer, sharded), packed in zip(parts.optimizers, facts["optimizers"], strict=True):
-        load_optimizer(optimizer, unpack(packed, files["optimizer"]), sharded, rank)
+    for (optimizer, sharded), packed in zip(parts.optimizers, state.facts["optimizers"], strict=True):
+        load_optimizer(optimizer, unpack(packed, state.files["optimizer"]), sharded, rank)
     seen: set[int] = set()  # an optimizer may belong to several steps
     for each, progress, schedule, old in zip(
         parts.steps, others["steps"], others["schedulers"], others["settings"], strict=True
@@ -220,7 +201,12 @@ def model_tensors(model: nn.Module, spread: ShardedState | None = None, world_si
 
 def check_model(model: nn.Module, tensors: Mapping[str, Stored], spread: ShardedState | None = None) -> None:
     """Raises a `CheckpointError` unless names, shapes and dtypes are the model's; buffers may come, go and change."""
-    own, buffers = model_tensors(model, spread, SEVERAL), _buffer_names(model)
+    own = model_tensors(model, spread, SEVERAL)
+    buffers = {  # those that are None now, too
+        f"{path}.{key}" if path else key
+        for path, module in model.named_modules(remove_duplicate=False)
+        for key in module._buffers
+    }
     missing = [name for name in own if name not in tensors and name not in buffers]
     strange = sorted(name for name in tensors if name not in own and name not in buffers)
     if missing or strange:
@@ -250,7 +236,7 @@ def load_model(
         if name in spreads and there is not None:
             own[name].view(-1).copy_(local_part(there, spreads[name], rank))
             continue
-        assert not isinstance(there, LocalShard), "what is not sharded here is whole"
+        assert not isinstance(there, LocalShard), "a tensor that is not sharded here is unsharded in the state"
         if name in own and there is not None and _form(own[name]) == _form(there):
             own[name].copy_(there)
         else:
@@ -266,7 +252,7 @@ def load_optimizer(
     state = localized(optimizer, state, spread, rank)
     parameters = held_by(optimizer)
     indices = [index for group in state["param_groups"] for index in group["params"]]
-    for index, parameter in zip(indices, parameters, strict=False):  # torch tells if their numbers differ
+    for index, parameter in zip(indices, parameters, strict=False):  # torch raises if their numbers differ
         _check_entries(optimizer, state["state"].get(index, {}), parameter)
     try:
         optimizer.load_state_dict(state)
@@ -279,31 +265,13 @@ def load_optimizer(
                 here.data = there.to(here.device, copy=True)
 
 
-def generator_states(device: torch.device) -> dict[str, Any]:
-    """The states of all global random generators."""
-    return {
-        "torch": [generator.get_state() for generator in Generators(device).of_torch],
-        "numpy": _arrays_as_tensors(np.random.get_state(legacy=False)),  # noqa: NPY002 - what scripts draw from
-        "python": random.getstate(),
-    }
-
-
-def restore_generators(states: Mapping[str, Any], device: torch.device) -> None:
-    """Puts the global generators back, but those of other kinds of devices; a `CheckpointError` for bad states."""
-    _check_generators(states, device)
-    for generator, state in zip(Generators(device).of_torch, states["torch"], strict=False):
-        generator.set_state(state)
-    np.random.set_state(_tensors_as_arrays(states["numpy"]))  # noqa: NPY002 - as above
-    random.setstate(states["python"])
-
-
-def _check_generators(states: Mapping[str, Any], device: torch.device) -> None:
-    check_alike("random generators", states, generator_states(device))
-    ours = states["numpy"]
-    memory = ours.get("buffer", ours["state"].get("key"))  # of Philox or MT19937, which read there without looking
-    position = ours.get("buffer_pos", ours["state"].get("pos", 0))
-    if position and not 0 <= position <= len(memory):
-        raise CheckpointError(f"the checkpoint's state of NumPy's generator is at {position} of {len(memory)} numbers")
+def not_persistent(model: nn.Module) -> list[str]:
+    """The names of the buffers that `state_dict` leaves out."""
+    return [
+        f"{path}.{key}" if path else key
+        for path, module in model.named_modules()
+        for key in sorted(module._non_persistent_buffers_set)
+    ]
 
 
 def _parts(step: Steps) -> _Parts:
@@ -315,67 +283,31 @@ def _parts(step: Steps) -> _Parts:
     return _Parts(steps, dict(zip(names, models, strict=True)), list(optimizers), settings)
 
 
-def _others(files: StoredFiles, facts: Mapping[str, Any]) -> dict[str, Any]:
-    """The part of a state that is neither of a model nor of an optimizer."""
-    if not isinstance(facts, Mapping) or facts.get("format") != FORMAT:
-        found = facts.get("format") if isinstance(facts, Mapping) else None
+def _others(state: Snapshot) -> dict[str, Any]:
+    """The state other than that of models and optimizers."""
+    if not isinstance(state.facts, Mapping) or state.facts.get("format") != FORMAT:
+        found = state.facts.get("format") if isinstance(state.facts, Mapping) else None
         raise CheckpointError(f"the state has format {found}; this version reads format {FORMAT}")
-    others: dict[str, Any] = unpack(facts["run"], files["rest"])
+    others: dict[str, Any] = unpack(state.facts["run"], state.files["rest"])
     return others
 
 
-def _group_sizes(groups: Sequence[Mapping[str, Any]]) -> list[int]:
-    """How many parameters there are in each group of an optimizer."""
-    return [len(group["params"]) for group in groups]
-
-
 def _in_groups(sizes: Sequence[int]) -> str:
-    """How many parameters, for messages: 3 parameters in groups of 1 and 2."""
+    """Numbers of parameters, for messages: 3 parameters in groups of 1 and 2."""
     groups = f" in groups of {' and '.join(map(str, sizes))}" if len(sizes) > 1 else ""
     return f"{sum(sizes)} parameter{'s' if sum(sizes) != 1 else ''}{groups}"
 
 
 def _schedulers(settings: Mapping[str, Any] | None) -> str:
-    """Which schedulers, for messages: SequentialLR of LinearLR and StepLR."""
+    """The classes of schedulers, for messages: SequentialLR of LinearLR and StepLR."""
     if settings is None:
         return "no scheduler"
     inner = [_schedulers(part) for part in settings.get("schedulers", {}).values()]
     return f"{settings['class']} of {' and '.join(inner)}" if inner else str(settings["class"])
 
 
-def _buffer_names(model: nn.Module) -> set[str]:
-    """The names of all buffers, also of those that are None now."""
-    return {
-        f"{path}.{key}" if path else key
-        for path, module in model.named_modules(remove_duplicate=False)
-        for key in module._buffers
-    }
-
-
-def _arrays_as_tensors(value: Any) -> Any:
-    """A generator's state without NumPy arrays, which `torch.load` distrusts."""
-    if isinstance(value, dict):
-        return {key: _arrays_as_tensors(entry) for key, entry in value.items()}
-    return torch.from_numpy(value.view(f"i{value.itemsize}").copy()) if isinstance(value, np.ndarray) else value
-
-
-def _tensors_as_arrays(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _tensors_as_arrays(entry) for key, entry in value.items()}
-    return value.numpy().view(f"u{value.element_size()}") if isinstance(value, Tensor) else value
-
-
-def not_persistent(model: nn.Module) -> list[str]:
-    """The names of the buffers that `state_dict` leaves out."""
-    return [
-        f"{path}.{key}" if path else key
-        for path, module in model.named_modules()
-        for key in sorted(module._non_persistent_buffers_set)
-    ]
-
-
 def _check_entries(optimizer: Optimizer, entries: Mapping[str, Any], parameter: Tensor) -> None:
-    """Checks the tensors of a parameter's state whose size torch's fused kernels do not check.
+    """Checks the sizes of a parameter's state, which torch's fused kernels do not check: they would reach other memory.
 
     Any saved state may have `fused` switched on, whether this program has it or not.
     """
@@ -387,19 +319,6 @@ def _check_entries(optimizer: Optimizer, entries: Mapping[str, Any], parameter: 
                 f"the checkpoint is of another optimizer: it has a {key} {_form(value)} of a parameter "
                 f"{_form(parameter)}"
             )
-
-
-def _is_alike(there: Any, here: Any) -> bool:
-    if isinstance(here, Tensor):
-        return isinstance(there, Tensor) and _form(there) == _form(here)
-    if type(there) is not type(here):
-        return there is None or here is None or (isinstance(there, int | float) and type(here) is float)
-    if isinstance(here, dict):
-        return there.keys() == here.keys() and all(_is_alike(there[key], value) for key, value in here.items())
-    if isinstance(here, list | tuple):  # of generators there is a list, as long as there are kinds of devices
-        same_length = isinstance(here, list) or len(there) == len(here)
-        return same_length and all(map(_is_alike, there, here))
-    return True
 
 
 def _form(tensor: Stored) -> str:

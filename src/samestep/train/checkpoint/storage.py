@@ -6,7 +6,7 @@
 
 A checkpoint is made under a temporary name: each file is written and synced to the disk, then the manifest with their
 checksums, then the folder is renamed. However the writer ends, a folder called `step-…` is complete; if the disk
-changes it later, it no longer fits its manifest. The manifest lists all files, whichever rank wrote them.
+changes it later, it no longer fits its manifest. The manifest lists the files of all ranks.
 """
 
 import errno
@@ -16,8 +16,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-from torch import Tensor
 
 from samestep.errors import CheckpointError, UsageError
 from samestep.train.atomic_io import remove_entry, remove_leftovers, sync_folder, temporary_name, writing
@@ -51,16 +49,17 @@ _RENAMES = 3
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The state of a run at a step boundary, in host memory.
+    """The state of a run at a step boundary.
 
     Attributes:
         step: how many updates the state has seen.
-        files: tensors by name, for each file: {"model": …} is model.safetensors.
+        files: tensors by name, for each file: {"model": …} is model.safetensors. To be written they are in host memory;
+            of sharded tensors a rank has local shards.
         facts: JSON, for state.json.
     """
 
     step: int
-    files: Mapping[str, Mapping[str, Tensor]]
+    files: Mapping[str, Mapping[str, Any]]
     facts: Any
 
 
@@ -73,7 +72,7 @@ class Found:
 
     Attributes:
         path: its folder.
-        snapshot: what is in it, verified.
+        snapshot: its content, verified.
         skipped: a sentence on each newer one that was not good, the newest first.
     """
 
@@ -95,8 +94,8 @@ def is_checkpoint_name(name: str) -> bool:
 def write_checkpoint(folder: Path, snapshot: Snapshot, keep: int = 3, replace: bool = False) -> Path:
     """Writes a checkpoint, whole or not at all, and removes older ones.
 
-    One of the same step that is good already is kept, since equal steps have equal states. What else was good is
-    removed only when the new one is complete, and only what is older than it.
+    A good one of the same step is kept, since equal steps have equal states, unless `replace` says that other content
+    takes its place. Other good ones are removed only when the new one is complete, and only if they are older.
     """
     check_keep(keep)
     temporary = begin_checkpoint(folder, snapshot.step, replace)
@@ -108,7 +107,7 @@ def write_checkpoint(folder: Path, snapshot: Snapshot, keep: int = 3, replace: b
 
 
 def begin_checkpoint(folder: Path, step: int, replace: bool) -> Path | None:
-    """Makes the folder, under a temporary name, that a checkpoint is written to; None if a good one is to stay."""
+    """Makes the temporary folder of a checkpoint; None if a good one of this step is kept."""
     target = folder / checkpoint_name(step)
     with writing(target):
         if not folder.is_dir():
@@ -133,7 +132,7 @@ def complete_checkpoint(
     with writing(target):
         if temporary is not None:
             _fill(temporary, snapshot, parts)
-            if replace and not _says_the_same(temporary, target):
+            if replace and not _have_equal_files(temporary, target):
                 _discard(target)
             _move_into_place(temporary, target)
             sync_folder(folder)
@@ -149,7 +148,7 @@ def check_keep(keep: int) -> None:
 
 
 def verify_checkpoint(path: Path) -> str | None:
-    """Reads a whole checkpoint against its checksums."""
+    """Reads a whole checkpoint against its checksums; a sentence if it is not good."""
     try:
         for name, written in _checked_manifest(path).files.items():
             verify(path / name, written)
@@ -159,7 +158,10 @@ def verify_checkpoint(path: Path) -> str | None:
 
 
 def read_checkpoint(path: Path, only: str | None = None, check: Check | None = None) -> Snapshot:
-    """Reads a checkpoint; the very bytes that it gives are those whose checksums were verified."""
+    """Reads a checkpoint, or one of its files of tensors, from bytes whose checksums were verified.
+
+    Raises a `CheckpointError` if it is not good, or if `check` raises one.
+    """
     try:
         return _read(path, only, check)
     except (CheckpointError, OSError, MemoryError) as error:
@@ -174,7 +176,10 @@ def newest_checkpoint(
     check: Check | None = None,
     only: str | None = None,
 ) -> Found | None:
-    """The newest checkpoint that is good, read and verified."""
+    """The newest good checkpoint, at most of step `before`, read as by `read_checkpoint`.
+
+    `tell` gets a sentence on each newer one that is skipped.
+    """
     skipped: list[str] = []
     for step, path in reversed(list_checkpoints(folder)):
         if before is not None and step > before:
@@ -203,20 +208,17 @@ def _listed(folder: Path) -> list[tuple[int, Path]]:
     return sorted((int(match[1]), path) for match, path in matches if match and path.is_dir())
 
 
-def _read(path: Path, only: str | None = None, check: Check | None = None) -> Snapshot:
+def _read(path: Path, only: str | None, check: Check | None) -> Snapshot:
     manifest = _checked_manifest(path)
-    files: dict[str, dict[str, Tensor]] = {}
+    files: dict[str, dict[str, Any]] = {}
     facts = None
     for name, written in manifest.files.items():
-        file = name.removesuffix(SUFFIX)
         if name == FACTS_FILE:
             facts = _read_facts(path / name, written)
-        elif is_part(name) or (name.endswith(SUFFIX) and only not in (None, file)):
-            continue
-        elif name.endswith(SUFFIX):
-            files[file] = read_tensors(path / name, written)
-        else:
+        elif not name.endswith(SUFFIX):
             verify(path / name, written)
+        elif not is_part(name) and only in (None, file := name.removesuffix(SUFFIX)):
+            files[file] = read_tensors(path / name, written)
     for file, names in parts_by_file(manifest.files).items():
         if only in (None, file):
             files[file] = {**files.get(file, {}), **read_parts(path, names, manifest.files)}
@@ -229,16 +231,15 @@ def _read(path: Path, only: str | None = None, check: Check | None = None) -> Sn
 def _read_facts(path: Path, written: Written) -> Any:
     if written.size > MAX_FACTS_BYTES:
         raise CheckpointError(f"{path.name} has {written.size} bytes, and can have {MAX_FACTS_BYTES} at most")
+    data = read_verified(path, written)
     try:
-        return parse_json(read_verified(path, written))
+        return parse_json(data)
     except ValueError as error:
-        if isinstance(error, CheckpointError):
-            raise
         raise CheckpointError(f"{FACTS_FILE} cannot be read: {error}") from error
 
 
 def _checked_manifest(path: Path) -> Manifest:
-    """The manifest, which is that of the step in the folder's name, if there is one."""
+    """The manifest, whose step must be that in the folder's name, if there is one."""
     if not path.is_dir():
         raise CheckpointError("there is no such folder")
     manifest = read_manifest(path)
@@ -249,11 +250,13 @@ def _checked_manifest(path: Path) -> Manifest:
 
 
 def _sentence(path: Path, error: Exception) -> str:
+    reason: object = error
     if isinstance(error, MemoryError):
-        return f"{path} is no good checkpoint: it does not fit in this machine's memory"
-    if isinstance(error, OSError) and error.filename is not None:
-        return f"{path} is no good checkpoint: {Path(error.filename).name}: {error.strerror or error}"
-    return f"{path} is no good checkpoint: {(error.strerror if isinstance(error, OSError) else None) or error}"
+        reason = "it does not fit in this machine's memory"
+    elif isinstance(error, OSError):
+        file = "" if error.filename is None else f"{Path(error.filename).name}: "
+        reason = f"{file}{error.strerror or error}"
+    return f"{path} is no good checkpoint: {reason}"
 
 
 def _fill(folder: Path, snapshot: Snapshot, parts: Mapping[str, Written]) -> None:
@@ -267,8 +270,8 @@ def _fill(folder: Path, snapshot: Snapshot, parts: Mapping[str, Written]) -> Non
     sync_folder(folder)
 
 
-def _says_the_same(path: Path, other: Path) -> bool:
-    """Whether two checkpoints hold the same, and the other one is good."""
+def _have_equal_files(path: Path, other: Path) -> bool:
+    """Whether two checkpoints have equal files, and the other one is good."""
     try:
         return _checked_manifest(path).files == _checked_manifest(other).files and verify_checkpoint(other) is None
     except (CheckpointError, OSError):
@@ -276,23 +279,21 @@ def _says_the_same(path: Path, other: Path) -> bool:
 
 
 def _move_into_place(temporary: Path, target: Path) -> None:
-    """Renames a complete checkpoint; one that is there already gives way if it is not good, else this one does."""
-    for _ in range(_RENAMES):
+    """Renames a complete checkpoint; one that is there already is replaced if it is not good, else kept."""
+    for attempt in range(_RENAMES):
         try:
             temporary.rename(target)
             return
         except OSError as error:
-            if error.errno not in _OCCUPIED or not target.is_dir():
+            if error.errno not in _OCCUPIED or not target.is_dir() or attempt == _RENAMES - 1:
                 raise
-            last = error
         if verify_checkpoint(target) is None:  # another process was faster
             return
         _discard(target)
-    raise last
 
 
 def _point_latest(folder: Path, name: str) -> None:
-    """Has `latest` name a checkpoint."""
+    """Makes `latest` name a checkpoint."""
     temporary = temporary_name(folder, LATEST_FILE)
     try:
         write_sealed(temporary, f"{name}\n".encode())
@@ -322,7 +323,7 @@ def _is_complete(path: Path) -> bool:
 
 
 def _discard(path: Path) -> None:
-    """Removes a checkpoint: first its name, so that it never looks like one that is half there."""
+    """Removes a checkpoint, renamed first, so that a half removed one never looks like a checkpoint."""
     trash = temporary_name(path.parent, path.name)
     try:
         path.rename(trash)

@@ -1,10 +1,10 @@
-"""Files of tensors, by the safetensors library: whole ones, and the part of a sharded file that one rank writes.
+"""Files of tensors, by the safetensors library: unsharded ones, and the rows of sharded tensors that one rank writes.
 
-    model.safetensors                        whole tensors
+    model.safetensors                        unsharded tensors
     model.shard-00001-of-00003.safetensors   rank 0's rows of the sharded parameters of model.safetensors
 
-Part files are in the form of `torch.distributed.checkpoint`, whose `HuggingFaceStorageReader` reads them: the metadata
-of the file has the place of each tensor's rows in the whole. A rank without rows of a tensor leaves it out.
+Files of shards are in the form of `torch.distributed.checkpoint`, whose `HuggingFaceStorageReader` reads them: the
+metadata of the file has the offsets of each tensor's rows. A rank without rows of a tensor leaves it out.
 """
 
 import json
@@ -30,7 +30,7 @@ DTYPES = {
     *(torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz),
     *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint64, torch.uint32, torch.uint16, torch.uint8),
 }
-"""What every reader of safetensors knows."""
+"""The dtypes that every reader of safetensors knows."""
 _SHARDING = "DCP_SHARDING_INFO"
 _OFFSETS = "saved_offsets"
 _PART = re.compile(r"(?P<file>.+)\.shard-(?P<number>\d{5})-of-(?P<count>\d{5})\.safetensors", re.ASCII)
@@ -57,7 +57,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
 def write_sealed_tensors(
     path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
 ) -> Written:
-    """Writes and seals a new file, as readable as any other; raises as `write_tensors` does."""
+    """Writes and seals a new file; raises as `write_tensors` does."""
     path.touch(exist_ok=False)
     mode = path.stat().st_mode
     write_tensors(path, tensors, metadata)
@@ -71,44 +71,44 @@ def read_tensors(path: Path, expected: Written) -> dict[str, Tensor]:
 
 
 def part_name(file: str, rank: int, world_size: int) -> str:
-    """The name of a rank's part of a file: model.shard-00001-of-00003.safetensors."""
+    """The name of the file of a rank's shards: model.shard-00001-of-00003.safetensors."""
     return f"{file}.shard-{rank + 1:05d}-of-{world_size:05d}{SUFFIX}"
 
 
 def is_part(name: str) -> bool:
-    """Whether a file of this name is a rank's part of another."""
+    """Whether a file of this name holds the shards of a rank."""
     return _PART.fullmatch(name) is not None
 
 
-def write_part(path: Path, pieces: Mapping[str, LocalShard], rank: int) -> Written:
+def write_part(path: Path, shards: Mapping[str, LocalShard], rank: int) -> Written:
     """Writes this rank's rows of some tensors; raises as `write_tensors` does."""
     tensors, offsets = {}, {}
-    for name, piece in pieces.items():
-        row = max(1, piece.shape[1:].numel())
-        first, stop = (cut // row for cut in piece.spread.cuts[rank : rank + 2])
+    for name, shard in shards.items():
+        row = max(1, shard.shape[1:].numel())
+        first, stop = (cut // row for cut in shard.spread.cuts[rank : rank + 2])
         if stop > first:
-            tensors[name] = piece.local.detach().view(stop - first, *piece.shape[1:])
-            offsets[name] = {_OFFSETS: [first, *[0] * (len(piece.shape) - 1)]}
+            tensors[name] = shard.local.detach().view(stop - first, *shard.shape[1:])
+            offsets[name] = {_OFFSETS: [first, *[0] * (len(shard.shape) - 1)]}
     metadata = {_SHARDING: json.dumps(offsets), "DCP_VERSION": "1.0", "format": "pt"}
     return write_sealed_tensors(path, tensors, metadata)
 
 
 def parts_by_file(names: Iterable[str]) -> dict[str, list[str]]:
-    """The part files among some names, by the file that they are parts of, in the order of the ranks."""
-    found: dict[str, dict[int, str]] = {}
-    counts: dict[str, set[int]] = {}
+    """The files of shards among some names, by the file that they belong to, in the order of the ranks."""
+    found: dict[str, list[tuple[int, int, str]]] = {}
     for name in names:
         if match := _PART.fullmatch(name):
-            found.setdefault(match["file"], {})[int(match["number"])] = name
-            counts.setdefault(match["file"], set()).add(int(match["count"]))
+            found.setdefault(match["file"], []).append((int(match["number"]), int(match["count"]), name))
     for file, parts in found.items():
-        if len(counts[file]) != 1 or sorted(parts) != list(range(1, max(counts[file]) + 1)):
-            raise CheckpointError(f"the parts of {file}{SUFFIX} are not those of one set: {', '.join(parts.values())}")
-    return {file: [parts[number] for number in sorted(parts)] for file, parts in found.items()}
+        parts.sort()
+        if [part[:2] for part in parts] != [(number, len(parts)) for number in range(1, len(parts) + 1)]:
+            listed = ", ".join(name for *_, name in parts)
+            raise CheckpointError(f"the parts of {file}{SUFFIX} are not those of one set: {listed}")
+    return {file: [name for *_, name in parts] for file, parts in found.items()}
 
 
 def read_parts(folder: Path, names: Iterable[str], written: Mapping[str, Written]) -> dict[str, Tensor]:
-    """The whole tensors of a file, joined from its parts in the order of the ranks."""
+    """The unsharded tensors of a file, joined from the shards of the ranks in their order."""
     rows: dict[str, list[Tensor]] = {}
     for name in names:
         data = read_verified(folder / name, written[name])

@@ -1,36 +1,76 @@
-"""The ledger: a line a step and a line an event, by which runs are compared and replayed."""
+"""The ledger: a line a step and a line an event, by which runs are compared and replayed.
+
+A line is a JSON object whose last field is the CRC-32 of all bytes before it, so that a bit that flips on a disk is
+found. Nothing here needs torch: commands read ledgers without it.
+"""
 
 import hashlib
+import json
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from io import FileIO
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any, Final
 
-import numpy as np
-from torch.optim import Optimizer
-
-from samestep.data.batch import Batch
-from samestep.engine.result import StepResult
 from samestep.errors import RunFolderError
 from samestep.train.atomic_io import append_whole, is_at, open_unbuffered, writing
-from samestep.train.runlog.line import from_line, is_whole, to_line
+
+if TYPE_CHECKING:
+    import numpy as np
+    from torch.optim import Optimizer
+
+    from samestep.data.batch import Batch
+    from samestep.engine.result import StepResult
 
 GATHERED_BYTES = 8192
 READ_BYTES = 65_536
 TIMED_KINDS = ("data", "compute", "exchange", "update")
+KEY: Final = "crc"
+_SEAL_BYTES: Final = len(b', "crc": "01234567"}')
 _STEP = re.compile(rb'\{"step": (\d+), "')
+
+
+def to_line(entry: dict[str, Any]) -> bytes:
+    """An entry as a line of the ledger, with its checksum."""
+    body = json.dumps(entry).encode()[:-1]
+    return body + _seal(body) + b"\n"
+
+
+def from_line(line: bytes) -> dict[str, Any] | None:
+    """The entry in a line without its newline, the checksum left out; None for a damaged or torn line."""
+    if not is_whole(line):
+        return None
+    try:
+        value = json.loads(line.decode())
+    except (ValueError, RecursionError):
+        return None
+    if isinstance(value, dict):
+        del value[KEY]
+    return value if isinstance(value, dict) else None
+
+
+def is_whole(line: bytes) -> bool:
+    """Whether the checksum of a line without its newline is that of its bytes."""
+    return line[-_SEAL_BYTES:] == _seal(line[:-_SEAL_BYTES])
+
+
+def fault(line: bytes) -> str:
+    """The fault of a line that is not whole, as the end of a sentence."""
+    if b'"crc"' in line[-2 * _SEAL_BYTES :]:
+        return "is damaged: its checksum is not that of its bytes"
+    return "is damaged or none of a ledger: it has no checksum"
 
 
 class LedgerWriter:
     """Appends to a ledger; floats are hexadecimal digits, so that no bit is lost.
 
-    Lines are gathered and written whole: a full disk leaves no half of one. After a crash the last line is mended when
-    the file is opened: a whole line without its end gets one, the torn part of a line is removed.
+    Lines are gathered and written whole, so a full disk leaves no half line. If a crash tore the last line, it is
+    removed on opening; a whole line without its newline gets one.
     """
 
     def __init__(self, path: Path) -> None:
@@ -38,47 +78,43 @@ class LedgerWriter:
         self._waiting = bytearray()
         self._file = open_unbuffered(path, "a+b")
         try:
-            _mend_last_line(self._file, path)
+            mend_last_line(self._file, path, lambda line: from_line(line) is not None)
         except BaseException:
             self._file.close()
             raise
 
     def write(self, entry: dict[str, Any]) -> None:
-        """Appends one entry, at the latest when flushed; on a `RunFolderError` the file ends with the line before."""
+        """Appends an entry, which reaches the file at the next flush at the latest; may raise as `flush` does."""
         self._waiting += to_line(entry)
         if len(self._waiting) >= GATHERED_BYTES:
             self.flush()
 
     def write_event(self, name: str, step: int, /, **fields: Any) -> None:
-        """Appends an event, with what gathered before it, at once."""
+        """Appends an event and flushes."""
         assert not fields.keys() & {"event", "time"}, fields
         now = datetime.now(UTC).isoformat(timespec="milliseconds")
         self._waiting += to_line({"event": name, "step": step, "time": now, **fields})
         self.flush()
 
     def last_step(self) -> int | None:
-        """The number of the last step that is in the file, without what has gathered since; None if there is none."""
-        with writing(self._path):
-            for line in _lines_backwards(self._file):
-                entry = from_line(line)
-                if entry is not None and "event" not in entry and isinstance(entry.get("step"), int):
-                    return int(entry["step"])
+        """The number of the last step in the file, gathered ones aside; None if there is none."""
+        for entry in self._entries_backwards():
+            if "event" not in entry and isinstance(entry.get("step"), int):
+                return int(entry["step"])
         return None
 
-    def losses(self) -> set[int]:
-        """The slots of the workers whose death is in the file since the run was started or resumed last."""
+    def recorded_deaths(self) -> set[int]:
+        """The slots of the workers whose death is in the file since the last start or resume."""
         slots: set[int] = set()
-        with writing(self._path):
-            for line in _lines_backwards(self._file):
-                entry = from_line(line) if b'"event"' in line else None
-                if entry is not None and entry.get("event") in ("start", "resume"):
-                    break
-                if entry is not None and entry.get("event") == "death":
-                    slots.add(int(entry["slot"]))
+        for entry in self._entries_backwards(b'"event"'):
+            if entry.get("event") in ("start", "resume"):
+                break
+            if entry.get("event") == "death":
+                slots.add(int(entry["slot"]))
         return slots
 
     def flush(self) -> None:
-        """Hands what was written to the system; raises as `write` does, and if the file is no longer at its path."""
+        """Writes the gathered lines; raises a `RunFolderError` if that fails or the file was moved."""
         self._append()
         if not is_at(self._path, self._file):
             raise RunFolderError(
@@ -87,7 +123,7 @@ class LedgerWriter:
             )
 
     def close(self) -> None:
-        """Writes what has gathered and closes the file; a second call does nothing."""
+        """Writes the gathered lines and closes the file; a second call does nothing."""
         try:
             self._append()
         finally:
@@ -97,6 +133,14 @@ class LedgerWriter:
         data, self._waiting = bytes(self._waiting), bytearray()
         append_whole(self._file, self._path, data)
 
+    def _entries_backwards(self, having: bytes = b"") -> Iterator[dict[str, Any]]:
+        """The whole entries in the file, from the last on; of lines that contain some bytes."""
+        with writing(self._path):
+            for line in _lines_backwards(self._file):
+                entry = from_line(line) if having in line else None
+                if entry is not None:
+                    yield entry
+
     def __enter__(self) -> "LedgerWriter":
         return self
 
@@ -105,19 +149,14 @@ class LedgerWriter:
 
 
 def ledger_entry(
-    result: StepResult,
-    batch: Batch | None,
+    result: "StepResult",
+    batch: "Batch | None",
     learning_rates: Sequence[float],
     world_size: int,
     digest: str | None = None,
     seconds: Mapping[str, float] | None = None,
 ) -> dict[str, Any]:
-    """The ledger's entry of a step, whose scalars are fetched.
-
-    `batch` is None for one of the user's own; `learning_rates` has one a parameter group, as used in the step; `digest`
-    is the checksum of the state after the step as 16 hexadecimal digits, if it was computed.
-    Of `seconds`, the host seconds by kind, those of `TIMED_KINDS` are written.
-    """
+    """The ledger's entry of a step whose scalars have arrived; `batch` is None for one of the user's own."""
     known = batch is not None and batch.epoch >= 0
     ids = batch.ids() if batch is not None and batch.ids is not None else None
     entry: dict[str, Any] = {
@@ -137,13 +176,18 @@ def ledger_entry(
     return entry if digest is None else {**entry, "digest": digest}
 
 
-def ids_hash(ids: np.ndarray) -> str:
+def ids_hash(ids: "np.ndarray") -> str:
     """The first 64 bits of SHA-256 over the sample ids as little-endian 64-bit integers, in order."""
     return hashlib.sha256(ids.astype("<i8").tobytes()).hexdigest()[:16]
 
 
-def read_losses(path: Path) -> list[tuple[int, float]]:
-    """(updates done, loss) of every step in a ledger; of a step that was run twice the later line."""
+def learning_rates(optimizers: Sequence["Optimizer"]) -> list[float]:
+    """The learning rate of every parameter group."""
+    return [float(group["lr"]) for optimizer in optimizers for group in optimizer.param_groups if "lr" in group]
+
+
+def read_losses(path: Path) -> dict[int, float]:
+    """The loss of every step in a ledger by the updates done; of a step that was run twice the later line's."""
     losses: dict[int, float] = {}
     with path.open("rb") as file:
         for line in file:
@@ -151,13 +195,13 @@ def read_losses(path: Path) -> list[tuple[int, float]]:
                 entry = from_line(line.removesuffix(b"\n")) or {}
                 if "event" not in entry:
                     losses[int(entry["step"]) + 1] = float.fromhex(entry["loss"])
-    return sorted(losses.items())
+    return losses
 
 
 def lacking(path: Path, steps: int) -> str:
-    """What a ledger that a run goes on with lacks of the first `steps` steps, as a sentence; "" for nothing.
+    """A sentence on missing and damaged lines of the first `steps` steps in the ledger of a resumed run, or "".
 
-    One that begins with a resume has the steps after that only. Raises a `RunFolderError` if it cannot be read.
+    A ledger that begins with a resume has only the steps after that.
     """
     seen, damaged, first = set[int](), list[int](), 0
     if not path.exists():
@@ -177,27 +221,19 @@ def lacking(path: Path, steps: int) -> str:
     return f"{path}: {', '.join(parts)}" if parts else ""
 
 
-def learning_rates(optimizers: Sequence[Optimizer]) -> list[float]:
-    """The learning rate of every parameter group."""
-    return [float(group["lr"]) for optimizer in optimizers for group in optimizer.param_groups if "lr" in group]
-
-
-def _mend_last_line(file: FileIO, path: Path) -> None:
-    """Ends a last line that lacks its end, if it is whole; else cuts it off. A special file is left alone."""
+def mend_last_line(file: FileIO, path: Path, is_whole: Callable[[bytes], bool]) -> None:
+    """Ends a last line without a newline if it is whole, else cuts it off; a special file is left alone."""
     with writing(path):
-        if not path.is_file() or file.seek(0, os.SEEK_END) == 0:
+        if not path.is_file() or not (last := next(_lines_backwards(file))):
             return
-        last = next(_lines_backwards(file))
-        if not last:  # the file ends with the end of a line
-            return
-        if from_line(last) is None:
+        if not is_whole(last):
             file.truncate(file.seek(0, os.SEEK_END) - len(last))
             return
     append_whole(file, path, b"\n")
 
 
 def _lines_backwards(file: FileIO) -> Iterator[bytes]:
-    """The lines of a file without their ends, from the last on; the first one is what follows the last newline."""
+    """The lines of a file without newlines, from the last on; the first is what follows the last newline."""
     start, pieces = file.seek(0, os.SEEK_END), list[bytes]()
     while start > 0:
         size = min(READ_BYTES, start)
@@ -211,3 +247,7 @@ def _lines_backwards(file: FileIO) -> Iterator[bytes]:
             pieces = []
         pieces.append(first)
     yield b"".join(reversed(pieces))
+
+
+def _seal(body: bytes) -> bytes:
+    return b', "crc": "%08x"}' % zlib.crc32(body)

@@ -1,6 +1,6 @@
-"""Loggers: where a run's scalars go, one call a step.
+"""Loggers of a run's scalars, called once a step.
 
-A logger is anything with the two methods of `Logger`; there is nothing to inherit from. Weights & Biases, for example:
+A logger is any object with the two methods of `Logger`; there is no base class. Weights & Biases, for example:
 
     class WandbLogger:
         def __init__(self, **options):
@@ -23,7 +23,7 @@ import math
 import os
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from io import BytesIO, FileIO
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -32,6 +32,7 @@ from samestep.data.randomness import Generators
 from samestep.errors import UsageError
 from samestep.extras import is_installed, missing
 from samestep.train.atomic_io import append_whole, make_folder, open_unbuffered
+from samestep.train.runlog.ledger import mend_last_line
 
 
 @runtime_checkable
@@ -52,25 +53,25 @@ class Aside:
         self._loggers, self._generators, self._calls = loggers, generators, 0
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Has each of them record the scalars."""
-        self._each(lambda logger: logger.log(step, scalars))
-
-    def close(self) -> None:
-        """Closes each of them."""
-        self._each(lambda logger: logger.close())
-
-    def _each(self, action: Callable[[Logger], None]) -> None:
+        """Has each logger record the scalars."""
         self._calls += 1
         with self._generators.aside(self._calls):
             for logger in self._loggers:
-                action(logger)
+                logger.log(step, scalars)
+
+    def close(self) -> None:
+        """Closes each logger."""
+        self._calls += 1
+        with self._generators.aside(self._calls):
+            for logger in self._loggers:
+                logger.close()
 
 
 class JsonlLogger:
     """Appends a JSON object a line, `{"step": 12, "loss/train": 0.31}`, to a file such as `metrics.jsonl`.
 
-    NaN and infinities, which JSON lacks, are written as the strings "nan", "inf" and "-inf". A line that a crash left
-    unfinished is removed when the file is opened again. After a resume a step may occur twice: the later line counts.
+    NaN and infinities, which JSON lacks, are written as the strings "nan", "inf" and "-inf". After a resume a step may
+    occur twice: the later line counts.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -78,12 +79,12 @@ class JsonlLogger:
         self._path = Path(path)
         make_folder(self._path.parent)
         self._file = open_unbuffered(self._path, "a+b")
-        _drop_unfinished_line(self._file, self._path)
+        mend_last_line(self._file, self._path, lambda _: False)  # cuts off a line that a crash left unfinished
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
         """Writes one line."""
         if "step" in scalars:
-            raise UsageError("a scalar cannot be named 'step', the line has that already; name it 'step/…' or so")
+            raise UsageError("got a scalar named 'step', as every line has one; needed: another name, such as 'step/…'")
         values = {tag: float(value) for tag, value in scalars.items()}
         line = {"step": int(step)} | {tag: v if math.isfinite(v) else str(v) for tag, v in values.items()}
         append_whole(self._file, self._path, (json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n").encode())
@@ -129,22 +130,6 @@ class TensorBoardLogger:
         record = BytesIO()
         self._record_writer(record).write(event.SerializeToString())
         append_whole(self._file, self._path, record.getvalue())
-
-
-def _drop_unfinished_line(file: FileIO, path: Path) -> None:
-    """Cuts a regular file off behind its last newline."""
-    if not path.is_file():
-        return
-    end = size = file.seek(0, os.SEEK_END)
-    while end > 0:
-        start = max(0, end - 65_536)
-        file.seek(start)
-        newline = file.read(end - start).rfind(b"\n")
-        end = start + newline + 1
-        if newline >= 0:
-            break
-    if end < size:
-        file.truncate(end)
 
 
 def _new_event_file(folder: Path) -> tuple[Path, FileIO]:

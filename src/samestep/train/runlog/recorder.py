@@ -5,6 +5,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -85,15 +86,15 @@ class Recorder:
         self._loggers = list(loggers)
         self._ledger: LedgerWriter | None = None
         self._timed_steps, self._timed_at = 0, time.monotonic()
-        self._known_losses: set[int] = set()
+        self._known_deaths: set[int] = set()
         self._seconds: dict[str, float] = defaultdict(float)
         if folder is None:
             return
         try:
             if contract is not None:
-                # First: a folder with anything else of a run in it, and without this, could never be resumed.
+                # First: a folder with other files of a run, and without this one, could never be resumed.
                 write_json(folder / CONTRACT_FILE, {**relaunch(), **contract})
-                (folder / RESULT_FILE).unlink(missing_ok=True)  # of a run that goes on, which has not ended after all
+                (folder / RESULT_FILE).unlink(missing_ok=True)  # a run that goes on has not ended after all
             self._ledger = LedgerWriter(folder / LEDGER_FILE)
             self._loggers.append(JsonlLogger(folder / METRICS_FILE))
             if is_installed("tensorboard"):
@@ -107,15 +108,14 @@ class Recorder:
             raise
 
     def begin(self, step: int, resumed_from: str | None, changes: Sequence[Change]) -> None:
-        """Records the start of the run, or its resume after `step` updates, and the contract's changes since then."""
+        """Records the start of the run, or its resume after `step` updates with the contract's changes since then."""
         where = {"world_size": self._membership.world_size, "device_kind": self._membership.communicator.device.type}
         if resumed_from is None:
             self.event("start", 0, **where)
             return
         self.event("resume", step, **{"from": resumed_from}, **where)
-        fields = [[change.field, change.before, change.after] for change in changes]
-        if fields:
-            self.event("contract_change", step, fields=fields)
+        if changes:
+            self.event("contract_change", step, fields=[[each.field, each.before, each.after] for each in changes])
 
     def step(self, note: StepNote) -> None:
         """Records a step."""
@@ -129,9 +129,10 @@ class Recorder:
             self._log_times(note.result.step + 1)
 
     def catch_up(self, notes: Iterable[StepNote]) -> None:
-        """Records the steps that the previous writer did not get to write, and reads which failures it recorded."""
-        self._known_losses = set() if self._ledger is None else self._ledger.losses()
-        last = -1 if self._ledger is None else self._ledger.last_step()
+        """Records the steps that the previous writer did not get to, and reads which deaths it recorded."""
+        last = None
+        if self._ledger is not None:
+            self._known_deaths, last = self._ledger.recorded_deaths(), self._ledger.last_step()
         for note in notes:
             if last is None or note.result.step > last:
                 self.step(note)
@@ -142,11 +143,11 @@ class Recorder:
             self._ledger.write_event(name, step, **fields)
 
     def healed(self, step: int, quorum: Quorum, seconds: float) -> None:
-        """Records that a step was done again by the ranks of `view`, after workers were lost or joined."""
+        """Records that a quorum does a step again, after workers were lost or joined."""
         about = {"world_size": len(quorum.slots), "seconds": seconds}
-        lost = [loss for loss in quorum.lost if loss["slot"] not in self._known_losses]
+        lost = [loss for loss in quorum.lost if loss["slot"] not in self._known_deaths]
         for loss in lost:
-            self._known_losses.add(loss["slot"])
+            self._known_deaths.add(loss["slot"])
             self.event("death", step, **{key: value for key, value in loss.items() if key != "step"})
         if lost or not quorum.joined:  # connections may break although no worker is lost
             self.event("heal", step, **about, lost=[loss["rank"] for loss in lost])
@@ -158,34 +159,32 @@ class Recorder:
         for logger in self._loggers:
             logger.log(step, scalars)
 
-    def draw(self, evals: Sequence[tuple[int, float]], name: str) -> None:
-        """Draws the losses so far, with those of evaluations as (updates done, loss)."""
+    def draw(self, evals: Mapping[int, float], name: str) -> None:
+        """Draws the losses so far, with those of evaluations by the updates done."""
         if self._folder is None or not is_installed("matplotlib"):
             return
-        from samestep.train.curves import Curve, loss_series
-        from samestep.train.loss_plot import draw_losses
+        from samestep.train.curves import Curve, draw_losses, loss_series  # at the end of a run only
 
         self.flush()
         losses = read_losses(self._folder / LEDGER_FILE)
         if losses:
-            series = loss_series(0, Curve.of(dict(losses)), Curve.of(dict(evals)))
-            draw_losses(self._folder / PICTURE_FILE, [name], series)
+            draw_losses(self._folder / PICTURE_FILE, [name], loss_series(0, Curve.of(losses), Curve.of(evals)))
 
     def flush(self) -> None:
-        """Hands what was written to the system."""
+        """Writes the gathered lines of the ledger."""
         if self._ledger is not None:
             self._ledger.flush()
 
     def close(self) -> None:
-        """Closes the ledger and the loggers."""
-        if self._ledger is not None:
-            self._ledger.close()
-        for logger in self._loggers:
-            logger.close()
-        self._ledger, self._loggers = None, []
+        """Closes the ledger and the loggers, each of them even if another fails to."""
+        with ExitStack() as stack:
+            for each in (*self._loggers, self._ledger):
+                if each is not None:
+                    stack.callback(each.close)
+            self._ledger, self._loggers = None, []
 
     def _log_times(self, step: int) -> None:
-        """Logs host seconds a step since the last time, and memory."""
+        """Logs host seconds a step since the last call, and memory."""
         kinds = (*TIMED_KINDS, "checkpoint")
         scalars = {f"seconds/{kind}": self._seconds[kind] / self._timed_steps for kind in kinds}
         scalars["memory/host_bytes"] = float(psutil.Process().memory_info().rss)
@@ -201,7 +200,7 @@ def relaunch() -> dict[str, Any]:
     """The command that starts this program again on one device, under any launcher, and its working folder.
 
     "command" is such as ["python", "train.py", "--epochs", "3"] or ["python", "-m", "package.train"]; None for a
-    function that a notebook or another program gave to `samestep.launch`. "working_folder" is an absolute path.
+    function that a notebook or another program gave to `samestep.launch`.
     """
     try:
         working_folder = os.getcwd()

@@ -1,6 +1,6 @@
-"""The run log: what every rank keeps of the steps taken, and the files that the rank which is rank 0 writes of them.
+"""The run log: the steps that every rank remembers, and the files that rank 0 writes of them.
 
-When rank 0 is lost, the next one opens a recorder of its own, and writes the steps that the one before did not get to.
+If rank 0 is lost, the next rank 0 opens a recorder of its own and writes the steps that the one before did not get to.
 """
 
 import time
@@ -8,8 +8,9 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from samestep.comm.channel import Channel
 from samestep.comm.membership import Membership
 from samestep.data.batch import Batch
 from samestep.data.randomness import Generators
@@ -18,23 +19,67 @@ from samestep.engine.step import TrainStep
 from samestep.errors import NonFiniteError, RunFolderError, UsageError
 from samestep.train.atomic_io import check_retries, remove_leftovers, retrying
 from samestep.train.checkpoint.local_shards import is_sharded, whole_tensors
-from samestep.train.checkpoint.saver import CheckpointSaver, SavedCheckpoint
-from samestep.train.checkpoint.sharded import has_local_shards, with_rows, write_sharded
-from samestep.train.checkpoint.state import State
-from samestep.train.checkpoint.storage import Snapshot
 from samestep.train.contract_diff import Change
-from samestep.train.digest import state_checksum
-from samestep.train.drift import Drift
+from samestep.train.digest import Drift, state_checksum
 from samestep.train.epoch import EpochRecord, EpochSoFar
-from samestep.train.lock import LOCK_SECONDS, FolderLock, take_lock
-from samestep.train.paths import CHECKPOINT_FOLDER, LEDGER_FILE, check_untaken, create_folder
-from samestep.train.runlog.display import make_display
+from samestep.train.paths import (
+    CHECKPOINT_FOLDER,
+    LEDGER_FILE,
+    LOCK_SECONDS,
+    FolderLock,
+    check_untaken,
+    create_folder,
+    take_lock,
+)
 from samestep.train.runlog.ledger import lacking
 from samestep.train.runlog.loggers import Aside, Logger
 from samestep.train.runlog.recorder import Recorder, StepNote
 
+if TYPE_CHECKING:
+    from samestep.train.checkpoint.saver import CheckpointSaver, SavedCheckpoint
+    from samestep.train.checkpoint.storage import Snapshot
+
+REFRESH_SECONDS = 0.1
 REMEMBERED_STEPS = 1024
 TAKE_OVER_SECONDS = 30.0  # the supervisor is ending the process that held the lock
+
+
+class Display:
+    """Progress and lines of a training loop, shown on rank 0: sent to the supervisor, which draws them, or printed.
+
+    A process without a supervisor prints lines and no progress: its terminal is the user's own.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self._prints = rank == 0
+        self._channel = Channel.from_environment() if rank == 0 else None
+        self._next = 0.0
+
+    def is_due(self) -> bool:
+        """Whether to call `progress`: ten times a second."""
+        now = time.monotonic()
+        if self._channel is None or now < self._next:
+            return False
+        self._next = now + REFRESH_SECONDS
+        return True
+
+    def progress(self, **fields: Any) -> None:
+        """Shows how far an epoch is: epoch, epochs, step, steps, loss, samples_per_second."""
+        self._send("progress", **fields)
+
+    def line(self, text: str) -> None:
+        """Shows a line of text, which stays."""
+        if self._channel is None and self._prints:
+            print(text, flush=True)
+        self._send("line", text=text)
+
+    def ledger(self, quorum: int | None = None, seconds: float | None = None) -> None:
+        """Reports that there is a ledger, or its duration of the healing that ended in a quorum."""
+        self._send("ledger", quorum=quorum, seconds=seconds)
+
+    def _send(self, name: str, **fields: Any) -> None:
+        if self._channel is not None:
+            self._channel.send(name, **fields)
 
 
 class RunLog:
@@ -42,9 +87,8 @@ class RunLog:
 
     Attributes:
         folder: of the run; None writes nothing but to the loggers.
-        display: where this rank shows how the run gets on.
-        is_writer: whether this rank writes; False before the run begins.
-        has_begun: whether the run has; on all ranks.
+        display: of this rank.
+        has_begun: whether the run has begun; on all ranks.
         last_loss: of the last step whose scalars have arrived.
     """
 
@@ -61,10 +105,14 @@ class RunLog:
         checkpoint_minutes: float | None,
         checkpoint_retries: int,
     ) -> None:
-        _check_counts(checkpoint_steps, checkpoint_minutes, keep, digest_every)
+        _check_counts(checkpoint_steps=checkpoint_steps, keep=keep, digest_every=digest_every)
         check_retries(checkpoint_retries)
+        if checkpoint_minutes is not None and not 0 < checkpoint_minutes < float("inf"):
+            raise UsageError(
+                f"got checkpoint_minutes={checkpoint_minutes!r}; it must be above 0 (--checkpoint-minutes)"
+            )
         self.folder = folder
-        self.display = make_display(membership.rank)
+        self.display = Display(membership.rank)
         self.has_begun = False
         self.last_loss: float | None = None
         self._membership, self._step = membership, step
@@ -86,12 +134,8 @@ class RunLog:
 
     @property
     def is_writer(self) -> bool:
-        """Whether this rank writes."""
+        """Whether this rank writes; False before the run begins."""
         return self._recorder is not None
-
-    def say(self, text: str) -> None:
-        """Shows a line on rank 0."""
-        self.display.line(text)
 
     # The folder: locked, made, and opened by the rank that writes.
 
@@ -101,10 +145,10 @@ class RunLog:
             return
         heartbeat = self._membership.heartbeat
 
-        def beat() -> None:  # by entering the phase again: a rank that waits for the lock does not hang
+        def beat() -> None:  # entering the phase again is a sign of life: a rank that waits for the lock does not hang
             heartbeat.enter(heartbeat.phase)
 
-        self._lock = take_lock(self.folder, self.say, wait_seconds, beat)
+        self._lock = take_lock(self.folder, self.display.line, wait_seconds, beat)
 
     def unlock(self) -> None:
         """Gives the lock back."""
@@ -122,11 +166,11 @@ class RunLog:
     def begin(
         self, contract: Mapping[str, Any], goes_on: bool, resumed_from: str | None, changes: Sequence[Change]
     ) -> None:
-        """Opens the recorder, and records how the run begins; see `Recorder.begin`."""
+        """Opens the recorder and records how the run begins; see `Recorder.begin`."""
         if goes_on and resumed_from is not None and self.folder is not None:
             lack = lacking(self.folder / LEDGER_FILE, self._step.num_steps)
             if lack:
-                self.say(f"{lack}; the run goes on, and its state is not affected")
+                self.display.line(f"{lack}; the run goes on, and its state is not affected")
         recorder = self._open(self._step.num_steps if goes_on else None, contract)
         try:
             recorder.begin(self._step.num_steps, resumed_from, changes)
@@ -135,14 +179,14 @@ class RunLog:
             raise
 
     def join(self) -> None:
-        """Begins on a rank that joined a run under way; others have recorded what was healed before."""
+        """Begins on a rank that joined a run under way; others have recorded the healings before."""
         self.has_begun = True
         self._num_healed = len(self._membership.healed)
-        self.display = make_display(self._membership.rank)
+        self.display = Display(self._membership.rank)
 
     def take_over(self) -> None:
-        """Makes this rank the writer, after the one before was lost."""
-        self.display = make_display(self._membership.rank)
+        """Makes this rank the writer after the one before was lost."""
+        self.display = Display(self._membership.rank)
         recorder = self._open(self._recent[0].result.step + 1 if self._recent else self._step.num_steps)
         recorder.catch_up(self._recent)
 
@@ -154,13 +198,14 @@ class RunLog:
                 remove_leftovers(folder)
         with self._generators.aside(self._step.num_steps):
             self._recorder = Recorder(self._membership, self.folder, self._loggers, purge_step, contract)
-        self._show_ledger()
+        if self.folder is not None:
+            self.display.ledger()
         return self._recorder
 
     # Steps, events and epochs.
 
     def note(self, result: StepResult, batch: Any, rates: list[float]) -> None:
-        """Keeps a step until its scalars have arrived."""
+        """Remembers a step until its scalars have arrived."""
         is_due = (result.step + 1) % self._digest_every == 0
         digest = state_checksum(self._step) if is_due and self.folder is not None else None
         if is_due:
@@ -186,7 +231,7 @@ class RunLog:
                 epoch.total += note.result.total
                 epoch.count += note.result.count
             self.last_loss = note.result.loss
-            light = None if note.batch is None else note.result.batch
+            light = None if note.batch is None else note.result.batch  # holds no samples
             note = StepNote(note.result, light, note.rates, note.world_size, note.digest, note.seconds)
             if self._membership.can_heal:
                 self._recent.append(note)
@@ -197,19 +242,20 @@ class RunLog:
         """Drops the steps after one that was not finite, which were taken back."""
         self._unread.clear()
 
-    def note_losses(self, epoch: EpochSoFar) -> None:
-        """Records what was healed since the last call; takes over if rank 0 was lost."""
+    def note_healed(self, epoch: EpochSoFar) -> None:
+        """Records the healings since the last call; takes over if rank 0 was lost."""
         healed = self._membership.healed
         if len(healed) == self._num_healed:
             return
         self.settle(epoch, wait=True)
         if self._membership.rank == 0 and self._recorder is None:
             self.take_over()
-        for view, seconds in healed[self._num_healed :]:
+        for quorum, seconds in healed[self._num_healed :]:
             if self._recorder is not None:
                 seconds = round(seconds, 3)
-                self._recorder.healed(max(0, self._step.num_steps - 1), view, seconds)
-                self._show_ledger(view.number, seconds)
+                self._recorder.healed(max(0, self._step.num_steps - 1), quorum, seconds)
+                if self.folder is not None:
+                    self.display.ledger(quorum.number, seconds)
         self._num_healed = len(healed)
 
     def event(self, name: str, **fields: Any) -> None:
@@ -225,11 +271,11 @@ class RunLog:
 
     def draw(self, history: Sequence[EpochRecord], name: str) -> None:
         """Draws the losses so far, on the rank that writes."""
-        if self._recorder is None:
-            return
-        per_epoch = max(1, self._step.num_steps // max(1, len(history)))
-        with self._generators.aside(self._step.num_steps):  # a library that it loads may draw
-            self._recorder.draw([(r.epoch * per_epoch, r.eval["loss"]) for r in history if "loss" in r.eval], name)
+        if self._recorder is not None:
+            per_epoch = max(1, self._step.num_steps // max(1, len(history)))
+            evals = {record.epoch * per_epoch: record.eval["loss"] for record in history if "loss" in record.eval}
+            with self._generators.aside(self._step.num_steps):  # a library that it loads may draw
+                self._recorder.draw(evals, name)
 
     # Checkpoints: whole states are written by a thread, sharded ones by all ranks while training waits.
 
@@ -257,7 +303,7 @@ class RunLog:
         self._last_checkpoint = (self._step.num_steps, time.monotonic())
         self._membership.asks_checkpoint = False
 
-    def checkpoint(self, epoch: EpochSoFar, capture: Callable[[], State]) -> None:
+    def checkpoint(self, epoch: EpochSoFar, capture: Callable[[], "Snapshot"]) -> None:
         """Has the state written on the rank that writes; if it is sharded, by all ranks in a collective call."""
         collective = is_sharded(self._step)
         if self.folder is None or (self._recorder is None and not collective):
@@ -266,13 +312,16 @@ class RunLog:
         before = self._membership.heartbeat.enter("checkpoint")
         if self._recorder is not None:
             self._recorder.flush()
-        state = capture()
+        state, folder = capture(), self.folder / CHECKPOINT_FOLDER
+        is_written = False
         if collective:
+            from samestep.train.checkpoint.saver import has_local_shards, with_rows
+
             state = with_rows(state, self._step.spread_over, self._membership.rank == 0)
-        if has_local_shards(state):
-            self._write_sharded(self.folder / CHECKPOINT_FOLDER, state)
-        elif self._recorder is not None:
-            self._save(self._recorder, self.folder / CHECKPOINT_FOLDER, state)
+            if is_written := has_local_shards(state):
+                self._write_sharded(folder, state)
+        if not is_written and self._recorder is not None:
+            self._save(self._recorder, folder, state)
         self.count_checkpoint()
         self._membership.heartbeat.enter(before)
 
@@ -281,7 +330,7 @@ class RunLog:
         if self._saver is None or self._recorder is None:
             return
         for failure in self._saver.failures():
-            self.say(failure)
+            self.display.line(failure)
         try:
             done = self._saver.poll()
         except RunFolderError:
@@ -312,41 +361,39 @@ class RunLog:
             finally:
                 self.unlock()
 
-    def _save(self, recorder: Recorder, folder: Path, state: State) -> None:
+    def _save(self, recorder: Recorder, folder: Path, state: "Snapshot") -> None:
         """Copies a state and has the thread write it."""
+        from samestep.train.checkpoint.saver import CheckpointSaver
+        from samestep.train.checkpoint.storage import Snapshot
+
         if self._saver is None:
             self._saver = CheckpointSaver(folder, self._keep, self._retries)
-        number, start = self._step.num_steps, time.perf_counter()
-        self._saver.save(Snapshot(number, self._saver.to_host_copy(whole_tensors(state.files)), state.facts))
-        self._blocked[number] = time.perf_counter() - start
-        recorder.log(number, {"checkpoint/blocked_milliseconds": 1000 * self._blocked[number]})
+        start = time.perf_counter()
+        self._saver.save(Snapshot(state.step, self._saver.to_host_copy(whole_tensors(state.files)), state.facts))
+        self._blocked[state.step] = time.perf_counter() - start
+        recorder.log(state.step, {"checkpoint/blocked_milliseconds": 1000 * self._blocked[state.step]})
 
-    def _write_sharded(self, folder: Path, state: State) -> None:
+    def _write_sharded(self, folder: Path, state: "Snapshot") -> None:
         """Writes a sharded state on all ranks."""
-        number, start, over = self._step.num_steps, time.perf_counter(), self._step.spread_over
-        write = partial(write_sharded, self._membership.communicator, over, folder, number, state, self._keep)
-        path = retrying(write, self._retries, self.say)
+        from samestep.train.checkpoint.saver import SavedCheckpoint, write_sharded
+
+        start = time.perf_counter()
+        over = self._step.spread_over
+        write = partial(write_sharded, self._membership.communicator, over, folder, state, self._keep)
+        path = retrying(write, self._retries, self.display.line)
         seconds = time.perf_counter() - start
         if self._recorder is not None:
-            self._recorder.log(number, {"checkpoint/blocked_milliseconds": 1000 * seconds})
-        self._note_checkpoint(SavedCheckpoint(path.name, number, seconds), seconds)
+            self._recorder.log(state.step, {"checkpoint/blocked_milliseconds": 1000 * seconds})
+        self._note_checkpoint(SavedCheckpoint(path.name, state.step, seconds), seconds)
 
-    def _note_checkpoint(self, saved: SavedCheckpoint, blocked: float) -> None:
+    def _note_checkpoint(self, saved: "SavedCheckpoint", blocked: float) -> None:
         if self._recorder is not None:
             seconds = {"blocked_seconds": round(blocked, 6), "seconds": round(saved.seconds, 6)}
             self._recorder.event("checkpoint", saved.step, name=saved.name, **seconds)
 
-    def _show_ledger(self, view: int | None = None, seconds: float | None = None) -> None:
-        """Reports to the display what the ledger holds, if there is one."""
-        if self.folder is not None:
-            self.display.ledger(view, seconds)
 
-
-def _check_counts(steps: int | None, minutes: float | None, keep: int, digest_every: int) -> None:
-    """Raises a `UsageError` for a number that cannot be."""
-    for name, value in (("checkpoint_steps", steps), ("keep", keep), ("digest_every", digest_every)):
+def _check_counts(**counts: int | None) -> None:
+    """Raises a `UsageError` for a count that is not a whole number from 1 on."""
+    for name, value in counts.items():
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            option = "--" + name.replace("_", "-")
-            raise UsageError(f"got {name}={value!r}; it must be 1 or more ({option})")
-    if minutes is not None and not 0 < minutes < float("inf"):
-        raise UsageError(f"got checkpoint_minutes={minutes!r}; it must be above 0 (--checkpoint-minutes)")
+            raise UsageError(f"got {name}={value!r}; it must be 1 or more (--{name.replace('_', '-')})")
