@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from state_changes import trained
 from torch import nn
 
-from samestep.train.digest import ROW_WORDS, as_hex, random_words, state_checksum, state_digest
+from samestep.train.digest import ROW_WORDS, as_hex, random_words, state_checksum
 
 WIDE = 3 * ROW_WORDS + 17
 MASK = 2**64 - 1
@@ -125,14 +125,6 @@ def test_equal_states_have_equal_checksums_whoever_computes_them():
     assert of(*trained(1)) != of(*trained(2))
 
 
-def test_computing_it_changes_nothing():
-    model, optimizer = trained()
-    before = state_digest(model, optimizer)
-    state_checksum(model, [optimizer])
-    assert state_digest(model, optimizer) == before
-    assert all(parameter.requires_grad for parameter in model.parameters())
-
-
 def test_it_follows_state_that_comes_later_and_tensors_that_are_replaced():
     model, optimizer = trained(steps=0)
     empty = int(state_checksum(model, [optimizer]))
@@ -174,16 +166,6 @@ def test_any_change_of_the_state_changes_the_checksum(change):
     assert of(model, optimizer) != before
 
 
-def test_the_changes_differ_among_themselves():
-    found = []
-    for change in CHANGES:
-        model, optimizer = trained()
-        model[1].running_mean.zero_()
-        change(model, optimizer)
-        found.append(of(model, optimizer))
-    assert len(set(found)) == len(CHANGES)
-
-
 places = st.integers(0, WIDE - 1)
 words = st.one_of(st.integers(-(2**31), 2**31 - 1), st.sampled_from([0, 1, -1, -(2**31), 2**30]))
 
@@ -196,16 +178,6 @@ def test_two_swapped_words_change_it_however_far_apart(first, second, a, b, fill
     one[first], one[second] = a, b
     other[first], other[second] = b, a
     assert (of_tensors(one) == of_tensors(other)) == torch.equal(one, other)
-
-
-@pytest.mark.parametrize("pair", [(1.0, -1.0), (0.0, -0.0), (1.0, 2.0), (0.1, 0.2), (float("nan"), float("inf"))])
-def test_swaps_across_the_borders_of_rows_are_seen(pair):
-    for distance in (1, 2, 4, 16, 1024, ROW_WORDS - 1, ROW_WORDS, ROW_WORDS + 1, 2 * ROW_WORDS):
-        for start in (0, 1, ROW_WORDS - 1, ROW_WORDS, ROW_WORDS + 5):
-            one, other = torch.zeros(WIDE), torch.zeros(WIDE)
-            one[[start, start + distance]] = torch.tensor(pair)
-            other[[start, start + distance]] = torch.tensor(pair[::-1])
-            assert of_tensors(one) != of_tensors(other), (start, distance)
 
 
 @settings(max_examples=100, deadline=None)
@@ -229,22 +201,6 @@ def test_zeros_moved_over_the_border_of_two_tensors_are_seen(first, second):
     one = of_tensors(torch.zeros(first), torch.zeros(second))
     assert one != of_tensors(torch.zeros(first + 1), torch.zeros(second - 1))
     assert one != of_tensors(torch.zeros(first + second))
-
-
-def test_rows_that_trade_places_are_seen():
-    rows = torch.randn(3, ROW_WORDS, generator=torch.Generator().manual_seed(0))
-    assert len({of_tensors(rows[list(order)]) for order in [(0, 1, 2), (1, 0, 2), (2, 1, 0), (1, 2, 0)]}) == 4
-
-
-def test_no_two_of_many_near_states_collide():
-    base = torch.zeros(2 * ROW_WORDS)
-    found = set()
-    for place in range(0, 2 * ROW_WORDS, 16):
-        for value in (1.0, -1.0, -0.0, 2.0):
-            base[place] = value
-            found.add(of_tensors(base))
-        base[place] = 0.0
-    assert len(found) == 2 * ROW_WORDS // 16 * 4
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -277,11 +233,6 @@ def test_strides_gaps_and_offsets_do_not_count(columns):
     tensor = torch.randn(1, columns, generator=torch.Generator().manual_seed(0)).repeat(4, 1)
     for name, other in layouts(tensor):
         assert of_tensors(other) == of_tensors(tensor), name
-
-
-def test_channels_last_does_not_count():
-    weight = torch.randn(64, 64, 3, 3, generator=torch.Generator().manual_seed(0))
-    assert of_tensors(weight.contiguous(memory_format=torch.channels_last)) == of_tensors(weight)
 
 
 def test_conjugate_and_negative_views_count_by_what_they_show():

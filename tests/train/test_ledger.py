@@ -117,14 +117,6 @@ def test_lines_are_appended_and_closing_twice_does_nothing(tmp_path):
     assert read(tmp_path / "ledger.jsonl") == [{"step": 0}, {"step": 1}]
 
 
-def test_a_flush_hands_all_lines_over(tmp_path):
-    ledger = LedgerWriter(tmp_path / "ledger.jsonl")
-    ledger.write({"step": 0})
-    ledger.flush()
-    assert read(tmp_path / "ledger.jsonl") == [{"step": 0}]
-    ledger.close()
-
-
 def test_a_folder_that_is_not_there_is_named(tmp_path):
     with pytest.raises(RunFolderError, match=r"cannot write .*nowhere/ledger.jsonl: No such file or directory"):
         LedgerWriter(tmp_path / "nowhere" / "ledger.jsonl")

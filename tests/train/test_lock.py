@@ -5,7 +5,6 @@ import fcntl
 import json
 import os
 import runpy
-import signal
 import subprocess
 import sys
 import time
@@ -165,40 +164,6 @@ def test_a_killed_run_holds_the_lock_no_longer_although_its_data_workers_live_on
         for process in fetchers:
             process.kill()
     assert programs.here() == reference
-
-
-TRAIN = ("-m", "samestep", "train", "mlp", "--global-batch-size", "64", "--checkpoint-steps", "10", "--run-dir", "mine")
-
-
-@pytest.mark.slow
-def test_the_command_refuses_a_second_run_too(programs):
-    first = programs.start("--epochs", "500", "--devices", "cpu:1", command=TRAIN)
-    programs.wait_for("mine/run.json", first)
-    second = programs.start("--resume", "auto", "--devices", "cpu:1", command=TRAIN)
-    _, stderr = second.communicate(timeout=SECONDS)
-    assert second.returncode == 2
-    assert stderr.startswith("samestep: error: another run, process ")
-    assert "Traceback" not in stderr
-    first.send_signal(signal.SIGTERM)
-    first.communicate(timeout=SECONDS)
-    assert first.returncode == 128 + signal.SIGTERM
-    assert events(programs.entries("mine")) == ["start", "stop"]
-
-
-@pytest.mark.slow
-def test_workers_that_are_started_again_lock_the_folder_anew(programs):
-    digests = []
-    for name in ("mine", "other"):
-        options = ("--epochs", "20", "--devices", "cpu:1", "--max-restarts", "1", "--run-dir", name)
-        run = programs.start(*options, command=TRAIN[:-2])
-        if name == "mine":
-            programs.wait_for("mine/checkpoints/latest", run)
-            os.kill(json.loads((programs.folder / "mine" / LOCK_FILE).read_text())["pid"], signal.SIGKILL)
-        _, stderr = run.communicate(timeout=SECONDS)
-        assert run.returncode == 0, stderr
-        digests.append(json.loads((programs.folder / name / "result.json").read_text())["digest"])
-    assert digests[0] == digests[1]
-    assert events(programs.entries("mine")) == ["start", "resume", "end"]
 
 
 def test_two_trainers_of_one_program_are_told_to_close_the_first(tmp_path):

@@ -112,37 +112,6 @@ def test_a_folder_that_cannot_be_written_is_an_error_that_names_the_option(tmp_p
         draw_losses(tmp_path / "file" / "loss.png", ["run"], series_of(FALLING, []))
 
 
-LIMITED = """
-import resource, sys
-from samestep.errors import RunFolderError
-from samestep.train.curves import Curve, loss_series
-from samestep.train.curves import draw_losses
-
-series = loss_series(0, Curve.of({1: 2.0, 2: 1.0}), None)
-draw_losses(sys.argv[1], ["run"], series)
-resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
-try:
-    draw_losses(sys.argv[1], ["run"], series)
-except RunFolderError as error:
-    print(error)
-print("pyplot" if "matplotlib.pyplot" in sys.modules else "no pyplot")
-"""
-
-
-@pytest.mark.skipif(sys.platform == "win32", reason="needs a limit on the size of files")
-def test_a_full_disk_leaves_the_old_picture_and_is_one_clear_error(tmp_path):
-    path = tmp_path / "loss.png"
-    done = subprocess.run(
-        [sys.executable, "-c", LIMITED, path], capture_output=True, text=True, check=True, timeout=120
-    )
-    message, pyplot = done.stdout.splitlines()
-    assert message.startswith(f"cannot write {path}: ")
-    assert "free some space, or choose another folder with --run-dir" in message
-    assert imread(path).shape == (675, 1200, 4)
-    assert list(tmp_path.iterdir()) == [path]
-    assert pyplot == "no pyplot"
-
-
 def test_matplotlib_is_imported_only_to_draw_and_keeps_its_settings():
     script = (
         "import sys, samestep.train.curves as loss_plot\n"

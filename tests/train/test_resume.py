@@ -72,57 +72,6 @@ def test_resumed_after_any_step_it_ends_as_if_it_had_never_stopped(recorded, ste
     assert on(1 + step % 4, first if step % 2 else second, step) == reference
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("after", [1, 2, 3, 4])
-@pytest.mark.parametrize("before", [1, 2, 3, 4])
-def test_resumed_after_any_step_from_any_devices_on_any_devices(recorded, before, after):
-    folder, reference = recorded(before)
-    assert reference == recorded(1)[1]
-    for step in range(1, STEPS + 1):
-        assert on(after, folder, step) == reference, step
-
-
-def test_a_run_resumed_again_and_again_after_each_step_ends_the_same(tmp_path):
-    """Each part writes into the same folder, with the next one on another number of devices."""
-
-    class Stop(Exception):
-        pass
-
-    def part(communicator, place):
-        def interrupted(model, batch):
-            if model.training and run_steps[0] >= 4:
-                raise Stop
-            return classification(model, batch)
-
-        run_steps = [0]
-
-        def count(*_):
-            run_steps[0] += 1 / 2  # two microbatches a rank
-
-        hook = torch.nn.modules.module.register_module_forward_hook(
-            lambda module, *_: count() if isinstance(module, torch.nn.Sequential) and module.training else None
-        )
-        try:
-            train(communicator, "plain", tmp_path / "run", place, loss=interrupted, fit={"allow_contract_change": True})
-        except Stop:
-            return False
-        finally:
-            hook.remove()
-        return True
-
-    reference = alone(train, "plain", tmp_path / "whole")
-    place, ended = None, False
-    for _ in range(8):
-        ended = alone(part, place)
-        place = tmp_path / "run"
-        if ended:
-            break
-    assert ended
-    ledgers = [_steps(tmp_path / name) for name in ("run", "whole")]
-    assert ledgers[0] == ledgers[1]
-    assert alone(train, "plain", None, tmp_path / "run", fit={"allow_contract_change": True})[:2] == reference[:2]
-
-
 def _steps(folder):
     """The ledger's steps by number; of one that was run twice both must say the same."""
     steps = {}

@@ -9,9 +9,8 @@ import torch
 from checkpoint_writers import is_state_of, snapshot_of
 from torch import nn
 
-from samestep.errors import RunFolderError, UsageError
+from samestep.errors import RunFolderError
 from samestep.train import atomic_io
-from samestep.train.checkpoint.packing import pack, unpack
 from samestep.train.checkpoint.saver import CheckpointSaver, to_host_copy
 from samestep.train.checkpoint.storage import Snapshot, list_checkpoints, newest_checkpoint, write_checkpoint
 
@@ -226,79 +225,9 @@ def test_an_error_that_stays_is_raised_after_as_many_retries_as_were_asked_for(t
     ]
 
 
-def test_poll_raises_the_error_of_the_writer(tmp_path):
-    (tmp_path / "file").write_text("")
-    saver = CheckpointSaver(tmp_path / "file")
-    save(saver, 1)
-
-    def poll_on():
-        while True:
-            assert saver.poll() == []
-
-    with pytest.raises(RunFolderError):
-        poll_on()
-    assert saver.poll() == []
-    saver.close()
-
-
 def test_facts_that_are_no_json_are_told_too(tmp_path):
     saver = CheckpointSaver(tmp_path)
     saver.save(Snapshot(1, {}, {"a": object()}))
     with pytest.raises(TypeError, match="not JSON serializable"):
         saver.close()
     assert os.listdir(tmp_path) == []
-
-
-def test_keeping_none_is_refused_before_anything_is_written(tmp_path):
-    with pytest.raises(UsageError, match="got keep=0"):
-        CheckpointSaver(tmp_path, keep=0)
-
-
-def test_no_thread_stays_behind(tmp_path):
-    before = set(threading.enumerate())
-    saver = CheckpointSaver(tmp_path)
-    save(saver, 1)
-    saver.close()
-    assert set(threading.enumerate()) == before
-
-
-def training(optimizer_class):
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4 * 36, 2))
-    model = model.to(memory_format=torch.channels_last)
-    optimizer = optimizer_class(model.parameters(), lr=0.05)
-    schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 4])
-
-    def advance(steps):
-        for step in steps:
-            generator = torch.Generator().manual_seed(step)
-            inputs = torch.randn(8, 1, 8, 8, generator=generator)
-            optimizer.zero_grad()
-            model(inputs).square().mean().backward()
-            optimizer.step()
-            schedule.step()
-
-    return {"model": model, "optimizer": optimizer, "schedule": schedule}, advance
-
-
-@pytest.mark.parametrize("optimizer_class", [torch.optim.Adam, torch.optim.NAdam])
-def test_training_goes_on_from_a_checkpoint_as_if_it_had_never_stopped(tmp_path, optimizer_class):
-    parts, advance = training(optimizer_class)
-    advance(range(3))
-    packed = {name: pack(part.state_dict(), name) for name, part in parts.items()}
-    saver = CheckpointSaver(tmp_path)
-    files = saver.to_host_copy({name: each.tensors for name, each in packed.items()})
-    saver.save(Snapshot(3, files, {name: each.facts for name, each in packed.items()}))
-    advance(range(3, 6))
-    saver.close()
-
-    others, advance_others = training(optimizer_class)
-    snapshot = newest_checkpoint(tmp_path).snapshot
-    for name, part in others.items():
-        part.load_state_dict(unpack(snapshot.facts[name], snapshot.files[name]))
-    advance_others(range(3, 6))
-    states = [{name: pack(part.state_dict(), name) for name, part in each.items()} for each in (parts, others)]
-    for name in parts:
-        one, other = (state[name] for state in states)
-        assert one.facts == other.facts
-        assert all(torch.equal(tensor, other.tensors[key]) for key, tensor in one.tensors.items())
