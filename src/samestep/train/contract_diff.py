@@ -58,19 +58,12 @@ ABSENT: Final = "(not recorded)"
 
 @dataclass(frozen=True)
 class Change:
-    """A field that differs between two contracts.
+    """A field that differs between two contracts."""
 
-    Attributes:
-        field: its keys, joined by dots.
-        before: its value in the first contract; `ABSENT` if it has no such field.
-        after: its value in the second.
-        breaks: whether the bits depend on it.
-    """
-
-    field: str
-    before: Any
+    field: str  # its keys, joined by dots
+    before: Any  # or `ABSENT`
     after: Any
-    breaks: bool
+    breaks: bool  # whether the bits depend on it
 
 
 def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Change]:

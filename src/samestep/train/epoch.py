@@ -58,25 +58,15 @@ class EpochRecord:
 
 @dataclass
 class EpochSoFar:
-    """The epoch under way; part of a checkpoint, so that a resumed epoch ends as it would have.
-
-    Attributes:
-        num_batches: done.
-        num_samples: done.
-        total: the sum of the loss.
-        count: its divisor.
-        seconds: of training.
-        generators: the states of the script's random generators at its beginning.
-        of_loader: the states of the generators of a loader of the user's own at its beginning.
-    """
+    """The epoch under way; part of a checkpoint, so that a resumed epoch ends as it would have."""
 
     num_batches: int = 0
     num_samples: int = 0
-    total: float = 0.0
-    count: float = 0.0
+    total: float = 0.0  # the sum of the loss
+    count: float = 0.0  # its divisor
     seconds: float = 0.0
-    generators: dict[str, Any] = field(default_factory=dict)
-    of_loader: list[torch.Tensor] = field(default_factory=list)
+    generators: dict[str, Any] = field(default_factory=dict)  # the states of the script's, at its beginning
+    of_loader: list[torch.Tensor] = field(default_factory=list)  # and of those of a loader of the user's own
 
 
 def begin_epoch(loader: Loader | DataLoader[Any], device: torch.device) -> EpochSoFar:
@@ -131,18 +121,12 @@ def make_eval_loader(run: Run, data: Any, epoch: int, num_workers: int) -> Loade
 
 
 class Progress:
-    """How far a trainer is.
-
-    Attributes:
-        history: a record of each epoch that is done.
-        epoch: the one under way.
-        eval_loader: of the call of `fit` under way; None without evaluation.
-    """
+    """The epochs of a trainer: the records of those that are done, and the one under way."""
 
     def __init__(self, run: Run, step: TrainStep) -> None:
         self.history: list[EpochRecord] = []
         self.epoch = EpochSoFar()
-        self.eval_loader: Loader | None = None
+        self.eval_loader: Loader | None = None  # of the call of `fit` under way
         self._run, self._step = run, step
         self._waiting: dict[str, Any] | None = None
 

@@ -27,17 +27,11 @@ _OPTIMIZER_STATE = re.compile(r"optimizer\.(\d+)\.state\.(\d+)\.[^.]+")
 
 @dataclass(frozen=True)
 class Layout:
-    """How the tensors of a checkpoint's files are sharded in this program.
+    """How the tensors of a checkpoint's files are sharded in this program."""
 
-    Attributes:
-        models: by file the sharding of the model's sharded parameters, by name.
-        optimizers: for each optimizer the sharding of its parameters, in its order; None for unsharded ones.
-        rank: this rank's number among those over which they are sharded.
-    """
-
-    models: Mapping[str, Mapping[str, Sharding]]
-    optimizers: Sequence[Sequence[Sharding | None]]
-    rank: int
+    models: Mapping[str, Mapping[str, Sharding]]  # by file and name, of sharded parameters
+    optimizers: Sequence[Sequence[Sharding | None]]  # of each optimizer's parameters, in its order
+    rank: int  # this rank's among those over which they are sharded
 
     def spread_of(self, file: str, name: str, shape: torch.Size) -> Sharding | None:
         """The sharding of a tensor of a file; None if it is unsharded, or not one of this program's."""

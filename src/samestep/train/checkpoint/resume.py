@@ -36,19 +36,12 @@ MAX_LATEST_BYTES = 1024
 
 @dataclass(frozen=True)
 class Resumed:
-    """A state to go on from.
+    """A state to go on from, in host memory; of sharded tensors a rank may have local shards only."""
 
-    Attributes:
-        name: of its checkpoint, or of its other source.
-        snapshot: the state, in host memory; of sharded tensors a rank may have local shards only.
-        folder: of its checkpoint and others; None for none.
-        newer: the newest checkpoint in that folder, if it is another; else None.
-    """
-
-    name: str
+    name: str  # of its checkpoint, or of the rank that sent it
     snapshot: Snapshot
-    folder: Path | None = None
-    newer: str | None = None
+    folder: Path | None = None  # of its checkpoint and others
+    newer: str | None = None  # the newest checkpoint in that folder, if it is another
 
     @property
     def rest(self) -> dict[str, Any]:

@@ -38,23 +38,14 @@ TIMING_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class StepNote:
-    """The record of a step, which every rank keeps so that any of them can write it down.
-
-    Attributes:
-        result: its scalars have arrived.
-        batch: the loader's batch, without its samples; None for a batch of the user's own.
-        rates: the learning rate of each parameter group, as used.
-        world_size: devices that took part.
-        digest: the checksum of the state after the step, if it was computed.
-        seconds: host seconds of this rank by kind since the step before.
-    """
+    """The record of a step, which every rank keeps so that any of them can write it down."""
 
     result: StepResult
-    batch: Batch | None
-    rates: list[float]
+    batch: Batch | None  # of a loader of the run, without its samples
+    rates: list[float]  # the learning rate of each parameter group, as used
     world_size: int
-    digest: Tensor | None
-    seconds: Mapping[str, float]
+    digest: Tensor | None  # the checksum of the state after the step
+    seconds: Mapping[str, float]  # host seconds of this rank by kind since the step before
 
     def entry(self) -> dict[str, Any]:
         """The ledger's line."""

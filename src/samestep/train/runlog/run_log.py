@@ -83,14 +83,7 @@ class Display:
 
 
 class RunLog:
-    """The log of one rank; the arguments are those of `Trainer`.
-
-    Attributes:
-        folder: of the run; None writes nothing but to the loggers.
-        display: of this rank.
-        has_begun: whether the run has begun; on all ranks.
-        last_loss: of the last step whose scalars have arrived.
-    """
+    """The log of one rank; the arguments are those of `Trainer`."""
 
     def __init__(
         self,
@@ -113,8 +106,8 @@ class RunLog:
             )
         self.folder = folder
         self.display = Display(membership.rank)
-        self.has_begun = False
-        self.last_loss: float | None = None
+        self.has_begun = False  # on all ranks
+        self.last_loss: float | None = None  # of the last step whose scalars have arrived
         self._membership, self._step = membership, step
         self._generators = Generators(membership.communicator.device)
         self._loggers: list[Logger] = [Aside(list(loggers), self._generators)] if loggers else []
