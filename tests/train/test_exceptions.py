@@ -158,8 +158,3 @@ def test_what_the_first_rank_raises_is_raised_on_all_with_its_cause(world_size):
     told = (RunFolderError, "runs/a cannot be written (--run-dir)", PermissionError)
     assert in_turns(world_size, fail_on_main, error) == [told] * world_size
     assert in_turns(world_size, fail_on_main, None) == ["done"] + [None] * (world_size - 1)
-
-
-def test_an_exception_between_processes_keeps_its_type_where_it_can(worlds):
-    error = ContractError("the seed is another")
-    assert worlds(2).run(fail_on_main, error) == [(ContractError, "the seed is another", type(None))] * 2

@@ -207,20 +207,6 @@ def test_an_optimizers_tensor_of_another_size_than_its_parameter_is_refused():
         state.load_optimizer(optimizer, saved)
 
 
-def test_a_state_that_nobody_has_saved_is_passed_over_for_the_one_before(tmp_path, capsys):
-    def program(communicator):
-        parts = Parts(communicator)
-        for _ in range(2):
-            parts.run.save_checkpoint(tmp_path, parts.train(1).step, parts.loader)
-        resealed(tmp_path / "step-00000002", miscount)
-        again = Parts(communicator)
-        assert again.run.load_checkpoint(tmp_path, again.step, again.loader) == {}
-        assert again.step.num_steps == 1
-
-    alone(program)
-    assert "step-00000002 is no good checkpoint" in capsys.readouterr().out
-
-
 def test_a_second_one_of_the_same_step_takes_the_place_of_the_first(tmp_path):
     def program(communicator):
         parts = Parts(communicator).train(2)
@@ -457,19 +443,3 @@ def test_a_checkpoint_of_an_optimizer_over_other_parameters_changes_nothing(
 
     in_turns(2, save)
     assert in_turns(2, load) == [True, True]
-
-
-def test_a_whole_parameter_is_written_once_where_only_the_optimizers_state_is_spread(tmp_path):
-    def program(communicator):
-        run = Run(BATCH, NUM_MICROBATCHES, SEED, communicator=communicator)
-        model = plain()
-        step = run.train_step(model, torch.optim.Adam(model.parameters(), 0.02), classification, shard_optimizer=True)
-        step(points(10))
-        path, digest = run.save_checkpoint(tmp_path / "run", step), state_digest(step)
-        step(points(10))
-        before = [part._version for part in step.spread.parts.values()]
-        run.load_checkpoint(path, step)
-        assert state_digest(step) == digest
-        return [part._version - was for part, was in zip(step.spread.parts.values(), before, strict=True)]
-
-    assert in_turns(2, program) == [[1] * 6] * 2

@@ -118,25 +118,6 @@ def test_everything_that_decides_the_bits_is_listed_at_once_field_by_field(run_d
     assert "should not" not in text
 
 
-def test_the_number_of_threads_is_part_of_the_contract(run_dir):
-    with pytest.raises(ContractError, match=r"num_threads: 1 before, 2 now \(decides how kernels split their sums\)"):
-        alone(None, run_dir, threads=2)
-
-
-def test_all_ranks_refuse_alike_and_none_waits_for_another(run_dir):
-    caught = []
-
-    def program(communicator):
-        try:
-            fit(communicator, None, run_dir, seed=6)
-        except ContractError as error:
-            caught.append(str(error))
-
-    in_turns(3, program)
-    assert len(caught) == 3
-    assert len(set(caught)) == 1
-
-
 @pytest.mark.parametrize(
     ("resume", "kind", "sentence"),
     [
@@ -158,22 +139,6 @@ def test_what_rank_0_does_not_find_is_an_error_on_all_ranks(run_dir, monkeypatch
     in_turns(2, program)
     assert len(caught) == 2
     assert all(sentence in text for text in caught)
-
-
-def test_a_folder_that_is_taken_is_an_error_on_all_ranks(run_dir, tmp_path):
-    (tmp_path / "other").mkdir()
-    (tmp_path / "other" / "run.json").write_text("{}")
-    caught = []
-
-    def program(communicator):
-        try:
-            fit(communicator, tmp_path / "other", run_dir)
-        except UsageError as error:
-            caught.append(str(error))
-
-    in_turns(2, program)
-    assert len(caught) == 2
-    assert all("already holds a run" in text for text in caught)
 
 
 @pytest.mark.parametrize(
@@ -211,19 +176,6 @@ def test_a_state_that_cannot_be_taken_up_is_an_error_though_changes_are_allowed(
         alone(None, run_dir, **changes)
     with pytest.raises(CheckpointError, match=sentence):
         alone(None, run_dir, allow=True, **changes)
-
-
-def test_what_is_refused_changes_nothing(run_dir):
-    def program(communicator):
-        run = Run(BATCH, NUM_MICROBATCHES, SEED, communicator=communicator)
-        model = Model(width=9)
-        before = [p.clone() for p in model.parameters()]
-        trainer = Trainer(run, model, sgd(model), classification)
-        with pytest.raises(CheckpointError):
-            trainer.fit(points(), 1, resume=run_dir)
-        assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
-
-    in_turns(1, program)
 
 
 def test_the_code_of_the_model_s_classes_counts(run_dir):

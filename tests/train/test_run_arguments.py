@@ -10,7 +10,7 @@ from torch import nn
 from train_programs import classification, classifier, points
 from worlds import in_turns
 
-from samestep.errors import DataError, DeterminismError, DeviceError, UsageError
+from samestep.errors import DeterminismError, DeviceError, UsageError
 from samestep.train.run import Run
 
 
@@ -89,33 +89,6 @@ def test_a_scheduler_that_needs_a_measured_value_is_refused():
     scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
     text = refusal(lambda: Run(8).train_step(model, optimizer, classification, scheduler=scheduler))
     assert text.startswith("ReduceLROnPlateau follows a measured value")
-
-
-@pytest.mark.parametrize(
-    ("batch", "message"),
-    [
-        ((torch.zeros(0, 2), torch.zeros(0).long()), "the batch holds no samples"),
-        ((torch.zeros(4, 2), torch.zeros(3).long()), "tensors of 3, 4 samples"),
-        ((torch.tensor(1.0),), "no tensor with a sample dimension"),
-        ("text", "no tensor with a sample dimension"),
-    ],
-)
-def test_a_batch_that_is_none_is_refused(batch, message):
-    model = classifier()
-    step = Run(8).train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), classification)
-    assert message in refusal(lambda: step(batch), DataError)
-
-
-def test_ranks_that_hand_over_different_batches_are_told_so():
-    def program(communicator):
-        run = Run(8, 4, communicator=communicator)
-        model = classifier()
-        step = run.train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), classification)
-        x, y = points(8)
-        with pytest.raises(DeterminismError, match="rank 1 and rank 0 were handed different batches in step 0"):
-            step((x.flip(0), y) if communicator.rank == 1 else (x, y))
-
-    in_turns(2, program)
 
 
 def test_ranks_whose_loaders_order_datasets_of_other_lengths_are_told_so_in_the_first_step():

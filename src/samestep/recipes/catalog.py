@@ -1,4 +1,4 @@
-"""The catalog: which recipes there are. A recipe's file is imported when it is asked for."""
+"""The catalog: the names of all recipes, whose files are imported by `load`. Torch-free."""
 
 import difflib
 import importlib

@@ -1,4 +1,4 @@
-"""The configuration of `samestep train`, checked at the door: torch-free, before a process is started."""
+"""The configuration of `samestep train`, checked before a process is started: torch-free."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
@@ -53,17 +53,17 @@ def _option(
     parse: Callable[[Any], Any] | None = None,
     **more: Any,
 ) -> Any:
-    """A field that is an option of the command line too; `cli.options` says what the metadata mean."""
+    """A field that is an option of the command line too; `cli.options` reads the metadata."""
     limits = {"least": least, "most": most, "above": above, "choices": tuple(choices)}
     return field(default=default, metadata={"help": help, "parse": parse, **limits, **more})
 
 
 @dataclass(frozen=True)
 class JobConfig:
-    """What `samestep train` was asked for, under the names of its options; None is the recipe's or `Run`'s own value.
+    """The options of `samestep train` by name; None stands for the recipe's or `Run`'s default.
 
-    It is made at the door, travels to the workers as JSON, and `recipes.job.train` reads it. The metadata of each field
-    say what it is for, and which values it takes.
+    Made by the command, sent to the workers as JSON, and read by `recipes.job.train`. The metadata of each field have
+    its help and its limits.
     """
 
     recipe: str = ""
@@ -146,11 +146,11 @@ class JobConfig:
     job: Mapping[str, Any] = field(default_factory=dict)
 
     def given(self, *names: str) -> dict[str, Any]:
-        """Those of the fields that are not None, by name: for a callee that has defaults of its own."""
+        """The fields that are not None, by name: for a callee that has defaults of its own."""
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
     def as_json(self) -> dict[str, Any]:
-        """All fields, as the workers of the run are given them."""
+        """All fields, as the workers get them."""
         return asdict(self)
 
     def check(self) -> None:
@@ -169,7 +169,7 @@ class JobConfig:
 
 
 COMPARED = tuple(each.name for each in fields(JobConfig) if each.metadata.get("compared"))
-"""The options that a contract holds just as they are given."""
+"""The options that a contract has as they are given."""
 
 
 def _check(name: str, value: Any, limits: Mapping[str, Any]) -> None:

@@ -75,7 +75,7 @@ class Block(nn.Module):
 
 
 class Input(nn.Module):
-    """Bytes to what the first block takes: `[N, T]` -> `[N, T, width]`."""
+    """Embeds bytes, the input of the first block: `[N, T]` -> `[N, T, width]`."""
 
     def __init__(self, bytes_of: nn.Embedding, places: nn.Embedding, dropout: nn.Dropout) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ class Input(nn.Module):
 
 
 class Output(nn.Module):
-    """What the last block gives to scores: `[N, T, width]` -> `[N, T, 256]`."""
+    """Scores from the output of the last block: `[N, T, width]` -> `[N, T, 256]`."""
 
     def __init__(self, norm: nn.LayerNorm, weights: nn.Embedding | nn.Linear) -> None:
         super().__init__()
@@ -110,8 +110,8 @@ class Gpt(nn.Module):
         width: of each position's vector.
         heads: of the attention; a divisor of `width`.
         context: the most bytes of a window.
-        dropout: the share of entries that it drops.
-        tied: whether the output has the byte embedding's weights. Stages of a pipeline cannot share them.
+        dropout: the probability of an entry to be dropped.
+        tied: whether the output shares the byte embedding's weights, which stages of a pipeline cannot.
     """
 
     def __init__(self, layers: int, width: int, heads: int, context: int, dropout: float, *, tied: bool = True) -> None:
@@ -125,7 +125,7 @@ class Gpt(nn.Module):
         self.head = None if tied else nn.Linear(width, NUM_BYTES, bias=False)
         self.apply(_initialize)
         for block in blocks:
-            # Two parts a layer are added to the sum, whose size shall not grow with the layers.
+            # Each layer adds two parts to the sum, whose variance must not grow with the number of layers.
             for part in (block.attention_out, block.feed_out):
                 nn.init.normal_(part.weight, std=INIT_STD * (2 * layers) ** -0.5)
 
@@ -136,7 +136,7 @@ class Gpt(nn.Module):
         return _scores(hidden, self._output_weights())
 
     def pipeline_stages(self) -> list[tuple[str, nn.Module]]:
-        """What the forward applies one after another."""
+        """The modules that the forward applies one after another."""
         blocks = [(f"blocks.{name}", block) for name, block in self.blocks.named_children()]
         first = Input(self.byte_embedding, self.position_embedding, self.dropout)
         return [("input", first), *blocks, ("output", Output(self.norm, self._output_weights()))]
@@ -146,7 +146,7 @@ class Gpt(nn.Module):
 
 
 def _scores(hidden: Tensor, weights: nn.Embedding | nn.Linear) -> Tensor:
-    """The output layer, called as such where it is one: what spreads a model brings weights together by that."""
+    """The output layer, called as a module if it is one: FSDP gathers its weights in the hooks of that call."""
     scores: Tensor = weights(hidden) if isinstance(weights, nn.Linear) else functional.linear(hidden, weights.weight)
     return scores
 

@@ -1,4 +1,4 @@
-"""What each worker of `samestep train` runs: a recipe, from its data to the digest of its final state."""
+"""The job of each worker of `samestep train`: a recipe, from its data to the digest of its final state."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -46,7 +46,7 @@ def train(**options: Any) -> dict[str, Any]:
     )
     content = recipe.data(DataOptions(config.data, config.data_dir, config.seed, config.options or {}))
     model = recipe.model(content)
-    if config.strategy == "replicate":  # else its parts go there, one after another
+    if config.strategy == "replicate":  # else its parts are moved one after another, as it may not fit
         model = model.to(run.device)
     settings = optimizer_settings(recipe, config.optimizer, config.lr, config.momentum, config.weight_decay)
     max_grad_norm = recipe.max_grad_norm if config.max_grad_norm is None else config.max_grad_norm
@@ -85,7 +85,7 @@ def train(**options: Any) -> dict[str, Any]:
             strategy=config.strategy,
             shard_optimizer=config.shard_optimizer,
         ) as trainer,
-        stopping_on_request(run.membership),  # asked to when training is done, it leaves the result first
+        stopping_on_request(run.membership),  # a request after the last step waits for the result
     ):
         trainer.say(_introduction(recipe, content.description, run))
         history = trainer.fit(
@@ -116,7 +116,7 @@ def train(**options: Any) -> dict[str, Any]:
 def optimizer_settings(
     recipe: Recipe, optimizer: str | None, lr: float | None, momentum: float | None, weight_decay: float | None
 ) -> dict[str, Any]:
-    """What `make_optimizer` takes: what was asked for, else the recipe's own, else what goes with the optimizer."""
+    """Arguments of `make_optimizer`: the given ones, else the recipe's, else the optimizer's defaults."""
     name = recipe.optimizer if optimizer is None else optimizer
     own = name == recipe.optimizer
     settings: dict[str, Any] = {
@@ -144,7 +144,7 @@ def make_optimizer(
 
 
 def device_names(run: Run) -> list[str]:
-    """What each rank computes on, by rank: `cuda:1 (NVIDIA H200)`, `cpu`."""
+    """The device of each rank: `cuda:1 (NVIDIA H200)`, `cpu`."""
     index = -1 if run.device.index is None else run.device.index
     rows = run.membership.perform(lambda: run.communicator.gather_words([index]))
     if run.device.type == "cpu":
@@ -154,10 +154,9 @@ def device_names(run: Run) -> list[str]:
 
 
 def _introduction(recipe: Recipe, description: str, run: Run) -> str:
-    """One line on what is about to happen, as an equation."""
+    """The first line of a run: data, batch size, microbatches and devices."""
     contract = run.contract
     return (
         f"{recipe.name}: {description}; {contract.global_batch_size} samples a step = {contract.num_microbatches} "
-        "microbatches on "
-        f"{run.world_size} {contract.device_kind} device{'s' if run.world_size > 1 else ''}"
+        f"microbatches on {run.world_size} {contract.device_kind} device{'s' if run.world_size > 1 else ''}"
     )

@@ -12,19 +12,19 @@ OWN_OPTIONS: Mapping[str, Mapping[str, Option]] = {
     "vgg": {"width": 1.0, "dropout": 0.5},
     "gpt": {"layers": 4, "width": 128, "heads": 4, "context": 64, "dropout": 0.1, "tied": True},
 }
-"""The options of each recipe that has some, with their defaults; a value is of its default's type."""
+"""The options of each recipe that has some, with their defaults, whose types the values have."""
 
 ONE_FILE: Mapping[str, str] = {"mlp": "one CSV file, by --data FILE.csv", "gpt": "one text file, by --data FILE"}
 """The recipes that read a file of the user's; the others read a folder, by --data-dir."""
 
 NUM_PARTS: Mapping[str, int] = {"lenet": 10, "mlp": 5, "simplenet": 4, "vgg": 38}
-"""Of how many modules, one after another, a recipe's model is made."""
+"""The number of modules, one after another, of a recipe's model."""
 
 TRUTH = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
 
 
 def own_options(recipe: str, given: Mapping[str, Option]) -> dict[str, Any]:
-    """A recipe's own options: those given, text converted, and the defaults of the others."""
+    """A recipe's own options: the given ones, converted and checked, and the defaults of the others."""
     options = read_options(OWN_OPTIONS.get(recipe, {}), given)
     if recipe in _CHECKS:
         _CHECKS[recipe](options)
@@ -32,7 +32,7 @@ def own_options(recipe: str, given: Mapping[str, Option]) -> dict[str, Any]:
 
 
 def check_stages(recipe: str, options: Mapping[str, Any], stages: int) -> None:
-    """Checks that a recipe's model can be cut into so many stages of a pipeline."""
+    """Raises a `UsageError` if a recipe's model has too few parts for the stages of a pipeline."""
     parts = options["layers"] + 2 if recipe == "gpt" else NUM_PARTS[recipe]
     if stages > parts:
         raise UsageError(f"{recipe} has {parts} parts for {stages} stages: use --mesh pipe={parts} or less")

@@ -1,6 +1,6 @@
 """The recipe: a model with its data, loss, metrics and defaults, ready for `samestep train NAME`.
 
-A recipe is one short file with a `RECIPE` in it; `catalog` finds it by name, and `options` knows what it takes.
+A recipe is one short file with a `RECIPE` in it; `catalog` loads it by name, and `options` has its own options.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,12 +17,12 @@ from samestep.train.metrics import Metric
 
 @dataclass(frozen=True)
 class DataOptions:
-    """What the user asked for.
+    """The options of a recipe's data.
 
     Attributes:
         data: `--data`: a name or a file, by recipe; None is the embedded default.
         data_dir: `--data-dir`: a folder to read from.
-        seed: of the run; where a recipe splits its data at random, it splits by this.
+        seed: of the run, and of a random split of the data.
         options: the recipe's own options that were given, by name; text is converted to the default's type.
     """
 
@@ -34,7 +34,7 @@ class DataOptions:
 
 @dataclass(frozen=True)
 class RecipeData:
-    """What there is to train and evaluate on.
+    """The data of a recipe.
 
     Attributes:
         train: the training set, map-style.
@@ -67,8 +67,8 @@ class Recipe:
         momentum: of SGD; 0 for the others.
         weight_decay: as the optimizer takes it.
         global_batch_size: samples of a step.
-        epochs: how often each sample is seen.
-        max_grad_norm: gradients are clipped to this norm; None is never.
+        epochs: passes through the data.
+        max_grad_norm: gradients are clipped to this norm; None for no clipping.
         options: the recipe's own options and their defaults.
     """
 

@@ -22,7 +22,7 @@ def data(asked: DataOptions) -> RecipeData:
 
 
 class PadTo(nn.Module):
-    """Pads images with zeros around the middle to `side` × `side`; larger ones are not its business."""
+    """Pads images, at most `side` × `side`, with zeros around the middle to that size."""
 
     def __init__(self, side: int) -> None:
         super().__init__()
