@@ -6,10 +6,12 @@ from functools import partial
 
 import numpy as np
 import torch
+import train_programs
 from torch import nn
 from torch.nn import functional
 from torch.optim import lr_scheduler as schedules
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, TensorDataset
+from train_programs import classification
 
 from samestep.engine.losses import Mean
 from samestep.train.metrics import accuracy, cross_entropy
@@ -20,11 +22,9 @@ METRICS = {"accuracy": accuracy, "loss": cross_entropy}
 NUM_SAMPLES, BATCH, NUM_MICROBATCHES, EPOCHS, SEED = 28, 10, 4, 4, 5  # 4 epochs of 3 steps, the last one of 8 samples
 
 
-def points(num_samples=NUM_SAMPLES, seed=4):
-    """Points on a plane and which of three classes they are of, drawn once and for all."""
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(num_samples, 2, generator=generator)
-    return x, (x[:, 0] > 0).long() + (x[:, 1] > 0).long()
+def points(num_samples=NUM_SAMPLES):
+    """Points on a plane, drawn once and for all."""
+    return train_programs.points(num_samples)
 
 
 def plain(width=8):
@@ -65,11 +65,6 @@ class Odd(nn.Module):
         scale = 1.0 if self.late is None else self.late.sum() * (1 + 0.01 * float(self.calls))
         hidden = torch.tanh(self.second(torch.tanh(self.first(self.frozen(x)))))
         return self.last(hidden) * scale
-
-
-def classification(model, batch):
-    """Cross-entropy, a mean over the microbatch."""
-    return functional.cross_entropy(model(batch[0]), batch[1])
 
 
 def many_overflows(model, batch):
@@ -122,23 +117,15 @@ def groups(model):
 
 OPTIMIZERS = {
     "sgd momentum": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
-    "sgd nesterov": partial(torch.optim.SGD, lr=0.05, momentum=0.9, nesterov=True, weight_decay=1e-3),
     "adam": partial(torch.optim.Adam, lr=0.02),
     "adamw amsgrad": partial(torch.optim.AdamW, lr=0.02, amsgrad=True),
     "adamw fused": partial(torch.optim.AdamW, lr=0.02, fused=True),
-    "rmsprop": partial(torch.optim.RMSprop, lr=0.01, momentum=0.5, centered=True),
-    "adagrad": partial(torch.optim.Adagrad, lr=0.05, lr_decay=0.01),
-    "nadam": partial(torch.optim.NAdam, lr=0.01),
-    "radam": partial(torch.optim.RAdam, lr=0.02),
-    "adafactor": partial(torch.optim.Adafactor, lr=0.05),
     "float64 momentum": Momentum64,
 }
 SCHEDULERS = {
     "step": lambda o: schedules.StepLR(o, 2, gamma=0.7),
     "multi step": lambda o: schedules.MultiStepLR(o, [2, 5, 7], gamma=0.5),
     "one cycle": lambda o: schedules.OneCycleLR(o, 0.1, total_steps=20, cycle_momentum=False),
-    "lambda": lambda o: schedules.LambdaLR(o, lambda step: 0.9**step),
-    "warm restarts": lambda o: schedules.CosineAnnealingWarmRestarts(o, 3, T_mult=2),
     "sequential": lambda o: schedules.SequentialLR(
         o, [schedules.LinearLR(o, 0.1, total_iters=4), schedules.StepLR(o, 2)], [4]
     ),
@@ -148,10 +135,8 @@ SCHEDULED = {
     "step": "sgd momentum",
     "multi step": "adam",
     "one cycle": "adamw amsgrad",
-    "lambda": "rmsprop",
-    "warm restarts": "sgd nesterov",
-    "sequential": "nadam",
-    "chained": "radam",
+    "sequential": "adam",
+    "chained": "sgd momentum",
 }
 
 

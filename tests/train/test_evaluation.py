@@ -209,6 +209,21 @@ def test_predictions_come_in_the_order_of_the_data_and_keep_their_dtypes():
         assert torch.equal(result["pair"][1], expected["pair"][1])
 
 
+def test_outputs_of_any_dtype_and_views_of_a_buffer_are_gathered_as_they_are():
+    class Reusing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("memory", torch.zeros(32, 2, dtype=torch.complex128))
+
+        def forward(self, x):
+            self.memory[: len(x)] = x
+            return self.memory[: len(x), :1]
+
+    x = points()[0].to(torch.complex128) * 1j
+    for result in in_run(lambda run: run.predict(Reusing(), x), 3):
+        assert torch.equal(result, x[:, :1])
+
+
 def test_a_shuffled_loader_is_predicted_in_its_order():
     def program(run):
         loader = run.loader(torch.arange(61.0).unsqueeze(1), shuffle=True)

@@ -160,6 +160,22 @@ def test_loggers_get_every_step_and_every_epoch_on_the_first_rank_only():
         assert scalars["epoch"] == record.epoch
 
 
+def test_every_logger_and_the_ledger_are_closed_though_one_logger_fails_to(tmp_path):
+    class Failing(Notes):
+        def close(self):
+            raise OSError("gone")
+
+    def program(communicator):
+        first, last = Notes(), Notes()
+        trainer = make_trainer(communicator, run_dir=tmp_path / "run", loggers=[first, Failing(), last])
+        trainer.fit(points(), 1)
+        with pytest.raises(OSError, match="gone"):
+            trainer.close()
+        return first.num_closed, last.num_closed
+
+    assert alone(program) == (1, 1)
+
+
 def steps_of(folder):
     """The ledger's lines of steps, without those of events."""
     lines = [from_line(line) for line in (folder / "ledger.jsonl").read_bytes().splitlines()]

@@ -101,7 +101,6 @@ def _predict(membership: Membership, model: nn.Module, loader: Loader, forward: 
     structures: list[Any] = []
 
     def keep(number: int, microbatch: int, num_samples: int, value: Any, output: Any) -> None:
-        structures[:] = structures or [output]  # one is enough: all are alike
         for leaf in leaves(output):
             if not isinstance(leaf, Tensor) or leaf.ndim == 0 or len(leaf) != num_samples:
                 raise UsageError(
@@ -111,6 +110,8 @@ def _predict(membership: Membership, model: nn.Module, loader: Loader, forward: 
         # Copies: an output may be a view of a whole batch, or of a buffer that the next microbatch overwrites.
         copies = [leaf.detach().cpu().clone(memory_format=torch.contiguous_format) for leaf in leaves(output)]
         outputs[number * membership.num_microbatches + microbatch] = copies
+        if not structures:  # one is enough: all are alike
+            structures.append(map_tensors(lambda _: torch.empty(0), output))
 
     _forward_all(membership, model, loader, forward, precision, keep)
     membership.heartbeat.enter("exchange")

@@ -24,6 +24,7 @@ import os
 import socket
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from io import BytesIO, FileIO
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -60,11 +61,11 @@ class Aside:
                 logger.log(step, scalars)
 
     def close(self) -> None:
-        """Closes each logger."""
+        """Closes each logger, even if another fails to."""
         self._calls += 1
-        with self._generators.aside(self._calls):
+        with self._generators.aside(self._calls), ExitStack() as stack:
             for logger in self._loggers:
-                logger.close()
+                stack.callback(logger.close)
 
 
 class JsonlLogger:
