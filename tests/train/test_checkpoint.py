@@ -238,18 +238,11 @@ def test_a_header_that_lies_is_damage_and_no_crash(tmp_path):
     assert read({"a": good})["a"].tolist() == [0, 0]
     lies = [
         b"{",
-        b"[]",
-        b"\xff\xfe",
         b"[" * 100_000,
-        {"a": good, "b": good},
-        {"a": {**good, "dtype": "F33"}},
         {"a": {**good, "shape": [3]}},
         {"a": {**good, "shape": [-1, -2]}},
-        {"a": {**good, "shape": None}},
-        {"a": {**good, "data_offsets": [0]}},
         {"a": {**good, "data_offsets": [8, 16]}},
         {"a": good, "b": {"dtype": "U8", "shape": [0, 2**62, 2**62], "data_offsets": [8, 8]}},
-        {"a": 3},
         {},
     ]
     for header in lies:

@@ -211,7 +211,7 @@ def _flip(data):
 
 LOST = {
     "empty": (lambda data: b"", "missing steps: 12 of 12 (step 0 first)"),
-    "gone": (None, "is gone, with what it said of 12 steps"),
+    "gone": (None, "is gone, with its lines of 12 steps"),
     "cut": (lambda data: b"".join(data.splitlines(True)[:6]), "missing steps: "),
     "a hole": (
         lambda data: b"".join(n for n in data.splitlines(True) if b'"step": 3,' not in n),

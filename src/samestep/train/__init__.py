@@ -1,1 +1,1 @@
-"""The run: contract, loop, evaluation, metrics, and what is written to disk."""
+"""The run: contract, training loop, evaluation, metrics, checkpoints and logs."""

@@ -1,4 +1,4 @@
-"""What equal bits need of a process: its device, deterministic switches, and the global random generators.
+"""Determinism of a process: its device, the switches of deterministic kernels, and the global random generators.
 
 Draws before a run seeds the generators differ at each start. torch's generator keeps its initial seed, a random number
 of 53 bits or more unless it was set; NumPy's keeps its entropy until `numpy.random.seed`. Compared with a new one of
@@ -81,7 +81,7 @@ def generator_states(device: torch.device) -> dict[str, Any]:
     """The states of all global random generators."""
     return {
         "torch": [generator.get_state() for generator in Generators(device).of_torch],
-        "numpy": _arrays_as_tensors(np.random.get_state(legacy=False)),  # noqa: NPY002 - what scripts draw from
+        "numpy": _arrays_as_tensors(np.random.get_state(legacy=False)),  # noqa: NPY002 - scripts draw from it
         "python": random.getstate(),
     }
 

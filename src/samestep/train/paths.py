@@ -232,7 +232,7 @@ def _sign(file: FileIO) -> None:
 
 
 def _refusal(folder: Path, file: FileIO) -> str:
-    """The error message of a second process: the holder, and what to do."""
+    """The error message of a second process: the holder, and the remedies."""
     try:
         file.seek(0)
         holder = json.loads(file.read())

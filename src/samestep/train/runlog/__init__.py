@@ -1,1 +1,1 @@
-"""The run log: what rank 0 writes of a run while it goes on, from the ledger to the loss curve."""
+"""The run log: the files that rank 0 writes during a run, from the ledger to the loss curve."""

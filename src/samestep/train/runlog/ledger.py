@@ -205,7 +205,7 @@ def lacking(path: Path, steps: int) -> str:
     """
     seen, damaged, first = set[int](), list[int](), 0
     if not path.exists():
-        return f"{path} is gone, with what it said of {steps} steps"
+        return f"{path} is gone, with its lines of {steps} steps"
     with writing(path), path.open("rb") as file:
         for number, line in enumerate(file, 1):
             line = line.removesuffix(b"\n")
