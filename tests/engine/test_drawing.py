@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from samestep.engine.drawing import Watch, reachable
+from samestep.engine.side_effects import Watch, reachable
 
 MODULE_GENERATOR = np.random.default_rng(1)
 

@@ -40,7 +40,7 @@ def train(
     step = run.train_step(model, optimizer, loss, **options)
     recorders = with_graphs(step, 16) if graphs else []
     if not seeded:
-        step.microbatches.generators.seed = lambda seed: None
+        step.compute.generators.seed = lambda seed: None
     data = table(42) if data is None else data
     losses = [step(batch).loss for _ in range(epochs) for batch in run.loader(data, shuffle=True)]
     return bits(model, [optimizer]), losses, [(recorder.num_runs, recorder.num_replays) for recorder in recorders]

@@ -14,6 +14,7 @@ from torch.nn import functional
 from worlds import in_turns
 
 from samestep.comm import reduction as reduction_module
+from samestep.engine import forward_backward as forward_backward_module
 from samestep.engine import losses as losses_module
 from samestep.engine import microbatches as microbatches_module
 from samestep.train.digest import state_digest
@@ -221,7 +222,7 @@ def test_twin_randomness_by_rank_is_noticed(monkeypatch):
     real = microbatches_module.MicrobatchRunner.run
 
     def by_rank(self, *args):
-        monkeypatch.setattr(microbatches_module, "derive_seed", lambda *parts: 1000 + self.membership.rank)
+        monkeypatch.setattr(microbatches_module, "derive_seed", lambda *parts: 1000 + self._compute.membership.rank)
         return real(self, *args)
 
     monkeypatch.setattr(microbatches_module.MicrobatchRunner, "run", by_rank)
@@ -238,7 +239,7 @@ def test_twin_randomness_that_is_not_restored_after_the_step_is_noticed(worlds):
 
 
 def test_twin_a_mean_of_means_is_noticed(monkeypatch):
-    monkeypatch.setattr(microbatches_module, "read_loss", lambda value, n: losses_module.read_loss(value, 1))
+    monkeypatch.setattr(forward_backward_module, "read_loss", lambda value, n: losses_module.read_loss(value, 1))
     options = {"samples": 100, "batch": 100, "num_microbatches": 8, "epochs": 1}
     (broken,) = in_turns(1, train_small, options)
     monkeypatch.undo()

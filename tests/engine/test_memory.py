@@ -9,7 +9,8 @@ from memory_programs import BATCH, run_fitting, run_large, run_short, run_update
 from torch import nn
 from worlds import World
 
-from samestep.engine.memory import describe_lone_shortage, is_out_of_memory, missing_state_bytes, num_sums_alive
+from samestep.core.tree import num_sums_alive
+from samestep.engine.diagnosis import describe_lone_shortage, is_out_of_memory, missing_state_bytes
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="limits of address space are Linux's")
 

@@ -8,7 +8,7 @@ from engine_programs import bits, perceptron, table
 from torch.nn import functional
 from worlds import in_turns
 
-from samestep.engine.nonfinite import FiniteCheck
+from samestep.engine.precision import FiniteCheck
 from samestep.engine.result import StepResult
 from samestep.errors import DeterminismError, NonFiniteError
 from samestep.train.run import Run

@@ -170,7 +170,7 @@ def test_a_loss_may_print_by_the_run(capfd):
 
 
 def test_nothing_is_looked_for_after_the_second_step(monkeypatch):
-    from samestep.engine.traces import Traces
+    from samestep.engine.side_effects import Traces
 
     looks = []
     real = Traces.look

@@ -26,7 +26,7 @@ from torch.utils.data import (
 )
 from torch.utils.data.datapipes.iter import IterableWrapper
 
-from samestep.engine import drawing
+from samestep.engine import side_effects
 from samestep.scripts import output
 from samestep.scripts.adoption import Adoption
 from samestep.scripts.loading import choice, rank0_loader, round_robin, split_workers
@@ -281,7 +281,7 @@ ANY_SIZE = Patch(round_robin, "SMALL_BYTES", 0)
 BREAKERS = {
     "": [ANY_SIZE],
     "small batches are left alone": [],
-    "draws are not noticed": [ANY_SIZE, Patch(drawing.Watch, "has_moved", lambda watch, kept: False)],
+    "draws are not noticed": [ANY_SIZE, Patch(side_effects.Watch, "has_moved", lambda watch, kept: False)],
     "all workers are everywhere": [Patch(split_workers._Context, "_is_ours", lambda context, worker: True)],
     "generators are not handed over": [Patch(rank0_loader.Rank0Iterator, "_set_generators", lambda *_: None)],
     "indices are drawn ahead": [ANY_SIZE, Patch(round_robin, "num_safe_ahead", lambda loader: None)],

@@ -102,14 +102,14 @@ def train(communicator, strategy, optimizer="adam", run_dir=None, resume=None, s
 
 def ask_to_stop_after(trainer, step):
     """Has rank 0 asked to stop in the course of a step."""
-    loss_fn = trainer.step.microbatches._loss_fn
+    loss_fn = trainer.step.compute.loss_fn
 
     def asking(model, batch, *more):
         if trainer.step.num_steps + 1 == step and trainer.run.rank == 0:
             trainer.run.membership.ask_to_stop(15)
         return loss_fn(model, batch, *more)
 
-    trainer.step.microbatches._loss_fn = asking
+    trainer.step.compute.loss_fn = asking
 
 
 @with_mesh_closed

@@ -1,4 +1,4 @@
-"""The cursor: how much of the data is consumed, whatever the number of devices."""
+"""Positions in the data: how much of an epoch is consumed, whatever the number of devices."""
 
 from dataclasses import dataclass
 
@@ -7,12 +7,7 @@ from samestep.errors import UsageError
 
 @dataclass(frozen=True)
 class Cursor:
-    """A position in the data.
-
-    Attributes:
-        epoch: the epoch, counted from 0.
-        position: samples of this epoch that are consumed.
-    """
+    """A position in the data: the epoch, counted from 0, and the samples of it that are consumed."""
 
     epoch: int = 0
     position: int = 0

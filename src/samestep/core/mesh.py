@@ -1,27 +1,21 @@
-"""The mesh: the ranks as a grid, one axis for each way in which work is divided among them."""
+"""The mesh: the ranks as a grid, with one axis for each way in which work is divided."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from samestep.errors import UsageError
 
+# From the outermost to the innermost: neighbours along an inner axis have adjacent numbers, so the axes with the most
+# communication stay within a node when ranks are numbered node by node.
 AXES = ("data", "pipe", "tensor")
-"""From the outermost to the innermost: ranks that are neighbours along an inner axis have neighbouring numbers."""
 REST = -1
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """The ranks as a grid.
+    """The ranks as a grid: "data" divides the microbatches, "pipe" the layers, "tensor" the tensors within a layer.
 
-    The axis "data" divides the microbatches of a batch, "pipe" the layers of the model, "tensor" what is within a
-    layer. What talks most is innermost, so that it lies on one node where ranks are numbered node by node.
-
-    Attributes:
-        sizes: ranks along each axis; of those that are not named 1.
-
-    Raises:
-        UsageError: an axis that there is not, or a size that cannot be.
+    `sizes` holds the ranks along each axis, 1 for axes that are not given; a `UsageError` names one that is wrong.
     """
 
     sizes: Mapping[str, int]
@@ -45,36 +39,32 @@ class Mesh:
         return self.sizes["pipe"] * self.sizes["tensor"]
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Where a rank lies along each axis."""
+        """The position of a rank along each axis."""
         place = {}
         for axis in reversed(AXES):
             rank, place[axis] = divmod(rank, self.sizes[axis])
         return {axis: place[axis] for axis in AXES}
 
     def rank(self, coordinates: Mapping[str, int]) -> int:
-        """The rank at a place; coordinates that are not named are 0."""
+        """The rank at some coordinates; those not given are 0."""
         number = 0
         for axis in AXES:
             number = number * self.sizes[axis] + coordinates.get(axis, 0)
         return number
 
     def along(self, axis: str, rank: int) -> range:
-        """The ranks along an axis through a rank, itself among them."""
-        place = self.coordinates(rank)
-        first = self.rank({**place, axis: 0})
+        """The ranks along an axis through a rank, including it."""
+        first = self.rank({**self.coordinates(rank), axis: 0})
         step = self.rank({axis: 1}) if self.sizes[axis] > 1 else 1
         return range(first, first + step * self.sizes[axis], step)
 
     def lines(self, axis: str) -> list[range]:
-        """The ranks along an axis, through every rank: each rank is in one of them."""
+        """The lines of ranks along an axis; each rank is in one of them."""
         return list(dict.fromkeys(self.along(axis, rank) for rank in range(self.world_size)))
 
 
 def make_mesh(sizes: Mapping[str, int] | None, world_size: int) -> Mesh:
-    """The mesh over so many ranks.
-
-    A rank that is alone needs none: whatever was asked for, it does everything, and the bits are the same.
-    """
+    """The mesh of a world; raises a `UsageError` if the sizes do not multiply to it."""
     if sizes is None:
         return Mesh({"data": world_size})
     if not isinstance(sizes, Mapping):
@@ -84,19 +74,14 @@ def make_mesh(sizes: Mapping[str, int] | None, world_size: int) -> Mesh:
         raise UsageError(f"got mesh={dict(sizes)}; one size may be -1 (what is left), not {len(open_axes)}")
     known = Mesh({axis: size for axis, size in sizes.items() if axis not in open_axes} | dict.fromkeys(open_axes, 1))
     if world_size == 1:
-        return Mesh({})
+        return Mesh({})  # one rank does everything whatever the sizes, with the same bits: scripts run unchanged
     rest, left = divmod(world_size, known.world_size)
     if left or (rest != 1 and not open_axes):
+        inner = known.num_inner
+        advice = f"use a multiple of {inner} devices (--devices), or other sizes"
+        if world_size % inner == 0:
+            advice = f'use "data": {world_size // inner}, or --devices for {known.world_size}'
         raise UsageError(
-            f"got mesh={dict(sizes)} for {world_size} devices; its sizes multiply to {known.world_size}: "
-            f"{_advice(known, world_size)}"
+            f"got mesh={dict(sizes)} for {world_size} devices; its sizes multiply to {known.world_size}: {advice}"
         )
     return Mesh({axis: rest if axis in open_axes else size for axis, size in sizes.items()})
-
-
-def _advice(known: Mesh, world_size: int) -> str:
-    """What would work."""
-    inner = known.num_inner
-    if world_size % inner == 0:
-        return f'use "data": {world_size // inner}, or --devices for {known.world_size}'
-    return f"use a multiple of {inner} devices (--devices), or other sizes"

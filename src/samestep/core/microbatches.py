@@ -9,7 +9,7 @@ DEFAULT_NUM_MICROBATCHES = 8
 
 
 def check_num_microbatches(num_microbatches: int | None, global_batch_size: int | None) -> int:
-    """The number of microbatches: what was asked for, else 8, or the global batch if that is smaller."""
+    """The number of microbatches: as given, else 8, or the global batch size if that is smaller."""
     if global_batch_size is not None and not _is_count(global_batch_size):
         raise UsageError(f"got global_batch_size={global_batch_size!r}; it must be 1 or more (--global-batch-size)")
     if num_microbatches is not None and not _is_count(num_microbatches):
@@ -24,10 +24,9 @@ def _is_count(value: object) -> bool:
 
 
 def microbatch_bounds(length: int, num_microbatches: int) -> list[int]:
-    """Where the microbatches of a batch begin and end.
+    """The bounds of the microbatches of a batch, larger ones first; a batch smaller than V leaves the last ones empty.
 
-    Sizes differ by at most one, larger microbatches first, and depend on (length, num_microbatches) only. A batch
-    smaller than `num_microbatches` leaves the last microbatches empty.
+    Sizes differ by at most one, and depend on (length, num_microbatches) alone, never on the ranks.
     """
     size, larger = divmod(length, num_microbatches)
     return [s * size + min(s, larger) for s in range(num_microbatches + 1)]
@@ -36,7 +35,7 @@ def microbatch_bounds(length: int, num_microbatches: int) -> list[int]:
 def microbatch_ranges(
     num_microbatches: int, world_size: int, shares: Sequence[float] | None = None
 ) -> tuple[range, ...]:
-    """Which contiguous microbatches each rank executes."""
+    """The contiguous microbatches that each rank executes, in proportion to the shares if given."""
     check_num_microbatches(num_microbatches, None)
     if world_size > num_microbatches:
         raise UsageError(
@@ -47,29 +46,26 @@ def microbatch_ranges(
     if shares is None:
         cuts = [rank * num_microbatches // world_size for rank in range(world_size + 1)]
         return tuple(range(a, b) for a, b in pairwise(cuts))
-    if len(shares) != world_size:
-        raise UsageError(f"got {len(shares)} shares for {world_size} devices; --shares needs one number a device")
+    active_shares(shares, world_size, 0)
     if not all(0 < share < float("inf") for share in shares):
         raise UsageError(f"got shares {list(shares)}; --shares needs positive numbers")
     return _weighted_ranges(num_microbatches, shares)
 
 
 def dealt_ranges(num_microbatches: int, world_size: int) -> tuple[range, ...]:
-    """Which microbatches each rank executes where they are dealt in turn: rank r has r, r + D, r + 2D, …
-
-    In round k the ranks then execute the adjacent microbatches kD … kD + D - 1, so that whoever receives what all of
-    them made of one tensor can push it on the tree at once.
-    """
+    """The microbatches of each rank if they are dealt in turn: rank r has r, r + D, r + 2D, …"""
+    # In round k the ranks execute the adjacent microbatches kD … kD + D - 1, so the rank that receives the gradients of
+    # all of them can push these on the tree at once.
     return tuple(range(rank, num_microbatches, world_size) for rank in range(world_size))
 
 
 def num_rounds(num_leaves: int, world_size: int) -> int:
-    """How many microbatches the busiest rank executes of so many that hold samples, where they are dealt in turn."""
+    """The most microbatches with samples that one rank executes if they are dealt in turn."""
     return -(-num_leaves // world_size)
 
 
 def in_microbatch_order(ranges: Sequence[range]) -> list[int] | None:
-    """Where each microbatch's entry lies in what the ranks have put one after another; None where it lies in order."""
+    """The permutation that puts entries gathered by rank in the order of the microbatches; None if they are in it."""
     if all(before.stop == after.start and before.step == 1 for before, after in pairwise(ranges)):
         return None
     microbatches = [microbatch for microbatches in ranges for microbatch in microbatches]
@@ -77,16 +73,14 @@ def in_microbatch_order(ranges: Sequence[range]) -> list[int] | None:
 
 
 def active_shares(shares: Sequence[float] | None, world_size: int, spares: int) -> list[float] | None:
-    """The shares of the ranks that work from the start, of those of all ranks."""
-    if shares is None:
-        return None
-    if len(shares) != world_size:
+    """The shares of the ranks that are not spares."""
+    if shares is not None and len(shares) != world_size:
         raise UsageError(f"got {len(shares)} shares for {world_size} devices; --shares needs one number a device")
-    return list(shares[: world_size - spares])
+    return None if shares is None else list(shares[: world_size - spares])
 
 
 def _weighted_ranges(num_microbatches: int, shares: Sequence[float]) -> tuple[range, ...]:
-    """One microbatch for everyone, the rest by largest remainder (ties to the lower rank)."""
+    """One microbatch for each rank, the rest by largest remainder; ties go to the lower rank, alike on all ranks."""
     spare = num_microbatches - len(shares)
     exact = [max(0.0, num_microbatches * share / sum(shares) - 1) for share in shares]
     scale = spare / sum(exact) if sum(exact) else 0.0

@@ -1,6 +1,6 @@
-"""The order of an epoch: which sample stands at which position, as a function of (seed, epoch) alone.
+"""The order of an epoch: the sample at each position, as a function of (seed, epoch) alone.
 
-A permutation of 0…n−1 that is computed, not stored: any rank, after any resume, asks for the ids at the positions it
+A permutation of 0…n−1 that is computed, not stored: any rank, after any resume, computes the ids at the positions it
 needs, in constant memory and time a position.
 
 The permutation is a generalised Feistel network with cycle walking (methods 3 and 2 of Black and Rogaway, "Ciphers
@@ -36,12 +36,12 @@ _Words = NDArray[np.uint64]
 
 
 def permute(positions: Ids | int, n: int, seed: int, epoch: int) -> Ids:
-    """The sample ids that stand at these positions of the epoch; tier `bitwise`, on every machine and for ever."""
+    """The sample ids at these positions of the epoch; tier `bitwise`, on every machine and in every version."""
     return _walk(positions, n, seed, epoch, undo=False)
 
 
 def inverse(ids: Ids | int, n: int, seed: int, epoch: int) -> Ids:
-    """The positions of the epoch at which these sample ids stand: undoes `permute`, with its arguments and errors."""
+    """The positions of these sample ids in the epoch: the inverse of `permute`."""
     return _walk(ids, n, seed, epoch, undo=True)
 
 
@@ -56,7 +56,7 @@ def _walk(values: Ids | int, n: int, seed: int, epoch: int, undo: bool) -> Ids:
     for start in range(0, flat.size, BLOCK):
         block = flat[start : start + BLOCK]
         block[:] = _network(block, a, b, keys, undo)
-        outside = np.flatnonzero(block >= n)
+        outside = np.flatnonzero(block >= n)  # cycle walking: such ids go through again until they fall below n
         while outside.size:
             walked = _network(block[outside], a, b, keys, undo)
             block[outside] = walked
@@ -92,10 +92,8 @@ def _round_keys(n: int, seed: int, epoch: int) -> list[_Words]:
 
 
 def _network(x: _Words, a: int, b: int, keys: list[_Words], undo: bool) -> _Words:
-    """One pass through the network, or back through it: words below ab, `[m]` -> `[m]`.
-
-    Written with output buffers, and all constants as 0-d arrays: NumPy's cost a call would else dominate small batches.
-    """
+    """One pass through the network, or back through it: words below ab, `[m]` -> `[m]`."""
+    # Output buffers, and all constants as 0-d arrays: the cost of a NumPy call would otherwise dominate small batches.
     base_left, base_right = _word(a), _word(b)
     gamma, mix_1, mix_2 = _word(GAMMA), _word(MIX_1), _word(MIX_2)
     by_30, by_27, by_24, by_40 = _word(30), _word(27), _word(24), _word(40)

@@ -1,4 +1,4 @@
-"""Seeds: 64-bit numbers derived from others, the same for ever on every machine."""
+"""Seeds: 64-bit numbers derived from others, the same on every machine and in every version."""
 
 from operator import index
 
@@ -9,11 +9,9 @@ MIX_2 = 0x94D0_49BB_1331_11EB
 
 
 def splitmix64(x: int) -> int:
-    """The first output of a SplitMix64 generator in state x: a bijection of 0…2^64−1 that mixes every bit.
-
-    Source: Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014, with the constants of
-    Stafford's variant 13 (as in Java's SplittableRandom and Vigna's splitmix64.c).
-    """
+    """The first output of a SplitMix64 generator in state x: a bijection of 0…2^64−1 that mixes every bit."""
+    # Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014, with the constants of
+    # Stafford's variant 13 (as in Java's SplittableRandom and Vigna's splitmix64.c).
     z = (x + GAMMA) & MASK
     z = ((z ^ (z >> 30)) * MIX_1) & MASK
     z = ((z ^ (z >> 27)) * MIX_2) & MASK
@@ -21,10 +19,8 @@ def splitmix64(x: int) -> int:
 
 
 def derive_seed(*parts: int) -> int:
-    """A 64-bit seed from any number of integers, each of which matters, as do their order and their number.
-
-    Seeds that differ in one part differ for certain; others collide with a probability of about 2^-64.
-    """
+    """A 64-bit seed from any number of integers, each of which matters, as do their order and their number."""
+    # Each round is a bijection, so seeds that differ in one part differ for certain; others collide with 2^-64.
     state = len(parts)
     for part in parts:
         state = splitmix64(state ^ (index(part) & MASK))

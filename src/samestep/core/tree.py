@@ -1,9 +1,9 @@
-"""The tree: the fixed binary tree over the microbatches, by which everything is summed.
+"""The tree: the fixed binary tree over the microbatches along which everything is summed.
 
 n leaves are split at the largest power of two below n, as in RFC 6962 §2.1. So every aligned block of 2^k leaves is
 a node, whatever n is, and a binary counter builds the tree from left to right. Floating-point addition commutes but
-does not associate: only the pairing of the leaves matters, not who adds them. A rank therefore reduces its microbatches
-to the largest aligned blocks, ships those, and whoever receives all blocks finishes the same tree.
+does not associate: only the pairing of the leaves matters, not which rank adds them. A rank therefore reduces its
+microbatches to the largest aligned blocks and ships those; any rank that receives all blocks finishes the same tree.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,15 +23,12 @@ class Block(NamedTuple):
 class TreeSum(Generic[T]):
     """Sums leaves along the tree, pushed from left to right: a binary counter.
 
-    After m leaves from an aligned start it holds one partial sum for each 1 in the binary form of m.
-
-    Args:
-        add: adds two partial sums, the left one first; may reuse the left one's memory.
+    `add` adds two partial sums, the left one first, and may reuse the left one's memory.
     """
 
     def __init__(self, add: Callable[[T, T], T]) -> None:
         self._add = add
-        self._blocks: list[Block] = []
+        self._blocks: list[Block] = []  # after m leaves from an aligned start: one for each 1 in the binary form of m
         self._sums: list[T] = []
 
     @property
@@ -54,9 +51,10 @@ class TreeSum(Generic[T]):
         self._sums.append(value)
 
     def root(self) -> T | None:
-        """The sum of everything, the last blocks folded from the right; None without a leaf."""
+        """The sum of everything; None without a leaf."""
         if not self._sums:
             return None
+        # From the right: below the root the right subtree is the smaller one, and is complete before it is added.
         total = self._sums[-1]
         for left in reversed(self._sums[:-1]):
             total = self._add(left, total)
@@ -64,7 +62,8 @@ class TreeSum(Generic[T]):
 
 
 def are_siblings(left: Block, right: Block) -> bool:
-    """Whether two adjacent blocks are the two halves of one aligned block; judged by absolute index."""
+    """Whether two adjacent blocks are the two halves of one aligned block."""
+    # By absolute index: a rank that begins at microbatch 1 must not pair it with 2, since the tree pairs 2 with 3.
     return left.size == right.size and left.start % (2 * left.size) == 0 and left.start + left.size == right.start
 
 
@@ -78,7 +77,7 @@ def aligned_blocks(microbatches: range) -> tuple[Block, ...]:
 
 @cache
 def rank_blocks(ranges: tuple[range, ...], num_leaves: int) -> tuple[tuple[Block, ...], ...]:
-    """The blocks that each rank ships, when only the first `num_leaves` microbatches hold samples."""
+    """The blocks that each rank ships if only the first `num_leaves` microbatches hold samples."""
     return tuple(
         aligned_blocks(range(microbatches.start, min(microbatches.stop, num_leaves), microbatches.step))
         for microbatches in ranges
@@ -86,8 +85,19 @@ def rank_blocks(ranges: tuple[range, ...], num_leaves: int) -> tuple[tuple[Block
 
 
 def tree_sum(values: Sequence[T], add: Callable[[T, T], T]) -> T | None:
-    """Sums a whole sequence along the tree; None where it is empty."""
+    """Sums a whole sequence along the tree; None if it is empty."""
     counter: TreeSum[T] = TreeSum(add)
     for index, value in enumerate(values):
         counter.push(Block(index, 1), value)
     return counter.root()
+
+
+def num_sums_alive(microbatches: range, at_once: int = 1) -> int:
+    """The most partial sums that a rank holds at a time while it sums its microbatches, `at_once` of which arrive."""
+    counter: TreeSum[None] = TreeSum(lambda left, right: None)
+    most = 1
+    for first in range(microbatches.start, microbatches.stop, at_once):
+        for block in aligned_blocks(range(first, min(first + at_once, microbatches.stop))):
+            most = max(most, 1 + len(counter.blocks))
+            counter.push(block, None)
+    return most

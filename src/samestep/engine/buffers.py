@@ -26,7 +26,7 @@ MEAN_BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 
 @dataclass(frozen=True)
 class BufferPlace:
-    """Where a buffer lives: `module._buffers[key]`, called `name` in messages."""
+    """The place of a buffer: `module._buffers[key]`, called `name` in messages."""
 
     module: nn.Module
     key: str
@@ -42,7 +42,7 @@ class BufferPlace:
 
 
 def refuse_sync_batchnorm(model: nn.Module) -> None:
-    """Raises a `UsageError` that names the first SyncBatchNorm: it would see only the microbatches in flight."""
+    """Raises a `UsageError` that names the first SyncBatchNorm: it sees only the microbatches that run at the time."""
     for name, module in model.named_modules():
         if isinstance(module, nn.SyncBatchNorm):
             raise UsageError(
@@ -85,10 +85,8 @@ class BufferMerge:
         self.touched_others = False
 
     def begin(self, step: int) -> None:
-        """Remembers the buffers at the start of a step; only what changed since the last one is copied.
-
-        Every so often all buffers are compared byte by byte, whatever their versions say.
-        """
+        """Remembers the buffers at the start of a step; only those that changed since the last one are copied."""
+        # Now and then all buffers are compared byte by byte: writes through `.data` move no version.
         self._compare_all = step < COMPARED_STEPS or step % COMPARED_EVERY == 0
         for index, place in enumerate(self._places):
             if index < len(self._means) or self._is_changed(index):
@@ -101,7 +99,7 @@ class BufferMerge:
         self.touched_means = self.touched_others = False
 
     def collect(self, microbatch: int, num_samples: int) -> None:
-        """Takes what a microbatch left in the buffers, and puts the step's start back."""
+        """Takes a microbatch's results from the buffers, and restores those of the step's start."""
         if self._compare_all:
             self._check_known()
         if not self._places:
@@ -117,17 +115,17 @@ class BufferMerge:
             self._restore(index)
 
     def left(self) -> list[tuple[int, Tensor | None]]:
-        """What a microbatch has changed, and what it left there, for `leave`."""
+        """The index of each buffer that a microbatch has changed, with its result, for `leave`."""
         return [(index, place.get()) for index, place in enumerate(self._places) if self._is_changed(index)]
 
     def leave(self, ends: Sequence[tuple[int, Tensor | None]]) -> None:
-        """Notes that a microbatch has left these again, by a replay of what it did: that moves no version."""
+        """Puts the results of a replayed microbatch in their places."""
         for index, end in ends:
             self._places[index].put(end)
-            self._versions[index] = -1
+            self._versions[index] = -1  # counts as changed: a replay moves no version
 
     def check_start(self) -> None:
-        """Checks in the first steps, and every so often, that a microbatch finds the buffers as the step began."""
+        """Checks in the first steps, and now and then, that a microbatch finds the buffers of the step's start."""
         for index, place in enumerate(self._places if self._compare_all else ()):
             tensor, start = place.get(), self._starts[index]
             if tensor is not None and start is not None and tensor_checksum(tensor) != tensor_checksum(start):
@@ -138,7 +136,7 @@ class BufferMerge:
                 )
 
     def abandon(self) -> None:
-        """Puts the step's start back after a microbatch that failed."""
+        """Restores the buffers of the step's start after a microbatch that failed."""
         for index in range(len(self._places)):
             if self._is_changed(index):
                 self._restore(index)
@@ -157,7 +155,7 @@ class BufferMerge:
             self._check_others(blocks_by_rank)
 
     def write(self, ok: Tensor | None) -> None:
-        """Puts the merged values in the model, if `ok`: a bool on the device, or None if the host knows it."""
+        """Writes the merged values to the model, if `ok`: a bool on the device, or None if the host has decided."""
         if self._merged_means is not None:
             self._write_means(self._merged_means, ok)
         for index, end in self._ends.items():
@@ -168,12 +166,9 @@ class BufferMerge:
                 target.copy_(end if ok is None else torch.where(ok, end.to(target.device), target))
 
     def _is_changed(self, index: int) -> bool:
-        """Whether a buffer may differ from the step's start.
-
-        Batch normalisation writes its statistics without moving their version, so they count as changed in training.
-        So do writes to `.data`: small buffers in host memory are compared each time, all others every so often.
-        """
+        """Whether a buffer may differ from the step's start."""
         tensor = self._places[index].get()
+        # Batch normalisation writes its statistics without moving their version.
         if index < len(self._means) and self._places[index].module.training:
             return True
         if tensor is not self._tensors[index] or (tensor is not None and tensor._version != self._versions[index]):
@@ -181,6 +176,7 @@ class BufferMerge:
         start = self._starts[index]
         if tensor is None or start is None:
             return False
+        # Neither do writes to `.data`: small buffers in host memory are compared each time, all others now and then.
         small = tensor.device.type == "cpu" and tensor.numel() <= COMPARED_ELEMENTS
         if not small and not self._compare_all:
             return False
@@ -202,22 +198,23 @@ class BufferMerge:
         return torch.cat([part.to(wide_dtype(part.device)) for part in parts]) * num_samples
 
     def _note_end(self, index: int) -> None:
-        """Remembers how a microbatch left a buffer that has no rule for merging."""
+        """Remembers a microbatch's result in a buffer that has no rule for merging."""
         end = self._places[index].get()
         if end is None:
             raise BufferMergeError(
                 f"buffer {self._places[index].name} was set to None while a microbatch ran; do so outside the forward"
             )
         self.touched_others = True
+        # Never 0, which stands for a buffer that the microbatch left alone.
         self._checksums[-1][index - len(self._means)] = int(tensor_checksum(end)) | 1
         if index not in self._ends:
             self._ends[index] = end.detach().clone()
 
     def _restore(self, index: int) -> None:
-        """Gives the next microbatch the buffer that the step began with."""
+        """Restores a buffer for the next microbatch."""
         tensor, start = self._tensors[index], self._starts[index]
         if tensor is None or start is None:
-            self._places[index].module._buffers[self._places[index].key] = None
+            self._places[index].put(None)
             return
         tensor.data.copy_(start)
         self._versions[index] = tensor._version
@@ -232,7 +229,7 @@ class BufferMerge:
         ours = torch.stack(sums) if sums else torch.empty(0, width, dtype=wide, device=self._communicator.device)
         rows = self._communicator.gather_rows(ours, [len(blocks) for blocks in blocks_by_rank])
         blocks = [block for blocks in blocks_by_rank for block in blocks]
-        # microbatches may be dealt to the ranks in turn
+        # By rank they are in order only if each rank has contiguous microbatches, and they may be dealt in turn.
         order = sorted(range(len(blocks)), key=lambda k: blocks[k].start)
         return fold([blocks[k] for k in order], [rows[k] for k in order])
 
@@ -248,7 +245,7 @@ class BufferMerge:
             target.copy_(value if ok is None else torch.where(ok, value, target))
 
     def _check_others(self, blocks_by_rank: Sequence[Sequence[Block]]) -> None:
-        """Compares the other buffers over all microbatches, and takes the common value."""
+        """Checks that all microbatches left the other buffers alike, and takes the common values."""
         communicator = self._communicator
         ours = torch.tensor(self._checksums, dtype=torch.int64).view(-1, len(self._others))
         counts = [sum(block.size for block in blocks) for blocks in blocks_by_rank]
@@ -257,9 +254,8 @@ class BufferMerge:
             if len(set(rows[:, column].tolist())) > 1:
                 raise BufferMergeError(
                     f"buffer {self._others[column].name} ended differently on different microbatches and has no rule "
-                    "for "
-                    "merging; only the running statistics of BatchNorm and InstanceNorm may differ. Update it outside "
-                    "the forward, or from quantities that do not depend on the samples"
+                    "for merging; only the running statistics of BatchNorm and InstanceNorm may differ. Update it "
+                    "outside the forward, or from quantities that do not depend on the samples"
                 )
             if rows[0, column]:
                 index = len(self._means) + column

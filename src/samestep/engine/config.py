@@ -1,35 +1,30 @@
-"""The options of a training step, checked once."""
+"""The options of a training step, checked once, and the settings of its optimizers and scheduler when it was made."""
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
-import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from samestep.engine.losses import LossFn, describe
-from samestep.engine.precision import check_precision
+from samestep.engine.precision import OnNonFinite, check_precision
 from samestep.engine.strategies import REPLICATE, StrategyOptions
 from samestep.errors import UsageError
 
 BUCKET_BYTES = 8 * 2**20
-OnNonFinite = Literal["raise", "skip"]
+# What a scheduler changes by itself: not a setting, but part of its state.
+PROGRESS = frozenset(("last_epoch", "_step_count", "_last_lr", "_get_lr_called_within_step", "_is_initial", "verbose"))
 
 
 @dataclass(frozen=True)
 class StepConfig:
-    """What `samestep.Run.train_step` was given besides model, optimizers and scheduler; it says what each means.
-
-    Attributes:
-        seed: of the run.
-        stream: tells the randomness of this train step from that of others.
-        graphed_length: samples of the batches whose microbatches run as CUDA graphs; None without graphs.
-
-    Raises:
-        UsageError: an option that cannot be.
-    """
+    """The arguments of `samestep.Run.train_step` other than model, optimizers and scheduler; see there."""
 
     seed: int
-    stream: int
+    stream: int  # separates the randomness of this training step from that of the run's other ones
     loss_fn: LossFn
     counts_fn: Callable[[Any], Any] | None = None
     max_grad_norm: float | None = None
@@ -39,7 +34,7 @@ class StepConfig:
     overlap: bool = True
     bucket_bytes: int = BUCKET_BYTES
     compile: bool = False
-    graphed_length: int | None = None
+    graphed_length: int | None = None  # samples of the batches whose microbatches run as CUDA graphs; None without
     strategy: StrategyOptions = REPLICATE
 
     def __post_init__(self) -> None:
@@ -54,7 +49,91 @@ class StepConfig:
         if self.graphed_length is not None and self.strategy != REPLICATE:
             raise UsageError("CUDA graphs replay a step in which every rank has the whole state: leave strategy=… out")
 
-    @property
-    def autocast_dtype(self) -> torch.dtype | None:
-        """The dtype of autocast; None for full precision."""
-        return check_precision(self.precision)
+
+@dataclass(frozen=True)
+class Settings:
+    """The plain values (numbers, strings, None, and tuples, lists and dicts of them) of optimizers and scheduler.
+
+    `optimizers` holds the class of each and the values of its parameter groups; `scheduler` its class and values, and
+    those of the schedulers in it, or None.
+    """
+
+    optimizers: list[tuple[str, list[dict[str, Any]]]]
+    scheduler: dict[str, Any] | None
+
+    def as_json(self) -> dict[str, Any]:
+        """For the contract: {"optimizer": {"class": "SGD", "lr": 0.1, …}, "scheduler": …}."""
+        fields = {}
+        for number, (name, groups) in enumerate(self.optimizers):
+            entry: dict[str, Any] = {"class": name}
+            for index, group in enumerate(groups):
+                entry.update(group if len(groups) == 1 else {f"group_{index}": group})
+            fields[str(number)] = entry
+        optimizer = fields["0"] if len(fields) == 1 else fields
+        return {"optimizer": optimizer, "scheduler": self.scheduler}
+
+
+def settings_of(optimizers: Sequence[Optimizer], scheduler: LRScheduler | None) -> Settings:
+    """The settings as they are now: called when the step is made, before a schedule has moved them."""
+    of_optimizers = [
+        (type(optimizer).__name__, [dict(_plain(group)) for group in optimizer.param_groups])
+        for optimizer in optimizers
+    ]
+    return Settings(of_optimizers, None if scheduler is None else _of_scheduler(scheduler))
+
+
+def take_new_settings(
+    optimizers: Sequence[Optimizer], scheduler: LRScheduler | None, old: Settings, new: Settings
+) -> None:
+    """Changes optimizers and a scheduler whose state was loaded to the settings that they are made with now."""
+    for optimizer, (_, before), (_, now) in zip(optimizers, old.optimizers, new.optimizers, strict=True):
+        for group, was, is_now in zip(optimizer.param_groups, before, now, strict=True):
+            for key in _changed(was, is_now):
+                _put(group, key, was[key], is_now[key])
+    if scheduler is not None and old.scheduler is not None and new.scheduler is not None:
+        _change_scheduler(scheduler, old.scheduler, new.scheduler)
+
+
+def _of_scheduler(scheduler: Any) -> dict[str, Any]:
+    values = {key: copy.copy(value) for key, value in _plain(vars(scheduler)) if key not in PROGRESS}
+    parts = {str(number): _of_scheduler(part) for number, part in enumerate(vars(scheduler).get("_schedulers", ()))}
+    return {"class": type(scheduler).__name__, **values, **({"schedulers": parts} if parts else {})}
+
+
+def _change_scheduler(scheduler: Any, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    for key in _changed(before, now):
+        if key not in ("class", "schedulers"):
+            setattr(scheduler, key, copy.copy(now[key]))
+    parts = zip(before.get("schedulers", {}).values(), now.get("schedulers", {}).values(), strict=True)
+    for part, (was, is_now) in zip(vars(scheduler).get("_schedulers", ()), parts, strict=True):
+        _change_scheduler(part, was, is_now)
+
+
+def _changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """The entries that both have and that differ."""
+    return [key for key, value in now.items() if key in before and before[key] != value]
+
+
+def _put(group: dict[str, Any], key: str, before: Any, now: Any) -> None:
+    if key == "lr" and before and float(group[key]) != before:
+        now = float(group[key]) * (now / before)  # in proportion, since a schedule has moved it
+    if isinstance(group[key], Tensor):
+        group[key].fill_(now)
+    else:
+        group[key] = now
+
+
+def _plain(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The entries that are plain values; a tensor of one element counts as a number."""
+    for key, value in values.items():
+        taken = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+        if key not in ("params", "param_names") and _is_plain(taken):
+            yield key, taken
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return all(map(_is_plain, value.values()))
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, bool | int | float | str)

@@ -1,26 +1,166 @@
-"""The diagnosis: where in a model an operation was called that has no deterministic form, or needs more samples."""
+"""Diagnosis of failed steps: a microbatch that does not fit in memory, operations that are not deterministic.
 
+Imported only once something has failed.
+"""
+
+import gc
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from samestep.data.nested import leaves
+from samestep.data.nested import leaves, take_rows
 from samestep.errors import DeterminismError, UsageError
 
+NOTHING_FITS, FAILS = 0, -1
+CPU_MESSAGES = ("can't allocate memory", "not enough memory", "Cannot allocate memory", "std::bad_alloc")
 LONE_SAMPLE = "Expected more than 1 value per channel when training"
-PATTERN = re.compile(r"(\S+) does not have a deterministic implementation")
+NONDETERMINISTIC = re.compile(r"(\S+) does not have a deterministic implementation")
+LONE_ADVICE = {  # besides smaller microbatches, by strategy
+    "sharded": "more devices, smaller `wrap`, or Sharded(activation_checkpointing=True)",
+    "pipeline": 'more stages (ranks along "pipe"), or activation checkpointing (torch.utils.checkpoint)',
+    "tensor": 'more ranks along "tensor", or SequenceParallel() for the norms and dropout between divided layers',
+}
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an exception reports that memory ran out, on an accelerator or on the host."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in CPU_MESSAGES)
+
+
+def free_memory(device: torch.device) -> None:
+    """Frees garbage, and returns the allocator's cache to the device."""
+    gc.collect()
+    if device.type != "cpu":
+        torch.get_device_module(device).empty_cache()
+
+
+@dataclass(frozen=True)
+class Shortage:
+    """A microbatch for which memory ran out, in the phase "forward" or "backward"; `counts` are the global ones."""
+
+    microbatch: int
+    num_samples: int
+    value: Any
+    phase: str
+    counts: Any
+
+    def measure(
+        self,
+        run: Callable[[Any, int, Any], None],
+        needed_beside: Callable[[int], tuple[Sequence[int], Sequence[int]]],
+        length: int,
+        num_microbatches: int,
+        device: torch.device,
+    ) -> int:
+        """The first number that fits of twice, four times … as many microbatches; NOTHING_FITS or FAILS if none does.
+
+        `needed_beside` gives, for a number of microbatches, the bytes of the tensors that exist while one runs, and of
+        those that its backward adds.
+        """
+        count, size = num_microbatches, self.num_samples
+        while size > 1:
+            count *= 2
+            size = -(-length // count)
+            held: list[Tensor] = []  # dropped before memory is freed for the next attempt
+            free_memory(device)
+            try:
+                beside, after = needed_beside(count)
+                held += [torch.empty(number, dtype=torch.uint8, device=device) for number in beside]
+                run(take_rows(self.value, 0, size, self.num_samples), size, self.counts)
+                held += [torch.empty(number, dtype=torch.uint8, device=device) for number in after]
+            except Exception as error:  # of whatever kind: the other ranks wait for the result
+                if not is_out_of_memory(error):
+                    return FAILS
+            else:
+                return min(count, length)
+        return NOTHING_FITS
+
+
+def missing_state_bytes(optimizer: Optimizer) -> list[int]:
+    """Bytes of each tensor that an optimizer will make in its first step; none after it, or if it cannot be tried."""
+    if optimizer.state:
+        return []
+    # A twin steps on parameters without memory (device "meta"), on which the plain loop runs everywhere.
+    groups = [{**group, "params": [_without_memory(p) for p in group["params"]]} for group in optimizer.param_groups]
+    plain = {"fused": None, "foreach": False, "capturable": False}
+    groups = [{key: plain.get(key, value) for key, value in group.items()} for group in groups]
+    try:
+        make: Callable[[Any], Optimizer] = type(optimizer)
+        twin = make(groups)
+        twin.step()
+    except Exception:  # one of the user's own, which may do anything
+        return []
+    tensors = [leaf for leaf in leaves(list(twin.state.values())) if isinstance(leaf, Tensor)]
+    return [tensor.numel() * tensor.element_size() for tensor in tensors]
+
+
+def _without_memory(parameter: nn.Parameter) -> nn.Parameter:
+    twin = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
+    if twin.requires_grad:
+        twin.grad = torch.empty_like(twin)
+    return twin
+
+
+def describe_shortage(rows: Sequence[Sequence[int]], length: int, num_microbatches: int, device: torch.device) -> str:
+    """The message, from the measurements of all ranks: microbatch, samples, fitting number, whether memory ran out."""
+    short = [(rank, row) for rank, row in enumerate(rows) if row[3]]
+    rank, (microbatch, num_samples, _, _) = short[0]
+    which = f"microbatch {microbatch} of {num_microbatches} ({num_samples} samples)"
+    where = f"{which} does not fit in the memory of rank {rank}"
+    if len(short) > 1:
+        where += f" (nor do others on ranks {', '.join(str(other) for other, _ in short[1:])})"
+    if device.type == "cuda":
+        where += f", {torch.cuda.get_device_properties(device).total_memory / 2**30:.0f} GiB"
+    worst = min(row[2] for _, row in short)
+    if worst in (NOTHING_FITS, FAILS):
+        why = "with smaller microbatches the model fails otherwise"
+        if worst == NOTHING_FITS:
+            why = "not even one sample does"
+        return (
+            f"out of memory: {where}, and {why}, as measured: use a smaller model, --precision bf16-mixed, or "
+            "activation checkpointing (torch.utils.checkpoint)"
+        )
+    fitting = max(row[2] for _, row in short)
+    return (
+        f"out of memory: {where}; microbatches of {-(-length // fitting)} do, as measured: use "
+        f"num_microbatches={fitting} (--num-microbatches {fitting}; it is part of the contract: the bits of another "
+        "number of microbatches are others)"
+    )
+
+
+def describe_lone_shortage(microbatch: int, num_samples: int, rank: int, strategy: str) -> str:
+    """The message if nothing can be measured, since no rank alone has the whole model."""
+    return (
+        f"out of memory: microbatch {microbatch} ({num_samples} samples) does not fit in the memory of rank {rank} "
+        "beside its part of the model: use more microbatches, which are smaller (--num-microbatches; it is part of the "
+        f"contract), {LONE_ADVICE[strategy]}"
+    )
+
+
+def describe_update_shortage(optimizer: str, step: int, rank: int) -> str:
+    """The message if the update of step number `step` does not fit."""
+    state = "the state that it makes in its first step" if step == 0 else "what it computes on the way"
+    return (
+        f"out of memory: the update of step {step} by {optimizer}, {state}, does not fit in the memory of rank {rank}, "
+        "and the model may be half updated: go on from a checkpoint. More microbatches do not help here; use an "
+        "optimizer with less state (SGD, Adafactor), foreach=False, a smaller model, or a device with more memory"
+    )
 
 
 def explain_nondeterminism(
     error: RuntimeError, model: nn.Module, forward: Callable[[], Tensor]
 ) -> DeterminismError | None:
-    """Turns torch's error about an operation without a deterministic form into one that names the module."""
-    match = PATTERN.search(str(error))
+    """The error that names the module, for torch's error about an operation without a deterministic form."""
+    match = NONDETERMINISTIC.search(str(error))
     if match is None:
         return None
     where = _module_in_traceback(error.__traceback__, model) or _module_of_backward(model, forward)
@@ -31,7 +171,7 @@ def explain_nondeterminism(
 
 
 def explain_lone_sample(error: BaseException, model: nn.Module, where: str, advice: str) -> UsageError | None:
-    """Turns torch's error about BatchNorm in training on one sample into one that names the module and the batch."""
+    """The error that names module and batch, for torch's error about BatchNorm in training on one sample."""
     if LONE_SAMPLE not in str(error):
         return None
     module = _module_in_traceback(error.__traceback__, model) or "BatchNorm"
@@ -54,10 +194,7 @@ def _module_in_traceback(traceback: TracebackType | None, model: nn.Module) -> s
 
 
 def _module_of_backward(model: nn.Module, forward: Callable[[], Tensor]) -> str:
-    """Runs forward and backward again, and sees which module's backward is the last to begin.
-
-    The gradients are not accumulated, so that hooks on the parameters do not run.
-    """
+    """The module whose backward fails: runs both again, and takes the module whose backward is the last to begin."""
     owners: dict[Any, str] = {}
     running: list[str] = []
 
@@ -73,6 +210,7 @@ def _module_of_backward(model: nn.Module, forward: Callable[[], Tensor]) -> str:
     loss = None
     try:
         loss = forward()
+        # Not `backward`, which would accumulate, and call the hooks on the parameters.
         torch.autograd.grad(loss, [p for p in model.parameters() if p.requires_grad], allow_unused=True)
     except RuntimeError:
         if loss is None:
@@ -85,7 +223,7 @@ def _module_of_backward(model: nn.Module, forward: Callable[[], Tensor]) -> str:
 
 
 def _new_nodes(output: Any, known: dict[Any, str]) -> list[Any]:
-    """The autograd nodes behind a module's output that no inner module has claimed."""
+    """The autograd nodes behind a module's output that belong to no inner module."""
     tensors = [leaf for leaf in leaves(output) if isinstance(leaf, Tensor)]
     waiting = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
     found: list[Any] = []

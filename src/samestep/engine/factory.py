@@ -1,17 +1,101 @@
-"""Makes the strategy of a step, of the options that the user gave."""
+"""Makes the strategy of a step from its options; the strategy `replicate` itself."""
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.optim import Optimizer
 
+from samestep.comm.communicator import Communicator
 from samestep.comm.membership import Membership
-from samestep.engine.parameters import check_same_model, is_dtensor, settle_model
-from samestep.engine.replicate import ReplicateStrategy
-from samestep.engine.sharded_state import check_elementwise
+from samestep.engine.buffers import BufferMerge
+from samestep.engine.forward_backward import ForwardBackward
+from samestep.engine.gradients import GradientSum
+from samestep.engine.observer import Observers
+from samestep.engine.parameters import Homes, check_same_model, is_dtensor, named_parameters, settle_model
+from samestep.engine.sharded_state import ShardedState, check_elementwise
 from samestep.engine.strategies import Pipeline, Replicate, Sharded, StrategyOptions
 from samestep.engine.strategy import ExchangeOptions, Strategy
 from samestep.errors import UsageError
+
+if TYPE_CHECKING:
+    from samestep.engine.zero1 import Zero1Parts
+
+
+class ReplicateStrategy:
+    """Every rank has the whole state; with `shard_optimizer` (ZeRO-1) 1/D of the optimizer's."""
+
+    def __init__(
+        self, membership: Membership, model: nn.Module, options: ExchangeOptions, shard_optimizer: bool
+    ) -> None:
+        self.forward = model
+        self.state: ShardedState | None = None
+        self.contract: dict[str, Any] = {}
+        self._membership = membership
+        self._options = options
+        self._shards_optimizer = shard_optimizer
+        self._owned: Zero1Parts | None = None
+        self._homes: Homes | None = None
+
+    @property
+    def communicator(self) -> Communicator:
+        """Over all ranks."""
+        return self._membership.communicator
+
+    def held(self, optimizers: Sequence[Optimizer]) -> dict[str, nn.Parameter]:
+        """The parameters that the optimizers update, by name."""
+        if self._shards_optimizer and self._homes is not None:
+            raise UsageError("with shard_optimizer=True what is trained stays as it was when the step was made")
+        return named_parameters(self.forward, optimizers)
+
+    def lay_out(
+        self, trainable: dict[str, nn.Parameter], optimizers: Sequence[Optimizer], observers: Observers
+    ) -> tuple[GradientSum, BufferMerge]:
+        """The exchanges; with `shard_optimizer` the optimizers get this rank's local shards in place of parameters."""
+        membership = self._membership
+        gradients = GradientSum(
+            list(trainable.values()),
+            list(trainable),
+            membership.communicator,
+            self._options.bucket_bytes,
+            self._options.overlap,
+            observers,
+            self._shards_optimizer and membership.world_size > 1,
+        )
+        if gradients.owned is not None:
+            names = {id(parameter): name for name, parameter in self.held(optimizers).items()}
+            self._owned, self.state = gradients.owned, gradients.owned.state
+            self.state.hand_over(optimizers, names, membership.rank)
+        self._homes = Homes(self.forward, trainable)
+        return gradients, BufferMerge(self.forward, membership.data)
+
+    def make_runner(self, compute: ForwardBackward) -> None:
+        """None: a rank runs its microbatches alone, one after another."""
+
+    def sync_trainable(self) -> None:
+        """Does nothing: the optimizers hold the model's own parameters."""
+
+    def check_in_use(self) -> None:
+        """Raises a `UsageError` if a parameter that is trained was replaced in the model."""
+        if self._homes is not None:
+            self._homes.check()
+
+    def before_update(self) -> None:
+        """Makes sure that this rank's local shards lie in the memory of the parameters."""
+        if self._owned is not None:
+            self._owned.settle()
+
+    def after_update(self) -> None:
+        """Gathers the updated local shards on every rank."""
+        if self._owned is not None:
+            self._owned.hand_out()
+
+    def after_load(self) -> None:
+        """Does nothing."""
+
+    def explain(self, error: RuntimeError) -> Exception | None:
+        """None: this strategy causes no errors of its own."""
+        return None
 
 
 def make_strategy(
@@ -21,20 +105,31 @@ def make_strategy(
     options: StrategyOptions,
     exchange: ExchangeOptions,
 ) -> Strategy:
-    """Lays the state of a step out on the ranks: moves the model to the device, and changes it as the options say."""
+    """Places the state of a step on the ranks: moves the model to the device, and shards it as the options say."""
+    # The other strategies are imported when they are used, since they load half of torch.distributed.
     device = membership.communicator.device
+    strategy: Strategy
     if is_tensor_parallel(model):
         from samestep.engine.tensor_parallel import TensorParallelStrategy
 
         settle_model(model, device)
-        return _taking_whole_weights(model, TensorParallelStrategy(membership, model, optimizers, exchange))
+        strategy = TensorParallelStrategy(membership, model, optimizers, exchange)
+        return _taking_whole_weights(model, strategy)
     shards_optimizer = isinstance(options, Replicate) and options.shard_optimizer
     if shards_optimizer:
         check_elementwise(optimizers, device, by_rows=False)
         membership.rely_on_all()
-    if isinstance(options, Sharded) or (membership.mesh is not None and not isinstance(options, Replicate)):
+    if isinstance(options, Sharded) or (isinstance(options, Pipeline) and membership.mesh is not None):
+        # Compared before they are sharded, and settled afterwards: each rank then moves its local shards alone.
         membership.perform(lambda: check_same_model(model, membership.communicator))
-        strategy = _make_sharding(membership, model, optimizers, options, exchange)
+        if isinstance(options, Sharded):
+            from samestep.engine.sharding.strategy import ShardedStrategy
+
+            strategy = ShardedStrategy(membership, model, optimizers, options)
+        else:
+            from samestep.engine.pipelining.strategy import PipelineStrategy
+
+            strategy = PipelineStrategy(membership, model, optimizers, options, exchange)
         settle_model(model, device)
         return _taking_whole_weights(model, strategy)
     settle_model(model, device)
@@ -42,26 +137,8 @@ def make_strategy(
     return ReplicateStrategy(membership, model, exchange, shards_optimizer)
 
 
-def _make_sharding(
-    membership: Membership,
-    model: nn.Module,
-    optimizers: Sequence[Optimizer],
-    options: StrategyOptions,
-    exchange: ExchangeOptions,
-) -> Strategy:
-    """A strategy that shards the model; imported when it is needed, since it loads half of torch.distributed."""
-    if isinstance(options, Sharded):
-        from samestep.engine.sharding.strategy import ShardedStrategy
-
-        return ShardedStrategy(membership, model, optimizers, options)
-    assert isinstance(options, Pipeline), "the others keep the whole state on each rank"
-    from samestep.engine.pipelining.strategy import PipelineStrategy
-
-    return PipelineStrategy(membership, model, optimizers, options, exchange)
-
-
 def _taking_whole_weights(model: nn.Module, strategy: Strategy) -> Strategy:
-    """Lets the model's `load_state_dict` take whole weights; the strategy."""
+    """The strategy, after hooking the model's `load_state_dict` so that it takes unsharded weights."""
     from samestep.engine.whole_weights import load_whole_weights
 
     assert strategy.state is not None, "each rank has a part of the model"

@@ -1,11 +1,12 @@
 """The gradient of one step: each microbatch's pushed on the tree, then reduced over the ranks.
 
-While a rank runs its last microbatch, a bucket whose gradients are all there goes on its way at once, so that the
-exchange of the last layers runs beside the backward of the first.
+While a rank runs its last microbatch, a bucket whose gradients are complete is sent at once, so that the exchange of
+the last layers overlaps with the backward of the first.
 """
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,24 +14,27 @@ from torch.utils.hooks import RemovableHandle
 
 from samestep.comm.buckets import Bucket, make_buckets
 from samestep.comm.communicator import Communicator
-from samestep.comm.reduction import Reduction, finish_all, fold
+from samestep.comm.reduction import Reduction, finish_all
 from samestep.core.tree import Block, TreeSum
 from samestep.engine.norms import NORM_ELEMENTS, block_norm, block_norms, join_norms
 from samestep.engine.observer import StepObserver
 from samestep.engine.zero1 import Zero1Parts
 from samestep.errors import DeterminismError
 
+REUSED_BYTES = 4 * 2**20  # memory of larger gradients is allocated anew: nothing beside copying them, and none is held
+
+
+class FlatSum(NamedTuple):
+    """The gradients of a bucket in one flat tensor, and the view of each member in it."""
+
+    flat: Tensor
+    views: list[Tensor]
+
 
 class GradientSum:
     """Sums the gradients of all microbatches of a step over all ranks: the `GradientExchange` of replicated parameters.
 
-    Attributes:
-        parameters: the trainable ones.
-        inputs: the same, as autograd wants them.
-        is_sharded: false: every rank gets the whole sums.
-        used: for each whether a microbatch of this rank used it.
-        flats: after `finish` the sums over all microbatches, a flat tensor a bucket.
-        owned: this rank's elements, with `shard_optimizer`.
+    With `shard_optimizer`, `owned` are this rank's local shards; else it is None.
     """
 
     is_sharded = False
@@ -55,9 +59,11 @@ class GradientSum:
         self._groups = _by_dtype(self._buckets)
         self._is_one_block = len(self._buckets) == 1 and self._buckets[0].length <= NORM_ELEMENTS
         self._bucket_of = {index: number for number, bucket in enumerate(self._buckets) for index in bucket.members}
-        # Their length, dtype and device, without their memory.
+        # Length, dtype and device of the buckets, without their memory.
         self._likes = [torch.zeros((), dtype=b.dtype, device=b.device).expand(b.numel) for b in self._buckets]
         self._zero = torch.zeros((), device=self.parameters[0].device)
+        self._reuses = sum(self.bucket_bytes) <= REUSED_BYTES
+        self._spare: list[list[FlatSum]] = [[] for _ in self._buckets]
         self._hooks: list[RemovableHandle] = []
         self.begin(())
         if overlap and communicator.world_size > 1 and len(self._buckets) > 1:
@@ -69,23 +75,28 @@ class GradientSum:
 
     @property
     def bucket_bytes(self) -> list[int]:
-        """What the gradient of one microbatch takes, by bucket."""
+        """The bytes of the gradient of one microbatch, by bucket."""
         return [bucket.numel * bucket.dtype.itemsize for bucket in self._buckets]
 
     def begin(self, blocks_by_rank: Sequence[Sequence[Block]]) -> None:
-        """Starts a step in which each rank ships these blocks, from `plan.tree.rank_blocks`."""
+        """Starts a step in which each rank ships these blocks, from `core.tree.rank_blocks`."""
         self._blocks_by_rank = blocks_by_rank
         self._is_only = sum(block.size for blocks in blocks_by_rank for block in blocks) == 1
-        # Sums of the step before are left alone, since the user may hold them as `parameter.grad`.
-        self._trees: list[TreeSum[Tensor]] = [TreeSum(Tensor.add_) for _ in self._buckets]
+        # The sums of the step before are never written to again, since the user may hold them as `parameter.grad`.
+        self._trees = [self._new_tree(number) for number in range(len(self._buckets))]
         self._started: list[Reduction] = []
-        self.flats: list[Tensor] = []
+        self._results: list[FlatSum] = []
         self._totals: list[Tensor] = []
         self._last_microbatch: int | None = None
         self.used = [False] * len(self.parameters)
         self.forget()
         if self._hooks:
             self._put_hooks_last()
+
+    @property
+    def flats(self) -> list[Tensor]:
+        """After `finish` the sums over all microbatches, one tensor a bucket; with `owned` this rank's part of it."""
+        return [result.flat for result in self._results]
 
     def forget(self) -> None:
         """Drops the parameters' gradients."""
@@ -102,7 +113,7 @@ class GradientSum:
     def push(self, microbatch: int, loss: Tensor) -> Tensor:
         """Pushes a microbatch's `.grad` on the tree; returns the sum of its elements, not finite if one of them is not.
 
-        For the only microbatch of a step it is zero: the norm says it as well.
+        For the only microbatch of a step it is zero: the norm tells the same.
         """
         for number in range(len(self._totals), len(self._buckets)):
             self._take(number, microbatch)
@@ -112,19 +123,21 @@ class GradientSum:
         return totals[0] if len(totals) == 1 else torch.stack([total.float() for total in totals]).sum()
 
     def start(self) -> None:
-        """Sends every bucket on its way to the other ranks that has not left yet."""
+        """Sends every bucket to the other ranks that was not sent during the backward."""
         for number in range(len(self._started), len(self._buckets)):
             self._send(number)
 
     def finish(self) -> None:
-        """Waits for the sums over all microbatches: one flat tensor a bucket; this rank's part of it with `owned`."""
+        """Waits for the sums over all microbatches."""
         if self._communicator.world_size == 1:
-            self.flats = [fold(self._blocks_by_rank[0], tree.sums) for tree in self._trees]
+            roots = [tree.root() for tree in self._trees]
+            self._results = [root for root in roots if root is not None]
+            assert len(self._results) == len(roots), "the only rank has run all microbatches, at least one"
         else:
-            self.flats = finish_all(self._started)
+            self._results = [FlatSum(flat, []) for flat in finish_all(self._started)]
 
     def norm(self) -> Tensor:
-        """The 2-norm of all sums: 0-d, of at least 32 bits; `engine.norms` says of which blocks it is made."""
+        """The 2-norm of all sums: 0-d, of at least 32 bits; `engine.norms` explains its blocks."""
         if self.owned is not None:
             return self.owned.norm(self.flats)
         if self._is_one_block:
@@ -135,16 +148,12 @@ class GradientSum:
                 flats = [self._trimmed(number) for number in group]
                 parts.append(block_norm(flats[0] if len(flats) == 1 else torch.cat(flats)))
             else:
-                members = [
-                    view
-                    for number in group
-                    for view in self._buckets[number].views(self.flats[number], self.parameters)
-                ]
+                members = [view for number in group for view in self._views(number)]
                 parts.append(block_norm(torch.stack(block_norms(members))))
         return join_norms(parts)
 
     def assign(self, used: Sequence[bool]) -> None:
-        """Gives each parameter that a microbatch used its gradient, a view of the flat results; the others get None."""
+        """Sets the `.grad` of each parameter that a microbatch used to a view of the results, the others' to None."""
         if self.owned is not None:
             self.owned.assign(self.flats, used)
             return
@@ -152,18 +161,18 @@ class GradientSum:
             self.parameters[index].grad = view if used[index] else None
 
     def views(self) -> Iterator[tuple[int, Tensor]]:
-        """The number of each parameter, and its sum as a view of the flat results."""
-        for bucket, flat in zip(self._buckets, self.flats, strict=True):
-            yield from zip(bucket.members, bucket.views(flat, self.parameters), strict=True)
+        """The number of each parameter, and its sum as a view of the results."""
+        for number, bucket in enumerate(self._buckets):
+            yield from zip(bucket.members, self._views(number), strict=True)
 
     def fill_up(self, rank: int) -> None:
-        """Lets this rank, which could not run its microbatches, take part in the exchanges all the same, with zeros."""
+        """Contributes zeros to the exchanges for this rank, which could not run its microbatches."""
         self._last_microbatch = None
         self._totals = []
         for number in range(len(self._started), len(self._buckets)):
-            self._trees[number] = TreeSum(Tensor.add_)
+            self._trees[number] = self._new_tree(number)
             for block in self._blocks_by_rank[rank]:
-                self._trees[number].push(block, self._buckets[number].empty())
+                self._trees[number].push(block, FlatSum(self._buckets[number].empty(), []))
 
     def drain(self) -> None:
         """Waits for the exchanges that every rank has begun, and drops their results."""
@@ -171,20 +180,46 @@ class GradientSum:
         self.abandon()
 
     def abandon(self) -> None:
-        """Drops the sums of a step that failed, exchanges under way among them."""
+        """Drops the sums of a step that failed, and the exchanges under way."""
         self.begin(())
 
     def remove_hooks(self) -> None:
-        """Takes the hooks off the parameters."""
+        """Removes the hooks from the parameters."""
         _remove(self._hooks)
 
+    def _new_tree(self, number: int) -> TreeSum[FlatSum]:
+        """A tree for one bucket, whose additions free the memory of the right operands for later microbatches."""
+        spare, reuses = self._spare[number], self._reuses
+
+        def add(left: FlatSum, right: FlatSum) -> FlatSum:
+            left.flat.add_(right.flat)
+            # No other reference to the right operand exists: only roots, and sums that are sent, leave this object, and
+            # both are left operands or were never added.
+            if reuses and right.views:
+                spare.append(right)
+            return left
+
+        return TreeSum(add)
+
+    def _empty(self, number: int) -> FlatSum:
+        """Memory for the gradients of one bucket, whose gaps between the members are zero."""
+        if self._spare[number]:
+            return self._spare[number].pop()  # the gaps of both operands were zero, and so are those of their sum
+        flat = self._buckets[number].empty()
+        return FlatSum(flat, self._buckets[number].views(flat, self.parameters))
+
+    def _views(self, number: int) -> list[Tensor]:
+        """The members' sums, as views of a bucket's result."""
+        result = self._results[number]
+        return result.views or self._buckets[number].views(result.flat, self.parameters)
+
     def _trimmed(self, number: int) -> Tensor:
-        """A sum without what pads it to the number of ranks."""
-        flat, length = self.flats[number], self._buckets[number].length
+        """A bucket's sum without the padding to the number of ranks."""
+        flat, length = self._results[number].flat, self._buckets[number].length
         return flat if flat.numel() == length else flat[:length]
 
     def _put_hooks_last(self) -> None:
-        """Lets hooks that the user added after ours run before ours, which may send the gradient away."""
+        """Makes hooks that the user added after ours run before ours, which may send the gradient away."""
         for index, hook in enumerate(self._hooks):
             parameter = self.parameters[index]
             if next(reversed(parameter._post_accumulate_grad_hooks)) != hook.id:
@@ -193,36 +228,37 @@ class GradientSum:
 
     def _take(self, number: int, microbatch: int) -> None:
         """Pushes a microbatch's gradients of one bucket on the tree; after the last one the exchange starts."""
-        bucket = self._buckets[number]
-        flat = bucket.empty()  # zeros: those of absent gradients, and of the gaps between the members
+        bucket, leaf = self._buckets[number], self._empty(number)
         present, gradients = [], []
-        for view, index in zip(bucket.views(flat, self.parameters), bucket.members, strict=True):
+        for view, index in zip(leaf.views, bucket.members, strict=True):
             gradient = self.parameters[index].grad
-            if gradient is not None:
-                self.used[index] = True
-                present.append(view)
-                gradients.append(gradient.to_dense() if gradient.is_sparse else gradient)
+            if gradient is None:
+                view.zero_()  # reused memory holds the gradient of another microbatch
+                continue
+            self.used[index] = True
+            present.append(view)
+            gradients.append(gradient.to_dense() if gradient.is_sparse else gradient)
         if present:
             torch._foreach_copy_(present, gradients)
-        self._totals.append(self._zero if self._is_only else flat.sum())  # before the tree adds to this memory
+        self._totals.append(self._zero if self._is_only else leaf.flat.sum())  # before the tree adds to this memory
         # The left sibling's memory takes the sum, so about 1 + log2 of this rank's microbatches are alive at once.
-        self._trees[number].push(Block(microbatch, 1), flat)
+        self._trees[number].push(Block(microbatch, 1), leaf)
         if self._last_microbatch is not None:
             self._send(number)
 
     def _send(self, number: int) -> None:
         self._observer.on_bucket()
-        # Where waiting makes a stream wait, and not the host, earlier buckets go on while backward makes the next one.
+        # If waiting makes a stream wait, and not the host, earlier buckets go on while backward makes the next one.
         if self._communicator.folds_beside:
             for reduction in self._started:
                 reduction.fold()
-        communicator, like = self._communicator, self._likes[number]
-        sums, scatter = self._trees[number].sums, self.owned is not None
-        self._started.append(communicator.reduce(self._blocks_by_rank, sums, like, scatter))
+        sums = [total.flat for total in self._trees[number].sums]
+        like, scatter = self._likes[number], self.owned is not None
+        self._started.append(self._communicator.reduce(self._blocks_by_rank, sums, like, scatter))
 
     def _make_hook(self, index: int) -> Callable[[Tensor], None]:
         number = self._bucket_of[index]
-        reference = weakref.ref(self)  # a parameter must not keep alive what sums its gradient
+        reference = weakref.ref(self)  # a parameter must not keep this object alive
 
         def on_gradient(_: Tensor) -> None:
             owner = reference()
@@ -235,7 +271,7 @@ class GradientSum:
                     "or train_step(..., overlap=False)"
                 )
             owner._awaited[number].discard(index)
-            # In the order of the buckets, whatever the order of the gradients: all ranks must send the same way.
+            # In the order of the buckets, whatever the order of the gradients: all ranks must send in the same order.
             while len(owner._started) < len(owner._buckets) and not owner._awaited[len(owner._started)]:
                 owner._take(len(owner._started), owner._last_microbatch)
 

@@ -1,35 +1,32 @@
-"""CUDA graphs: forward and backward of a microbatch, captured once a form of microbatch and replayed for every other.
+"""CUDA graphs: forward and backward of a microbatch, captured once for each form of microbatch and replayed.
 
-A microbatch of a small model is hundreds of kernels of a few microseconds each, which Python hands over one by one; a
-replay hands over all of them at once. The microbatch is copied into memory that the graph reads, and what it leaves
-(the loss, the count, the gradients, the buffers) lies in memory that it writes; that is taken before the next replay.
+A microbatch of a small model is hundreds of kernels of a few microseconds each, which Python launches one by one; a
+replay launches all of them at once. The microbatch is copied into memory that the graph reads, and its results (the
+loss, the count, the gradients, the buffers) lie in memory that the graph writes; they are taken before the next replay.
 
-Random numbers on the device are those of a microbatch that runs without a graph. A generator counts what is drawn:
-while a graph is captured, kernels get the place of their draws in the graph, and two cells in which they look up seed
-and offset when they run. A replay first writes the generator's seed and offset to these cells (PyTorch,
+Random numbers on the device are those of a microbatch that runs without a graph. A generator counts its draws: while a
+graph is captured, kernels get the offset of their draws in the graph, and two cells from which they read seed and
+offset when they run. A replay first writes the generator's seed and offset to these cells (PyTorch,
 aten/src/ATen/cuda/CUDAGeneratorImpl.cpp, `capture_prologue` and `replay_prologue`; CUDAGraph.cpp, `replay`), so seeding
-before every replay is all it takes.
+before every replay is sufficient.
 
 The update is not captured. It runs once a step and not once a microbatch, a fused optimizer is a handful of kernels,
-and what it reads changes places between steps: sums lie in memory that is lent by turns, learning rates are Python's.
+and its inputs change between steps: sums lie in other memory each time, learning rates are Python numbers.
 """
 
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from samestep.data.nested import leaves, map_tensors
 from samestep.engine.buffers import BufferMerge
+from samestep.engine.forward_backward import ForwardBackward
 from samestep.engine.losses import MicrobatchLoss, describe
-from samestep.engine.memory import is_out_of_memory
+from samestep.engine.strategy import Layout
 from samestep.errors import SamestepError, UsageError
-
-if TYPE_CHECKING:
-    from samestep.engine.microbatches import MicrobatchRunner
-    from samestep.engine.strategy import Layout
 
 WARM_UPS = 3  # as torch.cuda.make_graphed_callables: libraries load and choose kernels in the first runs
 MOST_GRAPHS = 16
@@ -37,46 +34,36 @@ LEAVE_OUT = "or leave cuda_graphs out (--no-cuda-graphs)"
 
 
 class Recorder(Protocol):
-    """What runs a function so that it can be replayed."""
+    """Records runs of a function for replay: CUDA graphs, or a stand-in in tests."""
 
     def warm_up(self, run: Callable[[], MicrobatchLoss]) -> None:
         """Runs it as it will be recorded."""
 
     def record(self, run: Callable[[], MicrobatchLoss]) -> tuple[Callable[[], object], MicrobatchLoss]:
-        """Runs it once; returns what replays it, and its result, whose tensors a replay fills."""
+        """Runs it once; returns its replay, and its result, whose tensors a replay fills."""
 
 
 @dataclass(frozen=True, slots=True)
 class MicrobatchGraph:
-    """Forward and backward of the microbatches of one form.
-
-    Attributes:
-        replay: runs them.
-        slots: the memory that the microbatch is read from.
-        loss: what a replay fills.
-        gradients: of each trainable parameter what a replay fills; None where the microbatch does not use it.
-        buffers: the index of each buffer that a replay changes, and what then stands in its place.
-        held: other memory that a replay reads.
-    """
+    """Forward and backward of the microbatches of one form."""
 
     replay: Callable[[], object]
-    slots: list[Tensor]
-    loss: MicrobatchLoss
-    gradients: list[Tensor | None]
-    buffers: list[tuple[int, Tensor | None]]
-    held: list[Tensor]
+    slots: list[Tensor]  # the memory from which a replay reads the microbatch
+    loss: MicrobatchLoss  # filled by a replay, as the next two
+    gradients: list[Tensor | None]  # of each trainable parameter; None if the microbatch does not use it
+    buffers: list[tuple[int, Tensor | None]]  # the index of each buffer that a replay changes, and the tensor there
+    constants: list[Tensor]  # kept alive, since a replay reads them too
 
 
 class MicrobatchGraphs:
     """The graphs of one train step.
 
-    Which microbatches run by a graph is decided by the length of the batch alone, so it is the same on every rank and
-    after a
-    resume: those of full batches do, those of a shorter last batch do not.
+    The length of the batch alone decides whether its microbatches run by a graph, so the decision is the same on every
+    rank and after a resume: full batches do, a shorter last batch does not.
     """
 
     def __init__(
-        self, length: int, device: torch.device, make_recorder: "Callable[[torch.device], Recorder] | None" = None
+        self, length: int, device: torch.device, make_recorder: Callable[[torch.device], Recorder] | None = None
     ) -> None:
         self._length = length
         self._device = device
@@ -87,11 +74,11 @@ class MicrobatchGraphs:
         self._settings: tuple[Hashable, ...] = ()
 
     def __len__(self) -> int:
-        """How many forms of microbatches are captured."""
+        """The number of forms of microbatches that are captured."""
         return len(self._graphs)
 
-    def begin(self, layout: "Layout", length: int) -> bool:
-        """Starts a step; graphs that read or write memory which the model has left are dropped."""
+    def begin(self, layout: Layout, length: int) -> bool:
+        """Starts a step; whether its microbatches run by graphs."""
         if length != self._length:
             return False
         if torch.is_anomaly_enabled():
@@ -99,6 +86,7 @@ class MicrobatchGraphs:
                 "autograd's anomaly mode looks at every gradient while Python runs the backward, which a replayed CUDA "
                 f"graph does not: switch it off, {LEAVE_OUT}"
             )
+        # A graph reads and writes fixed addresses: parameters or buffers that were moved would be missed.
         addresses = layout.purity.addresses()
         if addresses != self._addresses:
             self.drop()
@@ -110,22 +98,21 @@ class MicrobatchGraphs:
 
     def run(
         self,
-        runner: "MicrobatchRunner",
-        layout: "Layout",
+        compute: ForwardBackward,
+        layout: Layout,
         value: Any,
         num_samples: int,
         counts: Any,
         is_only: bool,
         seed: int,
     ) -> MicrobatchLoss:
-        """What `runner.run_one` does, by a graph; the generators have been seeded for it."""
+        """The result of `compute.run`, by a graph; the generators are seeded already."""
         inputs = (value,) if counts is None else (value, counts)
-        form = form_of(inputs)
-        key = form, num_samples, is_only, self._settings
+        key = form_of(inputs), num_samples, is_only, self._settings
         graph = self._graphs.get(key)
         if graph is None:
-            graph = self._graphs[key] = self._capture(runner, layout, inputs, num_samples, is_only, seed)
-            runner.generators.seed(seed)
+            graph = self._graphs[key] = self._capture(compute, layout, inputs, num_samples, is_only, seed)
+            compute.generators.seed(seed)  # the capture has drawn
         _fill(graph.slots, inputs)
         graph.replay()
         for parameter, gradient in zip(layout.gradients.parameters, graph.gradients, strict=True):
@@ -134,60 +121,63 @@ class MicrobatchGraphs:
         return graph.loss
 
     def drop(self) -> None:
-        """Forgets all graphs, and gives back their memory."""
+        """Forgets all graphs, and frees their memory."""
         self._graphs.clear()
         self._recorder = None
 
     def _capture(
         self,
-        runner: "MicrobatchRunner",
-        layout: "Layout",
+        compute: ForwardBackward,
+        layout: Layout,
         inputs: tuple[Any, ...],
         num_samples: int,
         is_only: bool,
         seed: int,
     ) -> MicrobatchGraph:
-        """Runs a microbatch until all is loaded and chosen, then captures it; leaves no trace of either."""
+        """Warms up and captures a microbatch; undoes the effects of both."""
         if len(self._graphs) >= MOST_GRAPHS:
             raise UsageError(
                 f"the microbatches came in more than {MOST_GRAPHS} forms (sizes, dtypes, training modes), and each is "
-                "a CUDA "
-                f"graph with a gradient of its own: pad to a few sizes, {LEAVE_OUT}"
+                f"a CUDA graph with a gradient of its own: pad to a few sizes, {LEAVE_OUT}"
             )
-        if self._recorder is None:
-            self._recorder = self._make_recorder(self._device)
+        recorder = self._recorder = self._recorder or self._make_recorder(self._device)
         value, *counts = map_tensors(lambda tensor: tensor.detach().clone(), inputs)
         slots = leaves([value, *counts])
 
         def forward_backward() -> MicrobatchLoss:
-            loss = runner.run_one(layout.gradients, value, num_samples, counts[0] if counts else None, is_only)
+            given = counts[0] if counts else None
+            loss = compute.run(layout.gradients.inputs, value, num_samples, given, is_only)
             return MicrobatchLoss(loss.value.detach(), loss.weight, loss.count)  # without the autograd graph
 
         torch.clear_autocast_cache()  # the script's own autocast may hold weights that were cast before
         try:
             for _ in range(WARM_UPS):
-                self._warm_up(runner, layout, forward_backward, seed)
+                self._warm_up(recorder, compute, layout, forward_backward, seed)
                 _fill(slots, inputs)  # a loss may write to its microbatch
-            runner.generators.seed(seed)
-            replay, loss = self._recorder.record(forward_backward)
+            compute.generators.seed(seed)
+            replay, loss = recorder.record(forward_backward)
             gradients = [parameter.grad for parameter in layout.gradients.parameters]
             buffers = _buffers(layout).left()
         finally:
             torch.clear_autocast_cache()
             _undo(layout)
-        return MicrobatchGraph(replay, slots, loss, gradients, buffers, runner.held())
+        return MicrobatchGraph(replay, slots, loss, gradients, buffers, compute.constants())
 
     def _warm_up(
-        self, runner: "MicrobatchRunner", layout: "Layout", run: Callable[[], MicrobatchLoss], seed: int
+        self,
+        recorder: Recorder,
+        compute: ForwardBackward,
+        layout: Layout,
+        run: Callable[[], MicrobatchLoss],
+        seed: int,
     ) -> None:
-        """One run that leaves nothing behind."""
-        assert self._recorder is not None, "made before the first run"
-        runner.generators.seed(seed)
-        before = runner.generators.states_off_device()
-        self._recorder.warm_up(run)
+        """One run whose effects are undone; refuses draws on the host, which a replay would not repeat."""
+        compute.generators.seed(seed)
+        before = compute.generators.states_off_device()
+        recorder.warm_up(run)
         layout.purity.check()
         _undo(layout)
-        if runner.generators.states_off_device() != before:
+        if compute.generators.states_off_device() != before:
             raise UsageError(
                 "forward or loss draws random numbers on the host (torch's CPU generator, NumPy or Python's random), "
                 "and a CUDA graph would repeat those of its capture: draw them on the device (torch.rand(…, "
@@ -196,11 +186,10 @@ class MicrobatchGraphs:
 
 
 class CudaRecorder:
-    """Captures CUDA graphs, on a stream of their own, all in one pool of memory.
+    """Captures CUDA graphs, on a stream of their own, all in one pool of memory."""
 
-    Graphs may share a pool if what one of them leaves is taken before another is replayed (PyTorch, "Graph memory
-    management" in the notes on CUDA semantics).
-    """
+    # Graphs may share a pool if the results of one are taken before another is replayed (PyTorch, notes on CUDA
+    # semantics, "Graph memory management").
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -208,7 +197,7 @@ class CudaRecorder:
         self._pool = torch.cuda.graph_pool_handle()
 
     def warm_up(self, run: Callable[[], MicrobatchLoss]) -> None:
-        """Runs it on the stream of the captures, for which libraries prepare themselves."""
+        """Runs it on the stream of the captures, where libraries allocate their workspaces."""
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         try:
@@ -218,14 +207,11 @@ class CudaRecorder:
             current.wait_stream(self._stream)
 
     def record(self, run: Callable[[], MicrobatchLoss]) -> tuple[Callable[[], object], MicrobatchLoss]:
-        """Captures it; nothing is computed yet.
-
-        Other threads go on with what they do (`thread_local`): those of a DataLoader pin memory, which else would be an
-        error here.
-        """
+        """Captures it; nothing is computed yet."""
         graph = torch.cuda.CUDAGraph()
         try:
-            # The outer context puts the stream back where the end of a capture fails, before which the inner one stops.
+            # The outer context restores the stream if the end of a capture fails, before which the inner one stops.
+            # `thread_local`: the threads of a DataLoader pin memory meanwhile, which would else fail the capture.
             with (
                 torch.cuda.stream(self._stream),
                 torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"),
@@ -247,7 +233,7 @@ def check_graphs(device: torch.device) -> None:
 
 
 def form_of(value: Any) -> Hashable:
-    """What two microbatches have in common that one graph can run: structure, shapes, strides and dtypes."""
+    """The form of a microbatch, for which one graph is captured: structure, shapes, strides and dtypes."""
     if isinstance(value, Tensor) and value.layout == torch.strided:
         return value.shape, value.stride(), value.dtype
     if isinstance(value, Mapping):
@@ -262,10 +248,10 @@ def form_of(value: Any) -> Hashable:
 
 
 def explain_capture(error: BaseException) -> BaseException:
-    """The error to raise for what came out of a capture.
+    """The error to raise for a capture that failed."""
+    from samestep.engine.diagnosis import is_out_of_memory
 
-    The end of a capture that failed raises too, and hides what it failed of, which is found in the context.
-    """
+    # The end of a failed capture raises too, and hides the cause, which is found in the context.
     chain = [error]
     while chain[-1].__context__ is not None and chain[-1].__context__ not in chain:
         chain.append(chain[-1].__context__)
@@ -289,13 +275,13 @@ def _fill(slots: list[Tensor], inputs: Any) -> None:
     torch._foreach_copy_(slots, leaves(inputs))
 
 
-def _undo(layout: "Layout") -> None:
-    """Takes back what a run of a microbatch leaves in the model."""
+def _undo(layout: Layout) -> None:
+    """Undoes the effects of a run of a microbatch on the model."""
     layout.gradients.forget()
     layout.buffers.abandon()
     layout.purity.restore_modes()
 
 
-def _buffers(layout: "Layout") -> BufferMerge:
+def _buffers(layout: Layout) -> BufferMerge:
     assert isinstance(layout.buffers, BufferMerge), "the model is whole"
     return layout.buffers

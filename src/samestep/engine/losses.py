@@ -1,6 +1,6 @@
-"""The loss contract: what a loss function may return, and what it means for the global batch."""
+"""The loss contract: the forms of a loss function's result, and the global counts that it may divide by."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any
@@ -8,12 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from samestep.comm.communicator import Communicator
+from samestep.data.batch import Batch
 from samestep.errors import LossError
 
 
 @dataclass(frozen=True)
 class Mean:
-    """A sum and what to divide it by, for losses and metrics over ragged things: tokens, pixels, boxes.
+    """A sum and its divisor, for losses and metrics over ragged data: tokens, pixels, boxes.
 
     The sums and the counts of all microbatches are added up separately and divided once, so the result is the mean over
     the global batch whatever the microbatches hold. A microbatch without a valid element has a total and a count of
@@ -21,7 +23,7 @@ class Mean:
 
     Attributes:
         total: 0-d tensor, the sum over the microbatch.
-        count: 0-d tensor or number, how many elements the sum runs over; not negative.
+        count: 0-d tensor or number, the number of elements in the sum; not negative.
     """
 
     total: Tensor
@@ -33,24 +35,15 @@ LossFn = Callable[..., Tensor | Mean]
 
 @dataclass(slots=True)
 class MicrobatchLoss:
-    """What a loss function said of one microbatch.
+    """The loss of one microbatch: its sum is `value * weight`, its divisor `count`."""
 
-    Attributes:
-        value: 0-d, float32 or wider, differentiable.
-        weight: times `value` it is the sum over the microbatch.
-        count: what the sum is divided by; a number, or a 0-d tensor on the device.
-    """
-
-    value: Tensor
+    value: Tensor  # 0-d, float32 or wider, differentiable
     weight: float
-    count: float | Tensor
+    count: float | Tensor  # a tensor stays on the device, for which the host need not wait
 
 
 def read_loss(value: Any, num_samples: int) -> MicrobatchLoss:
-    """Reads a loss function's return value as a sum to differentiate and a count to divide by.
-
-    A loss of 16 bits is widened before it is summed or multiplied: 65504 is soon exceeded.
-    """
+    """Reads a loss function's return value as a sum to differentiate and a count to divide by."""
     if isinstance(value, Tensor) and value.ndim == 0:
         loss = MicrobatchLoss(_widened(value), float(num_samples), float(num_samples))
     elif isinstance(value, Tensor) and value.ndim == 1:
@@ -65,8 +58,7 @@ def read_loss(value: Any, num_samples: int) -> MicrobatchLoss:
     else:
         raise LossError(
             f"the loss function returned {describe(value)}; needed: a 0-d tensor (the mean over the microbatch's "
-            "samples), "
-            "a 1-d tensor (a loss a sample) or samestep.Mean(total, count)"
+            "samples), a 1-d tensor (a loss a sample) or samestep.Mean(total, count)"
         )
     if not loss.value.is_floating_point():
         raise LossError(f"the loss is {describe(loss.value)}; it must be of a floating dtype")
@@ -88,7 +80,7 @@ def _read_mean(value: Mean) -> MicrobatchLoss:
 
 
 def _widened(loss: Tensor) -> Tensor:
-    """The loss in float32 if it has 16 bits."""
+    """The loss in float32 if it has 16 bits: a sum in float16 soon exceeds 65504."""
     return loss.float() if loss.dtype in (torch.float16, torch.bfloat16) else loss
 
 
@@ -98,7 +90,60 @@ def wide_dtype(device: torch.device) -> torch.dtype:
 
 
 def describe(value: Any) -> str:
-    """Says in a few words what a value is, for messages: `a float32 tensor of shape [3, 2]`, `a str`."""
+    """A few words for a value in messages: `a float32 tensor of shape [3, 2]`, `a str`."""
     if isinstance(value, Tensor):
         return f"a {str(value.dtype).removeprefix('torch.')} tensor of shape {list(value.shape)}"
     return "None" if value is None else f"a {type(value).__name__}"
+
+
+class GlobalCounts:
+    """Sums the numbers that `counts_fn` returns for each microbatch over the global batch, along the tree."""
+
+    def __init__(self, counts_fn: Callable[[Any], Any], communicator: Communicator) -> None:
+        self._counts_fn = counts_fn
+        self._communicator = communicator
+        self._names: tuple[str, ...] | None = None
+        self._is_sequence = False
+
+    def sum(self, batch: Batch, ranges: Sequence[range]) -> Any:
+        """The counts of the global batch: 0-d tensors on the device, in the structure that `counts_fn` returned."""
+        device = self._communicator.device
+        mine = ranges[self._communicator.rank]
+        values = {microbatch: self._numbers(self._counts_fn(value)) for microbatch, value in batch.microbatches.items()}
+        # A rank without microbatches of its own knows the number of counts from the others alone.
+        width = max(row[0] for row in self._communicator.gather_words([max(map(len, values.values()), default=0)]))
+        rows = torch.zeros(len(mine), width, dtype=wide_dtype(device), device=device)
+        for microbatch, numbers in values.items():
+            if len(numbers) != width:
+                raise LossError(f"counts_fn returned {len(numbers)} numbers for one microbatch and {width} for another")
+            if microbatch in mine:  # else this rank only runs along with the others, and needs the structure alone
+                rows[mine.index(microbatch)] = torch.stack(numbers)
+        sums = self._communicator.sum_rows(rows, ranges)
+        if self._names is not None:
+            return dict(zip(self._names, sums.unbind(), strict=True))
+        return tuple(sums.unbind()) if self._is_sequence else sums[0]
+
+    def _numbers(self, value: Any) -> list[Tensor]:
+        """Flattens the counts of one microbatch, and remembers their structure."""
+        names = tuple(value) if isinstance(value, Mapping) else None
+        if self._names not in (None, names):
+            raise LossError(
+                f"counts_fn returned {names or describe(value)} for one microbatch, {self._names} for another"
+            )
+        self._names = names
+        self._is_sequence = isinstance(value, list | tuple)
+        entries = list(value.values()) if isinstance(value, Mapping) else list(value) if self._is_sequence else [value]
+        device = self._communicator.device
+        wide = wide_dtype(device)
+        numbers = []
+        for entry in entries:
+            if not isinstance(entry, Real) and not (isinstance(entry, Tensor) and entry.numel() == 1):
+                raise LossError(
+                    f"counts_fn returned {describe(entry)}; it must return a number, or a dict, list or tuple of "
+                    "numbers (0-d tensors too)"
+                )
+            number = entry.detach() if isinstance(entry, Tensor) else torch.tensor(float(entry), dtype=wide)
+            numbers.append(number.reshape(()).to(device, wide))
+        if not numbers:
+            raise LossError("counts_fn returned no number")
+        return numbers

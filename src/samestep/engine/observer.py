@@ -1,4 +1,4 @@
-"""Observers: what watches training steps from outside, without patching them.
+"""Observers: watch training steps through events, without patching them.
 
 Heartbeats, the profile, `samestep verify` and `samestep replay` see a step through the events of `StepObserver` alone.
 """
@@ -6,45 +6,45 @@ Heartbeats, the profile, `samestep verify` and `samestep replay` see a step thro
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from samestep.comm.heartbeat import Heartbeat
 from samestep.data.batch import Batch
 from samestep.engine.losses import MicrobatchLoss
-
-if TYPE_CHECKING:
-    from samestep.engine.result import StepResult
-    from samestep.engine.step import TrainStep
+from samestep.engine.result import StepResult
 
 
 class StepObserver:
     """The events of a training step, in the order in which they happen; each does nothing unless it is overridden.
 
-    An observer reads and changes nothing: the bits of a step do not depend on who watches it.
+    An observer reads and changes nothing: the bits of a step do not depend on its observers. `step` is the
+    `samestep.TrainStep`.
     """
+
+    # `step` is typed Any because the step imports this module, and observers may annotate the class itself.
 
     needs_modules: ClassVar[bool] = False  # whether it hooks into modules, which replayed CUDA graphs do not call
 
-    def on_made(self, step: "TrainStep") -> None:
-        """The training step was made: the model is where the strategy has it."""
+    def on_made(self, step: Any) -> None:
+        """The training step was made, and the strategy has placed the model's state."""
 
-    def on_step(self, step: "TrainStep", batch: Any) -> None:
-        """A step begins; `batch` is what it was called with."""
+    def on_step(self, step: Any, batch: Any) -> None:
+        """A step begins; `batch` is its argument."""
 
     def on_batch(self, batch: Batch) -> None:
-        """This rank's microbatches of the batch are there; again if the step is repeated without a lost rank."""
+        """This rank's microbatches of the batch were fetched; again if the step is repeated without a lost rank."""
 
     def on_phase(self, phase: str) -> None:
         """A phase begins: "data", "forward", "backward", "exchange", "update" or, after the step, "script"."""
 
     def on_wait(self, begins: bool) -> None:
-        """This rank begins to wait for others in the middle of a phase, or has waited; in an evaluation, too."""
+        """This rank begins or ends waiting for others in the middle of a phase; in an evaluation, too."""
 
     def on_microbatch(self, step: int, index: int, value: Any) -> None:
         """The forward of a microbatch begins; `value` holds its samples."""
 
     def on_loss(self, index: int, loss: MicrobatchLoss) -> None:
-        """The loss of a microbatch is there, its backward is not."""
+        """The loss of a microbatch was computed; its backward comes next."""
 
     def on_gradients(self, index: int | None) -> None:
         """The parameters' `.grad` hold the gradient of a microbatch, or (None) that of the global batch, clipped."""
@@ -52,105 +52,65 @@ class StepObserver:
     def on_bucket(self) -> None:
         """The exchange of a bucket of gradients begins."""
 
-    def on_update(self, step: "TrainStep", result: "StepResult") -> None:
+    def on_update(self, step: Any, result: StepResult) -> None:
         """The step has ended: state and step counter are those after it."""
 
     def on_failure(self, error: BaseException) -> None:
         """The step raises this error, unless the observer raises another one; the state is the one from before."""
 
 
+EVENTS = tuple(name for name in vars(StepObserver) if name.startswith("on_"))
+
+
 class Observers(StepObserver):
-    """Several observers as one.
-
-    Attributes:
-        phase: that the step is in.
-    """
-
-    @property
-    def watches_modules(self) -> bool:
-        """Whether any of them hooks into modules."""
-        return any(observer.needs_modules for observer in self._observers)
+    """Several observers as one; `phase` is the phase of the step, `watches_modules` whether one hooks into modules."""
 
     def __init__(self, observers: Sequence[StepObserver] = ()) -> None:
-        self._observers = tuple(observers)
         self.phase = "script"
-
-    def on_made(self, step: "TrainStep") -> None:
-        """Tells all of them."""
-        for observer in self._observers:
-            observer.on_made(step)
-
-    def on_step(self, step: "TrainStep", batch: Any) -> None:
-        """Tells all of them."""
-        for observer in self._observers:
-            observer.on_step(step, batch)
-
-    def on_batch(self, batch: Batch) -> None:
-        """Tells all of them."""
-        for observer in self._observers:
-            observer.on_batch(batch)
+        self.watches_modules = any(observer.needs_modules for observer in observers)
+        overridden = {name: [m for o in observers if (m := _overridden(o, name)) is not None] for name in EVENTS}
+        self._on_phase = overridden.pop("on_phase")
+        # An event that no observer wants stays the empty method: a small model has a dozen events in a millisecond.
+        for name, methods in overridden.items():
+            if methods:
+                setattr(self, name, methods[0] if len(methods) == 1 else _in_turn(methods))
 
     def on_phase(self, phase: str) -> None:
-        """Tells all of them."""
+        """Notes the phase, and passes it on."""
         self.phase = phase
-        for observer in self._observers:
-            observer.on_phase(phase)
-
-    def on_microbatch(self, step: int, index: int, value: Any) -> None:
-        """Tells all of them."""
-        for observer in self._observers:
-            observer.on_microbatch(step, index, value)
-
-    def on_loss(self, index: int, loss: MicrobatchLoss) -> None:
-        """Tells all of them."""
-        for observer in self._observers:
-            observer.on_loss(index, loss)
-
-    def on_gradients(self, index: int | None) -> None:
-        """Tells all of them."""
-        for observer in self._observers:
-            observer.on_gradients(index)
-
-    def on_bucket(self) -> None:
-        """Tells all of them."""
-        for observer in self._observers:
-            observer.on_bucket()
-
-    def on_update(self, step: "TrainStep", result: "StepResult") -> None:
-        """Tells all of them."""
-        for observer in self._observers:
-            observer.on_update(step, result)
-
-    def on_failure(self, error: BaseException) -> None:
-        """Tells all of them."""
-        for observer in self._observers:
-            observer.on_failure(error)
+        for method in self._on_phase:
+            method(phase)
 
     def waits(self, wait: Callable[[], Any]) -> Any:
-        """Waits for other ranks in the middle of a phase: a rank in the phase "exchange" is not taken for hung."""
+        """Waits for other ranks in the middle of a phase; a rank that waits so is not taken for hung."""
         self.on_wait(True)
         value = wait()
         self.on_wait(False)
         return value
 
-    def on_wait(self, begins: bool) -> None:
-        """Tells all of them."""
-        for observer in self._observers:
-            observer.on_wait(begins)
+
+def _overridden(observer: StepObserver, name: str) -> Callable[..., None] | None:
+    """An observer's own method for an event; None if it has none."""
+    method: Callable[..., None] = getattr(observer, name)
+    return None if getattr(method, "__func__", None) is getattr(StepObserver, name) else method
+
+
+def _in_turn(methods: Sequence[Callable[..., None]]) -> Callable[..., None]:
+    def call(*args: Any) -> None:
+        for method in methods:
+            method(*args)
+
+    return call
 
 
 class HeartbeatObserver(StepObserver):
-    """Posts the phases of a step on the supervisor's page; a profile listens there, too.
-
-    Args:
-        heartbeat: of this worker.
-    """
+    """Posts the phases of a step on the supervisor's page; the profile reads them there, too."""
 
     def __init__(self, heartbeat: Heartbeat) -> None:
         self._heartbeat = heartbeat
         self._before = heartbeat.phase
 
-    def on_step(self, step: "TrainStep", batch: Any) -> None:
+    def on_step(self, step: Any, batch: Any) -> None:
         """Posts the number of the step."""
         self._heartbeat.step = step.num_steps
 
@@ -171,7 +131,7 @@ _IN_SCOPE: ContextVar[tuple[StepObserver, ...]] = ContextVar("step_observers", d
 
 @contextmanager
 def observed_by(*observers: StepObserver) -> Iterator[None]:
-    """Has observers watch every training step that is made within, whoever makes it: a script of the user's does."""
+    """Adds observers to every training step that is made within the block, by a script of the user's too."""
     token = _IN_SCOPE.set((*_IN_SCOPE.get(), *observers))
     try:
         yield
@@ -180,5 +140,5 @@ def observed_by(*observers: StepObserver) -> Iterator[None]:
 
 
 def observers_in_scope() -> tuple[StepObserver, ...]:
-    """Those of `observed_by`, outermost first."""
+    """The observers of `observed_by`, outermost first."""
     return _IN_SCOPE.get()

@@ -1,5 +1,6 @@
-"""The parameters of a step: which they are, where they lie, and that all ranks begin with the same."""
+"""The parameters of a step: which it trains, where they lie in memory, and that nothing else writes to them."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import chain
 
@@ -14,6 +15,8 @@ from samestep.data.batch import memory_border, tensor_checksum
 from samestep.errors import DeterminismError, UsageError
 
 UNINITIALIZED = (UninitializedParameter, UninitializedBuffer)
+COPIED_STEPS = 2
+CHECKED_EVERY = 100
 
 
 def is_dtensor(tensor: Tensor) -> bool:
@@ -48,12 +51,7 @@ def named_parameters(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[
 
 
 class Homes:
-    """Where a model has the parameters that are trained: one that it has no more would be updated, and never used.
-
-    Args:
-        model: whose modules have them.
-        trained: some of its parameters, by name.
-    """
+    """Checks that a model still has its trained parameters: one that was replaced would be updated, but never used."""
 
     def __init__(self, model: nn.Module, trained: Mapping[str, nn.Parameter]) -> None:
         self._model = model
@@ -69,7 +67,8 @@ class Homes:
         ]
 
     def check(self) -> None:
-        """Looks whether all of them are where they were."""
+        """Raises a `UsageError` that names a parameter which was replaced."""
+        # The identity of all members is quick to compare; only if one differs are the parameters searched.
         if all(members.get(key) is member for members, key, member in self._places):
             return
         present = {id(parameter) for parameter in self._model.parameters()}
@@ -83,36 +82,115 @@ class Homes:
         self._note()
 
 
+class PurityCheck:
+    """Checks that a microbatch leaves the parameters and the modes of the modules as it found them.
+
+    The next microbatch on this rank would read such a write, and the other ranks would not. With local shards (`parts`)
+    these are checked instead of the parameters.
+    """
+
+    def __init__(self, model: nn.Module, parts: Mapping[str, Tensor] | None = None) -> None:
+        self._model = model
+        named = dict(model.named_parameters()) if parts is None else parts  # those that no optimizer holds, too
+        self._names, self._parameters = list(named), list(named.values())
+        self._modules = list(model.modules())
+        self._modes: list[bool] = []
+        self._versions: list[int] = []
+        self._addresses: list[int] | None = None
+        self._copies: list[Tensor] | None = None
+
+    def begin(self, step: int) -> None:
+        """Remembers the state of the model."""
+        self._copies, self._addresses = None, None
+        # Version counters show most writes; those through `.data` only copies and addresses do, which cost more.
+        if step < COPIED_STEPS or step % CHECKED_EVERY == 0:
+            self._modules = list(self._model.modules())
+            self._addresses = [parameter.data_ptr() for parameter in self._parameters]
+        if step < COPIED_STEPS:
+            self._copies = [parameter.detach().clone() for parameter in self._parameters]
+        self._modes = [module.training for module in self._modules]
+        self._versions = [parameter._version for parameter in self._parameters]
+
+    def end(self) -> None:
+        """Drops the copies after the last microbatch."""
+        self._copies = None
+
+    def not_finite(self) -> str | None:
+        """The name of the first parameter that holds NaN or infinity, if any."""
+        named = zip(self._names, self._parameters, strict=True)
+        return next((name for name, parameter in named if not bool(torch.isfinite(parameter.detach()).all())), None)
+
+    def modes(self) -> list[bool]:
+        """The training mode of each module when the step began."""
+        return self._modes
+
+    def addresses(self) -> list[int]:
+        """The addresses of all parameters and buffers of the modules as they are now."""
+        modules = self._model.modules()
+        tensors = chain.from_iterable((*m._parameters.values(), *m._buffers.values()) for m in modules)
+        return [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+
+    def restore_modes(self) -> None:
+        """Restores the training mode of each module: a microbatch must not decide it for the next."""
+        if [module.training for module in self._modules] != self._modes:
+            for module, mode in zip(self._modules, self._modes, strict=True):
+                module.training = mode
+
+    def check(self) -> None:
+        """Raises a `DeterminismError` if the microbatch has written to a parameter."""
+        if self._addresses is None and [parameter._version for parameter in self._parameters] == self._versions:
+            return
+        for index, name in enumerate(self._names):
+            if self._is_written(index):
+                raise DeterminismError(
+                    f"parameter {name} was written to while a microbatch ran (Embedding with max_norm, a teacher that "
+                    "is averaged in the forward and weights that normalise themselves do so); write to parameters "
+                    "between steps, under torch.no_grad()"
+                )
+
+    def _is_written(self, index: int) -> bool:
+        parameter = self._parameters[index]
+        if parameter._version != self._versions[index]:
+            return True
+        if self._addresses is not None and parameter.data_ptr() != self._addresses[index]:
+            return True
+        if self._copies is None:
+            return False
+        copy = self._copies[index]
+        if torch.equal(parameter, copy):
+            return False
+        # NaN differs from itself: a model that holds it from the start is named elsewhere, as not finite.
+        return not bool(((parameter == copy) | (parameter.isnan() & copy.isnan())).all())
+
+
 def settle_model(model: nn.Module, device: torch.device) -> None:
-    """Moves a model to the device, in place, and puts stray parameters and buffers on memory borders."""
+    """Moves a model to the device, in place, and its parameters and buffers to memory borders.
+
+    Vectorised kernels round differently by the alignment of their inputs, which must be alike on all ranks.
+    """
     for name, tensor in chain(model.named_parameters(), model.named_buffers()):
         if tensor.layout != torch.strided:
             raise UsageError(f"{name} is sparse; keep it dense, or as a plain attribute and not as a buffer")
     if any(tensor.device != device for tensor in _own_tensors(model)):
         model.to(device)
-    tensors = _own_tensors(model)  # not before: a buffer that moves is another tensor
-    shared: dict[int, int] = {}
+    # Not listed before: a buffer that moves becomes another tensor.
+    tensors = [tensor for tensor in _own_tensors(model) if not isinstance(tensor, UNINITIALIZED)]
+    sharing = Counter(tensor.untyped_storage().data_ptr() for tensor in tensors)
     for tensor in tensors:
-        if not isinstance(tensor, UNINITIALIZED):
-            key = tensor.untyped_storage().data_ptr()
-            shared[key] = shared.get(key, 0) + 1
-    border = memory_border(device)
-    for tensor in tensors:
-        if isinstance(tensor, UNINITIALIZED) or tensor.data_ptr() % border == 0:
-            continue
-        if shared[tensor.untyped_storage().data_ptr()] == 1:
+        # Views of one storage stay where they are: the script may rely on their sharing it.
+        if tensor.data_ptr() % memory_border(device) and sharing[tensor.untyped_storage().data_ptr()] == 1:
             flat = aligned_zeros(tensor.numel(), tensor.dtype, device)
             home = flat.as_strided(tensor.shape, dense_strides(tensor), flat.storage_offset())
             tensor.data = home.copy_(tensor.data)
 
 
 def _own_tensors(model: nn.Module) -> list[Tensor]:
-    """Parameters and buffers that this rank has whole."""
+    """The parameters and buffers that are no DTensors."""
     return [tensor for tensor in chain(model.parameters(), model.buffers()) if not is_dtensor(tensor)]
 
 
 def check_same_model(model: nn.Module, communicator: Communicator) -> None:
-    """Checks that every rank holds the same parameters and buffers."""
+    """Raises a `DeterminismError` unless every rank holds the same parameters and buffers."""
     everything = chain(model.named_parameters(), model.named_buffers())
     named = {name: tensor for name, tensor in everything if not isinstance(tensor, UNINITIALIZED)}
     check_same_tensors(named, communicator)
@@ -123,6 +201,7 @@ def check_same_tensors(named: Mapping[str, Tensor], communicator: Communicator) 
     if communicator.world_size == 1:
         return
     sums = [int(tensor_checksum(tensor)) for tensor in named.values()]
+    # The number first: ranks that gather different numbers of words would hang or mix them up.
     count = communicator.gather_words([len(sums)])
     if len({row[0] for row in count}) > 1:
         raise DeterminismError(f"the ranks built different models: {[row[0] for row in count]} parameters and buffers")

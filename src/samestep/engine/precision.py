@@ -1,62 +1,63 @@
-"""Precision: autocast for the forward, and the loss scale of 16-bit floats with few exponents.
+"""Precision: autocast for the forward, the loss scale of float16, and the check that a step's numbers are finite.
 
 Names as in Lightning: `32-true`, `bf16-mixed`, `16-mixed`. Parameters, gradients and optimizer state stay float32.
 """
 
-from contextlib import AbstractContextManager
-from typing import Any
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from samestep.errors import UsageError
 
 PRECISIONS: dict[str, torch.dtype | None] = {"32-true": None, "bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
-
 INITIAL_SCALE = 2.0**15
+MIN_SCALE = 2.0**-10
 GROWTH_INTERVAL = 2000
+OnNonFinite = Literal["raise", "skip"]
 
 
 def check_precision(name: str) -> torch.dtype | None:
-    """The dtype that autocast uses, or None for full precision."""
+    """The dtype of autocast; None for full precision."""
     if name not in PRECISIONS:
         raise UsageError(f"got precision {name!r}; --precision is one of {', '.join(PRECISIONS)}")
     return PRECISIONS[name]
 
 
 def autocast(device: torch.device, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
-    """The context of a forward; without a dtype autocast is off."""
+    """The context of a forward; without a dtype it switches the script's own autocast off."""
     return torch.autocast(device.type, dtype=dtype, enabled=dtype is not None)
 
 
 class LossScale:
-    """The dynamic scale of float16 training (Micikevicius et al. 2018, arXiv:1710.03740, §3.2), a power of two.
+    """The dynamic scale of float16 training (Micikevicius et al. 2018, arXiv:1710.03740, §3.2); 1 unless enabled.
 
     It lives on the device: a step whose gradient overflowed halves it and does not update; `GROWTH_INTERVAL` good
-    steps in a row double it. Being a power of two it changes no bits of a gradient that neither over- nor underflows.
-
-    Args:
-        device: where the scale lives.
-        enabled: without it the scale is 1 for good.
+    steps in a row double it.
     """
+
+    # Powers of two change no bit of a gradient that neither over- nor underflows.
 
     def __init__(self, device: torch.device, enabled: bool) -> None:
         self.enabled = enabled
         self.scale = torch.full((), INITIAL_SCALE if enabled else 1.0, device=device)
         self._good_steps = torch.zeros((), device=device)
 
-    def apply(self, seed: Tensor) -> Tensor:
-        """The gradient that a backward begins with."""
-        return seed * self.scale.to(seed.dtype) if self.enabled else seed
+    def apply(self, initial: Tensor) -> Tensor:
+        """The gradient that a backward begins with, scaled."""
+        return initial * self.scale.to(initial.dtype) if self.enabled else initial
 
     def unscale(self, gradients: list[Tensor]) -> None:
-        """Divides flat gradients by the scale, in place; exact."""
+        """Divides flat gradients by the scale, in place."""
         if self.enabled:
             for gradient in gradients:
                 gradient.div_(self.scale)
 
     def update(self, overflowed: Tensor | bool, active: Tensor | bool) -> None:
-        """Follows the outcome of a step, if `active`; both are 0-d bool tensors on the device, or bools."""
+        """Adapts the scale to a step, if `active`; both are 0-d bool tensors on the device, or bools."""
         if not self.enabled:
             return
         overflowed = torch.as_tensor(overflowed, device=self.scale.device)
@@ -69,11 +70,93 @@ class LossScale:
         self._good_steps.copy_(torch.where(active, good, self._good_steps))
 
     def state_dict(self) -> dict[str, float]:
-        """Scale and run of good steps; empty when it is off."""
+        """The scale and the number of good steps in a row; empty unless enabled."""
         return {"scale": float(self.scale), "good_steps": float(self._good_steps)} if self.enabled else {}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Takes up a saved scale."""
+        """Restores a saved scale."""
         if self.enabled and state:
             self.scale.fill_(state["scale"])
             self._good_steps.fill_(state["good_steps"])
+
+
+class FiniteCheck:
+    """Allows an update only if the loss and the gradient are finite, and no step before has failed.
+
+    The host checks before each update, unless every optimizer is a fused Adam or AdamW, which can skip an update on the
+    device: then (`is_late`) the outcome is a flag on the device, which the host reads when it reads the loss. The
+    numbers of a step are floats in the one case and 0-d tensors in the other.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        optimizers: Sequence[Optimizer],
+        scale: LossScale,
+        on_nonfinite: OnNonFinite,
+        late: bool | None,
+    ) -> None:
+        can_be_late = all(_honours_found_inf(optimizer) for optimizer in optimizers)
+        # Not by default on a CPU, where the numbers are in host memory anyway.
+        self.is_late = (device.type != "cpu" and can_be_late) if late is None else late
+        if self.is_late and not can_be_late:
+            raise UsageError(
+                "late_check=True needs Adam or AdamW with fused=True, which can skip an update on the device"
+            )
+        self._scale = scale
+        self._skips = on_nonfinite == "skip"
+        self._has_failed: Any = torch.zeros((), dtype=torch.bool, device=device) if self.is_late else False
+
+    def judge(self, total: Any, count: Any, norm: Any) -> tuple[Any, Any]:
+        """Whether to update, and whether this step is the first that failed; adapts the loss scale."""
+        # `x ^ True` negates bools and tensors alike, so that the arithmetic is written once.
+        finite_loss, finite_gradient = _is_mean_finite(total, count), _is_finite(norm)
+        ok = finite_loss & finite_gradient & (self._has_failed ^ True)
+        bad = (finite_loss & finite_gradient) ^ True
+        if self._scale.enabled:  # an overflow is no failure while the scale can still be lowered
+            at_the_end: Any = self._scale.scale <= MIN_SCALE
+            bad = (finite_loss ^ True) | ((finite_gradient ^ True) & (at_the_end if self.is_late else bool(at_the_end)))
+        if self._skips:
+            bad = bad & False
+        first = bad & (self._has_failed ^ True)
+        self._has_failed = self._has_failed | bad
+        self._scale.update(finite_gradient ^ True, self._has_failed ^ True)
+        return ok, first
+
+    def reset(self) -> None:
+        """Allows updates again, after the failure was raised."""
+        self._has_failed = self._has_failed & False
+
+
+@contextmanager
+def left_out_unless(ok: Tensor, optimizers: Sequence[Optimizer]) -> Iterator[None]:
+    """Makes the optimizers skip their update on the device unless `ok`, by the attribute that GradScaler uses."""
+    found_inf = (~ok).to(torch.float32)
+    for optimizer in optimizers:
+        optimizer.found_inf = found_inf  # type: ignore[attr-defined]
+    yield
+    for optimizer in optimizers:
+        del optimizer.found_inf  # type: ignore[attr-defined]
+
+
+def divisor(count: Any) -> Any:
+    """The divisor of the gradient: the count, or 1 if the mean loss is not finite because of it."""
+    if isinstance(count, Tensor):
+        return torch.where(torch.isfinite(count) & (count != 0), count, 1)
+    return count if _is_finite(count) and count else 1.0
+
+
+def _is_mean_finite(total: Any, count: Any) -> Any:
+    if isinstance(count, Tensor):
+        return torch.isfinite(total / count)
+    return bool(count) and _is_finite(total / count)
+
+
+def _is_finite(value: Any) -> Any:
+    return torch.isfinite(value) if isinstance(value, Tensor) else value - value == 0
+
+
+def _honours_found_inf(optimizer: Optimizer) -> bool:
+    """Whether an optimizer leaves its whole state alone if `found_inf` is set: fused Adam and AdamW."""
+    fused = all(group.get("fused") for group in optimizer.param_groups)
+    return isinstance(optimizer, torch.optim.Adam) and fused

@@ -1,24 +1,142 @@
-"""The result of a step: scalars of the global batch, fetched from the device only when somebody reads them."""
+"""The numbers of a step: loss statistics of each microbatch, the control message of each rank, and the result."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from samestep.comm.communicator import Communicator
+from samestep.comm.reduction import tree_sum_rows
+from samestep.core.microbatches import in_microbatch_order
+from samestep.core.tree import tree_sum
 from samestep.data.batch import Batch
-from samestep.errors import NonFiniteError
+from samestep.engine.losses import MicrobatchLoss, wide_dtype
+from samestep.errors import DeterminismError, NonFiniteError
 
 ADVICE = "Lower the learning rate, set max_grad_norm, or pass on_nonfinite='skip' to leave such steps out"
-NUM_SUMS = 5  # total, count, gradient norm, skipped, poisoned; then a row a microbatch
+COLUMNS = 3  # of a microbatch's row: total, count, sum of the gradient's elements
+NUM_SUMS = 5  # in a result's scalars before the rows: total, count, gradient norm, skipped, failed
+IDENTITY = 5  # in a header: length, epoch, position and checksum of the batch, and the number of the step
+OPTIONS = 3  # then stop, is_short, checkpoint
+FLAGS_A_WORD = 62
+
+
+class StepStats:
+    """The loss statistics of a step, [V, 3]: total, count and gradient sum of each microbatch.
+
+    `on_host` they are Python's floats, which have the same 64 bits as a tensor's elements; else they stay on the
+    device, for which the host then does not wait (`late_check`).
+    """
+
+    def __init__(self, device: torch.device, on_host: bool) -> None:
+        self.on_host = on_host
+        self._device = device
+        self._dtype = wide_dtype(device)
+        self.begin(range(0))
+
+    def begin(self, mine: range) -> None:
+        """Starts a step in which this rank runs some microbatches; those without samples count as zero."""
+        self._mine = mine
+        self.forget()
+
+    def forget(self) -> None:
+        """Counts all microbatches of this rank as zero: it could not run them."""
+        # On the host a list: writing to a tensor costs as much as a whole layer of a small model.
+        self._rows: Any = [(0.0, 0.0, 0.0)] * len(self._mine)
+        if not self.on_host:
+            self._rows = torch.zeros(len(self._mine), COLUMNS, dtype=self._dtype, device=self._device)
+
+    def note(self, microbatch: int, loss: MicrobatchLoss, gradient_sum: Tensor) -> None:
+        """Writes a microbatch's row."""
+        index = self._mine.index(microbatch)
+        if self.on_host:
+            self._rows[index] = (loss.value.item() * loss.weight, float(loss.count), gradient_sum.item())
+            return
+        row = self._rows[index]
+        row[0] = loss.value.detach().to(self._dtype) * loss.weight
+        row[1] = loss.count
+        row[2] = gradient_sum
+
+    def exchange(self, communicator: Communicator, ranges: Sequence[range], header: Sequence[int]) -> list[list[int]]:
+        """Gives every rank the rows of all microbatches; returns the headers of all ranks, from the same message."""
+        ours = torch.tensor(self._rows, dtype=torch.float64).view(-1, COLUMNS) if self.on_host else self._rows
+        rows, headers = communicator.gather_header(ours, [len(microbatches) for microbatches in ranges], header)
+        order = in_microbatch_order(ranges)
+        rows = rows if order is None else rows[order]
+        self._rows = rows.tolist() if self.on_host else rows
+        return headers
+
+    def sums(self, num_leaves: int) -> tuple[Any, Any]:
+        """Total and count over the microbatches with samples, along the tree: floats, or 0-d tensors on the device."""
+        rows = self._rows[:num_leaves]
+        if self.on_host:
+            sums = tree_sum([row[:2] for row in rows], lambda a, b: (a[0] + b[0], a[1] + b[1]))
+            assert sums is not None, "a batch holds at least one sample"
+            return sums[0], sums[1]
+        total, count, _ = tree_sum_rows(rows)
+        return total, count
+
+    def scalars(self, sums: Sequence[Any], num_leaves: int) -> Tensor | list[float]:
+        """Some sums, then the rows, flat."""
+        rows = self._rows[:num_leaves]
+        if self.on_host:
+            return [*map(float, sums), *(value for row in rows for value in row)]
+        return torch.cat([torch.stack([value.to(self._dtype) for value in sums]), rows.reshape(-1)])
+
+
+@dataclass(frozen=True, slots=True)
+class Agreed:
+    """The requests of one rank; after the exchange those of any rank."""
+
+    stop: int  # the signal by which the run is to stop; 0 for none
+    is_short: bool  # whether memory ran out
+    checkpoint: bool  # whether all ranks are to write a checkpoint after the step
+    flags: list[bool]  # any others, equally many on every rank
+
+
+def write_header(batch: Batch, step: int, asked: Agreed) -> list[int]:
+    """The control message of this rank, as 64-bit integers, equally many on every rank."""
+    flags = asked.flags
+    packed = [
+        sum(flag << k for k, flag in enumerate(flags[i : i + FLAGS_A_WORD])) for i in range(0, len(flags), FLAGS_A_WORD)
+    ]
+    identity = [batch.length, batch.epoch, batch.position, batch.checksum, step]
+    return [*identity, asked.stop, int(asked.is_short), int(asked.checkpoint), *packed]
+
+
+def read_headers(headers: Sequence[Sequence[int]], num_flags: int) -> Agreed:
+    """The requests of all ranks together; raises a `DeterminismError` if they run different steps."""
+    first = headers[0][:IDENTITY]
+    for rank, header in enumerate(headers):
+        if header[:IDENTITY] != first:
+            # Of a loader's batch the checksum is the length of its dataset, not negative as that of a stream.
+            if min(first[1], header[1], first[3], header[3]) >= 0 and header[3] != first[3]:
+                raise DeterminismError(
+                    f"the dataset of rank {rank} has {header[3]} samples in step {first[4]}, that of rank 0 has "
+                    f"{first[3]}; needed: the same dataset on every rank, of the same length in every epoch"
+                )
+            raise DeterminismError(
+                f"rank {rank} and rank 0 were handed different batches in step {first[4]} (length, epoch, position, "
+                f"checksum, step: {list(header[:IDENTITY])} and {list(first)}); use run.loader, and seed your sampler, "
+                "or what your stream yields, alike on every rank"
+            )
+    options = [header[IDENTITY : IDENTITY + OPTIONS] for header in headers]
+    stop, is_short, checkpoint = (max(column) for column in zip(*options, strict=True))
+    merged = [0] * (len(headers[0]) - IDENTITY - OPTIONS)
+    for header in headers:
+        merged = [a | b for a, b in zip(merged, header[IDENTITY + OPTIONS :], strict=True)]
+    flags = [bool(merged[k // FLAGS_A_WORD] >> (k % FLAGS_A_WORD) & 1) for k in range(num_flags)]
+    return Agreed(stop, bool(is_short), bool(checkpoint), flags)
 
 
 @dataclass(slots=True)
 class StepResult:
-    """What one optimizer step gives back; all numbers are those of the global batch, equal on every rank.
+    """The result of one optimizer step; all numbers are those of the global batch, equal on every rank.
 
     Reading `loss`, `grad_norm`, `total`, `count` or `skipped` waits for the device, once, and raises a `NonFiniteError`
-    that this step or one before it left behind; reading none of them costs nothing. Tier `bitwise`.
+    that this step or one before it left behind; without reading, the host does not wait. Tier `bitwise`.
 
     Attributes:
         step: the number of this step, counted from 0.
@@ -47,7 +165,7 @@ class StepResult:
 
     @property
     def count(self) -> float:
-        """What the sum is divided by."""
+        """The divisor of the sum: the number of samples, or the sum of the counts of `samestep.Mean`."""
         return self._fetch()[1]
 
     @property
@@ -62,19 +180,19 @@ class StepResult:
 
     @property
     def batch(self) -> Batch:
-        """Which samples it was about, without the samples themselves."""
+        """The batch without its samples: length, epoch, position, ids."""
         return self._batch
 
     @property
     def is_there(self) -> bool:
-        """Whether reading would not wait."""
+        """Whether reading returns without waiting."""
         return self._values is not None or self._event is None or self._event.query()
 
     def check(self) -> None:
-        """Raises what the step found.
+        """Raises the failure of this step, if any.
 
         Raises:
-            NonFiniteError: this step's loss or gradient was not finite, and the step was not told to skip it.
+            NonFiniteError: this step's loss or gradient was not finite, and `on_nonfinite` is "raise".
         """
         values = self._raw()
         if values[4]:
@@ -95,14 +213,13 @@ class StepResult:
 
     def _explain(self, values: list[float]) -> str:
         """Names the first microbatch whose loss or gradient is not finite."""
-        rows = [values[i : i + 3] for i in range(NUM_SUMS, len(values), 3)]
+        rows = [values[i : i + COLUMNS] for i in range(NUM_SUMS, len(values), COLUMNS)]
         if len(rows) == 1:
-            rows[0][2] = values[2]  # of the only microbatch there is the norm alone
+            rows[0][2] = values[2]  # of the only microbatch of a step no gradient sum is made, only the norm
         where = "the gradient summed over all microbatches (each microbatch's own is finite)"
         for microbatch, (total, _, gradient) in enumerate(rows):
             if not _is_finite(total) or not _is_finite(gradient):
-                what = "loss" if not _is_finite(total) else "gradient"
-                value = total if not _is_finite(total) else gradient
+                what, value = ("gradient", gradient) if _is_finite(total) else ("loss", total)
                 samples = self._batch.describe_microbatch(microbatch, self._num_microbatches)
                 where = f"the {what} of microbatch {microbatch} ({value}; {samples})"
                 break

@@ -2,15 +2,15 @@
 
 The batch is cut into V microbatches whatever the devices are, so every kernel sees the same shapes on 1, 2, … V of
 them. Floating-point addition commutes but does not associate: only the pairing of the V gradients matters, not which
-rank adds which, and the tree (`plan.tree`) fixes the pairing. Each microbatch seeds the random generators by its own
+rank adds which, and the tree (`core.tree`) fixes the pairing. Each microbatch seeds the random generators by its own
 number. Nothing is written to the model before the whole exchange has arrived, and the step counter moves last: if a
-rank is lost on the way, the others can do the step again from the same state.
+rank is lost meanwhile, the others repeat the step from the same state.
 """
 
 import sys
 from collections import deque
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -22,45 +22,38 @@ from samestep.comm.membership import Membership
 from samestep.core.tree import rank_blocks
 from samestep.data.batch import Batch, split_batch
 from samestep.engine.buffers import refuse_sync_batchnorm
-from samestep.engine.compiled import compile_loss, fix_shapes
-from samestep.engine.config import StepConfig
+from samestep.engine.config import StepConfig, settings_of
 from samestep.engine.factory import check_mesh, is_tensor_parallel, make_strategy
+from samestep.engine.forward_backward import ForwardBackward, fix_shapes
 from samestep.engine.gradients import divide, scale
 from samestep.engine.graphs import MicrobatchGraphs, check_graphs
-from samestep.engine.memory import Shortage, describe_update_shortage, is_out_of_memory
+from samestep.engine.losses import GlobalCounts
 from samestep.engine.microbatches import MicrobatchRunner
-from samestep.engine.nonfinite import FiniteCheck, divisor, left_out_unless
 from samestep.engine.observer import HeartbeatObserver, Observers, StepObserver, observers_in_scope
-from samestep.engine.parameters import named_parameters
-from samestep.engine.precision import LossScale
-from samestep.engine.result import ADVICE, StepResult
-from samestep.engine.settings import settings_of
+from samestep.engine.parameters import PurityCheck, named_parameters
+from samestep.engine.precision import FiniteCheck, LossScale, divisor, left_out_unless
+from samestep.engine.result import ADVICE, Agreed, StepResult, StepStats, read_headers, write_header
 from samestep.engine.sharded_state import ShardedState
-from samestep.engine.stats import Agreed, StepStats, read_headers, write_header
+from samestep.engine.side_effects import Traces
 from samestep.engine.strategies import REPLICATE, Replicate
 from samestep.engine.strategy import ExchangeOptions, Layout
-from samestep.engine.traces import Traces
 from samestep.errors import DataError, DeterminismError, NonFiniteError, OutOfMemoryError, PeerLostError, UsageError
+
+if TYPE_CHECKING:
+    from samestep.engine.diagnosis import Shortage  # loaded by failures alone
 
 CLIP_EPSILON = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 _Schedule = tuple[dict[str, Any], list[Any]]
 
 
 class TrainStep:
-    """One training step; made by `samestep.Run.train_step`, which says what each argument means.
-
-    Args:
-        membership: the ranks.
-        model: moved to this rank's device, and laid out as the strategy says.
-        optimizers: over its parameters, all stepped together.
-        config: the options.
-        scheduler: stepped after every step.
-        observers: watch each step.
+    """One training step; made by `samestep.Run.train_step`, which explains the arguments.
 
     Attributes:
-        num_steps: taken so far.
-        settings: with which optimizers and scheduler were built.
-        strategy: how the state lies on the ranks.
+        num_steps: steps taken so far.
+        settings: the settings of optimizers and scheduler when the step was made.
+        strategy: places the state on the ranks.
+        compute: forward and backward of one microbatch.
         microbatches: runs this rank's microbatches.
     """
 
@@ -86,37 +79,30 @@ class TrainStep:
 
         refuse_sync_batchnorm(model)
         device = membership.communicator.device
+        is_replicated = not is_tensor_parallel(model) and isinstance(config.strategy, Replicate)
         graphs = None
         if config.graphed_length is not None:
             check_graphs(device)
+            if config.strategy != REPLICATE or not is_replicated:
+                raise UsageError("CUDA graphs need a model that every rank has whole: leave cuda_graphs=True out")
             graphs = MicrobatchGraphs(config.graphed_length, device)
-        # the optimizer imported it
+        # Only if torch.compile may be used: importing it takes a second, and the optimizer imports it with a model's.
         if membership.communicator.reduction == "ordered" and "torch._dynamo" in sys.modules:
             fix_shapes()
-        if graphs is not None and (config.strategy != REPLICATE or is_tensor_parallel(model)):
-            raise UsageError("CUDA graphs need a model that every rank has whole: leave cuda_graphs=True out")
         check_mesh(membership, model, config.strategy, config.compile)
         self._scale = LossScale(device, enabled=config.precision == "16-mixed")
         self._finite = FiniteCheck(device, self.optimizers, self._scale, config.on_nonfinite, config.late_check)
         self._stats = StepStats(device, on_host=not self._finite.is_late)
         self._unread: deque[tuple[StepResult, _Schedule | None]] = deque()
-        _check_trained(named_parameters(model, self.optimizers).values())
+        _check_trained(named_parameters(model, self.optimizers).values())  # before anything is moved or sharded
         # Hooks, by which buckets leave during the backward, do not run when a graph is replayed.
         options = ExchangeOptions(config.bucket_bytes, config.overlap and graphs is None)
         self.strategy = make_strategy(membership, model, self.optimizers, config.strategy, options)
-        is_plain = isinstance(config.strategy, Replicate) and graphs is None and not is_tensor_parallel(model)
-        self.microbatches = MicrobatchRunner(
-            membership,
-            config,
-            model,
-            compile_loss(config.loss_fn) if config.compile else config.loss_fn,
-            self._scale,
-            self.observers,
-            self.strategy.explain,
-            graphs,
-            Traces(membership, model, config.loss_fn) if is_plain and membership.num_microbatches > 1 else None,
-        )
-        self._runner = self.strategy.make_runner(self.microbatches)
+        self.compute = ForwardBackward(membership, model, config, self._scale, self.observers, self.strategy.explain)
+        is_watched = is_replicated and graphs is None and membership.num_microbatches > 1
+        traces = Traces(membership, model, config.loss_fn) if is_watched else None
+        self.microbatches = MicrobatchRunner(self.compute, graphs, traces)
+        self._runner = self.strategy.make_runner(self.compute) or self.microbatches
         self._layout = self._lay_out()
         self.observers.on_made(self)
 
@@ -127,7 +113,7 @@ class TrainStep:
 
     @property
     def loss_scale(self) -> Tensor:
-        """By what the loss of a microbatch is multiplied before its backward, 0-d: 1 unless precision is "16-mixed"."""
+        """The factor of a microbatch's loss before its backward, 0-d: 1 unless precision is "16-mixed"."""
         return self._scale.scale
 
     @property
@@ -141,12 +127,16 @@ class TrainStep:
         return self.strategy.communicator
 
     def __call__(self, batch: Any) -> StepResult:
-        """Takes one optimizer step on a global batch."""
-        self._read_what_is_there()
+        """Takes one optimizer step on a global batch.
+
+        Raises:
+            NonFiniteError: the loss or the gradient of this step, or of an earlier one, is not finite; see `check`.
+        """
+        self._read_available()
         self._check_process()
         self.observers.on_step(self, batch)
         try:
-            # once more, from the same state, if a rank is lost
+            # Repeated from the same state if a rank is lost.
             result = self.membership.perform(lambda: self._step(batch))
         except BaseException as error:
             self.observers.on_failure(error)
@@ -164,9 +154,8 @@ class TrainStep:
         num_leaves = min(membership.num_microbatches, batch.length)
         blocks_by_rank = rank_blocks(membership.data_ranges, num_leaves)
 
-        # 1. Forward and backward, one microbatch after another: neither memory nor kernels depend on how many ranks
-        # there
-        #    are. Gradients are added along the tree as they come; the last backward starts their exchange.
+        # 1. Forward and backward, one microbatch at a time: neither memory nor kernels depend on the number of ranks.
+        #    Gradients are added along the tree as they come; the last backward starts their exchange.
         layout.gradients.begin(blocks_by_rank)
         layout.buffers.begin(self.num_steps)
         self._stats.begin(membership.mine)
@@ -179,8 +168,8 @@ class TrainStep:
             self._failed = isinstance(error, Exception) if alone else not isinstance(error, PeerLostError)
             raise
 
-        # 2. The only communication: the rest of the gradients, the statistics with what the ranks must agree on, the
-        #    buffers. It raises on all ranks alike, and nothing has been written yet.
+        # 2. The only communication: the rest of the gradients, the statistics with the control message, the buffers.
+        #    It raises on all ranks alike, and nothing has been written yet.
         self.observers.on_phase("exchange")
         try:
             agreed = self._exchange(batch, layout, shortage)
@@ -204,35 +193,27 @@ class TrainStep:
             if value.renew is None:
                 raise DataError("a batch of another run's loader; use the loader of this run")
             before = self.observers.phase
-            # A rank that hangs while it fetches the microbatches of a lost one does not wait for others.
+            # In this phase: a rank that hangs while it fetches the microbatches of a lost one does not wait for others.
             self.observers.on_phase("data")
             batch = value.renew()
             self.observers.on_phase(before)
         else:
-            device = membership.communicator.device
-            batch = split_batch(
-                value,
-                membership.num_microbatches,
-                membership.to_fetch,
-                device,
-                membership.world_size > 1,
-                membership.version,
-            )
+            compares = membership.world_size > 1
+            device, version = membership.communicator.device, membership.version
+            batch = split_batch(value, membership.num_microbatches, membership.to_fetch, device, compares, version)
             self._check_lengths(batch.length)
         if batch.length < 1:
             raise DataError("the batch holds no samples; leave empty batches out")
         return batch
 
-    def _exchange(self, batch: Batch, layout: Layout, shortage: Shortage | None) -> Agreed:
-        """Exchanges the gradients, the statistics of all microbatches and the headers of all ranks."""
+    def _exchange(self, batch: Batch, layout: Layout, shortage: "Shortage | None") -> Agreed:
+        """Exchanges the gradients, the statistics of all microbatches and the control messages of all ranks."""
         membership, gradients = self.membership, layout.gradients
         flags = [*layout.buffers.touched, *gradients.used]
-        if membership.world_size == 1:
-            agreed = Agreed(membership.stop_asked, shortage is not None, membership.asks_checkpoint, flags)
-        else:
+        agreed = Agreed(membership.stop_asked, shortage is not None, membership.asks_checkpoint, flags)
+        if membership.world_size > 1:
             gradients.start()
-            asked = membership.stop_asked, shortage is not None, membership.asks_checkpoint
-            header = write_header(batch, self.num_steps, Agreed(*asked, flags))
+            header = write_header(batch, self.num_steps, agreed)
             agreed = read_headers(self._stats.exchange(membership.communicator, membership.ranges, header), len(flags))
         if agreed.is_short:
             # Not before all ranks know: they measure together which number of microbatches would fit.
@@ -242,19 +223,20 @@ class TrainStep:
 
     @torch.no_grad()
     def _update(self, batch: Batch, layout: Layout, num_leaves: int, used: list[bool]) -> StepResult:
-        """Divides, clips, and updates the model, unless something is not finite."""
+        """Divides, clips, and updates the model, unless a number is not finite."""
         gradients, config = layout.gradients, self.config
         total, count = self._stats.sums(num_leaves)
+        flats = gradients.flats
         if config.counts_fn is not None:
             count = count * 0 + 1  # the loss function has divided already
         elif num_leaves > 1:
-            divide(gradients.flats, divisor(count))  # a sum over one count: no mean of means
-        self._scale.unscale(gradients.flats)
+            divide(flats, divisor(count))  # a sum over one count: no mean of means
+        self._scale.unscale(flats)
         norm: Any = gradients.norm() if any(used) else torch.zeros((), device=self.communicator.device)
         norm = norm if self._finite.is_late else norm.item()
         ok, has_failed = self._finite.judge(total, count, norm)
         if config.max_grad_norm is not None:
-            self._clip(gradients.flats, config.max_grad_norm, norm, ok)
+            self._clip(flats, config.max_grad_norm, norm, ok)
         gradients.assign(used)
         self.observers.on_gradients(None)
         skipped = ~ok if self._finite.is_late else float(not ok)
@@ -271,7 +253,7 @@ class TrainStep:
                 layout.buffers.write(None)
         if self.scheduler is not None:
             self.scheduler.step()
-        self.num_steps += 1  # moves last: until here the step can be done again
+        self.num_steps += 1  # moves last: until here the step can be repeated
         return result
 
     def _clip(self, flats: list[Tensor], limit: float, norm: Any, ok: Any) -> None:
@@ -289,19 +271,21 @@ class TrainStep:
             try:
                 optimizer.step()
             except (RuntimeError, MemoryError) as error:
+                from samestep.engine.diagnosis import describe_update_shortage, is_out_of_memory
+
                 if not is_out_of_memory(error):
                     raise
-                self._failed = True
+                self._failed = True  # parameters before this one are updated: the step cannot be repeated
                 name = type(optimizer).__name__
                 raise OutOfMemoryError(describe_update_shortage(name, self.num_steps, self.membership.rank)) from error
         self.strategy.after_update()
 
     def _abandon(self, layout: Layout) -> None:
-        """Puts the model back after a step that failed."""
+        """Restores the model after a step that failed."""
         layout.buffers.abandon()
         layout.gradients.abandon()
 
-    # What a step is laid out for: the ranks, and the parameters that are trainable.
+    # The layout of a step: for the ranks, and the parameters that are trainable.
 
     def _current_layout(self) -> Layout:
         """The layout, made anew if ranks were lost, or parameters were frozen or unfrozen, since the last step."""
@@ -312,7 +296,7 @@ class TrainStep:
         if self._what_is_trained() != self._trained:
             before = self._layout
             self._layout = self._lay_out()
-            before.gradients.remove_hooks()
+            before.gradients.remove_hooks()  # after it: laying out may be refused, and the change then undone
         self.strategy.check_in_use()
         return self._layout
 
@@ -325,17 +309,20 @@ class TrainStep:
             parameter.grad = None
         if self.microbatches.graphs is not None:
             self.microbatches.graphs.drop()  # they write gradients of the parameters that were trainable
-        layout = self.strategy.lay_out(trainable, self.optimizers, self.config.counts_fn, self.observers)
+        gradients, buffers = self.strategy.lay_out(trainable, self.optimizers, self.observers)
+        state, counts_fn = self.strategy.state, self.config.counts_fn
+        parts = None if state is None or state.has_whole_parameters else state.parts
+        counts = None if counts_fn is None else GlobalCounts(counts_fn, self.membership.data)
         self._trained = self._what_is_trained()
-        return layout
+        return Layout(gradients, buffers, PurityCheck(self.model, parts), counts)
 
     def _what_is_trained(self) -> tuple[Any, ...]:
-        """Changes when parameters are frozen or unfrozen, or join an optimizer."""
+        """Changes when parameters are frozen or unfrozen, join an optimizer, or lie in memory in another order."""
         held = [id(p) for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]]
-        return held, [p.requires_grad for p in self._named.values()]
+        return held, [(p.requires_grad, p.stride()) for p in self._named.values()]
 
     def _check_lengths(self, length: int) -> None:
-        """Compares the lengths of batches that the script drew itself: they decide what the ranks exchange."""
+        """Compares the lengths of batches that the script drew itself: they decide the sizes of the exchanges."""
         lengths = [row[0] for row in self.communicator.gather_words([length])]
         if len(set(lengths)) > 1:
             raise DeterminismError(
@@ -344,7 +331,7 @@ class TrainStep:
             )
 
     def _check_process(self) -> None:
-        """Raises if something has changed on which equal bits rest, or if this rank alone would take a step."""
+        """Raises if something that decides the bits has changed, or if this rank alone would repeat a step."""
         self.membership.check_here()
         if self._failed:
             raise DeterminismError(
@@ -357,28 +344,21 @@ class TrainStep:
                 "number decides the bits: leave it alone, or give it by Run(num_threads=…) (--num-threads)"
             )
 
-    # Results that the host reads later than the step was taken.
+    # Results, which the host may read later than the step is taken.
 
     def _make_result(self, batch: Batch, scalars: Tensor | list[float]) -> StepResult:
-        """Starts the copy of the scalars to the host, if they are not there, without waiting for it."""
+        """Starts the copy of the scalars to the host, if they are on a device, without waiting for it."""
         event = None
         if isinstance(scalars, Tensor) and scalars.device.type == "cuda":
             scalars = torch.empty(scalars.shape, dtype=scalars.dtype, pin_memory=True).copy_(scalars, non_blocking=True)
             event = torch.Event(self.communicator.device)
             event.record()
         settle = self._read_up_to if self._finite.is_late else None
-        return StepResult(
-            self.num_steps,
-            batch.length,
-            batch.without_samples(),
-            self.membership.num_microbatches,
-            scalars,
-            event,
-            settle,
-        )
+        number, num_microbatches = self.num_steps, self.membership.num_microbatches
+        return StepResult(number, batch.length, batch.without_samples(), num_microbatches, scalars, event, settle)
 
     def _read(self, result: StepResult, schedule: _Schedule | None) -> None:
-        """Raises what a step found; from then on steps update again, starting from the state before that one."""
+        """Raises the failure of a step; later steps then update again, from the state before that one."""
         try:
             result.check()
         except NonFiniteError as error:
@@ -394,7 +374,7 @@ class TrainStep:
                 raise NonFiniteError(str(error).replace(ADVICE, advice)) from None
             raise
 
-    def _read_what_is_there(self) -> None:
+    def _read_available(self) -> None:
         while self._unread and self._unread[0][0].is_there:
             self._read(*self._unread.popleft())
 
@@ -403,7 +383,7 @@ class TrainStep:
             self._read(*self._unread.popleft())
 
     def _schedule(self) -> _Schedule | None:
-        """The scheduler's state and the learning rates, for going back to this step; None without a scheduler."""
+        """The scheduler's state and the learning rates, to be restored if this step fails; None without a scheduler."""
         if self.scheduler is None:
             return None
         rates = [group["lr"] for optimizer in self.optimizers for group in optimizer.param_groups]
@@ -418,10 +398,10 @@ class TrainStep:
             group["lr"] = rate
 
     def check(self) -> None:
-        """Waits for all steps taken so far and raises what they found.
+        """Waits for all steps taken so far and raises their failures.
 
         Raises:
-            NonFiniteError: see `__call__`.
+            NonFiniteError: the loss or the gradient of one of them is not finite, and `on_nonfinite` is "raise".
         """
         self._read_up_to(self.num_steps)
 
@@ -431,7 +411,7 @@ class TrainStep:
         return {"num_steps": self.num_steps, "loss_scale": self._scale.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes up a saved state; the outcome of earlier steps that was not read yet is dropped."""
+        """Restores a saved state; failures of earlier steps that were not read yet are dropped."""
         self._unread.clear()
         self._finite.reset()
         self.num_steps = int(state["num_steps"])
@@ -439,6 +419,6 @@ class TrainStep:
 
 
 def _check_trained(parameters: Iterable[Tensor]) -> None:
-    """Raises a `UsageError` if none of them is trained."""
+    """Raises a `UsageError` if no parameter is trainable."""
     if not any(parameter.requires_grad for parameter in parameters):
         raise UsageError("no parameter of the optimizer is trainable; set requires_grad on those that should be")

@@ -1,14 +1,14 @@
-"""The seam between the step, which is the same for all strategies, and how the state of a step lies on the ranks.
+"""The interfaces between the step, which is the same for all strategies, and a strategy, which places its state.
 
-replicate     every rank has everything               engine.replicate, with `engine.owning`
+replicate     every rank has everything               engine.factory; with `shard_optimizer` engine.zero1
 sharded       every rank has 1/D                      engine.sharding.strategy
 pipeline      every rank has some layers              engine.pipelining.strategy
 tensor        DTensors over the axis "tensor"         engine.tensor_parallel
 
-What the user passes (`samestep.Sharded(…)`) is in `engine.strategies`; `engine.factory` makes one of the other.
+The user passes options (`engine.strategies`), of which `engine.factory` makes a strategy. This module imports neither.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -18,15 +18,15 @@ from torch.optim import Optimizer
 from samestep.comm.communicator import Communicator
 from samestep.core.tree import Block
 from samestep.data.batch import Batch
-from samestep.engine.counts import GlobalCounts
-from samestep.engine.memory import Shortage
+from samestep.engine.forward_backward import ForwardBackward
+from samestep.engine.losses import GlobalCounts
 from samestep.engine.observer import Observers
-from samestep.engine.purity import PurityCheck
+from samestep.engine.parameters import PurityCheck
+from samestep.engine.result import StepStats
 from samestep.engine.sharded_state import ShardedState
-from samestep.engine.stats import StepStats
 
 if TYPE_CHECKING:
-    from samestep.engine.microbatches import MicrobatchRunner
+    from samestep.engine.diagnosis import Shortage  # loaded by failures alone
 
 
 class GradientExchange(Protocol):
@@ -38,17 +38,17 @@ class GradientExchange(Protocol):
 
     @property
     def parameters(self) -> Sequence[nn.Parameter]:
-        """What the optimizers update."""
+        """The parameters that the optimizers update."""
         ...
 
     @property
     def inputs(self) -> tuple[Tensor, ...]:
-        """The leaves of which autograd is to find the gradients; all that there are if empty."""
+        """The leaves whose gradients autograd computes; all leaves if empty."""
         ...
 
     @property
     def is_sharded(self) -> bool:
-        """Whether this rank has not all parameters: no rank can then run a microbatch alone."""
+        """Whether this rank lacks parameters: no rank can then run a microbatch alone."""
         ...
 
     @property
@@ -58,7 +58,7 @@ class GradientExchange(Protocol):
 
     @property
     def flats(self) -> list[Tensor]:
-        """After `finish` the sums over all microbatches, or this rank's part of them, as flat tensors."""
+        """After `finish` the sums over all microbatches, or this rank's local shards of them, as flat tensors."""
         ...
 
     def begin(self, blocks_by_rank: Sequence[Sequence[Block]]) -> None:
@@ -86,7 +86,7 @@ class GradientExchange(Protocol):
         ...
 
     def assign(self, used: Sequence[bool]) -> None:
-        """Gives each parameter that any microbatch used its sum as `.grad`; the others get None."""
+        """Sets the `.grad` of each parameter that any microbatch used to its sum, that of the others to None."""
         ...
 
     def forget(self) -> None:
@@ -94,20 +94,20 @@ class GradientExchange(Protocol):
         ...
 
     def abandon(self) -> None:
-        """Drops what a step that failed has left."""
+        """Drops the sums of a step that failed."""
         ...
 
     def remove_hooks(self) -> None:
-        """Takes the hooks off the parameters."""
+        """Removes the hooks from the parameters."""
         ...
 
 
 class BufferExchange(Protocol):
-    """Merges what the microbatches left in the module buffers."""
+    """Merges the module buffers over the microbatches."""
 
     @property
     def touched(self) -> Sequence[bool]:
-        """What this rank's microbatches changed; what any rank's did is handed to `exchange`."""
+        """Flags for what this rank's microbatches changed; `exchange` takes those of all ranks together."""
         ...
 
     def begin(self, step: int) -> None:
@@ -119,24 +119,17 @@ class BufferExchange(Protocol):
         ...
 
     def write(self, ok: Tensor | None) -> None:
-        """Puts the merged values in the model, if `ok` (a bool on the device; None where the host knows)."""
+        """Writes the merged values to the model, if `ok` (a bool on the device; None if the host has decided)."""
         ...
 
     def abandon(self) -> None:
-        """Puts the step's start back."""
+        """Restores the buffers from the start of the step."""
         ...
 
 
 @dataclass(frozen=True)
 class Layout:
-    """What a step needs of the ranks as they are now, and of the parameters that are trainable now.
-
-    Attributes:
-        gradients: sums the microbatches' gradients.
-        buffers: merges the microbatches' buffers.
-        purity: checks that microbatches leave the model as they found it.
-        counts: sums `counts_fn` over the global batch; None without one.
-    """
+    """The parts of a step that depend on the ranks as they are now, and on the parameters that are trainable now."""
 
     gradients: GradientExchange
     buffers: BufferExchange
@@ -147,13 +140,13 @@ class Layout:
 class StepRunner(Protocol):
     """Runs forward and backward of the microbatches of a step."""
 
-    def run(self, batch: Batch, step: int, layout: Layout, stats: StepStats) -> Shortage | None:
-        """Runs them; returns the microbatch for which memory ran out, if the others can go on without it."""
+    def run(self, batch: Batch, step: int, layout: Layout, stats: StepStats) -> "Shortage | None":
+        """Runs them; returns the microbatch for which memory ran out, if the other ranks can go on without it."""
         ...
 
 
 class Strategy(Protocol):
-    """How the state of a step lies on the ranks, and what follows for each part of the step."""
+    """Places the state of a step on the ranks."""
 
     @property
     def state(self) -> ShardedState | None:
@@ -162,7 +155,7 @@ class Strategy(Protocol):
 
     @property
     def forward(self) -> nn.Module:
-        """Runs the model where nothing is trained."""
+        """The model for evaluation."""
         ...
 
     @property
@@ -176,7 +169,7 @@ class Strategy(Protocol):
         ...
 
     def held(self, optimizers: Sequence[Optimizer]) -> dict[str, nn.Parameter]:
-        """What the optimizers hold, by name: of sharded parameters the local shards.
+        """The parameters that the optimizers hold, by name; of sharded ones the local shards.
 
         Raises:
             UsageError: they hold something else.
@@ -184,25 +177,21 @@ class Strategy(Protocol):
         ...
 
     def lay_out(
-        self,
-        trainable: dict[str, nn.Parameter],
-        optimizers: Sequence[Optimizer],
-        counts_fn: Callable[[Any], Any] | None,
-        observers: Observers,
-    ) -> Layout:
-        """Lays the step out over these of the `held` parameters, for the ranks as they are now."""
+        self, trainable: dict[str, nn.Parameter], optimizers: Sequence[Optimizer], observers: Observers
+    ) -> tuple[GradientExchange, BufferExchange]:
+        """The exchanges for these of the `held` parameters and the ranks as they are now."""
         ...
 
-    def make_runner(self, runner: "MicrobatchRunner") -> StepRunner:
-        """What runs a step's microbatches, given what computes one microbatch."""
+    def make_runner(self, compute: ForwardBackward) -> StepRunner | None:
+        """The runner of a step's microbatches; None for `microbatches.MicrobatchRunner`, one after another."""
         ...
 
     def sync_trainable(self) -> None:
-        """Called before each step: freezes the local shards of what was frozen in the model, or refuses it."""
+        """Before each step: freezes the local shards of parameters that were frozen in the model, or refuses it."""
         ...
 
     def check_in_use(self) -> None:
-        """Raises a `UsageError`, before each step, if the model has lost a parameter that is trained."""
+        """Before each step: raises a `UsageError` if the model has lost a parameter that is trained."""
         ...
 
     def before_update(self) -> None:
@@ -218,18 +207,13 @@ class Strategy(Protocol):
         ...
 
     def explain(self, error: RuntimeError) -> Exception | None:
-        """What an error of a forward or backward means to the user, if it comes of this strategy."""
+        """The error to raise for an error of a forward or backward that this strategy caused; None for others."""
         ...
 
 
 @dataclass(frozen=True)
 class ExchangeOptions:
-    """How gradients travel; the bits do not depend on it.
+    """How gradients travel; the bits do not depend on it."""
 
-    Attributes:
-        bucket_bytes: how much in a message.
-        overlap: whether messages leave during the backward.
-    """
-
-    bucket_bytes: int
-    overlap: bool
+    bucket_bytes: int  # of one message
+    overlap: bool  # whether messages leave during the backward

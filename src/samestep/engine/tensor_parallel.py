@@ -6,7 +6,7 @@ so the bits do not depend on the number of ranks along "data".
 """
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -22,17 +22,15 @@ from samestep.comm.local_shards import Sharding
 from samestep.comm.membership import Membership
 from samestep.data.batch import tensor_checksum
 from samestep.engine.buffers import COMPARED_ELEMENTS, COMPARED_EVERY, COMPARED_STEPS, BufferMerge
-from samestep.engine.counts import GlobalCounts
+from samestep.engine.forward_backward import ForwardBackward
 from samestep.engine.gradients import GradientSum
 from samestep.engine.losses import wide_dtype
-from samestep.engine.microbatches import MicrobatchRunner
 from samestep.engine.norms import block_norm, block_norms
 from samestep.engine.observer import Observers, StepObserver
 from samestep.engine.parameters import check_same_tensors
-from samestep.engine.purity import PurityCheck
 from samestep.engine.sharded_state import MIXED, ShardedState, check_contiguous, check_elementwise
 from samestep.engine.strategies import REPLICATE, Replicate, StrategyOptions
-from samestep.engine.strategy import ExchangeOptions, Layout
+from samestep.engine.strategy import ExchangeOptions
 from samestep.errors import DeterminismError, PeerLostError, UsageError
 
 AXIS = "tensor"
@@ -98,18 +96,15 @@ class TensorParallelStrategy:
         self,
         trainable: dict[str, nn.Parameter],
         optimizers: Sequence[Optimizer],
-        counts_fn: Callable[[Any], Any] | None,
         observers: Observers,
-    ) -> Layout:
+    ) -> tuple["TensorParallelGradientSum", BufferMerge]:
         """Lays the step out over the ranks along "data"."""
         data, model = self._membership.data, self.forward
         gradients = TensorParallelGradientSum(self, trainable, data, self._exchange.bucket_bytes, observers)
-        counts = None if counts_fn is None else GlobalCounts(counts_fn, data)
-        return Layout(gradients, BufferMerge(model, data), PurityCheck(model, self.state.parts), counts)
+        return gradients, BufferMerge(model, data)
 
-    def make_runner(self, runner: MicrobatchRunner) -> MicrobatchRunner:
-        """The runner itself: the ranks along "tensor" run each microbatch together."""
-        return runner
+    def make_runner(self, compute: ForwardBackward) -> None:
+        """None: the ranks along "tensor" run each microbatch together, one after another."""
 
     def sync_trainable(self) -> None:
         """Freezes or unfreezes the local shards as the model's parameters are now."""

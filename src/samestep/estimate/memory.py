@@ -4,9 +4,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from samestep.core.microbatches import microbatch_ranges
-from samestep.core.tree import rank_blocks
+from samestep.core.tree import num_sums_alive, rank_blocks
 from samestep.engine.config import BUCKET_BYTES
-from samestep.engine.memory import num_sums_alive
 from samestep.estimate.hardware import DeviceKind
 from samestep.estimate.layout import Layout
 from samestep.estimate.op_tracker import ACTIVATIONS, COPIES, GRADIENTS

@@ -159,7 +159,7 @@ class ObservedStep(StepObserver):
         total, count = float(loss.value.detach()) * loss.weight, float(loss.count)
         gradients = self._own_gradients()
         observer.note_gradients(gradients)
-        is_only = self.step.microbatches.is_only(self._batch)
+        is_only = self.step.compute.is_only(self._batch)
         norm = _norm(gradients.values()) / (float(self.step.loss_scale) * (1.0 if is_only else count or 1.0))
         for name, gradient in gradients.items() if saver is not None else ():
             if saver is not None and self._is_chosen_parameter(name):

@@ -24,9 +24,10 @@ from samestep.core.microbatches import active_shares, microbatch_ranges
 from samestep.data.loader import Loader
 from samestep.data.randomness import seed_process
 from samestep.data.tensors import TensorData
-from samestep.engine.config import BUCKET_BYTES, OnNonFinite, StepConfig
+from samestep.engine.config import BUCKET_BYTES, StepConfig
 from samestep.engine.losses import LossFn, describe
 from samestep.engine.observer import StepObserver
+from samestep.engine.precision import OnNonFinite
 from samestep.engine.step import TrainStep
 from samestep.engine.strategies import Sharded, StrategyOptions, as_strategy
 from samestep.engine.strategy import Strategy

@@ -9,9 +9,8 @@ from torch import Tensor, nn
 from samestep.core.microbatches import microbatch_bounds
 from samestep.core.seeds import derive_seed
 from samestep.data.batch import Batch
+from samestep.engine.forward_backward import ForwardBackward, check_differentiable
 from samestep.engine.losses import MicrobatchLoss, wide_dtype
-from samestep.engine.memory import describe_lone_shortage, is_out_of_memory
-from samestep.engine.microbatches import MicrobatchRunner, check_differentiable
 from samestep.engine.pipelining.backward import (
     MicrobatchInStage,
     check_read,
@@ -25,7 +24,7 @@ from samestep.engine.pipelining.model import PipelinedModel
 from samestep.engine.pipelining.schedule import BACKWARD, FORWARD, INPUT, WEIGHT, Action, Message, make_schedule
 from samestep.engine.pipelining.stage_inputs import Contents, StageInputs, packed, unpacked
 from samestep.engine.pipelining.stages import as_tensors, like
-from samestep.engine.stats import StepStats
+from samestep.engine.result import StepStats
 from samestep.engine.strategy import Layout
 from samestep.errors import LossError, OutOfMemoryError
 
@@ -33,14 +32,14 @@ LOOKED_STEPS = 2
 
 
 class StageRunner:
-    """Runs the microbatches of a step; `runner` computes the loss of one, given a proxy of the model."""
+    """Runs the microbatches of a step; `compute` computes the loss of one, given a proxy of the model."""
 
-    def __init__(self, pipelined: PipelinedModel, runner: MicrobatchRunner) -> None:
+    def __init__(self, pipelined: PipelinedModel, compute: ForwardBackward) -> None:
         self._pipelined = pipelined
-        self._runner = runner
-        self._membership = runner.membership
-        self._observers = runner.observers
-        self._generators = runner.generators
+        self._compute = compute
+        self._membership = compute.membership
+        self._observers = compute.observers
+        self._generators = compute.generators
         self._last = len(pipelined.stages) - 1
 
     def run(self, batch: Batch, step: int, layout: Layout, stats: StepStats) -> None:
@@ -51,7 +50,7 @@ class StageRunner:
         self._gradients, self._buffers, self._purity = layout.gradients, layout.buffers, layout.purity
         self._stats = stats
         self._counts = None if layout.counts is None else layout.counts.sum(batch, membership.data_ranges)
-        self._is_only = self._runner.is_only(batch)
+        self._is_only = self._compute.is_only(batch)
         self._bounds = microbatch_bounds(batch.length, membership.num_microbatches)
         microbatches = membership.executed
         self._microbatches = range(microbatches.start, max(microbatches.start, min(microbatches.stop, batch.length)))
@@ -90,12 +89,14 @@ class StageRunner:
                 self._backward(action, microbatch)
                 self._buffers.check_start(action.stage)
         except (RuntimeError, MemoryError) as error:
+            from samestep.engine.diagnosis import describe_lone_shortage, is_out_of_memory
+
             if not is_out_of_memory(error):
                 raise
             text = describe_lone_shortage(microbatch, self._num_samples(microbatch), self._membership.rank, "pipeline")
             raise OutOfMemoryError(text) from error
         except ValueError as error:
-            told = self._runner.explain_lone(
+            told = self._compute.explain_lone(
                 error, microbatch, self._num_samples(microbatch), self._batch.length, self._step
             )
             if told is None:
@@ -122,15 +123,15 @@ class StageRunner:
                 self._inputs.send(Message(FORWARD, stage + 1, action.place), kept.outputs, note)
             return output
 
-        config = self._runner.config
+        config = self._compute.config
         if stage == 0:
             self._observers.on_microbatch(self._step, microbatch, self._batch.microbatches[microbatch])
         self._generators.seed(derive_seed(config.seed, config.stream, self._step, microbatch))
         proxy = ModelProxy(self._pipelined.model, run, returns=stage == self._last)
         samples = self._num_samples(microbatch)
         try:
-            with self._runner.autocast():
-                loss = self._runner.forward(proxy, self._batch.microbatches[microbatch], samples, self._counts)
+            with self._compute.autocast():
+                loss = self._compute.forward(proxy, self._batch.microbatches[microbatch], samples, self._counts)
         except LeaveError:
             return
         proxy.check_called()
@@ -167,7 +168,7 @@ class StageRunner:
         """Sets the gradients of the outputs, from the stage behind or from the loss."""
         if kept.loss is not None:
             loss = kept.loss
-            kept.seeds = [self._runner.initial_gradient(loss, self._is_only)]
+            kept.seeds = [self._compute.initial_gradient(loss, self._is_only)]
             stats = torch.zeros(2, dtype=wide_dtype(loss.value.device), device=loss.value.device)
             stats[0] = loss.count
             kept.weight, kept.row = loss.weight, (loss.value.detach(), stats)

@@ -1,6 +1,6 @@
 """The strategy `pipeline`: every rank has some stages of the model."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
@@ -8,17 +8,15 @@ from torch.optim import Optimizer
 
 from samestep.comm.communicator import Communicator
 from samestep.comm.membership import Membership
-from samestep.engine.counts import GlobalCounts
-from samestep.engine.microbatches import MicrobatchRunner
+from samestep.engine.forward_backward import ForwardBackward
 from samestep.engine.observer import Observers
 from samestep.engine.pipelining.buffers import StageBuffers
 from samestep.engine.pipelining.gradients import PipelinedGradientSum
 from samestep.engine.pipelining.model import PipelinedModel
 from samestep.engine.pipelining.stage_runner import StageRunner
-from samestep.engine.purity import PurityCheck
 from samestep.engine.sharded_state import ShardedState
 from samestep.engine.strategies import Pipeline
-from samestep.engine.strategy import ExchangeOptions, Layout
+from samestep.engine.strategy import ExchangeOptions
 
 
 class PipelineStrategy:
@@ -56,19 +54,16 @@ class PipelineStrategy:
         self,
         trainable: dict[str, nn.Parameter],
         optimizers: Sequence[Optimizer],
-        counts_fn: Callable[[Any], Any] | None,
         observers: Observers,
-    ) -> Layout:
+    ) -> tuple[PipelinedGradientSum, StageBuffers]:
         """Lays the step out, stage by stage."""
         membership, pipelined = self._membership, self.pipelined
         gradients = PipelinedGradientSum(pipelined, trainable, membership, self._exchange.bucket_bytes, observers)
-        counts = None if counts_fn is None else GlobalCounts(counts_fn, membership.data)
-        purity = PurityCheck(pipelined.model, self.state.parts)
-        return Layout(gradients, StageBuffers(pipelined, membership), purity, counts)
+        return gradients, StageBuffers(pipelined, membership)
 
-    def make_runner(self, runner: MicrobatchRunner) -> StageRunner:
-        """What takes the microbatches through this rank's stages."""
-        return StageRunner(self.pipelined, runner)
+    def make_runner(self, compute: ForwardBackward) -> StageRunner:
+        """Runs the microbatches through this rank's stages."""
+        return StageRunner(self.pipelined, compute)
 
     def sync_trainable(self) -> None:
         """Does nothing: the optimizers hold the model's own parameters."""

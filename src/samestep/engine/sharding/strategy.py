@@ -1,6 +1,6 @@
 """The strategy `sharded`: every rank has 1/D of the state, and the model is unsharded module by module."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
@@ -9,15 +9,12 @@ from torch.optim import Optimizer
 from samestep.comm.communicator import Communicator
 from samestep.comm.membership import Membership
 from samestep.engine.buffers import BufferMerge
-from samestep.engine.counts import GlobalCounts
-from samestep.engine.microbatches import MicrobatchRunner
+from samestep.engine.forward_backward import ForwardBackward
 from samestep.engine.observer import Observers
-from samestep.engine.purity import PurityCheck
 from samestep.engine.sharded_state import MIXED, ShardedState
 from samestep.engine.sharding.gradients import ShardedGradientSum
 from samestep.engine.sharding.model import shard_model
 from samestep.engine.strategies import Sharded
-from samestep.engine.strategy import Layout
 from samestep.errors import UsageError
 
 PARTLY_UNSHARDED = (
@@ -59,18 +56,15 @@ class ShardedStrategy:
         self,
         trainable: dict[str, nn.Parameter],
         optimizers: Sequence[Optimizer],
-        counts_fn: Callable[[Any], Any] | None,
         observers: Observers,
-    ) -> Layout:
+    ) -> tuple[ShardedGradientSum, BufferMerge]:
         """Lays the step out; each module is a message of its own."""
         membership, model = self._membership, self._sharded.model
         gradients = ShardedGradientSum(self._sharded, trainable, membership, observers)
-        counts = None if counts_fn is None else GlobalCounts(counts_fn, membership.data)
-        return Layout(gradients, BufferMerge(model, membership.data), PurityCheck(model, self.state.parts), counts)
+        return gradients, BufferMerge(model, membership.data)
 
-    def make_runner(self, runner: MicrobatchRunner) -> MicrobatchRunner:
-        """The runner itself, whose forwards and backwards FSDP2's hooks surround."""
-        return runner
+    def make_runner(self, compute: ForwardBackward) -> None:
+        """None: FSDP2's hooks surround forward and backward of one microbatch after another."""
 
     def sync_trainable(self) -> None:
         """Raises a `UsageError` if parameters were frozen or unfrozen since."""

@@ -18,7 +18,7 @@ from torch.utils.data._utils.pin_memory import pin_memory
 from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
 from samestep.data.nested import leaves
-from samestep.engine.drawing import Watch, reachable
+from samestep.engine.side_effects import Watch, reachable
 from samestep.scripts.adoption import Adoption
 from samestep.scripts.loading.broadcast import (
     Kind,

@@ -19,8 +19,7 @@ from torch import Tensor, nn
 
 from samestep.core.seeds import derive_seed
 from samestep.data.batch import tensor_checksum
-from samestep.engine.drawing import reachable
-from samestep.engine.traces import plain_attributes
+from samestep.engine.side_effects import plain_attributes, reachable
 from samestep.errors import DeterminismError, UsageError
 
 ACCUMULATE = "torch::autograd::AccumulateGrad"

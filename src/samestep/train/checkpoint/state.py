@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from samestep.comm.local_shards import LocalShard, Sharding
 from samestep.data.nested import leaves
-from samestep.engine.settings import Settings, take_new_settings
+from samestep.engine.config import Settings, take_new_settings
 from samestep.engine.sharded_state import ShardedState
 from samestep.engine.step import TrainStep
 from samestep.errors import CheckpointError

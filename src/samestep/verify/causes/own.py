@@ -13,7 +13,7 @@ from torch import nn
 
 from samestep.core.seeds import derive_seed
 from samestep.data.randomness import Generators
-from samestep.engine.drawing import Watch, reachable
+from samestep.engine.side_effects import Watch, reachable
 from samestep.engine.site import is_script_file
 from samestep.verify.causes.cause import Cause
 from samestep.verify.causes.evidence import Evidence, by_step, listed

@@ -1,0 +1,160 @@
+"""Forward and backward of one microbatch: the same computation whichever rank runs it."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from samestep.comm.membership import Membership
+from samestep.data.batch import Batch
+from samestep.data.randomness import Generators
+from samestep.engine.config import StepConfig
+from samestep.engine.losses import LossFn, MicrobatchLoss, read_loss
+from samestep.engine.observer import Observers
+from samestep.engine.precision import LossScale, autocast, check_precision
+from samestep.errors import LossError, UsageError
+
+MOST_WEIGHTS = 64  # whose tensors are kept
+_PLAIN: AbstractContextManager[Any] = nullcontext()
+
+
+class ForwardBackward:
+    """Computes the loss and the gradients of one microbatch; `explain` gives the strategy's own errors."""
+
+    def __init__(
+        self,
+        membership: Membership,
+        model: nn.Module,
+        config: StepConfig,
+        scale: LossScale,
+        observers: Observers,
+        explain: Callable[[RuntimeError], Exception | None],
+    ) -> None:
+        self.membership = membership
+        self.model = model
+        self.config = config
+        self.observers = observers
+        self.loss_fn = compile_loss(config.loss_fn) if config.compile else config.loss_fn
+        self.generators = Generators(membership.communicator.device)
+        self._device = membership.communicator.device
+        self._dtype = check_precision(config.precision)
+        self._scale = scale
+        self._explain = explain
+        self._weights: dict[tuple[float, torch.dtype], Tensor] = {}
+
+    def run(
+        self,
+        inputs: tuple[Tensor, ...],
+        value: Any,
+        num_samples: int,
+        counts: Any,
+        is_only: bool = False,
+        microbatch: int | None = None,
+    ) -> MicrobatchLoss:
+        """Leaves the gradients of some leaves (of all if there are none) in their `.grad`; returns the loss.
+
+        A run that does not count, to measure memory or along with other ranks, has no microbatch number.
+        """
+        self.observers.on_phase("forward")
+        try:
+            with self.autocast():
+                loss = self.forward(self.model, value, num_samples, counts)
+            check_differentiable(loss)
+            if microbatch is not None:
+                self.observers.on_loss(microbatch, loss)
+            self.observers.on_phase("backward")
+            # Looked up in its module, so that a replacement by the script or a library is called.
+            torch.autograd.backward(loss.value, self.initial_gradient(loss, is_only), inputs=inputs or None)
+        except RuntimeError as error:
+            if (told := self._explain(error)) is not None:
+                raise told from error
+            from samestep.engine.diagnosis import explain_nondeterminism  # not needed by a run that succeeds
+
+            explained = explain_nondeterminism(
+                error, self.model, lambda: self.forward(self.model, value, num_samples, counts).value
+            )
+            if explained is None:
+                raise
+            raise explained from None
+        return loss
+
+    def forward(self, model: Any, value: Any, num_samples: int, counts: Any) -> MicrobatchLoss:
+        """The loss of a microbatch, by the model or a proxy of it."""
+        if counts is None:
+            return read_loss(self.loss_fn(model, value), num_samples)
+        loss = self.loss_fn(model, value, counts)
+        if not (isinstance(loss, Tensor) and loss.ndim == 0):
+            raise LossError("with counts_fn the loss function must return a 0-d tensor: its share of the loss")
+        return read_loss(loss, 1)
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """The context of a forward."""
+        # In full precision a script's own autocast around the step must be switched off; mostly there is none.
+        if self._dtype is None and not torch.is_autocast_enabled(self._device.type):
+            return _PLAIN
+        return autocast(self._device, self._dtype)
+
+    def is_only(self, batch: Batch) -> bool:
+        """Whether the batch is one microbatch: then the mean itself is differentiated, to the bits of a plain loop."""
+        return batch.length == 1 or self.membership.num_microbatches == 1
+
+    def initial_gradient(self, loss: MicrobatchLoss, is_only: bool) -> Tensor:
+        """The scaled gradient that a backward begins with: for the microbatch's sum, or the mean if it `is_only`."""
+        weight = loss.weight
+        if is_only and self.config.counts_fn is None:
+            if isinstance(loss.count, Tensor):
+                return self._scale.apply((loss.weight / loss.count).to(loss.value.dtype))
+            weight = loss.weight / loss.count if loss.count else float("nan")
+        # Kept, since making a tensor costs as much as a layer of a small model; few weights ever occur.
+        dtype = loss.value.dtype
+        if (weight, dtype) not in self._weights:
+            if len(self._weights) >= MOST_WEIGHTS:
+                self._weights.clear()
+            self._weights[weight, dtype] = torch.full((), weight, dtype=dtype, device=self._device)
+        return self._scale.apply(self._weights[weight, dtype])
+
+    def constants(self) -> list[Tensor]:
+        """The tensors that a backward reads besides the microbatch and the model."""
+        return [self._scale.scale, *self._weights.values()]
+
+    def explain_lone(
+        self, error: ValueError, microbatch: int, num_samples: int, length: int, step: int
+    ) -> UsageError | None:
+        """The error to raise if torch refused a microbatch because it has one sample; None for other errors."""
+        if num_samples > 1:
+            return None
+        from samestep.engine.diagnosis import explain_lone_sample
+
+        where = (
+            f"of the {length} samples of step {step} microbatch {microbatch} (of {self.membership.num_microbatches})"
+        )
+        fewer = f"cut batches into fewer microbatches (num_microbatches={length // 2} or less)"
+        advice = fewer if length > 1 else "take a global_batch_size that leaves more"
+        return explain_lone_sample(error, self.model, where, advice)
+
+
+def check_differentiable(loss: MicrobatchLoss) -> None:
+    """Raises a `LossError` if a loss cannot be differentiated."""
+    if not loss.value.requires_grad:
+        raise LossError("the loss does not depend on any trainable parameter: check detach(), no_grad, requires_grad")
+
+
+def compile_loss(loss_fn: LossFn) -> LossFn:
+    """The loss function by torch.compile, with settings under which all ranks generate the same code."""
+    import torch._inductor.config
+
+    if hasattr(torch._inductor.config, "deterministic"):  # torch 2.10 and later
+        torch._inductor.config.deterministic = True
+    fix_shapes()
+    compiled: LossFn = torch.compile(loss_fn, dynamic=False)
+    return compiled
+
+
+def fix_shapes() -> None:
+    """Keeps torch.compile from generating code for dynamic shapes at the second size: a rank may see only one."""
+    import torch._dynamo.config
+
+    torch._dynamo.config.automatic_dynamic_shapes = False
+    torch._dynamo.config.assume_static_by_default = True

@@ -1,0 +1,315 @@
+"""Side effects of loading and of the forward: random generators that advance, attributes that are assigned.
+
+`Watch` compares and restores the global generators, those that a dataset or its functions hold, and attributes: batches
+may be loaded by one rank alone, ahead of their time, only if loading changes none of these.
+
+`Traces` looks for values that a microbatch leaves where the next microbatch finds them, and those of other ranks do
+not: plain attributes of modules, generators that no step seeds, reads of the rank. It looks in the first two steps, and
+only prints a notice, since caches and values kept for inspection are legitimate.
+"""
+
+import functools
+import random
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from random import getstate, setstate  # bound here, whatever a script puts in their place
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.random import get_state, set_state
+from torch import Tensor, nn
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+from samestep.comm.membership import Membership
+from samestep.data.batch import tensor_checksum
+from samestep.engine.site import is_script_file
+
+GENERATORS = (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
+MAX_OBJECTS = 5000
+MAX_ENTRIES = 256  # longer lists and mappings are taken for data
+MAX_DEPTH = 3
+MOST_NAMES = 5
+WATCHED_STEPS = 2
+_LEAVES = (str, bytes, int, float, complex, type(None), Tensor, np.ndarray, np.generic, ModuleType, BuiltinFunctionType)
+_CONTAINERS = (list, tuple, set, frozenset, deque)
+_TABLES = ("_parameters", "_buffers", "_modules")
+_CLOSED = (nn.Module, type, FunctionType, ModuleType, *GENERATORS)
+
+Source = tuple[Callable[[], Any], Callable[[Any], None]]  # reads a state that can be compared; writes it back
+Kept = tuple[list[Any], list[dict[str, Any]]]
+Values = dict[tuple[str, str], Any]
+
+
+class Watch:
+    """The states of the global generators, of further generators and of attributes of objects; see `reachable`."""
+
+    def __init__(self, generators: Iterable[Any] = (), objects: Sequence[Any] = ()) -> None:
+        own = [_source(generator) for generator in generators]
+        global_sources: list[Source] = [(get_state, set_state), (getstate, setstate)]
+        self._sources = [_source(torch.default_generator), *global_sources, *own]
+        self._objects = objects
+
+    def states(self) -> list[Any]:
+        """The states of all generators, those of the global ones first; they can be pickled."""
+        return [read() for read, _ in self._sources]
+
+    def keep(self) -> Kept:
+        """The present state, for `has_moved` and `put_back`."""
+        return self.states(), [_attributes(entry) for entry in self._objects]
+
+    def has_moved(self, kept: Kept) -> bool:
+        """Whether a generator was drawn from, or an attribute assigned that was not None (a file that is opened)."""
+        states, attributes = kept
+        if any(not is_same_state(now, then) for now, then in zip(self.states(), states, strict=True)):
+            return True
+        return any(
+            _is_assigned(_attributes(entry), then) for entry, then in zip(self._objects, attributes, strict=True)
+        )
+
+    def put_back(self, kept: Kept) -> None:
+        """Restores generators and attributes."""
+        states, attributes = kept
+        self.put_states(states)
+        for entry, then in zip(self._objects, attributes, strict=True):
+            for name in _attributes(entry).keys() - then.keys():
+                delattr(entry, name)
+            for name, value in then.items():
+                object.__setattr__(entry, name, value)  # frozen dataclasses among them
+
+    def put_states(self, states: Sequence[Any]) -> None:
+        """Restores generators."""
+        for (_, write), state in zip(self._sources, states, strict=True):
+            write(state)
+
+
+def reachable(roots: Iterable[Any]) -> tuple[list[Any], list[Any]]:
+    """The generators and objects that some objects refer to, by attributes and variables of functions, not in data."""
+    generators: list[Any] = []
+    objects: list[Any] = []
+    waiting, kept = list(roots), []
+    seen: set[int] = set()
+    while waiting and len(seen) < MAX_OBJECTS:
+        entry = waiting.pop()
+        if id(entry) in seen or isinstance(entry, (*_LEAVES, random.SystemRandom)):
+            continue
+        seen.add(id(entry))
+        kept.append(entry)  # an id is unique only while its object lives
+        if isinstance(entry, GENERATORS):
+            generators.append(entry)
+            continue
+        if _attributes(entry) and not isinstance(entry, type | FunctionType | nn.Module):
+            objects.append(entry)
+        waiting += _parts(entry)
+    return generators, objects
+
+
+def _parts(entry: Any) -> list[Any]:
+    """The values that an object refers to, but for data."""
+    if isinstance(entry, (dict, *_CONTAINERS)):
+        return list(entry.values() if isinstance(entry, dict) else entry) if len(entry) <= MAX_ENTRIES else []
+    if isinstance(entry, MethodType):
+        return [entry.__self__, entry.__func__]
+    if isinstance(entry, FunctionType):
+        if not is_script_file(entry.__code__.co_filename):
+            return []  # a library's functions refer to half of the interpreter
+        defaults = [*(entry.__defaults__ or ()), *(entry.__kwdefaults__ or {}).values()]
+        return [*(value for _, value in _variables(entry)), *defaults]
+    if isinstance(entry, type):
+        return _functions(entry) if _is_script(entry) else []
+    kinds = [kind for kind in type(entry).__mro__ if _is_script(kind)]
+    partial = [entry.func, entry.args, entry.keywords] if isinstance(entry, functools.partial) else []
+    return [*_attributes(entry).values(), *kinds, *partial]
+
+
+def _variables(function: FunctionType) -> list[tuple[str, Any]]:
+    """The variables of enclosing functions and the globals that a function refers to, by name."""
+    code, cells = function.__code__, function.__closure__ or ()
+    found: list[tuple[str, Any]] = []
+    for name, cell in zip(code.co_freevars, cells, strict=True):
+        try:
+            found.append((name, cell.cell_contents))
+        except ValueError:  # not assigned yet
+            continue
+    return found + [(name, function.__globals__[name]) for name in code.co_names if name in function.__globals__]
+
+
+def _functions(kind: type) -> list[Any]:
+    return [part for part in vars(kind).values() if isinstance(part, FunctionType)]
+
+
+def _is_script(kind: type) -> bool:
+    """Whether a class is written by the user, judged by its functions."""
+    return any(is_script_file(function.__code__.co_filename) for function in _functions(kind))
+
+
+def _attributes(entry: Any) -> dict[str, Any]:
+    """The attributes of an object, those in `__slots__` of the script's classes among them."""
+    slots = [slot for kind in type(entry).__mro__ for slot in _slots(kind)]
+    found = {name: getattr(entry, name) for name in slots if hasattr(entry, name)}
+    table = getattr(entry, "__dict__", None)
+    return {**found, **table} if isinstance(table, dict) else found
+
+
+def _slots(kind: type) -> list[str]:
+    slots = kind.__dict__.get("__slots__", ()) if kind.__module__ not in ("builtins", "torch", "numpy") else ()
+    return [slots] if isinstance(slots, str) else [name for name in slots if not name.startswith("__")]
+
+
+def _is_assigned(now: dict[str, Any], then: dict[str, Any]) -> bool:
+    """Whether attributes were assigned other than for the first time."""
+    if not then.keys() <= now.keys():
+        return True
+    return any(now[name] is not value and value is not None for name, value in then.items())
+
+
+def is_same_state(now: Any, then: Any) -> bool:
+    """Whether two states, nested in tuples and dicts, are equal."""
+    if isinstance(now, dict):
+        return all(is_same_state(now[key], then[key]) for key in now)
+    if isinstance(now, np.ndarray):
+        return bool(np.array_equal(now, then))
+    if isinstance(now, tuple) and len(now) < MAX_ENTRIES:
+        return all(is_same_state(one, other) for one, other in zip(now, then, strict=True))
+    return bool(now == then)
+
+
+def _source(generator: Any) -> Source:
+    """Reads and writes the state of a generator."""
+    if isinstance(generator, torch.Generator):
+
+        def write(state: bytes) -> None:
+            generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+
+        return lambda: generator.get_state().numpy().tobytes(), write
+    if isinstance(generator, np.random.Generator):
+        bits = generator.bit_generator
+        return lambda: bits.state, lambda state: setattr(bits, "state", state)
+    if isinstance(generator, np.random.RandomState):
+        return generator.get_state, generator.set_state
+    return generator.getstate, generator.setstate
+
+
+class Traces:
+    """Finds the traces of microbatches in the first steps, and prints a notice for each kind."""
+
+    def __init__(self, membership: Membership, model: nn.Module, loss_fn: Callable[..., Any]) -> None:
+        self._membership, self._model, self._loss_fn = membership, model, loss_fn
+        self._generators: list[Any] | None = None
+        self._states: list[Any] = []
+        self._before: Values = {}
+        self._ends: Values = {}
+        self._left: dict[str, None] = {}
+        self._drawn: dict[str, None] = {}
+        self._asked: dict[str, None] = {}
+
+    def begin(self) -> None:
+        """Begins a step: remembers the state of attributes and generators."""
+        if self._generators is None:
+            generators, objects = reachable([self._loss_fn, *self._model.modules()])
+            iterators = [one for one in objects if isinstance(one, _BaseDataLoaderIter)]
+            self._generators = [*(one for one in generators if not _is_global(one)), *iterators]
+        self._states = [_progress(one) for one in self._generators]
+        self._before, self._ends = _values(self._model), {}
+        self._membership.on_rank_asked = lambda name: self._asked.update({name: None})
+
+    def look(self) -> None:
+        """Compares with the state before the last microbatch, and with what other microbatches of the step left."""
+        now = _values(self._model)
+        for place, value in now.items():
+            is_written = place not in self._before or self._before[place] != value
+            # A value that all microbatches leave alike is no trace.
+            if is_written and self._ends.get(place, value) != value:
+                self._left[place[0]] = None
+            self._ends.setdefault(place, value)
+        self._before = now
+        for number, one in enumerate(self._generators or ()):
+            state = _progress(one)
+            if not is_same_state(state, self._states[number]):
+                self._drawn[self._name(one)] = None
+            self._states[number] = state
+
+    def end(self) -> None:
+        """Ends a step, and prints the notices."""
+        self._membership.on_rank_asked = None
+        self._before, self._ends, self._states = {}, {}, []
+        self._notice(
+            self._left,
+            "written in the forward, other values by other microbatches; if a later forward reads it, it finds what "
+            "the microbatch before left on this device, and the results depend on the number of devices. Pass it "
+            "through the batch, or train with num_microbatches=1",
+        )
+        self._notice(
+            self._drawn,
+            "drawn from while microbatches run, and not seeded by microbatch: the results depend on the number of "
+            "devices. Draw from the global generators of torch, NumPy or Python, which are",
+        )
+        self._notice(
+            self._asked,
+            "read while a microbatch runs: a loss that depends on the rank depends on the number of devices. Leave it "
+            "to the code between steps",
+        )
+
+    def _notice(self, names: dict[str, None], what: str) -> None:
+        if names:
+            shown = ", ".join(list(names)[:MOST_NAMES])
+            self._membership.notice(f"{shown}{', …' if len(names) > MOST_NAMES else ''}: {what}")
+            names.clear()
+
+    def _name(self, generator: Any) -> str:
+        """The attribute or variable that holds a generator; its class if that is deeper down."""
+        kind, loss = type(generator).__qualname__, self._loss_fn
+        variables = _variables(loss) if isinstance(loss, FunctionType) else getattr(loss, "__dict__", {}).items()
+        held = [*plain_attributes(self._model.named_modules()), *variables]
+        return next((f"{name} ({kind})" for name, value in held if value is generator), f"a {kind}")
+
+
+def plain_attributes(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[str, Any]]:
+    """The attributes of some modules, by full name, that are no parameters, buffers, children or hooks."""
+    for prefix, child in modules:
+        for key, value in child.__dict__.items():
+            if key not in _TABLES and not key.endswith("_hooks"):
+                yield f"{prefix}.{key}" if prefix else key, value
+
+
+def _values(model: nn.Module) -> Values:
+    """The values in the plain attributes of the user's modules, by attribute and by place in it."""
+    own = [(name, child) for name, child in model.named_modules() if not type(child).__module__.startswith("torch.")]
+    found: Values = {}
+    for name, value in plain_attributes(own):
+        _note(name, name, value, MAX_DEPTH, found)
+    return found
+
+
+def _note(attribute: str, path: str, value: Any, depth: int, found: Values) -> None:
+    """Notes a value, or those in it. Entries that a dict gains are new places, so that a cache by size is no trace."""
+    if isinstance(value, Tensor):
+        is_readable = value.layout == torch.strided and not value.is_meta
+        found[attribute, path] = (value.dtype, value.shape, int(tensor_checksum(value)) if is_readable else 0)
+    elif isinstance(value, np.ndarray):
+        found[attribute, path] = (value.dtype, value.shape, zlib.crc32(value.tobytes()))
+    elif value is None or isinstance(value, str | bytes | int | float | complex | np.generic):
+        found[attribute, path] = repr(value)
+    elif depth and isinstance(value, list | tuple | deque | set | frozenset):
+        found[attribute, f"{path} length"] = len(value)
+        for index, entry in enumerate(value if len(value) <= MAX_ENTRIES and not isinstance(value, set) else ()):
+            _note(attribute, f"{path}[{index}]", entry, depth - 1, found)
+    elif depth and isinstance(value, dict):
+        for key, entry in value.items() if len(value) <= MAX_ENTRIES else ():
+            _note(attribute, f"{path}[{key!r}]", entry, depth - 1, found)
+    elif depth and not isinstance(value, _CLOSED) and isinstance(getattr(value, "__dict__", None), dict):
+        for key, entry in vars(value).items():
+            _note(attribute, f"{path}.{key}", entry, depth - 1, found)
+
+
+def _progress(one: Any) -> Any:
+    """The state of a generator; of a DataLoader's iterator the number of batches that it has yielded."""
+    return one._num_yielded if isinstance(one, _BaseDataLoaderIter) else _source(one)[0]()
+
+
+def _is_global(generator: Any) -> bool:
+    """Whether it is one of the global generators, which a step seeds by microbatch."""
+    devices = list(torch.cuda.default_generators) if torch.cuda.is_initialized() else []
+    return any(generator is one for one in (torch.default_generator, np.random.mtrand._rand, random._inst, *devices))
