@@ -50,22 +50,14 @@ def pair_excess(ids, distance):
     return max(excess(table[off_diagonal]) for table in tables)
 
 
-@given(n=st.integers(1, 700), seed=WORDS, epoch=WORDS)
-@settings(max_examples=80, deadline=None)
+@given(n=st.integers(1, 30) | st.integers(1, 700), seed=WORDS, epoch=WORDS)
+@settings(max_examples=150, deadline=None)
 def test_an_order_holds_every_id_once_and_its_inverse_undoes_it(n, seed, epoch):
     positions = np.arange(n)
     ids = permute(positions, n, seed, epoch)
     assert np.array_equal(np.sort(ids), positions)
     assert np.array_equal(inverse(ids, n, seed, epoch), positions)
     assert np.array_equal(permute(inverse(positions, n, seed, epoch), n, seed, epoch), positions)
-
-
-@pytest.mark.parametrize("n", range(1, 30))
-def test_tiny_orders_hold_every_id_once(n):
-    for seed in range(20):
-        ids = permute(np.arange(n), n, seed, 3)
-        assert sorted(ids) == list(range(n))
-        assert np.array_equal(inverse(ids, n, seed, 3), np.arange(n))
 
 
 @given(data=st.data(), n=st.integers(1, 2**48), seed=WORDS, epoch=WORDS)

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from samestep.core.microbatches import microbatch_ranges
-from samestep.core.tree import Block, TreeSum, aligned_blocks, are_siblings, rank_blocks, tree_sum
+from samestep.core.tree import Block, TreeSum, aligned_blocks, are_siblings, num_sums_alive, rank_blocks, tree_sum
 
 
 def pair(left, right):
@@ -82,3 +82,9 @@ def test_siblings_are_judged_by_absolute_index():
     assert are_siblings(Block(2, 1), Block(3, 1))
     assert not are_siblings(Block(1, 1), Block(2, 1))
     assert not are_siblings(Block(0, 2), Block(2, 1))
+
+
+def test_gradients_alive_at_once_are_those_of_a_binary_counter():
+    assert [num_sums_alive(range(n)) for n in (0, 1, 2, 3, 4, 8)] == [1, 1, 2, 2, 3, 4]
+    assert num_sums_alive(range(4, 8)) == 3
+    assert [num_sums_alive(range(8), at_once) for at_once in (2, 4, 8)] == [3, 2, 1]

@@ -72,17 +72,9 @@ def square(model, batch):
 
 
 def run_short(communicator, phases, num_microbatches=4, sample_mib=32, norm=True):
-    """A step for which the memory of some ranks does not suffice, and another after it.
+    """A step for which the memory of some ranks (those with a phase) does not suffice, and another after it.
 
-    Args:
-        communicator: this rank's communicator.
-        phases: by rank, in which phase it asks for memory; None for a rank that does not.
-        num_microbatches: V.
-        sample_mib: how much a sample needs, in MiB.
-        norm: whether the model has BatchNorm.
-
-    Returns:
-        The message, whether the state was as before, the digest after a smaller batch, the seconds.
+    Returns the message, whether the state was as before, the digest after a smaller batch, the seconds.
     """
     run = Run(BATCH, num_microbatches, communicator=communicator)
     phase = phases[communicator.rank]

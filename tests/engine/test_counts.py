@@ -3,18 +3,16 @@
 import numpy as np
 import pytest
 import torch
-from engine_programs import table
+from engine_programs import in_turns, make_step, table
 from torch import nn
-from worlds import in_turns
 
 from samestep.errors import LossError
-from samestep.train.run import Run
 
 NUM_SAMPLES = 22
 
 
 def anchors(batch):
-    """How many anchors and positives a microbatch holds."""
+    """The numbers of anchors and positives of a microbatch."""
     return {"anchors": batch[0].numel(), "positives": (batch[1] > 0).sum()}
 
 
@@ -26,17 +24,19 @@ def detection(model, batch, counts):
     return spread + 3.0 * (positive * (scores - batch[1]).abs()).sum() / counts["positives"]
 
 
-def run_detection(communicator, counts_fn, loss, num_samples=NUM_SAMPLES):
-    run = Run(24, 7, communicator=communicator)
+def run_detection(communicator, counts_fn=anchors, loss=detection, num_samples=NUM_SAMPLES, strategy="replicate"):
+    """Three steps; the losses and the model."""
+    torch.manual_seed(0)
     model = nn.Linear(5, 1)
-    step = run.train_step(model, torch.optim.SGD(model.parameters(), lr=0.01), loss, counts_fn=counts_fn)
-    x, y = table()
-    results = [step((x[:num_samples], y[:num_samples])) for _ in range(3)]
-    return [r.loss.hex() for r in results], [p.detach().clone() for p in model.parameters()], results
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    step = make_step(communicator, model, loss, optimizer, 7, counts_fn=counts_fn, strategy=strategy)
+    batch = tuple(rows[:num_samples] for rows in table())
+    losses = [step(batch).loss.hex() for _ in range(3)]
+    return losses, [] if strategy == "sharded" else [p.detach().clone() for p in model.parameters()]
 
 
 def test_a_loss_with_two_denominators_is_that_of_the_whole_batch():
-    losses, parameters, _ = in_turns(1, run_detection, anchors, detection)[0]
+    losses, parameters = in_turns(1, run_detection)[0]
     torch.manual_seed(0)
     plain = nn.Linear(5, 1)
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.01)
@@ -53,26 +53,16 @@ def test_a_loss_with_two_denominators_is_that_of_the_whole_batch():
 
 @pytest.mark.parametrize("num_samples", [NUM_SAMPLES, 4])
 def test_the_counts_are_the_same_bits_on_every_number_of_devices(num_samples):
-    reference = in_turns(1, run_detection, anchors, detection, num_samples)[0]
+    losses, parameters = in_turns(1, run_detection, anchors, detection, num_samples)[0]
     for world_size in (2, 3, 5):
         for result in in_turns(world_size, run_detection, anchors, detection, num_samples):
-            assert result[0] == reference[0]
-            assert all(torch.equal(a, b) for a, b in zip(result[1], reference[1], strict=True))
-
-
-def run_sharded(communicator, strategy, num_samples):
-    """Two steps of so many samples; the losses."""
-    run = Run(24, 7, communicator=communicator)
-    model = nn.Linear(5, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    x, y = table()
-    step = run.train_step(model, optimizer, detection, counts_fn=anchors, strategy=strategy)
-    return [step((x[:num_samples], y[:num_samples])).loss.hex() for _ in range(2)]
+            assert result[0] == losses
+            assert all(torch.equal(a, b) for a, b in zip(result[1], parameters, strict=True))
 
 
 def test_a_rank_that_only_runs_along_has_the_counts_in_their_structure(worlds):
-    losses = in_turns(1, run_sharded, "replicate", 3)[0]
-    assert worlds(4).run(run_sharded, "sharded", 3) == [losses] * 4
+    losses, _ = in_turns(1, run_detection, anchors, detection, 3)[0]
+    assert worlds(4).run(run_detection, anchors, detection, 3, "sharded") == [(losses, [])] * 4
 
 
 @pytest.mark.parametrize(
@@ -112,7 +102,7 @@ def test_counts_come_back_in_the_structure_they_were_given(counts_fn, read):
         (lambda b: {"a": 1} if len(b[0]) == 4 else 1, "for one microbatch, ('a',) for another"),
     ],
 )
-def test_counts_that_are_none_are_refused(counts_fn, message):
+def test_results_of_counts_fn_that_are_no_counts_are_refused(counts_fn, message):
     with pytest.raises(LossError) as caught:
         in_turns(1, run_detection, counts_fn, lambda m, b, c: m(b[0]).sum())
     assert message in str(caught.value)

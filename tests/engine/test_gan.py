@@ -1,11 +1,12 @@
 """Adversarial training: two steps over one model, each with its own optimizer and its own stream of randomness."""
 
+import copy
+
 import pytest
 import torch
-from engine_programs import bits
+from engine_programs import bits, in_turns, make_step
 from torch import nn
 from torch.nn import functional
-from worlds import in_turns
 
 from samestep.engine import microbatches as microbatches_module
 from samestep.train.run import Run
@@ -85,12 +86,6 @@ def test_twin_a_gan_with_randomness_by_rank_is_noticed(monkeypatch):
     assert in_turns(2, train_gan)[0] != reference
 
 
-def adversaries():
-    """Two networks without randomness, and what trains them."""
-    both = nn.ModuleList([nn.Linear(NOISE, WIDTH), nn.Sequential(nn.Linear(WIDTH, 8), nn.Tanh(), nn.Linear(8, 1))])
-    return both, [torch.optim.Adam(net.parameters(), lr=0.01) for net in both]
-
-
 def judge(both, batch):
     real, noise = batch
     return (functional.softplus(-both[1](real)) + functional.softplus(both[1](both[0](noise).detach()))).mean()
@@ -104,26 +99,23 @@ def test_the_two_steps_are_those_of_a_plain_loop():
     batch = (real_samples(24), torch.linspace(-1, 1, 24 * NOISE).view(24, NOISE))
 
     def program(communicator):
-        run = Run(24, 8, communicator=communicator)
-        both, optimizers = adversaries()
-        start = {name: value.clone() for name, value in both.state_dict().items()}
-        steps = [run.train_step(both, optimizers[1], judge), run.train_step(both, optimizers[0], deceive)]
-        return both, start, [step(batch).loss for _ in range(4) for step in steps]
+        both = nn.ModuleList([nn.Linear(NOISE, WIDTH), nn.Sequential(nn.Linear(WIDTH, 8), nn.Tanh(), nn.Linear(8, 1))])
+        plain = copy.deepcopy(both)
+        losses = {judge: 1, deceive: 0}
+        for_ours, for_plain = ([torch.optim.Adam(net.parameters(), lr=0.01) for net in each] for each in (both, plain))
+        steps = {loss_fn: make_step(communicator, both, loss_fn, for_ours[k]) for loss_fn, k in losses.items()}
+        for _ in range(4):
+            for loss_fn, k in losses.items():
+                plain.zero_grad()
+                expected = loss_fn(plain, batch)
+                expected.backward()
+                for_plain[k].step()
+                # 24 float32 terms in another order, eight updates
+                assert steps[loss_fn](batch).loss == pytest.approx(expected.item(), rel=1e-5)
+        for ours, theirs in zip(both.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)  # the same
 
-    both, start, losses = in_turns(1, program)[0]
-    plain, optimizers = adversaries()
-    plain.load_state_dict(start)
-    expected = []
-    for _ in range(4):
-        for loss_fn, optimizer in ((judge, optimizers[1]), (deceive, optimizers[0])):
-            plain.zero_grad()
-            loss = loss_fn(plain, batch)
-            loss.backward()
-            optimizer.step()
-            expected.append(loss.item())
-    assert losses == pytest.approx(expected, rel=1e-5)  # 24 float32 terms in another order, eight updates
-    for ours, theirs in zip(both.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)  # the same
+    in_turns(1, program)
 
 
 def test_a_step_of_one_network_leaves_the_others_gradients_and_parameters_alone():
@@ -190,25 +182,23 @@ def test_several_losses_and_optimizers_over_one_network_end_in_the_same_bits(wor
 
 
 def test_several_optimizers_are_stepped_together_as_plain_ones_are():
+    def halves(model):
+        return [torch.optim.Adam(model[0].parameters(), lr=0.01), torch.optim.SGD(model[2].parameters(), lr=0.01)]
+
+    def rebuild(model, batch):
+        return functional.mse_loss(model(batch), batch)
+
     def program(communicator):
-        run = Run(24, 1, communicator=communicator)
         model = nn.Sequential(nn.Linear(WIDTH, 8), nn.Tanh(), nn.Linear(8, WIDTH))
-        start = {k: v.clone() for k, v in model.state_dict().items()}
-        halves = [torch.optim.Adam(model[0].parameters(), lr=0.01), torch.optim.SGD(model[2].parameters(), lr=0.01)]
-        step = run.train_step(model, halves, lambda m, b: functional.mse_loss(m(b), b))
+        plain = copy.deepcopy(model)
+        step, optimizers = make_step(communicator, model, rebuild, halves(model), 1), halves(plain)
         for _ in range(3):
             step(real_samples(24))
-        return model, start
+            plain.zero_grad()
+            rebuild(plain, real_samples(24)).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+        for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)  # mean times 24 over 24, in float32
 
-    model, start = in_turns(1, program)[0]
-    plain = nn.Sequential(nn.Linear(WIDTH, 8), nn.Tanh(), nn.Linear(8, WIDTH))
-    plain.load_state_dict(start)
-    halves = [torch.optim.Adam(plain[0].parameters(), lr=0.01), torch.optim.SGD(plain[2].parameters(), lr=0.01)]
-    for _ in range(3):
-        for optimizer in halves:
-            optimizer.zero_grad()
-        functional.mse_loss(plain(real_samples(24)), real_samples(24)).backward()
-        for optimizer in halves:
-            optimizer.step()
-    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)  # mean times 24 over 24, in float32
+    in_turns(1, program)

@@ -4,6 +4,7 @@ The recipes run on ranks that take turns, which is the code of real processes bu
 one of them over each transport.
 """
 
+import copy
 from collections import Counter
 
 import pytest
@@ -21,14 +22,13 @@ from samestep.train.digest import state_digest
 from samestep.train.run import Run
 
 WORLD_SIZES = [1, 2, 3, 4]
-RECIPES = ["lenet", "mlp", "vgg", "gpt"]
 
 CASES = [
     ("lenet", {}),
     ("lenet", {"max_grad_norm": 0.5, "optimizer": "adam", "lr": 0.001}),
     ("lenet", {"precision": "bf16-mixed"}),
     ("mlp", {"optimizer": "sgd", "lr": 1e-5, "one_by_one": True}),
-    ("mlp", {"max_grad_norm": 1.0}),
+    ("mlp", {"max_grad_norm": 1.0, "optimizer": "adamw", "lr": 1e-3, "epochs": 2}),
     ("vgg", {"num_microbatches": 4}),
     ("vgg", {"num_microbatches": 5, "max_grad_norm": 1.0, "precision": "bf16-mixed"}),
     ("gpt", {}),
@@ -76,16 +76,6 @@ def test_workers_that_fetch_samples_do_not_change_the_bits(worlds):
         agree(without, worlds(world_size).run(train_recipe, "mlp", {**options, "num_workers": 2}), 8)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-@pytest.mark.parametrize("max_grad_norm", [None, 0.5])
-@pytest.mark.parametrize("optimizer", ["sgd", "adam", "adamw"])
-@pytest.mark.parametrize("name", RECIPES)
-def test_the_whole_matrix(name, optimizer, max_grad_norm, precision):
-    options = {"optimizer": optimizer, "max_grad_norm": max_grad_norm, "precision": precision, "epochs": 2, "lr": 1e-3}
-    check_recipe(name, options, in_turns)
-
-
 @pytest.mark.parametrize(
     "options",
     [
@@ -111,12 +101,11 @@ def test_unequal_shares_do_not_change_the_bits():
     agree(reference, results, 8)
     steps = len(reference[1])
     assert [sum(result[2].values()) for result in results] == [5 * steps, steps, 2 * steps]
-
-
-def test_each_rank_runs_the_microbatches_that_were_planned():
-    for world_size, planned in [(1, [8]), (2, [4, 4]), (3, [2, 3, 3]), (4, [2, 2, 2, 2])]:
-        results = in_turns(world_size, train_small, {"samples": 96, "epochs": 1})
-        assert [set(result[2].values()) for result in results] == [{count} for count in planned]
+    assert [sum(result[2].values()) for result in in_turns(3, train_small, {"samples": 96})] == [
+        2 * steps,
+        3 * steps,
+        3 * steps,
+    ]
 
 
 def test_the_scripts_own_draws_do_not_depend_on_who_ran_which_microbatch(worlds):
@@ -163,36 +152,28 @@ def test_microbatches_without_a_valid_token_weigh_nothing(masked_microbatches):
             assert torch.equal(result[1], reference[1])
 
 
-def test_the_sharded_step_is_the_plain_step_up_to_rounding():
-    """One device, V = 8, against a plain torch loop over the whole batch: the promise is no excuse for other maths."""
-
-    def ours(communicator):
-        run = Run(32, 8, seed=1, communicator=communicator)
-        model = torch.nn.Sequential(
-            torch.nn.Flatten(), torch.nn.Linear(64, 20), torch.nn.Tanh(), torch.nn.Linear(20, 10)
-        )
-        start = [p.detach().clone() for p in model.parameters()]
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        step = run.train_step(model, optimizer, lambda m, b: functional.cross_entropy(m(b[0]), b[1]), max_grad_norm=0.5)
-        images = small_images(90)
-        losses = [step(tuple(t[i : i + 32] for t in images)).loss for i in (0, 32, 64)]
-        return model, start, losses
-
-    model, start, losses = in_turns(1, ours)[0]
-    plain = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 20), torch.nn.Tanh(), torch.nn.Linear(20, 10))
-    for p, value in zip(plain.parameters(), start, strict=True):
-        p.data.copy_(value)
-    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
+def test_a_step_of_eight_microbatches_is_the_plain_step_up_to_rounding():
+    """Against a plain torch loop over the whole batch: the promise is no excuse for other maths."""
     images, labels = small_images(90)
-    for i, loss in zip((0, 32, 64), losses, strict=True):
-        optimizer.zero_grad()
-        expected = functional.cross_entropy(plain(images[i : i + 32]), labels[i : i + 32])
-        expected.backward()
-        torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
-        optimizer.step()
-        assert loss == pytest.approx(expected.item(), rel=1e-6)  # 32 terms in another order, float32
-    for ours_p, p in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(ours_p, p, rtol=1e-5, atol=1e-7)  # three float32 steps, sums of 32 reordered
+
+    def program(communicator):
+        run = Run(32, 8, seed=1, communicator=communicator)
+        model = nn.Sequential(nn.Flatten(), nn.Linear(64, 20), nn.Tanh(), nn.Linear(20, 10))
+        plain = copy.deepcopy(model)
+        ours, theirs = (torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (model, plain))
+        step = run.train_step(model, ours, lambda m, b: functional.cross_entropy(m(b[0]), b[1]), max_grad_norm=0.5)
+        for i in (0, 32, 64):
+            theirs.zero_grad()
+            expected = functional.cross_entropy(plain(images[i : i + 32]), labels[i : i + 32])
+            expected.backward()
+            torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+            theirs.step()
+            # 32 terms in another order, float32
+            assert step((images[i : i + 32], labels[i : i + 32])).loss == pytest.approx(expected.item(), rel=1e-6)
+        for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-7)  # three float32 steps, sums of 32 reordered
+
+    in_turns(1, program)
 
 
 # Twins: each breaks one thing on which the promise rests, and the comparison must notice.

@@ -3,14 +3,12 @@
 import numpy as np
 import pytest
 import torch
-from engine_programs import mean_squared, perceptron, squared, step_once, table
+from engine_programs import in_turns, make_step, mean_squared, perceptron, squared, step_once, table
 from torch import nn
 from torch.nn import functional
-from worlds import in_turns
 
 from samestep.engine.losses import Mean, read_loss
 from samestep.errors import LossError, NonFiniteError
-from samestep.train.run import Run
 
 
 def linear():
@@ -100,23 +98,21 @@ def test_a_batch_in_which_nothing_counts_is_named():
 
 def test_a_loss_that_was_refused_leaves_the_parameters_as_they_were():
     def program(communicator):
-        run = Run(24, 4, communicator=communicator)
         model = linear()
         before = [p.detach().clone() for p in model.parameters()]
         losses = iter([mean_squared, lambda m, b: "no loss"])
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        step = run.train_step(model, optimizer, lambda m, b: next(losses)(m, b))
+        step = make_step(communicator, model, lambda m, b: next(losses)(m, b), num_microbatches=4)
         with pytest.raises(LossError):
             step(table())
         same = all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
-        return same, step.num_steps, run.train_step(model, optimizer, mean_squared)(table()).loss
+        return same, step.num_steps, make_step(communicator, model, num_microbatches=4)(table()).loss
 
     same, num_steps, loss = in_turns(1, program)[0]
     assert (same, num_steps) == (True, 0)
     assert loss == in_turns(1, lambda c: step_once(c, linear))[0][1].loss
 
 
-def test_who_has_replaced_torchs_backward_is_called(monkeypatch):
+def test_a_replacement_of_torchs_backward_is_called(monkeypatch):
     real, calls = torch.autograd.backward, []
 
     def counting(*args, **kwargs):
@@ -128,12 +124,3 @@ def test_who_has_replaced_torchs_backward_is_called(monkeypatch):
     counted = in_turns(1, lambda c: step_once(c, linear))[0][0]
     assert len(calls) == 4
     assert torch.equal(plain.weight, counted.weight)
-
-
-def test_a_loss_of_a_subclass_of_tensor_is_differentiated_its_own_way():
-    class Tagged(torch.Tensor):
-        pass
-
-    plain = in_turns(1, lambda c: step_once(c, linear))[0][0]
-    tagged = in_turns(1, lambda c: step_once(c, linear, lambda m, b: mean_squared(m, b).as_subclass(Tagged)))[0][0]
-    assert torch.equal(plain.weight, tagged.weight)

@@ -4,9 +4,8 @@ import copy
 
 import pytest
 import torch
-from engine_programs import bits, perceptron, table
+from engine_programs import bits, in_turns, make_step, perceptron, table
 from torch.nn import functional
-from worlds import in_turns
 
 from samestep.engine.precision import FiniteCheck
 from samestep.engine.result import StepResult
@@ -88,18 +87,16 @@ def test_a_bad_step_is_named_undone_and_can_be_left_behind(kind, optimizer):
 
 def test_the_error_names_the_step():
     notes, _ = in_turns(1, train, "loss")[0]
-    run_order = in_turns(
+    (order,) = in_turns(
         1, lambda c: [b.ids().tolist() for b in Run(BATCH, 8, 5, communicator=c).loader(samples(), shuffle=True)]
     )
-    (bad_step,) = [k for k, ids in enumerate(run_order[0]) if BAD_ID in ids]
+    (bad_step,) = [k for k, ids in enumerate(order) if BAD_ID in ids]
     assert notes[0][0].startswith(f"step {bad_step}: not finite: the loss of microbatch")
 
 
 def test_a_plain_batch_is_named_by_its_rows():
     def program(communicator):
-        run = Run(BATCH, 8, communicator=communicator)
-        model = perceptron()
-        step = run.train_step(model, make_optimizer(model, "sgd"), broken_at_bad_id("loss"))
+        step = make_step(communicator, perceptron(), broken_at_bad_id("loss"))
         with pytest.raises(NonFiniteError, match=r"the loss of microbatch 4 \(nan; rows 12 to 14 of the batch\)"):
             step(tuple(t[:BATCH] for t in samples()))
 
@@ -128,17 +125,13 @@ def test_twin_a_step_that_is_not_undone_is_noticed(monkeypatch):
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_model_that_starts_broken_is_told_that_it_is_not_finite(value):
+    told = r"step 0: not finite: the loss of microbatch 0.* Parameter 0\.weight held NaN or infinity before the first"
+
     def program(communicator):
-        run = Run(BATCH, 8, communicator=communicator)
         model = perceptron()
-        with torch.no_grad():
-            model[0].weight[0, 0] = value
-        step = run.train_step(model, make_optimizer(model, "sgd"), broken_at_bad_id("loss"))
+        model[0].weight.data[0, 0] = value
+        step = make_step(communicator, model, broken_at_bad_id("loss"))
         for _ in range(2):
-            told = (
-                r"step 0: not finite: the loss of microbatch 0.* Parameter 0\.weight held NaN or infinity before the "
-                "first"
-            )
             with pytest.raises(NonFiniteError, match=told):
                 step(tuple(t[-BATCH:] for t in samples()))
 
@@ -152,13 +145,10 @@ def test_a_write_to_a_model_that_holds_nan_is_still_noticed():
         return broken_at_bad_id("loss")(model, batch)
 
     def program(communicator):
-        run = Run(BATCH, 8, communicator=communicator)
         model = perceptron()
-        with torch.no_grad():
-            model[0].weight[0, 0] = float("nan")
-        step = run.train_step(model, make_optimizer(model, "sgd"), loss)
+        model[0].weight.data[0, 0] = float("nan")
         with pytest.raises(DeterminismError, match=r"0\.weight was written to"):
-            step(tuple(t[:BATCH] for t in samples()))
+            make_step(communicator, model, loss)(tuple(t[:BATCH] for t in samples()))
 
     in_turns(1, program)
 
@@ -237,9 +227,9 @@ def test_a_first_step_that_is_bad_is_undone(nobody_looks):
 
 def test_reading_a_late_result_raises_by_itself(nobody_looks):
     def program(communicator):
-        run = Run(BATCH, 4, communicator=communicator)
         model = perceptron()
-        step = run.train_step(model, make_optimizer(model, "fused adamw"), broken_at_bad_id("loss"), late_check=True)
+        optimizer = make_optimizer(model, "fused adamw")
+        step = make_step(communicator, model, broken_at_bad_id("loss"), optimizer, late_check=True)
         result = step(tuple(t[:24] for t in samples()))
         with pytest.raises(NonFiniteError, match="step 0: not finite"):
             _ = result.loss

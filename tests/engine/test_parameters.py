@@ -1,19 +1,14 @@
-"""Which parameters a step updates, where they lie, and that all ranks begin with the same."""
+"""The parameters that a step updates, where they lie, and that all ranks begin with the same."""
 
 import pytest
 import torch
-from engine_programs import bits, mean_squared, table
+from engine_programs import bits, in_turns, make_step, mean_squared, table
 from torch import nn
-from worlds import in_turns
 
 from samestep.comm.mesh import close_mesh
 from samestep.engine.parameters import named_parameters, settle_model
 from samestep.errors import DeterminismError, UsageError
 from samestep.train.run import Run
-
-
-def make_step(communicator, model, optimizer, **options):
-    return Run(24, 4, communicator=communicator).train_step(model, optimizer, mean_squared, **options)
 
 
 def refusal(make, world_size=1):
@@ -29,60 +24,42 @@ def refusal(make, world_size=1):
     return text
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_a_lazy_layer_is_named(world_size):
-    def make(communicator):
-        model = nn.Sequential(nn.Linear(5, 3), nn.LazyLinear(1))
-        make_step(communicator, model, torch.optim.SGD(model.parameters(), lr=0.1))
-
-    assert refusal(make, world_size).startswith("parameter 1.weight has no shape yet; run the model once on a batch")
+def sgd(*models):
+    return torch.optim.SGD([p for model in models for p in model.parameters()], lr=0.1)
 
 
-def test_an_optimizer_of_another_model_is_refused():
-    def make(communicator):
-        make_step(communicator, nn.Linear(5, 1), torch.optim.SGD(nn.Linear(5, 1).parameters(), lr=0.1))
-
-    assert refusal(make, 2).startswith("the optimizer holds 2 parameters, 2 of which are not in the model")
-
-
-def test_one_of_several_optimizers_of_another_model_is_refused():
-    def make(communicator):
-        model = nn.Linear(5, 1)
-        optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, nn.Linear(2, 2))]
-        make_step(communicator, model, optimizers)
-
-    assert "4 parameters, 2 of which are not in the model" in refusal(make)
-
-
-def test_lbfgs_is_refused():
-    def make(communicator):
-        model = nn.Linear(5, 1)
-        make_step(communicator, model, torch.optim.LBFGS(model.parameters()))
-
-    assert refusal(make).startswith("LBFGS calls the loss several times a step")
-
-
-@pytest.mark.parametrize("optimizers", [[], ()])
-def test_no_optimizer_at_all_is_refused(optimizers):
-    assert "holds 0 parameters" in refusal(lambda c: make_step(c, nn.Linear(5, 1), optimizers))
+LINEAR = nn.Linear(5, 1)
+LAZY = nn.Sequential(nn.Linear(5, 3), nn.LazyLinear(1))
+SYNCHRONISED = nn.Sequential(nn.Linear(5, 8), nn.ModuleDict({"norm": nn.SyncBatchNorm(8)}))
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "got"),
-    [(None, "None"), ("sgd", "a str"), ([1], "a int"), (nn.Linear(5, 1).parameters(), "a generator")],
+    ("model", "optimizer", "options", "said"),
+    [
+        (LAZY, None, {}, "parameter 1.weight has no shape yet; run the model once on a batch"),
+        (LINEAR, sgd(nn.Linear(5, 1)), {}, "the optimizer holds 2 parameters, 2 of which are not in the model"),
+        (LINEAR, [sgd(LINEAR), sgd(nn.Linear(2, 2))], {}, "the optimizer holds 4 parameters, 2 of which are not in"),
+        (LINEAR, [], {}, "the optimizer holds 0 parameters"),
+        (LINEAR, torch.optim.LBFGS(LINEAR.parameters()), {}, "LBFGS calls the loss several times a step"),
+        (LINEAR, torch.optim.SparseAdam(LINEAR.parameters()), {}, "SparseAdam takes sparse gradients only"),
+        (LINEAR, "sgd", {}, "got a str as optimizer"),
+        (LINEAR, [1], {}, "got a int as optimizer"),
+        (LINEAR, LINEAR.parameters(), {}, "got a generator as optimizer"),
+        (SYNCHRONISED, None, {}, "module 1.norm is a SyncBatchNorm"),
+        (LINEAR, sgd(LINEAR), {"late_check": True}, "late_check=True needs Adam or AdamW with fused=True, which can"),
+        (LINEAR, torch.optim.Adam(LINEAR.parameters()), {"late_check": True}, "late_check=True needs Adam or AdamW"),
+        (LINEAR, torch.optim.RAdam(LINEAR.parameters()), {"late_check": True}, "late_check=True needs Adam or AdamW"),
+    ],
 )
-def test_what_is_no_optimizer_is_refused(optimizer, got):
-    assert refusal(lambda c: make_step(c, nn.Linear(5, 1), optimizer)).startswith(f"got {got} as optimizer")
+def test_models_and_optimizers_that_cannot_be_are_refused_on_all_ranks(model, optimizer, options, said):
+    for world_size in (1, 2):
+        assert refusal(lambda c: make_step(c, model, optimizer=optimizer, **options), world_size).startswith(said)
 
 
-def test_syncbatchnorm_is_refused_by_its_name():
-    def make(communicator):
-        model = nn.Sequential(nn.Linear(5, 8), nn.ModuleDict({"norm": nn.SyncBatchNorm(8)}))
-        make_step(communicator, model, torch.optim.SGD(model.parameters(), lr=0.1))
-
-    text = refusal(make, 2)
-    assert text.startswith("module 1.norm is a SyncBatchNorm")
-    assert "GroupNorm" in text
+def test_no_optimizer_is_refused():
+    assert refusal(lambda c: Run(24, 4, communicator=c).train_step(LINEAR, None, mean_squared)).startswith(
+        "got None as"
+    )
 
 
 def test_models_that_differ_between_ranks_are_refused_by_the_first_name():
@@ -93,17 +70,15 @@ def test_models_that_differ_between_ranks_are_refused_by_the_first_name():
             model[1].running_mean[3] += 1
             model[2].weight.data[0, 0] += 1
         with pytest.raises(DeterminismError, match=r"2\.weight differs between the ranks at the start"):
-            run.train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), mean_squared)
+            run.train_step(model, sgd(model), mean_squared)
 
     in_turns(3, program)
 
 
 def test_models_of_different_make_are_refused():
     def program(communicator):
-        run = Run(24, 4, communicator=communicator)
-        model = nn.Sequential(*[nn.Linear(5, 5) for _ in range(1 + communicator.rank)])
         with pytest.raises(DeterminismError, match="the ranks built different models"):
-            run.train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), mean_squared)
+            make_step(communicator, nn.Sequential(*[nn.Linear(5, 5) for _ in range(1 + communicator.rank)]))
 
     in_turns(2, program)
 
@@ -117,13 +92,11 @@ def test_parameters_keep_the_models_order_each_once_whatever_the_optimizers_orde
 
 def test_parameters_that_no_optimizer_holds_are_left_alone():
     def program(communicator):
-        run = Run(24, 4, communicator=communicator)
         model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 1))
         optimizer = torch.optim.SGD(model[2].parameters(), lr=0.1, weight_decay=0.1)
         mine = model[0].weight.grad = torch.ones_like(model[0].weight)
         before = model[0].weight.detach().clone()
-        step = run.train_step(model, optimizer, mean_squared)
-        step(table())
+        make_step(communicator, model, optimizer=optimizer)(table())
         assert torch.equal(model[0].weight, before)
         assert model[0].weight.grad is mine
         assert bool((mine == 1).all())
@@ -181,54 +154,56 @@ def test_parameters_that_are_views_of_one_memory_stay_so():
     assert not model[1].weight.any()
 
 
-@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adam, torch.optim.RAdam])
-def test_a_late_check_needs_an_optimizer_that_can_leave_an_update_out(optimizer):
-    def make(communicator):
-        model = nn.Linear(5, 1)
-        make_step(communicator, model, optimizer(model.parameters()), late_check=True)
-
-    assert refusal(make) == (
-        "late_check=True needs Adam or AdamW with fused=True, which can skip an update on the device"
-    )
-
-
 def test_a_sparse_buffer_is_refused_by_name():
-    def program(communicator):
-        run = Run(24, 4, communicator=communicator)
-        model = nn.Linear(5, 1)
-        model.register_buffer("adjacency", torch.eye(3).to_sparse())
-        run.train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), mean_squared)
-
+    model = nn.Linear(5, 1)
+    model.register_buffer("adjacency", torch.eye(3).to_sparse())
     with pytest.raises(UsageError, match="adjacency is sparse"):
-        in_turns(1, program)
+        in_turns(1, lambda communicator: make_step(communicator, model))
 
 
-def test_a_forward_that_writes_to_a_parameter_is_refused_by_name():
+class Normalised(nn.Module):
+    """Weights that normalise themselves through `.data`, in place or not."""
+
+    def __init__(self, rebind):
+        super().__init__()
+        self.last, self.rebind = nn.Linear(5, 1), rebind
+
+    def forward(self, x):
+        unit = nn.functional.normalize(self.last.weight.data)
+        if self.rebind:
+            self.last.weight.data = unit
+        else:
+            self.last.weight.data.copy_(unit)
+        return self.last(x)
+
+
+@pytest.mark.parametrize("rebind", [True, False])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_forward_that_writes_to_a_parameter_behind_torchs_back_is_refused_by_name(rebind, world_size):
+    with pytest.raises(DeterminismError, match=r"last\.weight was written to while a microbatch ran"):
+        in_turns(world_size, lambda communicator: make_step(communicator, Normalised(rebind))(table()))
+
+
+def test_an_embedding_that_renormalises_its_rows_is_refused_by_name():
     def program(communicator):
-        run = Run(24, 4, communicator=communicator)
         model = nn.Sequential(nn.Embedding(30, 4, max_norm=0.5), nn.Flatten(), nn.Linear(4, 1))
-        step = run.train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), mean_squared)
-        step((torch.arange(24).view(24, 1), torch.zeros(24, 1)))
+        make_step(communicator, model)((torch.arange(24).view(24, 1), torch.zeros(24, 1)))
 
     with pytest.raises(DeterminismError, match=r"0\.weight was written to while a microbatch ran"):
         in_turns(2, program)
 
 
-def train_changed(change, strategy="replicate"):
+def train_changed(change, shard_optimizer=False):
     """Trains two steps before and two after a change to the model; whether its parameters were trained after it."""
 
     def program(communicator):
-        run = Run(24, 4, communicator=communicator)
         model = nn.Sequential(nn.Linear(5, 3), nn.Sequential(nn.Tanh(), nn.Linear(3, 1)))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        step = run.train_step(model, optimizer, mean_squared, shard_optimizer=strategy == "owned")
-        loader = run.loader(table(48))
-        for batch in loader:
-            step(batch)
+        optimizer = sgd(model)
+        step = make_step(communicator, model, optimizer=optimizer, shard_optimizer=shard_optimizer)
+        step(table())
         change(model, optimizer)
         before = [parameter.detach().clone() for parameter in model.parameters()]
-        for batch in loader:
-            step(batch)
+        step(table())
         return all(not torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
 
     return program
@@ -250,9 +225,9 @@ def put_other_weights(model, optimizer):
     ("change", "name"),
     [(put_another_parameter, "1.1.weight"), (put_another_layer, "1.1.weight"), (put_other_weights, "0.weight")],
 )
-@pytest.mark.parametrize(("world_size", "strategy"), [(1, "replicate"), (2, "replicate"), (2, "owned")])
-def test_a_parameter_that_was_replaced_is_named(change, name, world_size, strategy):
-    said = refusal(train_changed(change, strategy), world_size)
+@pytest.mark.parametrize(("world_size", "shard_optimizer"), [(1, False), (2, True)])
+def test_a_parameter_that_was_replaced_is_named(change, name, world_size, shard_optimizer):
+    said = refusal(train_changed(change, shard_optimizer), world_size)
     assert said.startswith(f"parameter {name} was replaced in the model")
 
 
@@ -272,47 +247,34 @@ def put_a_parameter_back(model, optimizer):
 
 
 @pytest.mark.parametrize("change", [give_another_parameter_to_both, put_another_function, put_a_parameter_back])
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_other_changes_to_a_model_go_on(change, world_size):
-    assert all(in_turns(world_size, train_changed(change)))
+def test_other_changes_to_a_model_go_on(change):
+    assert all(in_turns(2, train_changed(change)))
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_with_a_shared_optimizer_what_is_trained_stays_and_a_change_that_is_undone_goes_on(world_size):
+@pytest.mark.parametrize(
+    ("options", "frozen", "said"),
+    [
+        ({"shard_optimizer": True}, lambda model: model[0], "with shard_optimizer=True what is trained stays"),
+        ({}, lambda model: model, "no parameter of the optimizer is trainable"),
+    ],
+)
+def test_a_refused_freezing_that_is_undone_goes_on(options, frozen, said):
     def program(communicator):
-        run = Run(24, 4, communicator=communicator)
         model = nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 1))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        step = run.train_step(model, optimizer, mean_squared, shard_optimizer=True, bucket_bytes=16)
+        step = make_step(communicator, model, bucket_bytes=16, **options)
         step(table())
-        model[0].weight.requires_grad_(False)
-        with pytest.raises(UsageError, match="with shard_optimizer=True what is trained stays"):
+        frozen(model).requires_grad_(False)
+        with pytest.raises(UsageError, match=said):
             step(table())
-        model[0].weight.requires_grad_(True)
+        frozen(model).requires_grad_(True)
         return step(table()).loss.hex()
 
-    assert set(in_turns(world_size, program)) == set(in_turns(1, program))
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_when_nothing_is_trained_any_more_it_is_said_and_undone_it_goes_on(world_size):
-    def program(communicator):
-        run = Run(24, 4, communicator=communicator)
-        model = nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 1))
-        step = run.train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), mean_squared, bucket_bytes=16)
-        step(table())
-        model.requires_grad_(False)
-        with pytest.raises(UsageError, match="no parameter of the optimizer is trainable"):
-            step(table())
-        model.requires_grad_(True)
-        return step(table()).loss.hex()
-
-    assert set(in_turns(world_size, program)) == set(in_turns(1, program))
+    assert len({*in_turns(1, program), *in_turns(2, program)}) == 1
 
 
 @pytest.fixture
 def alone():
-    """A run of this process, in which a model may be spread over one rank."""
+    """A run of this process, in which a model may be sharded over one rank."""
     yield Run(24, 4, num_threads=torch.get_num_threads())
     close_mesh()
 
@@ -320,16 +282,15 @@ def alone():
 @pytest.mark.parametrize(("first", "second"), [("replicate", "sharded"), ("sharded", "replicate")])
 def test_one_run_deals_its_microbatches_in_one_way(alone, first, second):
     models = nn.Linear(5, 1), nn.Linear(5, 1)
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
-    alone.train_step(models[0], optimizers[0], mean_squared, strategy=first)
+    alone.train_step(models[0], sgd(models[0]), mean_squared, strategy=first)
     with pytest.raises(UsageError, match="strategy='sharded' deals the microbatches to the ranks in turn, for all"):
-        alone.train_step(models[1], optimizers[1], mean_squared, strategy=second)
+        alone.train_step(models[1], sgd(models[1]), mean_squared, strategy=second)
 
 
 @pytest.mark.parametrize("strategy", ["replicate", "sharded"])
 def test_a_call_of_train_step_that_was_refused_is_corrected(alone, strategy):
     model = nn.Linear(5, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model)
     model.requires_grad_(False)
     with pytest.raises(UsageError, match="no parameter of the optimizer is trainable"):
         alone.train_step(model, optimizer, mean_squared, strategy=strategy)

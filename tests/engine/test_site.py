@@ -34,13 +34,9 @@ def test_files_of_libraries_are_not_the_users(filename):
 
 
 def test_files_elsewhere_are_the_users(tmp_path):
-    assert is_script_file(str(tmp_path / "train.py"))
-    assert is_script_file(__file__)
-    assert is_script_file("<stdin>")
-
-
-def test_a_folder_whose_name_begins_like_that_of_a_library_is_the_users():
-    assert is_script_file(f"{Path(our_site.__file__).parents[1]}_experiments{os.sep}train.py")
+    own = Path(our_site.__file__).parents[1]  # a folder whose name begins like that of a library
+    for name in (str(tmp_path / "train.py"), __file__, "<stdin>", f"{own}_experiments{os.sep}train.py"):
+        assert is_script_file(name)
 
 
 def test_the_line_is_named_from_the_folder_that_the_script_runs_in(tmp_path, monkeypatch):
@@ -65,16 +61,11 @@ def test_the_frame_is_that_of_the_caller():
     assert frame.f_code.co_name == "test_the_frame_is_that_of_the_caller"
 
 
-def test_where_nothing_of_the_users_runs_there_is_no_line():
+def test_a_thread_that_runs_nothing_of_the_users_has_no_line():
     found = []
-
-    class Quiet(threading.Thread):
-        pass
-
-    thread = Quiet(target=lambda: None)
-    thread.run = run_as(
-        os.__file__, "def run():\n    found.append(script_line())", found=found, script_line=script_line
-    )["run"]
+    names = run_as(os.__file__, "def run():\n    found.append(script_line())", found=found, script_line=script_line)
+    thread = threading.Thread()
+    thread.run = names["run"]
     thread.start()
     thread.join()
     assert found == [""]

@@ -2,27 +2,21 @@
 
 import pytest
 import torch
-from engine_programs import bits, mean_squared, table
+from engine_programs import bits, in_turns, make_step, mean_squared, table
 from torch import nn
 from torch.nn import functional
-from worlds import in_turns
 
 from samestep.engine.gradients import GradientSum
 from samestep.errors import UsageError
-from samestep.train.run import Run
 
 
 class Branches(nn.Module):
-    """`left` where the first feature is high, `right` where the second one is, `never` nowhere."""
+    """`left` if the first feature is high, `right` if the second one is, `never` for no sample."""
 
     def __init__(self):
         super().__init__()
-        self.trunk, self.left, self.right, self.never = (
-            nn.Linear(5, 4),
-            nn.Linear(4, 1),
-            nn.Linear(4, 1),
-            nn.Linear(4, 1),
-        )
+        self.trunk = nn.Linear(5, 4)
+        self.left, self.right, self.never = (nn.Linear(4, 1) for _ in range(3))
 
     def forward(self, x):
         hidden = torch.tanh(self.trunk(x))
@@ -34,7 +28,7 @@ class Branches(nn.Module):
 
 
 def batches():
-    """Some where only one microbatch uses a branch, some where none does."""
+    """Some in which only one microbatch uses a branch, some in which none does."""
     result = []
     for k, (lefts, rights) in enumerate([([5], [0, 23]), ([], [11]), ([1, 2, 3], []), ([], []), ([20], [7])]):
         x, y = table(24, seed=k)
@@ -51,11 +45,10 @@ def make_optimizer(model, name):
 
 
 def train_branches(communicator, optimizer_name="sgd"):
-    run = Run(24, 8, communicator=communicator)
     model = Branches()
     start = {name: value.clone() for name, value in model.state_dict().items()}
     optimizer = make_optimizer(model, optimizer_name)
-    step = run.train_step(model, optimizer, mean_squared, bucket_bytes=16)
+    step = make_step(communicator, model, optimizer=optimizer, bucket_bytes=16)
     absent, losses = [], []
     for batch in batches():
         losses.append(step(batch).loss.hex())
@@ -63,20 +56,16 @@ def train_branches(communicator, optimizer_name="sgd"):
     return bits(model, optimizer), losses, absent, model, optimizer, start
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-@pytest.mark.parametrize("world_size", [2, 3, 8])
-def test_the_union_over_the_microbatches_decides_what_has_a_gradient(optimizer, world_size):
-    reference = in_turns(1, train_branches, optimizer)[0]
+@pytest.mark.parametrize("name", ["sgd", "adamw"])
+def test_the_union_over_the_microbatches_decides_what_has_a_gradient_is_decayed_and_moves(name):
+    reference = in_turns(1, train_branches, name)[0]
     never = ["never.bias", "never.weight"]
     left, right = ["left.bias", "left.weight"], ["right.bias", "right.weight"]
     assert reference[2] == [never, left + never, never + right, left + never + right, never]
-    for result in in_turns(world_size, train_branches, optimizer):
-        assert result[:3] == reference[:3]
-
-
-@pytest.mark.parametrize("name", ["sgd", "adamw"])
-def test_what_no_microbatch_used_is_neither_decayed_nor_moved_on(name):
-    *_, model, optimizer, start = in_turns(2, train_branches, name)[0]
+    for world_size in (2, 3, 8):
+        for result in in_turns(world_size, train_branches, name):
+            assert result[:3] == reference[:3]
+    *_, model, optimizer, start = reference
     assert torch.equal(model.never.weight, start["never.weight"])
     assert model.never.weight not in optimizer.state
     plain = Branches()
@@ -100,23 +89,26 @@ def test_twin_a_zero_in_the_place_of_none_is_noticed(monkeypatch):
     assert in_turns(1, train_branches)[0][0] != reference[0]
 
 
-def test_twin_what_one_rank_alone_used_is_noticed_if_the_others_do_not_hear_of_it(monkeypatch):
+def test_twin_a_parameter_that_one_rank_alone_used_is_noticed_if_the_others_do_not_learn_of_it(monkeypatch):
     real = GradientSum.assign
     monkeypatch.setattr(GradientSum, "assign", lambda self, used: real(self, self.used))
-    results = in_turns(3, train_branches)
-    assert len({result[0] for result in results}) > 1
+    assert len({result[0] for result in in_turns(3, train_branches)}) > 1
+
+
+def test_twin_reused_memory_that_keeps_the_gradient_of_another_microbatch_is_noticed(monkeypatch):
+    reference = in_turns(1, train_branches)[0]
+    monkeypatch.setattr(torch.Tensor, "zero_", lambda self: self)
+    assert in_turns(1, train_branches)[0][0] != reference[0]
 
 
 def train_thawing(communicator):
-    """The trunk is frozen for two steps, thawed for two, frozen again; the head the other way round at the end."""
-    run = Run(24, 8, communicator=communicator)
+    """The trunk is frozen for two steps, thawed for two, frozen again, thawed at last."""
     model = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=0.01)
-    step = run.train_step(model, optimizer, mean_squared, bucket_bytes=64)
-    trunk, moved = list(model[0].parameters()), []
+    optimizer = make_optimizer(model, "sgd")
+    step = make_step(communicator, model, optimizer=optimizer, bucket_bytes=64)
+    moved = []
     for thawed in (False, False, True, True, False, True):
-        for parameter in trunk:
-            parameter.requires_grad_(thawed)
+        model[0].requires_grad_(thawed)
         before = model[0].weight.detach().clone()
         step(table())
         moved.append(not torch.equal(before, model[0].weight))
@@ -132,12 +124,24 @@ def test_parameters_can_be_frozen_and_thawed_in_mid_run():
 
 
 def test_a_model_that_is_frozen_altogether_is_refused():
-    def program(communicator):
-        model = nn.Linear(5, 1).requires_grad_(False)
-        Run(24, 4, communicator=communicator).train_step(model, torch.optim.SGD(model.parameters()), mean_squared)
-
     with pytest.raises(UsageError, match="no parameter of the optimizer is trainable; set requires_grad"):
-        in_turns(1, program)
+        in_turns(1, lambda communicator: make_step(communicator, nn.Linear(5, 1).requires_grad_(False)))
+
+
+def test_parameters_that_change_their_order_in_memory_keep_their_gradients():
+    def program(communicator, turns):
+        model = nn.Sequential(nn.Unflatten(1, (5, 1, 1)), nn.Conv2d(5, 4, 1), nn.Flatten(), nn.Linear(4, 1))
+        step = make_step(communicator, model)
+        for number in range(3):
+            step(table())
+            if turns and number == 0:
+                model.to(memory_format=torch.channels_last)
+                model[1].weight.data = model[1].weight.data.transpose(0, 1).contiguous().transpose(0, 1)
+        assert model[1].weight.grad.stride() == model[1].weight.stride()
+        return [parameter.detach().contiguous() for parameter in model.parameters()]
+
+    plain, turned = (in_turns(1, program, turns)[0] for turns in (False, True))
+    assert all(torch.equal(a, b) for a, b in zip(plain, turned, strict=True))
 
 
 class Tied(nn.Module):
@@ -145,20 +149,22 @@ class Tied(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.first, self.last = nn.Linear(5, 5), nn.Linear(5, 5)
-        self.middle = nn.Linear(5, 5)
+        self.first, self.middle, self.last = (nn.Linear(5, 5) for _ in range(3))
         self.last.weight = self.first.weight
 
     def forward(self, x):
         return self.last(torch.tanh(self.middle(torch.tanh(self.middle(self.first(x))))))
 
 
+def reproduce(model, batch):
+    return functional.mse_loss(model(batch[0]), batch[0])
+
+
 def train_tied(communicator):
-    run = Run(24, 8, communicator=communicator)
     model = Tied()
     start = {name: value.clone() for name, value in model.state_dict().items()}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    step = run.train_step(model, optimizer, lambda m, b: functional.mse_loss(m(b[0]), b[0]), bucket_bytes=64)
+    step = make_step(communicator, model, reproduce, optimizer, bucket_bytes=64)
     for _ in range(3):
         step(table())
     return bits(model, optimizer), model, start
@@ -166,44 +172,45 @@ def train_tied(communicator):
 
 def test_a_parameter_in_two_places_is_summed_once_and_stays_tied():
     digest, model, start = in_turns(1, train_tied)[0]
-    for world_size in (2, 3):
-        for result in in_turns(world_size, train_tied):
-            assert result[0] == digest
-            assert result[1].last.weight is result[1].first.weight
+    for result in in_turns(3, train_tied):
+        assert result[0] == digest
+        assert result[1].last.weight is result[1].first.weight
     plain = Tied()
     plain.load_state_dict(start)
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
     for _ in range(3):
         optimizer.zero_grad()
-        functional.mse_loss(plain(table()[0]), table()[0]).backward()
+        reproduce(plain, table()).backward()
         optimizer.step()
     for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)  # sums of 24 in another order, float32
 
 
-def test_parameters_that_join_the_optimizer_later_are_trained():
+@pytest.mark.parametrize("join", [True, False], ids=["join", "replace others"])
+def test_parameters_that_come_to_the_optimizer_later_are_trained(join):
     def program(communicator):
-        run = Run(24, 4, communicator=communicator)
         model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 1))
         optimizer = torch.optim.SGD(model[2].parameters(), lr=0.1)
-        step = run.train_step(model, optimizer, mean_squared)
+        step = make_step(communicator, model, optimizer=optimizer)
         step(table())
-        optimizer.add_param_group({"params": list(model[0].parameters())})
-        before = model[0].weight.detach().clone()
+        first = list(model[0].parameters())
+        if join:
+            optimizer.add_param_group({"params": first})
+        else:
+            optimizer.param_groups[0]["params"] = first
+        before = [layer.weight.detach().clone() for layer in (model[0], model[2])]
         step(table())
-        return torch.equal(before, model[0].weight)
+        return [torch.equal(old, model[k].weight) for old, k in zip(before, (0, 2), strict=True)]
 
-    assert not in_turns(1, program)[0]
+    assert in_turns(1, program)[0] == [False, not join]
 
 
 def test_sparse_gradients_of_embeddings_are_summed_as_dense_ones():
     def program(communicator, sparse):
-        run = Run(24, 8, communicator=communicator)
         model = nn.Sequential(nn.Embedding(10, 4, sparse=sparse), nn.Flatten(), nn.Linear(8, 1))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        step = run.train_step(model, optimizer, mean_squared)
-        words = torch.arange(48).view(24, 2) * 7 % 10
-        step((words, table()[1]))
+        step = make_step(communicator, model, optimizer=optimizer)
+        step((torch.arange(48).view(24, 2) * 7 % 10, table()[1]))
         return bits(model, optimizer)
 
     reference = in_turns(1, program, False)[0]

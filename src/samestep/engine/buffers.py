@@ -1,8 +1,4 @@
-"""Module buffers: every microbatch starts from the step's buffers, and the results are merged, never overwritten.
-
-BatchNorm's (and InstanceNorm's) running statistics end as the sample-weighted mean over the microbatches, summed in
-float64 on the tree. Any other buffer may change in a step only if all microbatches leave it equal.
-"""
+"""Module buffers: every microbatch starts from the step's buffers, and the results are merged, never overwritten."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,9 +14,11 @@ from samestep.data.batch import tensor_checksum
 from samestep.engine.losses import wide_dtype
 from samestep.errors import BufferMergeError, UsageError
 
-COMPARED_ELEMENTS = 2**16
+COMPARED_ELEMENTS = 2**16  # up to which buffers in host memory are compared after each microbatch
 COMPARED_STEPS = 2
 COMPARED_EVERY = 100
+# BatchNorm's (and InstanceNorm's) running statistics end as the sample-weighted mean over the microbatches, summed in
+# float64 on the tree. Any other buffer may change in a step only if all microbatches leave it equal.
 MEAN_BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 
 
@@ -194,6 +192,7 @@ class BufferMerge:
 
     def _mean_leaf(self, num_samples: int) -> Tensor:
         """The statistics of one microbatch, times its samples, in one wide flat tensor."""
+        # Samples may be normalised in unequal numbers; the division by their sum comes once, after the tree.
         parts = [buffer.detach().reshape(-1) for place in self._means if (buffer := place.get()) is not None]
         return torch.cat([part.to(wide_dtype(part.device)) for part in parts]) * num_samples
 
@@ -216,7 +215,7 @@ class BufferMerge:
         if tensor is None or start is None:
             self._places[index].put(None)
             return
-        tensor.data.copy_(start)
+        tensor.data.copy_(start)  # behind autograd's back: a backward may still hold the buffer
         self._versions[index] = tensor._version
         if self._places[index].get() is not tensor:
             self._places[index].put(tensor)
@@ -241,6 +240,7 @@ class BufferMerge:
                 continue
             value = merged[offset : offset + target.numel()].view(target.shape)
             offset += target.numel()
+            # A count of batches is an integer, and its mean over microbatches is one but for rounding.
             value = value.to(target.dtype) if target.is_floating_point() else value.round().to(target.dtype)
             target.copy_(value if ok is None else torch.where(ok, value, target))
 
@@ -258,5 +258,6 @@ class BufferMerge:
                     "outside the forward, or from quantities that do not depend on the samples"
                 )
             if rows[0, column]:
+                # From rank 0 for all, since a rank without microbatches has no result of its own.
                 index = len(self._means) + column
                 self._ends[index] = communicator.share(self._ends.get(index))

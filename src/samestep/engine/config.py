@@ -46,20 +46,14 @@ class StepConfig:
         if self.on_nonfinite not in ("raise", "skip"):
             raise UsageError(f"got on_nonfinite={self.on_nonfinite!r}; it is 'raise' or 'skip'")
         check_precision(self.precision)
-        if self.graphed_length is not None and self.strategy != REPLICATE:
-            raise UsageError("CUDA graphs replay a step in which every rank has the whole state: leave strategy=… out")
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The plain values (numbers, strings, None, and tuples, lists and dicts of them) of optimizers and scheduler.
+    """The plain values (numbers, strings, None, and tuples, lists and dicts of them) of optimizers and scheduler."""
 
-    `optimizers` holds the class of each and the values of its parameter groups; `scheduler` its class and values, and
-    those of the schedulers in it, or None.
-    """
-
-    optimizers: list[tuple[str, list[dict[str, Any]]]]
-    scheduler: dict[str, Any] | None
+    optimizers: list[tuple[str, list[dict[str, Any]]]]  # the class of each, and the values of its parameter groups
+    scheduler: dict[str, Any] | None  # class, values, and those of the schedulers in it
 
     def as_json(self) -> dict[str, Any]:
         """For the contract: {"optimizer": {"class": "SGD", "lr": 0.1, …}, "scheduler": …}."""
@@ -95,6 +89,7 @@ def take_new_settings(
 
 
 def _of_scheduler(scheduler: Any) -> dict[str, Any]:
+    # Copied, since a scheduler goes on changing its lists in place.
     values = {key: copy.copy(value) for key, value in _plain(vars(scheduler)) if key not in PROGRESS}
     parts = {str(number): _of_scheduler(part) for number, part in enumerate(vars(scheduler).get("_schedulers", ()))}
     return {"class": type(scheduler).__name__, **values, **({"schedulers": parts} if parts else {})}
@@ -125,6 +120,7 @@ def _put(group: dict[str, Any], key: str, before: Any, now: Any) -> None:
 
 def _plain(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """The entries that are plain values; a tensor of one element counts as a number."""
+    # Tensors of one element: learning rates of capturable optimizers are such.
     for key, value in values.items():
         taken = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
         if key not in ("params", "param_names") and _is_plain(taken):

@@ -5,7 +5,6 @@ Imported only once something has failed.
 
 import gc
 import re
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -156,14 +155,13 @@ def describe_update_shortage(optimizer: str, step: int, rank: int) -> str:
     )
 
 
-def explain_nondeterminism(
-    error: RuntimeError, model: nn.Module, forward: Callable[[], Tensor]
-) -> DeterminismError | None:
+def explain_nondeterminism(error: RuntimeError, model: nn.Module) -> DeterminismError | None:
     """The error that names the module, for torch's error about an operation without a deterministic form."""
     match = NONDETERMINISTIC.search(str(error))
     if match is None:
         return None
-    where = _module_in_traceback(error.__traceback__, model) or _module_of_backward(model, forward)
+    # Autograd runs a backward outside of any module's Python frames; torch's name of the operation ends in _backward.
+    where = _module_in_traceback(error.__traceback__, model) or "the loss function or a backward"
     return DeterminismError(
         f"{match.group(1)} has no deterministic form on this device, and was called in {where}; replace it, or give up "
         'equal bits with samestep.Run(reduction="native") (--reduction native)'
@@ -183,6 +181,7 @@ def explain_lone_sample(error: BaseException, model: nn.Module, where: str, advi
 
 def _module_in_traceback(traceback: TracebackType | None, model: nn.Module) -> str | None:
     """The innermost module of the model whose forward is on the stack."""
+    # By the variable `self` of each frame, from the outermost to the innermost.
     names = {id(module): name for name, module in model.named_modules()}
     found = None
     while traceback is not None:
@@ -190,49 +189,4 @@ def _module_in_traceback(traceback: TracebackType | None, model: nn.Module) -> s
         if isinstance(owner, nn.Module) and id(owner) in names:
             found = f"module {names[id(owner)] or type(owner).__name__} ({type(owner).__name__})"
         traceback = traceback.tb_next
-    return found
-
-
-def _module_of_backward(model: nn.Module, forward: Callable[[], Tensor]) -> str:
-    """The module whose backward fails: runs both again, and takes the module whose backward is the last to begin."""
-    owners: dict[Any, str] = {}
-    running: list[str] = []
-
-    def label(name: str) -> Callable[[nn.Module, Any, Any], None]:
-        def hook(module: nn.Module, inputs: Any, output: Any) -> None:
-            for node in _new_nodes(output, owners):
-                owners[node] = f"the backward of module {name or type(module).__name__} ({type(module).__name__})"
-                node.register_prehook(lambda grads, owner=owners[node]: running.append(owner))
-
-        return hook
-
-    handles = [module.register_forward_hook(label(name)) for name, module in model.named_modules()]
-    loss = None
-    try:
-        loss = forward()
-        # Not `backward`, which would accumulate, and call the hooks on the parameters.
-        torch.autograd.grad(loss, [p for p in model.parameters() if p.requires_grad], allow_unused=True)
-    except RuntimeError:
-        if loss is None:
-            return "the loss function"
-        return running[-1] if running else "the backward of the loss function"
-    finally:
-        for handle in handles:
-            handle.remove()
-    return f"a backward that does not fail again (torch {torch.__version__}, Python {sys.version_info.major})"
-
-
-def _new_nodes(output: Any, known: dict[Any, str]) -> list[Any]:
-    """The autograd nodes behind a module's output that belong to no inner module."""
-    tensors = [leaf for leaf in leaves(output) if isinstance(leaf, Tensor)]
-    waiting = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
-    found: list[Any] = []
-    seen: set[Any] = set()
-    while waiting:
-        node = waiting.pop()
-        if node in known or node in seen:
-            continue
-        seen.add(node)
-        found.append(node)
-        waiting += [parent for parent, _ in node.next_functions if parent is not None]
     return found

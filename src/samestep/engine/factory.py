@@ -44,6 +44,7 @@ class ReplicateStrategy:
 
     def held(self, optimizers: Sequence[Optimizer]) -> dict[str, nn.Parameter]:
         """The parameters that the optimizers update, by name."""
+        # The optimizers hold local shards of fixed elements, which another set of parameters would cut elsewhere.
         if self._shards_optimizer and self._homes is not None:
             raise UsageError("with shard_optimizer=True what is trained stays as it was when the step was made")
         return named_parameters(self.forward, optimizers)
@@ -62,6 +63,7 @@ class ReplicateStrategy:
             observers,
             self._shards_optimizer and membership.world_size > 1,
         )
+        # Only after the exchange is made: it decides which elements lie in this rank's part of each bucket.
         if gradients.owned is not None:
             names = {id(parameter): name for name, parameter in self.held(optimizers).items()}
             self._owned, self.state = gradients.owned, gradients.owned.state
@@ -106,7 +108,8 @@ def make_strategy(
     exchange: ExchangeOptions,
 ) -> Strategy:
     """Places the state of a step on the ranks: moves the model to the device, and shards it as the options say."""
-    # The other strategies are imported when they are used, since they load half of torch.distributed.
+    # The other strategies are imported when they are used, since they load half of torch.distributed. Each checks the
+    # model by `membership.perform`, an operation of all ranks like a step: a rank that is lost there is healed.
     device = membership.communicator.device
     strategy: Strategy
     if is_tensor_parallel(model):

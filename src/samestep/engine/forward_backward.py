@@ -62,6 +62,7 @@ class ForwardBackward:
             with self.autocast():
                 loss = self.forward(self.model, value, num_samples, counts)
             check_differentiable(loss)
+            # Not for a run that does not count: observers would see the microbatch twice.
             if microbatch is not None:
                 self.observers.on_loss(microbatch, loss)
             self.observers.on_phase("backward")
@@ -72,9 +73,7 @@ class ForwardBackward:
                 raise told from error
             from samestep.engine.diagnosis import explain_nondeterminism  # not needed by a run that succeeds
 
-            explained = explain_nondeterminism(
-                error, self.model, lambda: self.forward(self.model, value, num_samples, counts).value
-            )
+            explained = explain_nondeterminism(error, self.model)
             if explained is None:
                 raise
             raise explained from None
@@ -143,7 +142,7 @@ def check_differentiable(loss: MicrobatchLoss) -> None:
 
 def compile_loss(loss_fn: LossFn) -> LossFn:
     """The loss function by torch.compile, with settings under which all ranks generate the same code."""
-    import torch._inductor.config
+    import torch._inductor.config  # takes a second
 
     if hasattr(torch._inductor.config, "deterministic"):  # torch 2.10 and later
         torch._inductor.config.deterministic = True

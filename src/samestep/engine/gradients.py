@@ -59,7 +59,7 @@ class GradientSum:
         self._groups = _by_dtype(self._buckets)
         self._is_one_block = len(self._buckets) == 1 and self._buckets[0].length <= NORM_ELEMENTS
         self._bucket_of = {index: number for number, bucket in enumerate(self._buckets) for index in bucket.members}
-        # Length, dtype and device of the buckets, without their memory.
+        # Length, dtype and device of the buckets, without their memory: for ranks that have no microbatch.
         self._likes = [torch.zeros((), dtype=b.dtype, device=b.device).expand(b.numel) for b in self._buckets]
         self._zero = torch.zeros((), device=self.parameters[0].device)
         self._reuses = sum(self.bucket_bytes) <= REUSED_BYTES

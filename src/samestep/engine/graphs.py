@@ -4,19 +4,13 @@ A microbatch of a small model is hundreds of kernels of a few microseconds each,
 replay launches all of them at once. The microbatch is copied into memory that the graph reads, and its results (the
 loss, the count, the gradients, the buffers) lie in memory that the graph writes; they are taken before the next replay.
 
-Random numbers on the device are those of a microbatch that runs without a graph. A generator counts its draws: while a
-graph is captured, kernels get the offset of their draws in the graph, and two cells from which they read seed and
-offset when they run. A replay first writes the generator's seed and offset to these cells (PyTorch,
-aten/src/ATen/cuda/CUDAGeneratorImpl.cpp, `capture_prologue` and `replay_prologue`; CUDAGraph.cpp, `replay`), so seeding
-before every replay is sufficient.
-
 The update is not captured. It runs once a step and not once a microbatch, a fused optimizer is a handful of kernels,
 and its inputs change between steps: sums lie in other memory each time, learning rates are Python numbers.
 """
 
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,16 +25,6 @@ from samestep.errors import SamestepError, UsageError
 WARM_UPS = 3  # as torch.cuda.make_graphed_callables: libraries load and choose kernels in the first runs
 MOST_GRAPHS = 16
 LEAVE_OUT = "or leave cuda_graphs out (--no-cuda-graphs)"
-
-
-class Recorder(Protocol):
-    """Records runs of a function for replay: CUDA graphs, or a stand-in in tests."""
-
-    def warm_up(self, run: Callable[[], MicrobatchLoss]) -> None:
-        """Runs it as it will be recorded."""
-
-    def record(self, run: Callable[[], MicrobatchLoss]) -> tuple[Callable[[], object], MicrobatchLoss]:
-        """Runs it once; returns its replay, and its result, whose tensors a replay fills."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,12 +47,12 @@ class MicrobatchGraphs:
     """
 
     def __init__(
-        self, length: int, device: torch.device, make_recorder: Callable[[torch.device], Recorder] | None = None
+        self, length: int, device: torch.device, make_recorder: "Callable[[torch.device], CudaRecorder] | None" = None
     ) -> None:
         self._length = length
         self._device = device
         self._make_recorder = CudaRecorder if make_recorder is None else make_recorder
-        self._recorder: Recorder | None = None
+        self._recorder: CudaRecorder | None = None
         self._graphs: dict[Hashable, MicrobatchGraph] = {}
         self._addresses: list[int] = []
         self._settings: tuple[Hashable, ...] = ()
@@ -114,6 +98,10 @@ class MicrobatchGraphs:
             graph = self._graphs[key] = self._capture(compute, layout, inputs, num_samples, is_only, seed)
             compute.generators.seed(seed)  # the capture has drawn
         _fill(graph.slots, inputs)
+        # Random numbers are those of a microbatch without a graph. A generator counts its draws: while a graph is
+        # captured, kernels get the offset of their draws in the graph, and two cells from which they read seed and
+        # offset when they run; a replay first writes the generator's to these cells (PyTorch, CUDAGeneratorImpl.cpp,
+        # `capture_prologue` and `replay_prologue`). So seeding before every replay is sufficient.
         graph.replay()
         for parameter, gradient in zip(layout.gradients.parameters, graph.gradients, strict=True):
             parameter.grad = gradient
@@ -165,7 +153,7 @@ class MicrobatchGraphs:
 
     def _warm_up(
         self,
-        recorder: Recorder,
+        recorder: "CudaRecorder",
         compute: ForwardBackward,
         layout: Layout,
         run: Callable[[], MicrobatchLoss],

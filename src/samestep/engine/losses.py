@@ -45,6 +45,7 @@ class MicrobatchLoss:
 def read_loss(value: Any, num_samples: int) -> MicrobatchLoss:
     """Reads a loss function's return value as a sum to differentiate and a count to divide by."""
     if isinstance(value, Tensor) and value.ndim == 0:
+        # A mean is differentiated with its number of samples as the initial gradient: that is the sum's gradient.
         loss = MicrobatchLoss(_widened(value), float(num_samples), float(num_samples))
     elif isinstance(value, Tensor) and value.ndim == 1:
         if value.numel() != num_samples:
@@ -72,6 +73,7 @@ def _read_mean(value: Mean) -> MicrobatchLoss:
         raise LossError(f"samestep.Mean needs a 0-d tensor as total, got {describe(total)}; sum it first")
     if not (isinstance(count, Real) or (isinstance(count, Tensor) and count.numel() == 1)):
         raise LossError(f"samestep.Mean needs one number as count, got {describe(count)}; sum it first")
+    # Tokens are counted on the device: reading the number here would make the host wait in every microbatch.
     if isinstance(count, Tensor):
         count = count.detach().reshape(()).to(total.device, wide_dtype(total.device))
     else:
@@ -130,6 +132,7 @@ class GlobalCounts:
             raise LossError(
                 f"counts_fn returned {names or describe(value)} for one microbatch, {self._names} for another"
             )
+        # The structure of the first microbatch is that of all: sums are handed back in it on every rank.
         self._names = names
         self._is_sequence = isinstance(value, list | tuple)
         entries = list(value.values()) if isinstance(value, Mapping) else list(value) if self._is_sequence else [value]

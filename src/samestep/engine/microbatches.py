@@ -48,7 +48,7 @@ class MicrobatchRunner:
         if graphs is not None and (observers.watches_modules or not graphs.begin(layout, batch.length)):
             graphs = None
         traces = self._traces if step < WATCHED_STEPS else None
-        saved = generators.save()
+        saved = generators.save()  # the script's own draws must not depend on the microbatches of its rank
         try:
             if traces is not None:
                 traces.begin()
@@ -159,6 +159,8 @@ class MicrobatchRunner:
                 layout.buffers.abandon()
 
         def needed_beside(num_microbatches: int) -> tuple[list[int], list[int]]:
+            # What else is in memory when such a microbatch runs: partial sums of gradients, messages under way, and the
+            # state of an optimizer that has not stepped yet; then the buckets that its backward fills.
             factor = num_microbatches // membership.num_microbatches
             ours = range(factor * membership.mine.start, factor * membership.mine.stop)
             on_their_way = 0 if membership.world_size == 1 else 3

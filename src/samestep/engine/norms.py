@@ -1,7 +1,4 @@
-"""The gradient's norm, made of fixed blocks: a small model is one for each dtype, of a large one every parameter is.
-
-So the bits depend neither on the ranks, nor on the size of the buckets, nor on which rank has which part.
-"""
+"""The gradient's norm, made of fixed blocks: the whole gradient of a small model, each parameter of a large one."""
 
 from collections.abc import Sequence
 
@@ -15,18 +12,22 @@ from samestep.comm.transport import gather_parts
 from samestep.data.batch import memory_border
 from samestep.engine.losses import wide_dtype
 
-NORM_ELEMENTS = 2**21  # 8 MiB of float32
+# Fixed, so that the bits depend neither on the ranks, nor on the size of the buckets, nor on the sharding: one block a
+# dtype up to this size (8 MiB of float32), above it one for each parameter.
+NORM_ELEMENTS = 2**21
 TRAVEL_BYTES = 64 * 2**20
 
 
 def block_norm(flat: Tensor) -> Tensor:
     """The 2-norm of one block, of at least 32 bits."""
+    # The squares of float16 overflow at 256.
     norm: Tensor = torch.linalg.vector_norm(flat, dtype=torch.float32 if flat.element_size() < 4 else None)
     return norm
 
 
 def block_norms(tensors: list[Tensor]) -> list[Tensor]:
     """The 2-norm of each tensor, of at least 32 bits; they may be of several dtypes."""
+    # One launch for all of them; it returns norms of the tensors' own dtype, too narrow for 16 bits.
     wide = [tensor for tensor in tensors if tensor.element_size() >= 4]
     of_wide = iter(torch._foreach_norm(wide) if wide else ())
     return [next(of_wide) if tensor.element_size() >= 4 else block_norm(tensor) for tensor in tensors]
@@ -40,11 +41,10 @@ def join_norms(norms: Sequence[Tensor]) -> Tensor:
 
 
 class ShardedNorm:
-    """The norm of tensors of which each rank has a part: the bits are those of the whole tensors on one rank.
+    """The norm of sharded tensors, to the bits of the unsharded tensors on one rank."""
 
-    A small model comes together on every rank. Of a large one each parameter that is divided comes together on one
-    rank, one after another, which adds 1/D of the gradient to what a rank sends in a step.
-    """
+    # A small model is gathered on every rank. Of a large one each sharded parameter is gathered on one rank, one after
+    # another, which adds 1/D of the gradient to the bytes that a rank sends in a step.
 
     def __init__(self, communicator: Communicator, spreads: Sequence[Sharding], dtypes: Sequence[torch.dtype]) -> None:
         self._communicator = communicator
@@ -61,12 +61,13 @@ class ShardedNorm:
         return join_norms(blocks)
 
     def _whole(self, bucket: Bucket, parts: Sequence[Tensor]) -> Tensor:
-        """The norm of a small model: everything comes together on every rank, as one block."""
+        """The norm of a small model, gathered on every rank as one block."""
         communicator = self._communicator
         members = bucket.members
         ours = torch.cat([parts[index] for index in members])
         sizes = [sum(row) for row in zip(*(self._spreads[index].sizes for index in members), strict=True)]
         by_rank = gather_parts(communicator.transport, ours, sizes).wait().split(sizes)
+        # The layout of a bucket of the replicated model, zeros in the gaps included: a norm adds up by position.
         flat = aligned_zeros(bucket.length, bucket.dtype, communicator.device)
         for rank, theirs in enumerate(by_rank):
             pieces = theirs.split([self._spreads[index].sizes[rank] for index in members])
@@ -76,7 +77,7 @@ class ShardedNorm:
         return block_norm(flat)
 
     def _by_parameter(self, bucket: Bucket, parts: Sequence[Tensor]) -> Tensor:
-        """The norm of a large model: each parameter is a block, and comes together on one rank."""
+        """The norm of a large model: each parameter is a block, and is gathered on one rank."""
         communicator, members = self._communicator, bucket.members
         spreads = [self._spreads[index] for index in members]
         wide = torch.float32 if bucket.dtype.itemsize < 4 else bucket.dtype

@@ -108,7 +108,7 @@ class HeartbeatObserver(StepObserver):
 
     def __init__(self, heartbeat: Heartbeat) -> None:
         self._heartbeat = heartbeat
-        self._before = heartbeat.phase
+        self._before = heartbeat.phase  # to return to after a wait
 
     def on_step(self, step: Any, batch: Any) -> None:
         """Posts the number of the step."""
@@ -126,6 +126,7 @@ class HeartbeatObserver(StepObserver):
             self._heartbeat.enter(self._before)
 
 
+# A context variable, not a global: ranks that take turns in one process are threads with observers of their own.
 _IN_SCOPE: ContextVar[tuple[StepObserver, ...]] = ContextVar("step_observers", default=())
 
 

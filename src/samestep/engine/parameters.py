@@ -26,7 +26,7 @@ def is_dtensor(tensor: Tensor) -> bool:
 
 def named_parameters(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, nn.Parameter]:
     """The model's parameters that the optimizers update, by name, each once, in the model's order."""
-    held: set[int] = set()
+    held: set[int] = set()  # by identity: tensors compare by their elements
     for optimizer in optimizers:
         if isinstance(optimizer, torch.optim.SparseAdam):
             raise UsageError("SparseAdam takes sparse gradients only, and gradients are summed as dense ones; use Adam")
@@ -83,11 +83,9 @@ class Homes:
 
 
 class PurityCheck:
-    """Checks that a microbatch leaves the parameters and the modes of the modules as it found them.
+    """Checks that microbatches leave the parameters (or local shards, `parts`) and the modules' modes alone."""
 
-    The next microbatch on this rank would read such a write, and the other ranks would not. With local shards (`parts`)
-    these are checked instead of the parameters.
-    """
+    # The next microbatch on this rank would read such a write, and the other ranks would not.
 
     def __init__(self, model: nn.Module, parts: Mapping[str, Tensor] | None = None) -> None:
         self._model = model
@@ -164,10 +162,8 @@ class PurityCheck:
 
 
 def settle_model(model: nn.Module, device: torch.device) -> None:
-    """Moves a model to the device, in place, and its parameters and buffers to memory borders.
-
-    Vectorised kernels round differently by the alignment of their inputs, which must be alike on all ranks.
-    """
+    """Moves a model to the device, in place, and its parameters and buffers to memory borders."""
+    # Vectorised kernels may round differently by the alignment of their inputs, which must be alike on all ranks.
     for name, tensor in chain(model.named_parameters(), model.named_buffers()):
         if tensor.layout != torch.strided:
             raise UsageError(f"{name} is sparse; keep it dense, or as a plain attribute and not as a buffer")
@@ -200,6 +196,7 @@ def check_same_tensors(named: Mapping[str, Tensor], communicator: Communicator) 
     """Raises a `DeterminismError` that names the first tensor that differs between the ranks."""
     if communicator.world_size == 1:
         return
+    # Checksums, not values: a start compares gigabytes, and only the name of a difference is needed.
     sums = [int(tensor_checksum(tensor)) for tensor in named.values()]
     # The number first: ranks that gather different numbers of words would hang or mix them up.
     count = communicator.gather_words([len(sums)])

@@ -33,13 +33,11 @@ def autocast(device: torch.device, dtype: torch.dtype | None) -> AbstractContext
 
 
 class LossScale:
-    """The dynamic scale of float16 training (Micikevicius et al. 2018, arXiv:1710.03740, §3.2); 1 unless enabled.
+    """The dynamic scale of float16 training (Micikevicius et al. 2018, arXiv:1710.03740, §3.2); 1 unless enabled."""
 
-    It lives on the device: a step whose gradient overflowed halves it and does not update; `GROWTH_INTERVAL` good
-    steps in a row double it.
-    """
-
-    # Powers of two change no bit of a gradient that neither over- nor underflows.
+    # A step whose gradient overflowed halves it and does not update; `GROWTH_INTERVAL` good steps in a row double it.
+    # Powers of two change no bit of a gradient that neither over- nor underflows. It lies on the device, where a late
+    # check decides: reading it there would make the host wait.
 
     def __init__(self, device: torch.device, enabled: bool) -> None:
         self.enabled = enabled
@@ -81,12 +79,11 @@ class LossScale:
 
 
 class FiniteCheck:
-    """Allows an update only if the loss and the gradient are finite, and no step before has failed.
+    """Allows an update only if the loss and the gradient are finite, and no step before has failed."""
 
-    The host checks before each update, unless every optimizer is a fused Adam or AdamW, which can skip an update on the
-    device: then (`is_late`) the outcome is a flag on the device, which the host reads when it reads the loss. The
-    numbers of a step are floats in the one case and 0-d tensors in the other.
-    """
+    # The host checks before each update, unless every optimizer is a fused Adam or AdamW, which can skip an update on
+    # the device: then (`is_late`) the outcome is a flag on the device, which the host reads when it reads the loss. The
+    # numbers of a step are floats in the one case and 0-d tensors in the other.
 
     def __init__(
         self,

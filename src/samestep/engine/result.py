@@ -24,11 +24,10 @@ FLAGS_A_WORD = 62
 
 
 class StepStats:
-    """The loss statistics of a step, [V, 3]: total, count and gradient sum of each microbatch.
+    """The loss statistics of a step, [V, 3]: total, count and gradient sum of each microbatch."""
 
-    `on_host` they are Python's floats, which have the same 64 bits as a tensor's elements; else they stay on the
-    device, for which the host then does not wait (`late_check`).
-    """
+    # `on_host` they are Python's floats, which have the same 64 bits as a tensor's elements; else they stay on the
+    # device, for which the host then does not wait (`late_check`).
 
     def __init__(self, device: torch.device, on_host: bool) -> None:
         self.on_host = on_host
@@ -54,14 +53,16 @@ class StepStats:
         if self.on_host:
             self._rows[index] = (loss.value.item() * loss.weight, float(loss.count), gradient_sum.item())
             return
+        # Never an assignment of a Python number, which would be a copy that the host waits for.
         row = self._rows[index]
         row[0] = loss.value.detach().to(self._dtype) * loss.weight
-        row[1] = loss.count
+        row[1].fill_(loss.count)
         row[2] = gradient_sum
 
     def exchange(self, communicator: Communicator, ranges: Sequence[range], header: Sequence[int]) -> list[list[int]]:
         """Gives every rank the rows of all microbatches; returns the headers of all ranks, from the same message."""
         ours = torch.tensor(self._rows, dtype=torch.float64).view(-1, COLUMNS) if self.on_host else self._rows
+        # One message for both: between small ranks its latency is most of the cost of a step.
         rows, headers = communicator.gather_header(ours, [len(microbatches) for microbatches in ranges], header)
         order = in_microbatch_order(ranges)
         rows = rows if order is None else rows[order]
@@ -99,6 +100,7 @@ class Agreed:
 def write_header(batch: Batch, step: int, asked: Agreed) -> list[int]:
     """The control message of this rank, as 64-bit integers, equally many on every rank."""
     flags = asked.flags
+    # 62 a word: the sign bit and the one beside it stay clear, so that no shift overflows a signed integer.
     packed = [
         sum(flag << k for k, flag in enumerate(flags[i : i + FLAGS_A_WORD])) for i in range(0, len(flags), FLAGS_A_WORD)
     ]
@@ -122,6 +124,7 @@ def read_headers(headers: Sequence[Sequence[int]], num_flags: int) -> Agreed:
                 f"checksum, step: {list(header[:IDENTITY])} and {list(first)}); use run.loader, and seed your sampler, "
                 "or what your stream yields, alike on every rank"
             )
+    # The greatest: any rank's request is everyone's, and of two signals all ranks choose the same.
     options = [header[IDENTITY : IDENTITY + OPTIONS] for header in headers]
     stop, is_short, checkpoint = (max(column) for column in zip(*options, strict=True))
     merged = [0] * (len(headers[0]) - IDENTITY - OPTIONS)
@@ -199,6 +202,7 @@ class StepResult:
             raise NonFiniteError(self._explain(values))
 
     def _fetch(self) -> list[float]:
+        # Earlier steps first: the first of several failures is the one to raise, and the later steps did not update.
         if self._settle is not None:
             self._settle(self.step)
         self.check()

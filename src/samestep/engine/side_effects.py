@@ -1,12 +1,4 @@
-"""Side effects of loading and of the forward: random generators that advance, attributes that are assigned.
-
-`Watch` compares and restores the global generators, those that a dataset or its functions hold, and attributes: batches
-may be loaded by one rank alone, ahead of their time, only if loading changes none of these.
-
-`Traces` looks for values that a microbatch leaves where the next microbatch finds them, and those of other ranks do
-not: plain attributes of modules, generators that no step seeds, reads of the rank. It looks in the first two steps, and
-only prints a notice, since caches and values kept for inspection are legitimate.
-"""
+"""Side effects of loading and of the forward: random generators that advance, attributes that are assigned."""
 
 import functools
 import random
@@ -45,6 +37,8 @@ Values = dict[tuple[str, str], Any]
 
 class Watch:
     """The states of the global generators, of further generators and of attributes of objects; see `reachable`."""
+
+    # Batches may be loaded by one rank alone, or ahead of their time, only if loading changes none of these.
 
     def __init__(self, generators: Iterable[Any] = (), objects: Sequence[Any] = ()) -> None:
         own = [_source(generator) for generator in generators]
@@ -89,6 +83,7 @@ def reachable(roots: Iterable[Any]) -> tuple[list[Any], list[Any]]:
     """The generators and objects that some objects refer to, by attributes and variables of functions, not in data."""
     generators: list[Any] = []
     objects: list[Any] = []
+    # Without recursion, since objects refer to each other in circles and in long chains.
     waiting, kept = list(roots), []
     seen: set[int] = set()
     while waiting and len(seen) < MAX_OBJECTS:
@@ -119,6 +114,7 @@ def _parts(entry: Any) -> list[Any]:
         return [*(value for _, value in _variables(entry)), *defaults]
     if isinstance(entry, type):
         return _functions(entry) if _is_script(entry) else []
+    # The user's classes, for the functions in them, which may draw from a generator of their module.
     kinds = [kind for kind in type(entry).__mro__ if _is_script(kind)]
     partial = [entry.func, entry.args, entry.keywords] if isinstance(entry, functools.partial) else []
     return [*_attributes(entry).values(), *kinds, *partial]
@@ -160,6 +156,7 @@ def _slots(kind: type) -> list[str]:
 
 def _is_assigned(now: dict[str, Any], then: dict[str, Any]) -> bool:
     """Whether attributes were assigned other than for the first time."""
+    # A first assignment is a file that is opened, or a cache that is filled: neither changes what is loaded.
     if not then.keys() <= now.keys():
         return True
     return any(now[name] is not value and value is not None for name, value in then.items())
@@ -194,6 +191,11 @@ def _source(generator: Any) -> Source:
 
 class Traces:
     """Finds the traces of microbatches in the first steps, and prints a notice for each kind."""
+
+    # A trace is a value that a microbatch leaves where the next microbatch of this rank finds it, and those of other
+    # ranks do not: in plain attributes of modules, or in generators that no step seeds. So is a read of the rank. No
+    # more than a notice, since caches and values kept for inspection are legitimate; and only in the first two steps,
+    # since comparing all attributes takes as long as a small forward.
 
     def __init__(self, membership: Membership, model: nn.Module, loss_fn: Callable[..., Any]) -> None:
         self._membership, self._model, self._loss_fn = membership, model, loss_fn
@@ -276,6 +278,7 @@ def plain_attributes(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple
 
 def _values(model: nn.Module) -> Values:
     """The values in the plain attributes of the user's modules, by attribute and by place in it."""
+    # torch's own modules keep nothing between calls but their buffers.
     own = [(name, child) for name, child in model.named_modules() if not type(child).__module__.startswith("torch.")]
     found: Values = {}
     for name, value in plain_attributes(own):

@@ -34,6 +34,7 @@ def _library_roots() -> tuple[str, ...]:
         paths["platlib"],
         *site.getsitepackages(),
     )
+    # With the separator, so that a folder whose name merely begins alike is the user's; <stdin> is the user's, too.
     return (*(f"{root}{os.sep}" for root in found), "<frozen", "<string>", "<__")
 
 

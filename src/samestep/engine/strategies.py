@@ -9,8 +9,8 @@ from torch import nn
 from samestep.errors import UsageError
 
 PARAM_DTYPES = ("bf16", "fp16")
+# The schedules of a pipeline, each with the fewest and the most stages that a rank may have by it.
 STAGES_PER_RANK = {"gpipe": (1, 1), "1f1b": (1, 1), "interleaved": (2, None), "zero-bubble": (1, None), "zbv": (2, 2)}
-"""The schedules of a pipeline, each with the fewest and the most stages that a rank may have by it."""
 
 
 @dataclass(frozen=True)

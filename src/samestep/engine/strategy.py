@@ -39,67 +39,52 @@ class GradientExchange(Protocol):
     @property
     def parameters(self) -> Sequence[nn.Parameter]:
         """The parameters that the optimizers update."""
-        ...
 
     @property
     def inputs(self) -> tuple[Tensor, ...]:
         """The leaves whose gradients autograd computes; all leaves if empty."""
-        ...
 
     @property
     def is_sharded(self) -> bool:
         """Whether this rank lacks parameters: no rank can then run a microbatch alone."""
-        ...
 
     @property
     def used(self) -> Sequence[bool]:
         """For each parameter whether a microbatch of this rank used it."""
-        ...
 
     @property
     def flats(self) -> list[Tensor]:
         """After `finish` the sums over all microbatches, or this rank's local shards of them, as flat tensors."""
-        ...
 
     def begin(self, blocks_by_rank: Sequence[Sequence[Block]]) -> None:
         """Starts a step in which each rank ships these blocks."""
-        ...
 
     def expect(self, microbatch: int, is_last: bool) -> None:
         """Announces the microbatch whose forward and backward come next."""
-        ...
 
     def push(self, microbatch: int, loss: Tensor) -> Tensor:
         """Adds the gradients that the backward of a microbatch left in `.grad`; returns the sum of their elements."""
-        ...
 
     def start(self) -> None:
         """Starts the exchanges that the last backward has not started."""
-        ...
 
     def finish(self) -> None:
         """Waits for the sums over all microbatches."""
-        ...
 
     def norm(self) -> Tensor:
         """The 2-norm of all sums, of at least 32 bits: the same on every rank."""
-        ...
 
     def assign(self, used: Sequence[bool]) -> None:
         """Sets the `.grad` of each parameter that any microbatch used to its sum, that of the others to None."""
-        ...
 
     def forget(self) -> None:
         """Drops the parameters' `.grad`."""
-        ...
 
     def abandon(self) -> None:
         """Drops the sums of a step that failed."""
-        ...
 
     def remove_hooks(self) -> None:
         """Removes the hooks from the parameters."""
-        ...
 
 
 class BufferExchange(Protocol):
@@ -108,23 +93,18 @@ class BufferExchange(Protocol):
     @property
     def touched(self) -> Sequence[bool]:
         """Flags for what this rank's microbatches changed; `exchange` takes those of all ranks together."""
-        ...
 
     def begin(self, step: int) -> None:
         """Remembers the buffers at the start of a step."""
-        ...
 
     def exchange(self, touched: Sequence[bool], blocks_by_rank: Sequence[Sequence[Block]], num_samples: int) -> None:
         """Merges over the ranks; nothing is written to the model yet."""
-        ...
 
     def write(self, ok: Tensor | None) -> None:
         """Writes the merged values to the model, if `ok` (a bool on the device; None if the host has decided)."""
-        ...
 
     def abandon(self) -> None:
         """Restores the buffers from the start of the step."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -142,7 +122,6 @@ class StepRunner(Protocol):
 
     def run(self, batch: Batch, step: int, layout: Layout, stats: StepStats) -> "Shortage | None":
         """Runs them; returns the microbatch for which memory ran out, if the other ranks can go on without it."""
-        ...
 
 
 class Strategy(Protocol):
@@ -151,22 +130,18 @@ class Strategy(Protocol):
     @property
     def state(self) -> ShardedState | None:
         """The sharded state; None if each rank has all of it."""
-        ...
 
     @property
     def forward(self) -> nn.Module:
         """The model for evaluation."""
-        ...
 
     @property
     def communicator(self) -> Communicator:
         """Over the ranks among which the state is sharded; all ranks if it is not."""
-        ...
 
     @property
     def contract(self) -> dict[str, Any]:
         """The options that decide the bits."""
-        ...
 
     def held(self, optimizers: Sequence[Optimizer]) -> dict[str, nn.Parameter]:
         """The parameters that the optimizers hold, by name; of sharded ones the local shards.
@@ -174,41 +149,32 @@ class Strategy(Protocol):
         Raises:
             UsageError: they hold something else.
         """
-        ...
 
     def lay_out(
         self, trainable: dict[str, nn.Parameter], optimizers: Sequence[Optimizer], observers: Observers
     ) -> tuple[GradientExchange, BufferExchange]:
         """The exchanges for these of the `held` parameters and the ranks as they are now."""
-        ...
 
     def make_runner(self, compute: ForwardBackward) -> StepRunner | None:
         """The runner of a step's microbatches; None for `microbatches.MicrobatchRunner`, one after another."""
-        ...
 
     def sync_trainable(self) -> None:
         """Before each step: freezes the local shards of parameters that were frozen in the model, or refuses it."""
-        ...
 
     def check_in_use(self) -> None:
         """Before each step: raises a `UsageError` if the model has lost a parameter that is trained."""
-        ...
 
     def before_update(self) -> None:
         """Called before the optimizers."""
-        ...
 
     def after_update(self) -> None:
         """Called after the optimizers."""
-        ...
 
     def after_load(self) -> None:
         """Called when other values were written to the parameters."""
-        ...
 
     def explain(self, error: RuntimeError) -> Exception | None:
         """The error to raise for an error of a forward or backward that this strategy caused; None for others."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
-"""Traces: what microbatches leave in plain attributes, draw from generators of their own, or ask for is told once."""
+"""Side effects: draws and assignments of loading are noticed and undone; traces of microbatches print a notice once."""
 
+import functools
 import random
 
 import numpy as np
@@ -10,25 +11,94 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, IterableDataset
 from worlds import in_turns
 
+from samestep.engine.side_effects import Traces, Watch, reachable
 from samestep.errors import DeterminismError
 from samestep.train.run import Run
 
-RNG = np.random.default_rng(3)
+RNG = np.random.default_rng(1)
 
 
-def table(num_samples=24):
-    """Points of three numbers, and what to make of them."""
+class Holder:
+    """A dataset, with a transform that holds something."""
+
+    def __init__(self, held=None):
+        self.parts = [{"inner": held}]
+        self.opened = None
+
+
+def noisy(x):
+    """Draws from a generator of the module's."""
+    return x + RNG.random()
+
+
+@pytest.mark.parametrize("draw", [lambda: torch.rand(1), lambda: np.random.normal(), random.random])
+def test_a_draw_from_a_global_generator_is_noticed_and_undone(draw):
+    watch = Watch()
+    before = watch.keep()
+    for _ in range(2):  # the second normal number of a pair leaves NumPy's key as it is
+        kept = watch.keep()
+        assert not watch.has_moved(kept)
+        first = draw()
+        assert watch.has_moved(kept)
+        watch.put_back(kept)
+        assert not watch.has_moved(kept)
+        assert str(draw()) == str(first)
+    watch.put_back(before)
+
+
+@pytest.mark.parametrize(
+    "generator", [np.random.default_rng(2), np.random.RandomState(3), random.Random(4), torch.Generator()]
+)
+@pytest.mark.parametrize(
+    "hide", [lambda g: Holder(Holder(g)), lambda g: Holder(lambda x: g), lambda g: functools.partial(noisy, g)]
+)
+def test_a_generator_that_the_dataset_holds_is_found_and_watched(generator, hide):
+    generators, _ = reachable([hide(generator)])
+    assert generator in generators
+    watch = Watch([generator])
+    kept = watch.keep()
+    torch.rand(1, generator=generator) if isinstance(generator, torch.Generator) else generator.random()
+    assert watch.has_moved(kept)
+    watch.put_back(kept)
+    assert not watch.has_moved(kept)
+
+
+def test_a_generator_of_the_module_is_found_through_the_function_that_uses_it():
+    assert reachable([Holder(noisy)])[0] == [RNG]
+    assert reachable([Holder(str)])[0] == []
+
+
+def test_an_assigned_attribute_is_noticed_and_undone_but_not_one_that_was_none():
+    holder = Holder()
+    watch = Watch(objects=reachable([holder])[1])
+    kept = watch.keep()
+    holder.opened, holder.cache = "a file", {}
+    assert not watch.has_moved(kept)
+    holder.parts = ()
+    assert watch.has_moved(kept)
+    watch.put_back(kept)
+    assert holder.parts
+    assert not hasattr(holder, "cache")
+
+
+def test_large_data_is_not_searched():
+    holder = Holder()
+    holder.samples = [Holder() for _ in range(1000)]
+    assert reachable([holder])[1] == [holder]
+
+
+def rows(num_samples=12):
+    """Points of three numbers, and their sums."""
     x = torch.arange(3.0 * num_samples).view(num_samples, 3).sin()
     return x, x.sum(1, keepdim=True)
 
 
 def squared(model, batch):
-    """A mean over the microbatch."""
     return functional.mse_loss(model(batch[0]), batch[1])
 
 
 class Part(nn.Module):
-    """A layer that does something besides, by the number of its call."""
+    """A layer with a side effect."""
 
     def __init__(self, kind):
         super().__init__()
@@ -61,18 +131,16 @@ class Part(nn.Module):
         return y
 
 
-def said(capfd, world_size, model, loss=squared, steps=4, **options):
-    """What is said on stderr while a model is trained."""
+def said(capfd, world_size, model, make_loss=lambda run: squared, steps=4):
+    """The notices on stderr while a model is trained."""
 
     def program(communicator):
-        run = Run(12, 4, communicator=communicator)
-        net = model()
-        step = run.train_step(
-            net, torch.optim.SGD(net.parameters(), lr=0.1), loss(run) if loss is not squared else loss
-        )
+        run, net = Run(12, 4, communicator=communicator), model()
+        step = run.train_step(net, torch.optim.SGD(net.parameters(), lr=0.1), make_loss(run))
         for number in range(steps):
-            net.outside = number  # what is written between steps is no trace
-            step(tuple(rows[:12] for rows in table()))
+            net.outside = number  # written between steps: no trace
+            step(rows())
+        assert run.membership.on_rank_asked is None
 
     in_turns(world_size, program)
     return capfd.readouterr().err
@@ -89,14 +157,8 @@ def test_an_attribute_in_which_microbatches_leave_other_values_is_named_once(cap
 
 
 @pytest.mark.parametrize("kind", ["cache", "weights", "none"])
-def test_caches_and_what_every_microbatch_leaves_alike_are_not_told(capfd, kind):
+def test_caches_and_values_that_every_microbatch_leaves_alike_are_not_told(capfd, kind):
     assert said(capfd, 1, lambda: nn.Sequential(Part(kind))) == ""
-
-
-def test_a_generator_in_an_attribute_is_named(capfd):
-    err = said(capfd, 1, lambda: nn.Sequential(Part("own")))
-    assert err.startswith("samestep: 0.rng (Random): drawn from while microbatches run, and not seeded by microbatch: ")
-    assert err.count("\n") == 1
 
 
 def with_generator(run):
@@ -126,65 +188,46 @@ def with_iterator(run):
 
 
 @pytest.mark.parametrize(
-    ("loss", "name"),
+    ("kind", "loss", "name"),
     [
-        (with_generator, "noise (Generator)"),
-        (with_global, "RNG (Generator)"),
-        (with_default, "a RandomState"),
-        (with_iterator, "noise (_SingleProcessDataLoaderIter)"),
+        ("own", lambda run: squared, "0.rng (Random)"),
+        ("none", with_generator, "noise (Generator)"),
+        ("none", with_global, "RNG (Generator)"),
+        ("none", with_default, "a RandomState"),
+        ("none", with_iterator, "noise (_SingleProcessDataLoaderIter)"),
     ],
 )
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_a_generator_of_the_losss_own_is_named(capfd, loss, name, world_size):
-    err = said(capfd, world_size, lambda: nn.Linear(3, 1), loss)
+def test_a_generator_of_the_model_s_or_the_losss_own_is_named(capfd, kind, loss, name, world_size):
+    err = said(capfd, world_size, lambda: nn.Sequential(Part(kind)), loss)
     assert err.startswith(f"samestep: {name}: drawn from while microbatches run, and not seeded by microbatch: ")
     assert err.count("\n") == 1
 
 
-def test_the_global_generators_are_seeded_and_not_told(capfd):
-    def loss(run):
-        return lambda model, batch: squared(model, batch) + torch.rand(()) + np.random.rand() + random.random()
-
-    assert said(capfd, 1, lambda: nn.Linear(3, 1), loss) == ""
-
-
 @pytest.mark.parametrize("name", ["rank", "is_main", "world_size"])
 def test_a_loss_that_asks_for_the_rank_is_told(capfd, name):
-    def loss(run):
-        return lambda model, batch: squared(model, batch) * (1 + int(getattr(run, name)))
-
-    err = said(capfd, 2, lambda: nn.Linear(3, 1), loss)
+    err = said(
+        capfd, 2, lambda: nn.Linear(3, 1), lambda run: lambda m, b: squared(m, b) * (1 + int(getattr(run, name)))
+    )
     assert err.startswith(f"samestep: run.{name}: read while a microbatch runs: ")
     assert err.count("\n") == 1
 
 
-def test_a_loss_may_print_by_the_run(capfd):
+def test_global_generators_and_prints_by_the_run_are_not_told(capfd):
     def loss(run):
-        def printing(model, batch):
+        def harmless(model, batch):
             run.print("here")
-            return squared(model, batch)
+            return squared(model, batch) + torch.rand(()) + np.random.rand() + random.random()
 
-        return printing
+        return harmless
 
     assert said(capfd, 1, lambda: nn.Linear(3, 1), loss) == ""
 
 
-def test_nothing_is_looked_for_after_the_second_step(monkeypatch):
-    from samestep.engine.side_effects import Traces
-
-    looks = []
-    real = Traces.look
+def test_traces_are_looked_for_in_two_steps_alone(capfd, monkeypatch):
+    looks, real = [], Traces.look
     monkeypatch.setattr(Traces, "look", lambda self: (looks.append(1), real(self)))
-
-    def program(communicator):
-        run = Run(12, 4, communicator=communicator)
-        net = nn.Linear(3, 1)
-        step = run.train_step(net, torch.optim.SGD(net.parameters(), lr=0.1), squared)
-        for _ in range(3):
-            step(tuple(rows[:12] for rows in table()))
-        assert run.membership.on_rank_asked is None
-
-    in_turns(1, program)
+    said(capfd, 1, lambda: nn.Linear(3, 1), steps=3)
     assert len(looks) == 8
 
 
