@@ -23,6 +23,8 @@ PROGRESS = frozenset(("last_epoch", "_step_count", "_last_lr", "_get_lr_called_w
 class StepConfig:
     """The arguments of `samestep.Run.train_step` other than model, optimizers and scheduler; see there."""
 
+    # Checked here, before a device or another rank is involved.
+
     seed: int
     stream: int  # separates the randomness of this training step from that of the run's other ones
     loss_fn: LossFn

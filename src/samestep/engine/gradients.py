@@ -84,7 +84,7 @@ class GradientSum:
         self._is_only = sum(block.size for blocks in blocks_by_rank for block in blocks) == 1
         # The sums of the step before are never written to again, since the user may hold them as `parameter.grad`.
         self._trees = [self._new_tree(number) for number in range(len(self._buckets))]
-        self._started: list[Reduction] = []
+        self._started: list[Reduction] = []  # in the order of the buckets, which is that of all ranks
         self._results: list[FlatSum] = []
         self._totals: list[Tensor] = []
         self._last_microbatch: int | None = None
@@ -100,7 +100,9 @@ class GradientSum:
 
     def forget(self) -> None:
         """Drops the parameters' gradients."""
-        for parameter in self.parameters:
+        # Gradients of ZeRO-1's local shards are views of what the last exchange received: as large as the gradient.
+        shards = [] if self.owned is None else self.owned.state.parts.values()
+        for parameter in (*self.parameters, *shards):
             parameter.grad = None
 
     def expect(self, microbatch: int, is_last: bool) -> None:
@@ -130,6 +132,7 @@ class GradientSum:
     def finish(self) -> None:
         """Waits for the sums over all microbatches."""
         if self._communicator.world_size == 1:
+            # On the same tree as several ranks: one device is no special case.
             roots = [tree.root() for tree in self._trees]
             self._results = [root for root in roots if root is not None]
             assert len(self._results) == len(roots), "the only rank has run all microbatches, at least one"
@@ -167,6 +170,7 @@ class GradientSum:
 
     def fill_up(self, rank: int) -> None:
         """Contributes zeros to the exchanges for this rank, which could not run its microbatches."""
+        # Buckets that have left hold gradients of the microbatch that failed; no rank uses the sums of such a step.
         self._last_microbatch = None
         self._totals = []
         for number in range(len(self._started), len(self._buckets)):

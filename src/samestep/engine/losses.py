@@ -1,4 +1,4 @@
-"""The loss contract: the forms of a loss function's result, and the global counts that it may divide by."""
+"""The loss contract: the forms of a loss function's result, and the global counts by which it may divide."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

@@ -210,6 +210,7 @@ class StepResult:
 
     def _raw(self) -> list[float]:
         if self._values is None:
+            # The copy that the step started may still be under way.
             if self._event is not None:
                 self._event.synchronize()
             self._values = self._scalars.tolist() if isinstance(self._scalars, Tensor) else self._scalars

@@ -1,4 +1,4 @@
-"""The site: which line of the script is being executed, for messages and for telling the script from libraries."""
+"""The user's code on the stack: the line that is being executed, and files that are no library's."""
 
 import os
 import site
@@ -16,13 +16,13 @@ _OWN = str(Path(__file__).resolve().parents[1])
 
 @cache
 def is_script_file(filename: str) -> bool:
-    """Whether a file belongs to the user: not to Python, to an installed library or to samestep."""
+    """Whether a file is the user's: not Python's, an installed library's or samestep's."""
     return not filename.startswith(_library_roots())
 
 
 @cache
 def _library_roots() -> tuple[str, ...]:
-    """Where files live that are not the user's."""
+    """The prefixes of files that are not the user's."""
     paths = sysconfig.get_paths()
     torch_root = str(Path(torch.__file__).resolve().parent)
     found = (
@@ -52,10 +52,8 @@ def is_own_file(filename: str) -> bool:
 
 
 def calling_frame(frame: FrameType | None) -> FrameType | None:
-    """The frame that called what a frame of samestep's stands in for; None if there is none.
-
-    A function of torch's that hands itself over to a mode is on the stack twice: only the inner one was called.
-    """
+    """The frame that called the function for which a frame of samestep's stands in; None if there is none."""
+    # A torch function that dispatches to a TorchFunctionMode is on the stack twice: only the inner one was called.
     while frame is not None:
         name = frame.f_code.co_filename
         if name == torch.overrides.__file__:

@@ -74,7 +74,7 @@ class TrainStep:
         self.num_steps = 0
         self.settings = settings_of(self.optimizers, scheduler)
         self.observers = Observers([HeartbeatObserver(membership.heartbeat), *observers, *observers_in_scope()])
-        self._failed = False
+        self._failed = False  # once true, for good: the other ranks are at another step
         self._num_threads = torch.get_num_threads()
 
         refuse_sync_batchnorm(model)
@@ -305,12 +305,14 @@ class TrainStep:
         self._named = self.strategy.held(self.optimizers)
         trainable = {name: p for name, p in self._named.items() if p.requires_grad}
         _check_trained(trainable.values())
+        # A gradient from before, of the script's or of another layout, must not be taken for that of a microbatch.
         for parameter in self._named.values():
             parameter.grad = None
         if self.microbatches.graphs is not None:
             self.microbatches.graphs.drop()  # they write gradients of the parameters that were trainable
         gradients, buffers = self.strategy.lay_out(trainable, self.optimizers, self.observers)
         state, counts_fn = self.strategy.state, self.config.counts_fn
+        # Local shards are what microbatches could write to, unless each rank has the parameters whole (ZeRO-1).
         parts = None if state is None or state.has_whole_parameters else state.parts
         counts = None if counts_fn is None else GlobalCounts(counts_fn, self.membership.data)
         self._trained = self._what_is_trained()
@@ -349,6 +351,7 @@ class TrainStep:
     def _make_result(self, batch: Batch, scalars: Tensor | list[float]) -> StepResult:
         """Starts the copy of the scalars to the host, if they are on a device, without waiting for it."""
         event = None
+        # Pinned memory, without which a copy from the device blocks the host.
         if isinstance(scalars, Tensor) and scalars.device.type == "cuda":
             scalars = torch.empty(scalars.shape, dtype=scalars.dtype, pin_memory=True).copy_(scalars, non_blocking=True)
             event = torch.Event(self.communicator.device)

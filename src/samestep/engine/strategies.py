@@ -1,4 +1,4 @@
-"""The options of the strategies: how the state of a step lies on the ranks. What is computed is the same."""
+"""The options of the strategies, which place the state of a step on the ranks; the computation is the same."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,8 +18,8 @@ class Replicate:
     """Every rank holds the whole state. Tier `bitwise`.
 
     Attributes:
-        shard_optimizer: each rank keeps and updates the optimizer's state of its part of the parameters only, and the
-            ranks give each other the results: the same bytes as without it, 1/D of the optimizer's memory and time.
+        shard_optimizer: ZeRO-1: each rank keeps and updates the optimizer's state of its part of the parameters only,
+            and the updated parts are gathered: 1/D of the optimizer's memory and time, with as many bytes sent.
     """
 
     name: ClassVar[str] = "replicate"
@@ -31,18 +31,18 @@ class Replicate:
 class Sharded:
     """Every rank holds 1/D of parameters, gradients and optimizer state, by PyTorch's FSDP2. Tier `bitwise`.
 
-    The model's parameters become DTensors, and the optimizer's the parts that this rank has of them.
+    The model's parameters become DTensors; the optimizer holds this rank's local shards of them.
 
     Attributes:
-        wrap: which modules come together and go again as one: a function of a module, or the most parameters that one
-            may have; by default an eighth of the model's.
-        reshard_after_forward: let go of a module's parameters after its forward, and get them once more for its
-            backward. False costs the memory of the whole parameters, and saves a third of the traffic.
-        activation_checkpointing: recompute the inside of the modules that `wrap` names in the backward, rather than
-            keep it. The bits stay the same.
-        cpu_offload: keep parameters and optimizer state in host memory; where the device is a CPU they are there.
-        param_dtype: "bf16" or "fp16": FSDP2's own mixed precision, by which parameters travel in half the bytes and
-            modules compute in that type: equal bits on all numbers of devices, and others than those of `precision`,
+        wrap: the modules that are unsharded and resharded as one each: a function of a module, or the most parameters
+            that one may have; by default an eighth of the model's.
+        reshard_after_forward: reshard a module's parameters after its forward, and gather them again for its backward.
+            False costs the memory of the unsharded parameters, and saves a third of the traffic.
+        activation_checkpointing: recompute the activations inside the modules that `wrap` names in the backward,
+            instead of keeping them. The bits stay the same.
+        cpu_offload: keep parameters and optimizer state in host memory; no difference on a CPU.
+        param_dtype: "bf16" or "fp16": FSDP2's own mixed precision: parameters travel in half the bytes, and modules
+            compute in that type. The bits are equal on all numbers of devices, and differ from those of `precision`,
             which is the tier `allclose` to it. None leaves it to `precision`.
     """
 
@@ -66,19 +66,18 @@ class Sharded:
 
 @dataclass(frozen=True)
 class Pipeline:
-    """The model is cut into stages, one rank has one or a few of them, and the microbatches go through. Tier `bitwise`.
+    """The model is cut into stages, of which each rank has one or a few. Tier `bitwise`.
 
     The ranks are those along the axis "pipe" of the run's mesh: `Run(…, mesh={"data": -1, "pipe": 4})`. The model is an
-    `nn.Sequential`, or says by a method `pipeline_stages()` which modules it applies one after another.
+    `nn.Sequential`, or lists by a method `pipeline_stages()` the modules that it applies one after another.
 
     Attributes:
-        split: the names of the modules at which a new stage begins. None cuts so that the largest stage is as small as
-            can be: by the time that forward and backward of each module take, if there is an `example`, else by the
-            number of parameters.
-        schedule: in which order a rank runs forwards and backwards: "gpipe", "1f1b", "interleaved", "zero-bubble" or
+        split: the names of the modules at which a new stage begins. None minimises the largest stage: by the time of
+            forward and backward of each module, if there is an `example`, else by the number of parameters.
+        schedule: the order of forwards and backwards of a rank: "gpipe", "1f1b", "interleaved", "zero-bubble" or
             "zbv"; see docs/pipeline.md. The bits do not depend on it.
-        stages_per_rank: how many stages each rank has: 1 with "gpipe" and "1f1b", 2 with "zbv".
-        example: what `loss_fn` gives to the model for one microbatch; only read to measure how long modules take.
+        stages_per_rank: the number of stages of each rank: 1 with "gpipe" and "1f1b", 2 with "zbv".
+        example: the model's argument for one microbatch; used to measure the time of the modules only.
     """
 
     name: ClassVar[str] = "pipeline"
@@ -111,7 +110,7 @@ STRATEGIES: dict[str, type[StrategyOptions]] = {each.name: each for each in (Rep
 
 
 def as_strategy(value: str | StrategyOptions, shard_optimizer: bool = False) -> StrategyOptions:
-    """A strategy by its name, or as it is."""
+    """The options of a strategy given by its name; options as they are."""
     if isinstance(value, str):
         if value == "tensor":
             raise UsageError(
@@ -129,9 +128,9 @@ def as_strategy(value: str | StrategyOptions, shard_optimizer: bool = False) -> 
             "samestep.Pipeline(…)"
         )
     if shard_optimizer and not isinstance(value, Replicate):
-        how = {"sharded": "spreads it already", "pipeline": "keeps it by stages"}
+        how = {"sharded": "does so already", "pipeline": "keeps it by stages"}
         raise UsageError(
-            f"shard_optimizer spreads the optimizer's state, and strategy={value.name!r} {how[value.name]}: leave "
+            f"shard_optimizer shards the optimizer's state, and strategy={value.name!r} {how[value.name]}: leave "
             "shard_optimizer out"
         )
     return Replicate(shard_optimizer=True) if shard_optimizer else value

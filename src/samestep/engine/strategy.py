@@ -30,11 +30,10 @@ if TYPE_CHECKING:
 
 
 class GradientExchange(Protocol):
-    """Sums the gradients of all microbatches of a step along the tree, over all ranks.
+    """Sums the gradients of all microbatches of a step along the tree, over all ranks."""
 
-    `begin`, then for each microbatch `expect`, its backward and `push`, then `start`, `finish`, `norm` and `assign`;
-    after a failure `abandon` instead.
-    """
+    # A step calls `begin`, then for each microbatch `expect`, its backward and `push`, then `start`, `finish`, `norm`
+    # and `assign`; after a failure `abandon` instead.
 
     @property
     def parameters(self) -> Sequence[nn.Parameter]:
@@ -90,6 +89,8 @@ class GradientExchange(Protocol):
 class BufferExchange(Protocol):
     """Merges the module buffers over the microbatches."""
 
+    # `exchange` only receives, and `write` only writes: a rank that is lost in between leaves the model as it was.
+
     @property
     def touched(self) -> Sequence[bool]:
         """Flags for what this rank's microbatches changed; `exchange` takes those of all ranks together."""
@@ -126,6 +127,8 @@ class StepRunner(Protocol):
 
 class Strategy(Protocol):
     """Places the state of a step on the ranks."""
+
+    # Made once; `lay_out` is called again when ranks are lost, or other parameters become trainable.
 
     @property
     def state(self) -> ShardedState | None:
