@@ -41,6 +41,7 @@ class BufferPlace:
 
 def refuse_sync_batchnorm(model: nn.Module) -> None:
     """Raises a `UsageError` that names the first SyncBatchNorm: it sees only the microbatches that run at the time."""
+    # Without this it would also wait for ranks that run another number of microbatches.
     for name, module in model.named_modules():
         if isinstance(module, nn.SyncBatchNorm):
             raise UsageError(

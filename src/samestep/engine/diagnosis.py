@@ -18,6 +18,7 @@ from samestep.data.nested import leaves, take_rows
 from samestep.errors import DeterminismError, UsageError
 
 NOTHING_FITS, FAILS = 0, -1
+# Of torch's allocator on a CPU, which raises a plain RuntimeError.
 CPU_MESSAGES = ("can't allocate memory", "not enough memory", "Cannot allocate memory", "std::bad_alloc")
 LONE_SAMPLE = "Expected more than 1 value per channel when training"
 NONDETERMINISTIC = re.compile(r"(\S+) does not have a deterministic implementation")
@@ -37,7 +38,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def free_memory(device: torch.device) -> None:
     """Frees garbage, and returns the allocator's cache to the device."""
-    gc.collect()
+    gc.collect()  # a failed forward leaves cycles: frames, exceptions and the tensors in them
     if device.type != "cpu":
         torch.get_device_module(device).empty_cache()
 
@@ -119,6 +120,7 @@ def describe_shortage(rows: Sequence[Sequence[int]], length: int, num_microbatch
         where += f" (nor do others on ranks {', '.join(str(other) for other, _ in short[1:])})"
     if device.type == "cuda":
         where += f", {torch.cuda.get_device_properties(device).total_memory / 2**30:.0f} GiB"
+    # One rank for which nothing fits decides; else the rank that needs most microbatches.
     worst = min(row[2] for _, row in short)
     if worst in (NOTHING_FITS, FAILS):
         why = "with smaller microbatches the model fails otherwise"

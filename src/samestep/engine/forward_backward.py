@@ -155,5 +155,6 @@ def fix_shapes() -> None:
     """Keeps torch.compile from generating code for dynamic shapes at the second size: a rank may see only one."""
     import torch._dynamo.config
 
+    # Ranks whose microbatches differ in size by one would else run different code for the same microbatch.
     torch._dynamo.config.automatic_dynamic_shapes = False
     torch._dynamo.config.assume_static_by_default = True

@@ -260,6 +260,7 @@ def explain_capture(error: BaseException) -> BaseException:
 @torch.no_grad()
 def _fill(slots: list[Tensor], inputs: Any) -> None:
     """Copies a microbatch into the memory that a graph reads."""
+    # One launch for the whole microbatch.
     torch._foreach_copy_(slots, leaves(inputs))
 
 

@@ -116,6 +116,7 @@ class FiniteCheck:
         if self._skips:
             bad = bad & False
         first = bad & (self._has_failed ^ True)
+        # Later steps do not update until the host has read the failure: it goes back to the state before this step.
         self._has_failed = self._has_failed | bad
         self._scale.update(finite_gradient ^ True, self._has_failed ^ True)
         return ok, first

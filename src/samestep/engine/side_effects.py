@@ -65,6 +65,7 @@ class Watch:
 
     def put_back(self, kept: Kept) -> None:
         """Restores generators and attributes."""
+        # By reference: what was changed inside a list or a tensor is not undone, only what was assigned.
         states, attributes = kept
         self.put_states(states)
         for entry, then in zip(self._objects, attributes, strict=True):
@@ -235,6 +236,7 @@ class Traces:
 
     def end(self) -> None:
         """Ends a step, and prints the notices."""
+        # Between steps a script may ask for its rank, for example to print on one alone.
         self._membership.on_rank_asked = None
         self._before, self._ends, self._states = {}, {}, []
         self._notice(
