@@ -102,7 +102,7 @@ def time_heartbeats(rounds):
     run = samestep.Run(global_batch_size=128, num_microbatches=NUM_MICROBATCHES)
     step, _, _, batches = make_step(run)
     page, membership = HeartbeatPage.create(1), run.membership
-    membership._meeting = dist.HashStore()  # so that it looks at the view as a supervised worker does
+    membership._healing_store = dist.HashStore()  # so that it looks at the view as a supervised worker does
     seconds = {None: [], page: []}
     for number in range(rounds + 2):
         for watched in (None, page):

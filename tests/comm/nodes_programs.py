@@ -1,16 +1,14 @@
 """Programs over ranks of several nodes that tests run on every rank of a world."""
 
 from contextlib import contextmanager
-from datetime import timedelta
 from unittest import mock
 
 from programs import reduce_leaves, train_small
 
 from samestep.comm.communicator import Communicator
-from samestep.comm.nodes import Nodes, Part
+from samestep.comm.transport import Nodes
 
 NEVER_ONE_MESSAGE = -1
-MINUTE = timedelta(minutes=1)
 
 
 class Among:
@@ -57,7 +55,7 @@ class Counting:
 def by_nodes(transport, nodes):
     """Lets a transport go by these nodes, with every tensor; yields the counts, within the node and between nodes."""
     before = transport.nodes, transport.latency_bytes
-    within, between = Counting(nodes.node), Counting(nodes.rail)
+    within, between = Counting(nodes.within), Counting(nodes.between)
     transport.nodes, transport.latency_bytes = Nodes(within, between), NEVER_ONE_MESSAGE
     try:
         yield within, between
@@ -70,9 +68,7 @@ def make_nodes(transport, size):
     rank, ranks = transport.rank, transport.world_size
     first = rank - rank % size
     within, between = range(first, first + size), range(rank % size, ranks, size)
-    return Nodes(
-        Part(Among(transport, within), within, ranks, MINUTE), Part(Among(transport, between), between, ranks, MINUTE)
-    )
+    return Nodes(Among(transport, within), Among(transport, between))
 
 
 def reduce_in_turns(communicator, size, leaves, numel, shares=None):
@@ -94,8 +90,8 @@ def what_there_is(communicator):
     """The kinds of transports: between all, within the node, between nodes."""
     transport = communicator.transport
     nodes = transport.nodes
-    parts = () if nodes is None else (nodes.node, nodes.rail)
-    return [type(transport).__name__, *(type(part.inner).__name__ for part in parts)]
+    parts = () if nodes is None else (nodes.within, nodes.between)
+    return [type(part).__name__ for part in (transport, *parts)]
 
 
 def train_by_nodes(communicator, options, folds_beside=False):

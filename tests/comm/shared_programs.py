@@ -15,7 +15,6 @@ from worlds import PATIENCE_SECONDS, PRELOADED
 from samestep.comm.connecting import connect_at
 from samestep.comm.environment import Environment
 from samestep.comm.shm import segment as segment_module
-from samestep.comm.shm import transport as shared_module
 from samestep.comm.shm.transport import SharedTransport
 
 CPU = torch.device("cpu")
@@ -272,8 +271,8 @@ class Stage:
         """This rank has another nonce than what it finds."""
         real = segment_module.join
 
-        def join(told, world_size):
-            pid, fd, nonce = told.split()
+        def join(address, world_size):
+            pid, fd, nonce = address.split()
             return real(f"{pid} {fd} {int(nonce) ^ 2}", world_size)
 
         segment_module.join = join
@@ -301,10 +300,10 @@ class Stage:
             return block
 
         def late(*args):
-            shared_module.time.sleep(0.02)
+            time.sleep(0.02)
             write(*args)
 
-        write, shared_module.write = shared_module.write, late
+        write, segment_module.Segment.write = segment_module.Segment.write, late
         SharedTransport._place = place
 
     def reuse_too_early(self):

@@ -13,7 +13,7 @@ from worlds import PATIENCE_SECONDS, PRELOADED
 
 from samestep.comm.connecting import connect
 from samestep.comm.environment import Environment
-from samestep.comm.group import roll_call
+from samestep.comm.rendezvous import roll_call
 from samestep.errors import UsageError
 
 KILLED = -9

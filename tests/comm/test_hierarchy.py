@@ -19,11 +19,11 @@ from nodes_programs import (
 from programs import train_small
 from worlds import in_turns
 
-from samestep.comm import hierarchy
-from samestep.comm.nodes import Part, node_size
+from samestep.comm import reduction
+from samestep.comm.connecting import node_size
+from samestep.comm.transport import Connection
 from samestep.core.microbatches import microbatch_ranges
 from samestep.core.tree import aligned_blocks, rank_blocks, tree_sum
-from samestep.errors import PeerLostError
 
 SHAPES = [(2, 2), (3, 2), (2, 3), (4, 2), (2, 4), (3, 3), (2, 8), (5, 2)]  # nodes, ranks of each
 
@@ -80,7 +80,7 @@ def test_twin_adding_from_left_to_right_within_a_node_changes_the_bits(monkeypat
 
     leaves = make_leaves(8, 64 * 8)
     expected = tree_sum([leaf.clone() for leaf in leaves], torch.add)
-    monkeypatch.setattr(hierarchy, "merge_received", left_to_right)
+    monkeypatch.setattr(reduction, "merge_received", left_to_right)
     total, _ = in_turns(8, reduce_in_turns, 4, leaves, 64 * 8)[0]
     assert not torch.equal(total, expected)
     assert torch.allclose(total, expected, rtol=1e-4)
@@ -133,13 +133,8 @@ def test_nodes_are_equally_large_contiguous_and_at_least_two_of_two():
 
 
 def test_a_lost_rank_is_named_by_its_number_among_all():
-    class Broken:
-        rank, world_size = 1, 2
-
-        def gather(self, part):
-            raise PeerLostError("rank 0 has gone", (0,))
-
-    part = Part(Broken(), range(6, 8), 8, timedelta(seconds=9))
-    with pytest.raises(PeerLostError, match="rank 7 of 8 waits for rank 6") as caught:
-        part.gather(torch.zeros(1))
-    assert caught.value.ranks == (6,)
+    transport = Connection(1, 2, timedelta(seconds=9), None)
+    transport.ranks, transport.run_size = range(6, 8), 8
+    error = transport.lost([0])
+    assert error.ranks == (6,)
+    assert "rank 7 of 8 waits for rank 6, which has died" in str(error)

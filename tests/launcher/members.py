@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import samestep.train.run  # noqa: F401 - every starter would import it anew
-from samestep.comm.heartbeat import Heartbeat
-from samestep.comm.heartbeat_page import HEALS, READY_TO_JOIN, STOPS_ON_REQUEST, HeartbeatPage, Quorum
+from samestep.comm.heartbeat_page import HEALS, READY_TO_JOIN, STOPS_ON_REQUEST, Heartbeat, HeartbeatPage, Quorum
 from samestep.devices.selection import select
 from samestep.errors import PeerLostError
 from samestep.launcher.assignment import process_variables

@@ -9,7 +9,7 @@ from samestep.launcher.job import Policy
 MEMBER = """
 import os, sys, time
 from samestep.comm.heartbeat_page import HEALS, HeartbeatPage
-from samestep.comm.heartbeat import Heartbeat
+from samestep.comm.heartbeat_page import Heartbeat
 
 page, slot = HeartbeatPage.from_environment()
 heartbeat = Heartbeat(page, slot)

@@ -5,8 +5,9 @@ from datetime import timedelta
 import torch
 from pipeline_programs import close_pipeline
 
-from samestep.comm.axes import connect_axes
+from samestep.comm.mesh import connect_axes
 from samestep.core.mesh import Mesh
+from samestep.engine.pipelining.p2p import connect_stages
 from samestep.errors import PeerLostError
 
 TIMEOUT = timedelta(seconds=60)
@@ -42,7 +43,7 @@ def form(tensor):
 def hand_round(communicator):
     """Each rank sends to the next, more than once before it receives; what left and what came."""
     try:
-        p2p = connect_axes(communicator, Mesh({"pipe": communicator.world_size}), TIMEOUT).p2p
+        p2p = connect_stages(communicator, Mesh({"pipe": communicator.world_size}), TIMEOUT)
         following, before = (p2p.rank + 1) % p2p.world_size, (p2p.rank - 1) % p2p.world_size
         for number in range(3):
             p2p.send(following, tensors(), f"note {number} of {p2p.rank}".encode())
@@ -56,7 +57,7 @@ def hand_round(communicator):
 def fail(communicator):
     """One rank fails while the others wait for it; what these are told."""
     try:
-        p2p = connect_axes(communicator, Mesh({"pipe": communicator.world_size}), TIMEOUT).p2p
+        p2p = connect_stages(communicator, Mesh({"pipe": communicator.world_size}), TIMEOUT)
         if p2p.rank == 0:
             p2p.fail("the first is out of order")
             communicator.barrier()
@@ -74,7 +75,7 @@ def fail(communicator):
 def sums_along(communicator, sizes):
     """What the ranks along each axis say together."""
     try:
-        communicators = connect_axes(communicator, Mesh(sizes), TIMEOUT).communicators
+        communicators = connect_axes(communicator, Mesh(sizes), TIMEOUT)
         shared = communicators["data"].share(
             torch.tensor([communicator.rank]) if communicators["data"].rank == 1 else None, 1
         )

@@ -12,14 +12,14 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from samestep.comm.local_shards import LocalShard
 from samestep.comm.mesh import close_mesh
-from samestep.comm.p2p import PointToPoint
 from samestep.comm.shm.transport import SharedTransport
 from samestep.engine import gradients
-from samestep.engine.pipelining import stage_inputs
+from samestep.engine.pipelining import p2p
+from samestep.engine.pipelining.p2p import PointToPoint
 from samestep.engine.pipelining.stages import parts_of
 from samestep.engine.pipelining.strategy import PipelineStrategy
+from samestep.engine.sharded_state import LocalShard
 from samestep.engine.strategies import Pipeline
 from samestep.errors import NonFiniteError, SamestepError
 from samestep.recipes.gpt import Gpt
@@ -210,7 +210,7 @@ class LeftFold:
 
 BREAKERS = {
     None: nullcontext,
-    "randomness": lambda: mock.patch.object(stage_inputs, "restore_generators", return_value=None),
+    "randomness": lambda: mock.patch.object(p2p, "restore_generators", return_value=None),
     "order": lambda: mock.patch.object(gradients, "TreeSum", LeftFold),
 }
 

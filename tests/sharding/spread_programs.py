@@ -8,9 +8,9 @@ from programs import RECIPE_BATCH, RECIPE_OPTIONS, RECIPE_SAMPLES, FirstSamples,
 from torch import nn
 from torch.nn import functional
 
-from samestep.comm.local_shards import LocalShard
 from samestep.comm.mesh import close_mesh
 from samestep.engine.observer import StepObserver
+from samestep.engine.sharded_state import LocalShard
 from samestep.engine.strategies import Replicate, Sharded
 from samestep.errors import SamestepError
 from samestep.recipes.catalog import load

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from worlds import in_turns
 
-from samestep.comm.local_shards import LocalShard, Sharding, assembled, by_rows, owners_of
 from samestep.engine.norms import ShardedNorm
+from samestep.engine.sharded_state import LocalShard, Sharding, assembled, by_rows, owners_of
 
 
 @given(shape=st.lists(st.integers(0, 9), min_size=1, max_size=3), world_size=st.integers(1, 6))

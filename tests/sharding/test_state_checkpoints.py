@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from state_programs import NUM_STEPS, loaded_after_a_forward, own_loop, read_by_torch, stopped, train
 
-from samestep.comm.local_shards import LocalShard, by_rows
+from samestep.engine.sharded_state import LocalShard, by_rows
 from samestep.errors import RunFolderError
 from samestep.train import atomic_io
 from samestep.train.atomic_io import retrying

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from worlds import in_turns
 
-from samestep.comm.local_shards import LocalShard, Sharding
+from samestep.engine.sharded_state import LocalShard, Sharding
 from samestep.train.digest import ROW_WORDS, sum_of_rows
 
 DTYPES = [torch.int8, torch.bfloat16, torch.float32, torch.float64, torch.complex64]

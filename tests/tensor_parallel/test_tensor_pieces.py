@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from samestep.comm.local_shards import LocalShard, Sharding
+from samestep.engine.sharded_state import LocalShard, Sharding
 
 
 def along(shape, dim, world_size, packed=1):

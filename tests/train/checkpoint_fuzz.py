@@ -23,7 +23,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from samestep.comm.local_shards import LocalShard, by_rows
+from samestep.engine.sharded_state import LocalShard, by_rows
 from samestep.errors import SamestepError
 from samestep.train.checkpoint.manifest import MANIFEST_FILE
 from samestep.train.checkpoint.packing import pack, unpack

@@ -13,8 +13,7 @@ import pytest
 import torch
 
 from samestep.comm.communicator import Communicator
-from samestep.comm.heartbeat import Heartbeat
-from samestep.comm.heartbeat_page import STOPS_ON_REQUEST, HeartbeatPage
+from samestep.comm.heartbeat_page import STOPS_ON_REQUEST, Heartbeat, HeartbeatPage
 from samestep.comm.membership import Membership
 from samestep.comm.transport import LocalTransport
 from samestep.train.runlog.ledger import from_line

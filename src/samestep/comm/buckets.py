@@ -1,4 +1,4 @@
-"""Buckets: how many tensors lie in a few flat ones, so that they travel in large messages."""
+"""Buckets: the layout of many tensors in a few flat ones, which travel in large messages."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -17,8 +17,8 @@ class Bucket:
     Attributes:
         members: indices of the tensors in it.
         offsets: where each begins, in elements; multiples of `ALIGNMENT_ELEMENTS`.
-        length: elements up to the end of the last member, rounded up; whatever the ranks.
-        numel: length of the flat tensor, padded so that it divides evenly among the ranks.
+        length: elements up to the end of the last member, rounded up; the same for any number of ranks.
+        numel: elements of the flat tensor, padded to divide evenly among the ranks.
         dtype: dtype of all members.
         device: device of all members.
     """
@@ -63,6 +63,7 @@ def make_buckets(tensors: Sequence[Tensor], bucket_bytes: int, world_size: int) 
 
 def aligned_zeros(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """A flat tensor of zeros that starts at a 256-byte border."""
+    # Kernels choose their code path by alignment, and torch's CPU allocator promises 64 bytes only.
     spare = 256 // dtype.itemsize
     block = torch.zeros(numel + spare, dtype=dtype, device=device)
     start = (-block.data_ptr() % 256) // dtype.itemsize
@@ -102,5 +103,5 @@ def _split_by_bytes(tensors: Sequence[Tensor], indices: Iterable[int], bucket_by
 
 
 def round_up(value: int, multiple: int) -> int:
-    """The least multiple that is not below a value."""
+    """Rounds up to a multiple."""
     return -(-value // multiple) * multiple

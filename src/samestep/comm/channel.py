@@ -1,7 +1,7 @@
-"""The channel: how a worker tells its supervisor what happens, one JSON object a line over an inherited pipe.
+"""The channel from a worker to its supervisor: events, one JSON object a line over an inherited pipe.
 
-Every write is at most PIPE_BUF bytes, which POSIX makes atomic (`write`, "Pipe or FIFO"): threads, and whatever else in
-the worker holds the pipe, may send without a lock. A longer event travels in parts and is put together by the reader.
+Every write is at most PIPE_BUF bytes, which POSIX makes atomic (`write`, "Pipe or FIFO"): several threads and forked
+children of a worker may send without a lock. A longer event travels in parts, which the reader joins.
 
 Events: `progress` (epoch, epochs, step, steps, loss, samples_per_second), `line` (text), `beat` (step), `result`
 (value), `saved` (path), `failed` (type, message, traceback, user_error, exit_code, peer_lost).
@@ -29,11 +29,7 @@ Event = dict[str, Any]
 
 
 class Channel:
-    """A worker's end of the pipe.
-
-    Args:
-        fd: the pipe's write end; it becomes non-blocking.
-    """
+    """The write end of a worker's pipe, which becomes non-blocking: a stopped supervisor must not stop the training."""
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
@@ -41,7 +37,7 @@ class Channel:
 
     @classmethod
     def from_environment(cls, variables: Mapping[str, str] | None = None) -> "Channel | None":
-        """The channel to the supervisor that started this process; None if nobody listens."""
+        """The channel to the supervisor that started this process; None without one."""
         value = (os.environ if variables is None else variables).get(EVENTS_VARIABLE, "")
         if not value.isdigit():
             return None
@@ -55,8 +51,8 @@ class Channel:
     def send(self, event: str, **fields: Any) -> None:
         """Sends one event.
 
-        `progress` and `beat` are dropped while the pipe is full; the others wait for at most `PATIENCE_SECONDS`. A
-        supervisor that is gone is no error: its end is watched elsewhere.
+        `progress` and `beat` are dropped while the pipe is full; the others wait for at most `PATIENCE_SECONDS`. The
+        end of the supervisor is no error here.
         """
         deadline = time.monotonic() + (0.0 if event in _DROPPABLE else PATIENCE_SECONDS)
         for line in _lines({"event": event, **fields}):
@@ -83,7 +79,7 @@ class Channel:
 
 
 class EventParser:
-    """Turns the bytes of one pipe, as they come, into events; what is not an event is skipped."""
+    """Parses the bytes of one pipe, as they come, into events; skips lines that are not an event."""
 
     def __init__(self) -> None:
         self._rest = b""
@@ -105,15 +101,15 @@ class EventParser:
         if value.get("last"):
             del self._parts[name]
             return _decode("".join(pieces).encode())
-        if len(self._parts) > MAX_OPEN_PARTS:
+        if len(self._parts) > MAX_OPEN_PARTS:  # of a worker that was killed between two parts
             del self._parts[next(iter(self._parts))]
         return None
 
 
 def read_events(fd: int, parser: EventParser) -> list[Event] | None:
-    """Reads what a non-blocking pipe holds now."""
+    """The events in a non-blocking pipe now; None at its end."""
     events: list[Event] = []
-    for _ in range(MAX_READS):  # a worker that never stops sending must not keep us here
+    for _ in range(MAX_READS):  # not until it is empty: a worker that never stops sending would block the supervisor
         try:
             data = os.read(fd, 65_536)
         except BlockingIOError:

@@ -7,10 +7,8 @@ from datetime import timedelta
 import torch
 from torch import Tensor
 
-from samestep.comm.connecting import connect
 from samestep.comm.environment import Environment
-from samestep.comm.hierarchy import hierarchical
-from samestep.comm.reduction import REDUCTIONS, Reduction, scattered, takes_one_message, tree_sum_rows
+from samestep.comm.reduction import REDUCTIONS, Reduction, scattered, tree_sum_rows
 from samestep.comm.transport import LocalTransport, Transport, gather_parts
 from samestep.core.microbatches import in_microbatch_order
 from samestep.core.tree import Block
@@ -23,12 +21,12 @@ DTYPES = (
 
 @dataclass(frozen=True)
 class Communicator:
-    """The collectives of one rank: every rank calls the same ones, in the same order.
+    """The collectives of one rank. All ranks call the same ones in the same order.
 
     Attributes:
         device: the device whose tensors `transport` moves.
         transport: for tensors on the device.
-        control: for small values in host memory; the same object where the device is a CPU.
+        control: for small values in host memory; the same object if the device is a CPU.
         reduction: "ordered" (the tree, tier `bitwise`) or "native" (the backend's all-reduce, tier `allclose`).
     """
 
@@ -49,45 +47,32 @@ class Communicator:
 
     @property
     def folds_beside(self) -> bool:
-        """Whether folding never makes the host wait, so that it may be asked for while backward runs."""
+        """Whether folding never blocks the host, so that it can be enqueued while backward runs."""
         return self.transport.stream is not None
 
     def reduce(
         self, blocks_by_rank: Sequence[Sequence[Block]], sums: Sequence[Tensor], like: Tensor, scatter: bool = False
     ) -> Reduction:
-        """Starts the reduction of a flat tensor over the ranks.
+        """Starts the reduction of a flat tensor over the ranks; arguments as those of `reduction.ordered`.
 
-        Args:
-            blocks_by_rank: the blocks of every rank, from `plan.tree.rank_blocks`.
-            sums: this rank's partial sum for each of its blocks; see `reduction.ordered`.
-            like: gives length, dtype and device where this rank has no block; not read.
-            scatter: each rank gets the sum of its part only, [length / D].
+        With `scatter` each rank gets the sum of its part only, [length / D].
         """
-        transport, stages = self.transport, REDUCTIONS[self.reduction]
-        nodes = transport.nodes
-        if scatter:
-            return Reduction(scattered(transport, blocks_by_rank, sums, like), sums, transport.stream)
-        if self.reduction == "ordered" and nodes and not takes_one_message(transport, blocks_by_rank, like):
-            return Reduction(hierarchical(nodes, blocks_by_rank, sums, like), sums, transport.stream)
-        return Reduction(stages(transport, blocks_by_rank, sums, like), sums, transport.stream)
+        form = scattered if scatter else REDUCTIONS[self.reduction]
+        return Reduction(form(self.transport, blocks_by_rank, sums, like), sums, self.transport.stream)
 
     def gather_rows(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
-        """Gives every rank the rows of all ranks.
+        """Gathers the rows of all ranks, [sum(counts), k], by rank.
 
         Args:
             rows: this rank's rows, [counts[rank], k], on the device or on the host.
-            counts: how many rows each rank has.
-
-        Returns:
-            [sum(counts), k], by rank.
+            counts: the number of rows of each rank.
         """
-        transport = self.transport if rows.device == self.device else self.control
         width = rows.shape[1]
         sizes = [count * width for count in counts]
-        return gather_parts(transport, rows.reshape(-1), sizes).wait().view(sum(counts), width)
+        return gather_parts(self.carrier(rows), rows.reshape(-1), sizes).wait().view(sum(counts), width)
 
     def gather_words(self, words: Sequence[int]) -> list[list[int]]:
-        """Gives every rank the equally many 64-bit integers of all ranks, through host memory."""
+        """Gathers equally many 64-bit integers of each rank, through host memory."""
         sent = torch.tensor(words, dtype=torch.int64)
         received = self.control.gather(sent).wait().view(self.world_size, len(words))
         rows: list[list[int]] = received.tolist()
@@ -96,12 +81,12 @@ class Communicator:
     def gather_header(
         self, rows: Tensor, counts: Sequence[int], words: Sequence[int]
     ) -> tuple[Tensor, list[list[int]]]:
-        """Gives every rank the rows and the words of all ranks: in one message where one transport carries both.
+        """Gathers rows and words of all ranks: in one message if one transport carries both.
 
         Args:
             rows: this rank's rows, [counts[rank], k], on the device or on the host.
-            counts: how many rows each rank has.
-            words: equally many 64-bit integers on every rank.
+            counts: the number of rows of each rank.
+            words: 64-bit integers, equally many on every rank.
 
         Returns:
             The rows of all ranks, [sum(counts), k], and the words of each.
@@ -116,31 +101,23 @@ class Communicator:
         heads = [part[: len(words)].view(torch.int64).tolist() for part in by_rank]
         return torch.cat([part[len(words) :] for part in by_rank]).view(sum(counts), rows.shape[1]), heads
 
-    def gather_microbatches(self, rows: Tensor, ranges: Sequence[range]) -> Tensor:
-        """Gives every rank the rows of all microbatches, in their order.
+    def sum_rows(self, rows: Tensor, ranges: Sequence[range]) -> Tensor:
+        """Sums the rows of all microbatches along the tree.
 
         Args:
             rows: of this rank's microbatches, [len(ranges[rank]), k].
             ranges: the microbatches of each rank.
-
-        Returns:
-            [V, k].
         """
         gathered = self.gather_rows(rows, [len(microbatches) for microbatches in ranges])
         order = in_microbatch_order(ranges)
-        return gathered if order is None else gathered[order]
-
-    def sum_rows(self, rows: Tensor, ranges: Sequence[range]) -> Tensor:
-        """Sums the rows of all microbatches along the tree; arguments as those of `gather_microbatches`."""
-        return tree_sum_rows(self.gather_microbatches(rows, ranges))
+        return tree_sum_rows(gathered if order is None else gathered[order])
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
         """Overwrites `tensor` on every rank with that of rank `source`."""
-        transport = self.transport if tensor.device == self.device else self.control
-        transport.broadcast(tensor, source)
+        self.carrier(tensor).broadcast(tensor, source)
 
     def share(self, tensor: Tensor | None, source: int = 0) -> Tensor:
-        """Gives every rank the tensor of rank `source`, whose form the others need not know.
+        """Broadcasts the tensor of rank `source`, with its shape and dtype.
 
         Args:
             tensor: read on rank `source` only, on the device or in host memory; of at most 8 dimensions.
@@ -158,7 +135,8 @@ class Communicator:
         if self.rank != source:
             tensor = torch.empty(shape[:ndim], dtype=DTYPES[code], device=self.device)
         assert tensor is not None, "the form of the source's tensor has arrived"
-        shared = tensor.detach().to(self.device, copy=True)  # by one way on all ranks, wherever the source has it
+        # All ranks must use one transport, though only the source knows on which side its tensor lies: the device's.
+        shared = tensor.detach().to(self.device, copy=True)
         self.transport.broadcast(shared, source)
         return shared.cpu() if is_on_host else shared
 
@@ -166,8 +144,12 @@ class Communicator:
         """Returns when every rank has called it."""
         self.gather_words([self.rank])
 
+    def carrier(self, tensor: Tensor) -> Transport:
+        """The transport for a tensor: on the device, or in host memory."""
+        return self.transport if tensor.device == self.device else self.control
+
     def close(self) -> None:
-        """Gives back connections and threads."""
+        """Closes connections and frees threads."""
         if self.control is not self.transport:
             self.control.close()
         self.transport.close()
@@ -176,9 +158,11 @@ class Communicator:
 def make_communicator(
     environment: Environment, device: torch.device, timeout: timedelta, reduction: str = "ordered"
 ) -> Communicator:
-    """Connects this rank to all others; alone, it needs no connection."""
+    """Connects this rank to all others; a single rank needs no connection."""
     if environment.world_size == 1:
         alone = LocalTransport()
         return Communicator(device, alone, alone, reduction)
+    from samestep.comm.connecting import connect  # with all transports between processes: one rank needs none
+
     transport, control = connect(environment, device, timeout)
     return Communicator(device, transport, control, reduction)

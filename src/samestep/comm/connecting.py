@@ -1,8 +1,8 @@
-"""Connecting: which transports the ranks of a run talk through, chosen by all of them together.
+"""Connecting: the ranks of a run choose a transport, all of them the same one, and connect.
 
-Ranks of one host share memory where they can; else they form a process group: NCCL where each has a GPU of its own,
-gloo for everything else. `SAMESTEP_TRANSPORT` overrides the choice. Ranks of several nodes also get transports within
-their node (shared memory where that can be) and between nodes, unless `SAMESTEP_NODES` is "flat".
+Ranks of one host share memory if all of them can; otherwise they form a process group: NCCL if each has a GPU of its
+own, else gloo. `SAMESTEP_TRANSPORT` overrides the choice. Ranks of several nodes also get transports within their node
+and between nodes, unless `SAMESTEP_NODES` is "flat".
 """
 
 import contextlib
@@ -16,34 +16,33 @@ import torch
 import torch.distributed as dist
 
 from samestep.comm.environment import Environment, chosen_transport
-from samestep.comm.group import FIRST_POLL_SECONDS, POLL_SECONDS, GroupTransport, meet, roll_call, store_host
-from samestep.comm.nodes import Nodes, Part, node_size
+from samestep.comm.group import GroupTransport
+from samestep.comm.rendezvous import FIRST_POLL_SECONDS, POLL_SECONDS, rendezvous, roll_call, store_host
 from samestep.comm.shm import segment as segments
 from samestep.comm.shm.segment import NoSegmentError, Segment
 from samestep.comm.shm.transport import SharedTransport
+from samestep.comm.transport import Connection, Nodes
 from samestep.errors import PeerLostError, UsageError
 
 CONNECT_SECONDS = 10.0
 SEGMENT, NO_SEGMENT = "segment", "none"
 
-Connection = GroupTransport | SharedTransport
-
 
 def connect(environment: Environment, device: torch.device, timeout: timedelta) -> tuple[Connection, Connection]:
-    """Joins the ranks that the environment describes."""
+    """Connects the ranks that the environment describes: the transports for the device and for host memory."""
     if dist.is_initialized():
         return _adopt_group(environment, device, timeout)
-    return connect_at(meet(environment, timeout), environment, device, timeout, timeout)
+    return connect_at(rendezvous(environment, timeout), environment, device, timeout, timeout)
 
 
 def reconnect(
-    meeting: dist.Store, rank: int, world_size: int, device: torch.device, timeout: timedelta
+    store: dist.Store, rank: int, world_size: int, device: torch.device, timeout: timedelta
 ) -> tuple[Connection, Connection]:
-    """Joins the ranks that are left, which have met in a store already."""
+    """Connects the ranks that are left after a failure, which have all reached the store."""
     connect_timeout = timedelta(seconds=min(CONNECT_SECONDS, timeout.total_seconds()))
     transport = chosen_transport()
     place = Environment(rank, world_size, rank, world_size, store_is_kept=True, transport=transport)
-    return connect_at(meeting, place, device, connect_timeout, timeout, by_nodes=False)
+    return connect_at(store, place, device, connect_timeout, timeout, by_nodes=False)
 
 
 def connect_at(
@@ -54,16 +53,16 @@ def connect_at(
     timeout: timedelta,
     by_nodes: bool = True,
 ) -> tuple[Connection, Connection]:
-    """Connects ranks that have met in a store."""
+    """Connects ranks that have all reached a store; as `connect`."""
     has_own_gpu = device.type == "cuda" and place.local_world_size <= torch.cuda.device_count()
     backend = "nccl" if has_own_gpu and place.transport == "auto" else "gloo"
     host = store_host(place)
-    # One supervisor must see all ranks to say who is left: over several nodes nobody heals.
-    meeting = store if host is None and place.local_world_size == place.world_size else None
+    # Only a supervisor that sees all ranks can announce a quorum: no healing over several nodes.
+    healing_store = store if host is None and place.local_world_size == place.world_size else None
     shared = None
     try:
         segment = _share(dist.PrefixStore("shared", store), place, connect_timeout)
-        shared = SharedTransport(segment, place.rank, timeout, store, meeting)
+        shared = SharedTransport(segment, place.rank, timeout, store, healing_store)
     except NoSegmentError as error:
         if place.transport == "shared":
             raise UsageError(
@@ -79,7 +78,7 @@ def connect_at(
             shared.close()
         raise PeerLostError(f"rank {place.rank} met all others, but could not connect to them: {error}") from error
     calls = dist.PrefixStore("calls", store)
-    transport = GroupTransport(None, calls, timeout, host, meeting)
+    transport = GroupTransport(None, calls, timeout, host, healing_store)
     if backend == "nccl":
         transport.stream = torch.cuda.Stream(device)
     if shared is not None:
@@ -94,6 +93,28 @@ def connect_at(
     return transport, small
 
 
+def subgroup(
+    groups: Sequence[Sequence[int]], rank: int, backend: str, store: dist.Store, timeout: timedelta
+) -> GroupTransport:
+    """The transport of the group that this rank is in; torch needs all ranks to make all groups in the same order."""
+    made = [dist.new_group(list(ranks), timeout=timeout, backend=backend) for ranks in groups]
+    number = next(number for number, ranks in enumerate(groups) if rank in ranks)
+    transport = GroupTransport(made[number], dist.PrefixStore(f"calls {groups[number]}", store), timeout)
+    transport.ranks, transport.run_size = groups[number], sum(map(len, groups))
+    return transport
+
+
+def node_size(places: Sequence[tuple[int, int]]) -> int | None:
+    """The ranks of each node, given every rank's (local rank, local world size); None if sums cannot go by nodes.
+
+    They can with at least two nodes of at least two ranks, equally many on each, and contiguous.
+    """
+    size = places[0][1]
+    if not 2 <= size < len(places) or len(places) % size:
+        return None
+    return size if list(places) == [(rank % size, size) for rank in range(len(places))] else None
+
+
 def _connect_nodes(
     control: GroupTransport,
     store: dist.Store,
@@ -102,77 +123,73 @@ def _connect_nodes(
     connect_timeout: timedelta,
     timeout: timedelta,
 ) -> Nodes | None:
-    """Connects ranks that have a process group by their nodes; None where sums are not to go by nodes."""
+    """Connects ranks that have a process group within and between their nodes; None for a flat reduction."""
     rank, num_ranks = control.rank, control.world_size
     words = [place.local_rank, place.local_world_size, int(place.nodes == "auto")]
-    told = control.gather(torch.tensor(words)).wait().view(num_ranks, 3).tolist()
-    size = node_size([(local, count) for local, count, _ in told])
-    if size is None or not all(wants for _, _, wants in told):
+    rows = control.gather(torch.tensor(words)).wait().view(num_ranks, 3).tolist()
+    size = node_size([(local, count) for local, count, _ in rows])
+    if size is None or not all(wants for _, _, wants in rows):
         return None
     nodes = [range(first, first + size) for first in range(0, num_ranks, size)]
-    rails = [range(first, num_ranks, size) for first in range(size)]
-    ours, rail = nodes[rank // size], rails[rank % size]
-    within: GroupTransport | SharedTransport | None = None
+    same_local_ranks = [range(first, num_ranks, size) for first in range(size)]
+    within: Connection | None = None
     try:
         if backend == "gloo":
+            ours = nodes[rank // size]
             memory = dist.PrefixStore(f"node {ours.start}", store)
-            within = _share_in_node(control, memory, place, connect_timeout, timeout)
+            within = _share_in_node(control, memory, place, ours, connect_timeout, timeout)
         if within is None:
             within = subgroup(nodes, rank, backend, store, timeout)
-        between = subgroup(rails, rank, backend, store, timeout)
+        return Nodes(within, subgroup(same_local_ranks, rank, backend, store, timeout))
     except (RuntimeError, PeerLostError) as error:
         if within is not None:
             within.abandon()
         raise PeerLostError(f"rank {rank} met all others, but could not connect to them by nodes: {error}") from error
-    return Nodes(Part(within, ours, num_ranks, timeout), Part(between, rail, num_ranks, timeout))
 
 
 def _share_in_node(
-    control: GroupTransport, store: dist.Store, place: Environment, connect_timeout: timedelta, timeout: timedelta
+    control: GroupTransport,
+    store: dist.Store,
+    place: Environment,
+    ranks: range,
+    connect_timeout: timedelta,
+    timeout: timedelta,
 ) -> SharedTransport | None:
-    """The transport through memory that the ranks of this node share; None, on all ranks, where one node has none."""
-    size = place.local_world_size
-    alone = Environment(place.local_rank, size, place.local_rank, size, store_is_kept=True, transport=place.transport)
+    """The transport through the memory of this node; None, on all ranks of the run, if one node has none."""
+    local, size = place.local_rank, place.local_world_size
+    alone = Environment(local, size, local, size, store_is_kept=True, transport=place.transport)
     transport = None
     with contextlib.suppress(NoSegmentError):
-        transport = SharedTransport(_share(store, alone, connect_timeout), place.local_rank, timeout, store)
+        transport = SharedTransport(_share(store, alone, connect_timeout), local, timeout, store)
+        transport.ranks, transport.run_size = ranks, control.world_size
     have = bool(control.gather(torch.tensor([transport is not None])).wait().all())
     if transport is not None and not have:
         transport.close()
     return transport if have else None
 
 
-def subgroup(groups: Sequence[range], rank: int, backend: str, store: dist.Store, timeout: timedelta) -> GroupTransport:
-    """The transport of the group that this rank is in; all ranks make all groups, in the same order."""
-    made = [dist.new_group(list(ranks), timeout=timeout, backend=backend) for ranks in groups]
-    number = next(number for number, ranks in enumerate(groups) if rank in ranks)
-    calls = dist.PrefixStore(f"calls {groups[number]}", store)
-    return GroupTransport(made[number], calls, timeout)
-
-
 def _share(store: dist.Store, place: Environment, timeout: timedelta) -> Segment:
-    """Maps memory that all ranks share."""
+    """Maps memory that all ranks share; raises `NoSegmentError` on all of them if one cannot."""
     rank, world_size = place.rank, place.world_size
-    segment, fd, answer = None, -1, _refusal(place) or "yes"
+    segment, fd, answer, address = None, -1, _refusal(place) or "yes", ""
     try:
         try:
-            if rank == 0:
-                told = ""
-                if answer == "yes":
-                    segment, fd, told = segments.create(world_size)
-            else:
-                told = _told(store, timeout)
-                if answer == "yes" and told:
-                    segment = segments.join(told, world_size)
+            if rank > 0:
+                address = _segment_address(store, timeout)
+                if answer == "yes" and address:
+                    segment = segments.join(address, world_size)
+            elif answer == "yes":
+                segment, fd, address = segments.create(world_size)
         except NoSegmentError as error:
             answer = str(error)
         if rank == 0:
-            store.set(SEGMENT, told or NO_SEGMENT)
+            store.set(SEGMENT, address or NO_SEGMENT)
         if segment is not None:
             segment.words[segment.lanes[rank].pid] = os.getpid()
+        # Also the barrier after which rank 0 may close the descriptor by which the others open the segment.
         answers = _answers(store, place, timeout, answer)
     except (RuntimeError, PeerLostError) as error:
-        if segment is not None:  # those who go on must not wait for us
+        if segment is not None:  # ranks that go on would wait for this one until the timeout
             segment.words[segment.lanes[rank].gone] = 1
         if isinstance(error, PeerLostError):
             raise
@@ -183,12 +200,12 @@ def _share(store: dist.Store, place: Environment, timeout: timedelta) -> Segment
     for other, word in enumerate(answers):
         if word != "yes":
             raise NoSegmentError(f"rank {other} says: {word}")
-    assert segment is not None, "nobody refused"
+    assert segment is not None, "no rank refused"
     return segment
 
 
 def _refusal(place: Environment) -> str:
-    """Why this rank will not share memory; empty if it will."""
+    """The reason for which this rank does not share memory; empty if there is none."""
     if place.transport == "gloo":
         return "SAMESTEP_TRANSPORT is gloo"
     if place.local_world_size < place.world_size:
@@ -196,22 +213,21 @@ def _refusal(place: Environment) -> str:
     return ""
 
 
-def _told(store: dist.Store, timeout: timedelta) -> str:
-    """What rank 0 says about its segment; empty if it has none."""
+def _segment_address(store: dist.Store, timeout: timedelta) -> str:
+    """The address of rank 0's segment, once it has written it; empty if it has none."""
     deadline, pause = time.monotonic() + timeout.total_seconds(), FIRST_POLL_SECONDS
     while not store.check([SEGMENT]):
         if time.monotonic() > deadline:
             raise PeerLostError("rank 0 met all others, but did not connect to them", (0,))
         time.sleep(pause)
         pause = min(2 * pause, POLL_SECONDS)
-    told = store.get(SEGMENT).decode()
-    return "" if told == NO_SEGMENT else told
+    address = store.get(SEGMENT).decode()
+    return "" if address == NO_SEGMENT else address
 
 
 def _answers(store: dist.Store, place: Environment, timeout: timedelta, answer: str) -> list[str]:
-    """Whether each rank shares memory: "yes", or why not."""
-    seconds = timeout.total_seconds()
-    missing = roll_call(store, place.rank, place.world_size, seconds, store_host(place), answer)
+    """For each rank "yes" if it shares memory, or the reason for which it does not."""
+    missing = roll_call(store, place.rank, place.world_size, timeout.total_seconds(), store_host(place), answer)
     if missing:
         names = ", ".join(str(rank) for rank in missing)
         raise PeerLostError(f"rank {place.rank} met all others, but rank {names} did not connect to them", missing)
@@ -226,9 +242,9 @@ def _join_group(
     connect_timeout: timedelta,
     timeout: timedelta,
 ) -> None:
-    """Makes the process group of ranks that have met."""
-    # Its functions take the default group of the moment of their import as the default of an argument. Building an
-    # optimizer imports it, and the group's connections would stay open for good, however they are dropped.
+    """Makes the default process group."""
+    # The functions of this module take the default group at its import as the default of an argument. An optimizer
+    # imports it: after the group is made, that would keep the connections open for good. So it is imported before.
     import torch.distributed.nn.functional  # noqa: F401 - for when it is imported
 
     dist.init_process_group(
@@ -244,7 +260,7 @@ def _join_group(
 
 
 def _adopt_group(environment: Environment, device: torch.device, timeout: timedelta) -> tuple[Connection, Connection]:
-    """Uses the ranks of a process group that the user's script has set up, through a group of our own."""
+    """Connects the ranks of a process group that the user's script has made, by a group of our own."""
     if dist.get_world_size() != environment.world_size:
         raise UsageError(
             f"the process group has {dist.get_world_size()} ranks, the environment says {environment.world_size}"
@@ -257,7 +273,7 @@ def _adopt_group(environment: Environment, device: torch.device, timeout: timede
     if backend == "nccl":
         transport = GroupTransport(dist.new_group(backend=backend, timeout=timeout), calls, timeout)
         transport.stream = torch.cuda.Stream(device)
-    # Memory is not shared here: the script's group may have no store that all ranks see.
+    # No shared memory here: the script's group may have no store that all ranks reach.
     unshared = replace(environment, transport="gloo")
     transport.nodes = _connect_nodes(host, calls, unshared, backend, timeout, timeout)
     return transport, host

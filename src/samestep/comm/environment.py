@@ -1,4 +1,4 @@
-"""Who we are among the processes: the one place where rank variables are read.
+"""The environment of a process among the ranks of its run: the one place that reads rank variables.
 
 torchrun and our own launcher set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT; Slurm's srun and the MPI
 starters (Open MPI, MPICH, Intel MPI) have names of their own. Without any of them this is a single process.
@@ -27,22 +27,22 @@ TORCHRUN_OPTIONS = (
 
 @dataclass(frozen=True)
 class Environment:
-    """One process's place in the world.
+    """The place of a process in its run.
 
     Attributes:
         rank: 0 … world_size - 1.
         world_size: number of ranks.
         local_rank: rank on this node.
         local_world_size: ranks on this node.
-        master_addr: where rank 0 (or the launcher) keeps the store.
+        master_addr: address of the store.
         master_port: its port.
-        launcher: who started us: "none", "samestep", "torchrun", "slurm", "mpi" or "other".
-        device_kind: the kind of device that our launcher chose ("cpu", "cuda", …); None if it is not said.
-        num_threads: CPU threads a worker that our launcher chose; None if it is not said.
-        store_is_kept: whether the launcher hosts the store; rank 0 does, where it does not.
+        launcher: "none", "samestep", "torchrun", "slurm", "mpi" or "other".
+        device_kind: the kind of device that our launcher chose ("cpu", "cuda", …); else None.
+        num_threads: CPU threads a worker that our launcher chose; else None.
+        store_is_kept: whether the launcher hosts the store; if not, rank 0 does.
         attempt: how often the launcher has restarted the ranks; a store may outlive them.
-        joins: whether this process was started late, in the place of one that was lost.
-        transport: how ranks talk to each other, one of `TRANSPORTS`.
+        joins: whether this process was started late, in the place of a lost one.
+        transport: one of `TRANSPORTS`.
         nodes: whether sums go by nodes, one of `NODES`.
     """
 
@@ -63,19 +63,17 @@ class Environment:
 
 
 def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
-    """Reads the process's place from its environment variables."""
+    """Reads the place of this process from environment variables."""
     env = os.environ if variables is None else variables
     if "RANK" in env and "WORLD_SIZE" in env:
-        started_by = "samestep" if "SAMESTEP_DEVICE_KIND" in env else "other"
-        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-        return _checked(
-            env, names, "torchrun" if "TORCHELASTIC_RUN_ID" in env and started_by == "other" else started_by
-        )
+        # Our launcher sets torchrun's variables as well, for scripts that read them.
+        launcher = "samestep" if "SAMESTEP_DEVICE_KIND" in env else "other"
+        launcher = "torchrun" if "TORCHELASTIC_RUN_ID" in env and launcher == "other" else launcher
+        return _checked(env, ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"), launcher)
     # The MPI starters come first: inside a Slurm job they start through srun, whose variables then count their daemons.
     if "OMPI_COMM_WORLD_RANK" in env:
-        prefix = "OMPI_COMM_WORLD_"
-        names = (prefix + "RANK", prefix + "SIZE", prefix + "LOCAL_RANK", prefix + "LOCAL_SIZE")
-        return _checked(env, names, "mpi")
+        ranks = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
+        return _checked(env, tuple(f"OMPI_COMM_WORLD_{name}" for name in ranks), "mpi")
     for local in (("MPI_LOCALRANKID", "MPI_LOCALNRANKS"), ("PMI_LOCAL_RANK", "PMI_LOCAL_SIZE")):
         if "PMI_RANK" in env and "PMI_SIZE" in env and local[0] in env:
             return _checked(env, ("PMI_RANK", "PMI_SIZE", *local), "mpi")
@@ -90,8 +88,8 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
     return Environment()
 
 
-def _checked(env: Mapping[str, str], names: tuple[str, str, str, str], launcher: str) -> Environment:
-    """Builds the environment from the launcher's four variable names."""
+def _checked(env: Mapping[str, str], names: Sequence[str], launcher: str) -> Environment:
+    """The environment, from the launcher's names of rank, world size, local rank and local world size."""
     rank, world_size = _number(env, names[0]), _number(env, names[1])
     if not 0 <= rank < world_size:
         raise UsageError(f"got {names[0]}={rank} and {names[1]}={world_size}; the rank must be below the world size")
@@ -134,38 +132,35 @@ def _checked(env: Mapping[str, str], names: tuple[str, str, str, str], launcher:
 
 
 def chosen_transport(variables: Mapping[str, str] | None = None) -> str:
-    """How ranks are to talk to each other, one of `TRANSPORTS`, as SAMESTEP_TRANSPORT says.
+    """The value of SAMESTEP_TRANSPORT, one of `TRANSPORTS`.
 
-    "auto" is memory between ranks of one host, NCCL between GPUs, else gloo; "gloo" and "shared" (memory) are that, and
-    nothing else.
+    "auto" is memory between ranks of one host, NCCL between GPUs, else gloo; "gloo" and "shared" (memory) allow nothing
+    else.
     """
     return _choice(variables, TRANSPORT_VARIABLE, TRANSPORTS)
 
 
 def chosen_nodes(variables: Mapping[str, str] | None = None) -> str:
-    """Whether sums between ranks of several nodes go by nodes, one of `NODES`, as SAMESTEP_NODES says.
-
-    "auto" is within each node first, then between nodes, where that can be; "flat" takes no account of nodes.
-    """
+    """The value of SAMESTEP_NODES: "auto" sums within each node first, then between nodes, if possible; "flat" not."""
     return _choice(variables, NODES_VARIABLE, NODES)
 
 
 def chosen_profile(variables: Mapping[str, str] | None = None) -> str | None:
-    """The folder for the profile of the run, as SAMESTEP_PROFILE says; None if there is to be none."""
+    """The folder for the profile of the run (SAMESTEP_PROFILE); None without a profile."""
     return (os.environ if variables is None else variables).get(PROFILE_VARIABLE) or None
 
 
 def torchrun_defaults(variables: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The defaults of torchrun's options by their names with underscores, as PET_NNODES, PET_NODE_RANK and so on say.
+    """The defaults of torchrun's options, by their names with underscores, from PET_NNODES, PET_NODE_RANK and so on.
 
-    Kubeflow's runtime for PyTorch sets them (`torch/distributed/argparse_util.py` tells how torchrun reads them).
+    Kubeflow's runtime for PyTorch sets them; torchrun reads them in `torch/distributed/argparse_util.py`.
     """
     env = os.environ if variables is None else variables
     return {name.lower(): env["PET_" + name] for name in TORCHRUN_OPTIONS if env.get("PET_" + name)}
 
 
 def _number(env: Mapping[str, str], name: str, default: int | None = None) -> int:
-    """An integer variable; its default where it is absent."""
+    """An integer variable; the default if it is absent."""
     text = env.get(name)
     if text is None and default is not None:
         return default
@@ -177,7 +172,7 @@ def _number(env: Mapping[str, str], name: str, default: int | None = None) -> in
 def _shared_port(env: Mapping[str, str], launcher: str) -> int:
     """A port that all ranks of one Slurm or MPI job derive alike, and other jobs most likely not.
 
-    Only variables with one value for all ranks will do. MPICH has none, so two of its jobs on one machine need a
+    It comes from variables with one value for all ranks. MPICH has none, so two of its jobs on one machine need a
     MASTER_PORT each.
     """
     names = ("SLURM_JOB_ID", "SLURM_STEP_ID") if launcher == "slurm" else ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid")
@@ -201,7 +196,7 @@ def _first_slurm_host(env: Mapping[str, str]) -> str | None:
 
 
 def _choice(variables: Mapping[str, str] | None, name: str, choices: Sequence[str]) -> str:
-    """What a variable says, one of some words; "auto" where it says nothing."""
+    """The value of a variable, one of some choices; "auto" if it is absent or empty."""
     choice = (os.environ if variables is None else variables).get(name) or "auto"
     if choice not in choices:
         raise UsageError(f"got {name}={choice!r}; needed: one of {', '.join(choices)}")

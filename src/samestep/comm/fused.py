@@ -1,8 +1,8 @@
-"""Adding up what has arrived in one pass over memory: on a GPU, by a kernel that follows the tree in registers.
+"""Sums of received rows in one pass over memory: on a GPU, by a kernel that follows the tree in registers.
 
-An addition of two of k rows reads two and writes one, so all of them make 3(k-1) passes over memory, where k + 1 do.
-The kernel is for CUDA devices where Triton is there and works; everywhere else the plain additions are made. The bits
-are the same: it is used on a device only after it has given those of the plain additions there.
+An addition of two of k rows reads two and writes one, so all of them make 3(k-1) passes over memory, of which k + 1
+suffice. The kernel is for CUDA devices with Triton; everywhere else torch adds. The bits are the same: the kernel is
+used on a device only after it has given the bits of plain additions there.
 
 It is tested in Triton's interpreter, and has been compiled for GPUs; it has not been run on one yet.
 """
@@ -27,10 +27,10 @@ SumRows = Callable[[Tensor, int, Program], Tensor]
 
 @cache
 def tree_programs(blocks: tuple[Block, ...], whole: bool) -> tuple[Program, ...]:
-    """How to add up rows, one for each block, along the tree: a program for each sum, one number for each of its rows.
+    """The programs that add up rows, one a block, along the tree: one for each sum, with a number for each of its rows.
 
-    To follow a program, take its rows from left to right: add to row i, as many times as the i-th number says, the last
-    value on the stack, which leaves it; then lay the result on the stack. At the end it is all that lies there.
+    For row i, from left to right: as often as the i-th number, pop the last value off the stack and add it to the row;
+    then push the result. The one value on the stack at the end is the sum.
     """
     counter: TreeSum[Program] = TreeSum(lambda left, right: (*left, *right[:-1], right[-1] + 1))
     for block in blocks:
@@ -42,7 +42,7 @@ def tree_programs(blocks: tuple[Block, ...], whole: bool) -> tuple[Program, ...]
 
 
 def fused_sums(rows: Tensor, length: int, programs: tuple[Program, ...]) -> tuple[Tensor, ...] | None:
-    """Sums of consecutive rows, each by a kernel; None where there is none for them."""
+    """Sums of consecutive rows, each by a kernel; None without a kernel for them."""
     if rows.dtype not in FUSED_DTYPES or max(map(len, programs), default=0) > MAX_ROWS:
         return None
     sum_rows = _kernel(rows.device, rows.dtype)
@@ -57,7 +57,7 @@ def fused_sums(rows: Tensor, length: int, programs: tuple[Program, ...]) -> tupl
 
 @cache
 def _kernel(device: torch.device, dtype: torch.dtype) -> SumRows | None:
-    """The kernel, if it works on this device."""
+    """The kernel, if it works on this device; tried once."""
     if importlib.util.find_spec("triton") is None:
         return None
     return checked(_load, device, dtype)

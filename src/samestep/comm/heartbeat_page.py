@@ -1,13 +1,13 @@
-"""The page: a page of shared memory between the supervisor and its workers, read and written without a system call.
+"""Heartbeats: a page of memory that the supervisor shares with its workers, read and written without a system call.
 
-Workers post what they are doing and when they last did something; the supervisor posts which workers make up the run,
-and whether it is to stop. Nobody waits for anybody, and nobody is woken: a look at the page costs less than a
-microsecond, so it may be taken many times a step.
+Workers post their phase and the time; the supervisor posts the quorum of workers that make up the run, and the request
+to stop. No process waits for another or wakes one: reading the page costs less than a microsecond, so it is read many
+times a step.
 
 Layout, little-endian:
 
     0     u64  number of the quorum that is in force; it moves after the quorum itself is written
-    8     u64  the signal by which the run was asked to stop; 0 for none
+    8     u64  the signal by which the run is requested to stop; 0 for none
     16    u32  length and u32 CRC-32 of the quorum's JSON, which follows at 24:
                {"number": 3, "slots": [0, 2, 5], "lost": [{"slot": 1, "cause": "SIGKILL", …}]}
     16384 64 bytes a slot: u64 time of the last beat (monotonic, ns), u64 step, u32 phase, u32 flags, u64 quorum joined
@@ -20,21 +20,23 @@ import struct
 import tempfile
 import time
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 PAGE_VARIABLE = "SAMESTEP_HEARTBEAT_FD"
 SLOT_VARIABLE = "SAMESTEP_SLOT"
+WORK = {"data": "data", "forward": "compute", "backward": "compute", "exchange": "exchange", "update": "update"}
+"""What seconds in a phase count as; in others, the phase itself."""
 PHASES = (
     *("start", "script", "data", "forward", "backward", "exchange", "update", "checkpoint", "evaluate"),
     *("regroup", "end"),
 )
-STOPS_ON_REQUEST = 1  # flags: finishes its step and leaves when the page asks for it
-HEALS = 2  # goes on with the others when one is lost
-READY_TO_JOIN = 4  # started late, and waits for a quorum that counts it in
-LEAVES_EARLY = 8  # was told that it is time to leave, and so may end well before all is done
-SHOWS_LIFE = 16  # does not heal, but its beats tell whether it hangs
+STOPS_ON_REQUEST = 1  # flags: finishes its step and exits when the page has a request to stop
+HEALS = 2  # goes on with the others after the loss of one
+READY_TO_JOIN = 4  # started late, and waits for a quorum that includes it
+LEAVES_EARLY = 8  # exits with success on a request to stop, before all is done
+SHOWS_LIFE = 16  # does not heal, but its beats show whether it hangs
 
 MAX_SLOTS = 1024
 MAX_LOST = 20
@@ -52,11 +54,10 @@ class Quorum:
 
     Attributes:
         number: counted from 0, the workers that the run began with.
-        slots: the workers in the order of their ranks; a slot is a worker's for good, a rank is not.
-        lost: what became of those that were lost so far, the newest last, `MAX_LOST` at most: each with "slot", "rank"
-            (in its last quorum), "device", "cause" ("SIGKILL", "exit code 3", "hang", an exception's type), "phase" and
-            "step".
-        joined: those that were counted in when it was taken up; a worker notes them, the page does not tell.
+        slots: the workers in the order of their ranks; a worker keeps its slot, but not its rank.
+        lost: the workers lost so far, the newest last, `MAX_LOST` at most: each with "slot", "rank" (in its last
+            quorum), "device", "cause" ("SIGKILL", "exit code 3", "hang", an exception's type), "phase" and "step".
+        joined: the slots that joined when it was taken up; noted by workers, not on the page.
     """
 
     number: int
@@ -67,11 +68,11 @@ class Quorum:
 
 @dataclass(frozen=True)
 class Beat:
-    """What a worker posted last.
+    """A worker's last post.
 
     Attributes:
-        seconds: when, on the clock of `time.monotonic`; 0 before its first beat.
-        step: the step that it is in.
+        seconds: its time, on the clock of `time.monotonic`; 0 before the first.
+        step: that the worker is in.
         phase: one of `PHASES`.
         flags: `STOPS_ON_REQUEST`, `HEALS`, `READY_TO_JOIN`, `LEAVES_EARLY` and `SHOWS_LIFE`, or-ed.
         quorum: the number of the quorum that it works in.
@@ -85,11 +86,7 @@ class Beat:
 
 
 class HeartbeatPage:
-    """The page; the supervisor makes it, its workers inherit the descriptor.
-
-    Args:
-        fd: of the file that is shared.
-    """
+    """The page, in the file of a descriptor that the supervisor makes and its workers inherit."""
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
@@ -110,7 +107,7 @@ class HeartbeatPage:
 
     @classmethod
     def from_environment(cls, variables: Mapping[str, str] | None = None) -> "tuple[HeartbeatPage, int] | None":
-        """The page of the supervisor that started this process, and this worker's slot; None if nobody watches."""
+        """The page of the supervisor that started this process, and this worker's slot; None without one."""
         env = os.environ if variables is None else variables
         fd, slot = env.get(PAGE_VARIABLE, ""), env.get(SLOT_VARIABLE, "")
         if not fd.isdigit() or not slot.isdigit():
@@ -129,12 +126,12 @@ class HeartbeatPage:
 
     @property
     def stop(self) -> int:
-        """The signal by which the run was asked to stop; 0 for none."""
+        """The signal by which the run is requested to stop; 0 for none."""
         signum: int = _STOP.unpack_from(self._memory, 8)[0]
         return signum
 
     def ask_to_stop(self, signum: int) -> None:
-        """Posts that the run is to stop after the step under way."""
+        """Posts the request to stop after the step under way."""
         self._write(8, _STOP.pack(signum))
 
     def announce(
@@ -144,6 +141,7 @@ class HeartbeatPage:
         quorum = Quorum(self.number + 1 if number is None else number, slots, tuple(lost[-MAX_LOST:]))
         text = json.dumps({"number": quorum.number, "slots": slots, "lost": quorum.lost}).encode()
         assert len(text) <= _QUORUM_SIZE - _HEADER_SIZE, "MAX_SLOTS fits on the page"
+        # The number moves last, and the checksum covers the rest: a reader in between finds one wrong, and retries.
         self._memory[_HEADER_SIZE : _HEADER_SIZE + len(text)] = text
         self._write(16, _LENGTH.pack(len(text), zlib.crc32(text)))
         self._write(0, _NUMBER.pack(quorum.number))
@@ -161,20 +159,64 @@ class HeartbeatPage:
             time.sleep(0.001)  # it is being written
 
     def post(self, slot: int, phase: str, step: int, flags: int, quorum: int) -> None:
-        """Posts what a worker is doing."""
+        """Posts a worker's beat."""
         beat = (time.monotonic_ns(), step, _CODES[phase], flags, quorum)
         self._write(_QUORUM_SIZE + slot * _SLOT_SIZE, _SLOT.pack(*beat))
 
     def beat(self, slot: int) -> Beat:
-        """What a worker posted last."""
+        """A worker's last post."""
         when, step, phase, flags, quorum = _SLOT.unpack_from(self._memory, _QUORUM_SIZE + slot * _SLOT_SIZE)
         return Beat(when / 1e9, step, PHASES[min(phase, len(PHASES) - 1)], flags, quorum)
 
     def _write(self, start: int, data: bytes) -> None:
-        """Copies bytes to the page; `struct.pack_into` would show zeros to others in between."""
+        # Not `struct.pack_into`, which first fills the place with zeros that other processes could see.
         self._memory[start : start + len(data)] = data
 
     def close(self) -> None:
-        """Gives back the memory and the descriptor."""
+        """Unmaps the memory and closes the descriptor."""
         self._memory.close()
         os.close(self.fd)
+
+
+class Heartbeat:
+    """Posts this worker's phase, if there is a page, and adds up the seconds of the phases.
+
+    Attributes:
+        on_phase: called with the phase that ends and the one that begins, for a profile; None without one.
+    """
+
+    def __init__(self, page: HeartbeatPage | None = None, slot: int = 0) -> None:
+        self.page = page
+        self.slot = slot
+        self.flags = 0
+        self.quorum = 0
+        self.step = 0
+        self.phase = "start"
+        self.on_phase: Callable[[str, str], None] | None = None
+        self._since = time.perf_counter()
+        self._seconds: dict[str, float] = {}
+        self.enter("start")
+
+    def enter(self, phase: str) -> str:
+        """Begins a phase, one of `PHASES`, and returns the one before; in the same phase it only posts a beat."""
+        now = time.perf_counter()
+        before = self.phase
+        kind = WORK.get(before, before)
+        self._seconds[kind] = self._seconds.get(kind, 0.0) + now - self._since
+        self.phase, self._since = phase, now
+        if self.page is not None:
+            self.page.post(self.slot, phase, self.step, self.flags, self.quorum)
+        if self.on_phase is not None and phase != before:
+            self.on_phase(before, phase)
+        return before
+
+    def set_flags(self, flags: int) -> None:
+        """Posts flags of this worker, such as `HEALS`."""
+        self.flags = flags
+        self.enter(self.phase)
+
+    def take_seconds(self) -> dict[str, float]:
+        """Host seconds in "data", "compute", "exchange", "update", "checkpoint" … since the last call."""
+        self.enter(self.phase)
+        seconds, self._seconds = self._seconds, {}
+        return seconds

@@ -1,20 +1,20 @@
-"""Membership: the ranks that share the work of a run, and which microbatches each executes. It heals when one is lost.
+"""Membership: the ranks of a run, the microbatches that each executes, and healing after the loss of a rank.
 
 A run is a sequence of operations that all ranks carry out together: a step, an evaluation. No rank can end an operation
-that another has not begun, since each needs something of everyone. So when a rank is lost, those that are left are in
-the same operation, or some (the advanced) are in the one after it. They then
+that another has not begun, since each needs a message of every other. So when a rank is lost, the others are in the
+same operation, or some (the advanced) are in the one after it. They then
 
-    1. drop their connections, which breaks every exchange that still waits for them;
-    2. wait for the supervisor to say who is left;
-    3. tell each other how many operations they have carried out;
-    4. let those who are behind carry out theirs among themselves;
+    1. drop their connections, so that every exchange that still waits for them fails;
+    2. wait for the supervisor to announce a quorum of the ranks that are left;
+    3. exchange the numbers of operations that they have carried out;
+    4. let the ranks that are behind carry out theirs among themselves;
     5. connect anew, divide the microbatches among themselves, and carry out the operation once more.
 
 An operation changes nothing before its last exchange has arrived, and its results are the same bits on any number of
-ranks: so nothing needs to be sent to those who are behind, no state is torn, and nothing is lost.
+ranks: so the ranks that are behind need no state, and none is torn.
 
-A worker that is started late joins in the same way: it waits until a quorum counts it in, meets the others before an
-operation for which somebody can hand out the state (`give`), receives it, and takes part from then on.
+A worker that is started late joins in the same way: it waits until a quorum includes it, connects before an operation
+for which another rank can send the state (`give`), receives it, and takes part from then on.
 """
 
 import gc
@@ -23,31 +23,33 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 
 from samestep.comm.communicator import Communicator
-from samestep.comm.connecting import Connection, reconnect
-from samestep.comm.group import GroupTransport, roll_call
-from samestep.comm.heartbeat import Heartbeat
-from samestep.comm.heartbeat_page import HEALS, READY_TO_JOIN, SHOWS_LIFE, Quorum
-from samestep.comm.transport import LocalTransport
+from samestep.comm.heartbeat_page import HEALS, READY_TO_JOIN, SHOWS_LIFE, Heartbeat, Quorum
+from samestep.comm.transport import Connection, LocalTransport
 from samestep.core.mesh import Mesh
 from samestep.core.microbatches import dealt_ranges, microbatch_ranges, num_rounds
 from samestep.errors import PeerLostError, UsageError
 
-if TYPE_CHECKING:
-    from samestep.comm.axes import Axes
-    from samestep.comm.p2p import PointToPoint
-
 T = TypeVar("T")
 
 QUORUM_POLL_SECONDS = 0.005
+QUORUM_SECONDS = 60.0
 
 
 class NewQuorumError(PeerLostError):
-    """The supervisor has announced another quorum while we were busy with this one."""
+    """The supervisor has announced another quorum than the one that this rank works in."""
+
+
+class Report(NamedTuple):
+    """A rank's report when a quorum is taken up; in the store its three numbers as text."""
+
+    operations: int  # carried out so far; -1 for a rank that joins, which has no state yet
+    admits: int = 0  # whether a rank may join before the next operation
+    stop: int = 0  # the signal by which the run is to stop; 0 for none
 
 
 class Membership:
@@ -56,32 +58,29 @@ class Membership:
     Args:
         communicator: this rank's communicator at the start.
         num_microbatches: V.
-        shares: how much each rank should do; equal if None.
-        spares: how many ranks, the last ones, execute no microbatch until another is lost; they hold the state all the
-            same.
-        heartbeat: says what this rank is doing.
-        timeout_seconds: how long to wait for other ranks.
-        meeting: where a worker that was started late will find the others; None for one that was there from the start.
+        shares: relative work of each rank; equal if None.
+        spares: the last so many ranks hold the state, but execute no microbatch until another rank is lost.
+        heartbeat: posts the phase of this rank.
+        timeout_seconds: of an exchange with other ranks.
+        healing_store: the store of the run, for a worker that was started late; else None.
         mesh: how the ranks divide the work; along "data" alone if None.
 
     Attributes:
-        communicator: this rank's communicator now; another one after a loss.
-        mesh: as given; None where there is no axis but "data".
-        ranges: the microbatches of every rank, by rank; empty ones for spares. Where several ranks execute the same
-            microbatches, together, they are the first one's, which says what came of them.
+        communicator: another one after a loss.
+        mesh: None if there is no axis but "data".
+        ranges: the microbatches of every rank; none for spares. Microbatches that several ranks execute together are
+            those of the first of them, which reports their losses.
         version: grows whenever the ranks change.
-        num_operations: how many have been carried out.
-        healed: what the healings so far were about, oldest first: (quorum, seconds that it took).
-        heartbeat: says what this rank is doing.
-        give: hands out the state to ranks that join, `give(communicator, source rank)`; None while nobody can join.
+        num_operations: carried out so far.
+        healed: the healings so far, oldest first: (quorum, seconds that it took).
+        give: sends the state to ranks that join, `give(communicator, source rank)`; None while none can join.
         is_late: whether this worker still waits to join.
         needs_all: whether each rank has state that no other has.
-        is_dealt: whether microbatches are dealt to the ranks in turn, as `core.microbatches.dealt_ranges` has it.
-        timeout: how long to wait for other ranks.
-        stop: the signal by which the run was asked to stop, once all ranks know it, after the same step; 0 before.
-        asks_checkpoint: whether this rank wants all of them to write a checkpoint after the next step.
-        checkpoint_agreed: whether one of them did before the last step; the same on all ranks.
-        on_rank_asked: hears by which name the script asks for its rank; None while it may.
+        is_dealt: whether microbatches are dealt to the ranks in turn (`core.microbatches.dealt_ranges`).
+        stop: the signal by which the run is to stop, once all ranks have agreed on it after a step; 0 before.
+        asks_checkpoint: whether this rank asks for a checkpoint after the next step.
+        checkpoint_agreed: whether a rank asked for one before the last step; the same on all ranks.
+        on_rank_asked: called with the name by which the script asks for its rank; None while it may.
     """
 
     def __init__(
@@ -93,42 +92,37 @@ class Membership:
         spares: int = 0,
         heartbeat: Heartbeat | None = None,
         timeout_seconds: float = 600.0,
-        meeting: dist.Store | None = None,
+        healing_store: dist.Store | None = None,
         mesh: Mesh | None = None,
     ) -> None:
         self.communicator = communicator
+        self.num_microbatches = num_microbatches
         self.mesh = mesh if mesh is not None and mesh.num_inner > 1 else None
-        self.version = 0
-        self.num_operations = 0
         self.heartbeat = Heartbeat() if heartbeat is None else heartbeat
-        self.stop = 0
-        self.asks_checkpoint = False
-        self.checkpoint_agreed = False
-        self.on_rank_asked: Callable[[str], None] | None = None
-        self._noticed: set[str] = set()
-        self._own_stop = 0
+        self.timeout = timedelta(seconds=timeout_seconds)
+        self.version = self.num_operations = self.stop = 0
         self.healed: list[tuple[Quorum, float]] = []
         self.give: Callable[[Communicator, int], None] | None = None
-        self.is_late = meeting is not None
-        self._somebody_waits = False
-        self._round = 0
+        self.is_late = healing_store is not None
+        self.is_dealt = self.needs_all = self.asks_checkpoint = self.checkpoint_agreed = False
+        self.on_rank_asked: Callable[[str], None] | None = None
+        self._noticed: set[str] = set()
+        self._own_stop = self._round = 0
+        self._one_waits = False  # a late worker is in the quorum, and was not counted in yet
         self._slots = tuple(range(communicator.world_size))
-        self._num_microbatches = num_microbatches
         self._num_active = communicator.world_size - spares
-        self.is_dealt = self.needs_all = False
         self._shares = None if shares is None else list(shares)
-        self.timeout = timedelta(seconds=timeout_seconds)
         connection = communicator.transport if isinstance(communicator.transport, Connection) else None
-        self._meeting = meeting if connection is None else connection.meeting
-        self._axes: Axes | None = None
+        self._healing_store = healing_store if connection is None else connection.healing_store
+        self._axes: dict[str, Communicator] | None = None
         if self.mesh is not None:
-            from samestep.comm.axes import connect_axes  # not before: it loads half of torch.distributed
+            from samestep.comm.mesh import connect_axes  # not before: it loads half of torch.distributed
 
             self.rely_on_all()
             self._axes = connect_axes(communicator, self.mesh, self.timeout)
         self.ranges = self._divide()
         if self.can_heal and connection is not None:
-            _leave_naming(communicator)
+            self._let_name_missing(False)
             self.heartbeat.set_flags(self.heartbeat.flags | HEALS)
 
     @property
@@ -143,18 +137,13 @@ class Membership:
 
     @property
     def mine(self) -> range:
-        """The microbatches that this rank executes."""
+        """The microbatches that this rank executes and reports."""
         return self.ranges[self.rank]
 
     @property
-    def num_microbatches(self) -> int:
-        """V."""
-        return self._num_microbatches
-
-    @property
     def data(self) -> Communicator:
-        """This rank's communicator among the ranks that execute different microbatches and sum their gradients."""
-        return self.communicator if self._axes is None else self._axes.communicators["data"]
+        """The communicator among the ranks that execute different microbatches and sum their gradients."""
+        return self.communicator if self._axes is None else self._axes["data"]
 
     @property
     def data_ranges(self) -> tuple[range, ...]:
@@ -166,22 +155,15 @@ class Membership:
         """The microbatches that this rank executes, by itself or together with others."""
         return self.data_ranges[self.data.rank]
 
-    @property
-    def p2p(self) -> "PointToPoint":
-        """The point-to-point exchange along the mesh's axis "pipe"."""
-        assert self._axes is not None, "the run has a mesh"
-        assert self._axes.p2p is not None, "the mesh has stages"
-        return self._axes.p2p
-
     def along(self, axis: str) -> Communicator:
-        """This rank's communicator among those along an axis of the mesh."""
+        """The communicator among the ranks along an axis of the mesh."""
         if self._axes is None:
             alone = LocalTransport()
             return self.communicator if axis == "data" else replace(self.communicator, transport=alone, control=alone)
-        return self._axes.communicators[axis]
+        return self._axes[axis]
 
     def rely_on_all(self) -> None:
-        """Notes that each rank has state that no other has: the run cannot go on without one, but tells who hangs."""
+        """Turns healing off: each rank has state that no other has. Hung ranks are still found."""
         if self._num_active < self.world_size:
             raise UsageError(
                 "where the state is spread over the ranks none can take another's place: leave --spares out, or keep "
@@ -190,9 +172,7 @@ class Membership:
         self.needs_all = True
         shows_life = SHOWS_LIFE if self.world_size > 1 else 0
         self.heartbeat.set_flags(self.heartbeat.flags & ~HEALS | shows_life)
-        for transport in (self.communicator.transport, self.communicator.control):
-            if isinstance(transport, GroupTransport):
-                transport.names_missing = True
+        self._let_name_missing(True)
 
     def deal_in_turn(self) -> None:
         """Deals the microbatches to the ranks in turn from now on, for good."""
@@ -209,14 +189,14 @@ class Membership:
             self.version += 1
 
     def num_rounds(self, num_samples: int) -> int:
-        """How often each rank runs the model for a batch, where all of them must do so equally often; else 0."""
-        return num_rounds(min(num_samples, self._num_microbatches), self.world_size) if self.is_dealt else 0
+        """How often each rank runs the model for a batch, if all of them must do so equally often; else 0."""
+        return num_rounds(min(num_samples, self.num_microbatches), self.world_size) if self.is_dealt else 0
 
     def to_fetch(self, num_leaves: int) -> range:
         """The microbatches whose samples this rank needs, of so many that hold samples.
 
-        They are its own; where microbatches are dealt in turn and it has none, the first: it runs along with the
-        others, since they need its part of the model.
+        They are its own; if it has none and they are dealt in turn, the first: it runs along with the other ranks,
+        which need its part of the model.
         """
         mine = self.executed
         if self.is_dealt and mine.start >= num_leaves:
@@ -225,20 +205,20 @@ class Membership:
 
     @property
     def stop_asked(self) -> int:
-        """The signal by which this rank knows that the run is to stop; others may not know yet. 0 for none."""
+        """The signal by which the run is to stop, as far as this rank has received it; 0 for none."""
         return self._own_stop or (0 if self.heartbeat.page is None else self.heartbeat.page.stop)
 
     def ask_to_stop(self, signum: int) -> None:
-        """Notes that the run is to stop after the step under way; may be called from a signal handler."""
+        """Requests that the run stops after the step under way; may be called from a signal handler."""
         self._own_stop = signum
 
     @property
     def can_heal(self) -> bool:
-        """Whether a supervisor says who is left, and there is a place to meet."""
-        return self.heartbeat.page is not None and self._meeting is not None and not self.needs_all
+        """Whether a supervisor announces quorums, and there is a store at which the ranks can connect again."""
+        return self.heartbeat.page is not None and self._healing_store is not None and not self.needs_all
 
     def perform(self, attempt: Callable[[], T]) -> T:
-        """Carries out an operation of all ranks, as often as it takes."""
+        """Carries out an operation of all ranks; again after each loss of a rank."""
         while True:
             try:
                 self._check_quorum()
@@ -249,14 +229,15 @@ class Membership:
             else:
                 self.num_operations += 1
                 return value
-            # Out of the handler, where the exception no longer keeps alive what it met: connections among them.
+            # Outside the handler: its exception would keep alive the frames of the failed exchange, and by them the
+            # connections, which close only when they are freed.
             before = self.num_operations
             values = self._heal(attempt)
             if self.num_operations > before:
                 return values[0]
 
     def check_here(self) -> None:
-        """Checks that this worker takes part in the run."""
+        """Raises a `UsageError` if this worker has yet to join the run."""
         if self.is_late:
             raise UsageError(
                 "this worker replaces a lost one, but in a loop of your own nobody hands it the state: leave --replace "
@@ -264,14 +245,14 @@ class Membership:
             )
 
     def notice(self, text: str) -> None:
-        """Says something about the run once, on rank 0, to stderr; nothing if there is nothing to say."""
+        """Prints a non-empty text about the run once, on rank 0, to stderr."""
         if text and text not in self._noticed:
             self._noticed.add(text)
             if self.rank == 0:
                 print(f"samestep: {text}", file=sys.stderr, flush=True)
 
     def will_share(self, num_active: int, shares: Sequence[float] | None) -> None:
-        """Tells a late worker, which is alone so far, how the ranks that it joins divide the microbatches."""
+        """Sets how the ranks that this late worker joins, alone so far, divide the microbatches."""
         self._num_active = num_active
         self._shares = None if shares is None else list(shares)
 
@@ -279,46 +260,46 @@ class Membership:
         """Waits until the others count this late worker in, and receives their state."""
         self.heartbeat.enter("regroup")
         self.heartbeat.set_flags(self.heartbeat.flags | READY_TO_JOIN)
-        page, mine = self.heartbeat.page, self.heartbeat.slot
+        page, slot = self.heartbeat.page, self.heartbeat.slot
         assert page is not None, "only a supervised run takes in late workers"
         number, self._round = -1, 0
         while True:
-            while page.number == number or mine not in page.quorum().slots:
+            while page.number == number or slot not in page.quorum().slots:
                 self.heartbeat.enter("regroup")
                 time.sleep(QUORUM_POLL_SECONDS)
             quorum = page.quorum()
             try:
-                words = self._exchange_words(quorum, "join")
-                if not _all_admit(words):
+                reports = self._exchange_reports(quorum, Report(-1))
+                if not _all_admit(reports):  # as in `_heal`, which goes to its next round then
                     self._round += 1
                     continue
                 self._form("all", quorum, quorum.slots)
                 self.heartbeat.quorum = quorum.number
-                value = receive(self.communicator, _source(quorum, words))
+                value = receive(self.communicator, _source(quorum, reports))
             except (PeerLostError, dist.DistError):
                 number, self._round = quorum.number, 0
                 self._drop_connections()
                 continue
-            self.num_operations = max(_counts(words).values())
+            self.num_operations = max(report.operations for report in reports.values())
             self.is_late = False
             self.heartbeat.set_flags((self.heartbeat.flags | HEALS) & ~READY_TO_JOIN)
             return value
 
     def close(self) -> None:
-        """Gives back connections, and says that this rank is done."""
+        """Closes connections, and posts the end of this rank."""
         self.heartbeat.enter("end")
         self.communicator.close()
 
     def _check_quorum(self) -> None:
-        """Raises if the page shows another quorum than this one, or somebody waits who can join now."""
+        """Raises if there is another quorum than this one, or a late worker that can be counted in now."""
         page = self.heartbeat.page
         if page is None or not self.can_heal or self.is_late:
             return
-        if page.number != self.heartbeat.quorum or (self._somebody_waits and self.give is not None):
+        if page.number != self.heartbeat.quorum or (self._one_waits and self.give is not None):
             raise NewQuorumError("the supervisor has announced another quorum")
 
     def _heal(self, attempt: Callable[[], T]) -> list[T]:
-        """Goes on with those who are left, and those who join."""
+        """Goes on with the ranks that are left and those that join; the value of the operation if it was behind."""
         start = time.monotonic()
         phase = self.heartbeat.enter("regroup")
         values: list[T] = []
@@ -326,58 +307,62 @@ class Membership:
         while True:
             self._drop_connections()
             quorum = self._next_quorum(number)
+            # A quorum is taken up again for a late worker that could not be counted in: under keys of its own.
             self._round = self._round + 1 if quorum.number == self.heartbeat.quorum else 0
             number, self.heartbeat.quorum = quorum.number, quorum.number
-            self._somebody_waits = False
+            self._one_waits = False
             try:
-                words = self._exchange_words(quorum, f"{self.num_operations} {int(self.give is not None)} {self.stop}")
-                counts = _counts(words)
-                behind = tuple(slot for slot in counts if counts[slot] < max(counts.values()))
+                own = Report(self.num_operations, int(self.give is not None), self.stop)
+                reports = self._exchange_reports(quorum, own)
+                present = {slot: report for slot, report in reports.items() if report.operations >= 0}
+                most = max(present.values())
+                behind = tuple(slot for slot, report in present.items() if report.operations < most.operations)
                 if self.heartbeat.slot in behind:
+                    # The advanced ranks have the result of this operation already, and wait at "all".
                     self._form("behind", quorum, behind)
                     values.append(attempt())
                     self.num_operations += 1
-                    self.stop = _agreed_stop(words)  # a request that came later is for the next operation
+                    # As the advanced have agreed: a request that came later is for the next operation.
+                    self.stop = next(report.stop for report in present.values() if report.operations == most.operations)
                     self.heartbeat.enter("regroup")
                     self._drop_connections()
-                members = quorum.slots if _all_admit(words) else tuple(counts)
+                members = quorum.slots if _all_admit(reports) else tuple(present)
                 self._form("all", quorum, members)
-                if len(members) > len(counts) and self.give is not None:
-                    self.give(self.communicator, _source(quorum, words))
-                self._somebody_waits = len(members) < len(quorum.slots)
+                if len(members) > len(present) and self.give is not None:
+                    self.give(self.communicator, _source(quorum, reports))
+                self._one_waits = len(members) < len(quorum.slots)
                 break
             except (PeerLostError, dist.DistError):
-                continue  # another one was lost meanwhile: wait for the next quorum
+                continue  # another rank was lost meanwhile: wait for the next quorum
         self.heartbeat.enter(phase)
-        joined = tuple(slot for slot in members if slot not in counts)
+        joined = tuple(slot for slot in members if slot not in present)
         self.healed.append((replace(quorum, slots=members, joined=joined), time.monotonic() - start))
         return values
 
     def _drop_connections(self) -> None:
-        """Closes our ends: whoever still waits for us is told by that."""
+        """Closes this rank's ends of all connections, so that transfers of the others with it fail."""
         before, alone = self.communicator, LocalTransport()
         self.communicator = replace(before, transport=alone, control=alone)
         self.version += 1
+        has_group = dist.is_initialized()
         transports = [before.transport, before.control]
         del before
-        is_group = False
         while transports:
             transport = transports.pop()
             if isinstance(transport, Connection):
                 transport.abandon()
-            is_group = is_group or isinstance(transport, GroupTransport)
             del transport
-        if is_group:
-            gc.collect()  # operations under way hold the connections, too
+        if has_group:
+            gc.collect()  # gloo closes its sockets when the last operation under way is freed; some lie in cycles
         if not self.is_late:
             self.heartbeat.enter(self.heartbeat.phase)  # all this may take a second
 
     def _next_quorum(self, number: int) -> Quorum:
-        """Waits for the supervisor to say who is left."""
+        """Waits for the supervisor to announce another quorum than `number`."""
         page = self.heartbeat.page
         assert page is not None, "only a supervised run heals"
-        deadline = time.monotonic() + max(60.0, self.timeout.total_seconds())
-        while page.number == number and not self._somebody_waits:
+        deadline = time.monotonic() + max(QUORUM_SECONDS, self.timeout.total_seconds())
+        while page.number == number and not self._one_waits:
             if time.monotonic() > deadline:
                 raise PeerLostError(
                     "the exchange with the other ranks failed, but none of them is known to be lost; if a rank needs "
@@ -391,91 +376,76 @@ class Membership:
             raise PeerLostError("this rank was taken for lost, and the others have gone on without it")
         return quorum
 
-    def _exchange_words(self, quorum: Quorum, word: str) -> dict[int, str]:
-        """What each of those who are left has to say: how many operations it has carried out, or that it joins."""
-        store = self._call(quorum, f"words {self._round}", quorum.slots, word)
-        return {slot: store.get(str(rank)).decode() for rank, slot in enumerate(quorum.slots)}
+    def _exchange_reports(self, quorum: Quorum, own: Report) -> dict[int, Report]:
+        """The reports of all slots of a quorum."""
+        store = self._call(quorum, f"words {self._round}", quorum.slots, " ".join(map(str, own)))
+        return {slot: Report(*map(int, store.get(str(rank)).split())) for rank, slot in enumerate(quorum.slots)}
 
     def _form(self, name: str, quorum: Quorum, slots: tuple[int, ...]) -> None:
         """Connects some of the slots, in their order, and divides the microbatches among them."""
-        name = f"{name} {self._round}"
         self._slots = slots
         transport: Any = LocalTransport()
         control = transport
         if len(slots) > 1:
-            store = self._call(quorum, name, slots, "here")
+            from samestep.comm.connecting import reconnect  # with all transports between processes
+
+            store = self._call(quorum, f"{name} {self._round}", slots, "here")
             rank = slots.index(self.heartbeat.slot)
             transport, control = reconnect(store, rank, len(slots), self.communicator.device, self.timeout)
         self.communicator = replace(self.communicator, transport=transport, control=control)
-        _leave_naming(self.communicator)
+        self._let_name_missing(False)
         self.ranges = self._divide()
         self.version += 1
 
     def _call(self, quorum: Quorum, name: str, slots: tuple[int, ...], word: str) -> dist.Store:
-        """Meets some of the slots in the store; each leaves a word there, by its place among them."""
-        page, meeting = self.heartbeat.page, self._meeting
+        """Waits until all of some slots have written a word to the store, under their place among them."""
+        page = self.heartbeat.page
         assert page is not None, "only a supervised run heals"
-        assert meeting is not None, "only a run with a store heals"
-        store = dist.PrefixStore(f"quorum {quorum.number}/{name}", meeting)
+        assert self._healing_store is not None, "only a run with a store heals"
+        store = dist.PrefixStore(f"quorum {quorum.number}/{name}", self._healing_store)
 
         def check() -> None:
             self.heartbeat.enter("regroup")
             if page.number != quorum.number:
                 raise NewQuorumError("another rank was lost meanwhile")
 
+        from samestep.comm.rendezvous import roll_call  # as above
+
         calls = dist.PrefixStore("words", store)
         missing = roll_call(calls, slots.index(self.heartbeat.slot), len(slots), 1e9, None, word, check)
         assert not missing, "it waits until all are there, or the quorum changes"
         return calls
 
+    def _let_name_missing(self, names: bool) -> None:
+        """Whether failed transfers look for the missing ranks: in vain seconds, if the supervisor knows them."""
+        for transport in (self.communicator.transport, self.communicator.control):
+            if isinstance(transport, Connection):
+                transport.names_missing = names
+
     def _divide(self) -> tuple[range, ...]:
         """The microbatches of each rank: all on the first ranks, none on the spares after them."""
         if self.is_dealt:
-            return dealt_ranges(self._num_microbatches, len(self._slots))
+            return dealt_ranges(self.num_microbatches, len(self._slots))
         if self.mesh is not None:
-            by_data = microbatch_ranges(self._num_microbatches, self.mesh.sizes["data"], self._shares)
+            by_data = microbatch_ranges(self.num_microbatches, self.mesh.sizes["data"], self._shares)
             silent = self.mesh.num_inner - 1
             return tuple(r for mine in by_data for r in (mine, *[range(mine.stop, mine.stop)] * silent))
         num_active = min(self._num_active, len(self._slots))
-        shares = None if self._shares is None else [self._share(slot) for slot in self._slots[:num_active]]
-        rest = range(self._num_microbatches, self._num_microbatches)
-        ranges = microbatch_ranges(self._num_microbatches, num_active, shares)
+        shares = None
+        if self._shares is not None:  # by slot, which stays; a late worker does as much as the average
+            average = sum(self._shares) / len(self._shares)
+            shares = [self._shares[s] if s < len(self._shares) else average for s in self._slots[:num_active]]
+        rest = range(self.num_microbatches, self.num_microbatches)
+        ranges = microbatch_ranges(self.num_microbatches, num_active, shares)
         return ranges + (rest,) * (len(self._slots) - num_active)
 
-    def _share(self, slot: int) -> float:
-        """What was asked for a slot; a late one does as much as the average."""
-        shares = self._shares or [1.0]
-        return shares[slot] if slot < len(shares) else sum(shares) / len(shares)
+
+def _all_admit(reports: dict[int, Report]) -> bool:
+    """Whether all are before the same operation, and a rank may join there."""
+    present = [report for report in reports.values() if report.operations >= 0]
+    return len({report.operations for report in present}) == 1 and all(report.admits for report in present)
 
 
-def _leave_naming(communicator: Communicator) -> None:
-    """Spares process groups the search for who is missing, since the supervisor says who is."""
-    for transport in (communicator.transport, communicator.control):
-        if isinstance(transport, GroupTransport):
-            transport.names_missing = False
-
-
-def _counts(words: dict[int, str]) -> dict[int, int]:
-    """How many operations each slot has carried out, but for those that join.
-
-    A word is "join", or three numbers: of operations, 1 if somebody may join now, and the signal to stop by.
-    """
-    return {slot: int(word.split()[0]) for slot, word in words.items() if word != "join"}
-
-
-def _all_admit(words: dict[int, str]) -> bool:
-    """Whether all are before the same operation, and can take in somebody there."""
-    there = [word.split() for word in words.values() if word != "join"]
-    return len({count for count, *_ in there}) == 1 and all(admits == "1" for _, admits, _ in there)
-
-
-def _agreed_stop(words: dict[int, str]) -> int:
-    """The signal by which the most advanced know that the run is to stop; 0 if they do not."""
-    counts = _counts(words)
-    slot = max(counts, key=lambda slot: counts[slot])
-    return int(words[slot].split()[2])
-
-
-def _source(quorum: Quorum, words: dict[int, str]) -> int:
-    """The rank that hands out the state: the first that has it."""
-    return next(rank for rank, slot in enumerate(quorum.slots) if words[slot] != "join")
+def _source(quorum: Quorum, reports: dict[int, Report]) -> int:
+    """The rank that sends the state: the first that has it."""
+    return next(rank for rank, slot in enumerate(quorum.slots) if reports[slot].operations >= 0)

@@ -1,5 +1,9 @@
-"""The mesh: torch's DeviceMesh over the ranks of a run, for strategies that stand on torch's own parallelism."""
+"""The mesh: communicators along its axes, and torch's DeviceMesh for strategies that stand on torch's parallelism.
 
+Imported only by runs with a mesh or sharded state: it loads half of torch.distributed.
+"""
+
+from dataclasses import replace
 from datetime import timedelta
 
 import torch
@@ -7,6 +11,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from samestep.comm.communicator import Communicator
+from samestep.comm.connecting import subgroup
+from samestep.comm.group import GroupTransport
 from samestep.comm.shm.transport import SharedTransport
 from samestep.comm.transport import LocalTransport
 from samestep.core.mesh import AXES, Mesh
@@ -15,17 +21,40 @@ from samestep.errors import UsageError
 DATA_AXIS = "data"
 
 
-def data_mesh(communicator: Communicator, timeout: timedelta) -> DeviceMesh:
-    """A mesh of one axis, "data", over all ranks; all of them call it.
+def connect_axes(communicator: Communicator, mesh: Mesh, timeout: timedelta) -> dict[str, Communicator]:
+    """Connects the ranks along each axis; all ranks call it. With NCCL this has not been run."""
+    communicators: dict[str, Communicator] = {}
+    for axis in AXES:
+        if mesh.sizes[axis] == communicator.world_size:
+            communicators[axis] = communicator
+        elif mesh.sizes[axis] == 1:
+            alone = LocalTransport()
+            communicators[axis] = replace(communicator, transport=alone, control=alone)
+        else:
+            control = transport = connect_lines(communicator, mesh, axis, "gloo", timeout)
+            if communicator.transport.stream is not None:
+                transport = connect_lines(communicator, mesh, axis, "nccl", timeout)
+                transport.stream = torch.cuda.Stream(communicator.device)
+            communicators[axis] = replace(communicator, transport=transport, control=control)
+    return communicators
 
-    Ranks that talk through memory, and a rank alone, get a process group for it, over gloo.
-    """
+
+def connect_lines(
+    communicator: Communicator, mesh: Mesh, axis: str, backend: str, timeout: timedelta
+) -> GroupTransport:
+    """Connects the ranks along an axis by process groups of their own; all ranks call it."""
+    store = dist.PrefixStore(f"mesh {axis} {backend}", join_group(communicator, timeout))
+    return subgroup(mesh.lines(axis), communicator.rank, backend, store, timeout)
+
+
+def data_mesh(communicator: Communicator, timeout: timedelta) -> DeviceMesh:
+    """torch's mesh of one axis, "data", over all ranks; all of them call it."""
     join_group(communicator, timeout)
     return init_device_mesh(communicator.device.type, (communicator.world_size,), mesh_dim_names=(DATA_AXIS,))
 
 
 def device_mesh(communicator: Communicator, mesh: Mesh, timeout: timedelta) -> DeviceMesh:
-    """A mesh over all ranks with the axes of `mesh`; all ranks call it."""
+    """torch's mesh with the axes of `mesh`, over all ranks; all of them call it."""
     join_group(communicator, timeout)
     own: list[dist.ProcessGroup] = []
     for axis in AXES:
@@ -35,11 +64,12 @@ def device_mesh(communicator: Communicator, mesh: Mesh, timeout: timedelta) -> D
                 assert isinstance(group, dist.ProcessGroup), "this rank is in it"
                 own.append(group)
     ranks = torch.arange(communicator.world_size).view([mesh.sizes[axis] for axis in AXES])
+    # Not init_device_mesh, whose groups have torch's timeout and not that of the run.
     return DeviceMesh.from_group(own, communicator.device.type, mesh=ranks, mesh_dim_names=AXES)
 
 
 def join_group(communicator: Communicator, timeout: timedelta) -> dist.Store:
-    """Makes sure that all ranks have a process group; all of them call it."""
+    """The store of the default process group, which is made first if the ranks have none; all of them call it."""
     rank, world_size = communicator.rank, communicator.world_size
     if not dist.is_initialized():
         store = _store(communicator)
@@ -53,18 +83,19 @@ def join_group(communicator: Communicator, timeout: timedelta) -> dist.Store:
 
 
 def close_mesh() -> None:
-    """Gives back the process group that a mesh stands on, if there is one."""
+    """Destroys the process group of a mesh, if there is one."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def _store(communicator: Communicator) -> dist.Store:
-    """Where the ranks can meet once more."""
+    """The store for another rendezvous of the same ranks."""
     transport = communicator.transport
     if isinstance(transport, LocalTransport):
         return dist.HashStore()
     if isinstance(transport, SharedTransport) and transport.store is not None:
-        number = transport.store.add(f"mesh/{communicator.rank}", 1)  # a store may outlive a group
+        # A prefix for each group: the addresses of an earlier one may still be there.
+        number = transport.store.add(f"mesh/{communicator.rank}", 1)
         return dist.PrefixStore(f"mesh {number}", transport.store)
     raise UsageError(
         f"ranks that talk by a {type(transport).__name__} cannot form a process group; a strategy that spreads the "

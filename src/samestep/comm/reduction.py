@@ -1,45 +1,60 @@
-"""The ordered reduction: sums tensors over all microbatches along the tree, whatever rank holds which microbatch.
+"""The ordered reduction: sums tensors over all microbatches along the tree, however they are spread over the ranks.
 
 Each rank reduces its microbatches to a few aligned blocks. Then (1) *scatter*: every rank sends every other its part of
-each block, an all-to-all; (2) *fold*: each rank adds what it received along the tree; (3) *gather*: the parts go to
-everyone. With one block a rank this moves 2(D-1)/D of the tensor a rank, as a ring all-reduce does. Small tensors
-take one message instead of two: everyone gets all blocks and folds all of them. The bits are the same either way.
+each block, an all-to-all; (2) *fold*: each rank adds what it received along the tree; (3) *gather*: all ranks get all
+parts. With one block a rank this moves 2(D-1)/D of the tensor a rank, as a ring all-reduce does. Small tensors take one
+message instead of two: every rank gets all blocks and folds all of them. The bits are the same either way.
 
 A form of the reduction is a generator, so that a caller may do something else between its stages: it yields the
-transfer under way, is sent what arrived, and returns the sum. Between ranks of several nodes there is one more form:
-`samestep.comm.hierarchy`.
+transfer under way, is sent what arrived, and returns the sum.
+
+Between nodes bandwidth is scarce, so sums go by nodes. With N nodes of L ranks each:
+
+    1. *scatter within the node*: an all-to-all, after which each rank holds 1/L of every block of its node;
+    2. *merge*: it adds siblings, which leaves the largest aligned blocks of the node's microbatches;
+    3. *scatter between nodes*: an all-to-all between the ranks of equal local rank, one on each node;
+    4. *fold* what arrived, up to the root;
+    5. *gather* between nodes, then within the node.
+
+A node's microbatches are contiguous as a rank's are, so its blocks are nodes of the one tree: the bits are those of the
+flat form, whatever N, L and V are. A rank sends (P + 1)(N-1)/N · G/L bytes to other nodes, where G is the tensor's size
+and P the number of blocks that the node's microbatches make up: one if N divides V into powers of two, else a few. In
+the flat form it sends (P + 1)(N-1)/N · G, where P counts its own blocks: L times as much. `connecting.node_size` has
+the condition on the nodes; SAMESTEP_NODES=flat turns the form off, and small tensors take one message all the same.
 """
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from samestep.comm.fused import fused_sums, tree_programs
-from samestep.comm.nodes import Part
-from samestep.comm.transport import Pending, Transport, gather_parts
+from samestep.comm.transport import Nodes, Pending, Transport, gather_parts
 from samestep.core.tree import Block, TreeSum
 
 ALIGNMENT_ELEMENTS = 64  # vectorised kernels may round differently in a ragged tail: borders lie at multiples of this
 
+Blocks = Sequence[Sequence[Block]]
+"""The blocks of every rank, by rank."""
 Stages = Generator[Pending, Tensor, Tensor]
-Form = Callable[[Transport, Sequence[Sequence[Block]], Sequence[Tensor], Tensor], Stages]
+Form = Callable[[Transport, Blocks, Sequence[Tensor], Tensor], Stages]
 
 
 class Reduction:
-    """One flat tensor on its way through a reduction, which begins when it is constructed.
+    """The reduction of one flat tensor; it begins when it is constructed.
 
     All ranks construct their reductions in the same order, and fold and finish them in the same order.
 
-    On a GPU it runs on a stream of its own: NCCL's waits make a stream wait, never the host, so the folds of one bucket
-    can be enqueued while backward, which the host is ahead of, still makes the next one.
+    On a GPU it runs on a stream of its own: NCCL's waits block a stream, never the host, so the folds of one bucket can
+    be enqueued while backward, which the host is ahead of, still computes the next one.
 
     Args:
         stages: the form of the reduction.
-        sums: the memory that it reads; with a stream it is not given to others before the stream has read it.
-        stream: that of the exchange; None where waiting makes the host wait.
+        sums: the memory that it reads.
+        stream: that of the exchange; None if waiting blocks the host.
     """
 
     def __init__(self, stages: Stages, sums: Sequence[Tensor] = (), stream: torch.cuda.Stream | None = None) -> None:
@@ -47,12 +62,12 @@ class Reduction:
         self._stream = stream
         self._total: Tensor | None = None
         if stream is not None:
-            # What the caller's stream has made is read only once that stream has come that far.
+            # The sums are written on the caller's stream, and read only once that stream has come this far.
             stream.wait_stream(torch.cuda.current_stream(stream.device))
         with self._on_stream():
             self._advance(None)
         if stream is not None:
-            for value in sums:
+            for value in sums:  # torch would reuse their memory as soon as the caller's stream is done with it
                 value.record_stream(stream)
 
     @property
@@ -61,7 +76,7 @@ class Reduction:
         return self._total is not None
 
     def fold(self) -> None:
-        """Waits for what is under way, adds it up along the tree, and starts what comes next; nothing beyond that."""
+        """Waits for the transfer under way, adds it up along the tree, and starts the next one; nothing beyond that."""
         if self._total is None:
             with self._on_stream():
                 self._advance(self._pending.wait())
@@ -94,33 +109,33 @@ def finish_all(reductions: Sequence[Reduction]) -> list[Tensor]:
     return [reduction.finish() for reduction in reductions]
 
 
-def ordered(
-    transport: Transport, blocks_by_rank: Sequence[Sequence[Block]], sums: Sequence[Tensor], like: Tensor
-) -> Stages:
-    """The reduction along the tree, between ranks whatever the nodes they are on."""
+def ordered(transport: Transport, blocks_by_rank: Blocks, sums: Sequence[Tensor], like: Tensor) -> Stages:
+    """The reduction along the tree.
+
+    Args:
+        transport: moves the parts.
+        blocks_by_rank: the blocks of every rank.
+        sums: this rank's sum for each of its blocks; their memory is reused.
+        like: gives length, dtype and device to a rank without a block; not read.
+    """
     if transport.world_size == 1:  # on the same tree as several ranks: one device is no special case
         return fold(blocks_by_rank[0], sums)
-    if not takes_one_message(transport, blocks_by_rank, like):
-        return (yield transport.gather((yield from scattered(transport, blocks_by_rank, sums, like))))
-    # Everyone gets all blocks, and folds all of them.
-    ours = sums[0] if len(sums) == 1 else torch.cat(list(sums)) if sums else like.new_empty(0)
-    sizes = [len(blocks) * like.numel() for blocks in blocks_by_rank]
-    received = yield gather_parts(transport, ours, sizes)
-    return fold_received([block for blocks in blocks_by_rank for block in blocks], received, like.numel())
+    if takes_one_message(transport, blocks_by_rank, like):
+        ours = sums[0] if len(sums) == 1 else torch.cat(list(sums)) if sums else like.new_empty(0)
+        received = yield gather_parts(transport, ours, [len(blocks) * like.numel() for blocks in blocks_by_rank])
+        return fold_received(list(chain.from_iterable(blocks_by_rank)), received, like.numel())
+    if transport.nodes is not None:
+        return (yield from _by_nodes(transport.nodes, blocks_by_rank, sums, like))
+    return (yield transport.gather((yield from scattered(transport, blocks_by_rank, sums, like))))
 
 
-def scattered(
-    transport: Transport, blocks_by_rank: Sequence[Sequence[Block]], sums: Sequence[Tensor], like: Tensor
-) -> Stages:
+def scattered(transport: Transport, blocks_by_rank: Blocks, sums: Sequence[Tensor], like: Tensor) -> Stages:
     """The same sums without the gather: each rank gets its part, [length / D]; arguments as those of `ordered`."""
     received = yield scatter(transport, blocks_by_rank, sums, like)
-    blocks = [block for blocks in blocks_by_rank for block in blocks]
-    return fold_received(blocks, received, like.numel() // transport.world_size)
+    return fold_received(list(chain.from_iterable(blocks_by_rank)), received, like.numel() // transport.world_size)
 
 
-def native(
-    transport: Transport, blocks_by_rank: Sequence[Sequence[Block]], sums: Sequence[Tensor], like: Tensor
-) -> Stages:
+def native(transport: Transport, blocks_by_rank: Blocks, sums: Sequence[Tensor], like: Tensor) -> Stages:
     """The backend's own all-reduce: tier `allclose`; arguments as those of `ordered`."""
     # The backend decides the order between ranks, so there is no reason to keep one within a rank.
     ours = sums[0] if sums else torch.zeros_like(like)
@@ -132,8 +147,33 @@ def native(
 REDUCTIONS: dict[str, Form] = {"ordered": ordered, "native": native}
 
 
-def takes_one_message(transport: Transport, blocks_by_rank: Sequence[Sequence[Block]], like: Tensor) -> bool:
-    """Whether everyone gets all blocks at once: where the bytes that this adds cost less than a second message.
+def _by_nodes(nodes: Nodes, blocks_by_rank: Blocks, sums: Sequence[Tensor], like: Tensor) -> Stages:
+    """The reduction within nodes and between them."""
+    size, num_nodes, number = nodes.within.world_size, nodes.between.world_size, nodes.between.rank
+    by_node, merged_by_node = _blocks_by_node(tuple(map(tuple, blocks_by_rank)), size)
+    ours = blocks_by_rank[number * size : (number + 1) * size]
+    part = like[: like.numel() // size]  # of which the ranks of one local rank make the sum
+
+    merged = merge_received(by_node[number], (yield scatter(nodes.within, ours, sums, like)), part.numel())
+    received = yield scatter(nodes.between, merged_by_node, merged, part)
+    del merged  # memory that is sent already must not be held while the rest arrives
+    total = fold_received(list(chain.from_iterable(merged_by_node)), received, part.numel() // num_nodes)
+    del received
+    return (yield nodes.within.gather((yield nodes.between.gather(total))))
+
+
+@cache
+def _blocks_by_node(
+    blocks_by_rank: tuple[tuple[Block, ...], ...], size: int
+) -> tuple[tuple[tuple[Block, ...], ...], tuple[tuple[Block, ...], ...]]:
+    """The blocks of the ranks of each node; and those that they make up."""
+    firsts = range(0, len(blocks_by_rank), size)
+    by_node = tuple(tuple(chain.from_iterable(blocks_by_rank[first : first + size])) for first in firsts)
+    return by_node, tuple(merge_blocks(blocks) for blocks in by_node)
+
+
+def takes_one_message(transport: Transport, blocks_by_rank: Blocks, like: Tensor) -> bool:
+    """Whether every rank gets all blocks at once: if the bytes that this adds cost less than a second message.
 
     With K blocks in all, a rank receives K(D-1)/D times the tensor's bytes in the one form, K(D-1)/D² + (D-1)/D times
     in the other. Between two ranks with a block each that is the same, and one message always wins.
@@ -144,15 +184,13 @@ def takes_one_message(transport: Transport, blocks_by_rank: Sequence[Sequence[Bl
     return factor * like.numel() * like.element_size() <= transport.latency_bytes * ranks * ranks
 
 
-def scatter(
-    transport: Transport | Part, blocks_by_rank: Sequence[Sequence[Block]], sums: Sequence[Tensor], like: Tensor
-) -> Pending:
+def scatter(transport: Transport, blocks_by_rank: Blocks, sums: Sequence[Tensor], like: Tensor) -> Pending:
     """Sends rank r the r-th part of each of our blocks; arguments as those of `ordered`."""
     ranks = transport.world_size
     part = like.numel() // ranks
     if len(sums) == 1:
         parts = sums[0]
-    elif sums:
+    elif sums:  # an all-to-all sends contiguous memory to each rank: by rank, then by block
         parts = torch.stack(list(sums)).view(len(sums), ranks, part).transpose(0, 1).reshape(-1)
     else:
         parts = like.new_empty(0)
@@ -162,30 +200,21 @@ def scatter(
 
 def fold(blocks: Sequence[Block], sums: Sequence[Tensor]) -> Tensor:
     """Adds up the sums over all blocks along the tree; their memory is reused."""
-    counter: TreeSum[Tensor] = TreeSum(Tensor.add_)
-    for block, value in zip(blocks, sums, strict=True):
-        counter.push(block, value)
-    total = counter.root()
+    total = _pushed(blocks, sums).root()
     assert total is not None, "a reduction without a leaf is not started"
     return total
 
 
 def fold_received(blocks: Sequence[Block], received: Tensor, length: int) -> Tensor:
-    """Adds up along the tree what has arrived: the sums over all blocks, one after another, each of that length."""
-    # One pass over memory instead of one an addition; the kernel has shown that it gives the same bits.
-    if received.is_cuda and (sums := fused_sums(received, length, tree_programs(tuple(blocks), True))) is not None:
-        return sums[0]
-    return fold(blocks, received.split(length))
+    """Adds up received sums, one a block, concatenated, each of that length, along the tree."""
+    sums = _fused(blocks, received, length, True)
+    return fold(blocks, received.split(length)) if sums is None else sums[0]
 
 
 def merge_received(blocks: Sequence[Block], received: Tensor, length: int) -> tuple[Tensor, ...]:
-    """Adds up along the tree what has arrived as far as it is there: one sum for each of `merge_blocks(blocks)`."""
-    if received.is_cuda and (sums := fused_sums(received, length, tree_programs(tuple(blocks), False))) is not None:
-        return sums
-    counter: TreeSum[Tensor] = TreeSum(Tensor.add_)
-    for block, value in zip(blocks, received.split(length), strict=False):
-        counter.push(block, value)
-    return counter.sums
+    """As `fold_received`, as far as the blocks make up larger ones: one sum for each of `merge_blocks(blocks)`."""
+    sums = _fused(blocks, received, length, False)
+    return _pushed(blocks, received.split(length) if blocks else ()).sums if sums is None else sums
 
 
 def merge_blocks(blocks: Sequence[Block]) -> tuple[Block, ...]:
@@ -207,3 +236,19 @@ def tree_sum_rows(rows: Tensor) -> Tensor:
         paired = rows[0:even:2] + rows[1:even:2]
         rows = paired if even == rows.shape[0] else torch.cat([paired, rows[even:]])
     return rows[0]
+
+
+def _pushed(blocks: Sequence[Block], sums: Sequence[Tensor]) -> TreeSum[Tensor]:
+    counter: TreeSum[Tensor] = TreeSum(Tensor.add_)
+    for block, value in zip(blocks, sums, strict=True):
+        counter.push(block, value)
+    return counter
+
+
+def _fused(blocks: Sequence[Block], received: Tensor, length: int, whole: bool) -> tuple[Tensor, ...] | None:
+    """The same sums in one pass over memory instead of one an addition; None without a kernel for them."""
+    if not received.is_cuda:
+        return None
+    from samestep.comm.fused import fused_sums, tree_programs  # a CPU has no use for it
+
+    return fused_sums(received, length, tree_programs(tuple(blocks), whole))

@@ -1,7 +1,7 @@
 """The transport between ranks that take turns in one process.
 
-Each rank is a thread, but only one runs at a time, and the turn passes on only where a rank waits for others. So
-global state (the random generators above all) is safe, and every world size up to 64 can be tried without processes.
+Each rank is a thread, but only one runs at a time, and the turn passes on only at a wait for other ranks. So global
+state (the random generators above all) is safe, and every world size up to 64 can be tried without processes.
 """
 
 import threading
@@ -12,20 +12,16 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from samestep.comm.transport import Pending, unexpected_sizes
+from samestep.comm.transport import Pending, RankOrderSum, repeat_to_all, unexpected_sizes
 from samestep.errors import PeerLostError
 
 T = TypeVar("T")
 
-LATENCY_BYTES = 64 << 10  # a message costs nothing here: so that both forms of the reduction are taken
+LATENCY_BYTES = 64 << 10  # a message costs nothing here; not 0, so that both forms of the reduction are exercised
 
 
 class SequentialWorld:
-    """A world of ranks that take turns.
-
-    Args:
-        world_size: number of ranks.
-    """
+    """A world of `world_size` ranks that take turns."""
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
@@ -33,10 +29,10 @@ class SequentialWorld:
         self._begin()
 
     def _begin(self) -> None:
-        """The state before a program: rank 0 has the turn, nobody has sent anything."""
+        """The state before a program: rank 0 has the turn, nothing has been sent."""
         self._turn = 0
         self._over: set[int] = set()
-        self._mail: dict[tuple[int, int], list[Tensor]] = {}
+        self._sent: dict[tuple[int, int], list[Tensor]] = {}
         self._collected: Counter[int] = Counter()
 
     def run(self, program: Callable[["SequentialTransport"], T]) -> list[T]:
@@ -61,20 +57,20 @@ class SequentialWorld:
             thread.start()
         for thread in threads:
             thread.join()
-        if errors:
+        if errors:  # the cause before its consequences: ranks that waited for the one that failed
             raise min(errors.items(), key=lambda item: (isinstance(item[1], PeerLostError), item[0]))[1]
         return [results[rank] for rank in range(self.world_size)]
 
     def post(self, call: int, rank: int, parts: list[Tensor]) -> None:
-        """Leaves a rank's parts for its call number `call`."""
+        """Stores a rank's parts for its call number `call`."""
         with self._changed:
-            self._mail[call, rank] = parts
+            self._sent[call, rank] = parts
 
     def collect(self, call: int, rank: int) -> list[Tensor]:
-        """The parts of all ranks for `rank`; gives the turn away until they are there."""
+        """The parts of all ranks for `rank`; passes the turn on until they are there."""
         while True:
             with self._changed:
-                missing = [other for other in range(self.world_size) if (call, other) not in self._mail]
+                missing = [other for other in range(self.world_size) if (call, other) not in self._sent]
                 if not missing:
                     return self._take(call, rank)
                 if all(other in self._over for other in missing):
@@ -83,13 +79,13 @@ class SequentialWorld:
             self._await_turn(rank)
 
     def _take(self, call: int, rank: int) -> list[Tensor]:
-        """This rank's parts of a call; the last one to take them clears them away."""
-        parts = [self._mail[call, other][rank] for other in range(self.world_size)]
+        """This rank's parts of a call, which are freed after the last rank has taken its own."""
+        parts = [self._sent[call, other][rank] for other in range(self.world_size)]
         self._collected[call] += 1
         if self._collected[call] == self.world_size:
             del self._collected[call]
             for other in range(self.world_size):
-                del self._mail[call, other]
+                del self._sent[call, other]
         return parts
 
     def _pass_turn(self, rank: int) -> None:
@@ -120,20 +116,19 @@ class SequentialTransport:
         self._calls = 0
 
     def exchange(self, parts: Tensor, sizes: Sequence[int], receive_sizes: Sequence[int]) -> Pending:
-        """Leaves copies of the parts for the others."""
+        """Posts copies of the parts: the caller may reuse their memory before the others have their turn."""
         call = self._calls
         self._calls += 1
         self._world.post(call, self.rank, list(parts.clone().split(list(sizes))))
         return SequentialParts(self._world, call, self.rank, list(receive_sizes))
 
     def gather(self, part: Tensor) -> Pending:
-        """Leaves a copy of the part for everyone."""
-        size = part.numel()
-        return self.exchange(part.repeat(self.world_size), [size] * self.world_size, [size] * self.world_size)
+        """Posts a copy of the part for each rank."""
+        return repeat_to_all(self, part, [part.numel()] * self.world_size)
 
     def add(self, tensor: Tensor) -> Pending:
         """Sums by rank, from left to right."""
-        return SequentialTotal(self.gather(tensor), self.world_size)
+        return RankOrderSum(self.gather(tensor), self.world_size)
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
         """Copies the source's tensor."""
@@ -145,7 +140,7 @@ class SequentialTransport:
 
 
 class SequentialParts:
-    """Parts that the other ranks may not have left yet."""
+    """Parts that the other ranks may not have posted yet."""
 
     def __init__(self, world: SequentialWorld, call: int, rank: int, sizes: list[int]) -> None:
         self._world = world
@@ -154,24 +149,9 @@ class SequentialParts:
         self._sizes = sizes
 
     def wait(self) -> Tensor:
-        """The parts from rank 0, 1, … one after another."""
+        """The parts from rank 0, 1, …, concatenated."""
         parts = self._world.collect(self._call, self._rank)
         sent = [part.numel() for part in parts]
         if sent != self._sizes:
             raise unexpected_sizes(self._rank, f"{sent} elements of the ranks", f"{self._sizes}")
         return torch.cat(parts)
-
-
-class SequentialTotal:
-    """The sum of parts that the other ranks may not have left yet."""
-
-    def __init__(self, parts: Pending, world_size: int) -> None:
-        self._parts = parts
-        self._world_size = world_size
-
-    def wait(self) -> Tensor:
-        """The sum, from left to right."""
-        first, *others = self._parts.wait().chunk(self._world_size)
-        for other in others:
-            first = first + other
-        return first

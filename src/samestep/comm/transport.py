@@ -1,27 +1,27 @@
-"""The transport: the small seam between the ordered reduction and whatever moves bytes.
+"""The transport: the seam between the ordered reduction and the code that moves bytes.
 
-A transport exchanges; it adds only for the `native` reduction. Four implementations: `LocalTransport` here (one rank,
-plain arithmetic on the same code path), `SharedTransport` (memory that the ranks of a host share), `GroupTransport`
-(torch.distributed: gloo, NCCL) and `SequentialTransport` (ranks that take turns in one process).
+Transports exchange; only the `native` reduction lets one add. There are four: `LocalTransport` here (one rank),
+`SharedTransport` (memory that the ranks of a host share), `GroupTransport` (torch.distributed: gloo, NCCL) and
+`SequentialTransport` (ranks that take turns in one process).
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from samestep.errors import DeterminismError, PeerLostError
-
-if TYPE_CHECKING:
-    from samestep.comm.nodes import Nodes
 
 
 class Pending(Protocol):
     """A transfer under way."""
 
     def wait(self) -> Tensor:
-        """The received tensor; blocks the host, or the device's stream, until it has arrived.
+        """Returns the received tensor; blocks the host, or the device's stream, until it has arrived.
 
         Raises:
             PeerLostError: a rank died or did not answer in time.
@@ -35,7 +35,8 @@ class Transport(Protocol):
     Attributes:
         rank: this rank, 0 … world_size - 1.
         world_size: the number of ranks.
-        latency_bytes: how many bytes more may be received for one message less; the same on all ranks.
+        latency_bytes: the cost of one message in bytes: receiving fewer more is cheaper than another message. The same
+            on all ranks, which must choose the same form of the reduction.
     """
 
     rank: int
@@ -44,33 +45,33 @@ class Transport(Protocol):
 
     @property
     def nodes(self) -> "Nodes | None":
-        """The transports within the node and between nodes; None where the ranks take no account of nodes."""
+        """The transports within the node and between nodes; None for a flat reduction."""
         ...
 
     @property
     def stream(self) -> torch.cuda.Stream | None:
-        """The stream kept for what the exchange computes, where waiting makes streams wait, not the host; else None."""
+        """The stream of the exchange, if waiting blocks a stream and not the host; else None."""
         ...
 
     def exchange(self, parts: Tensor, sizes: Sequence[int], receive_sizes: Sequence[int]) -> Pending:
-        """Hands over parts, gets parts: an all-to-all.
+        """Starts an all-to-all.
 
         Args:
-            parts: the parts for rank 0, 1, … one after another.
+            parts: the parts for rank 0, 1, …, concatenated.
             sizes: elements of the part for each rank.
-            receive_sizes: elements that each rank sends to this one.
+            receive_sizes: elements of the part from each rank.
 
         Returns:
-            What will give the parts from rank 0, 1, … one after another. May alias `parts`.
+            The transfer, which results in the parts from rank 0, 1, …, concatenated. May alias `parts`.
         """
         ...
 
     def gather(self, part: Tensor) -> Pending:
-        """Gives every rank the equally long parts of rank 0, 1, … one after another. May alias `part`."""
+        """Starts an all-gather of equally long parts; the result may alias `part`."""
         ...
 
     def add(self, tensor: Tensor) -> Pending:
-        """Sums equally long tensors over the ranks in whatever order the backend likes: tier `allclose`."""
+        """Starts a sum of equally long tensors in an order that the backend chooses: tier `allclose`."""
         ...
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
@@ -78,25 +79,85 @@ class Transport(Protocol):
         ...
 
     def close(self) -> None:
-        """Gives back connections and threads."""
+        """Closes connections and frees threads."""
         ...
 
 
-def gather_parts(transport: Transport, part: Tensor, sizes: Sequence[int]) -> Pending:
-    """Gives every rank the parts of rank 0, 1, …, which may be of different lengths.
+class Connection(Transport):
+    """A transport between processes, which may fail.
 
-    Args:
-        transport: moves them.
-        part: this rank's, flat.
-        sizes: elements of each rank's.
+    Attributes:
+        ranks: for each rank its number in the whole run, of `run_size` ranks; messages name ranks by it.
+        healing_store: the store at which the ranks connect again after a failure; None if they cannot.
+        names_missing: whether an error names the ranks that did not answer; false if a supervisor does.
     """
+
+    nodes: "Nodes | None" = None
+    stream: torch.cuda.Stream | None = None
+
+    def __init__(self, rank: int, world_size: int, timeout: timedelta, healing_store: dist.Store | None) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.ranks: Sequence[int] = range(world_size)
+        self.run_size = world_size
+        self.healing_store = healing_store
+        self.names_missing = True
+        self._timeout = timeout.total_seconds()
+
+    def abandon(self) -> None:
+        """Drops the connections after a failure, without waiting for transfers under way; peers' transfers fail."""
+        raise NotImplementedError
+
+    def lost(self, missing: Sequence[int]) -> PeerLostError:
+        """The error of a transfer that these ranks did not take part in."""
+        names = ", ".join(str(self.ranks[rank]) for rank in missing)
+        return PeerLostError(
+            f"rank {self.ranks[self.rank]} of {self.run_size} waits for rank {names}, which has died, has ended, or is "
+            "late: do all ranks take the same number of steps? A rank that needs more time than "
+            f"{self._timeout:g} s for its microbatches needs a larger timeout_seconds",
+            tuple(self.ranks[rank] for rank in missing),
+        )
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """The same ranks by machine: equally many on each, contiguous.
+
+    Attributes:
+        within: between the ranks of this node, numbered by local rank.
+        between: between the ranks of all nodes with the same local rank, numbered by node.
+    """
+
+    within: Transport
+    between: Transport
+
+    def close(self) -> None:
+        """Closes both."""
+        self.within.close()
+        self.between.close()
+
+    def abandon(self) -> None:
+        """Drops the connections of both after a failure."""
+        for transport in (self.within, self.between):
+            if isinstance(transport, Connection):
+                transport.abandon()
+
+
+def gather_parts(transport: Transport, part: Tensor, sizes: Sequence[int]) -> Pending:
+    """Starts an all-gather of flat parts with the given numbers of elements, which may differ."""
     if len(set(sizes)) == 1:
         return transport.gather(part)
-    return transport.exchange(part.repeat(transport.world_size), [part.numel()] * transport.world_size, sizes)
+    return repeat_to_all(transport, part, sizes)
+
+
+def repeat_to_all(transport: Transport, part: Tensor, sizes: Sequence[int]) -> Pending:
+    """Starts an all-gather as an all-to-all of copies."""
+    ranks = transport.world_size
+    return transport.exchange(part.repeat(ranks), [part.numel()] * ranks, sizes)
 
 
 class Arrived:
-    """A transfer that is there already."""
+    """A transfer that has arrived."""
 
     def __init__(self, received: Tensor) -> None:
         self._received = received
@@ -106,8 +167,23 @@ class Arrived:
         return self._received
 
 
+class RankOrderSum:
+    """A sum by rank, from left to right, of gathered tensors, which are in memory of their own."""
+
+    def __init__(self, parts: Pending, world_size: int) -> None:
+        self._parts = parts
+        self._world_size = world_size
+
+    def wait(self) -> Tensor:
+        """The sum."""
+        first, *others = self._parts.wait().chunk(self._world_size)
+        for other in others:
+            first.add_(other)
+        return first
+
+
 class LocalTransport:
-    """One rank alone: every exchange is with itself."""
+    """The transport of a single rank: every exchange is with itself."""
 
     rank = 0
     world_size = 1
@@ -134,19 +210,8 @@ class LocalTransport:
         """Does nothing."""
 
 
-def peers_lost(rank: int, world_size: int, missing: tuple[int, ...], timeout_seconds: float) -> PeerLostError:
-    """The error of a rank that waits in vain for others."""
-    names = ", ".join(str(other) for other in missing)
-    return PeerLostError(
-        f"rank {rank} of {world_size} waits for rank {names}, which has died, has ended, or is late: "
-        f"do all ranks take the same number of steps? A rank that needs more time than {timeout_seconds:g} s for its "
-        "microbatches needs a larger timeout_seconds",
-        missing,
-    )
-
-
 def unexpected_sizes(rank: int, got: str, expected: str) -> DeterminismError:
-    """The error of a rank that is handed parts of another size than it expects."""
+    """The error of a rank that receives parts of unexpected sizes."""
     return DeterminismError(
         f"rank {rank} got {got} in one exchange, and expected {expected}: the ranks take different steps; hand every "
         "rank the same batches, and let all call the same functions in the same order"

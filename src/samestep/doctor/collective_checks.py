@@ -19,10 +19,11 @@ import torch
 import torch.distributed as dist
 
 from samestep.comm.communicator import Communicator
-from samestep.comm.connecting import Connection, connect_at
+from samestep.comm.connecting import connect_at
 from samestep.comm.environment import Environment, read_environment
-from samestep.comm.group import ROLL_CALL_SECONDS, GroupTransport, meet, roll_call, store_host
-from samestep.comm.transport import Transport
+from samestep.comm.group import ROLL_CALL_SECONDS, GroupTransport
+from samestep.comm.rendezvous import rendezvous, roll_call, store_host
+from samestep.comm.transport import Connection, Transport
 from samestep.devices.inventory import discover
 from samestep.devices.selection import select
 from samestep.doctor.check_table import Machine, check_node
@@ -126,7 +127,7 @@ def run_checks(session: Session, quick: bool, about_node: Sequence[Result] = ())
     if environment.world_size == 1:
         session.report(good("ranks", f"one, on {session.device}: there is no other to communicate with"))
         return
-    store = meet(environment, timedelta(seconds=session.seconds))
+    store = rendezvous(environment, timedelta(seconds=session.seconds))
     amiss = [replace(result, name=f"{result.name} on {socket.gethostname()}") for result in about_node]
     rows = [asdict(result) for result in amiss if result.state != "good" and environment.rank > 0]
     texts = _gather_texts(session, dist.PrefixStore("machines", store), "ranks", json.dumps(rows))

@@ -7,10 +7,10 @@ from torch import Tensor
 
 from samestep.comm.buckets import Bucket, aligned_zeros, make_buckets
 from samestep.comm.communicator import Communicator
-from samestep.comm.local_shards import Sharding, assembled, owners_of
 from samestep.comm.transport import gather_parts
 from samestep.data.batch import memory_border
 from samestep.engine.losses import wide_dtype
+from samestep.engine.sharded_state import Sharding, assembled, owners_of
 
 # Fixed, so that the bits depend neither on the ranks, nor on the size of the buckets, nor on the sharding: one block a
 # dtype up to this size (8 MiB of float32), above it one for each parameter.

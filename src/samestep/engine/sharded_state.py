@@ -1,7 +1,8 @@
-"""State that is spread over the ranks: which part of what this rank has, for whoever saves, loads or compares it."""
+"""Sharded state: how tensors are sharded over the ranks, and the local shards that this rank has of them."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -10,23 +11,183 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from samestep.comm.communicator import Communicator
-from samestep.comm.local_shards import LocalShard, Sharding
+from samestep.comm.transport import gather_parts
 from samestep.errors import LossError, UsageError
 
-MIXED = "torch.Tensor and DTensor"  # torch's words where what is spread meets what is not
+MIXED = "torch.Tensor and DTensor"  # in torch's message when a sharded tensor meets another
 ELEMENTWISE = ("SGD", "Adam", "AdamW", "Adamax", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD")
-"""Whose update of an element depends on that element alone, and on a CPU not on where a tensor begins or ends."""
+"""The update of an element depends on that element alone, and on a CPU not on where a tensor begins or ends."""
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """The sharding of a tensor over D ranks.
+
+    Its elements, in the order of their indices, are one block, or several of equal length, each of which is cut alike:
+    slices of dim 0 are one block, slices of dim 1 as many as there are rows.
+
+    Attributes:
+        shape: of the unsharded tensor.
+        cuts: rank r has the elements cuts[r] … cuts[r + 1] - 1 of each block; D + 1 numbers.
+        blocks: their number.
+    """
+
+    shape: torch.Size
+    cuts: tuple[int, ...]
+    blocks: int = 1
+
+    @property
+    def sizes(self) -> list[int]:
+        """The number of elements of each rank."""
+        return [self.blocks * (stop - start) for start, stop in pairwise(self.cuts)]
+
+    def part(self, whole: Tensor, rank: int) -> Tensor:
+        """A rank's elements of the unsharded tensor, flat; a view if there is one block."""
+        start, stop = self.cuts[rank : rank + 2]
+        if self.blocks == 1:
+            return whole.reshape(-1)[start:stop]
+        return whole.reshape(self.blocks, -1)[:, start:stop].reshape(-1)
+
+    def whole(self, parts: Sequence[Tensor]) -> Tensor:
+        """The unsharded tensor, in memory of its own."""
+        return torch.cat([part.view(self.blocks, -1) for part in parts], 1).view(self.shape)
+
+    @property
+    def by_blocks(self) -> "Sharding":
+        """Another sharding of such a tensor over as many ranks: each has adjacent blocks, whole ones."""
+        length, ranks = self.shape.numel() // self.blocks, len(self.cuts) - 1
+        share = -(-self.blocks // ranks)
+        return Sharding(self.shape, tuple(length * min(rank * share, self.blocks) for rank in range(ranks + 1)))
+
+    @property
+    def holder(self) -> int | None:
+        """The rank that has all elements; None if several have some."""
+        ranks = [rank for rank, size in enumerate(self.sizes) if size]
+        return ranks[0] if len(ranks) == 1 else None
+
+
+@dataclass(frozen=True)
+class LocalShard:
+    """This rank's shard of a tensor.
+
+    Attributes:
+        local: its elements, of any shape, contiguous; those of several blocks concatenated.
+        spread: the sharding.
+    """
+
+    local: Tensor
+    spread: Sharding
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of the unsharded tensor."""
+        return self.spread.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of its elements."""
+        return self.local.dtype
+
+    def gather(self, communicator: Communicator) -> Tensor:
+        """The unsharded tensor, on every rank; all of them call it."""
+        flat = self.local.detach().reshape(-1)
+        if communicator.world_size > 1:
+            sizes = self.spread.sizes
+            return self.spread.whole(gather_parts(communicator.carrier(flat), flat, sizes).wait().split(sizes))
+        return flat.clone().view(self.shape)
+
+    def in_order(self, communicator: Communicator) -> "LocalShard":
+        """A shard of the same tensor resharded to one block, of adjacent elements; all ranks call it.
+
+        Without communication if it has one block already. Every rank has whole blocks then.
+        """
+        spread, target = self.spread, self.spread.by_blocks
+        if spread.blocks == 1:
+            return self
+        length = spread.shape.numel() // spread.blocks
+        counts = [size // length for size in target.sizes]
+        own, widths = counts[communicator.rank], [stop - start for start, stop in pairwise(spread.cuts)]
+        flat = self.local.detach().reshape(-1)
+        sent = [count * widths[communicator.rank] for count in counts]
+        received = [own * width for width in widths]
+        arrived = communicator.carrier(flat).exchange(flat, sent, received).wait().split(received)
+        return LocalShard(
+            torch.cat([part.view(own, width) for part, width in zip(arrived, widths, strict=True)], 1), target
+        )
+
+
+def by_rows(shape: torch.Size, world_size: int) -> Sharding:
+    """The sharding of FSDP2: rows (slices of dim 0) in chunks of equal length, as `torch.chunk` makes them."""
+    row = shape[1:].numel()
+    chunk = -(-shape[0] // world_size)
+    return Sharding(shape, tuple(row * min(rank * chunk, shape[0]) for rank in range(world_size + 1)))
+
+
+def assembled(
+    communicator: Communicator, shards: Sequence[tuple[Tensor, Sharding]], batch_bytes: int
+) -> Iterator[tuple[int, Tensor]]:
+    """Unshards each tensor on one rank, `owners_of`: yields (number, unsharded tensor). All ranks exhaust it.
+
+    They travel up to `batch_bytes` at a time, so that a rank holds little more than one of them.
+    """
+    rank, world_size = communicator.rank, communicator.world_size
+    owners = owners_of([sharding for _, sharding in shards], world_size)
+    for numbers in _batches(shards, batch_bytes):
+        to = [[k for k in numbers if owners[k] == other] for other in range(world_size)]
+        sent = [shards[k][0] for theirs in to for k in theirs]
+        sizes = [sum(shards[k][0].numel() for k in theirs) for theirs in to]
+        received = [sum(shards[k][1].sizes[other] for k in to[rank]) for other in range(world_size)]
+        arrived = communicator.transport.exchange(torch.cat(sent), sizes, received).wait().split(received)
+        offsets = [0] * world_size
+        for k in to[rank]:
+            parts = []
+            for other, size in enumerate(shards[k][1].sizes):
+                parts.append(arrived[other][offsets[other] : offsets[other] + size])
+                offsets[other] += size
+            yield k, torch.cat(parts)
+    for k, owner in enumerate(owners):
+        if owner == rank and shards[k][1].holder is not None:
+            yield k, shards[k][0]
+
+
+def owners_of(shardings: Sequence[Sharding], world_size: int) -> list[int]:
+    """The rank that unshards each tensor: the one that has all of it, else the one with the fewest bytes so far."""
+    loads = [0] * world_size
+    owners = []
+    for sharding in shardings:
+        holder = sharding.holder
+        owner = min(range(world_size), key=loads.__getitem__) if holder is None else holder
+        loads[owner] += 0 if holder is not None else sharding.shape.numel()
+        owners.append(owner)
+    return owners
+
+
+def _batches(shards: Sequence[tuple[Tensor, Sharding]], batch_bytes: int) -> Iterator[list[int]]:
+    """The numbers of the tensors that no rank has all of, as many at a time as may travel."""
+    batch: list[int] = []
+    filled = 0
+    for k, (shard, sharding) in enumerate(shards):
+        if sharding.holder is not None:
+            continue
+        size = sharding.shape.numel() * shard.element_size()
+        if batch and filled + size > batch_bytes:
+            yield batch
+            batch, filled = [], 0
+        batch.append(k)
+        filled += size
+    if batch:
+        yield batch
 
 
 @dataclass(frozen=True)
 class ShardedState:
-    """The parts of parameters that this rank updates.
+    """The local shards of parameters that this rank updates.
 
     Attributes:
-        parts: this rank's part of every parameter, by name, in the model's order: what the optimizers hold.
-        spreads: how the parameters are spread, by name; every rank has all of those that are not in it.
-        has_whole_parameters: whether every rank has all parameters, and only the optimizers' state is spread.
-        communicator: among the ranks over which it is spread, those of the `spreads`; None for all ranks of the run.
+        parts: the local shard of every parameter, by name, in the model's order: what the optimizers hold.
+        spreads: the shardings of the parameters, by name; parameters without one are replicated.
+        has_whole_parameters: whether every rank has all parameters, and only the optimizers' state is sharded.
+        communicator: among the ranks of the shardings; None for all ranks of the run.
     """
 
     parts: Mapping[str, nn.Parameter]
@@ -35,7 +196,7 @@ class ShardedState:
     communicator: Communicator | None = None
 
     def held(self, optimizers: Sequence[Optimizer]) -> dict[str, nn.Parameter]:
-        """The parts that some optimizers update, by name, in the model's order."""
+        """The local shards that some optimizers update, by name, in the model's order."""
         held = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
         named = {name: part for name, part in self.parts.items() if id(part) in held}
         if len(named) < len(held):
@@ -46,25 +207,20 @@ class ShardedState:
         return named
 
     def hand_over(self, optimizers: Sequence[Optimizer], names: Mapping[int, str], rank: int) -> None:
-        """Gives the optimizers this rank's parts in place of the parameters that they hold, and of their state.
-
-        A part may be the parameter itself, which was emptied where it lies: then only its state is cut.
-        """
+        """Replaces the parameters that the optimizers hold, and their state, by local shards."""
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 held: list[nn.Parameter] = group["params"]
                 for index, whole in enumerate(held):
                     name = names[id(whole)]
                     held[index] = part = self.parts.get(name, whole)
-                    if whole in optimizer.state and (part is not whole or self._is_partial(name)):
+                    # The shard may be the parameter object itself, emptied in place: its state is cut all the same.
+                    is_partial = name in self.spreads and part.shape != self.spreads[name].shape
+                    if whole in optimizer.state and (part is not whole or is_partial):
                         optimizer.state[part] = self._cut(name, optimizer.state.pop(whole), rank)
 
-    def _is_partial(self, name: str) -> bool:
-        """Whether this rank has not all elements of a parameter."""
-        return name in self.spreads and self.parts[name].shape != self.spreads[name].shape
-
     def _cut(self, name: str, state: Mapping[str, Any], rank: int) -> dict[str, Any]:
-        """This rank's part of what an optimizer keeps of a parameter."""
+        """The local shard of an optimizer's state of a parameter."""
         if name not in self.spreads:
             return dict(state)
         spread, shape = self.spreads[name], self.parts[name].shape
@@ -76,26 +232,27 @@ class ShardedState:
         }
 
     def parameters(self) -> Iterator[tuple[str, Tensor | LocalShard]]:
-        """This rank's piece of every parameter; the whole of one that every rank has."""
+        """The local shard of every parameter by name; a replicated one itself."""
         for name, part in self.parts.items():
             own = part.detach()
             yield name, LocalShard(own, self.spreads[name]) if name in self.spreads else own
 
     def state_of(self, optimizer: Optimizer) -> dict[str, dict[str, Any]]:
-        """An optimizer's state, by the names of parameters; of what is as large as a part, the piece."""
+        """An optimizer's state, by the names of parameters; tensors of a shard's shape as local shards."""
+
+        def shard(name: str, value: Any) -> Any:
+            is_shard = isinstance(value, Tensor) and value.shape == self.parts[name].shape and value.ndim > 0
+            return LocalShard(value, self.spreads[name]) if is_shard and name in self.spreads else value
+
         return {
-            name: {key: self._piece(name, value) for key, value in sorted(optimizer.state[part].items())}
+            name: {key: shard(name, value) for key, value in sorted(optimizer.state[part].items())}
             for name, part in self.parts.items()
             if part in optimizer.state
         }
 
-    def _piece(self, name: str, value: Any) -> Any:
-        is_part = isinstance(value, Tensor) and value.shape == self.parts[name].shape and value.ndim > 0
-        return LocalShard(value, self.spreads[name]) if is_part and name in self.spreads else value
-
 
 def check_contiguous(name: str, parameter: Tensor, otherwise: str) -> None:
-    """Raises a `UsageError` where a parameter's elements do not lie in the order of their indices."""
+    """Raises a `UsageError` unless a parameter's elements lie in memory in the order of their indices."""
     if not parameter.is_contiguous():
         raise UsageError(
             f"parameter {name} is not contiguous (channels_last, or a view of another?); call .contiguous() on it, or "
@@ -104,13 +261,13 @@ def check_contiguous(name: str, parameter: Tensor, otherwise: str) -> None:
 
 
 def check_dimension(name: str, parameter: Tensor, strategy: str) -> None:
-    """Raises a `UsageError` where a parameter is one number: its optimizer's state could be told from no count."""
+    """Raises a `UsageError` for a 0-d parameter: its optimizer state could not be told from a count of steps."""
     if parameter.ndim == 0:
         raise UsageError(f"parameter {name} has no dimension to divide; make it of shape [1] (strategy={strategy!r})")
 
 
 def reads_itself(name: str) -> str:
-    """The sentence for a loss that reads a parameter outside the forward of its module."""
+    """The message for a loss that reads a parameter outside the forward of its module."""
     return (
         f"the loss reads parameter {name} by itself, of which this rank has only a part, or nothing: leave that to the "
         "optimizer (weight_decay), do it in the forward of its module, or use strategy='replicate'"
@@ -118,7 +275,7 @@ def reads_itself(name: str) -> str:
 
 
 def refuse_reading(name: str, parameter: Tensor) -> RemovableHandle:
-    """Lets the backward of a loss raise a `LossError` where it has read a parameter of which this rank has not all."""
+    """Lets the backward of a loss raise a `LossError` if the loss has read a sharded parameter."""
 
     def on_gradient(_: Tensor) -> None:
         raise LossError(reads_itself(name))
@@ -128,7 +285,7 @@ def refuse_reading(name: str, parameter: Tensor) -> RemovableHandle:
 
 
 def check_elementwise(optimizers: Sequence[Optimizer], device: torch.device, by_rows: bool) -> None:
-    """Checks that optimizers give the same bits whichever part of a parameter they see."""
+    """Raises a `UsageError` unless optimizers give an element the same bits in a shard as in the whole parameter."""
     for optimizer in optimizers:
         name = type(optimizer).__name__
         if name not in ELEMENTWISE or type(optimizer).__module__.split(".")[:2] != ["torch", "optim"]:

@@ -17,8 +17,7 @@ from torch.optim import Optimizer
 
 from samestep.comm.communicator import Communicator
 from samestep.comm.group import GroupTransport
-from samestep.comm.heartbeat import Heartbeat
-from samestep.comm.local_shards import Sharding
+from samestep.comm.heartbeat_page import Heartbeat
 from samestep.comm.membership import Membership
 from samestep.data.batch import tensor_checksum
 from samestep.engine.buffers import COMPARED_ELEMENTS, COMPARED_EVERY, COMPARED_STEPS, BufferMerge
@@ -28,7 +27,7 @@ from samestep.engine.losses import wide_dtype
 from samestep.engine.norms import block_norm, block_norms
 from samestep.engine.observer import Observers, StepObserver
 from samestep.engine.parameters import check_same_tensors
-from samestep.engine.sharded_state import MIXED, ShardedState, check_contiguous, check_elementwise
+from samestep.engine.sharded_state import MIXED, ShardedState, Sharding, check_contiguous, check_elementwise
 from samestep.engine.strategies import REPLICATE, Replicate, StrategyOptions
 from samestep.engine.strategy import ExchangeOptions
 from samestep.errors import DeterminismError, PeerLostError, UsageError
@@ -134,7 +133,7 @@ class TensorParallelStrategy:
         if isinstance(error, dist.DistError) or any(word in text for word in LOST):
             transport = self.communicator.transport
             if isinstance(transport, GroupTransport):
-                return transport.peers_lost(error)
+                return transport.failure(error)
             return PeerLostError(f'a rank along "{AXIS}" was lost, or has failed: {error}')
         return None
 

@@ -10,8 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
 from samestep.comm.communicator import Communicator
-from samestep.comm.local_shards import Sharding
-from samestep.engine.sharded_state import ShardedState
+from samestep.engine.sharded_state import ShardedState, Sharding
 from samestep.errors import UsageError
 
 

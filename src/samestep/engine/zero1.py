@@ -12,9 +12,8 @@ from torch import Tensor, nn
 
 from samestep.comm.buckets import Bucket
 from samestep.comm.communicator import Communicator
-from samestep.comm.local_shards import Sharding
 from samestep.engine.norms import ShardedNorm
-from samestep.engine.sharded_state import ShardedState, check_contiguous
+from samestep.engine.sharded_state import ShardedState, Sharding, check_contiguous
 
 
 class Zero1Parts:

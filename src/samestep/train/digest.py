@@ -33,11 +33,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from samestep.comm.communicator import Communicator
-from samestep.comm.local_shards import LocalShard
 from samestep.comm.membership import Membership
 from samestep.data.batch import checksum, flattened
 from samestep.data.nested import leaves
-from samestep.engine.sharded_state import ShardedState
+from samestep.engine.sharded_state import LocalShard, ShardedState
 from samestep.engine.step import TrainStep
 from samestep.errors import DeterminismError, UsageError
 from samestep.train.checkpoint.local_shards import held_by, local_state, local_tensors, unsharded

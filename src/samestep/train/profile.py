@@ -9,7 +9,7 @@ from pathlib import Path
 from torch.profiler import profile, record_function, schedule
 
 from samestep.comm.environment import Environment
-from samestep.comm.heartbeat import Heartbeat
+from samestep.comm.heartbeat_page import Heartbeat
 from samestep.errors import RunFolderError
 from samestep.train.atomic_io import make_folder
 

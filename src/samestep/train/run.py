@@ -15,9 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from samestep.comm.communicator import Communicator, make_communicator
 from samestep.comm.environment import Environment, chosen_profile, read_environment
-from samestep.comm.group import meeting_of
-from samestep.comm.heartbeat import Heartbeat
-from samestep.comm.heartbeat_page import LEAVES_EARLY, HeartbeatPage
+from samestep.comm.heartbeat_page import LEAVES_EARLY, Heartbeat, HeartbeatPage
 from samestep.comm.membership import Membership
 from samestep.core.mesh import make_mesh
 from samestep.core.microbatches import active_shares, microbatch_ranges
@@ -128,7 +126,11 @@ class Run:
         if environment.joins and heartbeat.page is not None:
             heartbeat.quorum = heartbeat.page.number
         timeout = timedelta(seconds=timeout_seconds)
-        meeting = meeting_of(environment, timeout) if environment.joins else None
+        healing_store = None
+        if environment.joins:
+            from samestep.comm.rendezvous import join_store  # only a worker that replaces a lost one joins late
+
+            healing_store = join_store(environment, timeout)
         if communicator is None:
             own = Environment() if environment.joins else environment
             communicator = make_communicator(own, self.device, timeout, reduction)
@@ -139,7 +141,7 @@ class Run:
             spares=0 if environment.joins else spares,
             heartbeat=heartbeat,
             timeout_seconds=timeout_seconds,
-            meeting=meeting,
+            healing_store=healing_store,
             mesh=grid,
         )
         if environment.joins:

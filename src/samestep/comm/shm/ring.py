@@ -1,11 +1,11 @@
-"""The operations of one rank in shared memory: which bytes of a tensor lie where, and which places are in use.
+"""The operations of one rank in shared memory: the layout of their bytes, and the places in use.
 
 An operation is, in words of 8 bytes: its number; a row of starts and one of sizes, in bytes, by the rank that they are
-for, where starts count from the end of the header; a row of marks, 1 when that rank has read its part. The header is
-filled up to a multiple of 64 bytes, then come the bytes.
+for, counted from the end of the header; a row of marks, 1 once that rank has read its part. The header is padded to a
+multiple of 64 bytes, a cache line, then come the bytes.
 
-It lies in its rank's outbox until all ranks have read it, at the lowest free place: so the memory in use stays at the
-most that was under way.
+It lies in its rank's outbox until all ranks have read it, at the lowest free place: so the memory in use, which is
+freed only with the segment, stays at the most that was under way.
 """
 
 import functools
@@ -14,26 +14,26 @@ from collections.abc import Callable
 from itertools import accumulate
 from typing import NamedTuple
 
-LOOKS = 32
-"""Blocks that are looked at for each new one: all, but where very many are under way."""
+ALIGNMENT = 64
 
 
 class Layout(NamedTuple):
-    """How an operation lies in shared memory.
+    """An operation's layout in shared memory.
 
     Attributes:
         rows: the words after the number.
         size: bytes after the header.
-        pieces: what to copy there: (where to after the header, where from in the tensor, bytes).
-        own_start: where in the tensor the part for this rank itself begins; it is not copied.
+        copies: (offset after the header, offset in the tensor, bytes) of what to copy there.
+        own_start: offset in the tensor of the part for this rank itself, which is not copied.
     """
 
     rows: tuple[int, ...]
     size: int
-    pieces: tuple[tuple[int, int, int], ...]
+    copies: tuple[tuple[int, int, int], ...]
     own_start: int
 
 
+# Cached, since a step makes the same exchanges as the one before: the layouts cost as much as a small exchange.
 @functools.lru_cache(1024)
 def exchange_layout(sizes: tuple[int, ...], width: int, rank: int) -> Layout:
     """The layout of a part for each rank."""
@@ -42,8 +42,8 @@ def exchange_layout(sizes: tuple[int, ...], width: int, rank: int) -> Layout:
     after = sum(sent) - before - own
     sent[rank] = 0
     starts = list(accumulate(sent, initial=0))[:-1]
-    pieces = ((0, 0, before), (before, before + own, after))
-    return Layout((*starts, *sent, *_marks(len(sizes), rank)), before + after, _filled(*pieces), before)
+    copies = ((0, 0, before), (before, before + own, after))
+    return Layout((*starts, *sent, *_marks(len(sizes), rank)), before + after, copies, before)
 
 
 def gather_layout(world_size: int, rank: int, start: int, size: int) -> Layout:
@@ -53,36 +53,25 @@ def gather_layout(world_size: int, rank: int, start: int, size: int) -> Layout:
 
 @functools.lru_cache(1024)
 def receive_layout(sizes: tuple[int, ...], width: int) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
-    """What is received: its elements in all, and where the part of each rank begins and its size, in bytes."""
+    """The number of received elements, and start and size in bytes of each rank's part."""
     sent = tuple(size * width for size in sizes)
     return sum(sizes), tuple(accumulate(sent, initial=0))[:-1], sent
 
 
 @functools.cache
 def header(world_size: int) -> struct.Struct:
-    """Packs the header: the number and the rows."""
+    """The format of the header: the number and the rows."""
     words = 1 + 3 * world_size
-    return struct.Struct(f"={words}Q{-8 * words % 64}x")
+    return struct.Struct(f"={words}Q{-8 * words % ALIGNMENT}x")
 
 
 def _marks(world_size: int, rank: int) -> list[int]:
-    """The marks when an operation is posted: its own rank does not read it."""
+    """The marks of a new operation: its own rank does not read it."""
     return [int(other == rank) for other in range(world_size)]
 
 
-def _filled(*pieces: tuple[int, int, int]) -> tuple[tuple[int, int, int], ...]:
-    """Those pieces that are not empty."""
-    return tuple(piece for piece in pieces if piece[2])
-
-
 class Block(NamedTuple):
-    """The place of an operation.
-
-    Attributes:
-        start: its first byte in the outbox.
-        end: the byte after its last.
-        number: the operation's number.
-    """
+    """The place of an operation: its first byte in the outbox, the byte after its last, the operation's number."""
 
     start: int
     end: int
@@ -90,58 +79,32 @@ class Block(NamedTuple):
 
 
 class Outbox:
-    """The places in use.
+    """The places in use, of `size` bytes.
 
     Args:
         size: bytes.
-        ring: an operation needs the one so many before it to be read.
-        is_read: tells whether all have read a block, so that its place is free.
-        border: every block begins at a multiple of this.
+        ring: an operation may be posted once the one so many before it is read, whose place in the ring it takes.
+        is_read: whether all ranks have read a block, so that its place is free.
     """
 
-    def __init__(self, size: int, ring: int, is_read: Callable[[Block], bool], border: int = 64) -> None:
+    def __init__(self, size: int, ring: int, is_read: Callable[[Block], bool]) -> None:
         self.size = size
         self._ring = ring
         self._is_read = is_read
-        self._border = border
         self._blocks: list[Block] = []  # by place
-        self._next = 0
-        self._oldest = 0
 
     def oldest(self) -> Block:
-        """The operation that has been under way for the longest time; there is one where `place` found no place."""
+        """The operation that has been under way for the longest time; there is one if `place` found no place."""
         return min(self._blocks, key=lambda block: block.number)
 
     def place(self, length: int, number: int) -> Block | None:
         """The lowest free place for an operation; None if there is none."""
-        self._look(LOOKS)
-        if number - self._oldest >= self._ring:
-            self._look(len(self._blocks))
-            self._oldest = min((block.number for block in self._blocks), default=number)
-            if number - self._oldest >= self._ring:
-                return None
-        block = self._fit(length, number)
-        if block is None and len(self._blocks) > LOOKS:
-            self._look(len(self._blocks))
-            block = self._fit(length, number)
-        return block
-
-    def _look(self, count: int) -> None:
-        """Gives free the places of those that are read, among the next so many."""
-        is_read, blocks = self._is_read, self._blocks
-        if not blocks:
-            return
-        start = self._next if len(blocks) > count else 0
-        unread = [block for block in blocks[start : start + count] if not is_read(block)]
-        blocks[start : start + count] = unread
-        end = start + len(unread)
-        self._next = end if end < len(blocks) else 0
-
-    def _fit(self, length: int, number: int) -> Block | None:
-        """The lowest place between those in use."""
-        length += -length % self._border
+        self._blocks = blocks = [block for block in self._blocks if not self._is_read(block)]
+        if blocks and number - self.oldest().number >= self._ring:
+            return None
+        length += -length % ALIGNMENT
         start = index = 0
-        for block in self._blocks:
+        for block in blocks:
             if block.start - start >= length:
                 break
             start = block.end
@@ -149,5 +112,5 @@ class Outbox:
         if start + length > self.size:
             return None
         placed = Block(start, start + length, number)
-        self._blocks.insert(index, placed)
+        blocks.insert(index, placed)
         return placed

@@ -1,24 +1,25 @@
 """The segment: memory that the ranks of one host share, without a name that could be left behind.
 
-Rank 0 makes a file without a name (memfd_create) and says its process id, descriptor and a nonce; the others open it
-through /proc and map it. It is gone with the last process that maps it, whatever ends them. It is sparse: memory is
+Rank 0 makes a file without a name (memfd_create) and publishes its process id, descriptor and a nonce; the others open
+it through /proc and map it. It is gone with the last process that maps it, however that ends. It is sparse: memory is
 used only where something was written.
 
-Plain loads and stores of words are seen by the others in the order of the program on x86-64 (Intel 64 and IA-32
-Architectures Software Developer's Manual, volume 3A, "Memory Ordering"; copies by string instructions and non-temporal
-stores are ordered before the word that follows, as the C library fences the latter). Other processors promise less, so
-there is no segment on them.
+Memory ordering: x86-64 makes plain stores visible to other cores in program order, and reorders no load with a later
+load or store (Intel 64 and IA-32 Architectures Software Developer's Manual, volume 3A, "Memory Ordering"; string
+instructions and non-temporal stores are ordered before the word that follows, as the C library fences the latter). So a
+rank that sees a new count of posted operations also sees their bytes, and one that sees a mark may overwrite what was
+read, without fences, which Python does not have. Other processors promise less, so there is no segment on them.
 
 Layout, in words of 8 bytes, native:
 
     0      the nonce; number of ranks; bytes of an outbox
     then, a multiple of 4,096 bytes a rank: process id, number of operations posted, whether it has gone; at 512 words,
-           the ring of `RING` places: where in its outbox operation n lies is at n % `RING`
+           the ring of `RING` places: operation n's place in its outbox is at n % `RING`
     then, an outbox a rank
 
-A rank that waits sleeps on a word of the segment by Linux's `futex` system call: futex(2), FUTEX_WAIT and FUTEX_WAKE
-without FUTEX_PRIVATE_FLAG, since the word is shared between processes. The calls release the interpreter's lock.
-Whether another rank's process has ended is known from the kernel: pidfd_open(2).
+A waiting rank sleeps on a word of the segment by Linux's `futex` system call: futex(2), FUTEX_WAIT and FUTEX_WAKE
+without FUTEX_PRIVATE_FLAG, since the word is shared between processes. ctypes releases the interpreter's lock for the
+call. The kernel reports whether another rank's process has ended: pidfd_open(2).
 """
 
 import ctypes
@@ -39,28 +40,28 @@ from torch import Tensor
 RING = 16_384
 """Operations that may be under way between two ranks."""
 OUTBOX_SIZES = tuple(gigabytes << 30 for gigabytes in (64, 16, 4, 1))
-"""Bytes of address space a rank: the first of them that can be had."""
+"""Bytes of address space a rank: the first of them that can be mapped."""
 
 PAGE = 4096
 WORD = 8
 _RANK_SIZE = PAGE + RING * WORD
 _SYSCALL_X86_64 = 202
-_WAIT, _WAKE, _EVERYONE = 0, 1, 2**31 - 1
+_WAIT, _WAKE, _ALL = 0, 1, 2**31 - 1
 
 
 class NoSegmentError(Exception):
-    """This process cannot share memory with the others; the message says why."""
+    """This process cannot share memory with the others; the message has the reason."""
 
 
 class Lane(NamedTuple):
-    """What belongs to one rank.
+    """The places of one rank in the segment.
 
     Attributes:
-        pid: the word that holds its process id; 0 before it has come.
-        posted: the word that holds how many operations it has posted.
-        gone: the word that holds 1 when it has left.
+        pid: the word with its process id; 0 until it has connected.
+        posted: the word with the number of operations it has posted.
+        gone: the word that is 1 once it has left.
         ring: the first word of its ring.
-        outbox: the byte at which its outbox begins.
+        outbox: the first byte of its outbox.
     """
 
     pid: int
@@ -72,15 +73,15 @@ class Lane(NamedTuple):
 
 @dataclass(frozen=True)
 class Segment:
-    """A segment, mapped.
+    """A mapped segment.
 
     Attributes:
         world_size: the number of ranks.
         outbox_size: bytes of each rank's outbox.
-        lanes: what belongs to each rank.
+        lanes: the places of each rank.
         memory: all of it.
         words: the same, by words of 8 bytes.
-        address: where it begins.
+        address: of its first byte.
     """
 
     world_size: int
@@ -90,13 +91,51 @@ class Segment:
     words: memoryview
     address: int
 
-    def address_of(self, word: int) -> int:
-        """The address of a word."""
-        return self.address + word * WORD
+    def wait(self, word: int, value: int, seconds: float) -> None:
+        """Sleeps while a word's lower half is `value`, until `wake`; at most so many seconds, perhaps less."""
+        whole = int(seconds)
+        limit = _Timespec(whole, int((seconds - whole) * 1e9))
+        # The kernel compares and sleeps in one step: a rank that posts just before the call is not missed.
+        address = self.address + word * WORD
+        _syscall()(_SYSCALL_X86_64, address, _WAIT, value & 0xFFFFFFFF, ctypes.addressof(limit), None, 0)
+
+    def wake(self, word: int) -> None:
+        """Wakes all ranks that sleep on a word."""
+        _syscall()(_SYSCALL_X86_64, self.address + word * WORD, _WAKE, _ALL, None, None, 0)
+
+    def write(self, at: int, tensor: Tensor, start: int, size: int) -> None:
+        """Copies bytes of a contiguous tensor to byte `at` of the segment."""
+        if size and tensor.is_cpu:
+            ctypes.memmove(self.address + at, tensor.data_ptr() + start, size)
+        elif size:
+            self._bytes(at, size).copy_(_bytes_of(tensor, start, size))
+
+    def read(self, at: int, tensor: Tensor, start: int, size: int) -> None:
+        """Copies bytes at byte `at` of the segment to a place in a contiguous tensor."""
+        if size and tensor.is_cpu:
+            ctypes.memmove(tensor.data_ptr() + start, self.address + at, size)
+        elif size:
+            _bytes_of(tensor, start, size).copy_(self._bytes(at, size))
+
+    def _bytes(self, at: int, size: int) -> Tensor:
+        return torch.frombuffer(self.memory, dtype=torch.uint8, count=size, offset=at)
+
+
+def copy(target: Tensor, at: int, tensor: Tensor, start: int, size: int) -> None:
+    """Copies bytes of a contiguous tensor to a place in another of the same device."""
+    # By memmove, like all copies here: views and copies of torch cost several microseconds a piece.
+    if size and tensor.is_cpu:
+        ctypes.memmove(target.data_ptr() + at, tensor.data_ptr() + start, size)
+    elif size:
+        _bytes_of(target, at, size).copy_(_bytes_of(tensor, start, size))
+
+
+def _bytes_of(tensor: Tensor, start: int, size: int) -> Tensor:
+    return tensor.view(-1).view(torch.uint8)[start : start + size]
 
 
 def create(world_size: int) -> tuple[Segment, int, str]:
-    """Makes a segment."""
+    """Makes a segment; returns it, its descriptor and its address for `join`."""
     check_machine()
     nonce = secrets.randbits(63) | 1
     try:
@@ -108,7 +147,7 @@ def create(world_size: int) -> tuple[Segment, int, str]:
         try:
             os.ftruncate(fd, _total_size(world_size, outbox_size))
             segment = _mapped(fd, world_size, outbox_size)
-        except (OSError, ValueError, OverflowError) as error:
+        except (OSError, ValueError, OverflowError) as error:  # a limit on address space (ulimit -v), for one
             reason = str(error)
             continue
         segment.words[:3] = memoryview(_words(nonce, world_size, outbox_size)).cast("Q")
@@ -117,13 +156,13 @@ def create(world_size: int) -> tuple[Segment, int, str]:
     raise NoSegmentError(f"{OUTBOX_SIZES[-1] >> 30} GiB of address space a rank cannot be had: {reason}")
 
 
-def join(told: str, world_size: int) -> Segment:
+def join(address: str, world_size: int) -> Segment:
     """Opens the segment that rank 0 has made."""
     check_machine()
-    pid, number, nonce = (int(word) for word in told.split())
+    pid, number, nonce = (int(word) for word in address.split())
     path = f"/proc/{pid}/fd/{number}"
     try:
-        # Elsewhere the number may be anything: nothing but such memory is opened.
+        # In another container the process id is another process's, so the descriptor may be anything.
         if not os.readlink(path).startswith("/memfd:samestep-transport"):
             raise NoSegmentError("rank 0's memory is not found: it runs on another host or in another container")
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
@@ -143,7 +182,7 @@ def join(told: str, world_size: int) -> Segment:
 
 
 def check_machine() -> None:
-    """Checks that this is Linux on x86-64, and that the kernel tells when a process ends."""
+    """Checks that this is Linux on x86-64, and that the kernel can report the end of a process."""
     machine = platform.machine()
     if sys.platform != "linux" or machine not in ("x86_64", "AMD64"):
         raise NoSegmentError(f"it needs Linux on x86-64, this is {platform.system()} on {machine}")
@@ -154,17 +193,15 @@ def check_machine() -> None:
 
 
 def _words(*values: int) -> bytes:
-    """Integers as words."""
     return b"".join(value.to_bytes(WORD, sys.byteorder) for value in values)
 
 
 def _total_size(world_size: int, outbox_size: int) -> int:
-    """Bytes of a whole segment."""
     return PAGE + world_size * (_RANK_SIZE + outbox_size)
 
 
 def _mapped(fd: int, world_size: int, outbox_size: int) -> Segment:
-    """Maps a segment; it is unmapped when nobody refers to it any more."""
+    """Maps a segment; it is unmapped once no object refers to it."""
     memory = mmap.mmap(fd, _total_size(world_size, outbox_size))
     memory.madvise(mmap.MADV_DONTDUMP)  # a core file would be as long as the address space
     address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
@@ -173,7 +210,7 @@ def _mapped(fd: int, world_size: int, outbox_size: int) -> Segment:
 
 
 def _lane(rank: int, world_size: int, outbox_size: int) -> Lane:
-    """Where a rank's things are."""
+    # A page a rank: no two ranks write to the same cache line.
     word = (PAGE + rank * _RANK_SIZE) // WORD
     outbox = PAGE + world_size * _RANK_SIZE + rank * outbox_size
     return Lane(word, word + 1, word + 2, word + PAGE // WORD, outbox)
@@ -181,18 +218,6 @@ def _lane(rank: int, world_size: int, outbox_size: int) -> Lane:
 
 class _Timespec(ctypes.Structure):
     _fields_ = (("seconds", ctypes.c_int64), ("nanoseconds", ctypes.c_int64))
-
-
-def futex_wait(address: int, value: int, seconds: float) -> None:
-    """Sleeps while the 32-bit word at an address holds a value, until somebody wakes us; perhaps for less."""
-    whole = int(seconds)
-    limit = _Timespec(whole, int((seconds - whole) * 1e9))
-    _syscall()(_SYSCALL_X86_64, address, _WAIT, value & 0xFFFFFFFF, ctypes.addressof(limit), None, 0)
-
-
-def futex_wake(address: int) -> None:
-    """Wakes everybody who sleeps at an address."""
-    _syscall()(_SYSCALL_X86_64, address, _WAKE, _EVERYONE, None, None, 0)
 
 
 @functools.cache
@@ -208,22 +233,19 @@ def _syscall() -> Callable[..., int]:
 
 
 class Peers:
-    """The processes of other ranks.
-
-    Args:
-        pids: their process ids, by rank.
-    """
+    """The processes of other ranks, by rank their process ids."""
 
     def __init__(self, pids: Mapping[int, int]) -> None:
         self._fds: dict[int, int | None] = {}
         for rank, pid in pids.items():
             try:
+                # A descriptor stays with its process, while the kernel may give the id of an ended one to another.
                 self._fds[rank] = os.pidfd_open(pid)
             except ProcessLookupError:
                 self._fds[rank] = None
 
     def has_ended(self, rank: int) -> bool:
-        """Whether a rank's process has ended, however it did. One that is stopped has not."""
+        """Whether a rank's process has ended, for any reason; one that is stopped has not."""
         fd = self._fds.get(rank)
         if fd is None:
             return True
@@ -232,48 +254,8 @@ class Peers:
         return bool(poll.poll(0))
 
     def close(self) -> None:
-        """Gives back the descriptors."""
+        """Closes the descriptors."""
         for fd in self._fds.values():
             if fd is not None:
                 os.close(fd)
         self._fds = {}
-
-
-def write(segment: Segment, at: int, tensor: Tensor, start: int, size: int) -> None:
-    """Copies some bytes of a contiguous tensor to a place in the segment."""
-    if size == 0:
-        return
-    if tensor.is_cpu:
-        ctypes.memmove(segment.address + at, tensor.data_ptr() + start, size)
-    else:
-        _bytes_at(segment, at, size).copy_(_bytes_of(tensor, start, size))
-
-
-def read(segment: Segment, at: int, tensor: Tensor, start: int, size: int) -> None:
-    """Copies bytes at a place in the segment to a place in a contiguous tensor."""
-    if size == 0:
-        return
-    if tensor.is_cpu:
-        ctypes.memmove(tensor.data_ptr() + start, segment.address + at, size)
-    else:
-        _bytes_of(tensor, start, size).copy_(_bytes_at(segment, at, size))
-
-
-def copy(target: Tensor, at: int, tensor: Tensor, start: int, size: int) -> None:
-    """Copies bytes of a contiguous tensor to a place in another of the same device."""
-    if size == 0:
-        return
-    if tensor.is_cpu:
-        ctypes.memmove(target.data_ptr() + at, tensor.data_ptr() + start, size)
-    else:
-        _bytes_of(target, at, size).copy_(_bytes_of(tensor, start, size))
-
-
-def _bytes_of(tensor: Tensor, start: int, size: int) -> Tensor:
-    """Some bytes of a contiguous tensor, as a view."""
-    return tensor.view(-1).view(torch.uint8)[start : start + size]
-
-
-def _bytes_at(segment: Segment, at: int, size: int) -> Tensor:
-    """Bytes of the segment, as a view."""
-    return torch.frombuffer(segment.memory, dtype=torch.uint8, count=size, offset=at)

@@ -1,9 +1,9 @@
 """The transport through shared memory: between ranks of one host, without sockets and without a process group.
 
-A rank copies what it hands over into its outbox, notes the place in its ring, and only then counts the operation as
-posted and wakes who waits for it. Whoever has read its part marks it as read; the place is used again when all have. A
-rank that waits looks at the other's count for a moment, then sleeps on it (a futex), and now and then looks whether the
-other is still there. What a rank posted before it left or died counts.
+A rank copies the parts of an operation to its outbox, writes the place to its ring, and only then counts the operation
+as posted and wakes the ranks that wait for it. A rank that has read its part marks it as read; the place is reused once
+all have. A waiting rank first polls the other's count, then sleeps on it (a futex), and at intervals looks whether the
+other is alive. Operations posted before a rank left or died can still be read.
 """
 
 import os
@@ -17,40 +17,37 @@ from torch import Tensor
 from torch.distributed import Store
 
 from samestep.comm.shm.ring import Block, Layout, Outbox, exchange_layout, gather_layout, header, receive_layout
-from samestep.comm.shm.segment import RING, WORD, Peers, Segment, copy, futex_wait, futex_wake, read, write
-from samestep.comm.transport import Pending, peers_lost, unexpected_sizes
+from samestep.comm.shm.segment import RING, WORD, Peers, Segment, copy
+from samestep.comm.transport import Connection, Pending, RankOrderSum, unexpected_sizes
 from samestep.devices.inventory import usable_cores
 from samestep.errors import PeerLostError, UsageError
 
 SPIN_SECONDS = 0.0002
-"""How long a rank looks before it sleeps, where there is a core for each: about ten times what waking one costs."""
+"""How long a rank polls before it sleeps, given a core for each rank: about ten times the cost of a wake-up."""
 SLEEP_SECONDS = (0.001, 0.02)
-"""The first and the longest sleep between looks at whether the other is still there."""
+"""The first and the longest sleep between looks at whether the other is alive."""
 LONGEST_COUNTED_SECONDS = 1.0
-"""What one sleep adds to the time waited at most: a process that was stopped did not wait."""
+"""The most that one sleep adds to the time waited: while this process was stopped, it did not wait."""
 PIECE_BYTES = 4 << 20
 """Of a broadcast, at a time."""
 LATENCY_BYTES = 128 << 10
-"""What a message costs, in bytes: measured (benchmarks/transport.py --forms)."""
+"""The cost of a message in bytes: measured (benchmarks/transport.py --forms)."""
 MAX_BROADCASTS, MAX_BROADCAST_BYTES = 64, 4 * PIECE_BYTES
-"""How far the source of broadcasts runs ahead of those who read them."""
+"""The most unread broadcasts of a source."""
 
 
-class SharedTransport:
+class SharedTransport(Connection):
     """Moves tensors through memory that all ranks map. Tensors of an accelerator are copied to it and from it.
 
     Tier `bitwise`: tensors travel as bytes. `add` sums by rank, from left to right, the same on every rank.
 
     Args:
-        segment: the memory; every rank has left its process id there.
+        segment: the memory; every rank has written its process id there.
         rank: our own.
-        timeout: after this long without an answer a transfer fails.
-        store: the store that the ranks met at, kept while we may need it.
-        meeting: where its ranks can meet anew after a loss; None if they cannot.
+        timeout: of a transfer.
+        store: the store of the rendezvous, for a process group that is made later.
+        healing_store: see `Connection`.
     """
-
-    nodes = None
-    stream = None
 
     def __init__(
         self,
@@ -58,16 +55,15 @@ class SharedTransport:
         rank: int,
         timeout: timedelta,
         store: Store | None = None,
-        meeting: Store | None = None,
+        healing_store: Store | None = None,
     ) -> None:
-        self.rank = rank
-        self.world_size = world_size = segment.world_size
+        world_size = segment.world_size
+        super().__init__(rank, world_size, timeout, healing_store)
         self.latency_bytes = LATENCY_BYTES
-        self.meeting = meeting
         self.store = store
-        self._timeout = timeout.total_seconds()
         self._segment: Segment | None = segment
         self._pid = os.getpid()
+        # From the next rank on: with all ranks starting at rank 0, its lane would be read by all at once.
         self.others = [(rank + step) % world_size for step in range(1, world_size)]
         self._peers = Peers({other: segment.words[segment.lanes[other].pid] for other in self.others})
         self._number = 0
@@ -78,16 +74,17 @@ class SharedTransport:
         self._header = header(world_size)
         self._marks = WORD * (1 + 2 * world_size)
         self._all_read = struct.pack(f"={world_size}Q", *[1] * world_size)
+        # With more ranks than cores, polling would keep the awaited rank from running.
         self._spin_seconds = SPIN_SECONDS if world_size <= usable_cores() else 0.0
 
     def exchange(self, parts: Tensor, sizes: Sequence[int], receive_sizes: Sequence[int]) -> Pending:
-        """All-to-all of the parts."""
+        """Starts an all-to-all."""
         parts = parts.contiguous()
         layout = exchange_layout(tuple(sizes), parts.element_size(), self.rank)
         return SharedParts(self, self._post(layout, parts).number, parts, layout.own_start, receive_sizes)
 
     def gather(self, part: Tensor) -> Pending:
-        """All-gather: one copy in shared memory, which all read."""
+        """Starts an all-gather: one copy in shared memory, which all read."""
         part = part.contiguous()
         numel = part.numel()
         layout = gather_layout(self.world_size, self.rank, 0, numel * part.element_size())
@@ -95,10 +92,10 @@ class SharedTransport:
 
     def add(self, tensor: Tensor) -> Pending:
         """Sums by rank, from left to right: tier `allclose`."""
-        return SharedTotal(self.gather(tensor), self.world_size)
+        return RankOrderSum(self.gather(tensor), self.world_size)
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
-        """Broadcast in pieces, so that a large tensor needs little shared memory."""
+        """Broadcasts in pieces, so that a large tensor needs little shared memory."""
         ours = tensor.detach()
         moved = ours.contiguous()
         size = moved.numel() * moved.element_size()
@@ -116,48 +113,49 @@ class SharedTransport:
             ours.copy_(moved)
 
     def close(self) -> None:
-        """Leaves: the others may still read what was posted; whoever waits for more learns that we are gone."""
+        """Leaves: the others may still read what was posted; a wait for more raises on them."""
         self.abandon()
-        self.store = self.meeting = None
+        self.store = self.healing_store = None
 
     def abandon(self) -> None:
-        """Leaves after a transfer failed; the same as `close`, but for where the ranks can meet anew."""
+        """Leaves after a failure; keeps the store for healing."""
         segment, self._segment = self._segment, None
         if segment is None:
             return
         self._peers.close()
-        if os.getpid() == self._pid:  # a child that was forked has a copy of us, and is not the rank
+        if os.getpid() == self._pid:  # a forked child (a data worker) has a copy of us, and is not the rank
             segment.words[self._lane.gone] = 1
-            futex_wake(segment.address_of(self._lane.posted))
+            segment.wake(self._lane.posted)
 
     def _mapped(self) -> Segment:
-        """The segment, if it is still ours."""
+        """The segment, unless this rank has left."""
         if self._segment is None:
             raise PeerLostError("the exchange failed: this rank has dropped its connections")
         return self._segment
 
     def _post(self, layout: Layout, tensor: Tensor) -> Block:
-        """Posts an operation that hands over parts of a contiguous tensor."""
+        """Posts an operation with parts of a contiguous tensor."""
         segment = self._mapped()
         if self._dropped:
             self._mark_dropped()
         block = self._place(self._header.size + layout.size)
         at = self._lane.outbox + block.start
         self._header.pack_into(segment.memory, at, block.number, *layout.rows)
-        for to, start, size in layout.pieces:
-            write(segment, at + self._header.size + to, tensor, start, size)
+        for to, start, size in layout.copies:
+            segment.write(at + self._header.size + to, tensor, start, size)
         self._announce(segment, block)
         return block
 
     def _announce(self, segment: Segment, block: Block) -> None:
-        """Makes an operation, whose bytes are in their place, known to the others."""
+        """Counts an operation as posted, whose bytes are in their place."""
         words, lane = segment.words, self._lane
         words[lane.ring + block.number % RING] = block.start
+        # The store that publishes: a rank that loads this count sees all stores before it (`segment`: memory ordering).
         words[lane.posted] = self._number = block.number + 1
-        futex_wake(segment.address + lane.posted * WORD)
+        segment.wake(lane.posted)
 
     def _pass(self) -> int:
-        """Takes part in an operation to which this rank has nothing to give, and which nobody waits for."""
+        """Counts an operation to which this rank contributes nothing; no rank waits for it, so none is woken."""
         segment, number = self._mapped(), self._number
         segment.words[self._lane.posted] = self._number = number + 1
         return number
@@ -176,6 +174,7 @@ class SharedTransport:
 
     def _hold_back(self, size: int) -> None:
         """Waits until few enough bytes of our broadcasts are unread that `size` more may be sent."""
+        # The source of broadcasts waits for no rank by itself, and could fill all memory while the others compute.
         sent = self._broadcasts
         while sent and (len(sent) >= MAX_BROADCASTS or sum(b.end - b.start for b in sent) + size > MAX_BROADCAST_BYTES):
             self._wait_until_read(sent.popleft())
@@ -191,7 +190,8 @@ class SharedTransport:
         sent = words[mine + ranks]
         if sent != size:
             raise unexpected_sizes(self.rank, f"{sent} bytes of rank {peer}", f"{size}")
-        read(segment, at + self._header.size + words[mine], into, start, size)
+        segment.read(at + self._header.size + words[mine], into, start, size)
+        # After the copy: once all marks are set, the peer may overwrite these bytes.
         words[mine + 2 * ranks] = 1
 
     def wait_for(self, peer: int, number: int) -> None:
@@ -208,11 +208,12 @@ class SharedTransport:
         waited, pause = 0.0, SLEEP_SECONDS[0]
         while (posted := words[at]) <= number:
             if waited >= self._timeout or self._has_left(peer):
-                if words[at] > number:  # what it did last counts
+                if words[at] > number:  # it may have posted this between the two looks, as its last operation
                     return
-                raise self._peers_lost([p for p in self.others if words[segment.lanes[p].posted] <= number])
+                raise self._lost([p for p in self.others if words[segment.lanes[p].posted] <= number])
             before = time.monotonic()
-            futex_wait(segment.address_of(at), posted, pause)
+            # With a limit: a process that is killed wakes no rank.
+            segment.wait(at, posted, pause)
             waited += min(time.monotonic() - before, LONGEST_COUNTED_SECONDS)
             pause = min(2 * pause, SLEEP_SECONDS[1])
 
@@ -226,9 +227,9 @@ class SharedTransport:
             if waited >= self._timeout or any(self._has_left(peer) for peer in late):
                 if self._is_read(block):
                     return
-                raise self._peers_lost(late)
+                raise self._lost(late)
             before = time.monotonic()
-            time.sleep(pause)
+            time.sleep(pause)  # not a futex: a reader would have to make a system call for each mark
             waited += min(time.monotonic() - before, LONGEST_COUNTED_SECONDS)
             pause = min(2 * pause, SLEEP_SECONDS[1])
 
@@ -237,18 +238,18 @@ class SharedTransport:
         segment = self._mapped()
         at = self._lane.outbox + block.start
         marks = at + self._marks
-        # Where another operation is by now, this one was read.
+        # A place with another operation's number has been reused, so the one asked for was read.
         return (
             segment.memory[marks : marks + len(self._all_read)] == self._all_read
             or segment.words[at // WORD] != block.number
         )
 
     def drop(self, number: int, peers: Sequence[int]) -> None:
-        """Notes that nobody here will read what some ranks have for us in an operation."""
+        """Notes that this rank will not read the parts of some ranks in an operation."""
         self._dropped.extend((number, peer) for peer in peers)
 
     def _mark_dropped(self) -> None:
-        """Marks as read what nobody here will read, as far as it has come."""
+        """Marks parts that this rank will not read as read, once they are posted: else their places stay taken."""
         segment = self._mapped()
         words = segment.words
         for _ in range(len(self._dropped)):
@@ -261,24 +262,23 @@ class SharedTransport:
                 self._dropped.append((number, peer))
 
     def _has_left(self, peer: int) -> bool:
-        """Whether a rank has said so, or its process has ended."""
+        """Whether a rank has closed its transport, or its process has ended."""
         segment = self._mapped()
         return segment.words[segment.lanes[peer].gone] != 0 or self._peers.has_ended(peer)
 
-    def _peers_lost(self, late: Sequence[int]) -> PeerLostError:
-        """An error that names those who have left; if nobody has, those who are late."""
-        missing = tuple(sorted([peer for peer in late if self._has_left(peer)] or late))
-        return peers_lost(self.rank, self.world_size, missing, self._timeout)
+    def _lost(self, late: Sequence[int]) -> PeerLostError:
+        """An error that names the ranks that have left; if none has, those that are late."""
+        return self.lost(sorted([peer for peer in late if self._has_left(peer)] or late))
 
 
 class SharedParts:
-    """An exchange or a gather under way; keeps what it sends alive, since the part for this rank is in it.
+    """An exchange or a gather under way; keeps `sent` alive, whose part for this rank itself is not copied.
 
     Args:
-        transport: which posted it.
+        transport: posted it.
         number: of the operation.
         sent: this rank's parts.
-        own_start: where the one for itself begins in it, in bytes.
+        own_start: offset in bytes of the one for itself.
         receive_sizes: elements of the part from each rank.
     """
 
@@ -294,7 +294,7 @@ class SharedParts:
         self._received: Tensor | None = None
 
     def wait(self) -> Tensor:
-        """The parts from rank 0, 1, … one after another, in memory of their own."""
+        """The parts from rank 0, 1, …, concatenated, in memory of their own."""
         if self._received is not None:
             return self._received
         transport, sent, unread = self._transport, self._sent, self._unread
@@ -311,25 +311,5 @@ class SharedParts:
         return received
 
     def __del__(self) -> None:
-        if self._unread:  # an exchange that was given up: its place must not stay taken
+        if self._unread:  # given up, by an exception: its places in the outboxes of the others must become free
             self._transport.drop(self._number, self._unread)
-
-
-class SharedTotal:
-    """A sum under way.
-
-    Args:
-        parts: what is to be summed, of every rank.
-        world_size: the number of ranks.
-    """
-
-    def __init__(self, parts: Pending, world_size: int) -> None:
-        self._parts = parts
-        self._world_size = world_size
-
-    def wait(self) -> Tensor:
-        """The sum, from left to right."""
-        first, *others = self._parts.wait().chunk(self._world_size)
-        for other in others:
-            first.add_(other)
-        return first

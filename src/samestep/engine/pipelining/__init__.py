@@ -1,1 +1,1 @@
-"""The `pipeline` strategy: the model cut into stages on different ranks, through which the microbatches go in turn."""
+"""The `pipeline` strategy: the model is cut into stages on different ranks, which run the microbatches in turn."""

@@ -1,4 +1,4 @@
-"""A model in stages: this rank's parameters of it, and the evaluation of all of it."""
+"""A model in stages: this rank's parameters, and the evaluation of the whole model."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,14 +7,13 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from samestep.comm.local_shards import Sharding
 from samestep.comm.membership import Membership
 from samestep.data.randomness import Generators
 from samestep.engine.parameters import named_parameters
+from samestep.engine.pipelining.p2p import PIPE, PointToPoint, connect_stages, packed, unpacked
 from samestep.engine.pipelining.schedule import owners_of_stages
-from samestep.engine.pipelining.stage_inputs import packed, unpacked
 from samestep.engine.pipelining.stages import Stage, cut, parts_of
-from samestep.engine.sharded_state import ShardedState, check_contiguous, check_dimension, check_elementwise
+from samestep.engine.sharded_state import ShardedState, Sharding, check_contiguous, check_dimension, check_elementwise
 from samestep.engine.strategies import Pipeline
 
 
@@ -29,6 +28,7 @@ class PipelinedModel:
         own: the numbers of this rank's stages.
         names: of the parameters of each stage.
         foreign: the names of the parameters of other ranks, by their ids.
+        p2p: between the ranks along "pipe".
         whole: runs all stages, as the model; all ranks that execute the same microbatches call it.
     """
 
@@ -37,7 +37,7 @@ class PipelinedModel:
     ) -> None:
         check_elementwise(optimizers, membership.communicator.device, by_rows=False)
         named_parameters(model, optimizers)
-        pipe = membership.along("pipe")
+        pipe = membership.along(PIPE)
         self.model = model
         self.options = options
         num_stages = pipe.world_size * options.stages_per_rank
@@ -62,36 +62,42 @@ class PipelinedModel:
         self.foreign = {id(p): name for name, p in parameters.items() if homes[name] != pipe.rank}
         self.state = ShardedState(parameters, spreads, has_whole_parameters=False, communicator=pipe)
         self.state.hand_over(optimizers, names, pipe.rank)
-        self.whole = Whole(membership, model, self.stages, self.owners)
+        assert membership.mesh is not None, "a pipeline has a mesh"
+        self.p2p = connect_stages(membership.communicator, membership.mesh, membership.timeout)
+        self.whole = Whole(membership, model, self.stages, self.owners, self.p2p)
 
 
 class Whole(nn.Module):
     """The model for evaluation: its stages run one after another, each on its rank."""
 
     def __init__(
-        self, membership: Membership, model: nn.Module, stages: Sequence[Stage], owners: Sequence[int]
+        self,
+        membership: Membership,
+        model: nn.Module,
+        stages: Sequence[Stage],
+        owners: Sequence[int],
+        p2p: PointToPoint,
     ) -> None:
         super().__init__()
         self.model = model
-        self._membership = membership
-        self._stages = tuple(stages)
+        self._rank = membership.rank
+        self._p2p = p2p
+        self._stages = tuple(stages)  # a tuple registers no modules: those of the model would be listed twice
         self._owners = tuple(owners)
         self._generators = Generators(membership.communicator.device)
 
     def forward(self, value: Any) -> Any:
         """The model's output, on every rank that executes the same microbatches."""
-        p2p = self._membership.p2p
         try:
             output = self._through_stages(value)
         except BaseException as error:
-            p2p.fail(f"rank {self._membership.rank}, which has another stage, failed: {error}")
+            self._p2p.fail(f"rank {self._rank}, which has another stage, failed: {error}")
             raise
-        p2p.settle()
+        self._p2p.settle()
         return output
 
     def _through_stages(self, value: Any) -> Any:
-        p2p = self._membership.p2p
-        holder = 0
+        p2p, holder = self._p2p, 0
         for stage, owner in zip(self._stages, self._owners, strict=True):
             if p2p.rank == owner:
                 value = stage(value if holder == owner else unpacked(self._generators, *p2p.receive(holder)))

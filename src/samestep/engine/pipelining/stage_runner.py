@@ -18,11 +18,10 @@ from samestep.engine.pipelining.backward import (
     weight_backward,
     whole_backward,
 )
-from samestep.engine.pipelining.buffers import StageBuffers
-from samestep.engine.pipelining.gradients import PipelinedGradientSum
+from samestep.engine.pipelining.exchange import PipelinedGradientSum, StageBuffers
 from samestep.engine.pipelining.model import PipelinedModel
+from samestep.engine.pipelining.p2p import Contents, StageInputs, packed, unpacked
 from samestep.engine.pipelining.schedule import BACKWARD, FORWARD, INPUT, WEIGHT, Action, Message, make_schedule
-from samestep.engine.pipelining.stage_inputs import Contents, StageInputs, packed, unpacked
 from samestep.engine.pipelining.stages import as_tensors, like
 from samestep.engine.result import StepStats
 from samestep.engine.strategy import Layout
@@ -55,7 +54,7 @@ class StageRunner:
         microbatches = membership.executed
         self._microbatches = range(microbatches.start, max(microbatches.start, min(microbatches.stop, batch.length)))
         self._batch, self._step = batch, step
-        p2p = membership.p2p
+        p2p = self._pipelined.p2p
         schedule = make_schedule(options.schedule, p2p.world_size, options.stages_per_rank, len(self._microbatches))
         self._inputs = StageInputs(p2p, schedule)
         self._kept: dict[tuple[int, int], MicrobatchInStage] = {}

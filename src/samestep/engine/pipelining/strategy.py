@@ -10,8 +10,7 @@ from samestep.comm.communicator import Communicator
 from samestep.comm.membership import Membership
 from samestep.engine.forward_backward import ForwardBackward
 from samestep.engine.observer import Observers
-from samestep.engine.pipelining.buffers import StageBuffers
-from samestep.engine.pipelining.gradients import PipelinedGradientSum
+from samestep.engine.pipelining.exchange import PipelinedGradientSum, StageBuffers
 from samestep.engine.pipelining.model import PipelinedModel
 from samestep.engine.pipelining.stage_runner import StageRunner
 from samestep.engine.sharded_state import ShardedState
@@ -62,7 +61,7 @@ class PipelineStrategy:
         return gradients, StageBuffers(pipelined, membership)
 
     def make_runner(self, compute: ForwardBackward) -> StageRunner:
-        """Runs the microbatches through this rank's stages."""
+        """Runs the microbatches through this rank's stages, in the order of the schedule."""
         return StageRunner(self.pipelined, compute)
 
     def sync_trainable(self) -> None:

@@ -13,11 +13,10 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from samestep.comm.communicator import Communicator
-from samestep.comm.local_shards import by_rows
 from samestep.comm.membership import Membership
 from samestep.comm.mesh import data_mesh
 from samestep.engine.parameters import named_parameters
-from samestep.engine.sharded_state import ShardedState, check_elementwise, refuse_reading
+from samestep.engine.sharded_state import ShardedState, by_rows, check_elementwise, refuse_reading
 from samestep.engine.sharding.wrapping import plan_modules, shard_modules
 from samestep.engine.strategies import Sharded
 from samestep.errors import UsageError

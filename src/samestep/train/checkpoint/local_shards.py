@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from samestep.comm.communicator import Communicator
-from samestep.comm.local_shards import LocalShard, Sharding
-from samestep.engine.sharded_state import ShardedState
+from samestep.engine.sharded_state import LocalShard, ShardedState, Sharding
 from samestep.engine.step import TrainStep
 
 SEVERAL = 2  # ranks: gives the forms of sharded tensors on any number of ranks

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from samestep.comm.local_shards import LocalShard, Sharding
+from samestep.engine.sharded_state import LocalShard, Sharding
 from samestep.errors import CheckpointError, SamestepError, UsageError
 from samestep.train.checkpoint.manifest import MAX_NESTING, is_nested_beyond
 from samestep.train.checkpoint.tensors import DTYPES, METADATA

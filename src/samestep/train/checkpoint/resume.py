@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from samestep.comm.communicator import Communicator
-from samestep.comm.local_shards import LocalShard
 from samestep.comm.membership import Membership
+from samestep.engine.sharded_state import LocalShard
 from samestep.errors import CheckpointError, ContractError, UsageError
 from samestep.train.checkpoint.local_shards import Layout, Stored, whole_tensors
 from samestep.train.checkpoint.manifest import read_small

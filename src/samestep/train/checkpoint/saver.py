@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from samestep.comm.communicator import Communicator
-from samestep.comm.local_shards import LocalShard
+from samestep.engine.sharded_state import LocalShard
 from samestep.errors import RunFolderError
 from samestep.train.atomic_io import remove_entry, retrying, writing
 from samestep.train.checkpoint.local_shards import split_files, unsharded

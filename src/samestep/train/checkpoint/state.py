@@ -14,10 +14,9 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.optim import Optimizer
 
-from samestep.comm.local_shards import LocalShard, Sharding
 from samestep.data.nested import leaves
 from samestep.engine.config import Settings, take_new_settings
-from samestep.engine.sharded_state import ShardedState
+from samestep.engine.sharded_state import LocalShard, ShardedState, Sharding
 from samestep.engine.step import TrainStep
 from samestep.errors import CheckpointError
 from samestep.train.checkpoint.local_shards import (

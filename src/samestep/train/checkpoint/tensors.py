@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save_file
 from torch import Tensor
 
-from samestep.comm.local_shards import LocalShard
+from samestep.engine.sharded_state import LocalShard
 from samestep.errors import CheckpointError
 from samestep.train.checkpoint.manifest import Written, damaged, parse_json, read_verified, seal
 

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from samestep.comm.communicator import Communicator
-from samestep.comm.local_shards import LocalShard
-from samestep.engine.sharded_state import ShardedState
+from samestep.engine.sharded_state import LocalShard, ShardedState
 from samestep.engine.step import TrainStep
 
 

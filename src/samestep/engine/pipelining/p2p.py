@@ -1,31 +1,43 @@
-"""Point-to-point exchange between the ranks along an axis: tensors arrive as they lay in memory.
+"""Point-to-point exchange between stages: values and gradients arrive with the strides and the alignment that they had.
 
-A send never blocks, and messages from one rank arrive in the order in which it sent them. Kernels are chosen by strides
-and alignment, so equal bits need both at the receiver; torch's own `send` and `recv` take contiguous tensors alone.
+Kernels are chosen by strides and alignment, so equal bits need both at the receiver; torch's own `send` and `recv` take
+contiguous tensors alone. A send never blocks, and messages from one rank arrive in the order in which it sent them.
+
+On one device a microbatch draws all its randomness from one stream, in every layer. So the state of the random
+generators travels with the activations, and each stage goes on where the one before it stopped.
 """
 
 import pickle
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import random
+from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from numpy.random import mtrand
 from torch import Tensor
 
-from samestep.comm.communicator import DTYPES
+from samestep.comm.communicator import DTYPES, Communicator
 from samestep.comm.group import GroupTransport
+from samestep.comm.mesh import connect_lines
+from samestep.core.mesh import Mesh
+from samestep.data.randomness import Generators
+from samestep.engine.pipelining.schedule import Message, Schedule
+from samestep.engine.pipelining.stages import as_tensors
 from samestep.errors import PeerLostError, UsageError
 
+PIPE = "pipe"
 HEAD_BYTES = 16_384  # of every message, so that a receiver can post it unasked; the generators take 9,000
 ERROR_BYTES = 8_192
 
 Sent = list[tuple[dist.Work, Tensor]]
 """The transfers of one message, with the memory that they read."""
+Contents = tuple[Sequence[Tensor | None], Any]
 
 
 class Form(NamedTuple):
-    """How a tensor lies in memory; `phase` counts its elements behind a border of the allocator."""
+    """A tensor's layout in memory; `phase` counts its elements behind a border of the allocator."""
 
     dtype: int
     needs_gradient: bool
@@ -75,7 +87,7 @@ class PointToPoint:
         return [None if form is None else self._arrived(Form(*form), source, channel) for form in forms], note
 
     def fail(self, text: str) -> None:
-        """Lets `receive` of the other ranks raise: this one cannot go on."""
+        """Lets `receive` of the other ranks raise a `PeerLostError`, as this one cannot go on."""
         head = _head(text[:ERROR_BYTES], [], None)
         for target in range(self.world_size):
             if target != self.rank:
@@ -85,7 +97,7 @@ class PointToPoint:
     def settle(self, sent: Sent | None = None) -> None:
         """Waits until a message has left, or all of them, and frees its memory."""
         for entry in list(self._under_way.values()) if sent is None else [sent]:
-            with self._naming_lost():
+            with self._control.failures_named():
                 for work, _ in entry:
                     work.wait()
             self._under_way.pop(id(entry), None)
@@ -105,31 +117,43 @@ class PointToPoint:
     def _post(self, flat: Tensor, target: int, channel: dist.ProcessGroup | None) -> tuple[dist.Work, Tensor]:
         raw = flat.view(torch.uint8)
         group, at = self._place(target, channel)
-        with self._naming_lost():
+        with self._control.failures_named():
             work = dist.isend(raw, group=group, group_dst=at)
         assert work is not None, "this rank is in the group"
         return work, raw
 
     def _fill(self, raw: Tensor, source: int, channel: dist.ProcessGroup | None) -> None:
         group, at = self._place(source, channel)
-        with self._naming_lost():
+        with self._control.failures_named():
             dist.recv(raw, group=group, group_src=at)
 
     def _place(self, peer: int, channel: dist.ProcessGroup | None) -> tuple[dist.ProcessGroup | None, int]:
         """The process group of a transfer, and the peer's rank in it; a channel has two."""
         return (self._control.group, peer) if channel is None else (channel, 1 - dist.get_rank(channel))
 
-    @contextmanager
-    def _naming_lost(self) -> Iterator[None]:
-        """Raises a `PeerLostError` that names the ranks which do not answer, if a transfer fails."""
-        try:
-            yield
-        except RuntimeError as error:
-            raise self._control.peers_lost(error) from error
+
+def connect_stages(communicator: Communicator, mesh: Mesh, timeout: timedelta) -> PointToPoint:
+    """Connects the ranks along "pipe"; all ranks call it."""
+    control = connect_lines(communicator, mesh, PIPE, "gloo", timeout)
+    channels: dict[tuple[int, int], dist.ProcessGroup] = {}
+    if communicator.transport.stream is not None:
+        # NCCL executes the operations of a group in order, and a send must not wait for one in the other direction:
+        # a group for each two neighbours and each direction.
+        for line, (source, target) in _neighbours(mesh):
+            group = dist.new_group([line[source], line[target]], timeout=timeout, backend="nccl")
+            if communicator.rank in (line[source], line[target]):
+                channels[source, target] = group
+    return PointToPoint(control, communicator.device, channels)
+
+
+def _neighbours(mesh: Mesh) -> list[tuple[range, tuple[int, int]]]:
+    size = mesh.sizes[PIPE]
+    pairs = dict.fromkeys(pair for k in range(size) for pair in ((k, (k + 1) % size), ((k + 1) % size, k)))
+    return [(line, pair) for line in mesh.lines(PIPE) for pair in pairs]
 
 
 def _plain(tensor: Tensor) -> Tensor:
-    """A tensor as it lies in memory, without a pending conjugation or negation."""
+    """The tensor as it lies in memory, without a pending conjugation or negation."""
     if tensor.layout != torch.strided or tensor.dtype not in DTYPES:
         raise UsageError(
             f"a value of dtype {tensor.dtype} and layout {tensor.layout} cannot go from one stage to the next: use "
@@ -149,7 +173,7 @@ def _head(error: str | None, forms: Sequence[Form | None], note: Any) -> Tensor:
 def _form(tensor: Tensor | None) -> Form | None:
     if tensor is None:
         return None
-    border = 64 if tensor.is_cpu else 256  # where torch's allocator lets tensors begin
+    border = 64 if tensor.is_cpu else 256  # at which torch's allocator lets tensors begin
     phase = tensor.data_ptr() % border // tensor.element_size()
     return Form(DTYPES.index(tensor.dtype), tensor.requires_grad, phase, tuple(tensor.shape), tensor.stride())
 
@@ -159,3 +183,68 @@ def _span_size(shape: Sequence[int], strides: Sequence[int]) -> int:
     if 0 in shape:
         return 0
     return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+
+
+class StageInputs:
+    """The messages of one step, between stages of this rank or of two ranks.
+
+    A sent tensor is freed as soon as a message shows that it has arrived: its receiver sent that after it needed ours.
+    Else every activation would stay until the end of the step.
+    """
+
+    def __init__(self, p2p: PointToPoint, schedule: Schedule) -> None:
+        self._p2p = p2p
+        self._owners = schedule.owners
+        others = [rank for rank in range(p2p.world_size) if rank != p2p.rank]
+        self._expected = {source: list(schedule.messages(source, p2p.rank).items())[::-1] for source in others}
+        self._needed = {target: schedule.awaited(target) for target in others}
+        self._sent: dict[int, list[tuple[int, Sent]]] = {target: [] for target in others}
+        self._arrived: dict[Message, Contents] = {}
+
+    def send(self, message: Message, tensors: Sequence[Tensor | None], note: Any) -> None:
+        """Sends a message to the rank that has its stage, without blocking."""
+        owner = self._owners[message.stage]
+        if owner == self._p2p.rank:
+            self._arrived[message] = [None if tensor is None else _leaf(tensor) for tensor in tensors], note
+        else:
+            self._sent[owner].append((self._needed[owner][message], self._p2p.send(owner, tensors, note)))
+
+    def take(self, message: Message) -> Contents:
+        """Waits for a message; those that arrive before it are kept."""
+        source = self._owners[message.source]
+        while message not in self._arrived:
+            following, number = self._expected[source].pop()
+            self._arrived[following] = self._p2p.receive(source)
+            for needed, sent in self._sent[source]:
+                if needed <= number:
+                    self._p2p.settle(sent)
+            self._sent[source] = [(needed, sent) for needed, sent in self._sent[source] if needed > number]
+        return self._arrived.pop(message)
+
+
+def packed(generators: Generators, value: Any) -> tuple[list[Tensor], Any]:
+    """The tensors of a stage's output, and a note with its form and the generators' state."""
+    of_torch = [generator.get_state().numpy().tobytes() for generator in generators.of_torch]
+    states = of_torch, random.getstate(), mtrand.get_state(legacy=False)
+    return as_tensors(value), (isinstance(value, tuple | list), *states)
+
+
+def unpacked(generators: Generators, tensors: Sequence[Tensor | None], note: Any) -> Any:
+    """The value of a message; the generators go on from the state in it."""
+    is_tuple, *states = note
+    restore_generators(generators, *states)
+    arrived = [tensor for tensor in tensors if tensor is not None]
+    return tuple(arrived) if is_tuple else arrived[0]
+
+
+def restore_generators(generators: Generators, of_torch: Sequence[bytes], of_python: Any, of_numpy: Any) -> None:
+    """Sets all global generators to the state of another stage."""
+    for generator, state in zip(generators.of_torch, of_torch, strict=True):
+        generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+    random.setstate(of_python)
+    mtrand.set_state(of_numpy)
+
+
+def _leaf(tensor: Tensor) -> Tensor:
+    """The same memory as a leaf, as if it had come from another rank: each stage has a graph of its own."""
+    return tensor.detach().requires_grad_(tensor.requires_grad)

@@ -1,0 +1,130 @@
+"""The rendezvous: the ranks of a run connect to one store, and find out which of them are missing."""
+
+import contextlib
+import errno
+import socket
+import time
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from samestep.comm.environment import Environment
+from samestep.errors import PeerLostError, UsageError
+
+FIRST_POLL_SECONDS, POLL_SECONDS = 0.0005, 0.02
+BACKLOG = 1024
+LOOPBACKS = ("localhost", "ip6-localhost", "::1")
+
+
+def rendezvous(environment: Environment, timeout: timedelta) -> dist.Store:
+    """Connects to the store and waits until every rank has."""
+    rank, host, port = environment.rank, environment.master_addr, environment.master_port
+    hosting, listener = store_host(environment), None
+    if rank == hosting:
+        # If another socket of this process listens at the port, torch shares that one (multi_tenant) below.
+        with contextlib.suppress(OSError):
+            listener = listen(host, port).detach()
+    try:
+        # Not dist.rendezvous: its store waits for all ranks by itself, and an error cannot name the missing ones.
+        store = dist.TCPStore(
+            host,
+            port,
+            is_master=rank == hosting,
+            timeout=timeout,
+            wait_for_workers=False,
+            multi_tenant=True,
+            master_listen_fd=listener,
+        )
+        # The store may outlive the processes, and a process may connect again: a prefix of its own keeps every
+        # rendezvous apart from the addresses that an earlier one has left.
+        number = store.add(f"samestep/{environment.attempt}/{rank}", 1)
+        ours = dist.PrefixStore(f"samestep/{environment.attempt}.{number}", store)
+    except (RuntimeError, ValueError, OSError) as error:
+        verb = "open" if rank == hosting else "reach"
+        raise UsageError(
+            f"rank {rank} cannot {verb} the store at {host}:{port}, as MASTER_ADDR and MASTER_PORT say: {error}"
+        ) from error
+    seconds = timeout.total_seconds()
+    try:
+        missing = roll_call(dist.PrefixStore("meeting", ours), rank, environment.world_size, seconds, hosting)
+    except RuntimeError as error:
+        raise PeerLostError(f"the store at {host}:{port} went while rank {rank} waited for the others") from error
+    if missing:
+        names = ", ".join(str(rank) for rank in missing)
+        raise PeerLostError(
+            f"rank {rank} met {environment.world_size - len(missing)} of {environment.world_size} ranks "
+            f"within {seconds:g} s; missing: {names}",
+            missing,
+        )
+    return ours
+
+
+def join_store(environment: Environment, timeout: timedelta) -> dist.Store:
+    """The store of a run under way, for a worker that joins it late: that of the first rendezvous."""
+    host, port = environment.master_addr, environment.master_port
+    try:
+        store = dist.TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False)
+    except RuntimeError as error:
+        raise PeerLostError(f"the run to join is over: nobody answers at {host}:{port}") from error
+    return dist.PrefixStore(f"samestep/{environment.attempt}.1", store)
+
+
+def store_host(environment: Environment) -> int | None:
+    """The rank that hosts the store; None if no rank does."""
+    return None if environment.store_is_kept else 0
+
+
+def roll_call(
+    store: dist.Store,
+    rank: int,
+    world_size: int,
+    seconds: float,
+    store_host: int | None,
+    word: str = "here",
+    check: Callable[[], None] = lambda: None,
+) -> tuple[int, ...]:
+    """Writes a word under this rank's key, and waits for those of the others; returns the ranks without one.
+
+    `check` is called at every poll; it may raise to end the wait.
+    """
+    missing: tuple[int, ...] = ()
+    deadline, pause = time.monotonic() + seconds, FIRST_POLL_SECONDS
+    try:
+        store.set(str(rank), word)
+        # Polling, since `Store.wait` prints warnings when it times out, and cannot tell which keys are there.
+        while missing := tuple(other for other in range(world_size) if not store.check([str(other)])):
+            if time.monotonic() >= deadline:
+                break
+            check()
+            time.sleep(pause)
+            pause = min(2 * pause, POLL_SECONDS)
+    except RuntimeError:
+        if store_host is None:
+            raise
+        # The host may have left after its own roll call: then the ranks missing at the last poll are the cause.
+        return missing or (store_host,)
+    return missing
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that listens at the address of a host, which is this machine.
+
+    It listens at all addresses if the name has none that other machines can reach: a machine's own name often resolves
+    to its loopback address, and the name of a service to the address of a proxy.
+    """
+    is_loopback = host in LOOPBACKS or host.startswith("127.")
+    with contextlib.suppress(socket.gaierror):
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        # A name's IPv4 address first: machines without IPv6 reach it, too.
+        for family, _, _, _, address in sorted(found, key=lambda entry: entry[0] != socket.AF_INET):
+            if not is_loopback and (address[0] in LOOPBACKS or str(address[0]).startswith("127.")):
+                continue
+            try:
+                return socket.create_server(address, family=family, backlog=BACKLOG)
+            except OSError as error:
+                if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
+                    raise
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=BACKLOG)
+    return socket.create_server(("", port), backlog=BACKLOG)
