@@ -12,23 +12,14 @@ from samestep.comm.reduction import ALIGNMENT_ELEMENTS
 
 @dataclass(frozen=True)
 class Bucket:
-    """The layout of one flat tensor.
+    """The layout of one flat tensor."""
 
-    Attributes:
-        members: indices of the tensors in it.
-        offsets: where each begins, in elements; multiples of `ALIGNMENT_ELEMENTS`.
-        length: elements up to the end of the last member, rounded up; the same for any number of ranks.
-        numel: elements of the flat tensor, padded to divide evenly among the ranks.
-        dtype: dtype of all members.
-        device: device of all members.
-    """
-
-    members: tuple[int, ...]
-    offsets: tuple[int, ...]
-    length: int
-    numel: int
-    dtype: torch.dtype
-    device: torch.device
+    members: tuple[int, ...]  # indices of the tensors in it
+    offsets: tuple[int, ...]  # where each begins, in elements; multiples of `ALIGNMENT_ELEMENTS`
+    length: int  # elements up to the end of the last member, rounded up; the same for any number of ranks
+    numel: int  # elements of the flat tensor, padded to divide evenly among the ranks
+    dtype: torch.dtype  # dtype of all members
+    device: torch.device  # device of all members
 
     def empty(self) -> Tensor:
         """A flat tensor of this layout, filled with zeros, on a 256-byte border."""
@@ -52,6 +43,7 @@ def make_buckets(tensors: Sequence[Tensor], bucket_bytes: int, world_size: int) 
     for index in reversed(range(len(tensors))):
         groups.setdefault((tensors[index].dtype, tensors[index].device), []).append(index)
     buckets = []
+    # dicts keep their order: all ranks lay out alike, as their models list parameters alike.
     for (dtype, device), indices in groups.items():
         for members in _split_by_bytes(tensors, indices, bucket_bytes):
             sizes = [round_up(tensors[i].numel(), ALIGNMENT_ELEMENTS) for i in members]

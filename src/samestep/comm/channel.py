@@ -127,6 +127,7 @@ def _lines(event: Event) -> list[bytes]:
     text = json.dumps(event)
     if len(text) < _PIPE_BUF:
         return [text.encode() + b"\n"]
+    # Unique among the writers of the pipe, whose parts may lie between each other.
     name = f"{threading.get_native_id():x}.{time.monotonic_ns():x}"
     size = (_PIPE_BUF - _ENVELOPE_SIZE) // 2  # JSON within JSON: quotes and backslashes double
     pieces = [text[start : start + size] for start in range(0, len(text), size)]

@@ -74,6 +74,7 @@ class Communicator:
     def gather_words(self, words: Sequence[int]) -> list[list[int]]:
         """Gathers equally many 64-bit integers of each rank, through host memory."""
         sent = torch.tensor(words, dtype=torch.int64)
+        # On the host: of values on an accelerator `tolist` would wait for all kernels under way.
         received = self.control.gather(sent).wait().view(self.world_size, len(words))
         rows: list[list[int]] = received.tolist()
         return rows
@@ -109,7 +110,7 @@ class Communicator:
             ranges: the microbatches of each rank.
         """
         gathered = self.gather_rows(rows, [len(microbatches) for microbatches in ranges])
-        order = in_microbatch_order(ranges)
+        order = in_microbatch_order(ranges)  # dealt in turn, the rows of a rank are not adjacent microbatches
         return tree_sum_rows(gathered if order is None else gathered[order])
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:

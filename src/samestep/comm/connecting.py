@@ -60,6 +60,7 @@ def connect_at(
     # Only a supervisor that sees all ranks can announce a quorum: no healing over several nodes.
     healing_store = store if host is None and place.local_world_size == place.world_size else None
     shared = None
+    # Tried first even with NCCL: then it carries the small values in host memory.
     try:
         segment = _share(dist.PrefixStore("shared", store), place, connect_timeout)
         shared = SharedTransport(segment, place.rank, timeout, store, healing_store)
@@ -72,6 +73,7 @@ def connect_at(
         return shared, shared
     try:
         _join_group(store, place, backend, device, connect_timeout, timeout)
+        # NCCL moves no host memory.
         control = dist.new_group(backend="gloo", timeout=timeout) if backend == "nccl" and shared is None else None
     except RuntimeError as error:
         if shared is not None:
@@ -125,6 +127,7 @@ def _connect_nodes(
 ) -> Nodes | None:
     """Connects ranks that have a process group within and between their nodes; None for a flat reduction."""
     rank, num_ranks = control.rank, control.world_size
+    # All ranks decide by the words of all: a variable that is set on one node only must not split the ranks.
     words = [place.local_rank, place.local_world_size, int(place.nodes == "auto")]
     rows = control.gather(torch.tensor(words)).wait().view(num_ranks, 3).tolist()
     size = node_size([(local, count) for local, count, _ in rows])
@@ -162,6 +165,7 @@ def _share_in_node(
     with contextlib.suppress(NoSegmentError):
         transport = SharedTransport(_share(store, alone, connect_timeout), local, timeout, store)
         transport.ranks, transport.run_size = ranks, control.world_size
+    # All nodes alike, since all ranks must make the process groups that stand in for it.
     have = bool(control.gather(torch.tensor([transport is not None])).wait().all())
     if transport is not None and not have:
         transport.close()
@@ -255,7 +259,7 @@ def _join_group(
         timeout=connect_timeout,
         device_id=device if backend == "nccl" else None,
     )
-    if connect_timeout != timeout:
+    if connect_timeout != timeout:  # a lost rank must be noticed soon while connecting, a slow one be waited for later
         dist.distributed_c10d._set_pg_timeout(timeout)
 
 

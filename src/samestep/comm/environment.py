@@ -27,39 +27,22 @@ TORCHRUN_OPTIONS = (
 
 @dataclass(frozen=True)
 class Environment:
-    """The place of a process in its run.
+    """The place of a process in its run."""
 
-    Attributes:
-        rank: 0 … world_size - 1.
-        world_size: number of ranks.
-        local_rank: rank on this node.
-        local_world_size: ranks on this node.
-        master_addr: address of the store.
-        master_port: its port.
-        launcher: "none", "samestep", "torchrun", "slurm", "mpi" or "other".
-        device_kind: the kind of device that our launcher chose ("cpu", "cuda", …); else None.
-        num_threads: CPU threads a worker that our launcher chose; else None.
-        store_is_kept: whether the launcher hosts the store; if not, rank 0 does.
-        attempt: how often the launcher has restarted the ranks; a store may outlive them.
-        joins: whether this process was started late, in the place of a lost one.
-        transport: one of `TRANSPORTS`.
-        nodes: whether sums go by nodes, one of `NODES`.
-    """
-
-    rank: int = 0
-    world_size: int = 1
-    local_rank: int = 0
-    local_world_size: int = 1
-    master_addr: str = LOOPBACK
-    master_port: int = 0
-    launcher: str = "none"
-    device_kind: str | None = None
-    num_threads: int | None = None
-    store_is_kept: bool = False
-    attempt: int = 0
-    joins: bool = False
-    transport: str = "auto"
-    nodes: str = "auto"
+    rank: int = 0  # 0 … world_size - 1
+    world_size: int = 1  # number of ranks
+    local_rank: int = 0  # rank on this node
+    local_world_size: int = 1  # ranks on this node
+    master_addr: str = LOOPBACK  # address of the store
+    master_port: int = 0  # its port
+    launcher: str = "none"  # "none", "samestep", "torchrun", "slurm", "mpi" or "other"
+    device_kind: str | None = None  # the kind of device that our launcher chose ("cpu", "cuda", …); else None
+    num_threads: int | None = None  # CPU threads a worker that our launcher chose; else None
+    store_is_kept: bool = False  # whether the launcher hosts the store; if not, rank 0 does
+    attempt: int = 0  # how often the launcher has restarted the ranks; a store may outlive them
+    joins: bool = False  # whether this process was started late, in the place of a lost one
+    transport: str = "auto"  # one of `TRANSPORTS`
+    nodes: str = "auto"  # whether sums go by nodes, one of `NODES`
 
 
 def read_environment(variables: Mapping[str, str] | None = None) -> Environment:

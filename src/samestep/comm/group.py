@@ -23,13 +23,7 @@ class GroupTransport(Connection):
 
     Tensors travel as bytes, since gloo lacks some dtypes (bfloat16, unsigned integers) in some collectives. With gloo
     the tensors of an accelerator go through host memory.
-
-    Args:
-        group: the process group; None for the default one.
-        store: the store of the rendezvous, by which the ranks find the missing ones after a failure.
-        timeout: of a transfer.
-        store_host: the rank that hosts the store; None if no rank does.
-        healing_store: see `Connection`.
+    By the store, which rank `store_host` hosts, the ranks find the missing ones after a failure.
     """
 
     def __init__(

@@ -68,21 +68,13 @@ class Quorum:
 
 @dataclass(frozen=True)
 class Beat:
-    """A worker's last post.
+    """A worker's last post."""
 
-    Attributes:
-        seconds: its time, on the clock of `time.monotonic`; 0 before the first.
-        step: that the worker is in.
-        phase: one of `PHASES`.
-        flags: `STOPS_ON_REQUEST`, `HEALS`, `READY_TO_JOIN`, `LEAVES_EARLY` and `SHOWS_LIFE`, or-ed.
-        quorum: the number of the quorum that it works in.
-    """
-
-    seconds: float
-    step: int
-    phase: str
-    flags: int
-    quorum: int
+    seconds: float  # its time, on the clock of `time.monotonic`; 0 before the first
+    step: int  # that the worker is in
+    phase: str  # one of `PHASES`
+    flags: int  # `STOPS_ON_REQUEST`, `HEALS`, `READY_TO_JOIN`, `LEAVES_EARLY` and `SHOWS_LIFE`, or-ed
+    quorum: int  # the number of the quorum that it works in
 
 
 class HeartbeatPage:

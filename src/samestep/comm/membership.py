@@ -64,23 +64,6 @@ class Membership:
         timeout_seconds: of an exchange with other ranks.
         healing_store: the store of the run, for a worker that was started late; else None.
         mesh: how the ranks divide the work; along "data" alone if None.
-
-    Attributes:
-        communicator: another one after a loss.
-        mesh: None if there is no axis but "data".
-        ranges: the microbatches of every rank; none for spares. Microbatches that several ranks execute together are
-            those of the first of them, which reports their losses.
-        version: grows whenever the ranks change.
-        num_operations: carried out so far.
-        healed: the healings so far, oldest first: (quorum, seconds that it took).
-        give: sends the state to ranks that join, `give(communicator, source rank)`; None while none can join.
-        is_late: whether this worker still waits to join.
-        needs_all: whether each rank has state that no other has.
-        is_dealt: whether microbatches are dealt to the ranks in turn (`core.microbatches.dealt_ranges`).
-        stop: the signal by which the run is to stop, once all ranks have agreed on it after a step; 0 before.
-        asks_checkpoint: whether this rank asks for a checkpoint after the next step.
-        checkpoint_agreed: whether a rank asked for one before the last step; the same on all ranks.
-        on_rank_asked: called with the name by which the script asks for its rank; None while it may.
     """
 
     def __init__(
@@ -95,16 +78,23 @@ class Membership:
         healing_store: dist.Store | None = None,
         mesh: Mesh | None = None,
     ) -> None:
-        self.communicator = communicator
+        self.communicator = communicator  # another one after a loss
         self.num_microbatches = num_microbatches
         self.mesh = mesh if mesh is not None and mesh.num_inner > 1 else None
         self.heartbeat = Heartbeat() if heartbeat is None else heartbeat
         self.timeout = timedelta(seconds=timeout_seconds)
-        self.version = self.num_operations = self.stop = 0
-        self.healed: list[tuple[Quorum, float]] = []
+        self.version = 0  # grows whenever the ranks change
+        self.num_operations = 0  # carried out so far
+        self.healed: list[tuple[Quorum, float]] = []  # with the seconds that it took, oldest first
+        # Sends the state of a source rank to ranks that join; None while none can join.
         self.give: Callable[[Communicator, int], None] | None = None
-        self.is_late = healing_store is not None
-        self.is_dealt = self.needs_all = self.asks_checkpoint = self.checkpoint_agreed = False
+        self.is_late = healing_store is not None  # whether this worker still waits to join
+        self.is_dealt = False  # whether microbatches are dealt to the ranks in turn
+        self.needs_all = False  # whether each rank has state that no other has
+        self.stop = 0  # the signal by which the run is to stop, once all ranks have agreed on it after a step
+        self.asks_checkpoint = False  # whether this rank asks for a checkpoint after the next step
+        self.checkpoint_agreed = False  # whether a rank asked for one before the last step; the same on all ranks
+        # Called with the name by which the script asks for its rank; None while it may.
         self.on_rank_asked: Callable[[str], None] | None = None
         self._noticed: set[str] = set()
         self._own_stop = self._round = 0
@@ -118,8 +108,10 @@ class Membership:
         if self.mesh is not None:
             from samestep.comm.mesh import connect_axes  # not before: it loads half of torch.distributed
 
+            # Before the axes connect: along an axis no supervisor names the missing ranks.
             self.rely_on_all()
             self._axes = connect_axes(communicator, self.mesh, self.timeout)
+        # Microbatches that several ranks execute together are the first one's, which reports their losses.
         self.ranges = self._divide()
         if self.can_heal and connection is not None:
             self._let_name_missing(False)
@@ -221,6 +213,7 @@ class Membership:
         """Carries out an operation of all ranks; again after each loss of a rank."""
         while True:
             try:
+                # A new quorum may exclude this rank, or wait for it: an exchange would wait for the timeout in vain.
                 self._check_quorum()
                 value = attempt()
             except PeerLostError:
@@ -259,6 +252,7 @@ class Membership:
     def join(self, receive: Callable[[Communicator, int], T]) -> T:
         """Waits until the others count this late worker in, and receives their state."""
         self.heartbeat.enter("regroup")
+        # Only now: the supervisor announces a quorum with this worker, and the others then wait for it.
         self.heartbeat.set_flags(self.heartbeat.flags | READY_TO_JOIN)
         page, slot = self.heartbeat.page, self.heartbeat.slot
         assert page is not None, "only a supervised run takes in late workers"
@@ -276,7 +270,7 @@ class Membership:
                 self._form("all", quorum, quorum.slots)
                 self.heartbeat.quorum = quorum.number
                 value = receive(self.communicator, _source(quorum, reports))
-            except (PeerLostError, dist.DistError):
+            except (PeerLostError, dist.DistError):  # a rank was lost meanwhile, of which there will be a quorum
                 number, self._round = quorum.number, 0
                 self._drop_connections()
                 continue
@@ -341,6 +335,7 @@ class Membership:
 
     def _drop_connections(self) -> None:
         """Closes this rank's ends of all connections, so that transfers of the others with it fail."""
+        # The references here are dropped one by one: gloo's connections close when the last one is gone.
         before, alone = self.communicator, LocalTransport()
         self.communicator = replace(before, transport=alone, control=alone)
         self.version += 1
@@ -368,7 +363,7 @@ class Membership:
                     "the exchange with the other ranks failed, but none of them is known to be lost; if a rank needs "
                     f"more than {self.timeout.total_seconds():g} s for its microbatches, raise timeout_seconds"
                 )
-            time.sleep(QUORUM_POLL_SECONDS)
+            time.sleep(QUORUM_POLL_SECONDS)  # a page of memory has no wake-up; the supervisor needs longer than this
         quorum = page.quorum()
         if not quorum.slots:
             raise PeerLostError("another rank failed, and the run ends")
@@ -411,6 +406,7 @@ class Membership:
 
         from samestep.comm.rendezvous import roll_call  # as above
 
+        # Without a time limit: the supervisor announces another quorum if one of them is lost, and `check` raises then.
         calls = dist.PrefixStore("words", store)
         missing = roll_call(calls, slots.index(self.heartbeat.slot), len(slots), 1e9, None, word, check)
         assert not missing, "it waits until all are there, or the quorum changes"

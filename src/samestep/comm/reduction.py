@@ -49,12 +49,7 @@ class Reduction:
     All ranks construct their reductions in the same order, and fold and finish them in the same order.
 
     On a GPU it runs on a stream of its own: NCCL's waits block a stream, never the host, so the folds of one bucket can
-    be enqueued while backward, which the host is ahead of, still computes the next one.
-
-    Args:
-        stages: the form of the reduction.
-        sums: the memory that it reads.
-        stream: that of the exchange; None if waiting blocks the host.
+    be enqueued while backward, which the host is ahead of, still computes the next one. `sums` is the memory it reads.
     """
 
     def __init__(self, stages: Stages, sums: Sequence[Tensor] = (), stream: torch.cuda.Stream | None = None) -> None:
@@ -103,6 +98,7 @@ class Reduction:
 
 def finish_all(reductions: Sequence[Reduction]) -> list[Tensor]:
     """Finishes reductions side by side: the next stage of all is under way before any of them is waited for."""
+    # Round by round, not one after another: with two stages the gathers of all overlap with the folds of the others.
     while not all(reduction.is_done for reduction in reductions):
         for reduction in reductions:
             reduction.fold()
@@ -138,6 +134,7 @@ def scattered(transport: Transport, blocks_by_rank: Blocks, sums: Sequence[Tenso
 def native(transport: Transport, blocks_by_rank: Blocks, sums: Sequence[Tensor], like: Tensor) -> Stages:
     """The backend's own all-reduce: tier `allclose`; arguments as those of `ordered`."""
     # The backend decides the order between ranks, so there is no reason to keep one within a rank.
+    # A rank without a block (a spare) adds zeros: all ranks must call.
     ours = sums[0] if sums else torch.zeros_like(like)
     for other in sums[1:]:
         ours.add_(other)
@@ -187,7 +184,7 @@ def takes_one_message(transport: Transport, blocks_by_rank: Blocks, like: Tensor
 def scatter(transport: Transport, blocks_by_rank: Blocks, sums: Sequence[Tensor], like: Tensor) -> Pending:
     """Sends rank r the r-th part of each of our blocks; arguments as those of `ordered`."""
     ranks = transport.world_size
-    part = like.numel() // ranks
+    part = like.numel() // ranks  # buckets are padded so that this divides evenly, at an aligned border
     if len(sums) == 1:
         parts = sums[0]
     elif sums:  # an all-to-all sends contiguous memory to each rank: by rank, then by block
@@ -239,6 +236,7 @@ def tree_sum_rows(rows: Tensor) -> Tensor:
 
 
 def _pushed(blocks: Sequence[Block], sums: Sequence[Tensor]) -> TreeSum[Tensor]:
+    # In place: the left sibling's memory takes the sum. add_ rounds as add does, so the bits are the same.
     counter: TreeSum[Tensor] = TreeSum(Tensor.add_)
     for block, value in zip(blocks, sums, strict=True):
         counter.push(block, value)

@@ -92,7 +92,8 @@ def roll_call(
     deadline, pause = time.monotonic() + seconds, FIRST_POLL_SECONDS
     try:
         store.set(str(rank), word)
-        # Polling, since `Store.wait` prints warnings when it times out, and cannot tell which keys are there.
+        # Polling, since `Store.wait` prints warnings when it times out, and cannot tell which keys are there; with
+        # growing pauses, since hundreds of ranks may ask one store.
         while missing := tuple(other for other in range(world_size) if not store.check([str(other)])):
             if time.monotonic() >= deadline:
                 break

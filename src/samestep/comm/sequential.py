@@ -42,7 +42,7 @@ class SequentialWorld:
         errors: dict[int, BaseException] = {}
 
         def rank_main(rank: int) -> None:
-            torch.set_num_threads(1)
+            torch.set_num_threads(1)  # a setting of each thread; kernels may round by their number
             self._await_turn(rank)
             try:
                 results[rank] = program(SequentialTransport(self, rank))
@@ -68,6 +68,7 @@ class SequentialWorld:
 
     def collect(self, call: int, rank: int) -> list[Tensor]:
         """The parts of all ranks for `rank`; passes the turn on until they are there."""
+        # Never blocks while it has the turn: the ranks it waits for need it to post their parts.
         while True:
             with self._changed:
                 missing = [other for other in range(self.world_size) if (call, other) not in self._sent]

@@ -30,17 +30,12 @@ class Pending(Protocol):
 
 
 class Transport(Protocol):
-    """Moves flat (1-d, contiguous) tensors between ranks. Every rank calls the same methods in the same order.
+    """Moves flat (1-d, contiguous) tensors between ranks. Every rank calls the same methods in the same order."""
 
-    Attributes:
-        rank: this rank, 0 … world_size - 1.
-        world_size: the number of ranks.
-        latency_bytes: the cost of one message in bytes: receiving fewer more is cheaper than another message. The same
-            on all ranks, which must choose the same form of the reduction.
-    """
-
-    rank: int
+    rank: int  # 0 … world_size - 1
     world_size: int
+    # The cost of one message in bytes: receiving fewer more is cheaper than another message. The same on all ranks,
+    # which must choose the same form of the reduction.
     latency_bytes: int
 
     @property
@@ -86,10 +81,7 @@ class Transport(Protocol):
 class Connection(Transport):
     """A transport between processes, which may fail.
 
-    Attributes:
-        ranks: for each rank its number in the whole run, of `run_size` ranks; messages name ranks by it.
-        healing_store: the store at which the ranks connect again after a failure; None if they cannot.
-        names_missing: whether an error names the ranks that did not answer; false if a supervisor does.
+    `healing_store` is the store at which the ranks connect again after a failure; None if they cannot.
     """
 
     nodes: "Nodes | None" = None
@@ -98,10 +90,10 @@ class Connection(Transport):
     def __init__(self, rank: int, world_size: int, timeout: timedelta, healing_store: dist.Store | None) -> None:
         self.rank = rank
         self.world_size = world_size
-        self.ranks: Sequence[int] = range(world_size)
+        self.ranks: Sequence[int] = range(world_size)  # the numbers of the ranks in the whole run, which users know
         self.run_size = world_size
         self.healing_store = healing_store
-        self.names_missing = True
+        self.names_missing = True  # whether an error names the ranks that did not answer; false if a supervisor does
         self._timeout = timeout.total_seconds()
 
     def abandon(self) -> None:
@@ -121,15 +113,10 @@ class Connection(Transport):
 
 @dataclass(frozen=True)
 class Nodes:
-    """The same ranks by machine: equally many on each, contiguous.
+    """The same ranks by machine: equally many on each, contiguous."""
 
-    Attributes:
-        within: between the ranks of this node, numbered by local rank.
-        between: between the ranks of all nodes with the same local rank, numbered by node.
-    """
-
-    within: Transport
-    between: Transport
+    within: Transport  # between the ranks of this node, numbered by local rank
+    between: Transport  # between the ranks of all nodes with the same local rank, numbered by node
 
     def close(self) -> None:
         """Closes both."""

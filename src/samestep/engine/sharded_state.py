@@ -25,16 +25,11 @@ class Sharding:
 
     Its elements, in the order of their indices, are one block, or several of equal length, each of which is cut alike:
     slices of dim 0 are one block, slices of dim 1 as many as there are rows.
-
-    Attributes:
-        shape: of the unsharded tensor.
-        cuts: rank r has the elements cuts[r] … cuts[r + 1] - 1 of each block; D + 1 numbers.
-        blocks: their number.
     """
 
-    shape: torch.Size
-    cuts: tuple[int, ...]
-    blocks: int = 1
+    shape: torch.Size  # of the unsharded tensor
+    cuts: tuple[int, ...]  # rank r has the elements cuts[r] … cuts[r + 1] - 1 of each block; D + 1 numbers
+    blocks: int = 1  # their number
 
     @property
     def sizes(self) -> list[int]:
@@ -68,15 +63,10 @@ class Sharding:
 
 @dataclass(frozen=True)
 class LocalShard:
-    """This rank's shard of a tensor.
+    """This rank's shard of a tensor."""
 
-    Attributes:
-        local: its elements, of any shape, contiguous; those of several blocks concatenated.
-        spread: the sharding.
-    """
-
-    local: Tensor
-    spread: Sharding
+    local: Tensor  # its elements, of any shape, contiguous; those of several blocks concatenated
+    spread: Sharding  # the sharding
 
     @property
     def shape(self) -> torch.Size:

@@ -16,23 +16,14 @@ from samestep.errors import UsageError
 
 @dataclass(frozen=True)
 class Layout:
-    """How the parameter of a module lies in memory and on the ranks; nothing of it is kept alive.
+    """How the parameter of a module lies in memory and on the ranks; nothing of it is kept alive."""
 
-    Attributes:
-        shape: of this rank's part.
-        spread: of the whole over the ranks; None if each has all of it.
-        communicator: among them.
-        mesh: where the module has a DTensor; else None.
-        placements: of the DTensor.
-        stride: of the DTensor.
-    """
-
-    shape: torch.Size
-    spread: Sharding | None
-    communicator: Communicator
-    mesh: DeviceMesh | None = None
-    placements: tuple[Placement, ...] = ()
-    stride: tuple[int, ...] = ()
+    shape: torch.Size  # of this rank's part
+    spread: Sharding | None  # of the whole over the ranks; None if each has all of it
+    communicator: Communicator  # among them
+    mesh: DeviceMesh | None = None  # where the module has a DTensor; else None
+    placements: tuple[Placement, ...] = ()  # of the DTensor
+    stride: tuple[int, ...] = ()  # of the DTensor
 
     @property
     def whole_shape(self) -> torch.Size:

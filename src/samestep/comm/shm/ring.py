@@ -18,19 +18,12 @@ ALIGNMENT = 64
 
 
 class Layout(NamedTuple):
-    """An operation's layout in shared memory.
+    """An operation's layout in shared memory."""
 
-    Attributes:
-        rows: the words after the number.
-        size: bytes after the header.
-        copies: (offset after the header, offset in the tensor, bytes) of what to copy there.
-        own_start: offset in the tensor of the part for this rank itself, which is not copied.
-    """
-
-    rows: tuple[int, ...]
-    size: int
-    copies: tuple[tuple[int, int, int], ...]
-    own_start: int
+    rows: tuple[int, ...]  # the words after the number
+    size: int  # bytes after the header
+    copies: tuple[tuple[int, int, int], ...]  # of each: offset after the header, offset in the tensor, bytes
+    own_start: int  # offset in the tensor of the part for this rank itself, which is not copied
 
 
 # Cached, since a step makes the same exchanges as the one before: the layouts cost as much as a small exchange.
@@ -79,12 +72,9 @@ class Block(NamedTuple):
 
 
 class Outbox:
-    """The places in use, of `size` bytes.
+    """The places in use, of `size` bytes; `is_read` is whether all ranks have read a block, so that its place is free.
 
-    Args:
-        size: bytes.
-        ring: an operation may be posted once the one so many before it is read, whose place in the ring it takes.
-        is_read: whether all ranks have read a block, so that its place is free.
+    An operation may be posted once the one `ring` before it is read, whose place in the ring it takes.
     """
 
     def __init__(self, size: int, ring: int, is_read: Callable[[Block], bool]) -> None:
@@ -102,6 +92,7 @@ class Outbox:
         self._blocks = blocks = [block for block in self._blocks if not self._is_read(block)]
         if blocks and number - self.oldest().number >= self._ring:
             return None
+        # First fit. Best fit, or a ring of bytes, would touch more pages: each touched page stays in memory.
         length += -length % ALIGNMENT
         start = index = 0
         for block in blocks:

@@ -54,42 +54,25 @@ class NoSegmentError(Exception):
 
 
 class Lane(NamedTuple):
-    """The places of one rank in the segment.
+    """The places of one rank in the segment."""
 
-    Attributes:
-        pid: the word with its process id; 0 until it has connected.
-        posted: the word with the number of operations it has posted.
-        gone: the word that is 1 once it has left.
-        ring: the first word of its ring.
-        outbox: the first byte of its outbox.
-    """
-
-    pid: int
-    posted: int
-    gone: int
-    ring: int
-    outbox: int
+    pid: int  # the word with its process id; 0 until it has connected
+    posted: int  # the word with the number of operations it has posted
+    gone: int  # the word that is 1 once it has left
+    ring: int  # the first word of its ring
+    outbox: int  # the first byte of its outbox
 
 
 @dataclass(frozen=True)
 class Segment:
-    """A mapped segment.
+    """A mapped segment."""
 
-    Attributes:
-        world_size: the number of ranks.
-        outbox_size: bytes of each rank's outbox.
-        lanes: the places of each rank.
-        memory: all of it.
-        words: the same, by words of 8 bytes.
-        address: of its first byte.
-    """
-
-    world_size: int
-    outbox_size: int
-    lanes: tuple[Lane, ...]
-    memory: mmap.mmap
-    words: memoryview
-    address: int
+    world_size: int  # the number of ranks
+    outbox_size: int  # bytes of each rank's outbox
+    lanes: tuple[Lane, ...]  # the places of each rank
+    memory: mmap.mmap  # all of it
+    words: memoryview  # the same, by words of 8 bytes
+    address: int  # of its first byte
 
     def wait(self, word: int, value: int, seconds: float) -> None:
         """Sleeps while a word's lower half is `value`, until `wake`; at most so many seconds, perhaps less."""
@@ -137,7 +120,7 @@ def _bytes_of(tensor: Tensor, start: int, size: int) -> Tensor:
 def create(world_size: int) -> tuple[Segment, int, str]:
     """Makes a segment; returns it, its descriptor and its address for `join`."""
     check_machine()
-    nonce = secrets.randbits(63) | 1
+    nonce = secrets.randbits(63) | 1  # not 0, which new memory holds
     try:
         fd = os.memfd_create("samestep-transport", os.MFD_CLOEXEC)
     except OSError as error:
@@ -150,6 +133,7 @@ def create(world_size: int) -> tuple[Segment, int, str]:
         except (OSError, ValueError, OverflowError) as error:  # a limit on address space (ulimit -v), for one
             reason = str(error)
             continue
+        # Before the address is published: a rank that joins compares these words.
         segment.words[:3] = memoryview(_words(nonce, world_size, outbox_size)).cast("Q")
         return segment, fd, f"{os.getpid()} {fd} {nonce}"
     os.close(fd)
@@ -204,6 +188,8 @@ def _mapped(fd: int, world_size: int, outbox_size: int) -> Segment:
     """Maps a segment; it is unmapped once no object refers to it."""
     memory = mmap.mmap(fd, _total_size(world_size, outbox_size))
     memory.madvise(mmap.MADV_DONTDUMP)  # a core file would be as long as the address space
+    # Mapped from a file, so that ranks which do not descend from rank 0 can map it as well; sparse, so that 64 GiB of
+    # address space a rank cost nothing until they are written to.
     address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
     lanes = tuple(_lane(rank, world_size, outbox_size) for rank in range(world_size))
     return Segment(world_size, outbox_size, lanes, memory, memoryview(memory).cast("Q"), address)

@@ -40,13 +40,8 @@ class SharedTransport(Connection):
     """Moves tensors through memory that all ranks map. Tensors of an accelerator are copied to it and from it.
 
     Tier `bitwise`: tensors travel as bytes. `add` sums by rank, from left to right, the same on every rank.
-
-    Args:
-        segment: the memory; every rank has written its process id there.
-        rank: our own.
-        timeout: of a transfer.
-        store: the store of the rendezvous, for a process group that is made later.
-        healing_store: see `Connection`.
+    Every rank has written its process id to the segment. `store` is that of the rendezvous, for a process group that is
+    made later.
     """
 
     def __init__(
@@ -66,7 +61,7 @@ class SharedTransport(Connection):
         # From the next rank on: with all ranks starting at rank 0, its lane would be read by all at once.
         self.others = [(rank + step) % world_size for step in range(1, world_size)]
         self._peers = Peers({other: segment.words[segment.lanes[other].pid] for other in self.others})
-        self._number = 0
+        self._number = 0  # of the next operation: the same on all ranks, which make the same calls in the same order
         self._dropped: deque[tuple[int, int]] = deque()
         self._broadcasts: deque[Block] = deque()
         self._lane = segment.lanes[rank]
@@ -96,6 +91,7 @@ class SharedTransport(Connection):
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
         """Broadcasts in pieces, so that a large tensor needs little shared memory."""
+        # Bytes of a strided tensor are copied to and from a contiguous one; a Parameter is written to without autograd.
         ours = tensor.detach()
         moved = ours.contiguous()
         size = moved.numel() * moved.element_size()
@@ -120,7 +116,7 @@ class SharedTransport(Connection):
     def abandon(self) -> None:
         """Leaves after a failure; keeps the store for healing."""
         segment, self._segment = self._segment, None
-        if segment is None:
+        if segment is None:  # closed already: by the run, and once more at exit
             return
         self._peers.close()
         if os.getpid() == self._pid:  # a forked child (a data worker) has a copy of us, and is not the rank
@@ -136,7 +132,7 @@ class SharedTransport(Connection):
     def _post(self, layout: Layout, tensor: Tensor) -> Block:
         """Posts an operation with parts of a contiguous tensor."""
         segment = self._mapped()
-        if self._dropped:
+        if self._dropped:  # here, since in `__del__` the parts may not be posted yet, and waiting there would block
             self._mark_dropped()
         block = self._place(self._header.size + layout.size)
         at = self._lane.outbox + block.start
@@ -200,6 +196,7 @@ class SharedTransport(Connection):
         words, at = segment.words, segment.lanes[peer].posted
         if words[at] > number:
             return
+        # A wake-up costs some 20 μs and a system call on each side; most waits between equal ranks are shorter.
         if self._spin_seconds:
             end = time.perf_counter() + self._spin_seconds
             while time.perf_counter() < end:
@@ -223,6 +220,7 @@ class SharedTransport(Connection):
         marks = (self._lane.outbox + block.start + self._marks) // WORD
         waited, pause = 0.0, SPIN_SECONDS
         while not self._is_read(block):
+            # The operations of a rank that has left stay readable, but it will read none of ours: no need to time out.
             late = [peer for peer in self.others if not segment.words[marks + peer]]
             if waited >= self._timeout or any(self._has_left(peer) for peer in late):
                 if self._is_read(block):
@@ -272,15 +270,7 @@ class SharedTransport(Connection):
 
 
 class SharedParts:
-    """An exchange or a gather under way; keeps `sent` alive, whose part for this rank itself is not copied.
-
-    Args:
-        transport: posted it.
-        number: of the operation.
-        sent: this rank's parts.
-        own_start: offset in bytes of the one for itself.
-        receive_sizes: elements of the part from each rank.
-    """
+    """An exchange or a gather under way; keeps `sent` alive, whose part for this rank is copied from `own_start` on."""
 
     def __init__(
         self, transport: SharedTransport, number: int, sent: Tensor, own_start: int, receive_sizes: Sequence[int]
@@ -301,12 +291,13 @@ class SharedParts:
         numel, starts, sizes = receive_layout(self._sizes, sent.element_size())
         received = sent.new_empty(numel)
         rank = transport.rank
+        # First the own part: it is in this process's memory already, and the others have time to post theirs.
         copy(received, starts[rank], sent, self._own_start, sizes[rank])
         while unread:
             peer = unread[-1]
             transport.wait_for(peer, self._number)
             transport.take(peer, self._number, received, starts[peer], sizes[peer])
-            unread.pop()
+            unread.pop()  # only now: if the wait raised, `__del__` must mark the rest
         self._received = received
         return received
 

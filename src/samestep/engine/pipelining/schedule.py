@@ -23,15 +23,11 @@ FORWARD, BACKWARD, INPUT, WEIGHT = "F", "B", "I", "W"
 
 
 class Action(NamedTuple):
-    """A forward, a whole backward, or the part of one for the input or for the weights.
-
-    Attributes:
-        place: of the microbatch among those that the pipeline runs in this step.
-    """
+    """A forward, a whole backward, or the part of one for the input or for the weights."""
 
     kind: str
     stage: int
-    place: int
+    place: int  # of the microbatch among those that the pipeline runs in this step
 
 
 class Message(NamedTuple):

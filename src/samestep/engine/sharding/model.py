@@ -24,30 +24,19 @@ from samestep.errors import UsageError
 
 @dataclass(frozen=True)
 class Member:
-    """A trainable parameter of a module that comes together as one.
+    """A trainable parameter of a module that comes together as one."""
 
-    Attributes:
-        name: of the parameter.
-        offset: where its part begins in the flat part of the module, in elements.
-    """
-
-    name: str
-    offset: int
+    name: str  # of the parameter
+    offset: int  # where its part begins in the flat part of the module, in elements
 
 
 @dataclass(frozen=True)
 class Together:
-    """A module whose parameters come together as one.
+    """A module whose parameters come together as one."""
 
-    Attributes:
-        module: handed to FSDP2.
-        members: its trainable parameters, in the order in which their gradients travel.
-        numel: elements of the flat part of each rank.
-    """
-
-    module: FSDPModule
-    members: tuple[Member, ...]
-    numel: int
+    module: FSDPModule  # handed to FSDP2
+    members: tuple[Member, ...]  # its trainable parameters, in the order in which their gradients travel
+    numel: int  # elements of the flat part of each rank
 
 
 class ShardedModel:
