@@ -1,4 +1,4 @@
-"""The environment: who we are, in the words of each launcher."""
+"""The environment of a rank, by the variables of each launcher."""
 
 import pytest
 from hypothesis import given
@@ -7,34 +7,15 @@ from hypothesis import strategies as st
 from samestep.comm.environment import Environment, read_environment
 from samestep.errors import UsageError
 
-TORCHRUN = {
-    "RANK": "5",
-    "WORLD_SIZE": "8",
-    "LOCAL_RANK": "1",
-    "LOCAL_WORLD_SIZE": "4",
-    "MASTER_ADDR": "node-a",
-    "MASTER_PORT": "29500",
-    "TORCHELASTIC_RUN_ID": "x",
-    "TORCHELASTIC_RESTART_COUNT": "2",
-    "TORCHELASTIC_USE_AGENT_STORE": "True",
-}
-SLURM = {
-    "SLURM_JOB_ID": "7",
-    "SLURM_STEP_ID": "0",
-    "SLURM_PROCID": "5",
-    "SLURM_LOCALID": "1",
-    "SLURM_NODEID": "1",
-    "SLURM_STEP_NUM_TASKS": "8",
-    "SLURM_STEP_TASKS_PER_NODE": "4(x2)",
-    "SLURM_STEP_NODELIST": "gpu[03-05,9],x1",
-}
+TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "node-a"}
+TORCHRUN |= {"MASTER_PORT": "29500", "TORCHELASTIC_RUN_ID": "x", "TORCHELASTIC_RESTART_COUNT": "2"}
+TORCHRUN |= {"TORCHELASTIC_USE_AGENT_STORE": "True"}
+SLURM = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_NODEID": "1"}
+SLURM |= {"SLURM_STEP_NUM_TASKS": "8", "SLURM_STEP_TASKS_PER_NODE": "4(x2)", "SLURM_STEP_NODELIST": "gpu[03-05,9],x1"}
 OPEN_MPI = {
-    "OMPI_COMM_WORLD_RANK": "3",
-    "OMPI_COMM_WORLD_SIZE": "4",
-    "OMPI_COMM_WORLD_LOCAL_RANK": "3",
-    "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
-    "PMIX_NAMESPACE": "prterun-node-77@1",
+    f"OMPI_COMM_WORLD_{k}": v for k, v in {"RANK": "3", "SIZE": "4", "LOCAL_RANK": "3", "LOCAL_SIZE": "4"}.items()
 }
+OPEN_MPI |= {"PMIX_NAMESPACE": "prterun-node-77@1"}
 MPICH = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
 
 
@@ -46,17 +27,16 @@ def place(environment):
 def test_without_any_variable_this_is_a_single_process():
     assert read_environment({}) == Environment()
     assert place(Environment()) == (0, 1, 0, 1)
+    assert place(read_environment({"RANK": "0", "WORLD_SIZE": "1"})) == (0, 1, 0, 1)
 
 
-def test_torchrun_says_everything():
+def test_torchrun_and_our_own_launcher_set_everything():
     environment = read_environment(TORCHRUN)
     assert place(environment) == (5, 8, 1, 4)
     assert (environment.master_addr, environment.master_port) == ("node-a", 29500)
     assert (environment.launcher, environment.store_is_kept, environment.attempt) == ("torchrun", True, 2)
+    assert read_environment({**SLURM, **OPEN_MPI, **TORCHRUN}) == environment, "also under a scheduler"
     assert (environment.device_kind, environment.num_threads) == (None, None)
-
-
-def test_our_own_launcher_also_says_the_device_and_the_threads():
     environment = read_environment({**TORCHRUN, "SAMESTEP_DEVICE_KIND": "cpu", "SAMESTEP_THREADS": "3"})
     assert (environment.launcher, environment.device_kind, environment.num_threads) == ("samestep", "cpu", 3)
 
@@ -69,14 +49,6 @@ def test_a_rank_set_by_hand_hosts_the_store_itself_and_is_alone_on_its_node_unle
     assert place(read_environment({**variables, "LOCAL_WORLD_SIZE": "1"})) == (1, 2, 0, 1)
 
 
-def test_one_rank_needs_no_port():
-    assert place(read_environment({"RANK": "0", "WORLD_SIZE": "1"})) == (0, 1, 0, 1)
-
-
-def test_torchruns_variables_win_over_those_of_the_scheduler_it_runs_under():
-    assert read_environment({**SLURM, **OPEN_MPI, **TORCHRUN}).launcher == "torchrun"
-
-
 def test_srun_gives_the_ranks_and_the_first_node():
     environment = read_environment(SLURM)
     assert place(environment) == (5, 8, 1, 4)
@@ -85,35 +57,26 @@ def test_srun_gives_the_ranks_and_the_first_node():
     assert read_environment({**SLURM, "MASTER_ADDR": "a", "MASTER_PORT": "9"}).master_port == 9
 
 
-@pytest.mark.parametrize(
-    ("tasks", "node", "local"),
-    [("8", 0, 8), ("6,2", 1, 2), ("2(x2),4", 2, 4), ("2(x2),4", 1, 2), ("3(x2),2", 2, 2)],
-)
-def test_srun_says_how_many_tasks_are_on_this_node(tasks, node, local):
-    variables = {**SLURM, "SLURM_STEP_TASKS_PER_NODE": tasks, "SLURM_NODEID": str(node)}
-    assert read_environment(variables).local_world_size == local
-
-
-def test_without_tasks_per_node_those_asked_for_or_else_all_count():
+def test_srun_says_how_many_tasks_are_on_this_node():
+    for tasks, node, local in [("8", 0, 8), ("6,2", 1, 2), ("2(x2),4", 2, 4), ("2(x2),4", 1, 2), ("3(x2),2", 2, 2)]:
+        variables = {**SLURM, "SLURM_STEP_TASKS_PER_NODE": tasks, "SLURM_NODEID": str(node)}
+        assert read_environment(variables).local_world_size == local
     bare = {name: value for name, value in SLURM.items() if name != "SLURM_STEP_TASKS_PER_NODE"}
     assert read_environment({**bare, "SLURM_NTASKS_PER_NODE": "2"}).local_world_size == 2
     assert read_environment(bare).local_world_size == 8
 
 
-@pytest.mark.parametrize(
-    ("nodes", "first"),
-    [
-        ("n1", "n1"),
-        ("n1,n2", "n1"),
-        ("a1,gpu[01-02]", "a1"),
-        ("gpu[03-05,9],x1", "gpu03"),
-        ("gpu[7,9]", "gpu7"),
-        ("gpu[7-9]-ib,x", "gpu7-ib"),
-        ("rack[1-2]n[4,7]", "rack1n4"),
-    ],
-)
-def test_the_first_host_of_a_slurm_node_list(nodes, first):
-    assert read_environment({**SLURM, "SLURM_STEP_NODELIST": nodes}).master_addr == first
+def test_the_first_host_of_a_slurm_node_list():
+    for nodes, first in {
+        "n1": "n1",
+        "n1,n2": "n1",
+        "a1,gpu[01-02]": "a1",
+        "gpu[03-05,9],x1": "gpu03",
+        "gpu[7,9]": "gpu7",
+        "gpu[7-9]-ib,x": "gpu7-ib",
+        "rack[1-2]n[4,7]": "rack1n4",
+    }.items():
+        assert read_environment({**SLURM, "SLURM_STEP_NODELIST": nodes}).master_addr == first
 
 
 def test_a_slurm_step_of_one_task_and_an_allocation_without_a_step_are_single_processes():
@@ -201,19 +164,14 @@ def test_a_world_size_that_a_batch_script_exports_does_not_hide_srun():
     assert read_environment({"WORLD_SIZE": "1"}) == Environment()
 
 
-def test_how_ranks_talk_to_each_other_can_be_said():
-    assert read_environment(TORCHRUN).transport == "auto"
-    for said in ("auto", "gloo", "shared"):
-        assert read_environment({**TORCHRUN, "SAMESTEP_TRANSPORT": said}).transport == said
-    assert read_environment({**TORCHRUN, "SAMESTEP_TRANSPORT": ""}).transport == "auto"
-    with pytest.raises(UsageError, match="got SAMESTEP_TRANSPORT='nccl'; needed: one of auto, gloo, shared"):
-        read_environment({**TORCHRUN, "SAMESTEP_TRANSPORT": "nccl"})
-
-
-def test_whether_sums_go_by_nodes_can_be_said():
-    assert read_environment(TORCHRUN).nodes == "auto"
-    for said in ("auto", "flat"):
-        assert read_environment({**TORCHRUN, "SAMESTEP_NODES": said}).nodes == said
-    assert read_environment({**TORCHRUN, "SAMESTEP_NODES": ""}).nodes == "auto"
-    with pytest.raises(UsageError, match="got SAMESTEP_NODES='2'; needed: one of auto, flat"):
-        read_environment({**TORCHRUN, "SAMESTEP_NODES": "2"})
+@pytest.mark.parametrize(
+    ("field", "values", "wrong"), [("transport", ("auto", "gloo", "shared"), "nccl"), ("nodes", ("auto", "flat"), "2")]
+)
+def test_the_transport_and_the_reduction_by_nodes_can_be_chosen(field, values, wrong):
+    name = f"SAMESTEP_{field.upper()}"
+    assert getattr(read_environment(TORCHRUN), field) == "auto"
+    for value in values:
+        assert getattr(read_environment({**TORCHRUN, name: value}), field) == value
+    assert getattr(read_environment({**TORCHRUN, name: ""}), field) == "auto"
+    with pytest.raises(UsageError, match=f"got {name}='{wrong}'; needed: one of {', '.join(values)}"):
+        read_environment({**TORCHRUN, name: wrong})

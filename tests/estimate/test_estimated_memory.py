@@ -115,7 +115,7 @@ def test_sharding_the_optimizer_state_takes_that_away_and_the_gathered_gradient(
 @pytest.mark.skipif(sys.platform != "linux", reason="reads private memory from /proc")
 @pytest.mark.parametrize(
     ("strategy", "options"),
-    [("replicate", {}), ("owned", {"is_optimizer_sharded": True}), ("sharded", {"is_sharded": True})],
+    [("replicate", {}), ("zero1", {"is_optimizer_sharded": True}), ("sharded", {"is_sharded": True})],
 )
 def test_the_estimate_of_two_devices_is_the_memory_of_two_workers(strategy, options):
     script = Path(__file__).parents[1] / "sharding" / "limited_script.py"

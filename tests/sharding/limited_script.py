@@ -38,7 +38,7 @@ if limit:
     resource.setrlimit(resource.RLIMIT_DATA, (data_bytes() + (limit << 20), resource.RLIM_INFINITY))
 begin, peak = data_bytes(), []
 model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(12)))
-options = {"owned": {"shard_optimizer": True}, "tensor": {}}.get(strategy, {"strategy": strategy})
+options = {"zero1": {"shard_optimizer": True}, "tensor": {}}.get(strategy, {"strategy": strategy})
 if strategy == "tensor":
     styles = (ColwiseParallel(), RowwiseParallel())
     parallelize_module(model, run.mesh["tensor"], {f"{k}.0": styles[k % 2] for k in range(12)})

@@ -1,5 +1,6 @@
-"""Programs whose state is spread over the ranks, saved, taken up and compared."""
+"""Programs whose state is sharded over the ranks, saved, resumed and compared."""
 
+from collections import OrderedDict
 from pathlib import Path
 
 import torch
@@ -7,7 +8,7 @@ from torch import nn
 from torch.nn import functional
 
 from samestep.comm.mesh import close_mesh
-from samestep.engine.strategies import Replicate, Sharded
+from samestep.engine.strategies import Pipeline, Replicate, Sharded
 from samestep.train.checkpoint.state import capture
 from samestep.train.digest import as_hex, state_checksum, state_digest
 from samestep.train.metrics import accuracy, cross_entropy
@@ -18,30 +19,52 @@ NUM_SAMPLES, BATCH, NUM_MICROBATCHES, EPOCHS, SEED = 28, 10, 4, 3, 5  # epochs o
 NUM_STEPS = 9
 
 
-class Odd(nn.Module):
-    """Wide and narrow layers, frozen ones, fewer rows than ranks, statistics, and a buffer that is not persistent."""
+class Counted(nn.Linear):
+    """A linear layer with a buffer that is not persistent."""
 
-    def __init__(self):
-        super().__init__()
-        self.frozen = nn.Linear(2, 6).requires_grad_(False)
-        self.wide = nn.Linear(6, 1501)  # 36 KB, which no number of rows of the checksum fills
-        self.norm = nn.BatchNorm1d(1501)
-        self.last = nn.Linear(1501, 3)
-        self.gain = nn.Parameter(torch.ones(1))
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
         self.register_buffer("calls", torch.zeros(()), persistent=False)
 
     def forward(self, x):
         if self.training:
             self.calls.add_(1)
-        return self.last(functional.dropout(self.norm(self.wide(self.frozen(x))), 0.2, self.training)) * self.gain
+        return super().forward(x)
+
+
+class Gain(nn.Module):
+    """Multiplies by a parameter of one element."""
+
+    def __init__(self):
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(1))
+
+    def forward(self, x):
+        return x * self.gain
+
+
+def odd():
+    """Wide and narrow layers, frozen ones, fewer rows than ranks, statistics, and a buffer that is not persistent."""
+    layers = {
+        "frozen": Counted(2, 6).requires_grad_(False),
+        "wide": nn.Linear(6, 1501),  # 36 KB, which no number of rows of the checksum fills
+        "norm": nn.BatchNorm1d(1501),
+        "dropout": nn.Dropout(0.2),
+        "last": nn.Linear(1501, 3),
+        "gain": Gain(),
+    }
+    return nn.Sequential(OrderedDict(layers))
 
 
 STRATEGIES = {
     "replicate": Replicate(),
     "sharded": Sharded(),
     "kept": Sharded(reshard_after_forward=False),
-    "owned": Replicate(shard_optimizer=True),
+    "zero1": Replicate(shard_optimizer=True),
+    "pipeline": Pipeline(split=["norm"]),
+    "interleaved": Pipeline(split=["norm", "last", "gain"], schedule="interleaved", stages_per_rank=2),
 }
+MESHES = {"pipeline": {"data": -1, "pipe": 2}, "interleaved": {"pipe": 2}}
 OPTIMIZERS = {
     "adam": lambda model: torch.optim.Adam(trained(model), lr=0.01),
     "sgd": lambda model: torch.optim.SGD(trained(model), lr=0.02),
@@ -69,7 +92,7 @@ def classification(model, batch):
 
 
 def with_mesh_closed(program):
-    """Gives back the process group that a mesh stands on: a pool's process has other programs to run."""
+    """Destroys the process group of a mesh after a program: a pool's process has other programs to run."""
 
     def run(*args, **options):
         try:
@@ -83,13 +106,9 @@ def with_mesh_closed(program):
 
 @with_mesh_closed
 def train(communicator, strategy, optimizer="adam", run_dir=None, resume=None, stop_after=None, options=None):
-    """Trains by a `Trainer`.
-
-    Returns:
-        The digest, the losses of the epochs, the number of steps.
-    """
-    run = Run(BATCH, NUM_MICROBATCHES, SEED, communicator=communicator)
-    model = Odd()
+    """Trains by a `Trainer`; the digest, the losses of the epochs, the number of steps."""
+    run = Run(BATCH, NUM_MICROBATCHES, SEED, communicator=communicator, mesh=MESHES.get(strategy))
+    model = odd()
     made = OPTIMIZERS[optimizer](model)
     chosen = {"checkpoint_steps": 2, "checkpoint_minutes": None, "keep": 100, "digest_every": 1, **(options or {})}
     with Trainer(run, model, made, classification, run_dir=run_dir, strategy=STRATEGIES[strategy], **chosen) as trainer:
@@ -101,7 +120,7 @@ def train(communicator, strategy, optimizer="adam", run_dir=None, resume=None, s
 
 
 def ask_to_stop_after(trainer, step):
-    """Has rank 0 asked to stop in the course of a step."""
+    """Requests rank 0 to stop in the course of a step."""
     loss_fn = trainer.step.compute.loss_fn
 
     def asking(model, batch, *more):
@@ -124,13 +143,9 @@ def stopped(communicator, strategy, run_dir, stop_after):
 
 @with_mesh_closed
 def states(communicator, strategy, optimizer="adam", num_steps=2):
-    """The digest and the checksum after each step, by the step itself, and what of the state this rank has.
-
-    Returns:
-        Digests, checksums, and the numbers of elements in the files of its captured state.
-    """
+    """Digests and checksums after each step, and the numbers of elements in the files of this rank's captured state."""
     run = Run(BATCH, NUM_MICROBATCHES, SEED, communicator=communicator)
-    model = Odd()
+    model = odd()
     step = run.train_step(model, OPTIMIZERS[optimizer](model), classification, strategy=STRATEGIES[strategy])
     digests, sums = [state_digest(step)], [as_hex(int(state_checksum(step)))]
     for batch, _ in zip(run.loader(points(), shuffle=True), range(num_steps), strict=False):
@@ -148,13 +163,9 @@ def states(communicator, strategy, optimizer="adam", num_steps=2):
 
 @with_mesh_closed
 def own_loop(communicator, strategy, folder, place=None, until=None):
-    """A loop of one's own that saves after each step.
-
-    Returns:
-        The digest and the rest.
-    """
+    """A loop without `Trainer` that saves after each step; the digest and the rest."""
     run = Run(BATCH, NUM_MICROBATCHES, SEED, communicator=communicator)
-    model = Odd()
+    model = odd()
     step = run.train_step(model, OPTIMIZERS["two, in groups"](model), classification, strategy=STRATEGIES[strategy])
     loader = run.loader(points(), shuffle=True)
     rest = {"best": float("inf")} if place is None else run.load_checkpoint(place, step, loader)
@@ -169,9 +180,9 @@ def own_loop(communicator, strategy, folder, place=None, until=None):
 
 @with_mesh_closed
 def messages(communicator, strategy):
-    """What is said where the digest of a model is asked for that is spread."""
+    """The error of asking for the digest of a sharded model without its step."""
     run = Run(BATCH, NUM_MICROBATCHES, SEED, communicator=communicator)
-    model = Odd()
+    model = odd()
     optimizer = OPTIMIZERS["adam"](model)
     run.train_step(model, optimizer, classification, strategy=STRATEGIES[strategy])
     try:
@@ -181,7 +192,7 @@ def messages(communicator, strategy):
 
 
 def read_by_torch(path: Path, names):
-    """What torch's own reader of distributed checkpoints makes of one of ours."""
+    """Tensors of one of our checkpoints, read by torch's own reader of distributed checkpoints."""
     import torch.distributed.checkpoint as dcp
 
     reader = dcp.HuggingFaceStorageReader(str(path))
@@ -193,9 +204,9 @@ def read_by_torch(path: Path, names):
 
 @with_mesh_closed
 def loaded_after_a_forward(communicator, strategy, folder):
-    """The loss of a step after a checkpoint was loaded into a model whose parameters were together just then."""
+    """The loss and digest after a checkpoint was loaded into a model whose parameters were unsharded."""
     run = Run(BATCH, NUM_MICROBATCHES, SEED, communicator=communicator)
-    model = Odd()
+    model = odd()
     step = run.train_step(model, OPTIMIZERS["adam"](model), classification, strategy=STRATEGIES[strategy])
     loader = run.loader(points(), shuffle=True)
     batches = iter(loader)

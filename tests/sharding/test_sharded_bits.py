@@ -4,7 +4,7 @@ from collections import Counter
 from unittest import mock
 
 import pytest
-from spread_programs import refused, train, train_recipe_spread
+from sharded_programs import refused, train, train_recipe_spread
 
 from samestep.core.tree import TreeSum
 from samestep.engine.sharding import gradients as gradients_module
@@ -58,7 +58,7 @@ def agree(reference, results):
 
 
 @pytest.mark.parametrize(("world_size", "options"), SIZES_AND_CASES)
-@pytest.mark.parametrize("strategy", ["sharded", "owned"])
+@pytest.mark.parametrize("strategy", ["sharded", "zero1"])
 def test_a_spread_state_has_the_bits_of_one_device(worlds, references, options, strategy, world_size):
     agree(reference_of(references, worlds, options), worlds(world_size).run(train, strategy, options))
 
@@ -84,12 +84,12 @@ def test_recomputed_activations_do_not_change_the_bits(worlds, references, world
 
 
 def test_ranks_that_talk_over_sockets_end_in_the_same_bits(worlds, references):
-    for strategy in ("sharded", "owned"):
+    for strategy in ("sharded", "zero1"):
         agree(reference_of(references, worlds, {}), worlds(2, "gloo").run(train, strategy, {}))
 
 
 @pytest.mark.parametrize("optimizer", ["adamax", "adagrad", "adadelta", "rmsprop", "rprop", "asgd", "foreach"])
-@pytest.mark.parametrize("strategy", ["sharded", "owned"])
+@pytest.mark.parametrize("strategy", ["sharded", "zero1"])
 def test_every_listed_optimizer_updates_its_part_as_it_updates_the_whole(worlds, references, optimizer, strategy):
     options = {"optimizer": optimizer, "epochs": 1}
     agree(reference_of(references, worlds, options), worlds(3).run(train, strategy, options))
@@ -97,10 +97,10 @@ def test_every_listed_optimizer_updates_its_part_as_it_updates_the_whole(worlds,
 
 def test_fused_optimizers_update_parts_that_end_at_multiples_of_64_elements(worlds, references):
     for options in ({"optimizer": "fused"}, {"optimizer": "fused", "bucket_bytes": 1000}):
-        agree(reference_of(references, worlds, options), worlds(3).run(train, "owned", options))
+        agree(reference_of(references, worlds, options), worlds(3).run(train, "zero1", options))
 
 
-@pytest.mark.parametrize("strategy", ["sharded", "owned"])
+@pytest.mark.parametrize("strategy", ["sharded", "zero1"])
 def test_a_rank_has_its_part_of_the_optimizer_state(worlds, references, strategy):
     (whole,) = worlds(1).run(train, "replicate", {})
     parts = [result[4] for result in worlds(4).run(train, strategy, {})]
@@ -111,7 +111,7 @@ def test_a_rank_has_its_part_of_the_optimizer_state(worlds, references, strategy
 
 def test_overlap_and_bucket_size_do_not_change_the_bits_of_owned_parts(worlds, references):
     for options in ({"bucket_bytes": 256}, {"bucket_bytes": 3000, "overlap": False}):
-        agree(reference_of(references, worlds, {}), worlds(2).run(train, "owned", options))
+        agree(reference_of(references, worlds, {}), worlds(2).run(train, "zero1", options))
 
 
 def test_fsdps_own_mixed_precision_gives_equal_bits_on_all_numbers_of_devices(worlds, references):
@@ -127,7 +127,7 @@ def test_fsdps_own_mixed_precision_gives_equal_bits_on_all_numbers_of_devices(wo
 
 
 @pytest.mark.parametrize("name", ["lenet", "gpt"])
-@pytest.mark.parametrize("strategy", ["sharded", "owned"])
+@pytest.mark.parametrize("strategy", ["sharded", "zero1"])
 def test_a_recipe_has_the_bits_of_one_device(worlds, references, name, strategy):
     (reference,) = worlds(1).run(train_recipe_spread, "replicate", name, {"max_grad_norm": 1.0})
     for result in worlds(3).run(train_recipe_spread, strategy, name, {"max_grad_norm": 1.0}):
@@ -139,7 +139,7 @@ def test_a_recipe_has_the_bits_of_one_device(worlds, references, name, strategy)
 @pytest.mark.parametrize("max_grad_norm", [None, 0.5])
 @pytest.mark.parametrize("optimizer", ["sgd", "adam", "adamw"])
 @pytest.mark.parametrize("name", ["lenet", "mlp", "vgg", "gpt"])
-@pytest.mark.parametrize("strategy", ["sharded", "owned"])
+@pytest.mark.parametrize("strategy", ["sharded", "zero1"])
 def test_the_whole_matrix_of_strategies(worlds, references, strategy, name, optimizer, max_grad_norm, precision):
     options = {"optimizer": optimizer, "max_grad_norm": max_grad_norm, "precision": precision}
     key = (name, str(options))

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from spread_programs import Chain, classify, close_mesh_of, frozen_later, refused, table
+from sharded_programs import Chain, classify, close_mesh_of, frozen_later, refused, table
 from torch import nn
 from worlds import in_turns
 
@@ -13,7 +13,7 @@ from samestep.errors import SamestepError, UsageError
 
 
 @pytest.mark.parametrize("optimizer", ["nadam", "adafactor"])
-@pytest.mark.parametrize("strategy", ["sharded", "owned"])
+@pytest.mark.parametrize("strategy", ["sharded", "zero1"])
 def test_optimizers_that_need_the_whole_of_a_parameter_are_refused_on_any_number_of_devices(
     worlds, strategy, optimizer
 ):

@@ -1,4 +1,4 @@
-"""Checkpoints of a state that is spread over the ranks: taken up by any strategy on any number of devices."""
+"""Checkpoints of a sharded state: any strategy resumes from them on any number of devices."""
 
 import hashlib
 import shutil
@@ -20,20 +20,22 @@ from samestep.train.checkpoint.storage import Snapshot, newest_checkpoint, read_
 from samestep.train.checkpoint.tensors import Written, part_name
 from samestep.train.runlog.ledger import from_line
 
-RUNS = [("replicate", 1), *(("sharded", world_size) for world_size in (1, 2, 3)), ("owned", 2), ("replicate", 3)]
-QUICK = {(("sharded", 2), ("sharded", 3)), (("sharded", 3), ("replicate", 1)), (("replicate", 1), ("sharded", 2))}
-QUICK |= {(("owned", 2), ("sharded", 3)), (("sharded", 3), ("owned", 2))}
-EACH = ["sharded", pytest.param("owned", marks=pytest.mark.slow)]
+ONE, SHARDED_2, SHARDED_3, ZERO1 = ("replicate", 1), ("sharded", 2), ("sharded", 3), ("zero1", 2)
+PIPELINE, GRID, INTERLEAVED = ("pipeline", 2), ("pipeline", 4), ("interleaved", 2)
+RUNS = [ONE, ("sharded", 1), SHARDED_2, SHARDED_3, ZERO1, ("replicate", 3), PIPELINE, GRID, INTERLEAVED]
+QUICK = {(SHARDED_2, SHARDED_3), (SHARDED_3, ONE), (ONE, SHARDED_2), (ZERO1, SHARDED_3), (SHARDED_3, ZERO1)}
+QUICK |= {(ONE, PIPELINE), (PIPELINE, ONE), (GRID, SHARDED_3), (SHARDED_3, INTERLEAVED), (ZERO1, GRID)}
+EACH = ["sharded", pytest.param("zero1", marks=pytest.mark.slow)]
 
 
 @pytest.fixture(scope="module")
 def recorded(worlds, tmp_path_factory):
-    """`recorded(strategy, D)`: the folder of a run with a checkpoint of every other step, and what came of it."""
+    """`recorded(strategy, D)`: the folder of a run with a checkpoint of every other step, and its result."""
     runs = {}
 
     def get(strategy, world_size):
         if (strategy, world_size) not in runs:
-            folder = tmp_path_factory.mktemp("spread") / "run"
+            folder = tmp_path_factory.mktemp("sharded") / "run"
             results = worlds(world_size).run(train, strategy, "two, in groups", folder)
             assert all(result == results[0] for result in results)
             runs[strategy, world_size] = folder, results[0]
@@ -60,11 +62,18 @@ def test_a_run_resumed_in_mid_epoch_ends_as_the_one_that_was_not(worlds, recorde
     strategy, world_size = taken_up
     results = worlds(world_size).run(train, strategy, "two, in groups", None, checkpoint(folder))
     assert results == [undisturbed] * world_size
+    assert ledger(folder) == ledger(recorded("replicate", 1)[0])
 
 
-def test_whoever_wrote_it_a_checkpoint_reads_as_the_same(recorded):
+def ledger(folder):
+    """The rows of the ledger by step, but for fields about the ranks."""
+    rows = [from_line(row) for row in (folder / "ledger.jsonl").read_bytes().splitlines()]
+    return [{k: v for k, v in row.items() if k not in ("world_size", "seconds")} for row in rows if "loss" in row]
+
+
+def test_checkpoints_of_all_strategies_read_as_the_same(recorded):
     one, other, third = (
-        read_checkpoint(checkpoint(recorded(*run)[0])) for run in (("replicate", 1), ("sharded", 3), ("owned", 2))
+        read_checkpoint(checkpoint(recorded(*run)[0])) for run in (("replicate", 1), ("sharded", 3), ("zero1", 2))
     )
     for snapshot in (other, third):
         assert snapshot.facts["optimizers"] == one.facts["optimizers"]
@@ -75,13 +84,13 @@ def test_whoever_wrote_it_a_checkpoint_reads_as_the_same(recorded):
                 assert torch.equal(snapshot.files[name][key], tensor)
 
 
-def test_each_rank_writes_its_part_and_no_more(recorded):
+def test_each_rank_writes_its_shards_alone(recorded):
     path = checkpoint(recorded("sharded", 3)[0])
     parts = [load_file(path / part_name("model", rank, 3)) for rank in range(3)]
     assert [part["wide.weight"].shape[0] for part in parts] == [501, 501, 499]
-    assert ["gain" in part for part in parts] == [True, False, False]
+    assert ["gain.gain" in part for part in parts] == [True, False, False]
     assert sorted(load_file(path / "model.safetensors")) == [
-        *("calls", "norm.num_batches_tracked", "norm.running_mean", "norm.running_var")
+        *("frozen.calls", "norm.num_batches_tracked", "norm.running_mean", "norm.running_var")
     ]
     assert not list(path.glob(".metadata"))
 
@@ -106,13 +115,13 @@ def test_checkpoints_of_equal_runs_are_equal_files(worlds, recorded, tmp_path):
     assert len(first) == 4
 
 
-def test_a_loop_of_ones_own_goes_on_from_it(worlds, references, tmp_path):
+def test_a_loop_without_a_trainer_goes_on_from_it(worlds, references, tmp_path):
     expected = references(own_loop, "replicate", tmp_path / "whole")
     assert worlds(3).run(own_loop, "sharded", tmp_path / "other", None, 2) == [None] * 3
     assert worlds(2).run(own_loop, "sharded", tmp_path / "other", tmp_path / "other") == [expected] * 2
 
 
-def test_what_was_together_before_a_checkpoint_was_loaded_is_not_used_after(worlds, references, tmp_path):
+def test_parameters_that_were_unsharded_before_a_checkpoint_was_loaded_are_not_used_after(worlds, references, tmp_path):
     expected = references(loaded_after_a_forward, "replicate", tmp_path / "one")
     assert worlds(2).run(loaded_after_a_forward, "kept", tmp_path / "other") == [expected] * 2
 
@@ -145,7 +154,7 @@ def flip_a_bit(path):
 
 
 def sealed(path):
-    """Has the manifest say what the files are now, as whoever wrote them would have."""
+    """Writes the manifest of the files as they are now."""
     old = read_manifest(path)
     files = {}
     for name in old.files:
@@ -209,50 +218,23 @@ def test_by_the_clock_of_rank_0_all_ranks_write_after_the_same_step(worlds, tmp_
 def test_the_weights_that_are_left_are_those_of_one_device(recorded):
     one, *others = (
         load_file(recorded(*run)[0] / "weights.safetensors")
-        for run in (("replicate", 1), ("sharded", 1), ("sharded", 3), ("owned", 2))
+        for run in (ONE, ("sharded", 1), SHARDED_3, ZERO1, PIPELINE, GRID, INTERLEAVED)
     )
     for weights in others:
         assert weights.keys() == one.keys()
         assert all(torch.equal(weights[name], one[name]) for name in one)
 
 
-def test_a_part_that_cannot_be_written_is_told_on_all_ranks_and_leaves_what_was_good(worlds, tmp_path):
-    results = worlds(2).run(write_without_a_folder, tmp_path / "checkpoints")
-    for said in results:
-        assert said.startswith("RunFolderError: rank 1 does not see")
-    assert [path.name for path in (tmp_path / "checkpoints").glob("step-*")] == ["step-00000001"]
-    assert not list((tmp_path / "checkpoints").glob(".tmp-*"))
-
-
-def test_a_part_that_cannot_be_written_once_is_written_by_all_ranks_when_they_try_again(worlds, tmp_path):
-    folder = tmp_path / "checkpoints"
-    said, *others = worlds(2).run(write_at_the_second_attempt, folder)
-    assert others == [said]
-    assert len(said) == 1
-    assert "rank 1 does not see" in said[0]
-    assert "trying again in 0 s (retry 1 of 2: --checkpoint-retries)" in said[0]
-    assert newest_checkpoint(folder).snapshot.step == 1
-    assert sorted(path.name for path in folder.iterdir()) == ["latest", "step-00000001"]
-
-
-def write_at_the_second_attempt(communicator, folder):
-    """What is said where rank 1 does not see the folder that rank 0 made, the first time."""
+def written(communicator):
+    """A state with one sharded tensor, and its shard."""
     spread = by_rows(torch.Size([4, 2]), communicator.world_size)
-    piece = LocalShard(spread.part(torch.arange(8.0).view(4, 2), communicator.rank).clone(), spread)
-    places = iter([folder if communicator.rank == 0 else folder / "elsewhere", folder])
-    said, before = [], atomic_io.MAX_WAIT_SECONDS
-    atomic_io.MAX_WAIT_SECONDS = 0.0
-    state = Snapshot(1, {"model": {"weight": piece}}, {})
-    retrying(lambda: write_sharded(communicator, communicator, next(places), state), 2, said.append)
-    atomic_io.MAX_WAIT_SECONDS = before
-    return said
+    shard = LocalShard(spread.part(torch.arange(8.0).view(4, 2), communicator.rank).clone(), spread)
+    return Snapshot(1, {"model": {"weight": shard}}, {})
 
 
 def write_without_a_folder(communicator, folder):
-    """What is said where rank 1 does not see the folder that rank 0 made."""
-    spread = by_rows(torch.Size([4, 2]), communicator.world_size)
-    piece = LocalShard(spread.part(torch.arange(8.0).view(4, 2), communicator.rank).clone(), spread)
-    state = Snapshot(1, {"model": {"weight": piece}}, {})
+    """The error when rank 1 does not see the folder that rank 0 made."""
+    state = written(communicator)
     write_sharded(communicator, communicator, folder, state)
     place = folder if communicator.rank == 0 else folder / "elsewhere"
     try:
@@ -260,3 +242,32 @@ def write_without_a_folder(communicator, folder):
     except RunFolderError as error:
         return f"{type(error).__name__}: {error}"
     return ""
+
+
+def write_at_the_second_attempt(communicator, folder):
+    """The messages when rank 1 does not see the folder that rank 0 made, the first time."""
+    places = iter([folder if communicator.rank == 0 else folder / "elsewhere", folder])
+    messages, before = [], atomic_io.MAX_WAIT_SECONDS
+    atomic_io.MAX_WAIT_SECONDS = 0.0
+    state = written(communicator)
+    retrying(lambda: write_sharded(communicator, communicator, next(places), state), 2, messages.append)
+    atomic_io.MAX_WAIT_SECONDS = before
+    return messages
+
+
+def test_a_shard_that_cannot_be_written_is_an_error_on_all_ranks_and_leaves_what_was_good(worlds, tmp_path):
+    for message in worlds(2).run(write_without_a_folder, tmp_path / "checkpoints"):
+        assert message.startswith("RunFolderError: rank 1 does not see")
+    assert [path.name for path in (tmp_path / "checkpoints").glob("step-*")] == ["step-00000001"]
+    assert not list((tmp_path / "checkpoints").glob(".tmp-*"))
+
+
+def test_a_shard_that_cannot_be_written_once_is_written_by_all_ranks_at_the_next_attempt(worlds, tmp_path):
+    folder = tmp_path / "checkpoints"
+    messages, *others = worlds(2).run(write_at_the_second_attempt, folder)
+    assert others == [messages]
+    (message,) = messages
+    assert "rank 1 does not see" in message
+    assert "trying again in 0 s (retry 1 of 2: --checkpoint-retries)" in message
+    assert newest_checkpoint(folder).snapshot.step == 1
+    assert sorted(path.name for path in folder.iterdir()) == ["latest", "step-00000001"]

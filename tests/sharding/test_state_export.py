@@ -3,7 +3,7 @@
 import pytest
 import torch
 from safetensors.torch import load_file, load_model
-from state_programs import Odd, own_loop, train
+from state_programs import odd, own_loop, train
 
 from samestep.cli.main import main
 from samestep.train.checkpoint.export import export_weights
@@ -24,7 +24,7 @@ def test_an_export_of_a_spread_run_has_the_weights_that_it_ended_with(run, tmp_p
     found, expected = load_file(tmp_path / "all.safetensors"), load_file(run / "weights.safetensors")
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in found)
-    load_model(Odd(), tmp_path / "all.safetensors")
+    load_model(odd(), tmp_path / "all.safetensors")
 
 
 def test_an_export_of_a_whole_checkpoint_is_the_same_file(worlds, run, tmp_path):

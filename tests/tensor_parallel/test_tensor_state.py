@@ -23,14 +23,14 @@ from samestep.train.trainer import Trainer
 
 STRATEGIES = {
     "replicate": Replicate(),
-    "owned": Replicate(shard_optimizer=True),
+    "zero1": Replicate(shard_optimizer=True),
     "sharded": Sharded(wrap=lambda module: isinstance(module, nn.LayerNorm)),  # not the layers that a text may skip
 }
 ONE = (1, "replicate", None)
 PLAN = "heads and features"
 TENSOR_2, TENSOR_4 = (2, PLAN, {"tensor": 2}), (4, PLAN, {"tensor": 4})
 GRID = (4, PLAN, {"data": 2, "tensor": 2})
-OTHERS = [ONE, (2, "owned", None), (3, "sharded", None)]
+OTHERS = [ONE, (2, "zero1", None), (3, "sharded", None)]
 NUM_STEPS, SAVED = 6, 2
 SHARDED = "feed_in.weight"
 CLOSE = {"rtol": 1e-3, "atol": 1e-4}  # some steps in single precision; see test_tensor_bits.py

@@ -37,13 +37,7 @@ LOST = ("gloo/transport", "Connection closed by peer", "NCCL")  # in torch's mes
 
 
 class TensorParallelStrategy:
-    """The state of a model with DTensors over the axis "tensor", and the exchange of its gradients.
-
-    Attributes:
-        state: the local shards, which the optimizers hold from now on; other parameters are replicated.
-        communicator: over the ranks along "tensor".
-        leaves: the model's parameters by name, DTensors among them.
-    """
+    """The state of a model with DTensors over the axis "tensor", and the exchange of its gradients."""
 
     def __init__(
         self, membership: Membership, model: nn.Module, optimizers: Sequence[Optimizer], exchange: ExchangeOptions
@@ -54,7 +48,7 @@ class TensorParallelStrategy:
         self._exchange = exchange
         self.forward = model
         self.communicator: Communicator = membership.along(AXIS)
-        self.leaves = dict(model.named_parameters())
+        self.leaves = dict(model.named_parameters())  # DTensors among them
         ranks = [membership.rank] if membership.mesh is None else list(membership.mesh.along(AXIS, membership.rank))
         spreads = {}
         for name, leaf in self.leaves.items():
@@ -72,6 +66,7 @@ class TensorParallelStrategy:
         self.state: ShardedState = ShardedState(
             parts, spreads, has_whole_parameters=False, communicator=self.communicator
         )
+        # From now on the optimizers hold the local shards; other parameters are replicated.
         names = {id(leaf): name for name, leaf in self.leaves.items()}
         self.state.hand_over(optimizers, names, self.communicator.rank)
         for module in model.modules():
@@ -138,7 +133,7 @@ class TensorParallelStrategy:
         return None
 
     def _check_same(self, tensors: dict[str, Tensor], spreads: dict[str, Sharding]) -> None:
-        """Compares the whole model along "data", and along "tensor" the tensors that all of its ranks have."""
+        """Compares the whole model along "data", and along "tensor" the tensors that are replicated there."""
         check_same_tensors(tensors, self._membership.data)
         check_same_tensors({name: t for name, t in tensors.items() if name not in spreads}, self.communicator)
 

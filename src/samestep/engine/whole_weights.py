@@ -1,4 +1,4 @@
-"""Loading weights into a model that is spread over the ranks: they are whole, as for any model."""
+"""Loading unsharded weights into a sharded model by `load_state_dict`, as into any model."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,34 +16,31 @@ from samestep.errors import UsageError
 
 @dataclass(frozen=True)
 class Layout:
-    """How the parameter of a module lies in memory and on the ranks; nothing of it is kept alive."""
+    """The layout of a module's parameter in memory and on the ranks, without a reference to it."""
 
-    shape: torch.Size  # of this rank's part
-    spread: Sharding | None  # of the whole over the ranks; None if each has all of it
-    communicator: Communicator  # among them
-    mesh: DeviceMesh | None = None  # where the module has a DTensor; else None
-    placements: tuple[Placement, ...] = ()  # of the DTensor
-    stride: tuple[int, ...] = ()  # of the DTensor
+    shape: torch.Size  # of the local shard
+    spread: Sharding | None  # None if every rank has the whole
+    communicator: Communicator
+    mesh: DeviceMesh | None = None  # of a DTensor; else None
+    placements: tuple[Placement, ...] = ()
+    stride: tuple[int, ...] = ()
 
-    @property
-    def whole_shape(self) -> torch.Size:
-        """Of what all ranks have together."""
-        return self.shape if self.spread is None else self.spread.shape
-
-    def own_part(self, given: Any) -> Any:
-        """This rank's part of a whole tensor; whatever else is given as it is."""
-        if not isinstance(given, Tensor) or isinstance(given, DTensor) or given.shape != self.whole_shape:
+    def local_shard(self, given: Any) -> Any:
+        """The local shard of an unsharded tensor; other values as they are."""
+        whole_shape = self.shape if self.spread is None else self.spread.shape
+        if not isinstance(given, Tensor) or isinstance(given, DTensor) or given.shape != whole_shape:
             return given
         if self.spread is not None:
             given = self.spread.part(given, self.communicator.rank).view(self.shape)
         if self.mesh is None:
             return given
-        shape = self.whole_shape
-        return DTensor.from_local(given, self.mesh, self.placements, run_check=False, shape=shape, stride=self.stride)
+        return DTensor.from_local(
+            given, self.mesh, self.placements, run_check=False, shape=whole_shape, stride=self.stride
+        )
 
 
 def load_whole_weights(model: nn.Module, state: ShardedState, communicator: Communicator) -> None:
-    """Lets `load_state_dict` of a model take whole tensors."""
+    """Lets `load_state_dict` of a sharded model take unsharded tensors."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for module in model.modules():
         layouts = {}
@@ -57,8 +54,6 @@ def load_whole_weights(model: nn.Module, state: ShardedState, communicator: Comm
 
 
 def _hook(module: nn.Module, layouts: dict[str, Layout]) -> None:
-    """Hooks the loading of one module."""
-
     def take(_: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Mapping[str, Any], *__: Any) -> None:
         if metadata.get("assign_to_params_buffers"):
             raise UsageError(
@@ -67,6 +62,6 @@ def _hook(module: nn.Module, layouts: dict[str, Layout]) -> None:
             )
         for key, layout in layouts.items():
             if prefix + key in state_dict:
-                state_dict[prefix + key] = layout.own_part(state_dict[prefix + key])
+                state_dict[prefix + key] = layout.local_shard(state_dict[prefix + key])
 
     module.register_load_state_dict_pre_hook(take)

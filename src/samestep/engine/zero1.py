@@ -1,8 +1,8 @@
-"""Owning: each rank updates its part of the parameters only, and the ranks give each other what came of it.
+"""ZeRO-1: each rank updates its part of the parameters only, and the updated parts are gathered.
 
 A gradient bucket is cut into D parts, at multiples of 64 elements. After the reduction each rank keeps the sum of its
-part, so that this moves (D-1)/D of the gradient a rank instead of twice as much; after the update the parameters'
-parts go to everyone, which moves as much again: together what an all-reduce does. The optimizer's state is 1/D.
+part, so that this moves (D-1)/D of the gradient a rank instead of twice as much; after the update all ranks gather the
+parameters' parts, which moves as much again: together what an all-reduce does. The optimizer's state is 1/D.
 """
 
 from collections.abc import Sequence
@@ -17,14 +17,7 @@ from samestep.engine.sharded_state import ShardedState, Sharding, check_contiguo
 
 
 class Zero1Parts:
-    """This rank's part of the parameters of a step.
-
-    Attributes:
-        state: the parts.
-
-    Raises:
-        UsageError: a parameter's elements do not lie in the order of their indices.
-    """
+    """This rank's part of the parameters of a step; raises a `UsageError` if one of them is not contiguous."""
 
     def __init__(
         self,
@@ -37,19 +30,21 @@ class Zero1Parts:
         self._communicator = communicator
         for name, parameter in zip(names, parameters, strict=True):
             check_contiguous(name, parameter, "leave shard_optimizer out")
-        spreads = [Sharding(torch.Size(), ())] * len(parameters)
+        spreads = {}
         for bucket in buckets:
             for index, offset in zip(bucket.members, bucket.offsets, strict=True):
-                spreads[index] = _cut(parameters[index], offset, bucket.numel // communicator.world_size, communicator)
+                length = bucket.numel // communicator.world_size
+                spreads[names[index]] = _cut(parameters[index], offset, length, communicator)
         parts = {
-            name: nn.Parameter(_own(parameter, spread, communicator.rank), requires_grad=parameter.requires_grad)
-            for name, parameter, spread in zip(names, parameters, spreads, strict=True)
+            name: nn.Parameter(_own(parameter, spreads[name], communicator.rank), parameter.requires_grad)
+            for name, parameter in zip(names, parameters, strict=True)
         }
-        self.state = ShardedState(parts, dict(zip(names, spreads, strict=True)), has_whole_parameters=True)
-        self._norm = ShardedNorm(communicator, spreads, [parameter.dtype for parameter in parameters])
+        self.state = ShardedState(parts, {name: spreads[name] for name in names}, has_whole_parameters=True)
+        dtypes = [parameter.dtype for parameter in parameters]
+        self._norm = ShardedNorm(communicator, [spreads[name] for name in names], dtypes)
 
     def settle(self) -> None:
-        """Makes sure that the parts lie in the parameters: somebody may have given these other memory."""
+        """Makes the parts views of the parameters again if these have other memory now (`model.to`, `p.data = …`)."""
         rank = self._communicator.rank
         for name, parameter in zip(self._names, self._parameters, strict=True):
             spread, part = self.state.spreads[name], self.state.parts[name]
@@ -57,7 +52,7 @@ class Zero1Parts:
                 part.data = _own(parameter, spread, rank)
 
     def norm(self, flats: Sequence[Tensor]) -> Tensor:
-        """The 2-norm of the sums of which this rank has these parts; the same blocks as where it has all."""
+        """The 2-norm of the sums of which this rank has these parts, of the same blocks as without sharding."""
         views = self._views(flats)
         return self._norm.of([views[name] for name in self._names])
 
@@ -69,13 +64,13 @@ class Zero1Parts:
 
     @torch.no_grad()
     def hand_out(self) -> None:
-        """Gives every rank the parameters' parts of all ranks."""
+        """Gathers the parameters' parts of all ranks."""
         pending = []
         for bucket in self._buckets:
+            # By way of a bucket: the parts of a bucket's members are then adjacent, and travel in one message.
             ours = bucket.empty()[: bucket.numel // self._communicator.world_size]
-            views = self._views_of(bucket, ours)
             parts = [self.state.parts[self._names[index]] for index in bucket.members]
-            torch._foreach_copy_(views, [part.detach() for part in parts])
+            torch._foreach_copy_(self._views_of(bucket, ours), [part.detach() for part in parts])
             pending.append(self._communicator.transport.gather(ours))
         for bucket, gathering in zip(self._buckets, pending, strict=True):
             whole = gathering.wait()
@@ -100,13 +95,13 @@ class Zero1Parts:
         return views
 
 
-def _cut(parameter: nn.Parameter, offset: int, part: int, communicator: Communicator) -> Sharding:
-    """Where the borders of a bucket's parts cut one of its members."""
+def _cut(parameter: nn.Parameter, offset: int, length: int, communicator: Communicator) -> Sharding:
+    """The sharding of a bucket's member by the borders of the bucket's parts."""
     numel = parameter.numel()
-    cuts = (min(max(rank * part - offset, 0), numel) for rank in range(communicator.world_size + 1))
+    cuts = (min(max(rank * length - offset, 0), numel) for rank in range(communicator.world_size + 1))
     return Sharding(parameter.shape, tuple(cuts))
 
 
 def _own(parameter: nn.Parameter, spread: Sharding, rank: int) -> Tensor:
-    """A rank's part of a parameter, in its memory."""
+    """A rank's part of a parameter, as a view of its memory."""
     return parameter.detach().view(-1)[spread.cuts[rank] : spread.cuts[rank + 1]]

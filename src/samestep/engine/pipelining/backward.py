@@ -18,27 +18,16 @@ from samestep.errors import LossError
 
 @dataclass
 class MicrobatchInStage:
-    """The state of a microbatch in a stage between its forward and the end of its backward.
+    """The state of a microbatch in a stage between its forward and the end of its backward."""
 
-    Attributes:
-        inputs: from the stage before, leaves of the graph.
-        outputs: to the stage behind, or the loss.
-        loss: in the last stage.
-        weight: times the value of the loss it is the sum over the microbatch.
-        row: the value of the loss, and its count with the sum of the gradients' elements so far.
-        seeds: the gradients of the outputs.
-        groups: of torch, where the backward for the weights goes on.
-        early: gradients of weights that came with those of the input.
-    """
-
-    inputs: list[Tensor]
-    outputs: list[Tensor]
-    loss: MicrobatchLoss | None = None
-    weight: float = 1.0
-    row: tuple[Tensor, Tensor] | None = None
-    seeds: Sequence[Tensor | None] = ()
-    groups: list[dict[str, Any]] | None = None
-    early: list[tuple[nn.Parameter, Tensor]] = field(default_factory=list)
+    inputs: list[Tensor]  # from the stage before, leaves of the graph
+    outputs: list[Tensor]  # to the next stage, or the loss
+    loss: MicrobatchLoss | None = None  # in the last stage
+    weight: float = 1.0  # times the value of the loss it is the sum over the microbatch
+    row: tuple[Tensor, Tensor] | None = None  # the loss; its count with the sum of the gradients' elements so far
+    seeds: Sequence[Tensor | None] = ()  # the gradients of the outputs
+    groups: list[dict[str, Any]] | None = None  # of torch, with which the backward for the weights continues
+    early: list[tuple[nn.Parameter, Tensor]] = field(default_factory=list)  # of weights, found with those of the input
 
     @property
     def roots(self) -> tuple[list[Tensor], list[Tensor]]:
@@ -76,10 +65,10 @@ def input_backward(microbatch: MicrobatchInStage, parameters: Sequence[nn.Parame
     outputs, seeds = microbatch.roots
     if not outputs or not microbatch.leaves:
         return [None] * len(microbatch.inputs)
-    if any(output._is_view() or output.is_leaf for output in outputs):  # which PyTorch's way would have to detach
+    if any(output._is_view() or output.is_leaf for output in outputs):  # which stage_backward_input detaches in place
         of_inputs = whole_backward(microbatch, parameters)
         microbatch.groups, microbatch.early = [], [(p, p.grad) for p in parameters if p.grad is not None]
-        for parameter in parameters:  # else the weights of another microbatch would be added to it
+        for parameter in parameters:  # else the backward of another microbatch would be added to it
             parameter.grad = None
         return of_inputs
     edges = [torch.autograd.graph.get_gradient_edge(output) for output in outputs]
@@ -87,7 +76,7 @@ def input_backward(microbatch: MicrobatchInStage, parameters: Sequence[nn.Parame
     of_inputs = list(inputs)
     reached = {id(node.variable) for group in microbatch.groups for node in group["params"]}
     missed = [parameter for parameter in parameters if id(parameter) not in reached]
-    if missed:  # what does not meet the input on its way to the output; or is not used
+    if missed:  # on no path from the input to the output (a bias that is added to the weights), or unused
         gradients = torch.autograd.grad(edges, missed, seeds, retain_graph=True, allow_unused=True)
         microbatch.early = [(p, g) for p, g in zip(missed, gradients, strict=True) if g is not None]
     return _spread_out(microbatch, of_inputs)

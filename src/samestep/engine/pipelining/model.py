@@ -68,7 +68,7 @@ class PipelinedModel:
 
 
 class Whole(nn.Module):
-    """The model for evaluation: its stages run one after another, each on its rank."""
+    """The model for evaluation: its stages run one after another, each on its rank, without a schedule."""
 
     def __init__(
         self,

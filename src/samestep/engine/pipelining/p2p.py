@@ -37,22 +37,19 @@ Contents = tuple[Sequence[Tensor | None], Any]
 
 
 class Form(NamedTuple):
-    """A tensor's layout in memory; `phase` counts its elements behind a border of the allocator."""
+    """A tensor's layout in memory."""
 
-    dtype: int
+    dtype: int  # its place in DTYPES
     needs_gradient: bool
-    phase: int
+    phase: int  # elements from a border of the allocator to its first one
     shape: tuple[int, ...]
     strides: tuple[int, ...]
 
 
 class PointToPoint:
-    """Sends and receives tensors along an axis.
+    """Sends and receives tensors along an axis, by `control` through host memory.
 
-    Args:
-        control: the transport between these ranks, through host memory.
-        device: the device of the tensors.
-        channels: by (from, to), the process group for tensors on the device; through host memory without.
+    With `channels`, a process group by (from, to), tensors on the device do not go through host memory.
     """
 
     def __init__(

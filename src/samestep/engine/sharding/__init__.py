@@ -1,1 +1,1 @@
-"""The `sharded` strategy: parameters, gradients and optimizer state spread over the ranks, by PyTorch's FSDP2."""
+"""The `sharded` strategy: parameters, gradients and optimizer state are sharded over the ranks, by PyTorch's FSDP2."""

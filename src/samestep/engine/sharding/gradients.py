@@ -1,65 +1,115 @@
 """The gradient of one step of a sharded model: each rank sums its part of all microbatches' gradients on the tree.
 
-In round k the ranks run the adjacent microbatches kD … kD + D - 1. As soon as a module's backward is through, each rank
-gets its part of the module's gradient from all of them, and pushes these parts on its counter in the order of the
-microbatches: the same tree as on one rank, of other parts. Where the last round has fewer microbatches than ranks, the
-others run along, and what they make is left out.
+FSDP2 gathers a module's parameters before its forward and backward, and after its backward asks for the sum of all
+ranks' gradients, of which each rank keeps its part. Here no transfer adds: each rank gets its part of every rank's
+gradient, one a rank, and pushes them on the tree in the order of the microbatches; the sum that FSDP2 then finds in
+`.grad` is dropped.
+
+In round k the ranks run the adjacent microbatches kD … kD + D - 1: parts that arrive together are adjacent leaves of
+the tree that one rank makes, of other parts. If the last round has fewer microbatches than ranks, the other ranks run
+along, since FSDP2's collectives need all of them, and their gradients are left out.
 """
 
 import hashlib
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.utils.hooks import RemovableHandle
 
+from samestep.comm.communicator import Communicator
 from samestep.comm.membership import Membership
 from samestep.comm.reduction import merge_blocks, merge_received
 from samestep.core.tree import Block, TreeSum
 from samestep.engine.norms import ShardedNorm
 from samestep.engine.observer import Observers
-from samestep.engine.sharding.exchange import PartGather, PieceScatter
-from samestep.engine.sharding.model import ShardedModel, Together
+from samestep.engine.sharding.model import Group, ShardedModel
 from samestep.errors import DeterminismError
 
 
-class ShardedGradientSum:
-    """Sums the gradients of all microbatches of a step, each rank its part; methods as those of `GradientSum`.
+class TransportAllGather(AllGather):
+    """Gathers the parameters of one module by our transport."""
 
-    Attributes:
-        inputs: empty: which leaves there are FSDP2 knows.
-        is_sharded: true.
-        used: for each parameter whether a microbatch of this rank used it.
-        flats: after `finish` this rank's part of the sums over all microbatches, a flat tensor a module.
-    """
+    def __init__(self, communicator: Communicator, observers: Observers, note: Callable[[], None]) -> None:
+        self._communicator = communicator
+        self._observers = observers
+        self._note = note
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory for what arrives."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> None:
+        """Fills the output with the inputs of all ranks."""
+        self._note()
+        transport = self._communicator.transport
+        output_tensor.copy_(self._observers.waits(lambda: transport.gather(input_tensor).wait()))
+
+
+class UnsummedReduceScatter(ReduceScatter):
+    """Exchanges the gradients of one module without adding them, in the place of FSDP2's reduce-scatter."""
+
+    def __init__(
+        self,
+        communicator: Communicator,
+        observers: Observers,
+        take: Callable[[Tensor, Tensor], None],
+        unread: Callable[[int], Tensor],
+    ) -> None:
+        self._communicator = communicator
+        self._observers = observers
+        self._take = take
+        self._unread = unread
+        self._is_sum_next = False
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory to send; at every second call memory for the sum, which FSDP2 keeps until the end of the backward."""
+        is_sum, self._is_sum_next = self._is_sum_next, not self._is_sum_next
+        if is_sum and self._communicator.world_size > 1:
+            return self._unread(int(size[0]))
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    ) -> None:
+        """Exchanges the parts; leaves the output as it is."""
+        part, ranks = output_tensor.numel(), self._communicator.world_size
+        transport, sizes = self._communicator.transport, [part] * ranks
+        received = self._observers.waits(lambda: transport.exchange(input_tensor, sizes, sizes).wait())
+        self._take(input_tensor, received)
+
+
+class ShardedGradientSum:
+    """Sums the gradients of all microbatches of a step, each rank its part: a `GradientExchange`."""
 
     is_sharded = True
-    inputs: tuple[Tensor, ...] = ()
+    inputs: tuple[Tensor, ...] = ()  # FSDP2 finds the leaves
 
     def __init__(
         self, sharded: ShardedModel, trainable: dict[str, nn.Parameter], membership: Membership, observers: Observers
     ) -> None:
         self._sharded = sharded
         self._communicator = communicator = membership.communicator
-        self._observers = observers
         self._names = list(trainable)
         self.parameters = list(trainable.values())
         self._index = {name: index for index, name in enumerate(self._names)}
         self._groups = sharded.groups
+        self.used = [False] * len(self._names)  # by a microbatch of this rank
         self._sums: list[TreeSum[Tensor]] = []
         self.flats: list[Tensor] = []
-        self.used = [False] * len(self._names)
-        self._totals: list[Tensor] = []
-        self._first = self._num_leaves = 0
-        self._is_out = False
-        self._order: list[int] = []
+        self._order: list[int] = []  # the numbers of modules by exchange of gradients, -1 - number by unsharding
         self._unread: Tensor | None = None
-        self._calls = [0] * len(self._groups)
-        self._waiting: dict[int, Tensor] = {}
+        self.abandon()
+        self.expect(0, False)
         for number, group in enumerate(self._groups):
-            self._connect(number, group)
+            self._connect(number, group, observers)
         self._hooks = sharded.refuse_reading()
         self._hooks += [hook for number, group in enumerate(self._groups) for hook in self._watch(number, group)]
         spreads = [sharded.state.spreads[name] for name in self._names]
@@ -76,22 +126,22 @@ class ShardedGradientSum:
 
     def forget(self) -> None:
         """Drops the parameters' gradients."""
-        self._totals = []
-        self._waiting = {}
+        self._totals: list[Tensor] = []
+        self._waiting: dict[int, Tensor] = {}
         for parameter in self.parameters:
             parameter.grad = None
         self._sharded.forget_gradients()
 
     def expect(self, microbatch: int, is_last: bool) -> None:
-        """Announces which microbatch comes next; one beyond the last stands for running along."""
+        """Announces the next microbatch; one beyond the last stands for running along."""
         ranks = self._communicator.world_size
         self._first = microbatch // ranks * ranks
         self._is_out = microbatch >= self._num_leaves
         self._calls = [0] * len(self._groups)
 
     def push(self, microbatch: int, loss: Tensor) -> Tensor:
-        """What the backward of a microbatch has left is on the tree already; drops the rest."""
-        if self._communicator.world_size == 1:
+        """Pushes the gradients that are not on the tree yet; returns the sum of the elements of this microbatch's."""
+        if self._communicator.world_size == 1:  # FSDP2 makes no reduce-scatter then
             for number, group in enumerate(self._groups):
                 flat = self._sharded.own_gradient(group)
                 self._totals.append(flat.sum())
@@ -105,25 +155,23 @@ class ShardedGradientSum:
         return torch.stack(totals).sum() if totals else torch.zeros((), device=self._communicator.device)
 
     def start(self) -> None:
-        """Makes sure that what the ranks have exchanged belongs together."""
+        """Checks that all ranks have exchanged the same modules' parameters and gradients, in the same order."""
         if self._communicator.world_size == 1:
             return
+        # Without this a module of one rank would be taken for one of equal size on another, silently.
         order = hashlib.blake2b(repr(self._order).encode(), digest_size=7).digest()
         words = self._communicator.gather_words([int.from_bytes(order, "little")])
         if len({word for (word,) in words}) > 1:
             raise DeterminismError(
                 "the ranks ran different modules, or the same in another order (layers that are skipped at random, or "
                 "by what is in the batch, do so): strategy='sharded' needs every microbatch to run all that `wrap` "
-                "names; "
-                "name larger modules, or use strategy='replicate'"
+                "names; name larger modules, or use strategy='replicate'"
             )
 
     def finish(self) -> None:
-        """This rank's part of the sums over all microbatches: one flat tensor a module."""
-        self.flats = []
-        for group, counter in zip(self._groups, self._sums, strict=True):
-            total = counter.root()
-            self.flats.append(self._zeros(group) if total is None else total)
+        """Completes this rank's part of the sums over all microbatches, `flats`: one flat tensor a module."""
+        totals = (counter.root() for counter in self._sums)
+        self.flats = [self._zeros(g) if total is None else total for g, total in zip(self._groups, totals, strict=True)]
 
     def norm(self) -> Tensor:
         """The 2-norm of all sums on all ranks, of the same blocks as on one."""
@@ -131,14 +179,15 @@ class ShardedGradientSum:
         return self._norm.of([by_name[name].reshape(-1) for name in self._names])
 
     def assign(self, used: Sequence[bool]) -> None:
-        """Gives each part of a parameter that any microbatch used its gradient; the others get None."""
+        """Gives each shard of a parameter that any microbatch used its gradient; the others get None."""
         for name, view in self._views():
             if name in self._index:
                 index = self._index[name]
                 self.parameters[index].grad = view.to(self.parameters[index].device) if used[index] else None
 
     def abandon(self) -> None:
-        """Drops what a step that failed has left."""
+        """Drops the sums of a step that failed."""
+        self._num_leaves = 0
         self._sums, self.flats = [], []
         self.forget()
 
@@ -147,25 +196,27 @@ class ShardedGradientSum:
         for hook in self._hooks:
             hook.remove()
 
-    def _connect(self, number: int, group: Together) -> None:
-        """Has FSDP2 exchange the parameters and gradients of a module by us."""
-        communicator, observers, module = self._communicator, self._observers, group.module
+    def _connect(self, number: int, group: Group, observers: Observers) -> None:
+        """Replaces FSDP2's collectives for a module."""
+        communicator, module = self._communicator, group.module
         take = partial(self._take, number)
-        module.set_custom_reduce_scatter(PieceScatter(communicator, observers, take, self._unread_part))
+        module.set_custom_reduce_scatter(UnsummedReduceScatter(communicator, observers, take, self._unread_part))
+        # Neither a mean over the ranks, nor a rescaling for 16 bits: the tree adds plain sums.
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
         if communicator.device.type == "cpu":
-            module.set_custom_all_gather(PartGather(communicator, observers, lambda: self._order.append(-1 - number)))
+            gather = TransportAllGather(communicator, observers, lambda: self._order.append(-1 - number))
+            module.set_custom_all_gather(gather)
         if hasattr(module, "set_reduce_scatter_unused_params"):
-            module.set_reduce_scatter_unused_params(True)
+            module.set_reduce_scatter_unused_params(True)  # else ranks with and without them would exchange other sizes
 
-    def _watch(self, number: int, group: Together) -> list[RemovableHandle]:
-        """Notes how often a module is called, and which parameters get a gradient: FSDP2 fills the others up."""
+    def _watch(self, number: int, group: Group) -> list[RemovableHandle]:
+        """Hooks that count a module's calls and note which parameters get a gradient: FSDP2 sends zeros of the rest."""
         names = {id(parameter): name for name, parameter in self._sharded.model.named_parameters()}
-        wanted = {member.name for member in group.members}
+        wanted = {name for name, _ in group.members}
         paths = {id(part): path for path, part in self._sharded.model.named_modules()}
         prefix = paths[id(group.module)]
-        group.module.unshard()
+        group.module.unshard()  # gradients accumulate in the unsharded parameters, which exist only now
         hooks = [group.module.register_forward_pre_hook(self._note_call(number))]  # type: ignore[attr-defined]
         for path, parameter in group.module.named_parameters():  # type: ignore[attr-defined]
             name = f"{prefix}.{path}" if prefix else path
@@ -182,7 +233,7 @@ class ShardedGradientSum:
         return on_call
 
     def _note_use(self, index: int) -> Callable[[Tensor], None]:
-        reference = weakref.ref(self)  # a parameter must not keep alive what sums its gradient
+        reference = weakref.ref(self)  # the parameter outlives a step that the user drops
 
         def on_gradient(_: Tensor) -> None:
             owner = reference()
@@ -192,10 +243,7 @@ class ShardedGradientSum:
         return on_gradient
 
     def _take(self, number: int, sent: Tensor, received: Tensor) -> None:
-        """Takes the parts that this rank got of the gradients of a module.
-
-        A module that was called several times hands over its gradient as often; first these are added up.
-        """
+        """Takes the received parts of a module's gradients; those of a module called several times are added first."""
         self._order.append(number)
         group = self._groups[number]
         if sent.numel() != group.numel * self._communicator.world_size:
@@ -213,31 +261,28 @@ class ShardedGradientSum:
             self._push(number, received)
 
     def _push(self, number: int, received: Tensor) -> None:
-        """Pushes what came of the microbatches of a round on the tree of a module."""
+        """Pushes the parts of a round's microbatches on the tree of a module."""
         group = self._groups[number]
         last = min(self._first + self._communicator.world_size, self._num_leaves)
         blocks = [Block(microbatch, 1) for microbatch in range(self._first, last)]
         sums = merge_received(blocks, received[: len(blocks) * group.numel], group.numel)
         for block, value in zip(merge_blocks(blocks), sums, strict=True):
+            # A copy: as a view the sum would keep the parts of all ranks alive until the end of the step.
             self._sums[number].push(block, value.clone())
 
     def _unread_part(self, numel: int) -> Tensor:
-        """Memory that FSDP2 may take for the sum of a module; nobody reads it."""
+        """Memory for FSDP2's sum of any module, which is never read."""
         if self._unread is None:
-            part = self._sharded.state.parts[self._groups[0].members[0].name]
-            most = max(group.numel for group in self._groups)
-            self._unread = torch.zeros(most, dtype=part.dtype, device=self._communicator.device)
+            self._unread = self._zeros(max(self._groups, key=lambda group: group.numel))
         return self._unread[:numel]
 
-    def _zeros(self, group: Together) -> Tensor:
-        part = self._sharded.state.parts[group.members[0].name]
+    def _zeros(self, group: Group) -> Tensor:
+        part = self._sharded.state.parts[group.members[0][0]]
         return torch.zeros(group.numel, dtype=part.dtype, device=self._communicator.device)
 
-    def _views(self) -> list[tuple[str, Tensor]]:
+    def _views(self) -> Iterator[tuple[str, Tensor]]:
         """This rank's part of the gradient of each parameter, as a view of `flats`."""
-        views = []
         for group, flat in zip(self._groups, self.flats, strict=True):
-            for member in group.members:
-                part = self._sharded.state.parts[member.name]
-                views.append((member.name, flat[member.offset : member.offset + part.numel()].view(part.shape)))
-        return views
+            for name, offset in group.members:
+                part = self._sharded.state.parts[name]
+                yield name, flat[offset : offset + part.numel()].view(part.shape)

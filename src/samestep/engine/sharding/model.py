@@ -1,4 +1,4 @@
-"""A model that is spread over the ranks: what this rank has of it, and how it comes together."""
+"""A sharded model: this rank's shards of its parameters, and FSDP2's modules, which unshard them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -6,13 +6,11 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from samestep.comm.communicator import Communicator
 from samestep.comm.membership import Membership
 from samestep.comm.mesh import data_mesh
 from samestep.engine.parameters import named_parameters
@@ -23,59 +21,46 @@ from samestep.errors import UsageError
 
 
 @dataclass(frozen=True)
-class Member:
-    """A trainable parameter of a module that comes together as one."""
+class Group:
+    """A module whose parameters FSDP2 unshards at once."""
 
-    name: str  # of the parameter
-    offset: int  # where its part begins in the flat part of the module, in elements
-
-
-@dataclass(frozen=True)
-class Together:
-    """A module whose parameters come together as one."""
-
-    module: FSDPModule  # handed to FSDP2
-    members: tuple[Member, ...]  # its trainable parameters, in the order in which their gradients travel
-    numel: int  # elements of the flat part of each rank
+    module: FSDPModule
+    members: tuple[tuple[str, int], ...]  # name and offset in the flat gradient of each trainable parameter
+    numel: int  # elements of the flat gradient of each rank
 
 
 class ShardedModel:
-    """Spreads a model over the ranks, in place, and gives the optimizers what this rank has of it.
+    """Shards a model over the ranks of a run, in place, and hands the optimizers the local shards.
 
-    Attributes:
-        model: the model.
-        state: this rank's parts.
-        groups: the modules that come together as one, the model last.
+    The ranks deal the microbatches in turn from then on.
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        optimizers: Sequence[Optimizer],
-        communicator: Communicator,
-        mesh: DeviceMesh,
-        inner: Sequence[nn.Module],
-        options: Sharded,
+        self, membership: Membership, model: nn.Module, optimizers: Sequence[Optimizer], options: Sharded
     ) -> None:
-        before = dict(model.named_parameters())
-        names = {id(parameter): name for name, parameter in before.items()}
-        modules = shard_modules(model, inner, mesh, options)
+        communicator = membership.communicator
+        check_elementwise(optimizers, communicator.device, by_rows=True)  # all checks before the ranks connect
+        named_parameters(model, optimizers)
+        inner = plan_modules(model, options)
+        membership.deal_in_turn()
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        modules = shard_modules(model, inner, data_mesh(communicator, membership.timeout), options)
         self.model = model
         self._dtensors = dict(model.named_parameters())
-        for module in modules:  # from here on FSDP2 keeps each part where it is
+        for module in modules:  # FSDP2 moves a shard at its first unsharding, and never again
             module.unshard()
             module.reshard()
         own = {id(parameter): name for name, parameter in self._dtensors.items()}
-        self.groups = [group for module in modules if (group := _together(module, own)).members]
+        self.groups = [group for module in modules if (group := _group(module, own)).members]  # the model is the last
         self.state = ShardedState(
-            {name: _part(parameter) for name, parameter in self._dtensors.items()},
+            {name: _local(parameter) for name, parameter in self._dtensors.items()},
             {name: by_rows(parameter.shape, communicator.world_size) for name, parameter in self._dtensors.items()},
             has_whole_parameters=False,
         )
         self.state.hand_over(optimizers, names, communicator.rank)
 
     def check_trained(self) -> None:
-        """Checks that nothing was frozen or unfrozen since: how gradients travel was laid out before."""
+        """Raises a `UsageError` if a parameter was frozen or unfrozen: the layout of gradients is fixed."""
         for name, parameter in self._dtensors.items():
             if parameter.requires_grad != self.state.parts[name].requires_grad:
                 what = "unfrozen" if parameter.requires_grad else "frozen"
@@ -85,58 +70,45 @@ class ShardedModel:
                 )
 
     def refuse_reading(self) -> list[RemovableHandle]:
-        """Refuses losses that read parameters by themselves: such a gradient would come to nothing."""
+        """Refuses losses that read parameters by themselves: FSDP2 would drop such a gradient."""
         return [refuse_reading(name, p) for name, p in self._dtensors.items() if p.requires_grad]
 
-    def own_gradient(self, group: Together) -> Tensor:
-        """What FSDP2 has left in `.grad` of a module's parameters, flat: the sum, where this rank is alone."""
+    def own_gradient(self, group: Group) -> Tensor:
+        """The flat gradient that FSDP2 has left in `.grad` of a module's parameters: the sum, on a single rank."""
         parts = []
-        for member in group.members:
-            gradient = self._dtensors[member.name].grad
-            part = self.state.parts[member.name]
+        for name, _ in group.members:
+            gradient, part = self._dtensors[name].grad, self.state.parts[name]
             local = torch.zeros_like(part) if gradient is None else cast(DTensor, gradient).to_local()
             parts.append(local.reshape(-1))
         return torch.cat(parts)
 
     def forget_gradients(self) -> None:
-        """Drops what FSDP2 has left in `.grad`."""
+        """Drops the gradients that FSDP2 has left in `.grad`."""
         for parameter in self._dtensors.values():
             parameter.grad = None
 
     def reshard(self) -> None:
-        """Lets go of parameters that are together still: after a forward without backward, and before they change."""
+        """Reshards parameters that a forward without backward has left unsharded, before their values change."""
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
 
 
-def shard_model(
-    membership: Membership, model: nn.Module, optimizers: Sequence[Optimizer], options: Sharded
-) -> ShardedModel:
-    """Spreads a model over the ranks of a run, which deal the microbatches in turn from then on."""
-    communicator = membership.communicator
-    check_elementwise(optimizers, communicator.device, by_rows=True)  # before the ranks connect
-    named_parameters(model, optimizers)
-    inner = plan_modules(model, options)
-    membership.deal_in_turn()
-    return ShardedModel(model, optimizers, communicator, data_mesh(communicator, membership.timeout), inner, options)
-
-
-def _part(parameter: nn.Parameter) -> nn.Parameter:
-    """This rank's part of a DTensor, in the same memory."""
+def _local(parameter: nn.Parameter) -> nn.Parameter:
+    """The local shard of a DTensor, in the same memory."""
     local = cast(DTensor, parameter.detach()).to_local()
     return nn.Parameter(local, requires_grad=parameter.requires_grad)
 
 
-def _together(module: FSDPModule, names: Mapping[int, str]) -> Together:
-    """How the gradients of a module lie in what travels: as FSDP2 says, part after part."""
+def _group(module: FSDPModule, names: Mapping[int, str]) -> Group:
+    """A module, with the layout of its gradients in FSDP2's messages: padded shard after padded shard."""
     state = module._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
-    members: list[Member] = []
+    members: list[tuple[str, int]] = []
     offset = 0
     for group in groups:
         for held in [] if group is None else group.fsdp_params:
             if held.sharded_param.requires_grad:
-                members.append(Member(names[id(held.sharded_param)], offset))
+                members.append((names[id(held.sharded_param)], offset))
                 offset += held.padded_sharded_param_size.numel()
-    return Together(module, tuple(members), offset)
+    return Group(module, tuple(members), offset)

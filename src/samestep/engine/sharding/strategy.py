@@ -13,7 +13,7 @@ from samestep.engine.forward_backward import ForwardBackward
 from samestep.engine.observer import Observers
 from samestep.engine.sharded_state import MIXED, ShardedState
 from samestep.engine.sharding.gradients import ShardedGradientSum
-from samestep.engine.sharding.model import shard_model
+from samestep.engine.sharding.model import ShardedModel
 from samestep.engine.strategies import Sharded
 from samestep.errors import UsageError
 
@@ -34,7 +34,7 @@ class ShardedStrategy:
         self, membership: Membership, model: nn.Module, optimizers: Sequence[Optimizer], options: Sharded
     ) -> None:
         self._membership = membership
-        self._sharded = shard_model(membership, model, optimizers, options)
+        self._sharded = ShardedModel(membership, model, optimizers, options)
         self.forward = model
         self.contract: dict[str, Any] = {} if options.param_dtype is None else {"param_dtype": options.param_dtype}
 
@@ -80,7 +80,7 @@ class ShardedStrategy:
         """Does nothing: the next forward gathers what was updated."""
 
     def after_load(self) -> None:
-        """Remicrobatches parameters that are unsharded: these are the values from before."""
+        """Reshards parameters that are unsharded: these have the values from before."""
         self._sharded.reshard()
 
     def explain(self, error: RuntimeError) -> UsageError | None:

@@ -37,7 +37,7 @@ def plan_modules(model: nn.Module, options: Sharded) -> list[nn.Module]:
 
 
 def shard_modules(model: nn.Module, inner: Sequence[nn.Module], mesh: DeviceMesh, options: Sharded) -> list[FSDPModule]:
-    """Microbatches the parameters of a model over a mesh, in place, module by module; returns the wrapped modules."""
+    """Shards the parameters of a model over a mesh, in place, module by module; returns the wrapped modules."""
     if options.activation_checkpointing:
         from torch.distributed._composable import checkpoint
 
@@ -89,7 +89,7 @@ def make_views_writable(module: nn.Module, _: Any, output: Any) -> Any:
 
 
 def check_parameters(model: nn.Module) -> None:
-    """Raises a `UsageError` that names the first parameter which FSDP2 cannot microbatch."""
+    """Raises a `UsageError` that names the first parameter which FSDP2 cannot shard."""
     kinds: dict[torch.dtype, str] = {}
     for name, parameter in model.named_parameters():
         check_dimension(name, parameter, "sharded")

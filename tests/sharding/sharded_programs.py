@@ -166,7 +166,7 @@ STRATEGIES = {
     "recomputed": Sharded(activation_checkpointing=True, wrap=lambda module: isinstance(module, nn.Sequential)),
     "offloaded": Sharded(cpu_offload=True),
     "half": Sharded(param_dtype="bf16"),
-    "owned": Replicate(shard_optimizer=True),
+    "zero1": Replicate(shard_optimizer=True),
 }
 OPTIMIZERS = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2),

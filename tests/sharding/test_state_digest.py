@@ -1,0 +1,88 @@
+"""The digest and the checksum of a sharded state are those of one device, and see every change."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from state_programs import OPTIMIZERS, messages, states
+from worlds import in_turns
+
+from samestep.engine.sharded_state import LocalShard, Sharding
+from samestep.train.digest import ROW_WORDS, sum_of_rows
+
+QUICK = {(1, "adam"), (2, "two, in groups"), (3, "sgd"), (3, "two, in groups")}
+CASES = [(world_size, optimizer) for world_size in (1, 2, 3) for optimizer in OPTIMIZERS]
+
+
+@pytest.mark.parametrize(
+    ("world_size", "optimizer"), [pytest.param(*c, marks=[] if c in QUICK else pytest.mark.slow) for c in CASES]
+)
+def test_digest_and_checksum_are_those_of_one_device(worlds, references, world_size, optimizer):
+    expected = references(states, "replicate", optimizer)
+    results = worlds(world_size).run(states, "sharded", optimizer)
+    assert [result[:2] for result in results] == [expected[:2]] * world_size
+    assert len(set(expected[0])) == len(set(expected[1])) == 3
+    if world_size == 3:  # each rank has a third of the state; buffers are on all of them
+        for name, size in expected[2].items():
+            assert max(held[name] for *_, held in results) < 0.4 * size + 4600
+
+
+@pytest.mark.parametrize("strategy", ["kept", "zero1"])
+def test_so_they_are_however_the_state_is_sharded(worlds, references, strategy):
+    expected = references(states, "replicate", "two, in groups")
+    for result in worlds(3).run(states, strategy, "two, in groups"):
+        assert result[:2] == expected[:2]
+
+
+def test_the_digest_of_a_sharded_model_without_its_step_is_refused(worlds):
+    for message in worlds(2).run(messages, "sharded"):
+        assert message.startswith("UsageError: ")
+        assert "call state_digest(step)" in message
+
+
+DTYPES = [torch.int8, torch.bfloat16, torch.float32, torch.float64, torch.complex64]
+SIZES = [0, 1, 7, ROW_WORDS - 1, ROW_WORDS, 3 * ROW_WORDS + 17]
+
+
+def state(seed):
+    """Tensors of every width, some of which fill rows."""
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        torch.randint(-128, 128, (size * dtype.itemsize,), dtype=torch.int8, generator=generator).view(dtype)
+        for size in SIZES
+        for dtype in DTYPES
+    ]
+
+
+def total(communicator, tensors, cuts, num_replicated=2):
+    """The checksum when all tensors but the first ones are sharded."""
+    parts = list(tensors[:num_replicated])
+    for tensor in tensors[num_replicated:]:
+        places = (0, *sorted(cut % (tensor.numel() + 1) for cut in cuts), tensor.numel())
+        spread = Sharding(tensor.shape, places)
+        parts.append(LocalShard(spread.part(tensor, communicator.rank).clone(), spread))
+    first = int(sum_of_rows(parts, communicator))
+    assert int(sum_of_rows(parts, communicator)) == first, "computing it changes nothing"
+    return first
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.integers(0, 4 * ROW_WORDS), max_size=3), st.integers(0, 3))
+def test_the_checksum_is_the_same_wherever_the_tensors_are_cut(cuts, seed):
+    (expected,) = in_turns(1, total, state(seed), [])
+    assert in_turns(len(cuts) + 1, total, state(seed), cuts) == [expected] * (len(cuts) + 1)
+
+
+def test_one_bit_of_one_shard_changes_the_checksum():
+    before = in_turns(2, total, state(1), [5000])
+    for number in range(len(DTYPES), len(SIZES) * len(DTYPES)):
+        tensors = state(1)
+        tensors[number].view(torch.uint8)[-1] ^= 4
+        assert in_turns(2, total, tensors, [5000]) != before
+
+
+def test_two_shards_that_change_places_change_the_checksum():
+    tensors = [torch.arange(4.0 * ROW_WORDS)]
+    before = in_turns(2, total, tensors, [2 * ROW_WORDS], 0)
+    first, second = tensors[0].split(2 * ROW_WORDS)
+    assert in_turns(2, total, [torch.cat([second, first])], [2 * ROW_WORDS], 0) != before
