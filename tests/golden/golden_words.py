@@ -174,20 +174,20 @@ def judging():
     from samestep.devices.selection import select
     from samestep.launcher.job import Job
     from samestep.launcher.supervisor import supervise
-    from samestep.verify.runner import KeptCrew, Program, ProgramRunner
+    from samestep.verify.runner import KeptPool, Program, ProgramRunner
     from samestep.verify.verdict import reach_verdict
 
     alone = select("cpu:1")
-    crew = KeptCrew.started(alone)
-    supervise(Job("function", "os:getpid", quiet=True), alone, open_pool=lambda: crew)
+    pool = KeptPool.make(alone)
+    supervise(Job("function", "os:getpid", quiet=True), alone, open_pool=lambda: pool)
 
     def judge(script, devices, steps, tier):
         program = Program("script", str(script), (), None, str(script))
-        with ProgramRunner(program, {name: select(name) for name in devices}, hang_seconds=120.0, crew=crew) as runner:
+        with ProgramRunner(program, {name: select(name) for name in devices}, hang_seconds=120.0, pool=pool) as runner:
             found = reach_verdict(runner, devices, steps, tier)
         return sorted(cause.key for cause in found.causes), None if found.difference is None else found.difference.step
 
     try:
         yield judge
     finally:
-        crew.end()
+        pool.end()

@@ -1,47 +1,46 @@
-"""What the tests of proof share: one process from which the workers of all witnessed runs are forked."""
+"""What the tests of verify share: one fork server for all watched runs."""
 
 import textwrap
+from contextlib import ExitStack
 
 import pytest
 
 from samestep.devices.selection import select
 from samestep.launcher.job import Job
 from samestep.launcher.supervisor import supervise
-from samestep.verify.runner import KeptCrew, Program, ProgramRunner
+from samestep.verify.runner import KeptPool, Program, ProgramRunner
 from samestep.verify.verdict import reach_verdict
 
 
 @pytest.fixture(scope="session")
-def crew():
+def pool():
     """Imports torch once for all runs."""
-    alone = select("cpu:1")
-    kept = KeptCrew.started(alone)
-    supervise(Job("function", "os:getpid", quiet=True), alone, open_pool=lambda: kept)  # waits until it is ready
+    device = select("cpu:1")
+    kept = KeptPool.make(device)
+    supervise(Job("function", "os:getpid", quiet=True), device, open_pool=lambda: kept)  # waits until it is ready
     yield kept
     kept.end()
 
 
 @pytest.fixture
-def stage_of(crew):
-    """`stage_of(path, *arguments, devices=…, adopt=…)`: a runner for a script."""
-    stages = []
+def runner_of(pool):
+    """`runner_of(path, *arguments, devices=…, adopt=…)`: a runner for a script."""
+    with ExitStack() as stack:
 
-    def make(path, *arguments, devices=("cpu:1", "cpu:2"), adopt=None):
-        program = Program("script", str(path), tuple(map(str, arguments)), adopt, str(path))
-        stages.append(ProgramRunner(program, {name: select(name) for name in devices}, hang_seconds=60.0, crew=crew))
-        return stages[-1].__enter__()
+        def make(path, *arguments, devices=("cpu:1", "cpu:2"), adopt=None):
+            program = Program("script", str(path), tuple(map(str, arguments)), adopt, str(path))
+            selections = {name: select(name) for name in devices}
+            return stack.enter_context(ProgramRunner(program, selections, hang_seconds=60.0, pool=pool))
 
-    yield make
-    for runner in stages:
-        runner.__exit__(None, None, None)
+        yield make
 
 
 @pytest.fixture
-def verdict_on(stage_of):
+def verdict_on(runner_of):
     """`verdict_on(path, *arguments, devices=…, steps=…, tier=…, adopt=…)`: the verdict on a script."""
 
     def reach(path, *arguments, devices=("cpu:1", "cpu:2"), steps=4, tier=None, adopt=None):
-        return reach_verdict(stage_of(path, *arguments, devices=devices, adopt=adopt), devices, steps, tier)
+        return reach_verdict(runner_of(path, *arguments, devices=devices, adopt=adopt), devices, steps, tier)
 
     return reach
 

@@ -13,9 +13,9 @@ from torch.optim import optimizer as hooks
 from torch.utils.data import DataLoader, TensorDataset
 
 from samestep.scripts.patch import applied
-from samestep.verify.causes.divisors import divisor
-from samestep.verify.causes.notes import Wrap, composed
+from samestep.verify.causes.losses import divisor
 from samestep.verify.causes.table import CAUSES, Recorder
+from samestep.verify.wrapping import Wrap, patches_for
 
 BREAKERS = Path(__file__).resolve().parent / "breakers"
 THREE = ("cpu:1", "cpu:2", "cpu:3")
@@ -189,7 +189,7 @@ OWNERS = (torch, torch.nn.functional, torch.Tensor, nn.Module, torch.optim.Optim
 
 def test_listening_changes_no_number_and_leaves_torch_as_it_was(warm):
     alone, before = trained(), places(*OWNERS)
-    recorder = Recorder(0, 1)
+    recorder = Recorder()
     with applied(recorder.patches()):
         listened = trained()
         facts = recorder.facts()
@@ -215,9 +215,9 @@ def test_wraps_at_one_place_enclose_each_other_in_order():
         def say():
             return "place"
 
-    first = Wrap(Place, "say", lambda inner: lambda: f"first({inner()})")
-    second = Wrap(Place, "say", lambda inner: lambda: f"second({inner()})")
-    patches = composed([first, second])
+    first = Wrap(Place, "say", lambda inner: f"first({inner()})")
+    second = Wrap(Place, "say", lambda inner: f"second({inner()})")
+    patches = patches_for([first, second])
     assert len(patches) == 1
     assert patches[0].replacement() == "second(first(place))"
 

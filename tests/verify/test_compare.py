@@ -5,10 +5,9 @@ import math
 
 import pytest
 
-from samestep.verify.compare import first_difference, ranks_apart, reached
+from samestep.verify.compare import Tolerance, first_difference, ranks_apart, reached
 from samestep.verify.recording import Recording
-from samestep.verify.sanity_checks import idle_parameters, refusals, what_was_compared
-from samestep.verify.tolerance import Tolerance
+from samestep.verify.sanity_checks import count_compared, idle_parameters, refusals
 
 NUM_STEPS = 3
 
@@ -18,7 +17,7 @@ def vector(size, buckets=16):
 
 
 def summary(size, mark=0):
-    return {"bits": [1000 + mark], "norm": [size], "summarize_tensor": [vector(size)]}
+    return {"bits": [1000 + mark], "norm": [size], "summary": [vector(size)]}
 
 
 def step(number, ids, loss=1.0):
@@ -56,7 +55,7 @@ def recording(world_size, family="ddp", batch=4):
             lines.append(line)
         lines.append({"kind": "end", "step": NUM_STEPS, "reason": "steps", "family": family})
         ranks.append(tuple(lines))
-    return Recording(f"cpu:{world_size}", 0, (), tuple(ranks))
+    return Recording(f"cpu:{world_size}", 0, tuple(ranks))
 
 
 def changed(original, change, ranks=None):
@@ -66,7 +65,7 @@ def changed(original, change, ranks=None):
         for line in lines[rank]:
             if line["kind"] == "step":
                 change(line)
-    return Recording(original.devices, original.attempt, (), lines)
+    return Recording(original.devices, original.attempt, lines)
 
 
 def off(part, by):
@@ -75,7 +74,7 @@ def off(part, by):
     def change(line):
         group = line[part][0] if part != "buffers" else line[part]
         group["bits"] = [group["bits"][0] + 7]
-        group["summarize_tensor"] = [vector(group["norm"][0] * (1 + by))]
+        group["summary"] = [vector(group["norm"][0] * (1 + by))]
 
     return change
 
@@ -143,10 +142,10 @@ def test_samples_nobody_saw_are_no_ground_for_a_tier():
 
 def test_a_gradient_that_is_absent_is_zero_up_to_rounding_and_something_else_to_the_bit():
     def change(line):
-        line["gradients"][0].update(bits=[None], norm=[None], summarize_tensor=[None])
+        line["gradients"][0].update(bits=[None], norm=[None], summary=[None])
 
     def zero(line):
-        line["gradients"][0].update(bits=[1], norm=[0.0], summarize_tensor=[vector(0.0)])
+        line["gradients"][0].update(bits=[1], norm=[0.0], summary=[vector(0.0)])
 
     absent, zeros = changed(recording(1), change), changed(recording(2), zero)
     assert first_difference(absent, zeros, "allclose") is None
@@ -184,7 +183,7 @@ def test_learning_rates_are_compared():
 
 def test_fewer_steps_are_a_difference():
     other = recording(2)
-    short = Recording(other.devices, 0, (), tuple(lines[:-2] for lines in other.ranks))
+    short = Recording(other.devices, 0, tuple(lines[:-2] for lines in other.ranks))
     found = first_difference(recording(1), short, "sample-exact")
     assert (found.step, found.quantity) == (2, "steps")
 
@@ -193,7 +192,7 @@ def with_metric(original, values, attempt=0):
     lines = tuple(
         (*lines, {"kind": "metric", "step": NUM_STEPS, "before": values, "after": values}) for lines in original.ranks
     )
-    return Recording(original.devices, attempt, (), lines)
+    return Recording(original.devices, attempt, lines)
 
 
 def test_a_reduced_number_may_be_a_sum_or_a_mean_over_ranks_and_nothing_else():
@@ -222,11 +221,11 @@ def test_rounding_that_grows_fast_in_a_program_is_allowed_what_it_was_seen_to_do
 
 def test_a_model_without_gradients_proves_nothing():
     def dead(line):
-        line["gradients"][0].update(norm=[0.0], summarize_tensor=[vector(0.0)])
+        line["gradients"][0].update(norm=[0.0], summary=[vector(0.0)])
 
     runs = [changed(run, dead) for run in (recording(1), recording(2))]
     assert "all gradients are zero" in next(refusals(runs))
-    assert what_was_compared(runs).nonzero_gradients == 0
+    assert count_compared(runs).nonzero_gradients == 0
     assert list(refusals([recording(1), recording(2)])) == []
 
 
@@ -257,7 +256,7 @@ def test_parameters_that_never_change_prove_nothing():
 
 
 def test_a_run_without_a_step_proves_nothing():
-    empty = Recording("cpu:1", 0, (), (({"kind": "end", "step": 0, "reason": "program", "family": "ddp"},),))
+    empty = Recording("cpu:1", 0, (({"kind": "end", "step": 0, "reason": "program", "family": "ddp"},),))
     assert "no optimizer took a step" in next(refusals([empty, empty]))
 
 

@@ -253,7 +253,7 @@ def cause_of(a, b):
         ({"lr": ["0x1.0p+0"], "digest": "01"}, "The learning rates differ"),
         ({"loss": "0x1.0p+0", "grad_norm": "0x1.0p+0"}, "The forward differs, on the same samples"),
         ({"grad_norm": "0x1.0p+0", "digest": "01"}, "The backward or the sum over devices differs"),
-        ({"skipped": True}, "One run left the update out"),
+        ({"skipped": True}, "One run skipped the update"),
         ({"digest": "01"}, "Only the state differs: the optimizer's update"),
     ],
 )

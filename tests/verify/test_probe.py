@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from samestep.verify.runner import Question
+from samestep.verify.runner import RunSpec
 
 PROGRAM = """
     import sys
@@ -47,8 +47,8 @@ def program(script):
     return script(PROGRAM)
 
 
-def test_a_step_is_written_down_with_its_samples_loss_gradients_and_state(stage_of, program):
-    recording = stage_of(program, 0).record(Question("cpu:2", 3))
+def test_a_step_is_written_down_with_its_samples_loss_gradients_and_state(runner_of, program):
+    recording = runner_of(program, 0).record(RunSpec("cpu:2", 3))
     assert recording.failure is None
     assert recording.family == "ddp"
     assert recording.num_steps == 3
@@ -65,8 +65,8 @@ def test_a_step_is_written_down_with_its_samples_loss_gradients_and_state(stage_
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_what_is_read_ahead_or_for_an_evaluation_is_not_counted_to_a_step(stage_of, program, num_workers):
-    recording = stage_of(program, num_workers).record(Question("cpu:1", 7))
+def test_what_is_read_ahead_or_for_an_evaluation_is_not_counted_to_a_step(runner_of, program, num_workers):
+    recording = runner_of(program, num_workers).record(RunSpec("cpu:1", 7))
     assert recording.failure is None
     epochs = [recording.steps[0][:4], recording.steps[0][4:7]]
     assert sorted(number for line in epochs[0] for number in line["ids"]) == list(range(24))
@@ -75,14 +75,14 @@ def test_what_is_read_ahead_or_for_an_evaluation_is_not_counted_to_a_step(stage_
     assert metric["step"] == 4
 
 
-def test_a_program_that_catches_its_own_failures_ends_after_the_last_step(stage_of, program):
-    recording = stage_of(program, 0).record(Question("cpu:2", 2))
+def test_a_program_that_catches_its_own_failures_ends_after_the_last_step(runner_of, program):
+    recording = runner_of(program, 0).record(RunSpec("cpu:2", 2))
     assert [line["reason"] for rank in (0, 1) for line in recording.lines("end", rank)] == ["steps", "steps"]
 
 
-def test_a_program_computes_the_same_bits_with_and_without_a_witness(stage_of, program, tmp_path):
+def test_a_program_computes_the_same_bits_with_and_without_a_witness(runner_of, program, tmp_path):
     alone, seen = tmp_path / "alone.pt", tmp_path / "seen.pt"
-    recording = stage_of(program, 0, seen).record(Question("cpu:1", 100, detail=2))
+    recording = runner_of(program, 0, seen).record(RunSpec("cpu:1", 100, detail=2))
     assert recording.failure is None
     assert recording.num_steps == 12
     variables = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "OMP_NUM_THREADS": "1"}
@@ -91,8 +91,8 @@ def test_a_program_computes_the_same_bits_with_and_without_a_witness(stage_of, p
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
-def test_modules_are_written_down_by_sample_in_the_step_that_is_asked_for(stage_of, program):
-    recording = stage_of(program, 0).record(Question("cpu:2", 3, detail=1))
+def test_modules_are_written_down_by_sample_in_the_step_that_is_asked_for(runner_of, program):
+    recording = runner_of(program, 0).record(RunSpec("cpu:2", 3, detail=1))
     lines = [line for rank in (0, 1) for line in recording.lines("module", rank)]
     assert {line["step"] for line in lines} == {1}
     assert {line["name"] for line in lines if line["direction"] == "forward"} == {"", "0", "1", "2"}
@@ -101,13 +101,13 @@ def test_modules_are_written_down_by_sample_in_the_step_that_is_asked_for(stage_
     assert not keys[0] & keys[1]
 
 
-def test_a_program_that_fails_is_told_with_its_traceback(stage_of, script):
-    recording = stage_of(script("raise KeyError('no such thing')")).record(Question("cpu:2", 2))
+def test_a_program_that_fails_is_told_with_its_traceback(runner_of, script):
+    recording = runner_of(script("raise KeyError('no such thing')")).record(RunSpec("cpu:2", 2))
     assert "no such thing" in recording.failure
 
 
-def test_what_a_program_prints_before_it_gives_up_is_told(stage_of, script):
-    recording = stage_of(script("import sys; print('the data is missing'); sys.exit(3)")).record(Question("cpu:1", 2))
+def test_what_a_program_prints_before_it_gives_up_is_told(runner_of, script):
+    recording = runner_of(script("import sys; print('the data is missing'); sys.exit(3)")).record(RunSpec("cpu:1", 2))
     assert "the data is missing" in recording.failure
 
 
@@ -131,8 +131,8 @@ CLOSURE = """
 """
 
 
-def test_of_a_step_by_a_closure_the_gradients_are_its_own_and_the_samples_of_an_evaluation_are_not(stage_of, script):
-    recording = stage_of(script(CLOSURE)).record(Question("cpu:1", 2))
+def test_of_a_step_by_a_closure_the_gradients_are_its_own_and_the_samples_of_an_evaluation_are_not(runner_of, script):
+    recording = runner_of(script(CLOSURE)).record(RunSpec("cpu:1", 2))
     lines = recording.steps[0]
     assert [line["num_samples"] for line in lines] == [4, 4]
     assert all(size for line in lines for group in line["gradients"] for size in group["norm"])

@@ -13,9 +13,9 @@ from typer.testing import CliRunner
 
 from samestep.cli import runs as command
 from samestep.errors import DataError, UsageError
-from samestep.train.paths import take_lock
-from samestep.train.runlog.ledger import to_line
-from samestep.verify.runs import find_runs, is_run, read_contract, summarize
+from samestep.train.lock import take_lock
+from samestep.train.runlog.line import to_line
+from samestep.verify.runs import find_runs, is_run, read_contract, run_status
 
 CONTRACT = {"recipe": "lenet", "epochs": 3, "command": ["samestep", "train", "lenet"], "seed": 0}
 OLD = time.time() - 3600
@@ -63,7 +63,7 @@ def test_a_finished_run_is_summed_up(tmp_path):
         {"step": 4, "epoch": 2.0, "loss/train_epoch": 0.5, "accuracy/eval": 0.8, "loss/eval": 0.4},
     ]
     ledger = [event("start", 0, world_size=2), *map(step, range(4)), event("end", 4, digest="00")]
-    found = summarize(make_run(tmp_path / "a", ledger, metrics, result=True))
+    found = run_status(make_run(tmp_path / "a", ledger, metrics, result=True))
     assert (found.state, found.recipe, found.steps, found.epochs, found.epochs_planned) == (
         "finished",
         "lenet",
@@ -101,16 +101,16 @@ RESUME, END = event("resume", 1, world_size=1), event("end", 2, digest="00")
 )
 def test_the_state_is_told_by_how_the_ledger_ends(tmp_path, events, result, age, state):
     folder = make_run(tmp_path / "a", [step(0), *events], result=result, when=time.time() - age)
-    assert summarize(folder).state == state
+    assert run_status(folder).state == state
 
 
 def test_a_run_whose_lock_is_held_is_under_way_and_once_it_is_let_go_it_has_crashed(tmp_path):
     folder = make_run(tmp_path / "a", [START, step(0)])
     lock = take_lock(folder, pytest.fail)
-    assert summarize(folder).state == "running"
+    assert run_status(folder).state == "running"
     lock.release()
     (folder / ".lock").write_text("{}")  # as a process that was killed leaves it
-    assert summarize(folder).state == "crashed"
+    assert run_status(folder).state == "crashed"
 
 
 @pytest.mark.parametrize(("age", "state"), [(0, "running?"), (3600, "crashed")])
@@ -123,27 +123,27 @@ def test_without_locks_what_was_written_lately_may_be_a_run_under_way(tmp_path, 
     for path in folder.iterdir():
         os.utime(path, (time.time() - age, time.time() - age))
     monkeypatch.setattr(fcntl, "flock", flock)
-    assert summarize(folder).state == state
+    assert run_status(folder).state == state
 
 
 def test_a_result_from_before_a_resume_does_not_make_a_run_finished(tmp_path):
     folder = make_run(tmp_path / "a", [START, step(0), END, RESUME], result=True)
     os.utime(folder / "ledger.jsonl", (OLD + 60, OLD + 60))
-    assert summarize(folder).state == "crashed"
+    assert run_status(folder).state == "crashed"
 
 
 def test_the_newest_checkpoint_is_that_of_the_highest_step(tmp_path):
     names = ["step-00000900", "step-00001200", ".tmp-step-00009999-1", "step-100000000"]
     folder = make_run(tmp_path / "a", [step(0)], checkpoints=names)
     (folder / "checkpoints" / "latest").write_text("step-00000900")
-    assert summarize(folder).checkpoint == "step-100000000"
+    assert run_status(folder).checkpoint == "step-100000000"
 
 
 def test_world_sizes_are_those_that_the_run_had_one_after_another(tmp_path):
     events = [START, event("death", 3, rank=1), event("heal", 3, world_size=1), event("join", 4, world_size=2)]
-    assert summarize(make_run(tmp_path / "a", [step(0), *events])).world_sizes == (2, 1, 2)
-    assert summarize(make_run(tmp_path / "b", [step(0, 4), step(1, 4)])).world_sizes == (4,)
-    assert summarize(make_run(tmp_path / "c", [step(0, 4), step(1, 3)])).world_sizes == (4, 3)
+    assert run_status(make_run(tmp_path / "a", [step(0), *events])).world_sizes == (2, 1, 2)
+    assert run_status(make_run(tmp_path / "b", [step(0, 4), step(1, 4)])).world_sizes == (4,)
+    assert run_status(make_run(tmp_path / "c", [step(0, 4), step(1, 3)])).world_sizes == (4, 3)
 
 
 @pytest.mark.parametrize(
@@ -152,7 +152,7 @@ def test_world_sizes_are_those_that_the_run_had_one_after_another(tmp_path):
 def test_the_best_of_a_metric_is_its_largest_value_or_its_smallest(tmp_path, name, best):
     values = [0.5, 0.9, "nan", 0.1]
     metrics = [{"step": k, "epoch": k, f"{name}/eval": value} for k, value in enumerate(values)]
-    assert summarize(make_run(tmp_path / "a", metrics=metrics)).metric == (name, best)
+    assert run_status(make_run(tmp_path / "a", metrics=metrics)).metric == (name, best)
 
 
 def test_runs_come_newest_first_and_other_folders_are_left_out(tmp_path):
@@ -206,7 +206,7 @@ def test_what_cannot_be_read_is_said(tmp_path):
     folder = make_run(tmp_path / "a", [step(0)])
     BROKEN["contract is no JSON"](folder)
     BROKEN["ledger is a folder"](folder)
-    problems = summarize(folder).problems
+    problems = run_status(folder).problems
     assert problems[0] == "run.json cannot be read"
     assert problems[1].startswith("ledger.jsonl cannot be read: ")
     assert f"note: {folder}: run.json cannot be read" in shown(tmp_path)

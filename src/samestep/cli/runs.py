@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from samestep.verify.runs import RunSummary
+    from samestep.verify.runs import RunStatus
 
 
 def runs(
@@ -34,7 +34,7 @@ def runs(
         _print(found)
 
 
-def _as_dict(run: "RunSummary") -> dict[str, Any]:
+def _as_dict(run: "RunStatus") -> dict[str, Any]:
     from dataclasses import asdict
 
     facts = asdict(run)
@@ -45,7 +45,7 @@ def _as_dict(run: "RunSummary") -> dict[str, Any]:
     return {**facts, "path": str(run.path)}
 
 
-def _print(found: "list[RunSummary]") -> None:
+def _print(found: "list[RunStatus]") -> None:
     from datetime import datetime
 
     from rich import box
@@ -78,7 +78,7 @@ def _print(found: "list[RunSummary]") -> None:
             console.print(f"note: {run.path}: {problem}", markup=False)
 
 
-def _state(run: "RunSummary") -> str:
+def _state(run: "RunStatus") -> str:
     """The state, and where a resume would begin."""
     if run.state in ("stopped", "crashed") and run.checkpoint is not None:
         return f"{run.state}, resumes from {run.checkpoint}"

@@ -26,7 +26,7 @@ from samestep.train.contract_diff import differences
 from samestep.train.curves import Curve
 from samestep.train.paths import CONTRACT_FILE, METRICS_FILE, RESULT_FILE
 from samestep.verify.ledger import Ledger
-from samestep.verify.runs import summarize
+from samestep.verify.runs import run_status
 
 PHASES = ("data", "compute", "exchange", "update", "checkpoint")
 MAX_SIZES = 4  # changes of the number of devices that are listed one by one
@@ -249,7 +249,7 @@ def _summarize(folder: Path, name: str) -> tuple[RunSummary, Ledger]:
 
 
 def _state(folder: Path, events: Sequence[Event]) -> str:
-    state = summarize(folder).state
+    state = run_status(folder).state
     signals = [event.fields.get("signal") for event in events if event.name == "stop"]
     return f"stopped by {signals[-1]}" if state == "stopped" and signals and signals[-1] else state
 

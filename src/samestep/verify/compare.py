@@ -5,13 +5,12 @@ after the step, and at last the numbers that the program reduced over its ranks 
 """
 
 import math
-from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any, Literal
 
 from samestep.verify.recording import Line, Recording
-from samestep.verify.tolerance import Tolerance
 from samestep.verify.watching.tensor_summary import distance
 
 Tier = Literal["bitwise", "allclose", "count-exact", "sample-exact"]
@@ -31,19 +30,24 @@ ORDER = (
     "metric",
 )
 MAX_NAMED = 6
+FACTOR = 8.0
+RESPONSE_FACTOR = 16.0
+COARSE = 1e-5
+COARSE_FACTOR = 2.0
+MOMENTUM_FACTOR = 10.0
 
 
 @dataclass(frozen=True)
 class Difference:
-    """The first thing in which two runs differ.
+    """The first difference between two runs.
 
     Attributes:
         step: the step, counted from 0.
         quantity: one of `ORDER`.
-        name: which parameter or buffer; empty where that says nothing.
-        text: what was seen, in a sentence with numbers.
+        name: the parameter or buffer; empty for other quantities.
+        text: a sentence with numbers.
         runs: the labels of the two runs.
-        relative: the difference, relative to the size of what differs, where that can be said.
+        relative: the difference, relative to the size of what differs, if it has one.
     """
 
     step: int
@@ -55,277 +59,308 @@ class Difference:
 
     @property
     def rank(self) -> tuple[int, int]:
-        """What comes first: the step, then the quantity."""
+        """The place in time: the step, then the quantity."""
         return self.step, ORDER.index(self.quantity)
 
 
-def label(recording: Recording) -> str:
-    """What a recording is called in messages."""
-    return recording.devices + (" (again)" if recording.attempt else "")
+@dataclass(frozen=True)
+class Tolerance:
+    """How far two runs of a program may be apart by rounding alone.
+
+    Runs whose sums have another order differ by rounding. A sum of n terms is off by about sqrt(n) units of rounding
+    (Higham, Accuracy and Stability of Numerical Algorithms, section 4.2), and every step adds to the error of those
+    before. Some programs let rounding grow faster: Adam divides a gradient that is nothing but rounding by its own
+    size. That is measured by a run on the first devices whose gradients are changed by a few units of rounding a step.
+    """
+
+    plain: Recording  # the reference
+    response: tuple[Recording, Recording] | None = None  # without and with changed gradients, if that was measured
+    again: Recording | None = None  # a second run on the same devices: numbers that differ in it are clocks or the like
+    _responses: dict[tuple[Any, ...], list[float]] = field(default_factory=dict, compare=False, repr=False)
+
+    def unit(self, step: int) -> float:
+        """The error of a sum in a step, relative to its size."""
+        line = self.plain.steps[0][step]
+        epsilon = float(line["epsilon"]) or 2.0**-23
+        if epsilon > COARSE:
+            return COARSE_FACTOR * epsilon * math.sqrt(1 + step)
+        return FACTOR * math.sqrt(max(1, line["num_samples"] or 256)) * epsilon * (1 + step)
+
+    def loss(self, step: int) -> float:
+        """The bound for the loss."""
+        values = [abs(sum(line["loss"])) for line in self.plain.steps[0][: step + 1] if line["loss"]]
+        finite = [value for value in values if math.isfinite(value)]
+        own = self.unit(step) * (max(finite[-1], sum(finite) / len(finite)) if finite else 0.0)
+        return max(own, RESPONSE_FACTOR * self._response(("loss",), step))
+
+    def bound(self, part: str, step: int, group: int, index: int) -> float:
+        """The bound for one parameter's gradient ("gradients") or value ("states"), or one buffer, by 2-norm."""
+        line = self.plain.steps[0][step]
+        entry = _groups(line, part)[group]
+        if part == "gradients":
+            size = self._gradient_size(line, entry["optimizer"], index)
+        else:
+            size = float(entry["norm"][index])
+        if part == "states":  # an update by Adam is as large as the rate, whatever the gradient
+            numel = self.plain.parameters(entry["optimizer"])["numel"][index]
+            moved = MOMENTUM_FACTOR * self._gradient_size(line, entry["optimizer"], index) + math.sqrt(numel)
+            size += max(entry["lr"], default=0.0) * moved
+        return max(self.unit(step) * size, RESPONSE_FACTOR * self._response((part, group, index), step))
+
+    def metric(self, step: int, value: float) -> float:
+        """The bound for a number that the program reduced; rounding may change which of two classes is likelier."""
+        return max(1e-4 if self.unit(0) > COARSE else 1e-5, self.unit(step)) * abs(value)
+
+    def unsteady(self) -> set[int]:
+        """The reduced numbers that differ in a second run on the same devices."""
+        if self.again is None:
+            return set()
+        pairs = enumerate(zip(self.plain.lines("metric"), self.again.lines("metric"), strict=False))
+        return {index for index, (first, second) in pairs if first["after"] != second["after"]}
+
+    def _gradient_size(self, line: Line, optimizer: int, index: int) -> float:
+        """The 2-norm of a gradient, and what it would be if all elements of all gradients were of one size."""
+        norms = next((entry["norm"] for entry in line["gradients"] if entry["optimizer"] == optimizer), ())
+        finite = [0.0 if norm is None or not math.isfinite(norm) else float(norm) for norm in norms]
+        if index >= len(finite):
+            return 0.0
+        numel = self.plain.parameters(optimizer)["numel"]
+        total = math.sqrt(math.fsum(norm**2 for norm in finite) / max(1, sum(numel)))
+        return finite[index] + total * math.sqrt(numel[index])
+
+    def _response(self, path: tuple[Any, ...], step: int) -> float:
+        """The largest difference of one quantity up to a step that changed gradients made."""
+        if self.response is None:
+            return 0.0
+        if path not in self._responses:
+            calm, nudged = (recording.steps[0] for recording in self.response)
+            gaps = (_gap(first, second, path) for first, second in zip(calm, nudged, strict=False))
+            self._responses[path] = list(accumulate(gaps, max))
+        found = self._responses[path]
+        return found[min(step, len(found) - 1)] if found else 0.0
 
 
 def first_difference(
     ours: Recording, theirs: Recording, tier: Tier, tolerance: Tolerance | None = None
 ) -> Difference | None:
     """The first difference between two runs that a tier does not allow; None if there is none."""
-    allowed = tolerance or Tolerance(ours)
-    found = [
-        difference
-        for difference in (
-            next(_differences(ours, theirs, tier, allowed), None),
-            *(() if tier in ("count-exact", "sample-exact") else map(ranks_apart, (ours, theirs))),
-        )
-        if difference is not None
-    ]
-    return min(found, key=lambda difference: difference.rank, default=None)
+    found = [next(_Comparison(ours, theirs, tier, tolerance or Tolerance(ours)).differences(), None)]
+    if tier in ("bitwise", "allclose"):
+        found += [ranks_apart(ours), ranks_apart(theirs)]
+    return min((one for one in found if one is not None), key=lambda one: one.rank, default=None)
 
 
 def ranks_apart(recording: Recording) -> Difference | None:
     """The first step in which the ranks of one run hold different gradients or parameters; None if there is none."""
     names = [[line["names"] for line in recording.lines("parameters", rank)] for rank in range(recording.world_size)]
     if any(other != names[0] for other in names):
-        return None  # each rank trains something else
+        return None  # each rank trains other parameters
     for step in range(recording.num_steps):
-        lines = [steps[step] for steps in recording.steps]
+        first, *others = (steps[step] for steps in recording.steps)
         for part, what in (("gradients", "the gradient"), ("states", "the value")):
-            for group, first in enumerate(lines[0][part]):
-                for rank, line in enumerate(lines[1:], 1):
-                    other = line[part][group] if len(line[part]) > group else None
-                    index = None if other is None else _first_unequal(first["bits"], other["bits"])
-                    if other is None or index is None:
-                        continue
-                    name = _names(recording, first["optimizer"])[index]
-                    sizes = f"{_size(first['norm'][index])} on rank 0, {_size(other['norm'][index])} on rank {rank}"
-                    text = f"{what} of {name} is not the same on all ranks of {label(recording)}: {sizes}"
-                    return Difference(step, "ranks", name, text, (label(recording), label(recording)))
+            for rank, other in enumerate(others, 1):
+                for one, two in zip(first[part], other[part], strict=False):
+                    for index in _unequal(one["bits"], two["bits"]):
+                        name = recording.parameters(one["optimizer"])["names"][index]
+                        sizes = f"{_size(one['norm'][index])} on rank 0, {_size(two['norm'][index])} on rank {rank}"
+                        text = f"{what} of {name} is not the same on all ranks of {recording.label}: {sizes}"
+                        return Difference(step, "ranks", name, text, (recording.label, recording.label))
     return None
 
 
 def reached(ours: Recording, theirs: Recording, tolerance: Tolerance | None, *, counts: bool) -> Tier | None:
-    """The highest tier at which two runs agree; None if it is none."""
+    """The highest tier at which two runs agree; None if there is none. `counts`: whether all denominators are true."""
+    known = all(run.samples(step) is not None for run in (ours, theirs) for step in range(run.num_steps))
     for tier in TIERS:
-        if tier == "count-exact" and not counts:
+        if (tier == "count-exact" and not counts) or (tier in ("count-exact", "sample-exact") and not known):
             continue
-        if tier in ("count-exact", "sample-exact") and not knows_samples(ours, theirs):
-            return None
         if first_difference(ours, theirs, tier, tolerance) is None:
             return tier
     return None
 
 
-def knows_samples(*recordings: Recording) -> bool:
-    """Whether it was seen which samples each step took."""
-    return all(
-        samples_of(recording, step) is not None for recording in recordings for step in range(recording.num_steps)
-    )
+@dataclass(frozen=True)
+class _Comparison:
+    """Two runs, and the tier at which they are to agree."""
 
+    ours: Recording
+    theirs: Recording
+    tier: Tier
+    allowed: Tolerance
 
-def samples_of(recording: Recording, step: int) -> Counter[int] | None:
-    """How often each sample was trained on in a step, by all ranks; None where that is not known."""
-    lines = [steps[step] for steps in recording.steps]
-    if recording.family != "ddp":
-        lines = lines[:1]
-    if recording.family == "adopted" or any(line["ids"] is None for line in lines):
-        return None
-    return Counter(number for line in lines for number in line["ids"])
+    def differences(self) -> Iterator[Difference]:
+        """The differences between the two runs, the first one first."""
+        values = self.tier in ("bitwise", "allclose")
+        if values:
+            yield from self._starts()
+        num_steps = self.ours.num_steps, self.theirs.num_steps
+        for step in range(min(num_steps)):
+            yield from self._samples(step)
+            if values:
+                yield from self._step(step, self.ours.steps[0][step], self.theirs.steps[0][step])
+        if num_steps[0] != num_steps[1]:
+            yield self._found(min(num_steps), "steps", "{} steps on {}, {} on {}", *num_steps)
+        if values:
+            yield from self._metrics()
 
+    @property
+    def _exact(self) -> bool:
+        return self.tier == "bitwise"
 
-def _differences(ours: Recording, theirs: Recording, tier: Tier, allowed: Tolerance) -> Iterator[Difference]:
-    """The differences between two runs, the first one first."""
-    runs = (label(ours), label(theirs))
-    values = tier in ("bitwise", "allclose")
-    exact = tier == "bitwise"
-    if values:
-        yield from _starts(ours, theirs, runs, exact)
-    for step in range(min(ours.num_steps, theirs.num_steps)):
-        yield from _samples(ours, theirs, step, runs)
-        if not values:
-            continue
-        pair = (ours.steps[0][step], theirs.steps[0][step])
-        yield from _inputs(ours, pair, step, runs)
-        gradients = list(_gradients(ours, pair, step, runs, exact, allowed))
-        if ours.family != "ddp" or gradients:
-            yield from _losses(ours, theirs, step, runs, exact, allowed)
-        yield from gradients
-        yield from _states(ours, pair, step, runs, exact, allowed)
-        yield from _buffers(pair, step, runs, exact, allowed)
-    if ours.num_steps != theirs.num_steps:
-        text = f"{ours.num_steps} steps on {runs[0]}, {theirs.num_steps} on {runs[1]}"
-        yield Difference(min(ours.num_steps, theirs.num_steps), "steps", "", text, runs)
-    if values:
-        yield from _metrics(ours, theirs, runs, allowed)
+    def _found(self, step: int, quantity: str, text: str, *values: Any, relative: float | None = None) -> Difference:
+        """A difference; of its text each pair of {} stands for a run's value, if there are any, and its label."""
+        runs = (self.ours.label, self.theirs.label)
+        filled = text.format(values[0], runs[0], values[1], runs[1]) if values else text
+        return Difference(step, quantity, "", filled, runs, relative)
 
+    def _starts(self) -> Iterator[Difference]:
+        """The parameters before the first step."""
+        for first, second in zip(self.ours.lines("parameters"), self.theirs.lines("parameters"), strict=False):
+            if first["names"] != second["names"]:
+                names = sorted(set(first["names"]) ^ set(second["names"]))[:MAX_NAMED]
+                yield self._found(0, "start", f"other parameters: {', '.join(names) or 'in another order'}")
+                return
+            for index in _unequal(first["bits"], second["bits"]):
+                apart = distance(first["summary"][index], second["summary"][index]) / (first["norm"][index] or 1.0)
+                if self._exact or apart > 1e-6:
+                    name = first["names"][index]
+                    text = f"{name} is not the same before the first step: the models start differently"
+                    yield Difference(0, "start", name, text, (self.ours.label, self.theirs.label), apart)
 
-def _starts(ours: Recording, theirs: Recording, runs: tuple[str, str], exact: bool) -> Iterator[Difference]:
-    """The parameters before the first step."""
-    for first, second in zip(ours.lines("parameters"), theirs.lines("parameters"), strict=False):
-        if first["names"] != second["names"]:
-            names = sorted(set(first["names"]) ^ set(second["names"]))[:MAX_NAMED]
-            yield Difference(0, "start", "", f"other parameters: {', '.join(names) or 'in another order'}", runs)
+    def _samples(self, step: int) -> Iterator[Difference]:
+        """The samples that were trained on."""
+        first, second = self.ours.samples(step), self.theirs.samples(step)
+        if first is None or second is None or first == second:
             return
-        index = _first_unequal(first["bits"], second["bits"])
-        if index is not None:
-            apart = distance(first["summarize_tensor"][index], second["summarize_tensor"][index]) / (
-                first["norm"][index] or 1.0
-            )
-            if exact or apart > 1e-6:
-                text = f"{first['names'][index]} is not the same before the first step: the models start differently"
-                yield Difference(0, "start", first["names"][index], text, runs, apart)
+        both = (first, second)
+        runs = (self.ours.label, self.theirs.label)
+        is_more = first.total() != second.total()
+        parts = [f"{first.total()} samples on {runs[0]}, {second.total()} on {runs[1]}"] if is_more else []
+        for run, counts in zip(runs, both, strict=True):
+            twice = sorted(number for number, count in counts.items() if count > 1)
+            parts += [f"more than once on {run}: {_some(twice)}"] if twice else []
+        for run, counts, others in zip(runs, both, both[::-1], strict=True):
+            only = sorted(counts.keys() - others.keys())
+            parts += [f"only on {run}: {_some(only)}"] if only and not is_more else []
+        yield self._found(step, "samples", "other samples: " + "; ".join(parts))
+
+    def _step(self, step: int, first: Line, second: Line) -> Iterator[Difference]:
+        """The inputs, loss, gradients and state of a step, on rank 0."""
+        is_ddp = self.ours.family == "ddp"
+        if not is_ddp and first["inputs"] != second["inputs"]:
+            yield self._found(step, "inputs", "the inputs of the model are not the same")
+        gradients = sorted(self._tensors(step, "gradients", first, second), key=lambda found: found[0], reverse=True)
+        if not is_ddp or gradients:  # a loss that the ranks reduce otherwise, with equal gradients, is no difference
+            yield from self._losses(step)
+        yield from (difference for _, difference in gradients[:1])  # the one that is farthest out of bounds
+        yield from self._rates(step, first, second)
+        yield from (difference for _, difference in self._tensors(step, "states", first, second))
+        for one, two in zip(first["states"], second["states"], strict=False):
+            for index in _unequal(one["moments"], two["moments"]) if self._exact else ():
+                name = self.ours.parameters(one["optimizer"])["names"][index]
+                text = f"the optimizer's state of {name} is not the same"
+                yield Difference(step, "moments", name, text, (self.ours.label, self.theirs.label))
+        if first["buffers"]["names"] == second["buffers"]["names"]:
+            yield from (difference for _, difference in self._tensors(step, "buffers", first, second))
+
+    def _losses(self, step: int) -> Iterator[Difference]:
+        """The loss: on several ranks that hold a share each, their mean or their sum."""
+        first, second = (_losses_of(run, step) for run in (self.ours, self.theirs))
+        if not first or not second or set(map(repr, first)) & set(map(repr, second)):
+            return
+        apart = min(abs(a - b) for a in first for b in second)
+        if (self._exact and self.ours.family != "ddp") or not apart <= self.allowed.loss(step):
+            text, relative = "the loss is {:.9g} on {}, {:.9g} on {}", _relative(apart, first[0])
+            yield self._found(step, "loss", text, first[0], second[0], relative=relative)
+
+    def _rates(self, step: int, first: Line, second: Line) -> Iterator[Difference]:
+        for one, two in zip(first["states"], second["states"], strict=False):
+            for a, b in zip(one["lr"], two["lr"], strict=False):
+                if abs(a - b) > 1e-12 * abs(a):
+                    text = "the learning rate is {:.6g} on {}, {:.6g} on {}"
+                    yield self._found(step, "lr", text, a, b, relative=_relative(abs(a - b), a))
+
+    def _tensors(self, step: int, part: str, first: Line, second: Line) -> Iterator[tuple[float, Difference]]:
+        """Gradients, states or buffers that differ, each with how far it is out of bounds."""
+        runs = (self.ours.label, self.theirs.label)
+        for group, (one, two) in enumerate(zip(_groups(first, part), _groups(second, part), strict=False)):
+            for index in _unequal(one["bits"], two["bits"]):
+                sizes = (one["norm"][index], two["norm"][index])
+                if None in sizes:  # a gradient is absent in one of the runs
+                    if not any(sizes) and not self._exact:
+                        continue
+                    apart, bound = math.inf, 1.0
+                else:
+                    apart = distance(one["summary"][index], two["summary"][index])
+                    bound = self.allowed.bound(part, step, group, index)
+                if not self._exact and apart <= bound:
+                    continue
+                names = one["names"] if part == "buffers" else self.ours.parameters(one["optimizer"])["names"]
+                name, by = names[index], _percent(apart, sizes[0])
+                text = {
+                    "gradients": f"the gradient of {name} differs by {by}: its 2-norm is {_size(sizes[0])} on "
+                    f"{runs[0]}, {_size(sizes[1])} on {runs[1]}",
+                    "states": f"{name} differs after the step by {by}",
+                    "buffers": f"the buffer {name} differs after the step by {by}",
+                }[part]
+                ratio = apart / bound if bound else math.inf
+                yield ratio, Difference(step, part.removesuffix("s"), name, text, runs, _relative(apart, sizes[0]))
+
+    def _metrics(self) -> Iterator[Difference]:
+        """Numbers that the program reduced over its ranks: their sum, or their mean, must not depend on the ranks."""
+        ours, theirs = self.ours, self.theirs
+        unsteady = self.allowed.unsteady()
+        for index, (first, second) in enumerate(zip(ours.lines("metric"), theirs.lines("metric"), strict=False)):
+            if index in unsteady:
+                continue
+            if len(first["after"]) != len(second["after"]) or first["step"] != second["step"]:
+                return
+            for a, b in zip(first["after"], second["after"], strict=True):
+                means = (a / ours.world_size, b / theirs.world_size)
+                bound = self.allowed.metric(max(0, min(first["step"], ours.num_steps) - 1), a)
+                if min(abs(a - b), abs(means[0] - means[1]) * ours.world_size) > bound:
+                    text = "a number that the program reduces over its ranks is {:.9g} on {}, {:.9g} on {} "
+                    text += f"(a mean over the ranks: {means[0]:.9g} and {means[1]:.9g})"
+                    yield self._found(first["step"], "metric", text, a, b, relative=_relative(abs(a - b), a))
 
 
-def _samples(ours: Recording, theirs: Recording, step: int, runs: tuple[str, str]) -> Iterator[Difference]:
-    """Which samples were trained on."""
-    first, second = samples_of(ours, step), samples_of(theirs, step)
-    if first is None or second is None or first == second:
-        return
-    parts = []
-    if first.total() != second.total():
-        parts.append(f"{first.total()} samples on {runs[0]}, {second.total()} on {runs[1]}")
-    for run, counts in zip(runs, (first, second), strict=True):
-        twice = sorted(number for number, count in counts.items() if count > 1)
-        if twice:
-            parts.append(f"more than once on {run}: {_some(twice)}")
-    for run, missing in ((runs[0], first - second), (runs[1], second - first)):
-        only = sorted(set(missing) - (set(second) if run == runs[0] else set(first)))
-        if only and first.total() == second.total():
-            parts.append(f"only on {run}: {_some(only)}")
-    yield Difference(step, "samples", "", "other samples: " + "; ".join(parts), runs)
+def _groups(line: Line, part: str) -> Sequence[Line]:
+    """A step's gradients or states, by optimizer; or its buffers, as one group."""
+    found: Sequence[Line] = [line["buffers"]] if part == "buffers" else line[part]
+    return found
 
 
-def _inputs(ours: Recording, pair: tuple[Line, Line], step: int, runs: tuple[str, str]) -> Iterator[Difference]:
-    """What wrapped forwards, or steps that were handed a whole batch, were given: the same on any devices."""
-    if ours.family != "ddp" and pair[0]["inputs"] != pair[1]["inputs"]:
-        yield Difference(step, "inputs", "", "the inputs of the model are not the same", runs)
-
-
-def _losses(
-    ours: Recording, theirs: Recording, step: int, runs: tuple[str, str], exact: bool, allowed: Tolerance
-) -> Iterator[Difference]:
-    """The loss: on several ranks that hold a share each, their mean or their sum."""
-    first, second = _loss_of(ours, step), _loss_of(theirs, step)
-    if not first or not second or set(map(repr, first)) & set(map(repr, second)):
-        return
-    apart = min(abs(a - b) for a in first for b in second)
-    if (exact and ours.family != "ddp") or not apart <= allowed.loss(step):
-        text = f"the loss is {first[0]:.9g} on {runs[0]}, {second[0]:.9g} on {runs[1]}"
-        yield Difference(step, "loss", "", text, runs, _relative(apart, abs(first[0])))
-
-
-def _loss_of(recording: Recording, step: int) -> list[float]:
-    """What a step's loss may be taken to be: the mean over ranks, and their sum."""
+def _losses_of(recording: Recording, step: int) -> list[float]:
+    """The numbers that may be a step's loss: the mean over ranks, and their sum."""
     totals = [float(sum(steps[step]["loss"])) for steps in recording.steps if steps[step]["loss"]]
-    if not totals:
-        return []
-    if recording.family != "ddp":
+    if not totals or recording.family != "ddp":
         return totals[:1]
     return [math.fsum(totals) / len(totals), math.fsum(totals)]
 
 
-def _gradients(
-    ours: Recording, pair: tuple[Line, Line], step: int, runs: tuple[str, str], exact: bool, allowed: Tolerance
-) -> Iterator[Difference]:
-    """The gradient of every parameter: the one that is furthest out of bounds."""
-    worst = None
-    for group, (first, second) in enumerate(zip(pair[0]["gradients"], pair[1]["gradients"], strict=False)):
-        names = _names(ours, first["optimizer"])
-        for index in _unequal(first["bits"], second["bits"]):
-            sizes = [part["norm"][index] for part in (first, second)]
-            if None in sizes:
-                if max(size or 0.0 for size in sizes) == 0.0 and not exact:
-                    continue
-                apart, bound = math.inf, 1.0
-            else:
-                apart = distance(first["summarize_tensor"][index], second["summarize_tensor"][index])
-                bound = allowed.gradient(step, group, index)
-            ratio = apart / bound if bound else math.inf
-            if (exact or not apart <= bound) and (worst is None or ratio > worst[0]):
-                text = (
-                    f"the gradient of {names[index]} differs by {_percent(apart, sizes[0])}: its 2-norm is "
-                    f"{_size(sizes[0])} on {runs[0]}, {_size(sizes[1])} on {runs[1]}"
-                )
-                relative = _relative(apart, sizes[0])
-                worst = (ratio, Difference(step, "gradient", names[index], text, runs, relative))
-    if worst is not None:
-        yield worst[1]
-
-
-def _states(
-    ours: Recording, pair: tuple[Line, Line], step: int, runs: tuple[str, str], exact: bool, allowed: Tolerance
-) -> Iterator[Difference]:
-    """Learning rates, the parameters after the step, and what the optimizer keeps about them."""
-    for group, (first, second) in enumerate(zip(pair[0]["states"], pair[1]["states"], strict=False)):
-        names = _names(ours, first["optimizer"])
-        rates = [(a, b) for a, b in zip(first["lr"], second["lr"], strict=False) if abs(a - b) > 1e-12 * abs(a)]
-        if rates:
-            text = f"the learning rate is {rates[0][0]:.6g} on {runs[0]}, {rates[0][1]:.6g} on {runs[1]}"
-            yield Difference(step, "lr", "", text, runs, _relative(abs(rates[0][0] - rates[0][1]), rates[0][0]))
-        for index in _unequal(first["bits"], second["bits"]):
-            apart = distance(first["summarize_tensor"][index], second["summarize_tensor"][index])
-            if exact or not apart <= allowed.state(step, group, index):
-                text = f"{names[index]} differs after the step by {_percent(apart, first['norm'][index])}"
-                relative = _relative(apart, first["norm"][index])
-                yield Difference(step, "state", names[index], text, runs, relative)
-        for index in _unequal(first["moments"], second["moments"]) if exact else ():
-            text = f"what the optimizer keeps about {names[index]} is not the same"
-            yield Difference(step, "moments", names[index], text, runs)
-
-
-def _buffers(
-    pair: tuple[Line, Line], step: int, runs: tuple[str, str], exact: bool, allowed: Tolerance
-) -> Iterator[Difference]:
-    """The buffers after the step, on rank 0."""
-    first, second = (line["buffers"] for line in pair)
-    if first["names"] != second["names"]:
-        return
-    for index in _unequal(first["bits"], second["bits"]):
-        apart = distance(first["summarize_tensor"][index], second["summarize_tensor"][index])
-        if exact or not apart <= allowed.buffer(step, index):
-            name = first["names"][index]
-            text = f"the buffer {name} differs after the step by {_percent(apart, first['norm'][index])}"
-            yield Difference(step, "buffer", name, text, runs, _relative(apart, first["norm"][index]))
-
-
-def _metrics(ours: Recording, theirs: Recording, runs: tuple[str, str], allowed: Tolerance) -> Iterator[Difference]:
-    """Numbers that the program reduced over its ranks: their sum, or their mean, must not depend on the ranks."""
-    unsteady = allowed.unsteady()
-    for index, (first, second) in enumerate(zip(ours.lines("metric"), theirs.lines("metric"), strict=False)):
-        if index in unsteady:
-            continue
-        if len(first["after"]) != len(second["after"]) or first["step"] != second["step"]:
-            return
-        for a, b in zip(first["after"], second["after"], strict=True):
-            means = (a / ours.world_size, b / theirs.world_size)
-            bound = allowed.metric(max(0, min(first["step"], ours.num_steps) - 1), a)
-            if min(abs(a - b), abs(means[0] - means[1]) * ours.world_size) > bound:
-                text = (
-                    f"a number that the program reduces over its ranks is {a:.9g} on {runs[0]}, {b:.9g} on {runs[1]} "
-                    f"(a mean over the ranks: {means[0]:.9g} and {means[1]:.9g})"
-                )
-                yield Difference(first["step"], "metric", "", text, runs, _relative(abs(a - b), a))
-
-
-def _names(recording: Recording, optimizer: int) -> Sequence[str]:
-    """What the parameters of an optimizer are called."""
-    return next((line["names"] for line in recording.lines("parameters") if line["optimizer"] == optimizer), [])
+def _gap(ours: Line, theirs: Line, path: tuple[Any, ...]) -> float:
+    """How far apart one quantity of two steps is; 0 if that is not finite, or not known."""
+    if path[0] == "loss":
+        gap = float(abs(sum(ours["loss"]) - sum(theirs["loss"])))
+    else:
+        part, group, index = path
+        summaries = [_groups(line, part)[group]["summary"] for line in (ours, theirs)]
+        if any(len(found) <= index or found[index] is None for found in summaries):
+            return 0.0
+        gap = distance(summaries[0][index], summaries[1][index])
+    return gap if math.isfinite(gap) else 0.0
 
 
 def _unequal(ours: Sequence[Any], theirs: Sequence[Any]) -> Iterator[int]:
-    """Where two lists differ."""
+    """The places at which two lists differ."""
     return (index for index, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b)
 
 
-def _first_unequal(ours: Sequence[Any], theirs: Sequence[Any]) -> int | None:
-    """The first place where two lists differ."""
-    return next(_unequal(ours, theirs), None)
-
-
 def _relative(apart: float, size: float | None) -> float | None:
-    """A difference relative to a size."""
     return apart / abs(size) if size else None
 
 
 def _percent(apart: float, size: float | None) -> str:
-    """A difference relative to a size, in words."""
     relative = _relative(apart, size)
     if relative is None or not math.isfinite(relative):
         return "all of it"
@@ -333,11 +368,10 @@ def _percent(apart: float, size: float | None) -> str:
 
 
 def _size(value: float | None) -> str:
-    """A norm in words."""
     return "None" if value is None else f"{value:.6g}"
 
 
 def _some(numbers: Sequence[int]) -> str:
-    """A few numbers of many."""
+    """A few of many numbers."""
     shown = ", ".join(map(str, numbers[:MAX_NAMED]))
     return f"{shown} and {len(numbers) - MAX_NAMED} more" if len(numbers) > MAX_NAMED else shown

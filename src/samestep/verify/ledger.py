@@ -1,6 +1,6 @@
-"""The ledger as proof: reading what a run recorded of its steps, and finding the first step in which two runs differ.
+"""Reading the ledger of a run, and finding the first step in which two runs differ.
 
-Nothing of torch or NumPy is needed: a ledger is JSON, a line a step or event, floats in hexadecimal digits.
+Neither torch nor NumPy is needed: a ledger is JSON, a line a step or event, floats in hexadecimal digits.
 """
 
 import math
@@ -25,7 +25,7 @@ _MAX_PROBLEMS = 100
 
 @dataclass(frozen=True)
 class Repeat:
-    """A step that was taken twice, after a resume or a restart, and came out otherwise the second time."""
+    """A step that was taken twice, after a resume or a restart, with another result the second time."""
 
     step: int
     field: str
@@ -35,14 +35,14 @@ class Repeat:
 
 @dataclass(frozen=True)
 class Ledger:
-    """What a ledger says.
+    """A ledger that was read.
 
     Attributes:
         steps: number to entry, in the order of the numbers; of a step that was taken twice the later entry.
         events: in the order of the file.
         torn: whether the last line is unfinished: the run was killed as it wrote, or is writing now.
-        repeats_that_differ: where a step that was taken twice came out otherwise.
-        problems: lines that say nothing that can be understood, each as a sentence with its number; the first hundred.
+        repeats_that_differ: fields of steps that were taken twice with different results.
+        problems: lines that cannot be read, each as a sentence with its number; the first hundred.
     """
 
     steps: Mapping[int, Mapping[str, Any]]
@@ -54,13 +54,13 @@ class Ledger:
 
 @dataclass(frozen=True)
 class FieldDifference:
-    """A field of a step that two ledgers do not agree on.
+    """A field of a step that differs between two ledgers.
 
     Attributes:
         field: one of `FIELDS`, or `FINAL_DIGEST`.
         a: its value in the first ledger, as it is there.
         b: in the second.
-        ulps: for finite numbers, how many floats lie between them and one more; of float32, if both are such.
+        ulps: for finite numbers, their distance in floats; in those of float32, if both are such.
         relative: for finite numbers, |a - b| / max(|a|, |b|).
     """
 
@@ -77,8 +77,8 @@ class Difference:
 
     Attributes:
         step: its number.
-        fields: what differs, in the order in which a step comes to it.
-        agreed: how many steps before it both have, and agree on.
+        fields: those that differ, in the order in which a step computes them.
+        agreed: the number of earlier steps that both have; they agree.
         proven: the last step before it after which both recorded a checksum of the state, which agreed; None if none.
         known_samples: whether both recorded which samples it took.
         alone: whether there are steps after it, and all that both have agree, as do the final states.
@@ -94,13 +94,13 @@ class Difference:
 
 @dataclass(frozen=True)
 class Extent:
-    """How far two ledgers can be compared at all.
+    """How far two ledgers can be compared.
 
     Attributes:
-        common: how many steps both have.
-        digests: after how many of them both recorded a checksum of the state.
-        only_a: how many steps the first alone has.
-        only_b: how many the second alone has.
+        common: the number of steps that both have.
+        digests: the number of those after which both recorded a checksum of the state.
+        only_a: the number of steps of the first alone.
+        only_b: of the second alone.
         final: whether both ended after the same step, each with a digest of its final state.
     """
 
@@ -112,7 +112,7 @@ class Extent:
 
 
 def read_ledger(path: Path) -> Ledger:
-    """Reads a ledger, whatever has become of it."""
+    """Reads a ledger, damaged or not; raises `DataError` if there is none."""
     file = path / LEDGER_FILE if path.is_dir() else path
     check_regular(file)
     try:
@@ -133,7 +133,7 @@ def read_ledger(path: Path) -> Ledger:
             problems.append(f"line {number} {problem}")
         elif "event" in entry:
             events.append(entry)
-            if entry["event"] == "contract_change":  # what the run took up anew under other terms is no repetition
+            if entry["event"] == "contract_change":  # steps under another contract are no repetitions
                 steps = {step: kept for step, kept in steps.items() if step < entry["step"]}
         else:
             if entry["step"] in steps:
@@ -148,9 +148,9 @@ def read_ledger(path: Path) -> Ledger:
 def compare(a: Ledger, b: Ledger) -> Difference | None:
     """The first step that both have and in which they differ; None if there is none.
 
-    Compared are the samples and their number, learning rates, loss, gradient norm, whether the update was left out and
-    the checksum of the state, each where both recorded it, to the bit; and the digests of the final states, where both
-    ended after the same step. Devices and events are no difference.
+    Compared are the samples and their number, learning rates, loss, gradient norm, whether the update was skipped and
+    the checksum of the state, each if both recorded it, to the bit; and the digests of the final states, if both ended
+    after the same step. Devices and events are no difference.
     """
     agreed, proven = 0, None
     for step, one in a.steps.items():
@@ -179,7 +179,7 @@ def _agree_after(step: int, a: Ledger, b: Ledger) -> bool:
 
 
 def extent(a: Ledger, b: Ledger) -> Extent:
-    """How many steps can be compared, and how many only one of two ledgers has."""
+    """The number of steps that can be compared, and of those that only one of two ledgers has."""
     common = a.steps.keys() & b.steps.keys()
     digests = sum(_both(a.steps[step], b.steps[step], "digest") for step in common)
     only = (len(a.steps) - len(common), len(b.steps) - len(common))
@@ -187,7 +187,7 @@ def extent(a: Ledger, b: Ledger) -> Extent:
 
 
 def differing_fields(a: Mapping[str, Any], b: Mapping[str, Any]) -> tuple[FieldDifference, ...]:
-    """What two entries of one step do not agree on, of what both recorded."""
+    """The fields that two entries of one step both have, with different values."""
     return tuple(
         _field_difference(field, a[field], b[field])
         for field in FIELDS
@@ -196,7 +196,7 @@ def differing_fields(a: Mapping[str, Any], b: Mapping[str, Any]) -> tuple[FieldD
 
 
 def cause(difference: Difference) -> str:
-    """In a sentence or two, where to look: the first thing in the order of a step that differs tells."""
+    """The likely cause in a sentence or two, by the first field in the order of a step that differs."""
     fields, step = {change.field for change in difference.fields}, difference.step
     if difference.alone:
         return "All steps after it agree, so the runs did not part: one of the ledgers is wrong about this step"
@@ -211,7 +211,7 @@ def cause(difference: Difference) -> str:
     if "grad_norm" in fields:
         return f"The backward or the sum over devices differs: the loss is the same{earlier}"
     if "skipped" in fields:
-        return f"One run left the update out: the gradients differ in what is not finite{earlier}"
+        return f"One run skipped the update: the gradients differ in values that are not finite{earlier}"
     if difference.proven == step - 1 or FINAL_DIGEST in fields:
         return "Only the state differs: the optimizer's update, or a buffer such as BatchNorm's statistics"
     return (
@@ -220,13 +220,13 @@ def cause(difference: Difference) -> str:
 
 
 def _earlier(difference: Difference) -> str:
-    """What to add where the state before the step may have differed already."""
+    """An addition if the state before the step may have differed already."""
     if difference.agreed == 0:
         return " (or the state before: no earlier step was compared)"
     if difference.proven == difference.step - 1:
         return ""
     since = "" if difference.proven is None else f" since step {difference.proven}"
-    return f" (or the state before: no checksum of it was compared{since}; recorded each step, it would tell)"
+    return f" (or the state before: no checksum of it was compared{since}; record one each step to find out)"
 
 
 def number(value: Any) -> float | None:
@@ -240,7 +240,7 @@ def number(value: Any) -> float | None:
 
 
 def _parse(line: bytes) -> tuple[dict[str, Any], str]:
-    """A line's entry, and what is wrong with it, or ""."""
+    """A line's entry, and its fault, or ""."""
     entry = from_line(line)
     if entry is None:
         return {}, fault(line)
@@ -271,7 +271,7 @@ def _both(a: Mapping[str, Any], b: Mapping[str, Any], field: str) -> bool:
 
 
 def _bits(value: Any) -> Any:
-    """What is equal for equal bits, whatever way a number is written."""
+    """A value that is equal for equal bits, in whatever way a number is written."""
     if isinstance(value, list):
         return [_bits(item) for item in value]
     known = number(value)
@@ -279,7 +279,7 @@ def _bits(value: Any) -> Any:
 
 
 def _field_difference(field: str, a: Any, b: Any) -> FieldDifference:
-    """A field that differs, and how far apart its numbers are: of several the two that are farthest apart."""
+    """A field that differs, with the distance of its numbers: of several the two that are farthest apart."""
     pairs = list(zip(a, b, strict=False)) if isinstance(a, list) and isinstance(b, list) else [(a, b)]
     if field not in ("lr", "loss", "grad_norm"):
         return FieldDifference(field, a, b)
@@ -289,7 +289,7 @@ def _field_difference(field: str, a: Any, b: Any) -> FieldDifference:
 
 
 def _distance(a: float | None, b: float | None) -> tuple[int, float] | None:
-    """How many floats two finite numbers are apart, and how far relative to the larger; None for others."""
+    """The distance of two finite numbers in floats, and relative to the larger; None for others."""
     if a is None or b is None or not math.isfinite(a) or not math.isfinite(b):
         return None
     larger = max(abs(a), abs(b))

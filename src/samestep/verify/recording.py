@@ -1,23 +1,25 @@
-"""The recording: what the ranks of one witnessed run wrote down, as files and as values.
+"""Recordings: the JSON lines in which the ranks of a watched run write down its steps, their writer and their reader.
 
-Each rank appends JSON lines to `rank-N.jsonl` in the recording's folder:
+Each rank appends lines to `rank-N.jsonl` in the recording's folder:
 
-    {"kind": "start", "rank": 0, "world_size": 2, "family": "ddp", "device": "cpu", "threads": 1}
+    {"kind": "start", "rank": 0, "world_size": 2, "family": "ddp", "threads": 1}
     {"kind": "parameters", "optimizer": 0, "names": ["0.weight", …], "numel": […], "dtype": ["float32", …]}
     {"kind": "step", "step": 0, "loss": […], …}    a step of an optimizer, or of `samestep.Run.train_step`
-    {"kind": "fact", "step": 1, "name": "…", …}    what the causes' `Recorder` noticed before this step
-    {"kind": "module", "step": 3, …}               a module's forward or backward, where detail was asked for
+    {"kind": "fact", "step": 1, "name": "…", …}    an observation of `causes.table.Recorder` before this step
+    {"kind": "module", "step": 3, …}               a module's forward or backward, in the step of `RunSpec.detail`
     {"kind": "metric", "step": 3, …}               a few numbers that the program reduced over ranks before this step
     {"kind": "end", "step": 20, "reason": "steps"} "steps": as many as were asked for; "program": it ended before
 
 A step's line holds `ids` and `rows` (sample ids, and a checksum of each sample's content, or null), `num_samples`,
-`loss` (roots of backward), `inputs` (checksums of what wrapped forwards were given), `microbatches` ([forward or
-stream, microbatch] that this rank ran), `epsilon` (the rounding unit of the coarsest type), and for each optimizer
-`gradients` and `states`, besides `buffers`: lists, by parameter, of `bits` (a checksum), `norm` and `summarize_tensor`
-(`watching.summarize_tensor`).
+`loss` (roots of backward), `inputs` (checksums of the inputs of wrapped forwards), `microbatches` ([forward or stream,
+microbatch] that this rank ran), `epsilon` (the rounding unit of the coarsest type), and for each optimizer `gradients`
+and `states`, besides `buffers`: lists, by parameter, of `bits` (a checksum), `norm` and `summary`
+(`watching.tensor_summary`).
 """
 
 import json
+import os
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -25,27 +27,39 @@ from pathlib import Path
 from typing import Any
 
 Line = Mapping[str, Any]
+_open, _write, _close = os.open, os.write, os.close  # in an adopted script these names are patched
+
+
+class JsonlWriter:
+    """Writes one rank's file, a line at a time, at once: what was written survives a crash."""
+
+    def __init__(self, path: str) -> None:
+        self._fd = _open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+
+    def write(self, kind: str, **fields: Any) -> None:
+        """Writes a line."""
+        data = json.dumps({"kind": kind, **fields}).encode() + b"\n"
+        while data:
+            data = data[_write(self._fd, data) :]
+
+    def close(self) -> None:
+        """Closes the file."""
+        _close(self._fd)
 
 
 @dataclass(frozen=True)
 class Recording:
-    """One witnessed run.
+    """One watched run: the lines of each rank."""
 
-    Attributes:
-        devices: the devices as the user named them, such as "cpu:2".
-        attempt: 0, or 1 for the second run on the same devices.
-        neutral: keys of the causes that had no effect in it.
-        ranks: the lines of each rank.
-        nudged: whether its gradients were changed by rounding errors.
-        failure: why it ended early; None if it did not.
-    """
-
-    devices: str
-    attempt: int
-    neutral: tuple[str, ...]
+    devices: str  # as the user named them, such as "cpu:2"
+    attempt: int  # 1 for the repetition on the same devices
     ranks: tuple[tuple[Line, ...], ...]
-    nudged: bool = False
-    failure: str | None = None
+    failure: str | None = None  # why it ended early
+
+    @property
+    def label(self) -> str:
+        """The name of the run in messages."""
+        return self.devices + (" (again)" if self.attempt else "")
 
     @property
     def world_size(self) -> int:
@@ -57,7 +71,7 @@ class Recording:
         return (line for line in self.ranks[rank] if line["kind"] == kind)
 
     def facts(self, name: str, rank: int) -> Iterator[Line]:
-        """What a rank noticed under one name."""
+        """A rank's facts of one name."""
         return (line for line in self.lines("fact", rank) if line["name"] == name)
 
     @cached_property
@@ -72,27 +86,32 @@ class Recording:
 
     @property
     def family(self) -> str:
-        """What kind of program it was: "api", "adopted" or "ddp"."""
+        """The kind of program: "api", "adopted" or "ddp"."""
         found = [line["family"] for line in self.lines("end")] or [line["family"] for line in self.lines("start")]
         return found[0] if found else "ddp"
 
+    def parameters(self, optimizer: int) -> Line:
+        """The names, sizes and first values of an optimizer's parameters."""
+        return next(line for line in self.lines("parameters") if line["optimizer"] == optimizer)
 
-def read_recording(
-    folder: Path,
-    devices: str,
-    world_size: int,
-    attempt: int,
-    neutral: tuple[str, ...],
-    nudged: bool,
-    failure: str | None,
-) -> Recording:
-    """Reads what the ranks wrote; a torn last line is left out."""
+    def samples(self, step: int) -> Counter[int] | None:
+        """How often each sample was trained on in a step, by all ranks together; None if that is not known."""
+        lines = [steps[step] for steps in self.steps]
+        if self.family != "ddp":
+            lines = lines[:1]
+        if self.family == "adopted" or any(line["ids"] is None for line in lines):
+            return None
+        return Counter(number for line in lines for number in line["ids"])
+
+
+def read_recording(folder: Path, devices: str, world_size: int, attempt: int, failure: str | None) -> Recording:
+    """Reads the files of all ranks; a torn last line is left out."""
     ranks = tuple(tuple(_read_lines(folder / f"rank-{rank}.jsonl")) for rank in range(world_size))
-    return Recording(devices, attempt, neutral, ranks, nudged, failure)
+    return Recording(devices, attempt, ranks, failure)
 
 
 def _read_lines(path: Path) -> Iterator[Line]:
-    """The whole lines of a file; none if it is not there."""
+    """The whole lines of a file; none if it does not exist."""
     if not path.exists():
         return
     for text in path.read_text(encoding="utf-8").splitlines():

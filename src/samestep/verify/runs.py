@@ -1,15 +1,15 @@
-"""Finding runs: what lies below a folder, in what state each is, and how far it came; whatever has become of it.
+"""Finding runs below a folder, with the state and the progress of each, damaged or not.
 
-Only what is needed of each file is parsed, so that a folder of long runs is listed at once.
+Only the lines that are needed of each file are parsed, so that a folder of long runs is listed at once.
 """
 
 import json
-import math
 import os
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,36 +29,35 @@ from samestep.verify.ledger import number
 
 RECENT_SECONDS = 120.0
 _SMALLER_IS_BETTER = ("loss", "error", "perplexity", "wrong", "mse", "mae", "rmse", "nll", "bpb", "ppl")
-
-_TURNS = ("start", "resume", "stop", "end")
+_STATE_EVENTS = ("start", "resume", "stop", "end")
 
 State = Literal["finished", "running", "running?", "stopped", "crashed"]
 
 
-@dataclass(frozen=True)
-class RunSummary:
-    """A run at a glance.
+@dataclass
+class RunStatus:
+    """The state and the progress of a run.
 
     Attributes:
         path: its folder.
         state: "finished"; "stopped": by a signal, after a checkpoint; "running": neither, and a process holds its lock;
-            else "crashed". Where the file system has no locks, "running?" if something was written in the last two
+            else "crashed". If the file system has no locks, "running?" if something was written in the last two
             minutes.
-        recipe: what was trained: the recipe's name, or the script's; None where the contract does not say.
+        recipe: the recipe's name, or the script's; None if the contract has neither.
         steps: updates done.
         epochs: epochs done.
-        epochs_planned: None where the contract does not say.
+        epochs_planned: None if the contract has no number.
         loss: of the last step.
         metric: name and best value of the metric that an evaluation measures; None without one.
         world_sizes: numbers of devices, in the order in which the run had them.
         changed: when something was last written, in seconds since 1970.
         size_bytes: of all its files.
         checkpoint: the newest one that a resume would look at first; None if there is none.
-        problems: what could not be read, as sentences.
+        problems: files that cannot be read, as sentences.
     """
 
     path: Path
-    state: State
+    state: State = "crashed"
     recipe: str | None = None
     steps: int = 0
     epochs: int = 0
@@ -72,73 +71,62 @@ class RunSummary:
     problems: tuple[str, ...] = ()
 
 
-@dataclass
-class _Progress:
-    """What the ledger and the metrics of a run tell, while they are read."""
-
-    steps: int = 0
-    loss: float | None = None
-    turn: str | None = None
-    world_sizes: list[int] = field(default_factory=list)
-    damaged: list[int] = field(default_factory=list)
-    epochs: int = 0
-    evals: dict[str, list[float]] = field(default_factory=dict)
-
-
-def find_runs(folder: Path) -> list[RunSummary]:
+def find_runs(folder: Path) -> list[RunStatus]:
     """The runs in a folder and in the folders right below it, newest first; a folder that is a run is the only one."""
     if not folder.is_dir():
         raise DataError(f"no folder {folder}; name one with runs in it, such as runs")
     if is_run(folder):
-        return [summarize(folder)]
-    runs = [summarize(entry) for entry in sorted(_folders(folder)) if is_run(entry)]
+        return [run_status(folder)]
+    runs = [run_status(entry) for entry in sorted(_folders(folder)) if is_run(entry)]
     return sorted(runs, key=lambda run: run.changed, reverse=True)
 
 
 def is_run(folder: Path) -> bool:
-    """Whether a folder has what a run leaves: a contract or a ledger."""
+    """Whether a folder has a contract or a ledger, as every run leaves them."""
     return any((folder / name).is_file() for name in (CONTRACT_FILE, LEDGER_FILE))
 
 
 def read_contract(folder: Path) -> dict[str, Any] | None:
-    """The contract of a run; None where there is none that can be read."""
-    return _read_json(folder / CONTRACT_FILE)
+    """The contract of a run; None if there is none that can be read."""
+    try:
+        return _object((folder / CONTRACT_FILE).read_bytes())
+    except OSError:
+        return None
 
 
-def summarize(folder: Path) -> RunSummary:
-    """A run at a glance; what cannot be read is left out, and said."""
-    problems: list[str] = []
+def run_status(folder: Path) -> RunStatus:
+    """The state and the progress of a run; files that cannot be read are left out, and named."""
     contract = read_contract(folder)
-    if contract is None:
-        problems.append(f"{CONTRACT_FILE} cannot be read")
-        contract = {}
-    progress = _Progress()
-    for name, look in ((LEDGER_FILE, _look_at_ledger), (METRICS_FILE, _look_at_metrics)):
-        try:
-            look(folder / name, progress)
-        except FileNotFoundError:
-            pass
-        except OSError as error:
-            problems.append(f"{name} cannot be read: {error.strerror or error}")
-    if progress.damaged:
-        problems.append(f"{LEDGER_FILE}: damaged lines: {len(progress.damaged)} (line {progress.damaged[0]} first)")
-    changed, size = _changed_and_size(folder)
+    problems = [] if contract is not None else [f"{CONTRACT_FILE} cannot be read"]
+    contract = contract or {}
     planned = contract.get("epochs")
-    return RunSummary(
-        path=folder,
-        state=_state(folder, progress.turn, changed),
-        recipe=_name(contract),
-        steps=progress.steps,
-        epochs=progress.epochs,
-        epochs_planned=planned if isinstance(planned, int) else None,
-        loss=progress.loss,
-        metric=_best(progress.evals),
-        world_sizes=tuple(progress.world_sizes),
-        changed=changed,
-        size_bytes=size,
-        checkpoint=newest_checkpoint(folder),
-        problems=tuple(problems),
-    )
+    run = RunStatus(folder, recipe=_recipe(contract), epochs_planned=planned if isinstance(planned, int) else None)
+    last_event = None
+    try:
+        last_event, damaged = _read_ledger(folder / LEDGER_FILE, run)
+        if damaged:
+            problems.append(f"{LEDGER_FILE}: damaged lines: {len(damaged)} (line {damaged[0]} first)")
+    except OSError as error:
+        problems += _problem(LEDGER_FILE, error)
+    try:
+        _read_metrics(folder / METRICS_FILE, run)
+    except OSError as error:
+        problems += _problem(METRICS_FILE, error)
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            with suppress(OSError):
+                status = os.stat(os.path.join(parent, name), follow_symlinks=False)
+                run.size_bytes += status.st_size
+                run.changed = max(run.changed, status.st_mtime)
+    run.state = _state(folder, last_event, run.changed)
+    run.checkpoint = newest_checkpoint(folder)
+    run.problems = tuple(problems)
+    return run
+
+
+def _problem(name: str, error: OSError) -> list[str]:
+    """A sentence about a file that cannot be read; a run may be without it."""
+    return [] if isinstance(error, FileNotFoundError) else [f"{name} cannot be read: {error.strerror or error}"]
 
 
 def _folders(folder: Path) -> Iterator[Path]:
@@ -146,80 +134,67 @@ def _folders(folder: Path) -> Iterator[Path]:
         yield from (entry for entry in folder.iterdir() if not entry.name.startswith(".") and entry.is_dir())
 
 
-def _read_json(path: Path) -> dict[str, Any] | None:
+def _object(text: bytes) -> dict[str, Any] | None:
+    """A JSON object; None if the text is none."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        value = json.loads(text.decode())
+    except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
 
 
-def _entry(line: bytes) -> dict[str, Any]:
-    """The object that a line holds; an empty one if it holds none."""
-    try:
-        value = json.loads(line.decode())
-    except (ValueError, RecursionError):
-        return {}
-    return value if isinstance(value, dict) else {}
-
-
-def _look_at_ledger(path: Path, progress: _Progress) -> None:
-    """Events are parsed, and of the steps the first and the last."""
+def _read_ledger(path: Path, run: RunStatus) -> tuple[Any, list[int]]:
+    """Reads all events and of the steps the first and the last; returns the last event, and damaged lines' numbers."""
     first = last = b""
+    last_event, damaged, sizes = None, [], list[Any]()
     with path.open("rb") as file:
         for place, line in enumerate(file, 1):
             if not line.endswith(b"\n") or not (line := line.strip()):
                 continue
             if not is_whole(line):
-                progress.damaged.append(place)
+                damaged.append(place)
             elif b'"event"' in line:
                 event = from_line(line) or {}
-                _add_world_size(progress, event)
-                progress.turn = event["event"] if event.get("event") in _TURNS else progress.turn
+                sizes.append(event.get("world_size"))
+                last_event = event["event"] if event.get("event") in _STATE_EVENTS else last_event
             else:
                 first, last = first or line, line
     step = from_line(last) or {}
-    if not progress.world_sizes:
-        for entry in (from_line(first) or {}, step):
-            _add_world_size(progress, entry)
+    if not any(isinstance(size, int) for size in sizes):
+        sizes = [entry.get("world_size") for entry in (from_line(first) or {}, step)]
+    sizes = [size for size in sizes if isinstance(size, int)]
+    run.world_sizes = tuple(size for index, size in enumerate(sizes) if index == 0 or size != sizes[index - 1])
     if isinstance(step.get("step"), int):
-        progress.steps = step["step"] + 1
-        progress.loss = number(step.get("loss"))
+        run.steps, run.loss = step["step"] + 1, number(step.get("loss"))
+    return last_event, damaged
 
 
-def _add_world_size(progress: _Progress, entry: dict[str, Any]) -> None:
-    size = entry.get("world_size")
-    if isinstance(size, int) and progress.world_sizes[-1:] != [size]:
-        progress.world_sizes.append(size)
-
-
-def _look_at_metrics(path: Path, progress: _Progress) -> None:
-    """Lines that end an epoch hold its number and what the evaluation measured."""
+def _read_metrics(path: Path, run: RunStatus) -> None:
+    """Reads the lines that end an epoch: its number and the metrics of the evaluation."""
+    evals: dict[str, list[float]] = {}
     with path.open("rb") as file:
         for line in file:
             if b'"epoch"' not in line and b'/eval"' not in line:
                 continue
-            for tag, value in _entry(line).items():
-                if isinstance(value, bool) or not isinstance(value, int | float):
+            for tag, value in (_object(line) or {}).items():
+                if (
+                    isinstance(value, bool)
+                    or not isinstance(value, int | float)
+                    or not abs(value) <= sys.float_info.max
+                ):
                     continue
                 if tag == "epoch":
-                    progress.epochs = int(value)
+                    run.epochs = int(value)
                 elif tag.endswith("/eval"):
-                    progress.evals.setdefault(tag.removesuffix("/eval"), []).append(float(value))
+                    evals.setdefault(tag.removesuffix("/eval"), []).append(float(value))
+    name = next((name for name in evals if name != "loss"), next(iter(evals), None))
+    if name is not None:
+        best = min if any(part in name.lower() for part in _SMALLER_IS_BETTER) else max
+        run.metric = (name, best(evals[name]))
 
 
-def _best(evals: dict[str, list[float]]) -> tuple[str, float] | None:
-    """The best value of the first metric that is no loss, else of the loss."""
-    names = [name for name in evals if name != "loss"] or list(evals)
-    if not names:
-        return None
-    values = [value for value in evals[names[0]] if math.isfinite(value)]
-    smaller = any(part in names[0].lower() for part in _SMALLER_IS_BETTER)
-    return None if not values else (names[0], min(values) if smaller else max(values))
-
-
-def _name(contract: dict[str, Any]) -> str | None:
-    """What was trained: the recipe, else the script among the words of the command."""
+def _recipe(contract: dict[str, Any]) -> str | None:
+    """The recipe, else the script among the words of the command."""
     if isinstance(contract.get("recipe"), str):
         return str(contract["recipe"])
     command = contract.get("command")
@@ -227,14 +202,11 @@ def _name(contract: dict[str, Any]) -> str | None:
     return next((Path(word).name for word in words if word.endswith(".py")), None)
 
 
-def _state(folder: Path, turn: str | None, changed: float) -> State:
-    """Ledgers tell how a run ended; a result that is as new as the ledger tells it where no event does.
-
-    Of a run that did not end the lock tells whether it is under way.
-    """
-    if turn == "stop":
+def _state(folder: Path, last_event: Any, changed: float) -> State:
+    """The state by the ledger's last event, else by a result that is as new as the ledger, else by the lock."""
+    if last_event == "stop":
         return "stopped"
-    if turn == "end" or _time(folder / RESULT_FILE) >= max(_time(folder / LEDGER_FILE), 1.0):
+    if last_event == "end" or _time(folder / RESULT_FILE) >= max(_time(folder / LEDGER_FILE), 1.0):
         return "finished"
     locked = is_locked(folder)
     if locked is None:
@@ -243,7 +215,7 @@ def _state(folder: Path, turn: str | None, changed: float) -> State:
 
 
 def _time(path: Path) -> float:
-    """When a file was last written, in seconds since 1970; 0 where there is none."""
+    """When a file was last written, in seconds since 1970; 0 if it does not exist."""
     try:
         return path.stat().st_mtime
     except OSError:
@@ -257,21 +229,9 @@ def newest_checkpoint(folder: Path) -> str | None:
 
 
 def checkpoint_contract(checkpoint: Path) -> dict[str, Any]:
-    """The contract under which a checkpoint was written; empty where its files do not tell."""
+    """The contract under which a checkpoint was written; empty if its files have none."""
     try:
         contract = parse_json(read_small(checkpoint / FACTS_FILE, MAX_FACTS_BYTES))["run"]["rest"]["contract"]
     except (OSError, ValueError, LookupError, TypeError):
         return {}
     return contract if isinstance(contract, dict) else {}
-
-
-def _changed_and_size(folder: Path) -> tuple[float, int]:
-    """When a file was last written, and the bytes of all files."""
-    changed, size = 0.0, 0
-    for parent, _, names in os.walk(folder):
-        for name in names:
-            with suppress(OSError):
-                status = os.stat(os.path.join(parent, name), follow_symlinks=False)
-                size += status.st_size
-                changed = max(changed, status.st_mtime)
-    return changed, size

@@ -1,6 +1,7 @@
-"""What the recorders of all ranks of all runs noted down, read when the runs have ended."""
+"""Causes, the rows of the table, and the evidence for them: the recordings of runs in which nothing was neutralised."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeVar
@@ -12,18 +13,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Evidence:
-    """What was recorded in runs of one program in which nothing was neutralised.
-
-    Attributes:
-        runs: of all device counts and attempts.
-    """
+    """The recordings of one program, of all device counts and attempts."""
 
     runs: tuple[Recording, ...]
-
-    @classmethod
-    def from_records(cls, recordings: Iterable[Recording]) -> "Evidence":
-        """Of the recordings, those in which nothing was neutralised or nudged."""
-        return cls(tuple(one for one in recordings if not one.neutral and not one.nudged))
 
     @cached_property
     def firsts(self) -> tuple[Recording, ...]:
@@ -33,7 +25,7 @@ class Evidence:
             found.setdefault(run.world_size, run)
         return tuple(found[size] for size in sorted(found))
 
-    @cached_property
+    @property
     def shared(self) -> tuple[Recording, ...]:
         """Of those, the ones on several devices."""
         return tuple(run for run in self.firsts if run.world_size > 1)
@@ -57,31 +49,41 @@ class Evidence:
             for rank in range(run.world_size):
                 yield from ((run, rank, fact) for fact in run.facts(name, rank))
 
-    def has(self, name: str) -> bool:
-        """Whether anybody noticed this."""
-        return next(self.facts(name), None) is not None
+
+@dataclass(frozen=True)
+class Cause:
+    """One row of the table: something that makes results depend on the devices, with its sign and its antidote.
+
+    Attributes:
+        key: its short name, such as "batchnorm".
+        title: a clause.
+        advice: the remedy, in one or two sentences.
+        suspect: the sign: from the evidence, a sentence with names and numbers; None if nothing points to the cause.
+        neutralise: the antidote: a context under which the cause has no effect. It is entered in the worker on every
+            rank, in all runs that are compared, before the program is imported. Its hooks before updates come before
+            those of the probe, which so records the gradients that the optimizer uses.
+        bits_only: whether the cause changes nothing but the rounding of sums. It is suspected only if runs agree up to
+            rounding and more is required. With all such causes neutralised, the program computes in float64 and every
+            gradient is rounded to float32 before the update, so that gradients and states are equal to the bit. (Losses
+            are not: a mean over ranks is a sum too.)
+    """
+
+    key: str
+    title: str
+    advice: str
+    suspect: Callable[[Evidence], str | None]
+    neutralise: Callable[[], AbstractContextManager[None]]
+    bits_only: bool = False
 
 
 def by_step(run: Recording, name: str, value: Callable[[Line], T]) -> dict[int, list[list[T]]]:
-    """For each step, a list a rank of what its facts of a name come to."""
+    """For each step a list of the ranks, each with the values of its facts of a name."""
     steps: dict[int, list[list[T]]] = {}
     for rank in range(run.world_size):
         for fact in run.facts(name, rank):
             ranks = steps.setdefault(fact["step"], [[] for _ in range(run.world_size)])
             ranks[rank].append(value(fact))
     return steps
-
-
-def local_samples(run: Recording) -> dict[int, list[int]]:
-    """The samples that each rank took in each step: as its DataLoaders say, else as its model was given."""
-    counts = {
-        step: [int(run.steps[rank][step].get("num_samples") or 0) for rank in range(run.world_size)]
-        for step in range(run.num_steps)
-    }
-    given = by_step(run, "forward", lambda fact: int(fact["rows"]) * int(fact["times"]))
-    return {
-        step: ranks if all(ranks) else [sum(rank) for rank in given.get(step, [])] for step, ranks in counts.items()
-    }
 
 
 def listed(values: Sequence[Any], most: int = 4) -> str:
@@ -91,5 +93,5 @@ def listed(values: Sequence[Any], most: int = 4) -> str:
 
 
 def on_devices(run: Recording) -> str:
-    """How many devices a run had, for a sentence."""
+    """The number of devices of a run, for a sentence."""
     return f"{run.world_size} device{'s' if run.world_size > 1 else ''}"

@@ -2,7 +2,9 @@
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from inspect import Signature
 from typing import Any
 
 import torch
@@ -12,73 +14,64 @@ from torch.nn import functional as F
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from samestep.comm.environment import read_environment
-from samestep.verify.causes.cause import Cause
-from samestep.verify.causes.divisors import divisor
-from samestep.verify.causes.evidence import Evidence, by_step, listed, on_devices
-from samestep.verify.causes.notes import Notes, Wrap, num_rows, wrapped
-
-
-def _nothing(*_: Any) -> None:
-    """What a process without torch.distributed reduces."""
-
+from samestep.verify.causes.evidence import Cause, Evidence, by_step, listed, on_devices
+from samestep.verify.causes.facts import Facts, first_rows
+from samestep.verify.wrapping import DISTRIBUTED, Wrap, wrapped
 
 LABELLED = ("cross_entropy", "nll_loss")
 DENSE = (
     *("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "kl_div"),
     *("binary_cross_entropy_with_logits", "multilabel_soft_margin_loss", "gaussian_nll_loss", "poisson_nll_loss"),
 )
-
 OWN = "the program's own mean"
-
-_reduce = dist.all_reduce if dist.is_available() else _nothing
-"""The reduction as it is before anybody listens at it: what counterfactuals exchange is not the program's."""
-
-
-def listen(notes: Notes) -> list[Wrap]:
-    """Over how many elements the means of torch's losses run, and by what the program divides its loss itself."""
-
-    def watching(name: str) -> Callable[[Any], Any]:
-        def make(inner: Callable[..., Tensor]) -> Callable[..., Tensor]:
-            signature = inspect.signature(inner)
-
-            def loss(*args: Any, **kwargs: Any) -> Tensor:
-                given = _bound(signature, args, kwargs)
-                if torch.is_grad_enabled() and given.get("reduction") in ("mean", "batchmean"):
-                    with torch.no_grad(), torch._C.DisableTorchFunction():
-                        notes.tell("mean", function=f"F.{name}", count=_count(name, given))
-                return inner(*args, **kwargs)
-
-            return loss
-
-        return make
-
-    def dividing(inner: Callable[..., Any]) -> Callable[..., Any]:
-        def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-            found = divisor(tensors)
-            if found is not None:
-                notes.tell("mean", function=OWN, count=found[1])
-            return inner(tensors, *args, **kwargs)
-
-        return backward
-
-    means = [Wrap(F, name, watching(name)) for name in (*LABELLED, *DENSE)]
-    return [*means, Wrap(torch.autograd, "backward", dividing)]
+MAX_NODES = 16
+PASSED = ("Neg", "Squeeze", "Unsqueeze", "View", "Reshape", "ToCopy", "Clone", "Alias", "Mul")
+# As it is before it is wrapped: the exchanges of counterfactuals are not the program's.
+_reduce: Callable[..., Any] = dist.all_reduce if dist.is_available() else lambda *args: None
 
 
-def _bound(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a call by name, with the defaults; none if they do not fit."""
+def listen(facts: Facts) -> list[Wrap]:
+    """Records over how many elements the means of torch's losses run, and by how much the program divides its loss."""
+
+    def loss(name: str, signature: Signature, inner: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        given = _mean_arguments(signature, args, kwargs)
+        if given:
+            with torch.no_grad(), torch._C.DisableTorchFunction():
+                facts.add("mean", function=f"F.{name}", count=_num_terms(name, given, all_alike=False))
+        return inner(*args, **kwargs)
+
+    def backward(inner: Callable[..., Any], tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        found = divisor(tensors)
+        if found is not None:
+            facts.add("mean", function=OWN, count=found[1])
+        return inner(tensors, *args, **kwargs)
+
+    return [*_wraps_of_losses(loss), Wrap(torch.autograd, "backward", backward)]
+
+
+def _wraps_of_losses(around: Callable[..., Tensor]) -> list[Wrap]:
+    """Wraps of torch's losses; `around` gets the name and the signature of the function first."""
+    names = (*LABELLED, *DENSE)
+    return [Wrap(F, name, partial(around, name, inspect.signature(getattr(F, name)))) for name in names]
+
+
+def _mean_arguments(signature: Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a loss by name, with the defaults, if it takes a mean and gradients are recorded; else none."""
     try:
         bound = signature.bind(*args, **kwargs)
     except TypeError:
         return {}
     bound.apply_defaults()
-    return bound.arguments
+    is_mean = torch.is_grad_enabled() and bound.arguments.get("reduction") in ("mean", "batchmean")
+    return bound.arguments if is_mean else {}
 
 
-def _count(name: str, given: dict[str, Any]) -> float:
-    """What a loss divides its sum by."""
+def _num_terms(name: str, given: dict[str, Any], *, all_alike: bool) -> float:
+    """The number that a loss divides its sum by, or would divide it by if all elements were counted alike."""
     target: Tensor = given["target"]
     if name in LABELLED and not target.is_floating_point():
+        if all_alike:
+            return float(target.numel())
         valid = target[target != given["ignore_index"]]
         weight = given.get("weight")
         return float(valid.numel() if weight is None else weight[valid].sum())
@@ -87,33 +80,68 @@ def _count(name: str, given: dict[str, Any]) -> float:
     return float(max(given["input"].numel(), target.numel()))
 
 
-def _suspect_mean(evidence: Evidence) -> str | None:
-    if not evidence.is_ddp:
+def divisor(loss: Any) -> tuple[str, float] | None:
+    """The operations by which a scalar loss was divided at last, by autograd's names, and by how much in all.
+
+    `x.mean()` divides by its elements, `(x * w).sum() / w.sum()` by `w.sum()`, `0.25 * x.sum()` by 4. None for torch's
+    own losses and for sums of several terms.
+    """
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
         return None
-    for run in evidence.shared:
+    node: Any = loss.grad_fn
+    path, count = [], 1.0
+    for _ in range(MAX_NODES):
+        if node is None:
+            break
+        kind = node.name().removesuffix("0").removesuffix("1").removesuffix("Backward")
+        if kind == "Mean":
+            path.append(kind)
+            count *= int(node._saved_self_sym_numel)
+            break
+        following = [next_node for next_node, _ in node.next_functions if next_node is not None]
+        if kind not in ("Div", *PASSED) or len(following) != 1:
+            break
+        factor = _constant(node) if kind in ("Div", "Mul") else None
+        if kind == "Div" and factor is None:
+            break
+        if factor is not None and (kind == "Div" or 0 < factor < 1):
+            path.append(kind)
+            count *= factor if kind == "Div" else 1 / factor
+        node = following[0]
+    return (".".join(path), count) if path and count > 0 else None
+
+
+def _constant(node: Any) -> float | None:
+    """The number that a loss was divided by or multiplied with; None if it is none."""
+    other = node._saved_other
+    if not isinstance(other, Tensor):
+        other = getattr(node, "_saved_self", None)
+    if not isinstance(other, Tensor) or other.numel() != 1:
+        return None
+    with torch.no_grad():
+        return float(other.detach())
+
+
+def _suspect_mean(evidence: Evidence) -> str | None:
+    for run in evidence.shared if evidence.is_ddp else ():
         for step, ranks in by_step(run, "mean", lambda fact: (str(fact["function"]), float(fact["count"]))).items():
             for calls in zip(*ranks, strict=False):
-                counts = [count for _, count in calls]
-                if len(set(counts)) > 1 and calls[0][0] == OWN:
-                    return (
-                        f"the program divided its loss by {listed(counts, 8)} on ranks 0 to {run.world_size - 1} in "
-                        f"step {step}; the mean of the ranks' means takes these for equal"
-                    )
+                function, counts = calls[0][0], [count for _, count in calls]
                 if len(set(counts)) > 1:
-                    return (
-                        f"{calls[0][0]} took the mean over {listed(counts, 8)} elements on ranks 0 to "
-                        f"{run.world_size - 1} in step {step}; the mean of the ranks' means takes these for equal"
-                    )
+                    seen = f"{function} took the mean over {listed(counts, 8)} elements"
+                    if function == OWN:
+                        seen = f"the program divided its loss by {listed(counts, 8)}"
+                    where = f"on ranks 0 to {run.world_size - 1} in step {step}"
+                    return f"{seen} {where}; the mean of the ranks' means takes these for equal"
     return None
 
 
-@contextmanager
-def _with_one_denominator() -> Iterator[None]:
-    """Means become sums over one number, the same on every rank: what the ranks divided by in the first call."""
+def _with_one_denominator() -> AbstractContextManager[None]:
+    """Means become sums over one number, the same on every rank: the sum of the ranks' counts in the first call."""
     world_size = read_environment().world_size
     denominators: dict[str, float] = {}
 
-    def whole(key: str, count: float, device: torch.device) -> float:
+    def denominator(key: str, count: float, device: torch.device) -> float:
         if key not in denominators:
             total = torch.tensor([count], device=device)
             if world_size > 1 and dist.is_initialized():
@@ -121,57 +149,31 @@ def _with_one_denominator() -> Iterator[None]:
             denominators[key] = float(total)
         return denominators[key]
 
-    def rescaling(inner: Callable[..., Any]) -> Callable[..., Any]:
-        def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-            found = divisor(tensors)
-            if found is not None:
-                path, count = found
-                tensors = tensors * (count * world_size / whole(f"{OWN}: {path}", count, tensors.device))
-            return inner(tensors, *args, **kwargs)
+    def backward(inner: Callable[..., Any], tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        found = divisor(tensors)
+        if found is not None:
+            path, count = found
+            tensors = tensors * (count * world_size / denominator(f"{OWN}: {path}", count, tensors.device))
+        return inner(tensors, *args, **kwargs)
 
-        return backward
+    def loss(name: str, signature: Signature, inner: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        given = _mean_arguments(signature, args, kwargs)
+        if not given:
+            return inner(*args, **kwargs)
+        whole = denominator(name, _num_terms(name, given, all_alike=True), given["input"].device)
+        given["reduction"] = "sum"
+        given.update((key, None) for key in ("size_average", "reduce") if key in given)
+        return inner(**given) * (world_size / whole)
 
-    def summing(name: str) -> Callable[[Any], Any]:
-        def make(inner: Callable[..., Tensor]) -> Callable[..., Tensor]:
-            signature = inspect.signature(inner)
-
-            def loss(*args: Any, **kwargs: Any) -> Tensor:
-                given = _bound(signature, args, kwargs)
-                if not torch.is_grad_enabled() or given.get("reduction") not in ("mean", "batchmean"):
-                    return inner(*args, **kwargs)
-                denominator = whole(name, _elements(name, given), given["input"].device)
-                given.update(reduction="sum", size_average=None, reduce=None)
-                allowed = {key: value for key, value in given.items() if key in signature.parameters}
-                return inner(**allowed) * (world_size / denominator)
-
-            return loss
-
-        return make
-
-    means = [Wrap(F, name, summing(name)) for name in (*LABELLED, *DENSE)]
-    with wrapped(*means, Wrap(torch.autograd, "backward", rescaling)):
-        yield
-
-
-def _elements(name: str, given: dict[str, Any]) -> float:
-    """What a loss would divide by, were every element counted alike."""
-    target: Tensor = given["target"]
-    if name in LABELLED and not target.is_floating_point():
-        return float(target.numel())
-    if name in LABELLED or given["reduction"] == "batchmean":
-        return float(given["input"].shape[0])
-    return float(max(given["input"].numel(), target.numel()))
+    return wrapped(*_wraps_of_losses(loss), Wrap(torch.autograd, "backward", backward))
 
 
 def _suspect_metrics(evidence: Evidence) -> str | None:
-    if not evidence.is_ddp or not evidence.shared:
+    if not evidence.is_ddp:
         return None
-    first = evidence.firsts[0]
-    for run in evidence.shared:
-        if run is first:
-            continue
-        pairs = zip(first.lines("metric"), run.lines("metric"), strict=False)
-        for number, (one, many) in enumerate(pairs):
+    first, *others = evidence.firsts
+    for run in others:
+        for number, (one, many) in enumerate(zip(first.lines("metric"), run.lines("metric"), strict=False)):
             for alone, together in zip(one["after"], many["after"], strict=False):
                 alone, mean = alone / first.world_size, together / run.world_size
                 off = abs(mean - alone)
@@ -187,54 +189,49 @@ def _suspect_metrics(evidence: Evidence) -> str | None:
 @contextmanager
 def _with_weighted_metrics() -> Iterator[None]:
     """A single number that is reduced outside the exchange of gradients counts by the samples that its rank saw."""
-    if not dist.is_available():
-        yield
-        return
-    state = {"exchange": False, "seen": 0, "counted": 0, "depth": 0}
+    in_exchange = False
+    depth = seen = counted = 0
 
-    def watching(inner: Callable[..., Any]) -> Callable[..., Any]:
-        def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if not state["depth"] and not torch.is_grad_enabled() and next(self.parameters(), None) is not None:
-                state["seen"] += num_rows([args, kwargs])
-            state["depth"] += 1
-            try:
-                return inner(self, *args, **kwargs)
-            finally:
-                state["depth"] -= 1
+    def call(inner: Callable[..., Any], self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        nonlocal depth, seen
+        if not depth and not torch.is_grad_enabled() and next(self.parameters(), None) is not None:
+            seen += first_rows([args, kwargs])
+        depth += 1
+        try:
+            return inner(self, *args, **kwargs)
+        finally:
+            depth -= 1
 
-        return call
+    def backward(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        nonlocal in_exchange
+        in_exchange = True
+        return inner(*args, **kwargs)
 
-    def exchanging(inner: Callable[..., Any]) -> Callable[..., Any]:
-        def backward(*args: Any, **kwargs: Any) -> Any:
-            state["exchange"] = True
-            return inner(*args, **kwargs)
+    def before_update(*_: Any) -> None:
+        nonlocal in_exchange
+        in_exchange = False
 
-        return backward
-
-    def weighting(inner: Callable[..., Any]) -> Callable[..., Any]:
-        def all_reduce(tensor: Any, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Any:
-            plain = tensor.numel() == 1 and tensor.is_floating_point() and not async_op and group is None
-            if state["exchange"] or not plain or op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
-                return inner(tensor, op, group, async_op)
-            if state["seen"]:
-                state["counted"], state["seen"] = state["seen"], 0
-            weight, value = state["counted"] or 1, float(tensor)
-            sums = torch.tensor([value * weight, weight, value, value != round(value)], dtype=torch.float64)
-            sums = sums.to(tensor.device)
-            _reduce(sums)
-            mean = sums[0] / sums[1] if float(sums[3]) else sums[2] / dist.get_world_size()
-            tensor.fill_(float(mean))  # the same on every rank, so that the reduction that follows keeps it
+    def all_reduce(
+        inner: Any, tensor: Any, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
+    ) -> Any:
+        nonlocal seen, counted
+        plain = tensor.numel() == 1 and tensor.is_floating_point() and not async_op and group is None
+        if in_exchange or not plain or op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
             return inner(tensor, op, group, async_op)
+        if seen:
+            counted, seen = seen, 0
+        weight, value = counted or 1, float(tensor)
+        sums = torch.tensor([value * weight, weight, value, value != round(value)], dtype=torch.float64)
+        sums = sums.to(tensor.device)
+        _reduce(sums)
+        mean = sums[0] / sums[1] if float(sums[3]) else sums[2] / dist.get_world_size()
+        tensor.fill_(float(mean))  # the same on every rank, so that the reduction that follows keeps it
+        return inner(tensor, op, group, async_op)
 
-        return all_reduce
-
-    handle = register_optimizer_step_pre_hook(lambda *_: state.update(exchange=False))
+    wraps = [Wrap(nn.Module, "__call__", call), Wrap(torch.autograd, "backward", backward)]
+    handle = register_optimizer_step_pre_hook(before_update)
     try:
-        with wrapped(
-            Wrap(nn.Module, "__call__", watching),
-            Wrap(torch.autograd, "backward", exchanging),
-            Wrap(dist, "all_reduce", weighting, ("torch.distributed.distributed_c10d",)),
-        ):
+        with wrapped(*wraps, Wrap(dist, "all_reduce", all_reduce, DISTRIBUTED)):
             yield
     finally:
         handle.remove()

@@ -1,14 +1,13 @@
 """Causes in rounding: sums that another number of devices adds up in another order. They change bits only.
 
 Their counterfactuals keep parameters in float64, round every gradient to float32 before the update, and let float32 in
-only where a cause is to keep its effect: in the model's kernels, after each backward, in the exchange. Sums of float32
+only at the causes that keep their effect: in the model's kernels, after each backward, in the exchange. Sums of float32
 numbers are all but exact in float64, so the order in which they are added no longer shows.
 """
 
-import functools
 import sys
 from collections.abc import Callable, Iterator, MutableMapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -16,69 +15,56 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from samestep.data.nested import map_tensors
 from samestep.scripts.patch import Patch, applied
 from samestep.train.run import Run
-from samestep.verify.causes.cause import Cause
-from samestep.verify.causes.evidence import Evidence, by_step, listed, on_devices
+from samestep.verify.causes.evidence import Cause, Evidence, by_step, listed, on_devices
+from samestep.verify.causes.facts import Facts
 from samestep.verify.causes.losses import DENSE, LABELLED
-from samestep.verify.causes.notes import WRAPPERS, Notes, Wrap, wrapped
-from samestep.verify.causes.updates import before_updates
+from samestep.verify.causes.updates import before_updates, to_parameters
+from samestep.verify.wrapping import DISTRIBUTED, Wrap, wrapped
 
 exact: frozenset[str] = frozenset()
-"""Which parts compute in float64; changed as places of torch are, by a patch, while a counterfactual runs."""
+"""The parts that compute in float64: "kernels", "accumulation", "exchange"; patched while a counterfactual runs."""
 
 
-def listen(notes: Notes) -> list[Wrap]:
-    """Backwards between steps, large reductions, and the reduction of a `samestep.Run`."""
+def listen(facts: Facts) -> list[Wrap]:
+    """Records backwards between steps, large reductions, and the reduction of a `samestep.Run`."""
 
-    def backwards(inner: Callable[..., Any]) -> Callable[..., Any]:
-        def backward(*args: Any, **kwargs: Any) -> Any:
-            notes.count("backward")
-            return inner(*args, **kwargs)
+    def backward(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        facts.count("backward")
+        return inner(*args, **kwargs)
 
-        return backward
+    def all_reduce(inner: Callable[..., Any], tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(tensor, Tensor) and tensor.is_floating_point() and tensor.numel() > 1:
+            facts.add_once("exchange", by="torch.distributed.all_reduce")
+        return inner(tensor, *args, **kwargs)
 
-    def reducing(inner: Callable[..., Any]) -> Callable[..., Any]:
-        def all_reduce(tensor: Any, *args: Any, **kwargs: Any) -> Any:
-            if isinstance(tensor, Tensor) and tensor.is_floating_point() and tensor.numel() > 1:
-                notes.tell_once("exchange", by="torch.distributed.all_reduce", dtype=str(tensor.dtype))
-            return inner(tensor, *args, **kwargs)
+    def make_ddp(inner: Callable[..., None], self: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        inner(self, module, *args, **kwargs)
+        facts.add_once("exchange", by="DistributedDataParallel")
 
-        return all_reduce
+    def make_run(inner: Callable[..., None], self: Run, *args: Any, **kwargs: Any) -> None:
+        inner(self, *args, **kwargs)
+        facts.add_once("run", reduction=self.contract.reduction)
 
-    def wrapping(inner: Callable[..., None]) -> Callable[..., None]:
-        def init(self: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:
-            inner(self, module, *args, **kwargs)
-            notes.tell_once("exchange", by="DistributedDataParallel", dtype="")
-
-        return init
-
-    def building(inner: Callable[..., None]) -> Callable[..., None]:
-        def init(self: Run, *args: Any, **kwargs: Any) -> None:
-            inner(self, *args, **kwargs)
-            notes.tell_once("run", reduction=self.contract.reduction, num_microbatches=self.contract.num_microbatches)
-
-        return init
-
-    found = [Wrap(torch.autograd, "backward", backwards), Wrap(Run, "__init__", building)]
+    found = [Wrap(torch.autograd, "backward", backward), Wrap(Run, "__init__", make_run)]
     if dist.is_available():
-        found.append(Wrap(dist, "all_reduce", reducing, ("torch.distributed.distributed_c10d",)))
-        found.append(Wrap(DistributedDataParallel, "__init__", wrapping))
+        found.append(Wrap(dist, "all_reduce", all_reduce, DISTRIBUTED))
+        found.append(Wrap(DistributedDataParallel, "__init__", make_ddp))
     return found
 
 
 @contextmanager
 def _exactly(part: str) -> Iterator[None]:
-    """The time in which one more part is exact."""
-    here = sys.modules[__name__]
-    with applied([Patch(here, "exact", exact | {part})]):
+    """A context in which one more part is exact; the first to be entered puts the promotion in place."""
+    with applied([Patch(sys.modules[__name__], "exact", exact | {part})]):
         if exact == {part}:
-            with before_updates(_round_gradients), wrapped(*_Promotion().wraps()):
+            with before_updates(to_parameters(_round_gradient)), wrapped(*_Promotion().wraps()):
                 yield
         else:
             yield
@@ -93,16 +79,16 @@ class _Promotion:
         self._reduce = dist.all_reduce if dist.is_available() else None
 
     def wraps(self) -> list[Wrap]:
-        """The places that it changes."""
+        """The wraps of optimizers, modules, backward, losses and the exchange."""
         places = [
-            Wrap(Optimizer, "__init__", self._promoting_optimizers),
-            Wrap(nn.Module, "__call__", self._computing),
-            Wrap(torch.autograd, "backward", self._accumulating),
-            *(Wrap(F, name, _matching) for name in (*DENSE, *LABELLED)),
+            Wrap(Optimizer, "__init__", self._make_optimizer),
+            Wrap(nn.Module, "__call__", self._call),
+            Wrap(torch.autograd, "backward", self._backward),
+            *(Wrap(F, name, _loss) for name in (*DENSE, *LABELLED)),
         ]
         if dist.is_available():
-            places.append(Wrap(DistributedDataParallel, "__init__", self._promoting_ddp))
-            places.append(Wrap(dist, "all_reduce", self._reducing, ("torch.distributed.distributed_c10d",)))
+            places.append(Wrap(DistributedDataParallel, "__init__", self._make_ddp))
+            places.append(Wrap(dist, "all_reduce", self._all_reduce, DISTRIBUTED))
         return places
 
     def _promote(self, module: nn.Module) -> None:
@@ -115,105 +101,78 @@ class _Promotion:
             tensor.data = tensor.data.double()
             self._promoted[tensor] = True
 
-    def _promoting_optimizers(self, inner: Callable[..., None]) -> Callable[..., None]:
-        def init(this: Optimizer, params: Any, *args: Any, **kwargs: Any) -> None:
-            inner(this, params, *args, **kwargs)
-            for group in this.param_groups:
-                for parameter in group["params"]:
-                    self._promote_tensor(parameter)
+    def _make_optimizer(self, inner: Callable[..., None], optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        inner(optimizer, *args, **kwargs)
+        to_parameters(self._promote_tensor)(optimizer)
 
-        return init
-
-    def _promoting_ddp(self, inner: Callable[..., None]) -> Callable[..., None]:
+    def _make_ddp(self, inner: Callable[..., None], ddp: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:
         def exchange(_: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-            """Averages gradients over the ranks: in float64, or in float32 where the exchange is not to be exact."""
+            """Averages gradients over the ranks: in float64, or in float32 if the exchange is not to be exact."""
             assert self._reduce is not None, "a bucket comes from torch.distributed"
             buffer: Tensor = bucket.buffer()
             sent = (buffer if "exchange" in exact else buffer.float()) / dist.get_world_size()
             future: torch.futures.Future[Any] = self._reduce(sent, async_op=True).get_future()
             return future.then(lambda done: done.value()[0].to(buffer.dtype))
 
-        def init(this: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        self._promote(module)
+        inner(ddp, module, *args, **kwargs)
+        ddp.register_comm_hook(None, exchange)
+        ddp.register_comm_hook = lambda *_, **__: None  # the script's own would be refused
+
+    def _all_reduce(self, inner: Callable[..., Any], tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        if tensor.dtype != torch.float64 or "exchange" in exact or tensor.numel() < 2:
+            return inner(tensor, *args, **kwargs)
+        sent = tensor.float()
+        work = inner(sent, *args, **kwargs)
+        if work is not None:
+            work.wait()
+        tensor.copy_(sent)
+        return work
+
+    def _backward(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Rounds the gradients after every backward if accumulation is not exact."""
+        result = inner(*args, **kwargs)
+        if "accumulation" not in exact:
+            for parameter in self._promoted:
+                _round_gradient(parameter)
+        return result
+
+    def _call(self, inner: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Calls models in float64; if kernels are not to be exact, with parameters rounded to float32."""
+        is_wrapper = isinstance(module, DataParallel | DistributedDataParallel)
+        if torch.compiler.is_compiling() or self._is_inside or is_wrapper:
+            return inner(module, *args, **kwargs)
+        if not any(parameter in self._promoted for parameter in module.parameters()):
+            return inner(module, *args, **kwargs)
+        self._is_inside = True
+        default = torch.get_default_dtype()
+        try:
+            if "kernels" not in exact:
+                rounded = {name: one.float() for name, one in module.named_parameters() if one in self._promoted}
+                return torch.func.functional_call(module, rounded, args, kwargs)
             self._promote(module)
-            inner(this, module, *args, **kwargs)
-            this.register_comm_hook(None, exchange)
-            this.register_comm_hook = lambda *_, **__: None  # the script's own would be refused
-
-        return init
-
-    def _reducing(self, inner: Callable[..., Any]) -> Callable[..., Any]:
-        def all_reduce(tensor: Any, *args: Any, **kwargs: Any) -> Any:
-            if tensor.dtype != torch.float64 or "exchange" in exact or tensor.numel() < 2:
-                return inner(tensor, *args, **kwargs)
-            sent = tensor.float()
-            work = inner(sent, *args, **kwargs)
-            if work is not None:
-                work.wait()
-            tensor.copy_(sent)
-            return work
-
-        return all_reduce
-
-    def _accumulating(self, inner: Callable[..., Any]) -> Callable[..., Any]:
-        """Rounds what a backward has added to the gradients, where accumulation is not exact."""
-
-        def backward(*args: Any, **kwargs: Any) -> Any:
-            result = inner(*args, **kwargs)
-            if "accumulation" not in exact:
-                for parameter in self._promoted:
-                    if parameter.grad is not None:
-                        parameter.grad.copy_(parameter.grad.float())
-            return result
-
-        return backward
-
-    def _computing(self, inner: Callable[..., Any]) -> Callable[..., Any]:
-        """Calls models in float64; where kernels are not to be exact, with parameters rounded to float32."""
-
-        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling():
-                return inner(module, *args, **kwargs)
-            mixed = not self._is_inside and not isinstance(module, WRAPPERS)
-            if not mixed or not any(parameter in self._promoted for parameter in module.parameters()):
-                return inner(module, *args, **kwargs)
-            self._is_inside = True
-            default = torch.get_default_dtype()
-            try:
-                if "kernels" not in exact:
-                    named = module.named_parameters()
-                    rounded = {name: one.float() for name, one in named if one in self._promoted}
-                    return torch.func.functional_call(module, rounded, args, kwargs)
-                self._promote(module)
-                torch.set_default_dtype(torch.float64)
-                return inner(module, *map_tensors(_widened, args), **map_tensors(_widened, kwargs))
-            finally:
-                torch.set_default_dtype(default)
-                self._is_inside = False
-
-        return call
+            torch.set_default_dtype(torch.float64)
+            return inner(module, *map_tensors(_widened, args), **map_tensors(_widened, kwargs))
+        finally:
+            torch.set_default_dtype(default)
+            self._is_inside = False
 
 
-def _round_gradients(optimizer: Optimizer) -> None:
-    """Rounds the gradients of float64 parameters to what float32 can hold."""
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if parameter.grad is not None and parameter.grad.dtype == torch.float64:
-                parameter.grad.copy_(parameter.grad.float())
+def _round_gradient(parameter: Tensor) -> None:
+    """Rounds a float64 gradient to the nearest that float32 can hold."""
+    if parameter.grad is not None and parameter.grad.dtype == torch.float64:
+        parameter.grad.copy_(parameter.grad.float())
 
 
 def _widened(tensor: Tensor) -> Tensor:
     return tensor.double() if tensor.dtype == torch.float32 else tensor
 
 
-def _matching(inner: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _loss(inner: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
     """Gives a loss all its arguments in float64 if one of them is."""
-
-    def loss(*args: Any, **kwargs: Any) -> Tensor:
-        if any(isinstance(value, Tensor) and value.dtype == torch.float64 for value in (*args, *kwargs.values())):
-            args, kwargs = map_tensors(_widened, args), map_tensors(_widened, kwargs)
-        return inner(*args, **kwargs)
-
-    return functools.update_wrapper(loss, inner)
+    if any(isinstance(value, Tensor) and value.dtype == torch.float64 for value in (*args, *kwargs.values())):
+        args, kwargs = map_tensors(_widened, args), map_tensors(_widened, kwargs)
+    return inner(*args, **kwargs)
 
 
 def _suspect_kernels(evidence: Evidence) -> str | None:
@@ -254,18 +213,13 @@ def _suspect_native(evidence: Evidence) -> str | None:
     return f"the run was built with reduction='native', and {on_devices(evidence.shared[-1])} exchanged gradients"
 
 
-@contextmanager
-def _with_ordered_reduction() -> Iterator[None]:
+def _with_ordered_reduction() -> AbstractContextManager[None]:
     """Every `samestep.Run` adds along its tree."""
 
-    def make(inner: Callable[..., None]) -> Callable[..., None]:
-        def init(self: Run, *args: Any, **kwargs: Any) -> None:
-            inner(self, *args, **{**kwargs, "reduction": "ordered"})
+    def init(inner: Callable[..., None], self: Run, *args: Any, **kwargs: Any) -> None:
+        inner(self, *args, **{**kwargs, "reduction": "ordered"})
 
-        return init
-
-    with wrapped(Wrap(Run, "__init__", make)):
-        yield
+    return wrapped(Wrap(Run, "__init__", init))
 
 
 KERNELS = Cause(

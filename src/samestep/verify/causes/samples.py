@@ -1,225 +1,245 @@
-"""Causes in the making of samples: augmentation by a worker's stream, and streams that differ between devices."""
+"""Causes in the choice of samples: how many make a step, in which order they come, and whether each is taken once."""
 
-import mmap
-import os
-import struct
+import random
+from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
+import numpy as np
 import torch
-import torch.distributed as dist
-from torch.utils.data import Subset
-from torch.utils.data._utils.fetch import _MapDatasetFetcher
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, SequentialSampler
 
-from samestep.core.seeds import derive_seed
-from samestep.data.batch import checksum
-from samestep.data.fetch import SeededSamples, StreamReader
-from samestep.data.randomness import Generators
-from samestep.engine.side_effects import Watch, reachable
-from samestep.scripts.patch import Patch, applied
-from samestep.verify.causes.cause import Cause
-from samestep.verify.causes.evidence import Evidence, by_step, listed
-from samestep.verify.causes.notes import Notes, Wrap, wrapped
+from samestep.comm.environment import read_environment
+from samestep.verify.causes.evidence import Cause, Evidence, by_step, on_devices
+from samestep.verify.causes.facts import Facts
+from samestep.verify.recording import Recording
+from samestep.verify.wrapping import Wrap, by_script, wrapped
 
-KINDS = ("torch", "numpy", "random", "own")
-"""The generators that a dataset may draw from: the global ones, and those that it holds itself."""
-SAMPLE_SEED = 0xDA7A
+GLOBAL_BATCH = 24
+"""The batch of a counterfactual: 1, 2, 3, 4, 6, 8, 12 and 24 devices share it equally."""
 
 
-def listen(notes: Notes) -> list[Wrap]:
-    """Which generators datasets draw from, in worker processes too; and what iterable datasets give."""
-    drawn = mmap.mmap(-1, len(KINDS) * 8)  # shared with the worker processes of DataLoaders, which are forks
-    watches: dict[int, tuple[Any, Watch]] = {}
+def listen(facts: Facts) -> list[Wrap]:
+    """Records how many indices samplers give, against the length of their dataset."""
 
-    def make_fetch(inner: Callable[..., Any]) -> Callable[..., Any]:
-        def fetch(self: Any, *args: Any) -> Any:
-            dataset = getattr(self, "dataset", self)
-            if isinstance(dataset, SeededSamples) and dataset is not self:
-                return inner(self, *args)  # its own method is listened at
-            if id(dataset) not in watches:
-                watches[id(dataset)] = dataset, Watch(reachable([dataset, getattr(self, "collate_fn", None)])[0])
-            watch = watches[id(dataset)][1]
-            before = watch.states()
-            notes.in_dataset = True
-            try:
-                return inner(self, *args)
-            finally:
-                notes.in_dataset = False
-                _count_moves(drawn, before, watch.states(), seeded=dataset is self)
+    def iterate(inner: Callable[..., Iterator[int]], sampler: Any) -> Iterator[int]:
+        facts.add_once(
+            "sampler",
+            type=type(sampler).__name__,
+            samples=len(getattr(sampler, "dataset", None) or sampler.data_source),
+            given=getattr(sampler, "total_size", len(sampler)),
+            replicas=getattr(sampler, "num_replicas", 1),
+            shuffles=isinstance(sampler, RandomSampler) or bool(getattr(sampler, "shuffle", False)),
+        )
+        return inner(sampler)
 
-        return fetch
-
-    def make_take(inner: Callable[..., Any]) -> Callable[..., Any]:
-        def take(self: StreamReader, count: int) -> list[Any]:
-            samples: list[Any] = inner(self, count)
-            notes.tell("stream", samples=len(samples), print=checksum(samples))
-            return samples
-
-        return take
-
-    def tell() -> None:
-        counts = struct.unpack(f"{len(KINDS)}q", drawn[:])
-        found = [kind for kind, count in zip(KINDS, counts, strict=True) if count]
-        if found:
-            notes.tell_once("dataset_draws", generators=found)
-
-    notes.at_step.append(tell)
-    return [
-        Wrap(_MapDatasetFetcher, "fetch", make_fetch),
-        Wrap(SeededSamples, "__getitems__", make_fetch),
-        Wrap(StreamReader, "take", make_take),
-    ]
+    return [Wrap(kind, "__iter__", iterate) for kind in (SequentialSampler, RandomSampler, DistributedSampler)]
 
 
-def _count_moves(drawn: mmap.mmap, before: list[Any], after: list[Any], seeded: bool) -> None:
-    """Counts the generators that a fetch has moved; the global ones are moved by seeding them, where that is done."""
-    for index, (then, now) in enumerate(zip(before, after, strict=True)):
-        kind = min(index, len(KINDS) - 1)
-        if (seeded and index < len(KINDS) - 1) or repr(then) == repr(now):
-            continue
-        (count,) = struct.unpack_from("q", drawn, kind * 8)
-        struct.pack_into("q", drawn, kind * 8, count + 1)
-
-
-class _SeededDataset:
-    """A dataset before whose every sample generators are seeded by the sample's place in the dataset at the bottom."""
-
-    def __init__(self, dataset: Any, seed: Callable[[int], None]) -> None:
-        self._dataset = dataset
-        self._seed = seed
-
-    def __getitem__(self, index: Any) -> Any:
-        dataset: Any = self._dataset
-        place = index
-        while isinstance(dataset, Subset):
-            dataset, place = dataset.dataset, dataset.indices[place]
-        self._seed(int(place))
-        return self._dataset[index]
-
-
-def seeded_fetches(make_seed: Callable[[Any], Callable[[int], None]]) -> Wrap:
-    """Seeds generators before every sample that a torch DataLoader fetches, here or in its workers."""
-    seeds: dict[int, tuple[Any, Callable[[int], None]]] = {}
-
-    def make(inner: Callable[..., Any]) -> Callable[..., Any]:
-        def fetch(self: Any, index: Any) -> Any:
-            dataset = self.dataset
-            if isinstance(dataset, SeededSamples):
-                return inner(self, index)
-            if id(dataset) not in seeds:
-                seeds[id(dataset)] = dataset, make_seed(dataset)
-            self.dataset = _SeededDataset(dataset, seeds[id(dataset)][1])
-            try:
-                return inner(self, index)
-            finally:
-                self.dataset = dataset
-
-        return fetch
-
-    return Wrap(_MapDatasetFetcher, "fetch", make)
-
-
-@contextmanager
-def _with_seeded_samples() -> Iterator[None]:
-    """The global generators are seeded by sample, and are after a fetch what they were before."""
-    generators = Generators(torch.device("cpu"))
-
-    def make_seed(_: Any) -> Callable[[int], None]:
-        return lambda place: generators.seed(derive_seed(SAMPLE_SEED, place))
-
-    def preserve(inner: Callable[..., Any]) -> Callable[..., Any]:
-        def fetch(self: Any, index: Any) -> Any:
-            with generators.preserved():
-                return inner(self, index)
-
-        return fetch
-
-    with wrapped(seeded_fetches(make_seed), Wrap(_MapDatasetFetcher, "fetch", preserve)):
-        yield
-
-
-def _suspect_augmentation(evidence: Evidence) -> str | None:
-    if not evidence.is_ddp or not evidence.shared:
+def _suspect_global_batch(evidence: Evidence) -> str | None:
+    if not evidence.is_ddp:
         return None
-    found = {kind for _, _, fact in evidence.facts("dataset_draws") for kind in fact["generators"]} - {"own"}
-    if not found:
-        return None
-    return f"the dataset drew from the global generator of {listed(sorted(found))} while it made samples"
-
-
-def _suspect_stream(evidence: Evidence) -> str | None:
-    seen: dict[int, dict[int, list[str]]] = {}
+    counts: dict[int, list[tuple[Recording, int]]] = {}
     for run in evidence.firsts:
-        for step, ranks in by_step(run, "stream", lambda fact: (fact["samples"], fact["print"])).items():
-            for rank, entries in enumerate(ranks):
-                for entry in entries:
-                    where = f"rank {rank} of {run.world_size}"
-                    seen.setdefault(step, {}).setdefault(hash(entry), []).append(where)
-    for step in sorted(seen):
-        if len(seen[step]) > 1:
-            parts = list(seen[step].values())
+        samples = _local_samples(run)
+        for step, ranks in by_step(run, "backward", lambda fact: int(fact["times"])).items():
+            count = sum(samples.get(step, ()))
+            if count and len({tuple(rank) for rank in ranks}) == 1:  # all ranks took part alike
+                counts.setdefault(step, []).append((run, count))
+    for step, seen in sorted(counts.items()):
+        if len({count for _, count in seen}) > 1:
+            parts = ", ".join(f"{count} on {on_devices(run)}" for run, count in seen)
+            return f"step {step} was made of this many samples in all: {parts}"
+    return None
+
+
+def _local_samples(run: Recording) -> dict[int, list[int]]:
+    """The samples of each rank in each step: by its DataLoaders, or else by the inputs of its model."""
+    inputs = by_step(run, "forward", lambda fact: int(fact["rows"]) * int(fact["times"]))
+    found = {}
+    for step in range(run.num_steps):
+        counts = [int(rank[step]["num_samples"] or 0) for rank in run.steps]
+        found[step] = counts if all(counts) else [sum(rank) for rank in inputs.get(step, [])]
+    return found
+
+
+def _with_one_global_batch() -> AbstractContextManager[None]:
+    """Every DataLoader gives the device's part of a global batch of `GLOBAL_BATCH` samples."""
+    share = max(1, GLOBAL_BATCH // read_environment().world_size)
+
+    def init(inner: Any, self: Any, dataset: Any, batch_size: int | None = 1, *args: Any, **kwargs: Any) -> None:
+        own = batch_size is not None and kwargs.get("batch_sampler") is None and len(args) < 3
+        inner(self, dataset, share if own else batch_size, *args, **kwargs)
+
+    return wrapped(Wrap(DataLoader, "__init__", init))
+
+
+def _suspect_order(evidence: Evidence) -> str | None:
+    if not evidence.is_ddp:
+        return None
+    first, *others = evidence.firsts
+    for other in others:
+        for step in range(min(first.num_steps, other.num_steps)):
+            if _differ(first, other, step):
+                kinds = [_sampler_of(run) for run in (first, other)]
+                by = f" ({kinds[0]} against {kinds[1]})" if kinds[0] != kinds[1] else ""
+                return f"step {step} took other samples on {on_devices(other)} than on {on_devices(first)}{by}"
+        shuffling = [
+            {str(fact["type"]) for fact in run.facts("sampler", 0) if fact["shuffles"]} for run in (first, other)
+        ]
+        if shuffling[0] != shuffling[1]:  # if steps differ in their number of samples too, they do not show it
+            pairs = zip(shuffling, (first, other), strict=True)
+            parts = [f"{' and '.join(sorted(names)) or 'nothing'} on {on_devices(run)}" for names, run in pairs]
+            return f"samples are shuffled by {', by '.join(parts)}"
+    return None
+
+
+def _differ(first: Recording, other: Recording, step: int) -> bool:
+    """Whether two runs took as many samples in a step, but others: by their ids and by their content."""
+    verdicts = []
+    for field in ("ids", "rows"):
+        taken = [[rank[step].get(field) for rank in run.steps] for run in (first, other)]
+        if all(part is not None for parts in taken for part in parts):
+            sets = [Counter(entry for part in parts for entry in part or ()) for parts in taken]
+            if sets[0].total() != sets[1].total():
+                return False
+            verdicts.append(sets[0] != sets[1])
+    return bool(verdicts) and all(verdicts)
+
+
+def _sampler_of(run: Recording) -> str:
+    """The type of the first sampler that a run iterated."""
+    return next((str(fact["type"]) for fact in run.facts("sampler", 0)), "no sampler of torch's")
+
+
+def _in_one_order() -> AbstractContextManager[None]:
+    """Nothing is shuffled: samplers count up, and permutations that the script draws are the identity."""
+
+    def random_order(_: Any, sampler: RandomSampler) -> Iterator[int]:
+        length = len(sampler.data_source)
+        return iter([position % length for position in range(sampler.num_samples)])
+
+    def distributed_order(inner: Callable[..., Iterator[int]], sampler: Any) -> Iterator[int]:
+        shuffle, sampler.shuffle = sampler.shuffle, False
+        try:
+            return inner(sampler)
+        finally:
+            sampler.shuffle = shuffle
+
+    def randperm(inner: Any, n: int, *args: Any, **kwargs: Any) -> Any:
+        return torch.arange(n) if by_script() else inner(n, *args, **kwargs)
+
+    def permutation(inner: Any, x: Any) -> Any:
+        if not by_script():
+            return inner(x)
+        return np.arange(x) if np.ndim(x) == 0 else np.array(x)
+
+    def shuffle(inner: Any, *args: Any, **kwargs: Any) -> None:
+        if not by_script():
+            inner(*args, **kwargs)
+
+    return wrapped(
+        Wrap(RandomSampler, "__iter__", random_order),
+        Wrap(DistributedSampler, "__iter__", distributed_order),
+        Wrap(torch, "randperm", randperm),
+        Wrap(np.random, "permutation", permutation),
+        Wrap(np.random, "shuffle", shuffle),
+        Wrap(random, "shuffle", shuffle),
+    )
+
+
+def _suspect_sampler(evidence: Evidence) -> str | None:
+    for run, _, fact in evidence.facts("sampler"):
+        extra = fact["given"] - fact["samples"]
+        if extra and fact["replicas"] > 1:
+            what = f"{extra} of them twice" if extra > 0 else f"{-extra} samples never"
             return (
-                f"for step {step} the iterable dataset gave {parts[0][0]} other samples than {parts[1][0]}; every rank "
-                "is to read the same stream, of which samestep keeps its microbatches"
+                f"{fact['type']} gave {fact['given']} samples an epoch on {on_devices(run)}, of a dataset of "
+                f"{fact['samples']}: {what}"
             )
     return None
 
 
-@contextmanager
-def _with_one_stream() -> Iterator[None]:
-    """Datasets are read as if alone, and every rank gets what rank 0 read."""
+def _with_divisible_datasets() -> AbstractContextManager[None]:
+    """Samplers leave out the last samples of a dataset, so many that any small number of devices divides the rest."""
 
-    def alone(inner: Callable[..., None]) -> Callable[..., None]:
-        def init(self: StreamReader, dataset: Any, *args: Any, **kwargs: Any) -> None:
-            for name, value in list(vars(dataset).items()):
-                if isinstance(value, int) and ("rank" in name or "world" in name or "replicas" in name):
-                    setattr(dataset, name, 0 if "rank" in name else 1)
-            inner(self, dataset, *args, **kwargs)
+    def cut(inner: Callable[..., Iterator[int]], sampler: Any) -> Iterator[int]:
+        indices = list(inner(sampler))
+        return iter(indices[: divisible(len(indices))])
 
-        return init
+    def cut_distributed(_: Any, sampler: Any) -> Iterator[int]:
+        length = len(sampler.dataset)
+        indices = list(range(length))
+        if sampler.shuffle:  # as the sampler does it
+            generator = torch.Generator().manual_seed(sampler.seed + sampler.epoch)
+            indices = torch.randperm(length, generator=generator).tolist()
+        return iter(indices[: divisible(length)][sampler.rank :: sampler.num_replicas])
 
-    def together(inner: Callable[..., Any]) -> Callable[..., Any]:
-        def take(self: StreamReader, count: int) -> list[Any]:
-            with _unaware_of_ranks():
-                samples: list[Any] = inner(self, count)
-            if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-                box = [samples]
-                dist.broadcast_object_list(box, src=0)
-                samples = box[0]
-            return samples
-
-        return take
-
-    with wrapped(Wrap(StreamReader, "__init__", alone), Wrap(StreamReader, "take", together)):
-        yield
+    return wrapped(
+        Wrap(SequentialSampler, "__iter__", cut),
+        Wrap(RandomSampler, "__iter__", cut),
+        Wrap(DistributedSampler, "__iter__", cut_distributed),
+    )
 
 
-@contextmanager
-def _unaware_of_ranks() -> Iterator[None]:
-    """The time in which a process that asks for its rank hears that it is alone."""
-    hidden = {name: os.environ[name] for name in ("RANK", "WORLD_SIZE") if name in os.environ}
-    os.environ.update({name: "0" if name == "RANK" else "1" for name in hidden})
-    places = [Patch(dist, "get_rank", lambda *_: 0), Patch(dist, "get_world_size", lambda *_: 1)]
-    try:
-        with applied(places if dist.is_available() else []):
-            yield
-    finally:
-        os.environ.update(hidden)
+def divisible(length: int) -> int:
+    """The largest number up to a length that small numbers of devices divide."""
+    factor = next((factor for factor in (840, 120, 24) if length >= 4 * factor), 12)
+    return length - length % factor if length >= factor else length
 
 
-AUGMENTATION = Cause(
-    "augmentation",
-    "the dataset draws from each worker's own stream of random numbers",
-    "Seed the generators in __getitem__ from the epoch and the sample's index; the loader of samestep.Run does so.",
-    _suspect_augmentation,
-    _with_seeded_samples,
+def _suspect_unshared(evidence: Evidence) -> str | None:
+    for run in evidence.shared if evidence.is_ddp else ():
+        for step in range(run.num_steps):
+            rows = [rank[step].get("rows") for rank in run.steps]
+            if rows[0] and all(row == rows[0] for row in rows):
+                return f"in step {step} all {on_devices(run)} took the same {len(rows[0])} samples"
+    return None
+
+
+def _with_shares() -> AbstractContextManager[None]:
+    """A DataLoader without a sampler of its own takes this device's share of the dataset, in the dataset's order."""
+    place = read_environment()
+
+    def init(inner: Any, self: Any, dataset: Any, batch_size: int | None = 1, *args: Any, **kwargs: Any) -> None:
+        has_sampler = any(kwargs.get(name) is not None for name in ("sampler", "batch_sampler")) or len(args) > 1
+        if not has_sampler and not isinstance(dataset, IterableDataset):
+            args = ()  # its only entry is `shuffle`
+            kwargs.pop("shuffle", None)
+            kwargs["sampler"] = list(range(place.rank, divisible(len(dataset)), place.world_size))
+        inner(self, dataset, batch_size, *args, **kwargs)
+
+    return wrapped(Wrap(DataLoader, "__init__", init))
+
+
+GLOBAL_BATCH_CAUSE = Cause(
+    "global_batch",
+    "the number of samples in a step depends on the number of devices",
+    "Give each device batch_size // world_size samples, of a batch that the numbers of devices divide, or use "
+    "samestep.Run, whose global_batch_size is that of all devices together.",
+    _suspect_global_batch,
+    _with_one_global_batch,
 )
-STREAM = Cause(
-    "stream",
-    "an iterable dataset gives each device other samples",
-    "Let __iter__ give the same samples on every device: leave the rank out of it, and draw from global generators; "
-    "samestep takes each device's part itself.",
-    _suspect_stream,
-    _with_one_stream,
+ORDER = Cause(
+    "order",
+    "the order of the samples depends on the number of devices",
+    "Use the same sampler on one device as on many: DistributedSampler(dataset, seed=…) with set_epoch(epoch) on all.",
+    _suspect_order,
+    _in_one_order,
+)
+SAMPLER = Cause(
+    "sampler",
+    "the sampler pads or drops samples to make the shares equal",
+    "Make the dataset's length a multiple of the number of devices, or use samestep.Run, whose loader takes each "
+    "sample once an epoch.",
+    _suspect_sampler,
+    _with_divisible_datasets,
+)
+UNSHARED = Cause(
+    "unshared",
+    "every device trains on the same samples",
+    "Give the DataLoader a sampler that takes each device's share: sampler=DistributedSampler(dataset).",
+    _suspect_unshared,
+    _with_shares,
 )

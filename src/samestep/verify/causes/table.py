@@ -1,35 +1,34 @@
-"""The table of causes, everything that is known to make results depend on the devices, and the recorder for them.
+"""The table of causes, everything that is known to make results depend on the devices, and the recorder of their signs.
 
-The recorder changes no number: it looks at arguments, shapes, checksums and the states of generators. Each family of
-causes says itself what it listens to (its `listen`) and what it makes of it (its causes' `suspect`).
+The recorder changes no number: it observes arguments, shapes, checksums and the states of generators. Each family of
+causes has its own wraps (`listen`), whose facts its causes' `suspect` reads.
 """
 
 from typing import Any
 
 from samestep.scripts.patch import Patch
-from samestep.verify.causes import batches, draws, losses, machine, modules, own, rounding, samples, updates
-from samestep.verify.causes.cause import Cause
-from samestep.verify.causes.notes import Notes, composed
+from samestep.verify.causes import datasets, forward, losses, machine, rounding, samples, updates
+from samestep.verify.causes.evidence import Cause
+from samestep.verify.causes.facts import Facts
+from samestep.verify.wrapping import patches_for
 
-__all__ = ["CAUSES", "LISTENERS", "Cause", "Recorder"]
-
-CAUSES: tuple[Cause, ...] = (
+CAUSES: tuple[Cause, ...] = (  # in the order in which they are suspected, and given their effect back from the end
     machine.UNSEEDED,
     machine.RACES,
     machine.FLAGS,
     updates.ALONE,
-    batches.GLOBAL_BATCH_CAUSE,
-    batches.UNSHARED,
-    batches.ORDER,
-    batches.SAMPLER,
-    samples.AUGMENTATION,
-    samples.STREAM,
-    own.OWN_GENERATORS,
-    draws.DROPOUT,
-    draws.DRAWS,
-    modules.BATCHNORM,
-    modules.BUFFERS,
-    modules.ATTRIBUTES,
+    samples.GLOBAL_BATCH_CAUSE,
+    samples.UNSHARED,
+    samples.ORDER,
+    samples.SAMPLER,
+    datasets.AUGMENTATION,
+    datasets.STREAM,
+    datasets.OWN_GENERATORS,
+    forward.DROPOUT,
+    forward.DRAWS,
+    forward.BATCHNORM,
+    forward.BUFFERS,
+    forward.ATTRIBUTES,
     losses.MEAN_OF_MEANS,
     losses.METRICS,
     updates.LEARNING_RATE,
@@ -42,24 +41,19 @@ CAUSES: tuple[Cause, ...] = (
     rounding.EXCHANGE,
 )
 
-LISTENERS = tuple(part.listen for part in (modules, draws, samples, own, batches, losses, updates, machine, rounding))
-
 
 class Recorder:
-    """Notes down, in one worker, what may make results depend on the devices.
+    """Records, in one worker, the signs of all causes."""
 
-    Args:
-        rank: of this worker.
-        world_size: number of workers.
-    """
-
-    def __init__(self, rank: int, world_size: int) -> None:
-        self._notes = Notes(rank, world_size)
+    def __init__(self) -> None:
+        self._facts = Facts()
 
     def patches(self) -> list[Patch]:
-        """The places that are listened at; they enclose whatever is there when this is called."""
-        return composed((wrap for listen in LISTENERS for wrap in listen(self._notes)), in_compiled=False)
+        """The patches of all families; they enclose whatever is in place when this is called."""
+        families = (forward, datasets, samples, losses, updates, machine, rounding)
+        wraps = [wrap for family in families for wrap in family.listen(self._facts)]
+        return patches_for(wraps, in_compiled=False)
 
     def facts(self) -> list[dict[str, Any]]:
-        """What is new since the last call, as JSON objects with a "name"; to be called after every step."""
-        return self._notes.take()
+        """The facts since the last call, as JSON objects with a "name"; to be called after every step."""
+        return self._facts.take()

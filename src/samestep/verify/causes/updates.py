@@ -1,13 +1,13 @@
 """Causes in the update: gradients that are not exchanged, and rates, clipping, loss scales and absences by device."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.nn import utils
 from torch.optim import Optimizer
@@ -16,60 +16,50 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from samestep.comm.communicator import Communicator, make_communicator
 from samestep.comm.environment import read_environment
-from samestep.verify.causes.cause import Cause
-from samestep.verify.causes.evidence import Evidence, by_step, listed, on_devices
-from samestep.verify.causes.notes import Notes, Wrap, wrapped
-from samestep.verify.recording import Line, Recording
+from samestep.verify.causes.evidence import Cause, Evidence, by_step, listed, on_devices
+from samestep.verify.causes.facts import Facts
+from samestep.verify.recording import Recording
 from samestep.verify.watching.steps import with_gradients
+from samestep.verify.wrapping import Wrap, wrapped
 
 RATE = 0.01
 EXCHANGE_TIMEOUT = timedelta(seconds=60)
 CLIP_ALIASES = ("torch.nn.utils.clip_grad",)
 
 
-def listen(notes: Notes) -> list[Wrap]:
-    """Whether there is a process group, norms of clipping, what GradScalers decide, and how often schedulers step."""
+def listen(facts: Facts) -> list[Wrap]:
+    """Records whether there is a process group, norms of clipping, decisions of GradScalers, steps of schedulers."""
 
-    def look_for_group() -> None:
+    def look() -> None:
         if not (dist.is_available() and dist.is_initialized()):
-            notes.tell_once("no_group")
+            facts.add_once("no_group")
 
-    notes.at_step.append(look_for_group)
+    def clip(inner: Callable[..., Tensor], parameters: Any, max_norm: float, *args: Any, **kwargs: Any) -> Tensor:
+        norm = inner(parameters, max_norm, *args, **kwargs)
+        facts.add("clip", norm=float(norm), max_norm=float(max_norm))
+        return norm
 
-    def clipping(inner: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def clip(parameters: Any, max_norm: float, *args: Any, **kwargs: Any) -> Tensor:
-            norm = inner(parameters, max_norm, *args, **kwargs)
-            notes.tell("clip", norm=float(norm), max_norm=float(max_norm))
-            return norm
+    def maybe_step(inner: Callable[..., Any], self: Any, optimizer: Any, state: Any, *args: Any, **kwargs: Any) -> Any:
+        found = sum(float(value) for value in state["found_inf_per_device"].values())
+        facts.add("scaler", scale=float(self.get_scale()), skips=found > 0)
+        return inner(self, optimizer, state, *args, **kwargs)
 
-        return clip
+    def schedule(inner: Callable[..., None], self: LRScheduler, *args: Any, **kwargs: Any) -> None:
+        facts.count("schedule", type=type(self).__name__)
+        inner(self, *args, **kwargs)
 
-    def stepping(inner: Callable[..., Any]) -> Callable[..., Any]:
-        def step(self: Any, optimizer: Any, state: Any, *args: Any, **kwargs: Any) -> Any:
-            found = sum(float(value) for value in state["found_inf_per_device"].values())
-            notes.tell("scaler", scale=float(self.get_scale()), skips=found > 0)
-            return inner(self, optimizer, state, *args, **kwargs)
-
-        return step
-
-    def scheduling(inner: Callable[..., None]) -> Callable[..., None]:
-        def step(self: LRScheduler, *args: Any, **kwargs: Any) -> None:
-            notes.count("schedule", type=type(self).__name__)
-            inner(self, *args, **kwargs)
-
-        return step
-
+    facts.at_step.append(look)
     return [
-        Wrap(utils, "clip_grad_norm_", clipping, CLIP_ALIASES),
-        Wrap(GradScaler, "_maybe_opt_step", stepping),
-        Wrap(LRScheduler, "step", scheduling),
+        Wrap(utils, "clip_grad_norm_", clip, CLIP_ALIASES),
+        Wrap(GradScaler, "_maybe_opt_step", maybe_step),
+        Wrap(LRScheduler, "step", schedule),
     ]
 
 
 @contextmanager
-def before_updates(prepare: Callable[[Optimizer], None]) -> Iterator[None]:
-    """Calls something before every update, with the gradients there, and before those who watch it."""
-    handle = optimizers.register_optimizer_step_pre_hook(with_gradients(prepare))
+def before_updates(act: Callable[[Optimizer], None]) -> Iterator[None]:
+    """Calls something before every update, with the gradients there, and before the hooks that observe it."""
+    handle = optimizers.register_optimizer_step_pre_hook(with_gradients(act))
     hooks: Any = optimizers._global_optimizer_pre_hooks
     hooks.move_to_end(handle.id, last=False)
     try:
@@ -78,49 +68,49 @@ def before_updates(prepare: Callable[[Optimizer], None]) -> Iterator[None]:
         handle.remove()
 
 
+def to_parameters(act: Callable[[nn.Parameter], None]) -> Callable[[Optimizer], None]:
+    """A function that acts on every parameter of an optimizer."""
+
+    def act_on_all(optimizer: Optimizer) -> None:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                act(parameter)
+
+    return act_on_all
+
+
 def _suspect_alone(evidence: Evidence) -> str | None:
-    alone = [run for run in evidence.shared if run.family == "ddp" and any(run.facts("no_group", 0))]
-    if not alone:
-        return None
-    return f"on {on_devices(alone[0])} no process group was started when the first step was taken"
+    for run in evidence.shared:
+        if run.family == "ddp" and any(run.facts("no_group", 0)):
+            return f"on {on_devices(run)} no process group was started when the first step was taken"
+    return None
 
 
-@contextmanager
-def _with_exchange() -> Iterator[None]:
+def _with_exchange() -> AbstractContextManager[None]:
     """Every update is made with the mean of the ranks' gradients."""
     place = read_environment()
     joined: list[Communicator] = []
 
-    def prepare(optimizer: Optimizer) -> None:
-        if place.world_size == 1 or (dist.is_initialized() and not joined):
+    def exchange(parameter: nn.Parameter) -> None:
+        if parameter.grad is None or place.world_size == 1 or (dist.is_initialized() and not joined):
             return
         if not joined:
             joined.append(make_communicator(place, torch.device("cpu"), EXCHANGE_TIMEOUT))
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    row = parameter.grad.detach().cpu().reshape(1, -1)
-                    mean = joined[0].gather_rows(row, [1] * place.world_size).mean(0)
-                    parameter.grad.copy_(mean.view_as(parameter.grad))
+        row = parameter.grad.detach().cpu().reshape(1, -1)
+        mean = joined[0].gather_rows(row, [1] * place.world_size).mean(0)
+        parameter.grad.copy_(mean.view_as(parameter.grad))
 
-    with before_updates(prepare):
-        yield
-
-
-def _rates(run: Recording, step: int) -> list[float]:
-    return [rate for state in run.steps[0][step]["states"] for rate in state["lr"]]
+    return before_updates(to_parameters(exchange))
 
 
 def _suspect_rate(evidence: Evidence) -> str | None:
-    if len(evidence.firsts) < 2:
-        return None
     first, *others = evidence.firsts
     for other in others:
         for step in range(min(first.num_steps, other.num_steps)):
-            alone, together = _rates(first, step), _rates(other, step)
-            if alone != together:
-                pairs = zip(alone, together, strict=False)
-                one, many = next(((a, b) for a, b in pairs if a != b), (float("nan"), float("nan")))
+            rates = [[rate for state in run.steps[0][step]["states"] for rate in state["lr"]] for run in (first, other)]
+            if rates[0] != rates[1]:
+                differing = ((a, b) for a, b in zip(*rates, strict=False) if a != b)
+                one, many = next(differing, (float("nan"), float("nan")))
                 counts = [_num_scheduled(run, step) for run in (first, other)]
                 stepped = (
                     f"; schedulers had stepped {counts[0]} and {counts[1]} times" if counts[0] != counts[1] else ""
@@ -136,19 +126,17 @@ def _num_scheduled(run: Recording, step: int) -> int:
     return sum(int(fact["times"]) for fact in run.facts("schedule", 0) if fact["step"] <= step)
 
 
-@contextmanager
-def _with_one_rate() -> Iterator[None]:
+def _with_one_rate() -> AbstractContextManager[None]:
     """Every update is made with the same learning rate."""
 
-    def prepare(optimizer: Optimizer) -> None:
+    def set_rate(optimizer: Optimizer) -> None:
         for group in optimizer.param_groups:
             if isinstance(group.get("lr"), Tensor):
                 group["lr"].fill_(RATE)
             elif "lr" in group:
                 group["lr"] = RATE
 
-    with before_updates(prepare):
-        yield
+    return before_updates(set_rate)
 
 
 def _suspect_clip(evidence: Evidence) -> str | None:
@@ -164,33 +152,22 @@ def _suspect_clip(evidence: Evidence) -> str | None:
     return None
 
 
-@contextmanager
-def _without_clipping() -> Iterator[None]:
+def _without_clipping() -> AbstractContextManager[None]:
     """Norms are measured and nothing is clipped."""
 
-    def make(inner: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def clip(parameters: Any, max_norm: float, *args: Any, **kwargs: Any) -> Tensor:
-            return inner(parameters, float("inf"), *args, **kwargs)
+    def clip(inner: Callable[..., Tensor], parameters: Any, max_norm: float, *args: Any, **kwargs: Any) -> Tensor:
+        return inner(parameters, float("inf"), *args, **kwargs)
 
-        return clip
-
-    def make_value(_: Callable[..., None]) -> Callable[..., None]:
-        def clip(*args: Any, **kwargs: Any) -> None:
-            return None
-
-        return clip
-
-    with wrapped(
-        Wrap(utils, "clip_grad_norm_", make, CLIP_ALIASES), Wrap(utils, "clip_grad_value_", make_value, CLIP_ALIASES)
-    ):
-        yield
+    return wrapped(
+        Wrap(utils, "clip_grad_norm_", clip, CLIP_ALIASES),
+        Wrap(utils, "clip_grad_value_", lambda *args, **kwargs: None, CLIP_ALIASES),
+    )
 
 
 def _suspect_scaler(evidence: Evidence) -> str | None:
     for run in evidence.shared:
-        seen = [
-            [(fact["scale"], fact["skips"]) for fact in run.facts("scaler", rank)] for rank in range(run.world_size)
-        ]
+        ranks = range(run.world_size)
+        seen = [[(fact["scale"], fact["skips"]) for fact in run.facts("scaler", rank)] for rank in ranks]
         for number, decisions in enumerate(zip(*seen, strict=False)):
             if len(set(decisions)) > 1:
                 skipping = [rank for rank, (_, skips) in enumerate(decisions) if skips]
@@ -200,63 +177,45 @@ def _suspect_scaler(evidence: Evidence) -> str | None:
     return None
 
 
-@contextmanager
-def _without_scaling() -> Iterator[None]:
+def _without_scaling() -> AbstractContextManager[None]:
     """GradScalers are switched off."""
 
-    def make(inner: Callable[..., None]) -> Callable[..., None]:
-        def init(self: Any, *args: Any, **kwargs: Any) -> None:
-            inner(self, *args, **kwargs)
-            self._enabled = False
+    def init(inner: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+        inner(self, *args, **kwargs)
+        self._enabled = False
 
-        return init
-
-    with wrapped(Wrap(GradScaler, "__init__", make)):
-        yield
+    return wrapped(Wrap(GradScaler, "__init__", init))
 
 
 def _suspect_unused(evidence: Evidence) -> str | None:
-    """Compares which gradients are absent, and which are there and zero, between all ranks and runs."""
-    for step in range(min((run.num_steps for run in evidence.firsts), default=0)):
+    """Compares which gradients are absent between all ranks and runs."""
+    for step in range(min(run.num_steps for run in evidence.firsts)):
         absent: dict[str, str] = {}
-        zero: dict[str, str] = {}
+        there: dict[str, str] = {}
         for run in evidence.firsts:
-            for rank in range(run.world_size):
-                where = f"on rank {rank} of {run.world_size}"
-                for name, norm in _gradient_norms(run, rank, step):
-                    if norm is None:
-                        absent.setdefault(name, where)
-                    else:
-                        zero.setdefault(name, where)
+            for rank, steps in enumerate(run.steps):
+                names = {line["optimizer"]: line["names"] for line in run.lines("parameters", rank)}
+                for group in steps[step]["gradients"]:
+                    for name, norm in zip(names.get(group["optimizer"], ()), group["norm"], strict=False):
+                        found = absent if norm is None else there
+                        found.setdefault(name, f"on rank {rank} of {run.world_size}")
         for name in absent:
-            if name in zero:
+            if name in there:
                 return (
                     f"in step {step} parameter {name} had no gradient {absent[name]}, so that it was left alone, and "
-                    f"had one {zero[name]}, which decays and moves it even if it is zero"
+                    f"had one {there[name]}, which decays and moves it even if it is zero"
                 )
     return None
 
 
-def _gradient_norms(run: Recording, rank: int, step: int) -> Iterator[tuple[str, float | None]]:
-    """Each parameter with the norm of its gradient; None where it has none."""
-    names: dict[int, Line] = {line["optimizer"]: line for line in run.lines("parameters", rank)}
-    for entry in run.steps[rank][step]["gradients"]:
-        if entry["optimizer"] in names:
-            yield from zip(names[entry["optimizer"]]["names"], entry["norm"], strict=False)
-
-
-@contextmanager
-def _with_zero_gradients() -> Iterator[None]:
+def _with_zero_gradients() -> AbstractContextManager[None]:
     """A gradient that is absent counts as zero."""
 
-    def prepare(optimizer: Optimizer) -> None:
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is None and parameter.requires_grad:
-                    parameter.grad = torch.zeros_like(parameter)
+    def fill_in(parameter: nn.Parameter) -> None:
+        if parameter.grad is None and parameter.requires_grad:
+            parameter.grad = torch.zeros_like(parameter)
 
-    with before_updates(prepare):
-        yield
+    return before_updates(to_parameters(fill_in))
 
 
 LEARNING_RATE = Cause(
@@ -271,7 +230,7 @@ ALONE = Cause(
     "every process trains a model of its own: gradients are not exchanged",
     "Have the program start a process group: Trainer(strategy='ddp', devices=N) in Lightning, use_cpu=True for the "
     "Trainer of transformers on CPUs, DistributedDataParallel in a loop of your own; or, if it is written for one "
-    "process, let samestep share it out: --adopt.",
+    "process, adopt it: --adopt.",
     _suspect_alone,
     _with_exchange,
 )
@@ -293,7 +252,7 @@ LOSS_SCALE = Cause(
 UNUSED = Cause(
     "unused",
     "a parameter without a gradient is left alone on some devices and moved on others",
-    "Leave the gradient None where no device has one, instead of filling in zeros, or use every parameter every step.",
+    "Leave the gradient None if no device has one, instead of filling in zeros, or use every parameter every step.",
     _suspect_unused,
     _with_zero_gradients,
 )

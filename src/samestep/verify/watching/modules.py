@@ -1,8 +1,8 @@
-"""The modules: what every module gives in one step, forward and backward, in a form that runs can compare.
+"""The outputs and gradients of all modules in one step, in a form in which runs can be compared.
 
-Where the unit of computation is a microbatch (the API, adopted scripts), a microbatch's modules give the same bits
-whoever runs it: they are told apart by (microbatch, call). Elsewhere the ranks' batches differ in size, so each
-sample's own row of an output is sketched, and told apart by the content of its row of the model's input.
+If the unit of computation is a microbatch (the API, adopted scripts), a microbatch's modules give the same bits on any
+rank: calls are identified by (microbatch, call). Else the ranks' batches differ in size, so each sample's own row of an
+output is summarized, and identified by the content of its row of the model's input.
 """
 
 from collections.abc import Iterator
@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.nn.modules import module as hooks
 
 from samestep.data.nested import leaves
-from samestep.verify.watching.jsonl_writer import JsonlWriter
-from samestep.verify.watching.names import unwrapped
+from samestep.verify.recording import JsonlWriter
 from samestep.verify.watching.tensor_summary import bits, norm, num_rows, row_checksums, summarize_rows
+from samestep.verify.wrapping import unwrapped
 
 MAX_ROWS = 64
 MAX_CALLS = 2_000
@@ -26,7 +26,7 @@ MAX_CALLS = 2_000
 
 @dataclass
 class RootCall:
-    """A call of a model by the program: what its modules are called, and what tells its rows apart."""
+    """A call of a model by the program: the names of its modules by `id`, and a checksum of each row of its input."""
 
     names: dict[int, str]
     type: str
@@ -36,12 +36,11 @@ class RootCall:
 
 @dataclass
 class Modules:
-    """What the modules of this rank gave in the step of interest.
+    """Records the modules of this rank in the step of interest.
 
     Attributes:
-        writer: where it is written.
-        in_microbatches: whether microbatches are told apart; else rows are.
-        world_size: the number of ranks, among which the rows that are kept are counted.
+        in_microbatches: whether microbatches are recorded; else rows are.
+        world_size: the number of ranks, over which the rows that are kept are divided.
         step: the number of the step, while it is the one of interest; else None.
         microbatch: the microbatch that runs now; -1 outside of microbatches.
     """
@@ -57,25 +56,26 @@ class Modules:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """The time in which the hooks are in."""
+        """A context in which the hooks are in place."""
         with ExitStack() as stack:
-            for handle in (
-                hooks.register_module_forward_pre_hook(self._enter),
-                hooks.register_module_forward_hook(self._leave, always_call=True),
-            ):
-                stack.callback(handle.remove)
+            stack.callback(hooks.register_module_forward_pre_hook(self._enter).remove)
+            stack.callback(hooks.register_module_forward_hook(self._leave, always_call=True).remove)
             yield
 
     def _is_on(self) -> bool:
-        return self.step is not None and torch.is_grad_enabled() and self._num_lines < MAX_CALLS
+        return self.step is not None and self._num_lines < MAX_CALLS
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         """A module is called."""
-        if not self._is_on():
+        if not self._is_on() or not torch.is_grad_enabled():
             return
         if not self._stack or self._root is None:
+            model = unwrapped(module)
+            names = {id(part): name for name, part in model.named_modules()}
             with torch._C.DisableTorchFunction():
-                self._root = self._root_call(module, args)
+                length = None if self.in_microbatches else num_rows(args)
+                rows = row_checksums(args, length) if length else None
+            self._root = RootCall(names, type(model).__name__, rows)
         self._stack.append(module)
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -86,7 +86,7 @@ class Modules:
             continue
         root = self._root
         name = root.names.get(id(module))
-        if output is None or name is None or not self._is_on():
+        if output is None or name is None or not self._is_on() or not torch.is_grad_enabled():
             return
         about = {
             "name": name,
@@ -103,16 +103,10 @@ class Modules:
                     leaf.register_hook(partial(self._backward, about, root))
 
     def _backward(self, about: dict[str, Any], root: RootCall, gradient: Tensor) -> None:
-        """The gradient of a module's output is there."""
-        if self.step is not None and self._num_lines < MAX_CALLS:
+        """The gradient of a module's output is known."""
+        if self._is_on():
             with torch._C.DisableTorchFunction(), torch.no_grad():
                 self._write("backward", about, root, gradient)
-
-    def _root_call(self, module: nn.Module, args: Any) -> RootCall:
-        model = unwrapped(module)
-        length = None if self.in_microbatches else num_rows(args)
-        rows = row_checksums(args, length) if length else None
-        return RootCall({id(part): name for name, part in model.named_modules()}, type(model).__name__, rows)
 
     def _write(self, direction: str, about: dict[str, Any], root: RootCall, value: Any) -> None:
         tensors = [leaf for leaf in leaves(value) if isinstance(leaf, Tensor)]
@@ -120,24 +114,18 @@ class Modules:
             return
         found: dict[str, Any]
         if self.in_microbatches:
-            found = {
-                "microbatch": self.microbatch,
-                "bits": [bits(tensor) for tensor in tensors],
-                "norm": norm(tensors[0]),
-            }
+            checksums = [bits(tensor) for tensor in tensors]
+            found = {"microbatch": self.microbatch, "bits": checksums, "norm": norm(tensors[0])}
         else:
-            found = _rows_of(tensors, root.rows, self.world_size)
+            found = self._rows_of(tensors, root.rows or [])
         self._num_lines += 1
         self.writer.write("module", step=self.step, direction=direction, **about, **found)
 
-
-def _rows_of(tensors: list[Tensor], keys: list[int] | None, world_size: int) -> dict[str, Any]:
-    """The sketches of an output's rows, of so many that all ranks together keep about `MAX_ROWS`."""
-    if keys is None:
-        return {"keys": [], "rows": []}
-    tensor = next((found for found in tensors if found.ndim > 0 and found.shape[0] == len(keys)), None)
-    if tensor is None:
-        return {"keys": [], "rows": []}
-    limit = MAX_ROWS / (len(keys) * world_size)
-    chosen = [index for index, key in enumerate(keys) if (key * 0x9E3779B97F4A7C15 >> 7) % 1024 < limit * 1024]
-    return {"keys": [keys[index] for index in chosen], "rows": summarize_rows(tensor[chosen]) if chosen else []}
+    def _rows_of(self, tensors: list[Tensor], keys: list[int]) -> dict[str, Any]:
+        """The summaries of an output's rows, of so many that all ranks together keep about `MAX_ROWS`."""
+        tensor = next((found for found in tensors if keys and found.shape[:1] == (len(keys),)), None)
+        if tensor is None:
+            return {"keys": [], "rows": []}
+        limit = 1024 * MAX_ROWS / (len(keys) * self.world_size)
+        chosen = [index for index, key in enumerate(keys) if (key * 0x9E3779B97F4A7C15 >> 7) % 1024 < limit]
+        return {"keys": [keys[index] for index in chosen], "rows": summarize_rows(tensor[chosen]) if chosen else []}

@@ -1,65 +1,83 @@
-"""The steps: gradients and state at every step of every optimizer, written down as checksums and sketches."""
+"""The gradients and the state at every step of every optimizer, recorded as checksums, norms and summaries."""
 
+import gc
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from samestep.comm.communicator import Communicator
+from samestep.comm.local_shards import LocalShard
 from samestep.data.nested import leaves
-from samestep.verify.watching.batches import Batches
-from samestep.verify.watching.ending import Ending
-from samestep.verify.watching.jsonl_writer import JsonlWriter
-from samestep.verify.watching.metrics import Metrics
+from samestep.engine.sharded_state import ShardedState
+from samestep.engine.step import TrainStep
+from samestep.verify.recording import JsonlWriter
+from samestep.verify.watching.batches import Batches, Metrics
 from samestep.verify.watching.modules import Modules
-from samestep.verify.watching.names import parameter_names, roots
-from samestep.verify.watching.parts import Parts
 from samestep.verify.watching.tensor_summary import bits, local_part, norm, summarize_tensor
+from samestep.verify.wrapping import unwrapped
 
 NUDGE = 4 * 2.0**-23
 EPSILONS = {torch.float64: 2.0**-52, torch.float32: 2.0**-23, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}
 
 
-class Notes(Protocol):
-    """What the causes' recorder offers: what it noticed since the last call."""
+@dataclass(frozen=True)
+class ShardedParameters:
+    """The local shards that a sharded training step gave its optimizers; unsharded tensors are recorded of them."""
 
-    def facts(self) -> Sequence[dict[str, Any]]:
-        """JSON objects with a "name"."""
-        ...
+    state: ShardedState
+    over: Communicator  # all of its ranks gather the same tensors in the same order
+    names: dict[int, str]  # by the shards' ids
+
+    @classmethod
+    def of(cls, step: TrainStep) -> "ShardedParameters | None":
+        """Those of a step; None if its optimizers hold the parameters of the model."""
+        state = step.spread
+        if state is None:
+            return None
+        return cls(state, step.spread_over, {id(shard): name for name, shard in state.parts.items()})
+
+    def numel(self, parameter: Tensor) -> int:
+        """The elements of an unsharded parameter."""
+        sharding = self.state.spreads.get(self.names.get(id(parameter), ""))
+        return parameter.numel() if sharding is None else sharding.shape.numel()
+
+    def unsharded(self, parameter: Tensor, value: Tensor) -> Tensor:
+        """The unsharded tensor of a value of a local shard's shape, on every rank; any other value as it is."""
+        sharding = self.state.spreads.get(self.names.get(id(parameter), ""))
+        if sharding is None or value.shape != parameter.shape or value.ndim == 0:
+            return value
+        return LocalShard(value.detach().contiguous(), sharding).gather(self.over)
 
 
 @dataclass
-class Known:
+class _Known:
     """An optimizer that has stepped."""
 
     number: int
     parameters: list[Tensor]
-    models: list["weakref.ref[nn.Module]"]
+    models: list["weakref.ref[nn.Module]"]  # that hold its parameters
 
 
 @dataclass
 class Steps:
-    """Watches the optimizers of this rank.
+    """Records the steps of this rank's optimizers.
 
     Attributes:
-        writer: where it is written.
-        batches: which samples were trained on.
-        metrics: what the program reduced itself.
-        modules: told which step it is.
-        notes: the causes' recorder.
-        ending: ends the program after the last step.
-        num_wanted: steps to watch.
-        detail: the step whose modules are watched; None for none.
+        facts: returns the causes' observations since the last call.
+        end: ends the program after the last step.
+        num_wanted: steps to record.
+        detail: the step whose modules are recorded; None for none.
         nudge: whether gradients are changed by a rounding error.
         number: the step that comes next.
-        parts: what this rank has of the state, while a step of `samestep.Run` is under way that spreads it.
-        is_noted: whether this rank notes the microbatches of that step: of several that compute one together, one does.
-        in_train_step: whether a step of `samestep.Run` is under way, which is written down as one.
+        in_train_step: whether a step of `samestep.Run` is under way, which is recorded as one.
+        sharded: the sharded parameters of that step.
         losses: roots of backward since the last step.
-        inputs: checksums of what wrapped forwards were given since the last step.
+        inputs: checksums of the inputs of wrapped forwards since the last step.
         microbatches: microbatches that this rank ran since the last step.
         epsilon: the rounding unit of the coarsest type that was computed with.
     """
@@ -68,58 +86,59 @@ class Steps:
     batches: Batches
     metrics: Metrics
     modules: Modules
-    notes: Notes
-    ending: Ending
+    facts: Callable[[], Sequence[dict[str, Any]]]
+    end: Callable[[], None]
     num_wanted: int
     detail: int | None = None
     nudge: bool = False
     number: int = 0
     in_train_step: bool = False
-    parts: Parts | None = None
-    is_noted: bool = True
+    sharded: ShardedParameters | None = None
     losses: list[float] = field(default_factory=list)
     inputs: list[int] = field(default_factory=list)
     microbatches: list[list[int]] = field(default_factory=list)
     num_rows: int = 0
     epsilon: float = 0.0
-    _known: "weakref.WeakKeyDictionary[Optimizer, Known]" = field(default_factory=weakref.WeakKeyDictionary)
+    _known: "weakref.WeakKeyDictionary[Optimizer, _Known]" = field(default_factory=weakref.WeakKeyDictionary)
     _gradients: list[dict[str, Any]] = field(default_factory=list)
     _states: list[dict[str, Any]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.modules.step = 0 if self.detail == 0 else None
 
+    def end_if_done(self) -> None:
+        """Ends the program if enough steps were recorded."""
+        if self.number >= self.num_wanted:
+            self.end()
+
     def before(self, optimizer: Optimizer) -> None:
         """An optimizer is about to update, for the first time in its step or, by a closure, again."""
-        if self.number >= self.num_wanted:
-            self.ending.end()
+        self.end_if_done()
         with torch._C.DisableTorchFunction(), torch.no_grad():
-            known = self._known.get(optimizer) or self._get_to_know(optimizer)
+            known = self._known.get(optimizer) or self._meet(optimizer)
             if self.nudge:
                 nudge([p for p in known.parameters if p.grad is not None])
-            if any(group["optimizer"] == known.number for group in self._gradients):
-                return
-            grads = [None if p.grad is None else self._whole(p, p.grad) for p in known.parameters]
-            self._gradients.append({"optimizer": known.number, **_summary(grads)})
+            if not any(group["optimizer"] == known.number for group in self._gradients):
+                grads = [None if p.grad is None else self._unsharded(p, p.grad) for p in known.parameters]
+                self._gradients.append({"optimizer": known.number, **_summary(grads)})
 
-    def after(self, optimizer: Optimizer, *_: Any) -> None:
+    def after(self, optimizer: Optimizer) -> None:
         """An optimizer has stepped."""
         with torch._C.DisableTorchFunction(), torch.no_grad():
             known = self._known[optimizer]
             moments = [self._moments(optimizer, parameter) for parameter in known.parameters]
             rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
-            self._states.append(
-                {"optimizer": known.number, "lr": rates, "moments": moments, **self._summary(known.parameters)}
-            )
+            values = _summary([self._unsharded(parameter, parameter) for parameter in known.parameters])
+            self._states.append({"optimizer": known.number, "lr": rates, "moments": moments, **values})
         if not self.in_train_step:
-            models = [model for ref in known.models if (model := ref()) is not None]
-            self.finish(models, self.batches.take())
+            self.finish([model for ref in known.models if (model := ref()) is not None], self.batches.take())
 
     def finish(self, models: Sequence[nn.Module], samples: dict[str, Any]) -> None:
-        """A step is over: writes it down, and ends the program if it was the last one."""
+        """Writes a step down, and ends the program if it was the last one."""
         with torch._C.DisableTorchFunction(), torch.no_grad():
             if samples.get("num_samples") is None and self.num_rows:
                 samples = {**samples, "num_samples": self.num_rows}
+            buffers = [found for model in models for found in model.named_buffers()]
             self.writer.write(
                 "step",
                 step=self.number,
@@ -129,7 +148,7 @@ class Steps:
                 epsilon=self.epsilon,
                 gradients=self._gradients,
                 states=self._states,
-                buffers=_buffers(models),
+                buffers={"names": [name for name, _ in buffers], **_summary([buffer for _, buffer in buffers])},
                 **samples,
             )
         self.write_rest()
@@ -139,61 +158,57 @@ class Steps:
         self.metrics.in_exchange = False
         self.number += 1
         self.modules.step = self.number if self.number == self.detail else None
-        if self.number >= self.num_wanted:
-            self.ending.end()
+        self.end_if_done()
 
     def write_rest(self) -> None:
-        """Writes what was noticed beside the steps so far."""
+        """Writes the reduced numbers and the facts since the last step."""
         for values in self.metrics.take():
             self.writer.write("metric", step=self.number, **values)
-        for fact in self.notes.facts():
+        for fact in self.facts():
             self.writer.write("fact", **{"step": self.number, **fact})
 
-    def _get_to_know(self, optimizer: Optimizer) -> Known:
-        """Looks at an optimizer's parameters before its first step."""
+    def _meet(self, optimizer: Optimizer) -> _Known:
+        """Writes an optimizer's parameters down before its first step."""
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        models = roots()
-        names = {**parameter_names(models), **({} if self.parts is None else self.parts.names)}
+        models = _root_modules()
+        names: dict[int, str] = dict(self.sharded.names) if self.sharded is not None else {}
+        for name, parameter in (found for model in models for found in model.named_parameters()):
+            names.setdefault(id(parameter), name)  # the first of several models to hold it
         own = {id(parameter) for parameter in parameters}
         holders = [model for model in models if any(id(p) in own for p in model.parameters())]
-        known = Known(len(self._known), parameters, [weakref.ref(model) for model in holders])
+        known = _Known(len(self._known), parameters, [weakref.ref(model) for model in holders])
         self._known[optimizer] = known
         self.writer.write(
             "parameters",
             optimizer=known.number,
             type=type(optimizer).__name__,
             names=[names.get(id(parameter), f"parameter {index}") for index, parameter in enumerate(parameters)],
-            numel=[p.numel() if self.parts is None else self.parts.num_elements(p) for p in parameters],
+            numel=[p.numel() if self.sharded is None else self.sharded.numel(p) for p in parameters],
             dtype=[str(parameter.dtype).removeprefix("torch.") for parameter in parameters],
-            **self._summary(parameters),
+            **_summary([self._unsharded(parameter, parameter) for parameter in parameters]),
         )
-        for parameter in parameters:
-            self.epsilon = max(self.epsilon, EPSILONS.get(parameter.dtype, 0.0))
+        self.epsilon = max([self.epsilon, *(EPSILONS.get(parameter.dtype, 0.0) for parameter in parameters)])
         return known
 
-    def _whole(self, parameter: Tensor, value: Tensor) -> Tensor:
-        """The whole of a parameter, its gradient, or what is kept of it."""
-        return value if self.parts is None else self.parts.whole(parameter, value)
-
-    def _summary(self, parameters: Sequence[Tensor]) -> dict[str, list[Any]]:
-        return _summary([self._whole(parameter, parameter) for parameter in parameters])
+    def _unsharded(self, parameter: Tensor, value: Tensor) -> Tensor:
+        """The unsharded tensor of a parameter, its gradient, or its state in the optimizer."""
+        return value if self.sharded is None else self.sharded.unsharded(parameter, value)
 
     def _moments(self, optimizer: Optimizer, parameter: Tensor) -> int:
-        """A checksum of what an optimizer keeps about a parameter."""
+        """A checksum of an optimizer's state of a parameter."""
         state = optimizer.state.get(parameter, {})
         total = 0
-        for key in sorted(state, key=str):
-            for leaf in leaves(state[key]):
-                if isinstance(leaf, Tensor):
-                    part = bits(self._whole(parameter, leaf))
-                else:
-                    part = hash(leaf) if isinstance(leaf, int | float) else 0
-                total = (total * 1_000_003 + part) % 2**63
+        for leaf in (leaf for key in sorted(state, key=str) for leaf in leaves(state[key])):
+            if isinstance(leaf, Tensor):
+                part = bits(self._unsharded(parameter, leaf))
+            else:
+                part = hash(leaf) if isinstance(leaf, int | float) else 0
+            total = (total * 1_000_003 + part) % 2**63
         return total
 
 
 def with_gradients(act: Callable[[Optimizer], None]) -> Callable[..., Any]:
-    """A hook before an optimizer's step that acts once the gradients are there: where it has a closure, after that."""
+    """A hook before an optimizer's step that acts once the gradients are known: after its closure, if it has one."""
 
     def hook(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
@@ -226,16 +241,14 @@ def nudge(parameters: Sequence[Tensor]) -> None:
             grad.add_((grad.abs() + typical) * (NUDGE * signs))
 
 
+def _root_modules() -> list[nn.Module]:
+    """The modules of this process that no other module holds, unwrapped, in the order in which they were made."""
+    modules = [value for value in gc.get_objects() if issubclass(type(value), nn.Module)]
+    held = {id(child) for module in modules for child in module.children()}
+    return [unwrapped(module) for module in modules if id(module) not in held]
+
+
 def _summary(tensors: Sequence[Tensor | None]) -> dict[str, list[Any]]:
-    """Checksums, norms and sketches of tensors; None where there is none."""
-    return {
-        "bits": [None if tensor is None else bits(tensor) for tensor in tensors],
-        "norm": [None if tensor is None else norm(tensor) for tensor in tensors],
-        "summarize_tensor": [None if tensor is None else summarize_tensor(tensor) for tensor in tensors],
-    }
-
-
-def _buffers(models: Sequence[nn.Module]) -> dict[str, Any]:
-    """The buffers of some models."""
-    named = [(name, buffer) for model in models for name, buffer in model.named_buffers() if buffer is not None]
-    return {"names": [name for name, _ in named], **_summary([buffer for _, buffer in named])}
+    """Checksums, norms and summaries of tensors; None for an absent one."""
+    functions = {"bits": bits, "norm": norm, "summary": summarize_tensor}
+    return {key: [None if tensor is None else of(tensor) for tensor in tensors] for key, of in functions.items()}

@@ -1,7 +1,7 @@
-"""The summarize_tensor: a few numbers in place of a tensor, by which two runs tell how far apart their tensors are.
+"""Tensors in a few numbers: checksums, norms, and summaries from which the distance of two tensors is estimated.
 
-A summarize_tensor is linear: a tensor's elements, in float64, are multiplied by fixed random signs and added up in
-`WIDTH` buckets. The 2-norm of the difference of two sketches estimates the 2-norm of the difference of the tensors,
+A summary is linear, a count sketch: a tensor's elements, in float64, are multiplied by fixed random signs and added up
+in `WIDTH` buckets. The 2-norm of the difference of two summaries estimates the 2-norm of the difference of the tensors,
 within a third or so (Charikar, Chen, Farach-Colton: Finding Frequent Items in Data Streams, 2002). Nothing here draws
 from a generator of the program's.
 """
@@ -32,17 +32,15 @@ def local_part(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def summarize_tensor(tensor: Tensor) -> list[float]:
-    """A tensor's summarize_tensor: `WIDTH` numbers."""
-    total = _summarize_rows(_as_numbers(tensor).reshape(1, -1))
-    return [float(value) for value in total[0].tolist()]
+    """A tensor's summary: `WIDTH` numbers."""
+    return _summarize_rows(_as_numbers(tensor).reshape(1, -1))[0]
 
 
 @torch.no_grad()
 def summarize_rows(tensor: Tensor) -> list[list[float]]:
-    """The summarize_tensor of each row (entry along dim 0) of a tensor."""
+    """The summary of each row (entry along dim 0) of a tensor."""
     numbers = _as_numbers(tensor)
-    rows: list[list[float]] = _summarize_rows(numbers.reshape(numbers.shape[0], -1)).tolist()
-    return rows
+    return _summarize_rows(numbers.reshape(numbers.shape[0], -1))
 
 
 @torch.no_grad()
@@ -60,7 +58,7 @@ def bits(tensor: Tensor) -> int:
 
 
 def distance(ours: Sequence[float], theirs: Sequence[float]) -> float:
-    """About how far apart, by 2-norm, the tensors of two sketches are; NaN where both are NaN counts as equal."""
+    """The estimated 2-norm of the difference of two tensors, by their summaries; NaN equals NaN in the same place."""
     if list(map(repr, ours)) == list(map(repr, theirs)):
         return 0.0
     total = math.fsum((a - b) ** 2 for a, b in zip(ours, theirs, strict=True))
@@ -77,8 +75,10 @@ def row_checksums(value: Any, length: int) -> list[int]:
             continue
         plain = flattened(local_part(tensor).resolve_conj().resolve_neg()).cpu()
         words = plain.view({1: torch.uint8, 2: torch.int16}.get(plain.element_size(), torch.int32)).reshape(length, -1)
-        weights, total = _weights(words.shape[1]), total * 1_000_003
-        step = max(1, CHUNK // max(1, words.shape[1]))
+        positions = torch.arange(1, words.shape[1] + 1)
+        weights = ((positions * -7046029254386353131) ^ (positions << 17)) | 1
+        total = total * 1_000_003
+        step = max(1, CHUNK // max(1, words.shape[1]))  # a few rows at a time: int64 is wider than the data
         for start in range(0, length, step):
             part = words[start : start + step].to(torch.int64)
             total[start : start + step] += ((part + 1) * weights).sum(1)
@@ -98,14 +98,15 @@ def _as_numbers(tensor: Tensor) -> Tensor:
     return torch.view_as_real(plain) if plain.is_complex() else plain
 
 
-def _summarize_rows(rows: Tensor) -> Tensor:
-    """[n, k] numbers as [n, WIDTH] sketches."""
+def _summarize_rows(rows: Tensor) -> list[list[float]]:
+    """[n, k] numbers as n summaries."""
     total = torch.zeros(rows.shape[0], WIDTH, dtype=torch.float64)
     for start in range(0, rows.shape[1], CHUNK):
         part = rows[:, start : start + CHUNK].to("cpu", torch.float64) * _signs()[: rows.shape[1] - start]
         part = torch.nn.functional.pad(part, (0, -part.shape[1] % WIDTH))
         total += part.reshape(rows.shape[0], -1, WIDTH).sum(1)
-    return total
+    found: list[list[float]] = total.tolist()
+    return found
 
 
 @cache
@@ -113,9 +114,3 @@ def _signs() -> Tensor:
     """[CHUNK] fixed random signs."""
     generator = np.random.Generator(np.random.Philox(key=20_260_131))
     return torch.from_numpy(generator.integers(0, 2, CHUNK).astype(np.float64) * 2 - 1)
-
-
-def _weights(length: int) -> Tensor:
-    """Odd weights that depend on the position: [length]."""
-    positions = torch.arange(1, length + 1)
-    return ((positions * -7046029254386353131) ^ (positions << 17)) | 1
