@@ -39,23 +39,14 @@ MOMENTUM_FACTOR = 10.0
 
 @dataclass(frozen=True)
 class Difference:
-    """The first difference between two runs.
+    """The first difference between two runs."""
 
-    Attributes:
-        step: the step, counted from 0.
-        quantity: one of `ORDER`.
-        name: the parameter or buffer; empty for other quantities.
-        text: a sentence with numbers.
-        runs: the labels of the two runs.
-        relative: the difference, relative to the size of what differs, if it has one.
-    """
-
-    step: int
-    quantity: str
-    name: str
-    text: str
-    runs: tuple[str, str]
-    relative: float | None = None
+    step: int  # counted from 0
+    quantity: str  # one of `ORDER`
+    name: str  # the parameter or buffer; empty for other quantities
+    text: str  # a sentence with numbers
+    runs: tuple[str, str]  # the labels of the two runs
+    relative: float | None = None  # relative to the size of what differs, if it has one
 
     @property
     def rank(self) -> tuple[int, int]:
@@ -199,7 +190,7 @@ class _Comparison:
             if values:
                 yield from self._step(step, self.ours.steps[0][step], self.theirs.steps[0][step])
         if num_steps[0] != num_steps[1]:
-            yield self._found(min(num_steps), "steps", "{} steps on {}, {} on {}", *num_steps)
+            yield self._found(min(num_steps), "steps", "{} steps on {}, {} on {}", num_steps)
         if values:
             yield from self._metrics()
 
@@ -207,11 +198,20 @@ class _Comparison:
     def _exact(self) -> bool:
         return self.tier == "bitwise"
 
-    def _found(self, step: int, quantity: str, text: str, *values: Any, relative: float | None = None) -> Difference:
-        """A difference; of its text each pair of {} stands for a run's value, if there are any, and its label."""
+    def _found(
+        self,
+        step: int,
+        quantity: str,
+        text: str,
+        values: tuple[Any, Any] | None = None,
+        *,
+        name: str = "",
+        relative: float | None = None,
+    ) -> Difference:
+        """A difference; with values, the four {} of its text are a run's value and its label, for each run."""
         runs = (self.ours.label, self.theirs.label)
-        filled = text.format(values[0], runs[0], values[1], runs[1]) if values else text
-        return Difference(step, quantity, "", filled, runs, relative)
+        filled = text if values is None else text.format(values[0], runs[0], values[1], runs[1])
+        return Difference(step, quantity, name, filled, runs, relative)
 
     def _starts(self) -> Iterator[Difference]:
         """The parameters before the first step."""
@@ -225,22 +225,22 @@ class _Comparison:
                 if self._exact or apart > 1e-6:
                     name = first["names"][index]
                     text = f"{name} is not the same before the first step: the models start differently"
-                    yield Difference(0, "start", name, text, (self.ours.label, self.theirs.label), apart)
+                    yield self._found(0, "start", text, name=name, relative=apart)
 
     def _samples(self, step: int) -> Iterator[Difference]:
         """The samples that were trained on."""
         first, second = self.ours.samples(step), self.theirs.samples(step)
         if first is None or second is None or first == second:
             return
-        both = (first, second)
-        runs = (self.ours.label, self.theirs.label)
+        counted = ((self.ours.label, first, second), (self.theirs.label, second, first))
         is_more = first.total() != second.total()
-        parts = [f"{first.total()} samples on {runs[0]}, {second.total()} on {runs[1]}"] if is_more else []
-        for run, counts in zip(runs, both, strict=True):
-            twice = sorted(number for number, count in counts.items() if count > 1)
+        totals = ", ".join(f"{own.total()}{' samples' if own is first else ''} on {run}" for run, own, _ in counted)
+        parts = [totals] if is_more else []
+        for run, own, _ in counted:
+            twice = sorted(number for number, count in own.items() if count > 1)
             parts += [f"more than once on {run}: {_some(twice)}"] if twice else []
-        for run, counts, others in zip(runs, both, both[::-1], strict=True):
-            only = sorted(counts.keys() - others.keys())
+        for run, own, others in counted:
+            only = sorted(own.keys() - others.keys())
             parts += [f"only on {run}: {_some(only)}"] if only and not is_more else []
         yield self._found(step, "samples", "other samples: " + "; ".join(parts))
 
@@ -249,17 +249,21 @@ class _Comparison:
         is_ddp = self.ours.family == "ddp"
         if not is_ddp and first["inputs"] != second["inputs"]:
             yield self._found(step, "inputs", "the inputs of the model are not the same")
-        gradients = sorted(self._tensors(step, "gradients", first, second), key=lambda found: found[0], reverse=True)
+        gradients = list(self._tensors(step, "gradients", first, second))
         if not is_ddp or gradients:  # a loss that the ranks reduce otherwise, with equal gradients, is no difference
             yield from self._losses(step)
-        yield from (difference for _, difference in gradients[:1])  # the one that is farthest out of bounds
-        yield from self._rates(step, first, second)
+        if gradients:
+            yield max(gradients, key=lambda found: found[0])[1]  # the one that is farthest out of bounds
+        for one, two in zip(first["states"], second["states"], strict=False):
+            for a, b in zip(one["lr"], two["lr"], strict=False):
+                if abs(a - b) > 1e-12 * abs(a):
+                    text = "the learning rate is {:.6g} on {}, {:.6g} on {}"
+                    yield self._found(step, "lr", text, (a, b), relative=_relative(abs(a - b), a))
         yield from (difference for _, difference in self._tensors(step, "states", first, second))
         for one, two in zip(first["states"], second["states"], strict=False):
             for index in _unequal(one["moments"], two["moments"]) if self._exact else ():
                 name = self.ours.parameters(one["optimizer"])["names"][index]
-                text = f"the optimizer's state of {name} is not the same"
-                yield Difference(step, "moments", name, text, (self.ours.label, self.theirs.label))
+                yield self._found(step, "moments", f"the optimizer's state of {name} is not the same", name=name)
         if first["buffers"]["names"] == second["buffers"]["names"]:
             yield from (difference for _, difference in self._tensors(step, "buffers", first, second))
 
@@ -270,19 +274,11 @@ class _Comparison:
             return
         apart = min(abs(a - b) for a in first for b in second)
         if (self._exact and self.ours.family != "ddp") or not apart <= self.allowed.loss(step):
-            text, relative = "the loss is {:.9g} on {}, {:.9g} on {}", _relative(apart, first[0])
-            yield self._found(step, "loss", text, first[0], second[0], relative=relative)
-
-    def _rates(self, step: int, first: Line, second: Line) -> Iterator[Difference]:
-        for one, two in zip(first["states"], second["states"], strict=False):
-            for a, b in zip(one["lr"], two["lr"], strict=False):
-                if abs(a - b) > 1e-12 * abs(a):
-                    text = "the learning rate is {:.6g} on {}, {:.6g} on {}"
-                    yield self._found(step, "lr", text, a, b, relative=_relative(abs(a - b), a))
+            text = "the loss is {:.9g} on {}, {:.9g} on {}"
+            yield self._found(step, "loss", text, (first[0], second[0]), relative=_relative(apart, first[0]))
 
     def _tensors(self, step: int, part: str, first: Line, second: Line) -> Iterator[tuple[float, Difference]]:
         """Gradients, states or buffers that differ, each with how far it is out of bounds."""
-        runs = (self.ours.label, self.theirs.label)
         for group, (one, two) in enumerate(zip(_groups(first, part), _groups(second, part), strict=False)):
             for index in _unequal(one["bits"], two["bits"]):
                 sizes = (one["norm"][index], two["norm"][index])
@@ -299,12 +295,12 @@ class _Comparison:
                 name, by = names[index], _percent(apart, sizes[0])
                 text = {
                     "gradients": f"the gradient of {name} differs by {by}: its 2-norm is {_size(sizes[0])} on "
-                    f"{runs[0]}, {_size(sizes[1])} on {runs[1]}",
+                    f"{self.ours.label}, {_size(sizes[1])} on {self.theirs.label}",
                     "states": f"{name} differs after the step by {by}",
                     "buffers": f"the buffer {name} differs after the step by {by}",
                 }[part]
-                ratio = apart / bound if bound else math.inf
-                yield ratio, Difference(step, part.removesuffix("s"), name, text, runs, _relative(apart, sizes[0]))
+                relative, ratio = _relative(apart, sizes[0]), apart / bound if bound else math.inf
+                yield ratio, self._found(step, part.removesuffix("s"), text, name=name, relative=relative)
 
     def _metrics(self) -> Iterator[Difference]:
         """Numbers that the program reduced over its ranks: their sum, or their mean, must not depend on the ranks."""
@@ -321,7 +317,7 @@ class _Comparison:
                 if min(abs(a - b), abs(means[0] - means[1]) * ours.world_size) > bound:
                     text = "a number that the program reduces over its ranks is {:.9g} on {}, {:.9g} on {} "
                     text += f"(a mean over the ranks: {means[0]:.9g} and {means[1]:.9g})"
-                    yield self._found(first["step"], "metric", text, a, b, relative=_relative(abs(a - b), a))
+                    yield self._found(first["step"], "metric", text, (a, b), relative=_relative(abs(a - b), a))
 
 
 def _groups(line: Line, part: str) -> Sequence[Line]:

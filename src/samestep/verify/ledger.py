@@ -6,7 +6,7 @@ Neither torch nor NumPy is needed: a ledger is JSON, a line a step or event, flo
 import math
 import re
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -35,80 +35,47 @@ class Repeat:
 
 @dataclass(frozen=True)
 class Ledger:
-    """A ledger that was read.
+    """A ledger that was read."""
 
-    Attributes:
-        steps: number to entry, in the order of the numbers; of a step that was taken twice the later entry.
-        events: in the order of the file.
-        torn: whether the last line is unfinished: the run was killed as it wrote, or is writing now.
-        repeats_that_differ: fields of steps that were taken twice with different results.
-        problems: lines that cannot be read, each as a sentence with its number; the first hundred.
-    """
-
-    steps: Mapping[int, Mapping[str, Any]]
+    steps: Mapping[int, Mapping[str, Any]]  # by number, in order; of a step that was taken twice the later entry
     events: Sequence[Mapping[str, Any]]
-    torn: bool = False
+    torn: bool = False  # whether the last line is unfinished: the run was killed as it wrote, or is writing now
     repeats_that_differ: Sequence[Repeat] = ()
-    problems: Sequence[str] = ()
+    problems: Sequence[str] = ()  # lines that cannot be read, each as a sentence with its number; the first hundred
 
 
 @dataclass(frozen=True)
 class FieldDifference:
-    """A field of a step that differs between two ledgers.
+    """A field of a step that differs between two ledgers."""
 
-    Attributes:
-        field: one of `FIELDS`, or `FINAL_DIGEST`.
-        a: its value in the first ledger, as it is there.
-        b: in the second.
-        ulps: for finite numbers, their distance in floats; in those of float32, if both are such.
-        relative: for finite numbers, |a - b| / max(|a|, |b|).
-    """
-
-    field: str
-    a: Any
+    field: str  # one of `FIELDS`, or `FINAL_DIGEST`
+    a: Any  # its value in the first ledger, as it is there
     b: Any
-    ulps: int | None = None
-    relative: float | None = None
+    ulps: int | None = None  # the distance of finite numbers in floats; in those of float32, if both are such
+    relative: float | None = None  # of finite numbers, |a - b| / max(|a|, |b|)
 
 
 @dataclass(frozen=True)
 class Difference:
-    """The first step in which two ledgers differ.
-
-    Attributes:
-        step: its number.
-        fields: those that differ, in the order in which a step computes them.
-        agreed: the number of earlier steps that both have; they agree.
-        proven: the last step before it after which both recorded a checksum of the state, which agreed; None if none.
-        known_samples: whether both recorded which samples it took.
-        alone: whether there are steps after it, and all that both have agree, as do the final states.
-    """
+    """The first step in which two ledgers differ."""
 
     step: int
-    fields: Sequence[FieldDifference]
-    agreed: int
-    proven: int | None = None
-    known_samples: bool = True
-    alone: bool = False
+    fields: Sequence[FieldDifference]  # in the order in which a step computes them
+    agreed: int  # the number of earlier steps that both have; they agree
+    proven: int | None = None  # the last step before it after which both recorded a checksum of the state
+    known_samples: bool = True  # whether both recorded which samples it took
+    alone: bool = False  # whether there are steps after it, and all that both have agree, as do the final states
 
 
 @dataclass(frozen=True)
 class Extent:
-    """How far two ledgers can be compared.
+    """How far two ledgers can be compared."""
 
-    Attributes:
-        common: the number of steps that both have.
-        digests: the number of those after which both recorded a checksum of the state.
-        only_a: the number of steps of the first alone.
-        only_b: of the second alone.
-        final: whether both ended after the same step, each with a digest of its final state.
-    """
-
-    common: int
-    digests: int
+    common: int  # the number of steps that both have
+    digests: int  # the number of those after which both recorded a checksum of the state
     only_a: int
     only_b: int
-    final: bool = False
+    final: bool = False  # whether both ended after the same step, each with a digest of its final state
 
 
 def read_ledger(path: Path) -> Ledger:
@@ -153,10 +120,7 @@ def compare(a: Ledger, b: Ledger) -> Difference | None:
     after the same step. Devices and events are no difference.
     """
     agreed, proven = 0, None
-    for step, one in a.steps.items():
-        other = b.steps.get(step)
-        if other is None:
-            continue
+    for step, one, other in _common(a, b):
         found = differing_fields(one, other)
         if found:
             return Difference(step, found, agreed, proven, _both(one, other, "ids"), _agree_after(step, a, b))
@@ -169,19 +133,22 @@ def compare(a: Ledger, b: Ledger) -> Difference | None:
     return None
 
 
+def _common(a: Ledger, b: Ledger) -> list[tuple[int, Mapping[str, Any], Mapping[str, Any]]]:
+    """The steps that both have, with both entries."""
+    return [(step, one, b.steps[step]) for step, one in a.steps.items() if step in b.steps]
+
+
 def _agree_after(step: int, a: Ledger, b: Ledger) -> bool:
     """Whether both have steps after this one, and they and the final states agree."""
-    later = [number for number in a.steps if number > step and number in b.steps]
+    later = [pair for number, *pair in _common(a, b) if number > step]
     ends = _same_end(a, b)
-    if not later or (ends is not None and ends[1] != ends[2]):
-        return False
-    return not any(differing_fields(a.steps[number], b.steps[number]) for number in later)
+    return bool(later) and (ends is None or ends[1] == ends[2]) and not any(differing_fields(*pair) for pair in later)
 
 
 def extent(a: Ledger, b: Ledger) -> Extent:
     """The number of steps that can be compared, and of those that only one of two ledgers has."""
-    common = a.steps.keys() & b.steps.keys()
-    digests = sum(_both(a.steps[step], b.steps[step], "digest") for step in common)
+    common = _common(a, b)
+    digests = sum(_both(one, other, "digest") for _, one, other in common)
     only = (len(a.steps) - len(common), len(b.steps) - len(common))
     return Extent(len(common), digests, *only, final=_same_end(a, b) is not None)
 
@@ -244,26 +211,18 @@ def _parse(line: bytes) -> tuple[dict[str, Any], str]:
     entry = from_line(line)
     if entry is None:
         return {}, fault(line)
-    step = entry.get("step")
+    step, digest, rates = entry.get("step"), entry.get("digest"), entry.get("lr", [])
     if isinstance(step, bool) or not isinstance(step, int) or step < 0:
         return {}, f"has no number of a step, but {step!r}"
     if "event" in entry:
         return (entry, "") if isinstance(entry["event"], str) else ({}, f"has the event {entry['event']!r}")
-    for field, value in _numbers(entry):
+    numbers = [("loss", entry.get("loss")), ("grad_norm", entry.get("grad_norm"))]
+    for field, value in (*numbers, *(("lr", rate) for rate in (rates if isinstance(rates, list) else [rates]))):
         if number(value) is None:
             return {}, f"has {value!r} as {field}; needed: a hexadecimal float such as 0x1.8p+0"
-    digest = entry.get("digest")
     if digest is not None and not isinstance(digest, str):
         return {}, f"has {digest!r} as digest; needed: hexadecimal digits"
     return entry, ""
-
-
-def _numbers(entry: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The numbers of a step's entry, each with the name of its field."""
-    for field in ("loss", "grad_norm"):
-        yield field, entry.get(field)
-    rates = entry.get("lr", [])
-    yield from (("lr", rate) for rate in (rates if isinstance(rates, list) else [rates]))
 
 
 def _both(a: Mapping[str, Any], b: Mapping[str, Any], field: str) -> bool:
@@ -280,11 +239,11 @@ def _bits(value: Any) -> Any:
 
 def _field_difference(field: str, a: Any, b: Any) -> FieldDifference:
     """A field that differs, with the distance of its numbers: of several the two that are farthest apart."""
-    pairs = list(zip(a, b, strict=False)) if isinstance(a, list) and isinstance(b, list) else [(a, b)]
     if field not in ("lr", "loss", "grad_norm"):
         return FieldDifference(field, a, b)
+    pairs = zip(a, b, strict=False) if isinstance(a, list) and isinstance(b, list) else [(a, b)]
     distances = [distance for one, other in pairs if (distance := _distance(number(one), number(other))) is not None]
-    ulps, relative = max(distances, key=lambda d: d[1], default=(None, None))
+    ulps, relative = max(distances, key=lambda distance: distance[1], default=(None, None))
     return FieldDifference(field, a, b, ulps, relative)
 
 
@@ -295,7 +254,7 @@ def _distance(a: float | None, b: float | None) -> tuple[int, float] | None:
     larger = max(abs(a), abs(b))
     relative = abs(a / larger - b / larger) if larger else 0.0
     kinds = ("f", "i") if _is_float32(a) and _is_float32(b) else ("d", "q")
-    return abs(_place(a, *kinds) - _place(b, *kinds)), relative
+    return abs(_ordinal(a, *kinds) - _ordinal(b, *kinds)), relative
 
 
 def _is_float32(value: float) -> bool:
@@ -305,10 +264,10 @@ def _is_float32(value: float) -> bool:
         return False
 
 
-def _place(value: float, kind: str, integer: str) -> int:
-    """A float's number in the order of all floats; both zeros have 0."""
-    (word,) = struct.unpack(f"<{integer}", struct.pack(f"<{kind}", value))
-    return int(word) if word >= 0 else -(int(word) & (2 ** (31 if integer == "i" else 63) - 1))
+def _ordinal(value: float, kind: str, integer: str) -> int:
+    """A float's number in the order of all floats; that of both zeros is 0."""
+    (word,) = struct.unpack(f"<{integer}", struct.pack(f"<{kind}", abs(value)))
+    return int(math.copysign(1, value)) * int(word)
 
 
 def _same_end(a: Ledger, b: Ledger) -> tuple[int, Any, Any] | None:

@@ -15,20 +15,12 @@ MAX_UNKNOWN = 0.25
 
 @dataclass(frozen=True)
 class Place:
-    """The place at which two runs part.
+    """The place at which two runs part."""
 
-    Attributes:
-        module: its dotted name in the model; empty for the model itself, or if no module differs.
-        type: its class.
-        direction: "forward" or "backward"; "input" if the model's inputs differ; "exchange" if all modules agree, so
-            that the difference arises after them.
-        text: a sentence with numbers.
-    """
-
-    module: str
-    type: str
-    direction: str
-    text: str
+    module: str  # its dotted name in the model; empty for the model itself, or if no module differs
+    type: str  # its class
+    direction: str  # "forward", "backward", "input": the model's inputs, or "exchange": after all modules
+    text: str  # a sentence with numbers
 
 
 def first_place(ours: Recording, theirs: Recording, *, exact: bool) -> Place | None:

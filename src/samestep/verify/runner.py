@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -158,18 +159,19 @@ class ProgramRunner(AbstractContextManager["ProgramRunner"]):
             "hang_seconds": self._hang_seconds,
         }
         job = Job("function", "samestep.verify.probe:run_probed", kwargs=options, quiet=True, preload=PRELOAD)
-        outcome = self._supervise(job, selection)
+        forks = resolve_start_method(self._start_method, self._num_threads) == "fork"
+        outcome = supervise(
+            job,
+            selection,
+            num_threads=self._num_threads,
+            start_method=self._start_method,
+            policy=POLICY,
+            open_pool=partial(self._forking_pool, selection) if forks else None,
+        )
         if outcome.exit_code != 0 and outcome.failure is None:
             raise Stopped(outcome.exit_code)
         failure = None if outcome.exit_code == 0 else _describe(outcome, folder)
         return read_recording(folder, spec.devices, selection.count, spec.attempt, failure)
-
-    def _supervise(self, job: Job, selection: Selection) -> Outcome:
-        """One run; by the fork server where the system can fork."""
-        if resolve_start_method(self._start_method, self._num_threads) == "spawn":
-            return supervise(job, selection, num_threads=self._num_threads, start_method="spawn", policy=POLICY)
-        pool = self._forking_pool(selection)
-        return supervise(job, selection, num_threads=self._num_threads, policy=POLICY, open_pool=lambda: pool)
 
     def _forking_pool(self, selection: Selection) -> KeptPool:
         """The fork server; a new one if there is none."""

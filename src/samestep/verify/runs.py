@@ -38,37 +38,24 @@ State = Literal["finished", "running", "running?", "stopped", "crashed"]
 class RunStatus:
     """The state and the progress of a run.
 
-    Attributes:
-        path: its folder.
-        state: "finished"; "stopped": by a signal, after a checkpoint; "running": neither, and a process holds its lock;
-            else "crashed". If the file system has no locks, "running?" if something was written in the last two
-            minutes.
-        recipe: the recipe's name, or the script's; None if the contract has neither.
-        steps: updates done.
-        epochs: epochs done.
-        epochs_planned: None if the contract has no number.
-        loss: of the last step.
-        metric: name and best value of the metric that an evaluation measures; None without one.
-        world_sizes: numbers of devices, in the order in which the run had them.
-        changed: when something was last written, in seconds since 1970.
-        size_bytes: of all its files.
-        checkpoint: the newest one that a resume would look at first; None if there is none.
-        problems: files that cannot be read, as sentences.
+    It is "stopped" if a signal stopped it after a checkpoint, "running" if it neither stopped nor finished and a
+    process holds its lock, and else "crashed". If the file system has no locks, it is "running?" if something was
+    written in the last two minutes.
     """
 
     path: Path
     state: State = "crashed"
-    recipe: str | None = None
-    steps: int = 0
+    recipe: str | None = None  # the recipe's name, or the script's
+    steps: int = 0  # updates done
     epochs: int = 0
     epochs_planned: int | None = None
-    loss: float | None = None
-    metric: tuple[str, float] | None = None
-    world_sizes: tuple[int, ...] = ()
-    changed: float = 0.0
+    loss: float | None = None  # of the last step
+    metric: tuple[str, float] | None = None  # name and best value of the metric that an evaluation measures
+    world_sizes: tuple[int, ...] = ()  # numbers of devices, in the order in which the run had them
+    changed: float = 0.0  # when something was last written, in seconds since 1970
     size_bytes: int = 0
-    checkpoint: str | None = None
-    problems: tuple[str, ...] = ()
+    checkpoint: str | None = None  # the newest one
+    problems: tuple[str, ...] = ()  # files that cannot be read, as sentences
 
 
 def find_runs(folder: Path) -> list[RunStatus]:

@@ -10,25 +10,15 @@ from samestep.verify.recording import Recording
 
 @dataclass(frozen=True)
 class Compared:
-    """Counts of what was compared, in the reference, over the steps that all runs took.
-
-    Attributes:
-        steps: optimizer steps.
-        parameters: tensors whose gradients were compared.
-        nonzero_gradients: how many of all those gradients, over all steps, were not zero.
-        gradients: how many there were.
-        samples: samples that the steps took; None if that was not seen.
-        microbatches: microbatches or chunks that ran, all steps together; None if there are none.
-        metrics: numbers that the program reduced over its ranks itself.
-    """
+    """Counts of what was compared, in the reference, over the steps that all runs took."""
 
     steps: int
     parameters: int
-    nonzero_gradients: int
+    nonzero_gradients: int  # over all steps
     gradients: int
-    samples: int | None
-    microbatches: int | None
-    metrics: int
+    samples: int | None  # None if that was not seen
+    microbatches: int | None  # of all steps, or chunks; None if there are none
+    metrics: int  # numbers that the program reduced over its ranks itself
 
 
 def count_compared(recordings: Sequence[Recording]) -> Compared:

@@ -30,14 +30,7 @@ Pair = tuple[RunSpec, RunSpec]
 
 @dataclass(frozen=True)
 class Named:
-    """A cause of the table with the evidence for it.
-
-    Attributes:
-        key: its name in the table.
-        title: a clause.
-        evidence: what pointed to it, with names and numbers.
-        advice: the remedy.
-    """
+    """A cause of the table with the evidence for it."""
 
     key: str
     title: str
@@ -47,37 +40,20 @@ class Named:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The result.
+    """The result of a comparison; the object that `--json` prints."""
 
-    Attributes:
-        program: its name in messages.
-        family: "api", "adopted" or "ddp".
-        devices: the device counts that were compared.
-        required: the tier that was asked for.
-        reached: the highest tier at which all runs agree; None if there is none.
-        compared: counts of what was compared.
-        refusals: reasons why agreement would prove nothing; empty if it does.
-        difference: the first that the tier does not allow.
-        place: the first module that differs.
-        causes: those that were confirmed.
-        suspects: those that something points to, if not all of the difference could be explained.
-        unexplained: the first difference with all confirmed causes neutralised.
-        notes: further sentences for the user.
-        num_runs: how many runs it took.
-    """
-
-    program: str
-    family: str
+    program: str  # its name in messages
+    family: str  # "api", "adopted" or "ddp"
     devices: tuple[str, ...]
     required: Tier
-    reached: Tier | None
+    reached: Tier | None  # the highest tier at which all runs agree
     compared: Compared
-    refusals: tuple[str, ...] = ()
-    difference: Difference | None = None
+    refusals: tuple[str, ...] = ()  # reasons why agreement would prove nothing
+    difference: Difference | None = None  # the first that the required tier does not allow
     place: Place | None = None
-    causes: tuple[Named, ...] = ()
-    suspects: tuple[Named, ...] = ()
-    unexplained: Difference | None = None
+    causes: tuple[Named, ...] = ()  # those that were confirmed
+    suspects: tuple[Named, ...] = ()  # the others, if not all of the difference could be explained
+    unexplained: Difference | None = None  # the first difference with all confirmed causes neutralised
     notes: tuple[str, ...] = ()
     num_runs: int = 0
 

@@ -54,25 +54,20 @@ class Evidence:
 class Cause:
     """One row of the table: something that makes results depend on the devices, with its sign and its antidote.
 
-    Attributes:
-        key: its short name, such as "batchnorm".
-        title: a clause.
-        advice: the remedy, in one or two sentences.
-        suspect: the sign: from the evidence, a sentence with names and numbers; None if nothing points to the cause.
-        neutralise: the antidote: a context under which the cause has no effect. It is entered in the worker on every
-            rank, in all runs that are compared, before the program is imported. Its hooks before updates come before
-            those of the probe, which so records the gradients that the optimizer uses.
-        bits_only: whether the cause changes nothing but the rounding of sums. It is suspected only if runs agree up to
-            rounding and more is required. With all such causes neutralised, the program computes in float64 and every
-            gradient is rounded to float32 before the update, so that gradients and states are equal to the bit. (Losses
-            are not: a mean over ranks is a sum too.)
+    The antidote is entered in the worker on every rank, in all runs that are compared, before the program is imported.
+    Its hooks before updates come before those of the probe, which so records the gradients that the optimizer uses.
+
+    A cause with `bits_only` changes nothing but the rounding of sums, and is suspected only if runs agree up to
+    rounding and more is required. With all of these neutralised, the program computes in float64 and every gradient is
+    rounded to float32 before the update, so that gradients and states are equal to the bit. (Losses are not: a mean
+    over ranks is a sum too.)
     """
 
     key: str
-    title: str
-    advice: str
-    suspect: Callable[[Evidence], str | None]
-    neutralise: Callable[[], AbstractContextManager[None]]
+    title: str  # a clause
+    advice: str  # the remedy, in one or two sentences
+    suspect: Callable[[Evidence], str | None]  # the sign: a sentence with names and numbers if the evidence shows it
+    neutralise: Callable[[], AbstractContextManager[None]]  # the antidote: a context in which the cause has no effect
     bits_only: bool = False
 
 

@@ -36,20 +36,13 @@ class RootCall:
 
 @dataclass
 class Modules:
-    """Records the modules of this rank in the step of interest.
-
-    Attributes:
-        in_microbatches: whether microbatches are recorded; else rows are.
-        world_size: the number of ranks, over which the rows that are kept are divided.
-        step: the number of the step, while it is the one of interest; else None.
-        microbatch: the microbatch that runs now; -1 outside of microbatches.
-    """
+    """Records the modules of this rank in the step of interest."""
 
     writer: JsonlWriter
-    in_microbatches: bool
-    world_size: int
-    step: int | None = None
-    microbatch: int = -1
+    in_microbatches: bool  # whether microbatches are recorded; else rows are
+    world_size: int  # over which the rows that are kept are divided
+    step: int | None = None  # the number of the step, while it is the one of interest
+    microbatch: int = -1  # that runs now; -1 outside of microbatches
     _stack: list[nn.Module] = field(default_factory=list)
     _root: RootCall | None = None
     _num_lines: int = 0

@@ -65,40 +65,25 @@ class _Known:
 
 @dataclass
 class Steps:
-    """Records the steps of this rank's optimizers.
-
-    Attributes:
-        facts: returns the causes' observations since the last call.
-        end: ends the program after the last step.
-        num_wanted: steps to record.
-        detail: the step whose modules are recorded; None for none.
-        nudge: whether gradients are changed by a rounding error.
-        number: the step that comes next.
-        in_train_step: whether a step of `samestep.Run` is under way, which is recorded as one.
-        sharded: the sharded parameters of that step.
-        losses: roots of backward since the last step.
-        inputs: checksums of the inputs of wrapped forwards since the last step.
-        microbatches: microbatches that this rank ran since the last step.
-        epsilon: the rounding unit of the coarsest type that was computed with.
-    """
+    """Records the steps of this rank's optimizers."""
 
     writer: JsonlWriter
     batches: Batches
     metrics: Metrics
     modules: Modules
-    facts: Callable[[], Sequence[dict[str, Any]]]
-    end: Callable[[], None]
-    num_wanted: int
-    detail: int | None = None
-    nudge: bool = False
-    number: int = 0
-    in_train_step: bool = False
-    sharded: ShardedParameters | None = None
-    losses: list[float] = field(default_factory=list)
-    inputs: list[int] = field(default_factory=list)
-    microbatches: list[list[int]] = field(default_factory=list)
-    num_rows: int = 0
-    epsilon: float = 0.0
+    facts: Callable[[], Sequence[dict[str, Any]]]  # the causes' observations since the last call
+    end: Callable[[], None]  # ends the program after the last step
+    num_wanted: int  # steps to record
+    detail: int | None = None  # the step whose modules are recorded
+    nudge: bool = False  # whether gradients are changed by a rounding error
+    number: int = 0  # of the step that comes next
+    in_train_step: bool = False  # whether a step of `samestep.Run` is under way, which is recorded as one
+    sharded: ShardedParameters | None = None  # those of that step
+    losses: list[float] = field(default_factory=list)  # roots of backward since the last step
+    inputs: list[int] = field(default_factory=list)  # checksums of the inputs of wrapped forwards since the last step
+    microbatches: list[list[int]] = field(default_factory=list)  # that this rank ran since the last step
+    num_rows: int = 0  # samples in those inputs
+    epsilon: float = 0.0  # the rounding unit of the coarsest type that was computed with
     _known: "weakref.WeakKeyDictionary[Optimizer, _Known]" = field(default_factory=weakref.WeakKeyDictionary)
     _gradients: list[dict[str, Any]] = field(default_factory=list)
     _states: list[dict[str, Any]] = field(default_factory=list)
