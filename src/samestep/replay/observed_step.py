@@ -1,27 +1,28 @@
-"""The observed: the step that was asked for, taken with every microbatch under observation."""
+"""Observes one step in full: every microbatch, module, parameter and gradient."""
 
 import pdb
 import traceback
 from bdb import BdbQuit
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
 from samestep.core.microbatches import microbatch_bounds
 from samestep.data.batch import Batch
+from samestep.data.nested import leaves
 from samestep.engine.losses import MicrobatchLoss
 from samestep.engine.observer import StepObserver
 from samestep.engine.result import StepResult
 from samestep.engine.step import TrainStep
 from samestep.errors import SamestepError, UsageError
-from samestep.replay.observing import Observer
-from samestep.replay.saving import Saver
+from samestep.replay.modules import ModuleHooks
+from samestep.replay.saving import STEP_FILE, Saver
 from samestep.replay.statistics import measure
-from samestep.replay.views import ROOT, MicrobatchView, NonFinite, ParameterView, StepView
+from samestep.replay.views import ROOT, MicrobatchView, NonFinite, ParameterView, Place, StepView, ratio
 from samestep.scripts.patch import Patch, applied
 from samestep.train.digest import as_hex, state_checksum
 from samestep.train.runlog.ledger import learning_rates
@@ -29,25 +30,8 @@ from samestep.train.runlog.ledger import learning_rates
 SHOWN_FRAMES = 4
 
 
-@dataclass(frozen=True)
-class Wanted:
-    """What is to be shown of the step.
-
-    Attributes:
-        microbatch: only this one; None for all.
-        is_chosen: whether a module is to be kept or debugged, by its name.
-        debug: open the debugger in the forward.
-        saver: keeps tensors; None for nothing.
-    """
-
-    microbatch: int | None
-    is_chosen: Callable[[str], bool]
-    debug: bool
-    saver: Saver | None
-
-
 class Debugger(pdb.Pdb):
-    """Python's debugger, which tells whether the user left it: `runcall` then returns as if nothing were amiss."""
+    """Python's debugger; it remembers that the user left it, since `runcall` returns as if nothing had happened."""
 
     was_left = False
 
@@ -57,151 +41,200 @@ class Debugger(pdb.Pdb):
         super().set_quit()
 
 
-@dataclass
+@dataclass(eq=False)
 class ObservedStep(StepObserver):
-    """Watches the step that was asked for.
+    """Observes the step between `begin` and `end`; other steps pass unobserved."""
 
-    Args:
-        step: to be taken; between two steps.
-        wanted: what is to be shown.
-    """
-
-    step: TrainStep
-    wanted: Wanted
+    microbatch: int | None  # the one to show; None for all
+    module: str | None  # the one to show with those within it; None for all
+    debug: bool  # whether to open the debugger in the forward
+    saver: Saver | None
+    was_debugged: bool = False
+    _step: TrainStep | None = None
+    _number: int = 0
+    _batch: Batch | None = None
+    _rates: list[float] = field(default_factory=list)
+    _before: dict[str, Tensor] = field(default_factory=dict)
+    _gradients: dict[str, tuple[float, int]] = field(default_factory=dict)
     _microbatches: list[MicrobatchView] = field(default_factory=list)
     _first: NonFinite | None = None
-    _batch: Batch | None = None
-    _running: int = -1
+    _hooks: ModuleHooks | None = None
+    _installed: ExitStack = field(default_factory=ExitStack)
+    _index: int = -1
     _loss: MicrobatchLoss | None = None
-    _watching: ExitStack = field(default_factory=ExitStack)
-    _rates: list[float] = field(default_factory=list)
-    _number: int = 0
-    _gradients: dict[str, tuple[float, int]] = field(default_factory=dict)
-    _before: dict[str, Tensor] = field(default_factory=dict)
-    _debugged: bool = False
-    _observer: Observer | None = None
+    needs_modules: ClassVar[bool] = True
 
-    def begin(self) -> None:
-        """Remembers the state before the step."""
-        self._rates, self._number = learning_rates(self.step.optimizers), self.step.num_steps
-        self._remember_state()
+    def check_module(self, model: nn.Module) -> None:
+        """Raises a `UsageError` if the model has no module of the name that was given."""
+        names = [own or ROOT for own, _ in model.named_modules()]
+        if self.module is not None and self.module not in names:
+            from difflib import get_close_matches
 
-    def end(self, result: StepResult | None, error: str | None) -> StepView:
-        """What was seen of the step."""
-        view = self._view(self._number, self._rates, result, error)
-        if self.wanted.saver is not None:
-            self.wanted.saver.finish({"num_samples": view.num_samples, "samples": view.samples, "error": error})
+            near = get_close_matches(self.module, names, 5) or names[:8]
+            raise UsageError(
+                f"got --module {self.module}; the model has no such module, but for example {', '.join(near)}"
+            )
+
+    @torch.no_grad()
+    def begin(self, step: TrainStep) -> None:
+        """Copies the parameters before the step, and looks for values that are not finite in them."""
+        self._step, self._number, self._rates = step, step.num_steps, learning_rates(step.optimizers)
+        for name, parameter in step.model.named_parameters():
+            self._before[name] = parameter.detach().clone()
+            self._note(name, f"parameter {name}, before the step", parameter, "state")
+            self._save_parameter(STEP_FILE, f"{name}.before", name, parameter)
+
+    def end(self, result: StepResult | None, error: Exception | None) -> StepView:
+        """The view of the step, after its result or its exception."""
+        assert self._step is not None, "it has begun"
+        if self._hooks is not None:  # the microbatch that raised
+            self._end_microbatch(None, None, None)
+        batch = self._batch
+        has_place = batch is not None and batch.epoch >= 0
+        view = StepView(
+            step=self._number,
+            epoch=batch.epoch if batch is not None and has_place else None,
+            position=batch.position if batch is not None and has_place else None,
+            samples=batch.ids().tolist() if batch is not None and batch.ids is not None else None,
+            num_samples=0 if batch is None else batch.length,
+            loss=None if result is None else result.loss,
+            grad_norm=None if result is None else result.grad_norm,
+            lr=self._rates,
+            skipped=result is not None and result.skipped,
+            digest=None if result is None else as_hex(int(state_checksum(self._step))),
+            error=None if error is None else describe_error(error),
+            nonfinite=self._first,
+            microbatches=self._microbatches,
+            parameters=list(self._parameter_views(ended=result is not None)),
+        )
+        if self.saver is not None:
+            self.saver.finish({"num_samples": view.num_samples, "samples": view.samples, "error": view.error})
         return view
 
-    @property
-    def was_debugged(self) -> bool:
-        """Whether the debugger was opened."""
-        return self._debugged
-
-    def _remember_state(self) -> None:
-        """Copies the parameters, and looks for what is not finite in them already."""
-        with torch.no_grad():
-            for name, parameter in self.step.model.named_parameters():
-                self._before[name] = parameter.detach().clone()
-                found = measure(parameter)
-                if found is not None and found.bad is not None and self._first is None:
-                    module = name.rpartition(".")[0] or ROOT
-                    where = f"parameter {name}, before the step"
-                    self._first = NonFinite("state", where, found.bad, module)
-                if self.wanted.saver is not None and self._is_chosen_parameter(name):
-                    self.wanted.saver.step.add(f"{name}.before", parameter, kind="parameter", parameter=name)
+    def close(self) -> None:
+        """Removes the hooks of a microbatch that was left by an exception."""
+        self._installed.close()
 
     def on_batch(self, batch: Batch) -> None:
-        """Checks that the microbatch that is wanted is in the batch."""
+        """Checks that the batch has the microbatch that was asked for."""
         self._batch = batch
-        microbatch = self.wanted.microbatch
-        if microbatch is not None and microbatch not in batch.microbatches:
+        if self._step is not None and self.microbatch is not None and self.microbatch not in batch.microbatches:
             raise UsageError(
-                f"got --microbatch {microbatch}; step {self.step.num_steps} has {batch.length} samples in microbatches "
-                "0 to "
-                f"{max(batch.microbatches)}"
+                f"got --microbatch {self.microbatch}; step {self._number} has {batch.length} samples in "
+                f"microbatches 0 to {max(batch.microbatches)}"
             )
 
     def on_microbatch(self, step: int, index: int, value: Any) -> None:
-        """Watches every module of the model while the microbatch runs."""
-        saver = self._saver_of(index)
-
-        def keep(place: Any, kind: Any, tensor: Tensor) -> None:
-            if saver is not None and self.wanted.is_chosen(place.module):
-                saver.keep(place, kind, tensor)
-
-        observers = self.step.observers
-        samples = self._samples_of(index)
-        self._observer = Observer(self.step.model, index, samples, lambda: observers.phase == "backward", keep)
-        self._running, self._loss = index, None
-        self._observer.look_at_batch(value)
-        if saver is not None:
-            saver.keep_batch(value)
-        self._watching = ExitStack()
-        self._watching.enter_context(self._observer.watching())
-        self._watching.enter_context(self._debugging(index))
+        """Installs hooks in every module of the model while the microbatch runs."""
+        if self._step is None:
+            return
+        observers, model = self._step.observers, self._step.model
+        self._index, self._loss = index, None
+        in_backward = lambda: observers.phase == "backward"  # noqa: E731
+        self._hooks = ModuleHooks(model, index, self._samples(), in_backward, self._keep)
+        self._hooks.check_batch(value)
+        for number, tensor in enumerate(leaf for leaf in leaves(value) if isinstance(leaf, Tensor)):
+            if self.saver is not None and self._is_shown(index):
+                self.saver.add(self._file, f"batch.{number}", tensor, kind="batch", number=number)
+        self._installed = ExitStack()
+        self._installed.enter_context(self._hooks.installed())
+        self._installed.enter_context(self._debugger(model, step))
 
     def on_loss(self, index: int, loss: MicrobatchLoss) -> None:
         """Looks at the loss of the microbatch."""
         self._loss = loss
-        if self._observer is not None:
-            self._observer.look_at_loss(loss.value)
+        if self._hooks is not None:
+            self._hooks.check_loss(loss.value)
 
     def on_gradients(self, index: int | None) -> None:
-        """Looks at the gradient of a microbatch, whose view is then complete, or at that of the whole batch."""
-        if index is None:
-            self._note_sums()
+        """Looks at the gradient of a microbatch, which ends it, or at that of the whole batch."""
+        if self._step is None:
             return
-        observer, loss, saver = self._observer, self._loss, self._saver_of(index)
-        assert observer is not None, "the microbatch has run"
-        assert loss is not None, "its loss is there"
+        named = self._step.model.named_parameters()
+        gradients = {name: p.grad.detach() for name, p in named if p.grad is not None and p.requires_grad}
+        if index is None:
+            self._note_sums(gradients)
+            return
+        assert self._hooks is not None, "the microbatch has run"
+        assert self._loss is not None, "its loss is there"
         assert self._batch is not None, "it is one of the batch's"
-        total, count = float(loss.value.detach()) * loss.weight, float(loss.count)
-        gradients = self._own_gradients()
-        observer.note_gradients(gradients)
-        is_only = self.step.compute.is_only(self._batch)
-        norm = _norm(gradients.values()) / (float(self.step.loss_scale) * (1.0 if is_only else count or 1.0))
-        for name, gradient in gradients.items() if saver is not None else ():
-            if saver is not None and self._is_chosen_parameter(name):
-                saver.microbatch.add(f"{name}.gradient", gradient, kind="parameter gradient", parameter=name)
+        self._hooks.check_gradients(gradients)
+        total, count = float(self._loss.value.detach()) * self._loss.weight, float(self._loss.count)
+        # the gradient is that of the sum, but for a batch of one microbatch, whose gradient is that of the mean
+        is_mean = self._step.compute.is_only(self._batch)
+        norm = _norm(gradients.values()) / (float(self._step.loss_scale) * (1.0 if is_mean else count or 1.0))
+        for name, gradient in gradients.items() if self._is_shown(index) else ():
+            self._save_parameter(self._file, f"{name}.gradient", name, gradient)
         self._end_microbatch(total, count, norm)
 
-    def on_failure(self, error: BaseException) -> None:
-        """Ends the view of the microbatch that failed, if one did."""
-        if self._observer is not None:
-            self._end_microbatch(None, None, None)
-
     def _end_microbatch(self, total: float | None, count: float | None, norm: float | None) -> None:
-        observer, self._observer = self._observer, None
-        assert observer is not None, "a microbatch was running"
-        self._watching.close()
-        index, saver = self._running, self._saver_of(self._running)
-        samples = self._samples_of(index)
-        activations = [one for one in observer.activations() if self.wanted.is_chosen(one.place.module)]
-        self._microbatches.append(MicrobatchView(index, samples, total, count, norm, activations))
-        self._first = self._first or observer.first
-        if saver is not None:
-            saver.finish_microbatch(index, samples)
+        hooks, self._hooks = self._hooks, None
+        assert hooks is not None, "a microbatch was running"
+        self._installed.close()
+        samples = self._samples()
+        activations = [one for one in hooks.activations() if self._is_chosen(one.place.module)]
+        if self._is_shown(self._index):
+            self._microbatches.append(MicrobatchView(self._index, samples, total, count, norm, activations))
+        self._first = self._first or hooks.first
+        if self.saver is not None and self._is_shown(self._index):
+            self.saver.write(self._file, microbatch=self._index, samples=samples)
 
-    def _saver_of(self, microbatch: int) -> Saver | None:
-        return self.wanted.saver if self.wanted.microbatch in (None, microbatch) else None
+    def _note_sums(self, gradients: dict[str, Tensor]) -> None:
+        """Looks at the gradients of the mean loss over the batch, before clipping."""
+        for name, gradient in gradients.items():
+            where = f"the gradient of parameter {name}, summed over the microbatches (each microbatch's own is finite)"
+            found = measure(gradient)
+            self._note(name, where, gradient, "sum")
+            self._gradients[name] = (_norm([gradient]), 0 if found is None else found.nonfinite)
+            self._save_parameter(STEP_FILE, f"{name}.gradient", name, gradient)
+
+    def _note(self, parameter: str, where: str, value: Tensor, direction: Literal["state", "sum"]) -> None:
+        found = measure(value)
+        if found is not None and found.bad is not None and self._first is None:
+            self._first = NonFinite(direction, where, found.bad, _module_of(parameter))
+
+    def _parameter_views(self, ended: bool) -> Iterator[ParameterView]:
+        """Norms of the chosen parameters, their gradients and updates."""
+        assert self._step is not None, "it has begun"
+        for name, parameter in self._step.model.named_parameters():
+            if not self._is_chosen(_module_of(name)):
+                continue
+            before, (grad_norm, nonfinite) = self._before[name], self._gradients.get(name, (None, 0))
+            norm, update = _norm([before]), _norm([parameter.detach() - before]) if ended else None
+            relative = None if update is None else ratio(update, norm)
+            yield ParameterView(name, tuple(before.shape), norm, grad_norm, nonfinite, update, relative)
+            if ended:
+                self._save_parameter(STEP_FILE, f"{name}.after", name, parameter)
+
+    @property
+    def _file(self) -> str:
+        return f"microbatch-{self._index:05d}.safetensors"
+
+    def _keep(self, place: Place, kind: Literal["value", "gradient"], tensor: Tensor) -> None:
+        """Saves the input or output of a module, or its gradient."""
+        if self.saver is not None and self._is_shown(self._index) and self._is_chosen(place.module):
+            facts = {"kind": kind, "module": place.module, "call": place.call, "side": place.side}
+            name = place.name + (".gradient" if kind == "gradient" else "")
+            self.saver.add(self._file, name, tensor, **facts, number=place.number)
+
+    def _save_parameter(self, file: str, entry: str, name: str, value: Tensor) -> None:
+        if self.saver is not None and self._is_chosen(_module_of(name)):
+            kind = "parameter gradient" if entry.endswith(".gradient") else "parameter"
+            self.saver.add(file, entry, value, kind=kind, parameter=name)
 
     @contextmanager
-    def _debugging(self, microbatch: int) -> Iterator[None]:
+    def _debugger(self, model: nn.Module, step: int) -> Iterator[None]:
         """Opens the debugger in the forward of the chosen module, in the chosen microbatch or the first."""
-        wanted, model = self.wanted, self.step.model
-        if not wanted.debug or self._debugged or wanted.microbatch not in (None, microbatch):
+        if not self.debug or self.was_debugged or not self._is_shown(self._index):
             yield
             return
-        module = next((part for name, part in model.named_modules() if wanted.is_chosen(name or ROOT)), model)
+        module = model if self.module in (None, ROOT) else model.get_submodule(str(self.module))
         forward = module.forward
 
         def debugged(*args: Any, **kwargs: Any) -> Any:
-            self._debugged = True
-            print(
-                f"step {self.step.num_steps}, microbatch {microbatch}: the forward of {type(module).__name__}",
-                flush=True,
-            )
+            self.was_debugged = True
+            kind = type(module).__name__
+            print(f"step {step}, microbatch {self._index}: the forward of {kind}", flush=True)
             debugger = Debugger(nosigint=True)
             value = debugger.runcall(forward, *args, **kwargs)
             if debugger.was_left:
@@ -211,89 +244,27 @@ class ObservedStep(StepObserver):
         with applied([Patch(module, "forward", debugged)]):
             yield
 
-    def _own_gradients(self) -> dict[str, Tensor]:
-        """The gradients that a microbatch's backward left, by the parameters' names."""
-        named = self.step.model.named_parameters()
-        return {name: p.grad.detach() for name, p in named if p.grad is not None and p.requires_grad}
-
-    def _note_sums(self) -> None:
-        """The gradients of the mean loss over the batch are there, before clipping."""
-        for name, gradient in self._own_gradients().items():
-            found = measure(gradient)
-            norm = float("nan") if found is not None and found.nonfinite else _norm([gradient])
-            self._gradients[name] = (norm, 0 if found is None else found.nonfinite)
-            if found is not None and found.bad is not None and self._first is None:
-                where = (
-                    f"the gradient of parameter {name}, summed over the microbatches (each microbatch's own is finite)"
-                )
-                self._first = NonFinite("sum", where, found.bad, name.rpartition(".")[0] or ROOT)
-            if self.wanted.saver is not None and self._is_chosen_parameter(name):
-                self.wanted.saver.step.add(f"{name}.gradient", gradient, kind="parameter gradient", parameter=name)
-
-    def _view(self, number: int, rates: list[float], result: StepResult | None, error: str | None) -> StepView:
-        batch = self._batch
-        known = batch is not None and batch.epoch >= 0
-        digest = None
-        if result is not None:
-            digest = as_hex(int(state_checksum(self.step)))
-        return StepView(
-            step=number,
-            epoch=batch.epoch if batch is not None and known else None,
-            position=batch.position if batch is not None and known else None,
-            samples=batch.ids().tolist() if batch is not None and batch.ids is not None else None,
-            num_samples=0 if batch is None else batch.length,
-            loss=None if result is None else result.loss,
-            grad_norm=None if result is None else result.grad_norm,
-            lr=rates,
-            skipped=result is not None and result.skipped,
-            digest=digest,
-            error=error,
-            nonfinite=self._first,
-            microbatches=[view for view in self._microbatches if self.wanted.microbatch in (None, view.microbatch)],
-            parameters=self._parameters(ended=result is not None),
-        )
-
-    def _parameters(self, ended: bool) -> list[ParameterView]:
-        views = []
-        for name, parameter in self.step.model.named_parameters():
-            before = self._before[name]
-            norm, nonfinite = self._gradients.get(name, (None, 0))
-            update = _norm([parameter.detach() - before]) if ended else None
-            if not self._is_chosen_parameter(name):
-                continue
-            views.append(ParameterView(name, tuple(before.shape), _norm([before]), norm, nonfinite, update))
-            if ended and self.wanted.saver is not None:
-                self.wanted.saver.step.add(f"{name}.after", parameter, kind="parameter", parameter=name)
-        return views
-
-    def _samples_of(self, microbatch: int) -> list[int]:
-        """The ids of a microbatch's samples; their rows in the batch where they have none."""
+    def _samples(self) -> list[int]:
+        """The ids of the running microbatch's samples; their rows in the batch if they have none."""
+        assert self._step is not None, "it has begun"
         assert self._batch is not None, "a microbatch is run after its batch was seen"
-        bounds = microbatch_bounds(self._batch.length, self.step.membership.num_microbatches)
-        if self._batch.ids is None:
-            return list(range(bounds[microbatch], bounds[microbatch + 1]))
-        ids: list[int] = self._batch.ids()[bounds[microbatch] : bounds[microbatch + 1]].tolist()
-        return ids
+        bounds = microbatch_bounds(self._batch.length, self._step.membership.num_microbatches)
+        first, stop = bounds[self._index], bounds[self._index + 1]
+        return list(range(first, stop)) if self._batch.ids is None else list(self._batch.ids()[first:stop].tolist())
 
-    def _is_chosen_parameter(self, name: str) -> bool:
-        return self.wanted.is_chosen(name.rpartition(".")[0] or ROOT)
+    def _is_shown(self, microbatch: int) -> bool:
+        return self.microbatch in (None, microbatch)
 
-
-def chosen_by(name: str | None, model: nn.Module) -> Callable[[str], bool]:
-    """Which modules `--module NAME` means: the one of this name, and those within it; all without a name."""
-    if name is None:
-        return lambda _: True
-    names = [own or ROOT for own, _ in model.named_modules()]
-    if name not in names:
-        from difflib import get_close_matches
-
-        near = get_close_matches(name, names, 5) or names[:8]
-        raise UsageError(f"got --module {name}; the model has no such module, but for example {', '.join(near)}")
-    return lambda own: own == name or own.startswith(f"{name}.") or name == ROOT
+    def _is_chosen(self, module: str) -> bool:
+        return self.module in (None, ROOT, module) or module.startswith(f"{self.module}.")
 
 
-def _norm(tensors: Any) -> float:
-    """The 2-norm of several tensors, in float64 where the device has it."""
+def _module_of(parameter: str) -> str:
+    return parameter.rpartition(".")[0] or ROOT
+
+
+def _norm(tensors: Iterable[Tensor]) -> float:
+    """The 2-norm of several tensors, in float64 if the device has it; NaN if an element is not finite."""
     total = 0.0
     for tensor in tensors:
         found = measure(tensor)
@@ -303,8 +274,8 @@ def _norm(tensors: Any) -> float:
     return float(total**0.5)
 
 
-def described(error: Exception) -> str:
-    """What a step raised: our own errors say enough, of others the innermost lines are shown too."""
+def describe_error(error: Exception) -> str:
+    """An exception for people: those of samestep by their message, others with the innermost lines."""
     if isinstance(error, SamestepError):
         return f"{type(error).__name__}: {error}"
     return "".join(traceback.format_exception(error, limit=-SHOWN_FRAMES)).rstrip()

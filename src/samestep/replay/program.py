@@ -1,9 +1,8 @@
-"""The program of a recorded run: what is to be run again, found in the run's record, and run in this process."""
+"""The program of a recorded run: found in the run's record, and run again in this process."""
 
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,17 +12,11 @@ from samestep.launcher.job import Job
 from samestep.launcher.program import run_program
 
 RECIPE_JOB = "samestep.recipes.job:train"
-_FLAGS = ("-m", "--module", "--adopt", "--no-adopt")
 
 
 @dataclass(frozen=True)
 class Program:
-    """What made a run.
-
-    Attributes:
-        job: to run.
-        folder: in which it ran; None where that is not known, or it is gone.
-    """
+    """The job that made a run, and its working folder; None if that is unknown or gone."""
 
     job: Job
     folder: Path | None
@@ -34,13 +27,19 @@ class Program:
         return self.job.kind == "function"
 
     def run(self) -> None:
-        """Runs it as it ran, with its own arguments and in its own folder; puts back what that changes."""
-        with _place_of_its_own(self.folder):
+        """Runs it with its own arguments in its own folder, and restores the state of the interpreter."""
+        argv, path, main, folder = sys.argv, sys.path[:], sys.modules["__main__"], os.getcwd()
+        try:
+            if self.folder is not None:
+                os.chdir(self.folder)
             run_program(self.job, {})
+        finally:
+            sys.argv, sys.path[:], sys.modules["__main__"] = argv, path, main
+            os.chdir(folder)
 
 
 def program_of(record: Mapping[str, Any], run: Path) -> Program:
-    """The program of a run."""
+    """The program in a run's record: a recipe's job, or a command such as ["python", "train.py", "--lr", "1"]."""
     recorded_folder = record.get("working_folder")
     folder = Path(recorded_folder) if isinstance(recorded_folder, str) and Path(recorded_folder).is_dir() else None
     recipe_job = record.get("job")
@@ -49,61 +48,19 @@ def program_of(record: Mapping[str, Any], run: Path) -> Program:
         return Program(Job("function", RECIPE_JOB, kwargs=own), folder)
     command = record.get("command")
     words = [str(word) for word in command] if isinstance(command, list) else []
-    found = _program_in(words)
-    if found is None:
+    if words[:2] == ["python", "-m"] and len(words) > 2:
+        return Program(Job("module", words[2], tuple(words[3:])), folder)
+    if words[:1] != ["python"] or len(words) < 2 or words[1].startswith("-"):
         said = f"its command was {' '.join(words)}" if words else "it recorded no command"
         raise UsageError(
             f"{run} does not say which program made it: {said}. A replay needs a run of samestep train, or of a script "
             "with samestep.Trainer(…, run_dir=…) that was started as python SCRIPT or samestep run SCRIPT"
         )
-    kind, target, arguments = found
-    if kind == "module":
-        return Program(Job("module", target, tuple(arguments)), folder)
-    if not ((folder or Path()) / target).is_file():
+    script = (folder or Path()) / words[1]
+    if not script.is_file():
         where = recorded_folder if folder is not None else Path.cwd()
         raise UsageError(
-            f"the script that made {run} is not there any more: {target} in {where}; put it back, or replay from the "
+            f"the script that made {run} is not there any more: {words[1]} in {where}; put it back, or replay from the "
             "folder that holds it"
         )
-    return Program(Job("script", str((folder or Path()) / target), tuple(arguments)), folder)
-
-
-def _program_in(words: Sequence[str]) -> tuple[str, str, Sequence[str]] | None:
-    """Kind, target and arguments in a command: `python train.py …`, `python -m …` or `samestep run … train.py …`."""
-    if len(words) < 2:
-        return None
-    starter, rest = Path(words[0]).name, list(words[1:])
-    if starter.startswith("python") and rest[:2] == ["-m", "samestep"]:
-        starter, rest = "samestep", rest[2:]
-    if starter == "samestep":
-        return _after_run(rest[1:]) if rest[:1] == ["run"] else None
-    if not starter.startswith("python"):
-        return None
-    if rest[0] == "-m":
-        return ("module", rest[1], rest[2:]) if len(rest) > 1 else None
-    return None if rest[0].startswith("-") else ("script", rest[0], rest[1:])
-
-
-def _after_run(words: Sequence[str]) -> tuple[str, str, Sequence[str]] | None:
-    """The program behind the options of `samestep run`: each but the flags has a value."""
-    kind, position = "script", 0
-    while position < len(words) and words[position].startswith("-"):
-        option = words[position]
-        kind = "module" if option in ("-m", "--module") else kind
-        position += 1 if option in _FLAGS or "=" in option else 2
-    if position >= len(words):
-        return None
-    return kind, words[position], words[position + 1 :]
-
-
-@contextmanager
-def _place_of_its_own(folder: Path | None) -> Iterator[None]:
-    """Lets a program have its arguments, search path, main module and working folder."""
-    before = sys.argv, sys.path[:], sys.modules["__main__"], os.getcwd()
-    try:
-        if folder is not None:
-            os.chdir(folder)
-        yield
-    finally:
-        sys.argv, sys.path[:], sys.modules["__main__"] = before[:3]
-        os.chdir(before[3])
+    return Program(Job("script", str(script), tuple(words[2:])), folder)

@@ -1,9 +1,8 @@
-"""The statistics of a tensor: what a person looks at to see whether an activation or a gradient is sound."""
+"""Statistics of a tensor: extremes, mean, deviation, zeros, and the first element that is not finite."""
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import reduce
 
 import torch
 from torch import Tensor
@@ -15,39 +14,24 @@ CHUNK = 2**22  # elements that are widened at a time, so that a large activation
 
 @dataclass(frozen=True)
 class Statistics:
-    """What a tensor holds; `min` to `peak` are over its finite elements.
+    """Statistics of a tensor; `zeros` to `peak` are over its finite elements."""
 
-    Attributes:
-        shape: of the tensor; of several pooled ones that of the first.
-        dtype: such as "float32".
-        elements: how many.
-        nonfinite: how many of them are NaN or infinite.
-        zeros: how many are zero.
-        min: the smallest; inf where none is finite.
-        max: the largest; -inf where none is finite.
-        mean: their sum over their number.
-        std: the root of the mean squared distance from the mean.
-        peak: the one of largest magnitude.
-        row: along dim 0, of the first element that is not finite; if all are, of the peak. None where there is none.
-        bad: the first element that is not finite: "nan", "inf" or "-inf"; None if all are.
-    """
-
-    shape: tuple[int, ...]
-    dtype: str
+    shape: tuple[int, ...]  # of several pooled tensors that of the first
+    dtype: str  # such as "float32"
     elements: int = 0
-    nonfinite: int = 0
+    nonfinite: int = 0  # elements that are NaN or infinite
     zeros: int = 0
-    min: float = math.inf
+    min: float = math.inf  # inf if no element is finite
     max: float = -math.inf
     mean: float = 0.0
-    std: float = 0.0
-    peak: float = 0.0
-    row: int | None = None
-    bad: str | None = None
+    std: float = 0.0  # the root of the mean squared distance from the mean
+    peak: float = 0.0  # the element of largest magnitude
+    row: int | None = None  # index along dim 0 of the first element that is not finite, else of the peak
+    bad: str | None = None  # the first element that is not finite: "nan", "inf" or "-inf"
 
     @property
     def finite(self) -> int:
-        """How many elements are finite."""
+        """The number of finite elements."""
         return self.elements - self.nonfinite
 
     @property
@@ -57,77 +41,72 @@ class Statistics:
 
 
 def measure(tensor: Tensor) -> Statistics | None:
-    """The statistics of a tensor, in float64 where the device has it; None for one that is not dense."""
+    """The statistics of a tensor, in float64 if the device has it; None if it is not dense."""
     if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested:
         return None
     with torch._C.DisableTorchFunction(), torch.no_grad():
         values = tensor.detach().resolve_conj().resolve_neg()
         flat = (torch.view_as_real(values) if values.is_complex() else values).reshape(-1)
-        found = Statistics(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
-        wide = wide_dtype(flat.device)
-        for start in range(0, flat.numel(), CHUNK):
-            found = _merged(found, _measure_flat(flat[start : start + CHUNK].to(wide), start))
-        if found.row is None or tensor.ndim == 0:
-            return replace(found, row=None)
-        return replace(found, row=found.row // (flat.numel() // tensor.shape[0]))
+        shape, dtype, wide = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), wide_dtype(flat.device)
+        starts = range(0, flat.numel(), CHUNK)
+        chunks = [_measure_chunk(flat[start : start + CHUNK].to(wide), start) for start in starts]
+    if not chunks:
+        return Statistics(shape, dtype)
+    found = replace(_merged(chunks), shape=shape, dtype=dtype)
+    if found.row is None or tensor.ndim == 0:
+        return replace(found, row=None)
+    return replace(found, row=found.row // (flat.numel() // shape[0]))
 
 
 def pooled(parts: Sequence[Statistics]) -> Statistics:
-    """The statistics of several tensors as if they were one, but for the row, which is left out."""
-    return replace(reduce(_merged, parts[1:], parts[0]), row=None)
+    """The statistics of several tensors as if they were one, without a row."""
+    return replace(_merged(parts), row=None)
 
 
-def _measure_flat(values: Tensor, start: int) -> Statistics:
-    """Some elements that follow `start` others; `row` is the place of the element that it speaks of."""
+def _measure_chunk(values: Tensor, start: int) -> Statistics:
+    """The statistics of elements that follow `start` others; `row` is a position among all elements."""
     is_finite = torch.isfinite(values)
-    count, bad, place = int(is_finite.sum()), None, None
+    count = int(is_finite.sum())
+    found = Statistics((), "", values.numel(), values.numel() - count)
     if count < values.numel():
-        index = int((~is_finite).to(torch.uint8).argmax())
-        bad, place = repr(float(values[index])), start + index
-    found = Statistics((), "", values.numel(), values.numel() - count, row=place, bad=bad)
+        first = int((~is_finite).to(torch.uint8).argmax())
+        found = replace(found, row=start + first, bad=repr(float(values[first])))
     if count == 0:
         return found
-    nothing = torch.zeros_like(values)
-    clean = torch.where(is_finite, values, nothing)
+    clean = torch.where(is_finite, values, 0.0)
     mean = float(clean.sum()) / count
-    apart = torch.where(is_finite, values - mean, nothing)
-    index = int(clean.abs().argmax())
+    peak = int(clean.abs().argmax())
     return replace(
         found,
         zeros=int((values == 0).sum()),
         min=float(torch.where(is_finite, values, math.inf).amin()),
         max=float(torch.where(is_finite, values, -math.inf).amax()),
         mean=mean,
-        std=math.sqrt(float((apart * apart).sum()) / count),
-        peak=float(clean[index]),
-        row=start + index if place is None else place,
+        std=math.sqrt(float(torch.where(is_finite, values - mean, 0.0).square().sum()) / count),
+        peak=float(clean[peak]),
+        row=start + peak if found.row is None else found.row,
     )
 
 
-def _merged(a: Statistics, b: Statistics) -> Statistics:
-    """The statistics of the elements of both; shape and dtype are those of the first.
-
-    Squares are merged as in Chan, Golub and LeVeque (1979), "Updating formulae and a pairwise algorithm for computing
-    sample variances".
-    """
-    count = a.finite + b.finite
-    share = b.finite / count if count else 0.0
-    apart = b.mean - a.mean
-    variance = (1 - share) * a.std**2 + share * b.std**2 + share * (1 - share) * apart**2
-    takes_row = b.bad is not None if a.bad is None else False
-    if a.bad is None and b.bad is None:
-        takes_row = b.finite > 0 and (a.finite == 0 or abs(b.peak) > abs(a.peak))
+def _merged(parts: Sequence[Statistics]) -> Statistics:
+    """The statistics of all elements; the shape is that of the first part, the row that of the worst element."""
+    count = sum(part.finite for part in parts)
+    mean = sum(part.finite * part.mean for part in parts) / (count or 1)
+    # Deviations within the parts and between their means: a sum of squares less a square would cancel.
+    variance = sum(part.finite * (part.std**2 + (part.mean - mean) ** 2) for part in parts) / (count or 1)
+    largest = max((part for part in parts if part.finite), key=lambda part: abs(part.peak), default=parts[0])
+    worst = next((part for part in parts if part.bad is not None), largest)
     return Statistics(
-        a.shape,
-        a.dtype,
-        elements=a.elements + b.elements,
-        nonfinite=a.nonfinite + b.nonfinite,
-        zeros=a.zeros + b.zeros,
-        min=min(a.min, b.min),
-        max=max(a.max, b.max),
-        mean=a.mean + share * apart,
+        parts[0].shape,
+        parts[0].dtype,
+        elements=sum(part.elements for part in parts),
+        nonfinite=sum(part.nonfinite for part in parts),
+        zeros=sum(part.zeros for part in parts),
+        min=min(part.min for part in parts),
+        max=max(part.max for part in parts),
+        mean=mean,
         std=math.sqrt(variance),
-        peak=b.peak if abs(b.peak) > abs(a.peak) else a.peak,
-        row=b.row if takes_row else a.row,
-        bad=a.bad or b.bad,
+        peak=largest.peak,
+        row=worst.row,
+        bad=worst.bad,
     )

@@ -1,6 +1,6 @@
-"""The tables: a replay for people, in the terminal."""
+"""Prints a replay as tables."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from rich import box
@@ -16,58 +16,20 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 SHOWN_IDS = 12
+_Row = tuple[str, str, str, Statistics, str, str]
 
 
 def print_replay(console: "Console", replay: Replay, *, by_microbatch: bool) -> None:
-    """Prints a replay."""
+    """Prints a replay; the modules with a row for each microbatch, or one for all together."""
 
     def say(text: str, style: str | None = None) -> None:
         console.print(text, style=style, markup=False)
 
-    _print_check(console, say, replay)
-    for note in replay.notes:
-        say(f"note: {note}")
-    view = replay.view
-    say("")
-    say(_headline(view), "bold")
-    say(f"samples: {_ids(view.samples, 'rows of the batch; they have no ids')}")
-    if view.error is not None:
-        say(f"the step raised: {view.error}", "red")
-    if view.nonfinite is not None:
-        say(f"first value that is not finite: {in_words(view.nonfinite)}", "bold red")
-    console.print(_microbatches(view.microbatches))
-    console.print(_parameters(view))
-    console.print(_modules(view.microbatches, by_microbatch))
-    if replay.saved is not None:
-        say(f"saved in {replay.saved}")
-
-
-def in_words(found: NonFinite) -> str:
-    """Where a value that is not finite is."""
-    place = "" if found.microbatch is None else f", microbatch {found.microbatch}"
-    sample = "" if found.sample is None else f", sample {found.sample}"
-    return f"{found.value} in {found.where}{place}{sample}"
-
-
-def verdict(check: Check) -> str:
-    """How the steps compare with the ledger, in a sentence."""
-    if check.compared == 0:
-        return "nothing was compared: the ledger has none of these steps"
-    states = f", {check.digests} checksum{'' if check.digests == 1 else 's'} of the state" if check.digests else ""
-    counted = f"{check.compared} step{'' if check.compared == 1 else 's'}{states}"
-    if check.differs is not None:
-        return f"step {check.differs} is not what was recorded ({check.tier} was asked of {counted})"
-    if check.same_bits:
-        return f"same bits as recorded ({counted})"
-    return f"as recorded, up to rounding: {check.relative:.1e} of it at most ({counted})"
-
-
-def _print_check(console: "Console", say: Callable[..., None], replay: Replay) -> None:
-    check, last = replay.check, replay.view.step
-    steps = f"step {last}" if check.first == last else f"steps {check.first} … {last}"
-    start = "the beginning" if replay.start is None else replay.start
+    check, view = replay.check, replay.view
+    steps = f"step {view.step}" if check.first == view.step else f"steps {check.first} … {view.step}"
     style = "bold green" if replay.holds else "bold red"
-    say(f"{steps} of {replay.run} replayed from {start} on {replay.device}: {verdict(check)}", style)
+    start = replay.start or "the beginning"
+    say(f"{steps} of {replay.run} replayed from {start} on {replay.device}: {_verdict(check)}", style)
     if check.fields:
         table = Table("", "recorded", "replayed", "apart", box=box.SIMPLE)
         for field in check.fields:
@@ -84,6 +46,38 @@ def _print_check(console: "Console", say: Callable[..., None], replay: Replay) -
             reason = decides(change.field) if change.breaks else "no bits, as a rule"
             table.add_row(escape(change.field), escape(shown(change.before)), escape(shown(change.after)), reason)
         console.print(table)
+    for note in replay.notes:
+        say(f"note: {note}")
+    say("")
+    say(_headline(view), "bold")
+    say(f"samples: {'rows of the batch; they have no ids' if view.samples is None else _ids(view.samples)}")
+    if view.error is not None:
+        say(f"the step raised: {view.error}", "red")
+    if view.nonfinite is not None:
+        say(f"first value that is not finite: {_in_words(view.nonfinite)}", "bold red")
+    console.print(_microbatches(view.microbatches))
+    console.print(_parameters(view))
+    console.print(_modules(view.microbatches, by_microbatch))
+    if replay.saved is not None:
+        say(f"saved in {replay.saved}")
+
+
+def _in_words(found: NonFinite) -> str:
+    microbatch = "" if found.microbatch is None else f", microbatch {found.microbatch}"
+    sample = "" if found.sample is None else f", sample {found.sample}"
+    return f"{found.value} in {found.where}{microbatch}{sample}"
+
+
+def _verdict(check: Check) -> str:
+    if check.compared == 0:
+        return "nothing was compared: the ledger has none of these steps"
+    states = f", {check.digests} checksum{'' if check.digests == 1 else 's'} of the state" if check.digests else ""
+    counted = f"{check.compared} step{'' if check.compared == 1 else 's'}{states}"
+    if check.differs is not None:
+        return f"step {check.differs} is not what was recorded ({check.tier} was asked of {counted})"
+    if check.same_bits:
+        return f"same bits as recorded ({counted})"
+    return f"as recorded, up to rounding: {check.relative:.1e} of it at most ({counted})"
 
 
 def _headline(view: StepView) -> str:
@@ -92,18 +86,16 @@ def _headline(view: StepView) -> str:
     if view.loss is not None and view.grad_norm is not None:
         parts += [f"loss {view.loss:.6g}", f"gradient norm {view.grad_norm:.6g}"]
     parts.append(f"learning rate {', '.join(f'{rate:.4g}' for rate in view.lr)}")
-    if view.skipped:
-        parts.append("update left out")
-    if view.digest is not None:
-        parts.append(f"state {view.digest}")
+    parts += ["update left out"] if view.skipped else []
+    parts += [f"state {view.digest}"] if view.digest is not None else []
     return ", ".join(parts)
 
 
 def _microbatches(microbatches: Sequence[MicrobatchView]) -> Table:
     table = Table("microbatch", "samples", "loss", "gradient norm", "ids", box=box.SIMPLE)
-    for microbatch in microbatches:
-        numbers = (_short(microbatch.loss), _short(microbatch.grad_norm))
-        table.add_row(str(microbatch.microbatch), str(len(microbatch.samples)), *numbers, _ids(microbatch.samples, ""))
+    for one in microbatches:
+        numbers = (_short(one.loss), _short(one.grad_norm))
+        table.add_row(str(one.microbatch), str(len(one.samples)), *numbers, _ids(one.samples))
     return table
 
 
@@ -111,29 +103,27 @@ def _parameters(view: StepView) -> Table:
     table = Table("parameter", "shape", "norm", "gradient norm", "update / norm", "not finite", box=box.SIMPLE)
     for one in view.parameters:
         gradient = "none" if one.grad_norm is None else _short(one.grad_norm)
-        bad = f"[red]{one.nonfinite:,}[/red]" if one.nonfinite else ""
-        table.add_row(
-            escape(one.name), _shape(one.shape), _short(one.norm), gradient, _short(one.update_ratio, ".2e"), bad
-        )
+        cells = (_shape(one.shape), _short(one.norm), gradient, _short(one.update_ratio, ".2e"), _bad(one.nonfinite))
+        table.add_row(escape(one.name), *cells)
     return table
 
 
 def _modules(microbatches: Sequence[MicrobatchView], by_microbatch: bool) -> Table:
-    table = Table("module", "type", *(["microbatch"] if by_microbatch else []), "shape", box=box.SIMPLE)
-    for title in ("min", "mean", "max", "std", "zeros", "not finite", "peak in", "gradient norm"):
-        table.add_column(title)
+    titles = ("min", "mean", "max", "std", "zeros", "not finite", "peak in", "gradient norm")
+    table = Table("module", "type", *(["microbatch"] if by_microbatch else []), "shape", *titles, box=box.SIMPLE)
     rows = _rows_by_microbatch(microbatches) if by_microbatch else _rows_pooled(microbatches)
     for name, kind, microbatch, found, peak, gradient in rows:
         cells = [_short(value) if found.finite else "-" for value in (found.min, found.mean, found.max, found.std)]
         zeros = f"{found.zeros / found.elements:.1%}" if found.elements else "-"
-        bad = f"[red]{found.nonfinite:,}[/red]" if found.nonfinite else ""
-        where = [str(microbatch)] if by_microbatch else []
-        table.add_row(escape(name), kind, *where, _shape(found.shape), *cells, zeros, bad, peak, gradient)
+        where = [microbatch] if by_microbatch else []
+        table.add_row(
+            escape(name), kind, *where, _shape(found.shape), *cells, zeros, _bad(found.nonfinite), peak, gradient
+        )
     return table
 
 
-def _rows_by_microbatch(microbatches: Sequence[MicrobatchView]) -> Iterable[tuple[str, str, int, Statistics, str, str]]:
-    """What went in and came out, and its gradient, a row for each microbatch."""
+def _rows_by_microbatch(microbatches: Sequence[MicrobatchView]) -> Iterator[_Row]:
+    """A row for each input, output and gradient of each microbatch."""
     for microbatch in microbatches:
         for one in microbatch.activations:
             for found, sample, suffix in (
@@ -143,40 +133,36 @@ def _rows_by_microbatch(microbatches: Sequence[MicrobatchView]) -> Iterable[tupl
                 if found is not None:
                     peak = "" if sample is None else f"sample {sample}"
                     norm = _short(found.norm) if suffix else ""
-                    yield one.place.name + suffix, one.place.type, microbatch.microbatch, found, peak, norm
+                    yield one.place.name + suffix, one.place.type, str(microbatch.microbatch), found, peak, norm
 
 
-def _rows_pooled(microbatches: Sequence[MicrobatchView]) -> Iterable[tuple[str, str, int, Statistics, str, str]]:
-    """What came out of each module, of all microbatches together."""
-    places: dict[Place, list[tuple[int, Activation]]] = {}
+def _rows_pooled(microbatches: Sequence[MicrobatchView]) -> Iterable[_Row]:
+    """A row for each output, of all microbatches together; it names that of the worst value."""
+    places: dict[Place, list[tuple[Statistics, int, Activation]]] = {}
     for microbatch in microbatches:
         for one in microbatch.activations:
             if one.place.side == "output" and one.forward is not None:
-                places.setdefault(one.place, []).append((microbatch.microbatch, one))
+                places.setdefault(one.place, []).append((one.forward, microbatch.microbatch, one))
     for place, found in places.items():
-        forward = [one.forward for _, one in found if one.forward is not None]
-        backward = [one.backward for _, one in found if one.backward is not None]
-        number_of, worst = max(found, key=lambda entry: _size(entry[1].forward))
+        backward = [one.backward for _, _, one in found if one.backward is not None]
+        _, number_of, worst = max(found, key=lambda entry: (entry[0].bad is not None, abs(entry[0].peak)))
         peak = f"microbatch {number_of}" + ("" if worst.sample is None else f", sample {worst.sample}")
         norm = _short(pooled(backward).norm) if backward else ""
         name = place.name.replace(".output", "", 1)
-        yield name, place.type, number_of, pooled(forward), peak, norm
+        yield name, place.type, "", pooled([forward for forward, _, _ in found]), peak, norm
 
 
-def _size(found: Statistics | None) -> tuple[bool, float]:
-    """Chooses the microbatch that a pooled row points to: the one that is not finite, else the largest peak."""
-    return (False, 0.0) if found is None else (found.bad is not None, abs(found.peak))
-
-
-def _ids(samples: Sequence[int] | None, without: str) -> str:
-    if samples is None:
-        return without
+def _ids(samples: Sequence[int]) -> str:
     more = f" … ({len(samples):,})" if len(samples) > SHOWN_IDS else ""
     return ", ".join(map(str, samples[:SHOWN_IDS])) + more
 
 
 def _shape(shape: Sequence[int]) -> str:
     return "×".join(map(str, shape)) or "scalar"
+
+
+def _bad(count: int) -> str:
+    return f"[red]{count:,}[/red]" if count else ""
 
 
 def _short(value: float | None, form: str = ".4g") -> str:

@@ -1,8 +1,8 @@
-"""The views: what a replay saw of a step, as plain values."""
+"""The result of a replay as plain values: the step, its microbatches, parameters and activations, and the check."""
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from samestep.replay.statistics import Statistics
@@ -10,71 +10,49 @@ from samestep.train.contract_diff import Change
 from samestep.verify.ledger import FieldDifference
 
 Tier = Literal["bitwise", "allclose"]
-ROOT = "(model)"
+Side = Literal["input", "output"]
+Direction = Literal["state", "batch", "forward", "loss", "backward", "sum"]
+ROOT = "(model)"  # the name of the model itself among its modules
 
 
 @dataclass(frozen=True)
 class Place:
-    """A tensor that goes into or comes out of a module.
-
-    Attributes:
-        module: its name in the model; "(model)" for the model itself.
-        type: of the module.
-        call: which call of the module for this microbatch, from 0.
-        side: "input" or "output".
-        number: which of the tensors of that side, from 0.
-    """
+    """A tensor that goes into or comes out of a module."""
 
     module: str
-    type: str
-    call: int
-    side: Literal["input", "output"]
-    number: int
+    type: str  # the module's class
+    call: int  # of the module in this microbatch, from 0
+    side: Side
+    number: int  # of the tensor among those of its side, from 0
+    name: str = field(init=False)  # such as conv1.output, block.input.1, head#2.output (the third call)
 
-    @property
-    def name(self) -> str:
-        """Such as `conv1.output`, `block.input.1`, `head#2.output` for the third call."""
+    def __post_init__(self) -> None:
         again = f"#{self.call}" if self.call else ""
-        return f"{self.module}{again}.{self.side}" + (f".{self.number}" if self.number else "")
+        number = f".{self.number}" if self.number else ""
+        object.__setattr__(self, "name", f"{self.module}{again}.{self.side}{number}")
 
 
 @dataclass(frozen=True)
 class Activation:
-    """What was at a place, in one microbatch.
+    """The values at a place in one microbatch, and the gradient of the microbatch's summed loss times the loss scale.
 
-    Attributes:
-        place: where.
-        forward: of the values; None for what is not dense.
-        backward: of the gradient of the microbatch's loss (its sum over samples, times the loss scale); None without
-            one.
-        sample: the sample of `forward.row`: its id, or its row in the batch where samples have no ids. None where dim 0
-            is not that of the samples.
-        gradient_sample: the same of `backward.row`.
+    A sample is an id, or a row of the batch if samples have no ids; None if dim 0 is not that of the samples.
     """
 
     place: Place
-    forward: Statistics | None
-    backward: Statistics | None
-    sample: int | None
-    gradient_sample: int | None
+    forward: Statistics | None  # None for a tensor that is not dense
+    backward: Statistics | None  # None without a gradient
+    sample: int | None  # that of `forward.row`
+    gradient_sample: int | None  # that of `backward.row`
 
 
 @dataclass(frozen=True)
 class NonFinite:
-    """The first value that was not finite.
+    """The first value that was not finite; "state" is before the step, "sum" the sum over the microbatches."""
 
-    Attributes:
-        direction: "state" (before the step), "batch", "forward", "loss", "backward" or "sum" (over the microbatches).
-        where: in words.
-        value: "nan", "inf" or "-inf".
-        module: the module in which it came up; None where it was in none.
-        microbatch: the microbatch; None where it was in none.
-        sample: its id, or its row in the batch where samples have no ids; None where that cannot be told.
-    """
-
-    direction: Literal["state", "batch", "forward", "loss", "backward", "sum"]
+    direction: Direction
     where: str
-    value: str
+    value: str  # "nan", "inf" or "-inf"
     module: str | None = None
     microbatch: int | None = None
     sample: int | None = None
@@ -82,88 +60,49 @@ class NonFinite:
 
 @dataclass(frozen=True)
 class MicrobatchView:
-    """One microbatch of the step.
-
-    Attributes:
-        microbatch: its number.
-        samples: ids, or rows in the batch where samples have no ids.
-        total: the sum of the loss; None if the microbatch raised.
-        count: what it is divided by.
-        grad_norm: of the gradient of the microbatch's own mean loss; None if the microbatch raised.
-        activations: in the order of the forward.
-    """
+    """One microbatch of the step; total, count, loss and gradient norm are None if it raised."""
 
     microbatch: int
-    samples: Sequence[int]
+    samples: Sequence[int]  # ids, or rows of the batch if samples have no ids
     total: float | None
     count: float | None
-    grad_norm: float | None
-    activations: Sequence[Activation]
+    grad_norm: float | None  # of the gradient of the microbatch's own mean loss
+    activations: Sequence[Activation]  # in the order of the forward
+    loss: float | None = field(init=False)  # total / count
 
-    @property
-    def loss(self) -> float | None:
-        """The microbatch's mean loss."""
-        return None if self.total is None or self.count is None else ratio(self.total, self.count)
+    def __post_init__(self) -> None:
+        is_known = self.total is not None and self.count is not None
+        object.__setattr__(self, "loss", ratio(self.total or 0.0, self.count or 0.0) if is_known else None)
 
 
 @dataclass(frozen=True)
 class ParameterView:
-    """One parameter in the step.
-
-    Attributes:
-        name: in the model.
-        shape: its own.
-        norm: its 2-norm before the step.
-        grad_norm: of the gradient of the mean loss over the batch, before clipping; None where no microbatch used it.
-        nonfinite: elements of that gradient that are not finite.
-        update_norm: of what the step added to it; None if the step did not end.
-    """
+    """One parameter in the step; the gradient is that of the mean loss over the batch, before clipping."""
 
     name: str
     shape: Sequence[int]
-    norm: float
-    grad_norm: float | None
-    nonfinite: int
-    update_norm: float | None
-
-    @property
-    def update_ratio(self) -> float | None:
-        """The size of the update relative to the parameter."""
-        return None if self.update_norm is None else ratio(self.update_norm, self.norm)
+    norm: float  # before the step
+    grad_norm: float | None  # None if no microbatch used the parameter
+    nonfinite: int  # elements of the gradient that are not finite
+    update_norm: float | None  # of the difference that the step made; None if it raised
+    update_ratio: float | None  # update_norm / norm
 
 
 @dataclass(frozen=True)
 class StepView:
-    """The step that was asked for.
-
-    Attributes:
-        step: its number, from 0.
-        epoch: from 0; None where it is not known.
-        position: samples of the epoch before it; None where it is not known.
-        samples: ids of the whole batch in order, or None where samples have no ids.
-        num_samples: of the batch.
-        loss: the mean over the batch; None if the step raised.
-        grad_norm: before clipping; None if the step raised.
-        lr: of each parameter group.
-        skipped: whether the update was left out.
-        digest: the checksum of the state after the step, 16 hexadecimal digits; None if the step raised.
-        error: what the step raised, in words; None if it ended well.
-        nonfinite: the first value that was not finite, if one was.
-        microbatches: in order; those that ran.
-        parameters: in the model's order.
-    """
+    """The step that was replayed; loss, gradient norm and digest are None if it raised."""
 
     step: int
-    epoch: int | None
-    position: int | None
-    samples: Sequence[int] | None
+    epoch: int | None  # from 0; None if unknown
+    position: int | None  # samples of the epoch before the step; None if unknown
+    samples: Sequence[int] | None  # the batch's ids in order; None if samples have no ids
     num_samples: int
     loss: float | None
-    grad_norm: float | None
+    grad_norm: float | None  # before clipping
     lr: Sequence[float]
     skipped: bool
-    digest: str | None
-    error: str | None
+    digest: str | None  # the checksum of the state after the step, 16 hexadecimal digits
+    error: str | None  # the exception that the step raised, in words
     nonfinite: NonFinite | None
     microbatches: Sequence[MicrobatchView]
     parameters: Sequence[ParameterView]
@@ -171,70 +110,40 @@ class StepView:
 
 @dataclass(frozen=True)
 class Check:
-    """How the replayed steps compare with the recorded ones.
-
-    Attributes:
-        tier: what was asked of them: "bitwise" where nothing has changed that decides the bits, else "allclose".
-        first: the first step that was replayed.
-        compared: how many steps were compared.
-        digests: after how many of them a checksum of the state was, too.
-        differs: the first step that is not what was recorded, by the tier; None if all are.
-        fields: what differs in it.
-        relative: the largest relative difference of a loss or gradient norm in all steps; 0 if all are the same bits.
-        same_bits: whether all that was compared is the same to the bit.
-        reason: where to look, if a step differs.
-    """
+    """The comparison of the replayed steps with the ledger: `bitwise` unless something that decides bits changed."""
 
     tier: Tier
-    first: int
-    compared: int
-    digests: int
-    differs: int | None
-    fields: Sequence[FieldDifference]
-    relative: float
+    first: int  # the first step that was replayed
+    compared: int  # steps that were compared
+    digests: int  # steps after which the checksums of the state were compared
+    differs: int | None  # the first step that differs, by the tier
+    fields: Sequence[FieldDifference]  # that differ in it
+    relative: float  # the largest relative difference of a loss or gradient norm
     same_bits: bool
-    reason: str | None
+    reason: str | None  # where to look, if a step differs
 
 
 @dataclass(frozen=True)
 class Replay:
-    """What came of a replay.
-
-    Attributes:
-        run: the run's folder.
-        device: on which it was replayed.
-        start: the name of the checkpoint it began with; None for the beginning of the run.
-        view: the step that was asked for.
-        check: how the steps up to and with it compare with the ledger.
-        changes: between the contract of the recorded run and that of the replay.
-        notes: what else should be known, as sentences.
-        saved: the folder with the tensors; None if none were asked for.
-    """
+    """The result of a replay."""
 
     run: str
     device: str
-    start: str | None
+    start: str | None  # the checkpoint's name; None for the beginning of the run
     view: StepView
     check: Check
-    changes: Sequence[Change]
+    changes: Sequence[Change]  # from the recorded run's contract to that of the replay
     notes: Sequence[str]
-    saved: str | None
+    saved: str | None  # the folder with the tensors
 
     @property
     def holds(self) -> bool:
-        """Whether the recorded run is what its ledger says, as far as was compared."""
+        """Whether all steps that were compared are as recorded."""
         return self.check.differs is None
 
     def as_json(self) -> dict[str, Any]:
         """A JSON object; numbers that are not finite are "nan", "inf" and "-inf"."""
-        value = asdict(self)
-        for microbatch, view in zip(value["view"]["microbatches"], self.view.microbatches, strict=True):
-            microbatch["loss"] = view.loss
-            for entry, activation in zip(microbatch["activations"], view.activations, strict=True):
-                entry["place"]["name"] = activation.place.name
-        for entry, parameter in zip(value["view"]["parameters"], self.view.parameters, strict=True):
-            entry["update_ratio"] = parameter.update_ratio
-        plain: dict[str, Any] = _plain({**value, "holds": self.holds})
+        plain: dict[str, Any] = _plain({**asdict(self), "holds": self.holds})
         return plain
 
 
@@ -244,7 +153,6 @@ def ratio(part: float, whole: float) -> float:
 
 
 def _plain(value: Any) -> Any:
-    """A value as JSON has it."""
     if isinstance(value, Mapping):
         return {key: _plain(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):

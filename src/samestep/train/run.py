@@ -41,6 +41,7 @@ from samestep.train.determinism import (
     own_device,
     restore_generators,
 )
+from samestep.train.rerun import current_rerun
 from samestep.train.signals import stopping_on_request
 
 if TYPE_CHECKING:
@@ -101,6 +102,9 @@ class Run:
         profile: str | Path | None = None,
         mesh: Mapping[str, int] | None = None,
     ) -> None:
+        if (rerun := current_rerun()) is not None:
+            device, shares, spares, communicator = rerun.device, None, 0, None
+            num_threads = rerun.num_threads if num_threads is None else num_threads
         count = check_contract(global_batch_size, num_microbatches, reduction, seed)
         if num_threads is not None and (not isinstance(num_threads, int) or num_threads < 1):
             raise UsageError(f"got num_threads={num_threads!r}; it must be 1 or more (--num-threads)")

@@ -31,6 +31,7 @@ from samestep.train.epoch import (
 )
 from samestep.train.exceptions import on_main
 from samestep.train.paths import CHECKPOINT_FOLDER, WEIGHTS_FILE
+from samestep.train.rerun import current_rerun
 from samestep.train.run import Run
 from samestep.train.runlog.ledger import learning_rates
 from samestep.train.runlog.loggers import Logger
@@ -95,6 +96,9 @@ class Trainer:
         resume_command: str | None = None,
         **step_options: Any,
     ) -> None:
+        if (rerun := current_rerun()) is not None:
+            step_options = rerun.change_options(self, run_dir, step_options)
+            run_dir, loggers = None, ()
         self.run = run
         self.model = model
         self.step = run.train_step(model, optimizer, loss_fn, **step_options)
@@ -179,6 +183,8 @@ class Trainer:
             raise UsageError(f"got epochs={epochs}; it must be 1 or more (--epochs)")
         if eval_data is not None and not metrics:
             raise UsageError("eval_data needs metrics, for example metrics={'accuracy': samestep.metrics.accuracy}")
+        if (rerun := current_rerun()) is not None:
+            resume, allow_contract_change = rerun.checkpoint(self), True
         progress = self._progress
         done = len(self.history)
         loader = make_loader(self.run, dataset, done, num_workers, shuffle)
