@@ -38,7 +38,6 @@ CYCLES = (  # modules that import each other, for type checking too: this may on
     "engine.factory engine.gradients engine.graphs engine.microbatches engine.observer engine.pipelining.gradients "
     "engine.pipelining.stage_runner engine.pipelining.strategy engine.replicate engine.sharding.exchange "
     "engine.sharding.gradients engine.sharding.strategy engine.step engine.strategy engine.tensor_parallel",
-    "estimate.architectures estimate.workload",
 )
 SMALL = 70
 SMALL_MODULES = """

@@ -18,8 +18,8 @@ from typer.testing import CliRunner
 
 from samestep.cli.replay import replay as replay_command
 from samestep.errors import DeviceError, NonFiniteError, UsageError, WorkerError
-from samestep.replay.program import program_of
 from samestep.replay.replaying import replay
+from samestep.replay.rerun import program_of
 from samestep.train.runlog.ledger import from_line, to_line
 from samestep.verify.ledger import read_ledger
 

@@ -1,18 +1,51 @@
-"""`samestep estimate`: memory, step time and the layout to take, before any device is rented."""
+"""`samestep estimate`: memory, step time and the recommended layout, before any device is rented."""
 
 import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from typing import Annotated
 
 import typer
 
+from samestep.cli.options import option, with_options
 from samestep.recipes.catalog import NAMES
 from samestep.recipes.options import own_options_in_words
 
-MODEL_PANEL = "The model"
-LAYOUT_PANEL = "The layout; options that are left out are searched"
-SPEED_PANEL = "Measurements"
+MODEL = {"panel": "The model"}
+LAYOUT = {"panel": "The layout; options that are left out are searched"}
+MEASURED = "Measurements"
 
 
+@dataclass(frozen=True)
+class ModelOptions:
+    """The model's optimizer, samples and data."""
+
+    optimizer: str | None = option("sgd, adam or adamw.", **MODEL)
+    input_shape: str | None = option("Sizes of one sample, such as 3,224,224.", **MODEL)
+    input_dtype: str = option("Of the samples.", "float32", **MODEL)
+    target_shape: str | None = option('Sizes of one target; "" is one number. Without it: no loss.', **MODEL)
+    target_dtype: str = option("int64 targets are classes.", "int64", **MODEL)
+    own: Sequence[str] | None = option(
+        f"A recipe's own option, as name=value; may be repeated: {own_options_in_words()}.",
+        flags=("--option", "-o"),
+        repeated=True,
+        **MODEL,
+    )
+    data: str | None = option("A recipe's data, as `samestep train` takes it.", **MODEL)
+
+
+@dataclass(frozen=True)
+class LayoutOptions:
+    """The layout of model and batch on the devices, as far as it is not searched."""
+
+    num_microbatches: int | None = option("Microbatches of a global batch.", **LAYOUT)
+    strategy: str | None = option("replicate, sharded or pipeline.", **LAYOUT)
+    shard_optimizer: bool | None = option("Shard the optimizer state (ZeRO-1).", negated=True, **LAYOUT)
+    pipe: int | None = option("Stages of a pipeline.", **LAYOUT)
+    checkpointing: bool | None = option("Recompute each block in the backward.", negated=True, **LAYOUT)
+
+
+@with_options
 def estimate(
     model: Annotated[
         str,
@@ -23,6 +56,8 @@ def estimate(
             "nn.Module or (model, loss_fn, batch).",
         ),
     ],
+    about: ModelOptions,
+    layout: LayoutOptions,
     devices: Annotated[
         str,
         typer.Option(
@@ -32,60 +67,12 @@ def estimate(
     nodes: Annotated[int | None, typer.Option(help="How many such nodes.")] = None,
     global_batch_size: Annotated[int | None, typer.Option(help="Samples of one optimizer step.")] = None,
     precision: Annotated[str, typer.Option(help="32-true, bf16-mixed or 16-mixed.")] = "32-true",
-    optimizer: Annotated[str | None, typer.Option(rich_help_panel=MODEL_PANEL, help="sgd, adam or adamw.")] = None,
-    input_shape: Annotated[
-        str | None, typer.Option(rich_help_panel=MODEL_PANEL, help="Sizes of one sample, such as 3,224,224.")
-    ] = None,
-    input_dtype: Annotated[str, typer.Option(rich_help_panel=MODEL_PANEL, help="Of the samples.")] = "float32",
-    target_shape: Annotated[
-        str | None,
-        typer.Option(rich_help_panel=MODEL_PANEL, help='Sizes of one target; "" is one number. Without it: no loss.'),
-    ] = None,
-    target_dtype: Annotated[
-        str, typer.Option(rich_help_panel=MODEL_PANEL, help="int64 targets are classes.")
-    ] = "int64",
-    option: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--option",
-            "-o",
-            rich_help_panel=MODEL_PANEL,
-            help=f"A recipe's own option, as name=value; may be repeated: {own_options_in_words()}.",
-        ),
-    ] = None,
-    data: Annotated[
-        str | None, typer.Option(rich_help_panel=MODEL_PANEL, help="A recipe's data, as `samestep train` takes it.")
-    ] = None,
-    num_microbatches: Annotated[
-        int | None, typer.Option(rich_help_panel=LAYOUT_PANEL, help="Microbatches of a global batch.")
-    ] = None,
-    strategy: Annotated[
-        str | None,
-        typer.Option(rich_help_panel=LAYOUT_PANEL, help="replicate, sharded or pipeline."),
-    ] = None,
-    shard_optimizer: Annotated[
-        bool | None,
-        typer.Option(
-            "--shard-optimizer/--no-shard-optimizer",
-            rich_help_panel=LAYOUT_PANEL,
-            help="Shard the optimizer state (ZeRO-1).",
-        ),
-    ] = None,
-    pipe: Annotated[int | None, typer.Option(rich_help_panel=LAYOUT_PANEL, help="Stages of a pipeline.")] = None,
-    checkpointing: Annotated[
-        bool | None,
-        typer.Option(
-            "--checkpointing/--no-checkpointing",
-            rich_help_panel=LAYOUT_PANEL,
-            help="Recompute each block in the backward.",
-        ),
-    ] = None,
-    node_gbits: Annotated[
-        float | None, typer.Option(rich_help_panel=SPEED_PANEL, help="Gbit/s of a node to others.")
-    ] = None,
+    node_gbits: Annotated[float | None, typer.Option(rich_help_panel=MEASURED, help="Gbit/s of a node to others.")] = (
+        None
+    ),
     rate: Annotated[
         float | None,
-        typer.Option(rich_help_panel=SPEED_PANEL, help="Samples, images or tokens a second on one such device."),
+        typer.Option(rich_help_panel=MEASURED, help="Samples, images or tokens a second on one such device."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
 ) -> None:
@@ -97,6 +84,7 @@ def estimate(
     from dataclasses import replace
 
     from samestep.errors import UsageError
+    from samestep.estimate.architectures import DECODERS, published
     from samestep.estimate.estimate import estimate as make_estimate
     from samestep.estimate.hardware import read_cluster
     from samestep.estimate.output import print_estimate
@@ -107,25 +95,20 @@ def estimate(
 
     cluster = read_cluster(devices, nodes, node_gbits)
     if model in NAMES:
-        workload = recipe_workload(model, data, pairs(option or []))
-    elif option or data:
+        workload = recipe_workload(model, about.data, pairs(about.own or []))
+    elif about.own or about.data:
         raise UsageError(f"got --option or --data, and {model} is no recipe; the recipes: {', '.join(NAMES)}")
+    elif model in DECODERS:
+        workload = published(model)
     else:
-        workload = load_workload(model, NAMES, input_shape, input_dtype, target_shape, target_dtype)
-    if optimizer is not None:
-        if optimizer not in OPTIMIZERS:
-            raise UsageError(f"got --optimizer {optimizer!r}; it is one of {', '.join(OPTIMIZERS)}")
-        workload = replace(workload, optimizer=optimizer, settings={})
-    request = Request(
-        batch_size=workload.global_batch_size if global_batch_size is None else global_batch_size,
-        precision=precision,
-        num_microbatches=num_microbatches,
-        strategy=strategy,
-        shard_optimizer=shard_optimizer,
-        pipe=pipe,
-        checkpointing=checkpointing,
-        rate=rate,
-    )
+        shapes = (about.input_shape, about.input_dtype, about.target_shape, about.target_dtype)
+        workload = load_workload(model, (*NAMES, *DECODERS), *shapes)
+    if about.optimizer is not None:
+        if about.optimizer not in OPTIMIZERS:
+            raise UsageError(f"got --optimizer {about.optimizer!r}; it is one of {', '.join(OPTIMIZERS)}")
+        workload = replace(workload, optimizer=about.optimizer, settings={})
+    batch_size = workload.global_batch_size if global_batch_size is None else global_batch_size
+    request = Request(batch_size, precision, rate=rate, **asdict(layout))
     typer.echo(f"samestep: tracing {workload.name}; large models take a minute", err=True)
     found = make_estimate(workload, cluster, request)
     if as_json:

@@ -33,7 +33,8 @@ Devices = Annotated[
 NumThreads = Annotated[int, typer.Option(min=1, max=MAX_THREADS, help=THREADS, show_default=False)]
 
 
-def _option(help: str, default: Any = None, **more: Any) -> Any:
+def option(help: str, default: Any = None, **more: Any) -> Any:
+    """A field that is an option."""
     return field(default=default, metadata={"help": help, **more})
 
 
@@ -41,55 +42,55 @@ def _option(help: str, default: Any = None, **more: Any) -> Any:
 class WorkerOptions:
     """Where workers run and how they start: `samestep train` and `run`."""
 
-    devices: str | None = _option(
+    devices: str | None = option(
         'auto (the default), 4 (how many), "0,4" (which), cuda:0, cpu:2, free:2 (idle ones).', metavar="SPEC"
     )
-    nproc_per_node: str | None = _option(
+    nproc_per_node: str | None = option(
         "torchrun's spelling of --devices: a number, auto, gpu or cpu (one worker a core).", metavar="N"
     )
-    start_method: str | None = _option("How workers are started; fork where it is safe.", metavar="fork|spawn")
+    start_method: str | None = option("How workers are started; fork where it is safe.", metavar="fork|spawn")
 
 
 @dataclass(frozen=True)
 class NodeOptions:
     """On how many machines a run is, in torchrun's words: `samestep train` and `run`."""
 
-    nnodes: str | None = _option("On how many machines; 1 by default.", metavar="N|MIN:MAX", panel=SEVERAL_MACHINES)
-    node_rank: int | None = _option("This machine's number.", metavar="R", panel=SEVERAL_MACHINES)
-    rdzv_endpoint: str | None = _option(
+    nnodes: str | None = option("On how many machines; 1 by default.", metavar="N|MIN:MAX", panel=SEVERAL_MACHINES)
+    node_rank: int | None = option("This machine's number.", metavar="R", panel=SEVERAL_MACHINES)
+    rdzv_endpoint: str | None = option(
         "Where they meet: at one of the machines.", metavar="HOST:PORT", panel=SEVERAL_MACHINES
     )
-    rdzv_id: str | None = _option("Names the run, alike on all.", metavar="ID", panel=SEVERAL_MACHINES)
-    rdzv_backend: str | None = _option(
+    rdzv_id: str | None = option("Names the run, alike on all.", metavar="ID", panel=SEVERAL_MACHINES)
+    rdzv_backend: str | None = option(
         "c10d unless machines have numbers.", metavar="c10d|static", panel=SEVERAL_MACHINES
     )
-    rdzv_conf: str | None = _option("Such as join_timeout=60.", metavar="NAME=N,…", panel=SEVERAL_MACHINES)
-    master_addr: str | None = _option("Machine 0, for machines with numbers.", metavar="HOST", panel=SEVERAL_MACHINES)
-    master_port: int | None = _option("A free port there; 29500.", metavar="PORT", panel=SEVERAL_MACHINES)
+    rdzv_conf: str | None = option("Such as join_timeout=60.", metavar="NAME=N,…", panel=SEVERAL_MACHINES)
+    master_addr: str | None = option("Machine 0, for machines with numbers.", metavar="HOST", panel=SEVERAL_MACHINES)
+    master_port: int | None = option("A free port there; 29500.", metavar="PORT", panel=SEVERAL_MACHINES)
 
 
 @dataclass(frozen=True)
 class ScriptOptions:
     """How an existing script is run: `samestep run` and `verify`."""
 
-    module: bool = _option("SCRIPT is a module, as in `python -m`.", False, flags=("-m", "--module"))
-    wrap: str | None = _option(
+    module: bool = option("SCRIPT is a module, as in `python -m`.", False, flags=("-m", "--module"))
+    wrap: str | None = option(
         "Share out this variable or class of a script that wraps nothing itself; its batches lie along DIM, or 0.",
         metavar="NAME[:DIM]",
     )
-    adopt: bool | None = _option(
+    adopt: bool | None = option(
         "Run SCRIPT as if alone, and share its DataParallel out; or leave ranks to it, as torchrun does. By default "
         "SCRIPT is read to find out.",
         flags=("--adopt/--no-adopt",),
         show_default=False,
     )
-    num_microbatches: int | None = _option(
+    num_microbatches: int | None = option(
         "Of a script of one process: into how many chunks a wrapped forward is cut, on any devices. By default the "
         "script decides; under verify, the most devices that are compared.",
         metavar="V",
         min=1,
     )
-    seed: int | None = _option(
+    seed: int | None = option(
         "Of a script of one process: seeds every generator at its start; by default a random seed, under verify 0."
     )
 
@@ -152,7 +153,7 @@ def _parameter(each: Field[Any], kind: Any, only_given: bool) -> inspect.Paramet
     default = None if only_given or each.default is None else each.default
     if default is None:
         base = base | None
-    option = typer.Option(
+    found = typer.Option(
         *flags,
         help=about["help"],
         metavar=about.get("metavar"),
@@ -162,7 +163,7 @@ def _parameter(each: Field[Any], kind: Any, only_given: bool) -> inspect.Paramet
         max=about.get("max"),
     )
     return inspect.Parameter(
-        each.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[base, option]
+        each.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[base, found]
     )
 
 

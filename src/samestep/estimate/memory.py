@@ -26,7 +26,7 @@ class Memory:
     buffers: float  # the model's, and the samples of this rank's microbatches
     communication: float  # gradients in transit, and gathered parameters
     device: float  # the driver's context, libraries, and partly empty segments of the allocator
-    phase: str  # "backward", "exchange" or "update"
+    phase: str  # "backward", "sum", "exchange", "update" or "gather"
 
     @property
     def total(self) -> float:
@@ -66,19 +66,24 @@ def _of_stage(trace: Trace, layout: Layout, kind: DeviceKind, stage: int) -> Mem
         # Blocks from all other ranks, and the gathered total (see `samestep.comm.reduction`).
         in_transit = (num_received + (not layout.is_optimizer_sharded)) * gradient
     activations, fresh = _backward_peak(trace, layout, stage)
-    update = trace.update_temporary * own * weights[PARAMETERS] / max(1, trace.weights[:, PARAMETERS].sum())
+    shrunk = 1 / layout.data if is_state_sharded else 1.0
+    update = trace.update_temporary * shrunk * weights[PARAMETERS] / max(1, trace.weights[:, PARAMETERS].sum())
     phases = {  # gradients, activations, communication, temporary memory of the update
         "backward": (waiting + fresh, activations, gathered, 0.0),
         "sum": (sums + copied, 0.0, gathered, 0.0),
         "exchange": (num_blocks * gradient, 0.0, max(in_transit, gathered), 0.0),
         "update": (num_blocks * gradient, 0.0, gradient if in_transit else 0.0, update),
     }
+    if layout.is_optimizer_sharded and in_transit:
+        # Each rank's updated elements and the parameters that they are gathered to, while the gradients of its local
+        # shards still keep what the exchange received.
+        phases["gather"] = (in_transit, 0.0, (1 + shrunk) * weights[PARAMETERS], 0.0)
     phase = max(phases, key=lambda name: sum(phases[name]))
     gradients, activations, communication, temporary = phases[phase]
     return Memory(
         parameters=weights[PARAMETERS] * own,
         gradients=gradients,
-        optimizer=weights[STATE] / (layout.data if is_state_sharded else 1) + temporary,
+        optimizer=weights[STATE] * shrunk + temporary,
         activations=activations,
         buffers=trace.buffers + trace.batch * layout.microbatches_per_group,
         communication=communication,

@@ -1,4 +1,4 @@
-"""The workload of an estimate: a model with its loss, batches and optimizer; a published one, or a user's function."""
+"""The workload of an estimate: a model with its loss, batches and optimizer; of a user's function, for example."""
 
 import difflib
 import importlib
@@ -68,23 +68,18 @@ def batch_like(sample: Any, count: int) -> Any:
 
 def load_workload(
     name: str,
-    recipes: Sequence[str],
+    known: Sequence[str],
     input_shape: str | None,
     input_dtype: str,
     target_shape: str | None,
     target_dtype: str,
 ) -> Workload:
-    """The workload of a published name or of `FILE.py:function` or `package.module:function`; raises `UsageError`.
+    """The workload of `FILE.py:function` or `package.module:function`; other names are not among the known ones.
 
     The function returns a model, whose samples the shapes describe, or (model, loss function, batch). Without a target
     shape the loss is the sum of the outputs; integer targets are classes, others are compared by mean square.
     """
-    from samestep.estimate.architectures import DECODERS, published
-
-    if name in DECODERS:
-        return published(name)
     if ":" not in name:
-        known = (*recipes, *DECODERS)
         close = difflib.get_close_matches(name.lower(), known, n=1)
         hint = f"did you mean {close[0]!r}? " if close else ""
         raise UsageError(

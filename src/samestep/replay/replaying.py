@@ -9,8 +9,7 @@ import torch
 from samestep.comm.environment import Environment, read_environment
 from samestep.errors import DataError, UsageError
 from samestep.replay.observed_step import ObservedStep
-from samestep.replay.program import program_of
-from samestep.replay.rerun import Compared, ProgramRerun
+from samestep.replay.rerun import Compared, ProgramRerun, program_of
 from samestep.replay.saving import Saver, check_folder
 from samestep.replay.views import Check, Replay, Tier
 from samestep.train.checkpoint.resume import find_state
