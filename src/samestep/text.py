@@ -1,7 +1,11 @@
-"""Text for people: what others wrote (names, values, files) cut to a readable length, and kept from the terminal."""
+"""Text for people: names, values and messages of a readable length, without control characters."""
 
 import re
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
 
 MAX_WORD: Final = 300
 MAX_LINE: Final = 1000
@@ -17,6 +21,30 @@ def one_line(text: Any) -> str:
 def readable(text: str) -> str:
     """A message, each of its lines as `one_line`, of which long words and long lines lose their middle."""
     return "\n".join(map(_short, text.split("\n")))
+
+
+def counted(number: Any, noun: str) -> str:
+    """`1 device`, `1,200 devices`, `8 microbatches`."""
+    text = f"{number:,}" if isinstance(number, int) else str(number)
+    return f"{text} {noun}{'' if number == 1 else 'es' if noun.endswith('tch') else 's'}"
+
+
+def make_console() -> "Console":
+    """The console for tables on stdout; in a file or a pipe nothing is folded or cut."""
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = 200
+    return console
+
+
+def make_table(*titles: str) -> "Table":
+    """A table with a line under its titles."""
+    from rich import box
+    from rich.table import Table
+
+    return Table(*titles, box=box.SIMPLE)
 
 
 def _short(line: str) -> str:

@@ -15,9 +15,9 @@ from worlds import in_turns
 
 from samestep.comm.environment import Environment
 from samestep.devices.selection import select
+from samestep.doctor.check_table import check_ranks
 from samestep.doctor.collective_checks import Verdict, check_clocks, combine, transports
 from samestep.doctor.collectives import COLLECTIVES, difference, speed
-from samestep.doctor.local import check_ranks
 
 TRANSPORT_OWN = [collective for collective in COLLECTIVES if not collective.is_torch]
 BY_NAME = {collective.name: collective for collective in COLLECTIVES}

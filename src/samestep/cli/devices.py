@@ -5,6 +5,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from samestep.devices.device import gib
+from samestep.text import counted, make_console, make_table
+
 if TYPE_CHECKING:
     from rich.table import Table
 
@@ -62,13 +65,7 @@ def _as_dict(inventory: "Inventory") -> dict[str, object]:
 
 
 def _print_table(inventory: "Inventory") -> None:
-    from rich.console import Console
-
-    from samestep.devices.device import counted, gib
-
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = 200  # nothing is folded or cut in a file or a pipe
+    console = make_console()
     if inventory.devices:
         console.print(_table(inventory.devices, "device"))
     if inventory.unusable:
@@ -83,13 +80,9 @@ def _print_table(inventory: "Inventory") -> None:
 
 
 def _table(rows: "tuple[Device, ...]", title: str) -> "Table":
-    from rich import box
     from rich.markup import escape
-    from rich.table import Table
 
-    from samestep.devices.device import gib
-
-    table = Table(title, "name", "memory used", "load", "°C", "processes", "links", box=box.SIMPLE)
+    table = make_table(title, "name", "memory used", "load", "°C", "processes", "links")
     for device in rows:
         table.add_row(
             device.torch_name,
@@ -104,8 +97,6 @@ def _table(rows: "tuple[Device, ...]", title: str) -> "Table":
 
 
 def _processes(device: "Device") -> str:
-    from samestep.devices.device import gib
-
     return "\n".join(
         f"{process.name} {process.pid}" + ("" if process.memory is None else f" ({gib(process.memory)})")
         for process in device.processes

@@ -1,26 +1,35 @@
-"""`samestep ledger`: what a run recorded of its steps, and the first step in which two runs differ."""
+"""`samestep ledger`: the recorded steps and events of a run, and the first step in which two runs differ."""
 
 import json
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from samestep.text import one_line
+from samestep.text import counted, make_console, make_table, one_line
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from samestep.train.contract_diff import Change
-    from samestep.verify.ledger import Difference, Extent, FieldDifference, Ledger
+    from samestep.verify.ledger import Difference, Extent, Ledger
 
 SHOWN_STEPS = 20
 SHOWN_NOTES = 5
-MAX_ULPS = 2**24  # beyond, the number of floats between two says nothing to a reader
 
 app = typer.Typer(no_args_is_help=True, help="Shows what a run recorded of its steps, and compares two runs.")
 _Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
 _RunArgument = typer.Argument(metavar="RUN", help="A run's folder, or a ledger.")
+
+
+@dataclass(frozen=True)
+class _Comparison:
+    paths: tuple[Path, Path]
+    ledgers: "tuple[Ledger, Ledger]"
+    extent: "Extent"
+    difference: "Difference | None"
+    changes: "list[Change] | None"  # of the contracts; None if one of them cannot be read
 
 
 @app.command("diff")
@@ -35,20 +44,23 @@ def diff(
     norm and state of every step that both have.
     """
     from samestep.errors import UsageError
+    from samestep.train.contract_diff import differences
     from samestep.verify.ledger import compare, extent
+    from samestep.verify.runs import read_contract
 
-    ledgers = [_read(path) for path in (a, b)]
+    ledgers = _read(a), _read(b)
     reach = extent(*ledgers)
     if reach.common == 0:
         counts = " and ".join(f"{len(ledger.steps)} in {path}" for ledger, path in zip(ledgers, (a, b), strict=True))
         raise UsageError(f"got ledgers without a step in common ({counts}); name two runs that took the same steps")
-    difference = compare(*ledgers)
-    changes = _contract_changes(a, b)
+    before, after = (read_contract(path if path.is_dir() else path.parent) for path in (a, b))
+    changes = None if before is None or after is None else differences(before, after)
+    found = _Comparison((a, b), ledgers, reach, compare(*ledgers), changes)
     if as_json:
-        print(json.dumps(_diff_as_json(a, b, ledgers, reach, difference, changes)))
+        print(json.dumps(_as_json(found)))
     else:
-        _print_diff(a, b, ledgers, reach, difference, changes)
-    if difference is not None:
+        _print_comparison(found)
+    if found.difference is not None:
         raise typer.Exit(1)
 
 
@@ -59,7 +71,7 @@ def show(
     events: Annotated[bool, typer.Option("--events", help="Events instead of steps.")] = False,
     as_json: _Json = False,
 ) -> None:
-    """Shows the last steps of a run and what happened meanwhile, or its last events."""
+    """Shows the last steps of a run with the events meanwhile, or its last events."""
     ledger = _read(run)
     steps = [] if events else list(ledger.steps.values())[-last:]
     begin = steps[0]["step"] if steps else 0
@@ -68,7 +80,7 @@ def show(
         facts = {"num_steps": len(ledger.steps), "num_events": len(ledger.events)}
         print(json.dumps({**facts, "steps": steps, "events": shown, "notes": _notes(ledger)}))
         return
-    console = _console()
+    console = make_console()
     if steps:
         _print_steps(console, steps)
     if shown:
@@ -80,7 +92,7 @@ def show(
 
 
 def _read(path: Path) -> "Ledger":
-    """A ledger; what is none is bad usage."""
+    """A ledger; raises a `UsageError` for a file that is none."""
     from samestep.errors import DataError, UsageError
     from samestep.verify.ledger import read_ledger
 
@@ -90,21 +102,14 @@ def _read(path: Path) -> "Ledger":
         raise UsageError(str(error)) from error
 
 
-def _contract_changes(a: Path, b: Path) -> "list[Change] | None":
-    """The fields in which the contracts differ; None where one of them is not there."""
-    from samestep.train.contract_diff import differences
-    from samestep.verify.runs import read_contract
-
-    contracts = [read_contract(path if path.is_dir() else path.parent) for path in (a, b)]
-    return None if contracts[0] is None or contracts[1] is None else differences(contracts[0], contracts[1])
-
-
 def _notes(ledger: "Ledger") -> list[str]:
-    """What a reader should know of a ledger, besides its lines."""
+    """Sentences on damaged lines and on steps that were taken twice with different results."""
+    from samestep.replay.difference_tables import ledger_value
+
     notes = ["the last line is unfinished, and left out"] if ledger.torn else []
     notes += [
-        f"step {repeat.step} was taken twice and came out otherwise: {repeat.field} {_value(repeat.before)} before, "
-        f"{_value(repeat.after)} after"
+        f"step {repeat.step} was taken twice and came out otherwise: {repeat.field} {ledger_value(repeat.before)} "
+        f"before, {ledger_value(repeat.after)} after"
         for repeat in ledger.repeats_that_differ[:SHOWN_NOTES]
     ]
     notes += [*ledger.problems[:SHOWN_NOTES]]
@@ -114,162 +119,79 @@ def _notes(ledger: "Ledger") -> list[str]:
 
 def _headline(difference: "Difference | None", reach: "Extent") -> str:
     """The result of a comparison in one sentence."""
+    from samestep.replay.difference_tables import field_name
+
     if difference is None:
-        states = [f"{_counted(reach.digests, 'checksum')} of the state"] if reach.digests else []
+        states = [f"{counted(reach.digests, 'checksum')} of the state"] if reach.digests else []
         states += ["the digest of the final state"] if reach.final else []
         tail = f", and in {' and '.join(states)}" if states else "; no checksum of the state was compared"
-        return f"the same bits in {_counted(reach.common, 'step')}{tail}"
-    names = [_name(change.field) for change in difference.fields]
+        return f"the same bits in {counted(reach.common, 'step')}{tail}"
+    names = [field_name(change.field) for change in difference.fields]
     what = " and ".join((", ".join(names[:-1]), names[-1]) if len(names) > 1 else names)
-    before = f"the {_counted(difference.agreed, 'step')} before it agree" if difference.agreed else "none is before it"
+    before = f"the {counted(difference.agreed, 'step')} before it agree" if difference.agreed else "none is before it"
     if difference.agreed == 1:
         before = "the one before it agrees"
     return f"step {difference.step} is the first that differs, in {what}; {before}"
 
 
-def _diff_as_json(
-    a: Path,
-    b: Path,
-    ledgers: "list[Ledger]",
-    reach: "Extent",
-    difference: "Difference | None",
-    changes: "list[Change] | None",
-) -> dict[str, Any]:
-    from dataclasses import asdict
-
+def _as_json(found: _Comparison) -> dict[str, Any]:
     from samestep.verify.ledger import cause
 
+    difference = found.difference
     return {
-        "a": str(a),
-        "b": str(b),
-        **asdict(reach),
+        "a": str(found.paths[0]),
+        "b": str(found.paths[1]),
+        **asdict(found.extent),
         "difference": None if difference is None else {**asdict(difference), "cause": cause(difference)},
-        "contract": None if changes is None else [asdict(change) for change in changes],
-        "notes": {"a": _notes(ledgers[0]), "b": _notes(ledgers[1])},
+        "contract": None if found.changes is None else [asdict(change) for change in found.changes],
+        "notes": {name: _notes(ledger) for name, ledger in zip("ab", found.ledgers, strict=True)},
     }
 
 
-def _print_diff(
-    a: Path,
-    b: Path,
-    ledgers: "list[Ledger]",
-    reach: "Extent",
-    difference: "Difference | None",
-    changes: "list[Change] | None",
-) -> None:
+def _print_comparison(found: _Comparison) -> None:
+    from samestep.replay.difference_tables import changes_table, fields_table
     from samestep.verify.ledger import cause
 
-    console = _console()
-    for letter, path, ledger, alone in (("A", a, ledgers[0], reach.only_a), ("B", b, ledgers[1], reach.only_b)):
-        only = f", {alone:,} of them not in {'B' if letter == 'A' else 'A'}" if alone else ""
-        console.print(f"{letter}: {one_line(path)}, {_counted(len(ledger.steps), 'step')}{only}", markup=False)
+    console, difference = make_console(), found.difference
+    alone = found.extent.only_a, found.extent.only_b
+    for letter, path, ledger, count in zip("AB", found.paths, found.ledgers, alone, strict=True):
+        only = f", {count:,} of them not in {'B' if letter == 'A' else 'A'}" if count else ""
+        console.print(f"{letter}: {one_line(path)}, {counted(len(ledger.steps), 'step')}{only}", markup=False)
         for note in _notes(ledger):
             console.print(f"note: {letter}: {one_line(note)}", markup=False)
-    _print_changes(console, changes)
-    console.print(_headline(difference, reach), style="bold" if difference is None else "bold red", markup=False)
+    if found.changes:
+        console.print(changes_table(found.changes, "A", "B"))
+    else:
+        same = "the same" if found.changes is not None else "not compared, since one of them cannot be read"
+        console.print(f"contract: {same}")
+    style = "bold" if difference is None else "bold red"
+    console.print(_headline(difference, found.extent), style=style, markup=False)
     if difference is not None:
-        _print_fields(console, difference.fields)
+        console.print(fields_table(difference.fields, "A", "B"))
         console.print(f"{cause(difference)}.", markup=False)
 
 
-def _print_changes(console: "Console", changes: "list[Change] | None") -> None:
-    """The fields in which the contracts differ."""
-    from rich import box
-    from rich.table import Table
-
-    from samestep.train.contract_diff import decides, shown
-
-    if changes is None:
-        console.print("contract: not compared, since one of them cannot be read")
-        return
-    if not changes:
-        console.print("contract: the same")
-        return
-    table = Table("contract", "A", "B", "decides", box=box.SIMPLE)
-    for change in changes:
-        values = (_cell(shown(change.before)), _cell(shown(change.after)))
-        table.add_row(_cell(change.field), *values, decides(change.field) if change.breaks else "no bits, as a rule")
-    console.print(table)
-
-
-def _print_fields(console: "Console", fields: "tuple[FieldDifference, ...] | Any") -> None:
-    """What differs in a step, and how far it is apart."""
-    from rich import box
-    from rich.table import Table
-
-    table = Table("", "A", "B", "apart", box=box.SIMPLE)
-    for change in fields:
-        near = "" if change.ulps is None or change.ulps > MAX_ULPS else f"{change.ulps:,} ulp, "
-        apart = "" if change.relative is None else f"{near}{change.relative:.2g} of it"
-        table.add_row(_name(change.field), _cell(_value(change.a)), _cell(_value(change.b)), apart)
-    console.print(table)
-
-
 def _print_steps(console: "Console", steps: "list[Any]") -> None:
-    """Steps, a row each."""
-    from rich import box
-    from rich.table import Table
+    from samestep.replay.difference_tables import cell, field_name, ledger_value
 
     fields = ("step", "epoch", "position", "num_samples", "ids", "loss", "grad_norm", "lr", "world_size", "digest")
     used = [field for field in fields if any(step.get(field) is not None for step in steps)]
-    table = Table(*(_name(field) for field in used), box=box.SIMPLE)
+    table = make_table(*map(field_name, used))
     for step in steps:
         mark = " skipped" if step.get("skipped") else ""
-        cells = [_value(step.get(field), short=True) + (mark if field == "step" else "") for field in used]
-        table.add_row(*map(_cell, cells))
+        cells = [ledger_value(step.get(field), short=True) + (mark if field == "step" else "") for field in used]
+        table.add_row(*map(cell, cells))
     console.print(table)
 
 
 def _print_events(console: "Console", events: "list[Any]") -> None:
-    """Events, a row each."""
-    from rich import box
-    from rich.table import Table
+    from samestep.replay.difference_tables import cell
 
-    table = Table("time", "before step", "event", "", box=box.SIMPLE)
+    table = make_table("time", "before step", "event", "")
     for event in events:
         rest = {key: value for key, value in event.items() if key not in ("event", "step", "time")}
         words = ", ".join(
             f"{key} {value if isinstance(value, str) else json.dumps(value)}" for key, value in rest.items()
         )
-        table.add_row(_cell(str(event.get("time", ""))), str(event["step"]), _cell(event["event"]), _cell(words))
+        table.add_row(cell(str(event.get("time", ""))), str(event["step"]), cell(event["event"]), cell(words))
     console.print(table)
-
-
-def _name(field: str) -> str:
-    """A field as people call it."""
-    names = {"num_samples": "samples", "ids": "sample ids", "grad_norm": "gradient norm", "lr": "learning rate"}
-    return {**names, "world_size": "devices", "digest": "state"}.get(field, field)
-
-
-def _value(value: Any, short: bool = False) -> str:
-    """A value of the ledger for people: numbers in decimal digits, all of them or six."""
-    from samestep.verify.ledger import number
-
-    if value is None:
-        return "-"
-    if isinstance(value, list):
-        return ", ".join(_value(item, short) for item in value)
-    known = number(value)
-    if known is None:
-        return value if isinstance(value, str) else json.dumps(value)
-    return f"{known:.6g}" if short else repr(known)
-
-
-def _cell(text: str) -> str:
-    """What others wrote, for a table: without characters that control a terminal."""
-    from rich.markup import escape
-
-    return escape(one_line(text))
-
-
-def _counted(count: int, noun: str) -> str:
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
-
-
-def _console() -> "Console":
-    from rich.console import Console
-
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = 200  # nothing is folded or cut in a file or a pipe
-    return console

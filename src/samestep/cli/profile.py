@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from samestep.devices.device import counted
 from samestep.errors import UsageError
+from samestep.text import counted
 
 if TYPE_CHECKING:
     from samestep.devices.selection import Selection

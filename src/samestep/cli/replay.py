@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from samestep.text import make_console
+
 
 def replay(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.")],
@@ -52,14 +54,9 @@ def replay(
     if as_json:
         print(json.dumps(found.as_json()))
     else:
-        from rich.console import Console
-
         from samestep.replay.tables import print_replay
 
-        console = Console(highlight=False)
-        if not console.is_terminal:
-            console.width = 200  # nothing is folded or cut in a file or a pipe
-        print_replay(console, found, by_microbatch=microbatch is not None or module is not None)
+        print_replay(make_console(), found, by_microbatch=microbatch is not None or module is not None)
     if not found.holds:
         raise typer.Exit(1)
 

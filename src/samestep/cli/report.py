@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from samestep.extras import is_installed, missing
+from samestep.text import make_console
 from samestep.train.paths import PICTURE_FILE
 
 PAGE_FILE = "report.html"
@@ -55,14 +56,9 @@ def report(
         files = {"page": str(page), "picture": str(picture) if picture in written else None}
         print(json.dumps(found.as_json() | files, allow_nan=False, default=str))
     else:
-        from rich.console import Console
-
         from samestep.report.terminal import print_report
 
-        console = Console(highlight=False)
-        if not console.is_terminal:
-            console.width = 200  # nothing is folded or cut in a file or a pipe
-        print_report(found, console, written)
+        print_report(found, make_console(), written)
     if show:
         import webbrowser
 

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from samestep.text import make_console, make_table
+
 if TYPE_CHECKING:
     from samestep.verify.runs import RunStatus
 
@@ -48,17 +50,12 @@ def _as_dict(run: "RunStatus") -> dict[str, Any]:
 def _print(found: "list[RunStatus]") -> None:
     from datetime import datetime
 
-    from rich import box
-    from rich.console import Console
     from rich.markup import escape
-    from rich.table import Table
 
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = 200  # nothing is folded or cut in a file or a pipe
-    table = Table(
-        "run", "recipe", "state", "steps", "epochs", "loss", "best", "devices", "changed", "size", box=box.SIMPLE
-    )
+    from samestep.report.formatting import size
+
+    console = make_console()
+    table = make_table("run", "recipe", "state", "steps", "epochs", "loss", "best", "devices", "changed", "size")
     for run in found:
         table.add_row(
             escape(run.path.resolve().name),
@@ -70,7 +67,7 @@ def _print(found: "list[RunStatus]") -> None:
             "-" if run.metric is None else escape(f"{run.metric[0]} {run.metric[1]:.4g}"),
             ", ".join(map(str, run.world_sizes)) or "-",
             f"{datetime.fromtimestamp(run.changed):%Y-%m-%d %H:%M}",
-            _size(run.size_bytes),
+            size(run.size_bytes),
         )
     console.print(table)
     for run in found:
@@ -83,12 +80,3 @@ def _state(run: "RunStatus") -> str:
     if run.state in ("stopped", "crashed") and run.checkpoint is not None:
         return f"{run.state}, resumes from {run.checkpoint}"
     return run.state
-
-
-def _size(count: int) -> str:
-    value, unit = float(count), "B"
-    for larger in ("KiB", "MiB", "GiB", "TiB"):
-        if value < 1024:
-            break
-        value, unit = value / 1024, larger
-    return f"{value:.0f} {unit}" if unit == "B" or value >= 100 else f"{value:.1f} {unit}"

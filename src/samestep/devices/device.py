@@ -88,8 +88,3 @@ class Device:
 def gib(size: int) -> str:
     """A size in bytes in GiB: "20.1 GiB"."""
     return f"{size / 2**30:.1f} GiB"
-
-
-def counted(count: int, noun: str) -> str:
-    """A number and its noun: "1 GPU", "2 GPUs"."""
-    return f"{count} {noun}{'' if count == 1 else 's'}"

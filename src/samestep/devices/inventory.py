@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from samestep.devices.device import Device, Kind, counted
+from samestep.devices.device import Device, Kind
+from samestep.text import counted
 
 if TYPE_CHECKING:
     from samestep.devices import nvidia

@@ -6,9 +6,10 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import cast
 
-from samestep.devices.device import Device, Kind, counted, gib
+from samestep.devices.device import Device, Kind, gib
 from samestep.devices.inventory import Inventory, discover
 from samestep.errors import DeviceError
+from samestep.text import counted
 
 FORMS = 'auto, 4 (a count), "0,4" or "4," (indices), cpu, cpu:2, cuda, cuda:0, cuda:0,4, free:2, mps, xpu'
 

@@ -1,5 +1,6 @@
-"""The table of checks of one machine, one short function each."""
+"""The table of checks of one machine, one short function each; nothing here imports torch."""
 
+import json
 import math
 import os
 import shutil
@@ -12,12 +13,16 @@ from typing import Any
 
 from samestep.comm.environment import LOOPBACK
 from samestep.comm.shm.segment import OUTBOX_SIZES, NoSegmentError, check_machine
-from samestep.devices.device import counted, gib
-from samestep.devices.inventory import Inventory
-from samestep.devices.selection import Selection
-from samestep.doctor.result import Result, State, bad, good, note
+from samestep.devices.device import gib
+from samestep.devices.inventory import Inventory, discover
+from samestep.devices.selection import Selection, select
+from samestep.doctor.result import Result, State, bad, good, is_good, note
 from samestep.doctor.versions import TorchFacts, ask_torch, check_libraries, check_python, check_torch
 from samestep.extras import is_installed
+from samestep.launcher.job import Job
+from samestep.launcher.policy import Policy
+from samestep.launcher.supervisor import supervise
+from samestep.text import counted
 
 MIB, GIB = 2**20, 2**30
 SHM_PER_RANK = (64 * MIB, 512 * MIB)
@@ -47,28 +52,21 @@ VARIABLES = {
     "NCCL_ALGO": "fixes NCCL's algorithm, and with it the bits of the native reduction",
 }
 """Environment variables that slow down or change results, with their effect unless they are 0."""
+GRACE_SECONDS = 3.0
+WORKER = "samestep.doctor.collective_checks:run_worker"
 ELSEWHERE = "write runs elsewhere (--run-dir), or start in another folder"
 
 
 @dataclass(frozen=True)
 class Machine:
-    """The subject of the checks.
-
-    Attributes:
-        inventory: the devices.
-        selection: those that would be used, one rank each.
-        num_ranks: the number of ranks on this machine.
-        num_nodes: the number of machines.
-        torch: facts about the installed torch.
-        folder: for runs.
-    """
+    """The subject of the checks."""
 
     inventory: Inventory
-    selection: Selection
-    num_ranks: int
+    selection: Selection  # the devices that would be used, one rank each
+    num_ranks: int  # on this machine
     num_nodes: int = 1
     torch: TorchFacts = field(default_factory=ask_torch)
-    folder: Path = field(default_factory=Path.cwd)
+    folder: Path = field(default_factory=Path.cwd)  # for runs
 
 
 def check_gpus(machine: Machine, nvml: Any = None) -> Iterator[Result]:
@@ -344,3 +342,35 @@ def check_node(machine: Machine, checks: Iterable[tuple[str, str, Check]] = CHEC
             rows = [bad(name, f"cannot be looked at: {reason}", "mend what it says, or tell us of it")]
         results += [replace(row, area=area) for row in rows]
     return results
+
+
+def check_local(devices: str, timeout_seconds: float, quick: bool) -> tuple[list[Result], int]:
+    """Checks this machine, and the collectives between ranks on it; returns the results and the exit code."""
+    inventory = discover()
+    selection = select(devices, inventory)
+    machine = Machine(inventory, selection, selection.count)
+    results, stopped = check_node(machine), 0
+    if machine.torch.version is not None:  # else a result says so, and no rank could start
+        found, stopped = check_ranks(selection, timeout_seconds, quick)
+        results += found
+    return results, 128 + stopped if stopped else 0 if is_good(results) else 1
+
+
+def check_ranks(
+    selection: Selection, timeout_seconds: float, quick: bool, target: str = WORKER
+) -> tuple[list[Result], int]:
+    """Starts one rank per device; returns their results, and the signal that stopped them, 0 if none did."""
+    with tempfile.TemporaryDirectory(prefix="samestep-doctor-") as folder:
+        report = Path(folder, "results.jsonl")
+        kwargs = {"report": str(report), "timeout_seconds": timeout_seconds, "quick": quick}
+        job = Job("function", target, kwargs=kwargs, quiet=True, preload=(target.partition(":")[0],))
+        policy = Policy(heal=False, hang_seconds=0)
+        outcome = supervise(job, selection, policy=policy, grace_seconds=GRACE_SECONDS)
+        lines = report.read_text(encoding="utf-8").splitlines() if report.exists() else []
+    results = [Result(**json.loads(line)) for line in lines]
+    if outcome.exit_code != 0 and is_good(results):
+        after = f" after {results[-1].name!r}" if results else ""
+        reason = (outcome.failure or "they were stopped").strip().splitlines()[0]
+        advice = "`samestep run` on a small script shows more; SAMESTEP_TRANSPORT=gloo leaves out shared memory"
+        results.append(bad("ranks", f"ended{after}: {reason}", advice))
+    return results, outcome.exit_code - 128 if outcome.exit_code > 128 and outcome.failure is None else 0

@@ -36,22 +36,13 @@ Operation = Callable[[], object]
 
 @dataclass(frozen=True)
 class Collective:
-    """A collective.
+    """A collective; the store is a second channel, which does not depend on the transport under test."""
 
-    Attributes:
-        name: shown in the table.
-        cases: runs it; yields the error of this rank for each case, empty if the bits are right. The store is a second
-            channel, which does not depend on the transport under test.
-        operation: makes the call that is timed on a tensor; None if there is nothing to time.
-        bus_factor: bus bandwidth by algorithm bandwidth, for a number of ranks; None without a large message.
-        is_torch: whether torch.distributed's own function is called; only process groups have it.
-    """
-
-    name: str
-    cases: Callable[[Communicator, dist.Store], Iterator[str]]
-    operation: Callable[[Communicator, Tensor], Operation] | None
-    bus_factor: Callable[[int], float] | None
-    is_torch: bool = False
+    name: str  # in the table
+    cases: Callable[[Communicator, dist.Store], Iterator[str]]  # yields this rank's error for each case, "" for none
+    operation: Callable[[Communicator, Tensor], Operation] | None  # the call that is timed on a tensor
+    bus_factor: Callable[[int], float] | None  # bus by algorithm bandwidth, by ranks; None without a large message
+    is_torch: bool = False  # torch.distributed's own function, which only process groups have
 
 
 def difference(got: Tensor, expected: Tensor) -> str:
@@ -141,27 +132,17 @@ def check_ordered(comm: Communicator, dtype: torch.dtype, size: int) -> str:
     numel = unit * -(-4 * size // unit)
     error = ""
     for num_microbatches in (comm.world_size, max(8, comm.world_size), comm.world_size + 3):
-        leaves = [_leaf(microbatch, numel, dtype) for microbatch in range(num_microbatches)]
+        generators = (torch.Generator().manual_seed(microbatch + 1) for microbatch in range(num_microbatches))
+        leaves = [torch.randn(numel, generator=own, dtype=torch.float64).to(dtype) for own in generators]
         ranges = microbatch_ranges(num_microbatches, comm.world_size)
         counter: TreeSum[Tensor] = TreeSum(torch.add)
         for microbatch in ranges[comm.rank]:
             counter.push(Block(microbatch, 1), leaves[microbatch].to(comm.device))
         like = torch.empty_like(leaves[0], device=comm.device)
-        got = _reduce(comm, rank_blocks(ranges, num_microbatches), counter.sums, like)
+        got = comm.reduce(rank_blocks(ranges, num_microbatches), counter.sums, like).finish()
         wrong = difference(got, tree_sum_rows(torch.stack(leaves)))
         error = error or (f"{num_microbatches} microbatches, {wrong}" if wrong else "")
     return error
-
-
-def _leaf(microbatch: int, numel: int, dtype: torch.dtype) -> Tensor:
-    """Random numbers of a microbatch."""
-    return torch.randn(numel, generator=torch.Generator().manual_seed(microbatch + 1), dtype=torch.float64).to(dtype)
-
-
-def _reduce(comm: Communicator, blocks: Sequence[Sequence[Block]], sums: Sequence[Tensor], like: Tensor) -> Tensor:
-    """One ordered reduction from beginning to end."""
-    reduction = comm.reduce(blocks, sums, like)
-    return reduction.finish()
 
 
 def check_native(comm: Communicator, dtype: torch.dtype, size: int) -> str:
@@ -245,12 +226,24 @@ def _gather(comm: Communicator, tensor: Tensor) -> Operation:
 
 def _ordered(comm: Communicator, tensor: Tensor) -> Operation:
     """An ordered reduction of the tensor, one microbatch per rank."""
-    return partial(_reduce, comm, tuple((Block(rank, 1),) for rank in range(comm.world_size)), [tensor], tensor)
+    blocks = tuple((Block(rank, 1),) for rank in range(comm.world_size))
+    return lambda: comm.reduce(blocks, [tensor], tensor).finish()
 
 
 def _native(comm: Communicator, tensor: Tensor) -> Operation:
-    """The backend's all-reduce of the tensor."""
     return lambda: comm.transport.add(tensor).wait()
+
+
+def _broadcast(comm: Communicator, tensor: Tensor) -> Operation:
+    return lambda: comm.transport.broadcast(tensor, 0)
+
+
+def _scatter(comm: Communicator, tensor: Tensor) -> Operation:
+    return partial(_reduce_scatter, torch.empty_like(tensor.chunk(comm.world_size)[0]), tensor)
+
+
+def _send(comm: Communicator, tensor: Tensor) -> Operation:
+    return partial(_send_on, comm, tensor, torch.empty_like(tensor))
 
 
 COLLECTIVES = (
@@ -259,26 +252,11 @@ COLLECTIVES = (
     Collective("gather of words", word_cases, None, None),
     Collective("ordered reduction", each(check_ordered, ADDED_DTYPES), _ordered, lambda n: 2 * (n - 1) / n),
     Collective("native all-reduce", each(check_native, ADDED_DTYPES), _native, lambda n: 2 * (n - 1) / n),
+    Collective("broadcast", each(check_broadcast), _broadcast, lambda n: 1.0),
     Collective(
-        "broadcast",
-        each(check_broadcast),
-        lambda comm, tensor: partial(comm.transport.broadcast, tensor, 0),
-        lambda n: 1.0,
+        "reduce-scatter", each(check_reduce_scatter, ADDED_DTYPES), _scatter, lambda n: (n - 1) / n, is_torch=True
     ),
-    Collective(
-        "reduce-scatter",
-        each(check_reduce_scatter, ADDED_DTYPES),
-        lambda comm, tensor: partial(_reduce_scatter, torch.empty_like(tensor.chunk(comm.world_size)[0]), tensor),
-        lambda n: (n - 1) / n,
-        is_torch=True,
-    ),
-    Collective(
-        "send and receive",
-        each(check_send, MOVED_DTYPES[:-1]),
-        lambda comm, tensor: partial(_send_on, comm, tensor, torch.empty_like(tensor)),
-        lambda n: 1.0,
-        is_torch=True,
-    ),
+    Collective("send and receive", each(check_send, MOVED_DTYPES[:-1]), _send, lambda n: 1.0, is_torch=True),
     Collective("barrier", barrier_cases, lambda comm, tensor: comm.barrier, None),
 )
 """All collectives. The factors are those of nccl-tests (doc/PERFORMANCE.md, "Bus bandwidth")."""

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, TextIO
 
-from samestep.devices.device import counted
+from samestep.text import counted
 
 State = Literal["good", "note", "bad"]
 STYLES: dict[State, str] = {"good": "green", "note": "yellow", "bad": "bold red"}
@@ -14,23 +14,14 @@ FILE_WIDTH, NAME_WIDTH = 160, 34
 
 @dataclass(frozen=True)
 class Result:
-    """One line of the table.
+    """One line of the table."""
 
-    Attributes:
-        name: the subject of the check.
-        state: "good"; "note": works, but not as a user might expect; "bad": must be mended before training.
-        found: the observation, a sentence without its full stop.
-        advice: the remedy; never empty if the state is "bad".
-        area: the section of the table.
-        numbers: measurements by name and unit, such as "latency_us".
-    """
-
-    name: str
+    name: str  # the subject of the check
     state: State
-    found: str
-    advice: str = ""
-    area: str = RANKS
-    numbers: Mapping[str, float] = field(default_factory=dict)
+    found: str  # a sentence without its full stop
+    advice: str = ""  # the remedy; never empty if the state is "bad"
+    area: str = RANKS  # the section of the table
+    numbers: Mapping[str, float] = field(default_factory=dict)  # by name and unit, such as "latency_us"
 
     def __post_init__(self) -> None:
         """Asserts that a fault comes with its remedy."""
@@ -38,17 +29,17 @@ class Result:
 
 
 def good(name: str, found: str) -> Result:
-    """A result that is as it should be."""
+    """As it should be."""
     return Result(name, "good", found)
 
 
 def note(name: str, found: str, advice: str = "") -> Result:
-    """A result that works, but not as a user might expect."""
+    """Works, but not as a user might expect."""
     return Result(name, "note", found, advice)
 
 
 def bad(name: str, found: str, advice: str) -> Result:
-    """A result that must be mended."""
+    """Must be mended before training."""
     return Result(name, "bad", found, advice)
 
 

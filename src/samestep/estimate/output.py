@@ -5,22 +5,20 @@ from collections.abc import Sequence
 from typing import Any
 
 from rich import box
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from samestep.estimate.estimate import Estimate, in_gib
 from samestep.estimate.layout import Layout
 from samestep.estimate.search import Candidate
+from samestep.text import make_console
 
 MAX_LAYOUTS = 12
 
 
 def print_estimate(estimate: Estimate) -> None:
     """Prints the tables, the recommendation and the advice."""
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = 200  # nothing is folded or cut in a file or a pipe
+    console = make_console()
     request, cluster = estimate.request, estimate.cluster
     size = f"{estimate.num_parameters:,} parameters, {_flops(estimate.flops)} a sample"
     console.print(f"{estimate.workload.name}: {size}", markup=False)

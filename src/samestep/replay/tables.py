@@ -3,17 +3,16 @@
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from rich import box
 from rich.markup import escape
-from rich.table import Table
 
+from samestep.replay.difference_tables import changes_table, fields_table
 from samestep.replay.statistics import Statistics, pooled
 from samestep.replay.views import Activation, Check, MicrobatchView, NonFinite, Place, Replay, StepView
-from samestep.train.contract_diff import decides, shown
-from samestep.verify.ledger import number
+from samestep.text import make_table
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
 SHOWN_IDS = 12
 _Row = tuple[str, str, str, Statistics, str, str]
@@ -31,21 +30,13 @@ def print_replay(console: "Console", replay: Replay, *, by_microbatch: bool) -> 
     start = replay.start or "the beginning"
     say(f"{steps} of {replay.run} replayed from {start} on {replay.device}: {_verdict(check)}", style)
     if check.fields:
-        table = Table("", "recorded", "replayed", "apart", box=box.SIMPLE)
-        for field in check.fields:
-            apart = "" if field.ulps is None else f"{field.ulps:,} ulp, {field.relative:.2g} of it"
-            table.add_row(field.field, escape(_recorded(field.a)), escape(_recorded(field.b)), apart)
-        console.print(table)
+        console.print(fields_table(check.fields, "recorded", "replayed"))
     if check.reason is not None:
         say(f"{check.reason}.")
     if check.differs is not None and not any(change.breaks for change in replay.changes):
         say("No field of the contract that decides the bits has changed: the record, the data or the code has.")
     if replay.changes:
-        table = Table("contract", "recorded", "now", "decides", box=box.SIMPLE)
-        for change in replay.changes:
-            reason = decides(change.field) if change.breaks else "no bits, as a rule"
-            table.add_row(escape(change.field), escape(shown(change.before)), escape(shown(change.after)), reason)
-        console.print(table)
+        console.print(changes_table(replay.changes, "recorded", "now"))
     for note in replay.notes:
         say(f"note: {note}")
     say("")
@@ -91,16 +82,16 @@ def _headline(view: StepView) -> str:
     return ", ".join(parts)
 
 
-def _microbatches(microbatches: Sequence[MicrobatchView]) -> Table:
-    table = Table("microbatch", "samples", "loss", "gradient norm", "ids", box=box.SIMPLE)
+def _microbatches(microbatches: Sequence[MicrobatchView]) -> "Table":
+    table = make_table("microbatch", "samples", "loss", "gradient norm", "ids")
     for one in microbatches:
         numbers = (_short(one.loss), _short(one.grad_norm))
         table.add_row(str(one.microbatch), str(len(one.samples)), *numbers, _ids(one.samples))
     return table
 
 
-def _parameters(view: StepView) -> Table:
-    table = Table("parameter", "shape", "norm", "gradient norm", "update / norm", "not finite", box=box.SIMPLE)
+def _parameters(view: StepView) -> "Table":
+    table = make_table("parameter", "shape", "norm", "gradient norm", "update / norm", "not finite")
     for one in view.parameters:
         gradient = "none" if one.grad_norm is None else _short(one.grad_norm)
         cells = (_shape(one.shape), _short(one.norm), gradient, _short(one.update_ratio, ".2e"), _bad(one.nonfinite))
@@ -108,9 +99,9 @@ def _parameters(view: StepView) -> Table:
     return table
 
 
-def _modules(microbatches: Sequence[MicrobatchView], by_microbatch: bool) -> Table:
+def _modules(microbatches: Sequence[MicrobatchView], by_microbatch: bool) -> "Table":
     titles = ("min", "mean", "max", "std", "zeros", "not finite", "peak in", "gradient norm")
-    table = Table("module", "type", *(["microbatch"] if by_microbatch else []), "shape", *titles, box=box.SIMPLE)
+    table = make_table("module", "type", *(["microbatch"] if by_microbatch else []), "shape", *titles)
     rows = _rows_by_microbatch(microbatches) if by_microbatch else _rows_pooled(microbatches)
     for name, kind, microbatch, found, peak, gradient in rows:
         cells = [_short(value) if found.finite else "-" for value in (found.min, found.mean, found.max, found.std)]
@@ -167,11 +158,3 @@ def _bad(count: int) -> str:
 
 def _short(value: float | None, form: str = ".4g") -> str:
     return "-" if value is None else format(value, form)
-
-
-def _recorded(value: object) -> str:
-    """A value of the ledger for people."""
-    if isinstance(value, list):
-        return ", ".join(map(_recorded, value))
-    known = number(value)
-    return str(value) if known is None else repr(known)

@@ -6,6 +6,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from samestep.report.reader import is_step
+from samestep.text import counted
 
 QUIET = ("start", "end", "checkpoint")  # not marked by a line on the curves
 
@@ -81,12 +82,6 @@ def as_event(entry: Mapping[str, Any]) -> Event | None:
     except (TypeError, ValueError):
         return Event(name, step, None, fields)
     return Event(name, step, time if time.tzinfo is not None else time.replace(tzinfo=UTC), fields)
-
-
-def counted(number: Any, noun: str) -> str:
-    """`1 device`, `1,200 devices`."""
-    text = f"{number:,}" if isinstance(number, int) else str(number)
-    return f"{text} {noun}{'' if number == 1 else 'es' if noun.endswith('tch') else 's'}"
 
 
 def _death(fields: Mapping[str, Any]) -> str:

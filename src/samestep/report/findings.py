@@ -5,18 +5,10 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any, Literal
 
-from samestep.report.events import counted
+from samestep.replay.difference_tables import field_name, ledger_value
+from samestep.text import counted
 from samestep.train.contract_diff import Change
-from samestep.verify.ledger import FINAL_DIGEST, Difference, Extent, Ledger, cause, compare, extent, number
-
-NAMES = {
-    "ids": "sample ids",
-    "num_samples": "number of samples",
-    "grad_norm": "gradient norm",
-    "lr": "learning rate",
-    "skipped": "skipped update",
-    "digest": "state",
-}
+from samestep.verify.ledger import FINAL_DIGEST, Difference, Extent, Ledger, cause, compare, extent
 
 
 @dataclass(frozen=True)
@@ -117,8 +109,8 @@ def _different(difference: Difference, num_equal: int) -> str:
     first = difference.fields[0]
     since = f"after {counted(num_equal, 'equal step')}" if num_equal else "from the first step on"
     is_final = first.field == FINAL_DIGEST
-    step = "the final state" if is_final else f"step {difference.step:,}, {NAMES.get(first.field, first.field)}"
-    return f"Different bits {since}: {step} {_shown(first.a)} and {_shown(first.b)}. {cause(difference)}."
+    step = "the final state" if is_final else f"step {difference.step:,}, {field_name(first.field)}"
+    return f"Different bits {since}: {step} {ledger_value(first.a)} and {ledger_value(first.b)}. {cause(difference)}."
 
 
 def _repeats(ledger: Ledger, num_repeated: int) -> list[Finding]:
@@ -129,7 +121,7 @@ def _repeats(ledger: Ledger, num_repeated: int) -> list[Finding]:
         steps = "1 step was" if num_repeated == 1 else f"{num_repeated:,} steps were"
         return [Finding("holds", f"{steps} done again after a resume, with the same bits each time.")]
     first = ledger.repeats_that_differ[0]
-    values = f"{NAMES.get(first.field, first.field)} {_shown(first.before)} at first, {_shown(first.after)} later"
+    values = f"{field_name(first.field)} {ledger_value(first.before)} at first, {ledger_value(first.after)} later"
     others = len({repeat.step for repeat in ledger.repeats_that_differ}) - 1
     more = f"; so did {counted(others, 'other step')}" if others else ""
     return [Finding("fails", f"Step {first.step:,} was done again and gave other bits: {values}{more}.")]
@@ -167,11 +159,3 @@ def _order(ledger: Ledger) -> list[Finding]:
     span = "the epoch" if len(epochs) == 1 else f"each of the {len(epochs):,} epochs"
     text = f"In {span} the batches follow one another, none left out, none twice: {total:,} samples."
     return [Finding("holds", text)]
-
-
-def _shown(value: Any) -> str:
-    """A value of the ledger: numbers with enough digits to tell neighbours apart."""
-    if isinstance(value, list):
-        return ", ".join(map(_shown, value))
-    known = number(value)
-    return str(value) if known is None else f"{known:.17g}"

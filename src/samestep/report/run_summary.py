@@ -10,7 +10,7 @@ import numpy as np
 
 from samestep.errors import UsageError
 from samestep.report.elapsed_time import ElapsedTime, elapsed_time
-from samestep.report.events import Event, as_event, counted
+from samestep.report.events import Event, as_event
 from samestep.report.findings import Comparison, Finding, compare_runs, ledger_findings
 from samestep.report.formatting import number
 from samestep.report.reader import (
@@ -22,6 +22,7 @@ from samestep.report.reader import (
     read_object,
     read_steps,
 )
+from samestep.text import counted
 from samestep.train.contract_diff import differences
 from samestep.train.curves import Curve
 from samestep.train.paths import CONTRACT_FILE, METRICS_FILE, RESULT_FILE

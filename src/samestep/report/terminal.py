@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from samestep.report.events import QUIET, counted
+from samestep.report.events import QUIET
 from samestep.report.findings import Finding
 from samestep.report.formatting import duration, number, size, value_text
 from samestep.report.run_summary import Report, RunSummary
-from samestep.text import one_line
+from samestep.text import counted, make_table, one_line
 from samestep.train.curves import Curve, wants_log
 
 if TYPE_CHECKING:
@@ -62,8 +62,6 @@ def sparkline(curve: Curve, width: int) -> str:
 
 
 def _print_run(run: RunSummary, console: "Console") -> None:
-    from rich import box
-    from rich.table import Table
     from rich.text import Text
 
     console.print(Text.assemble((one_line(run.name), "bold"), "  ", (run.state, _state_style(run.state))))
@@ -81,7 +79,7 @@ def _print_run(run: RunSummary, console: "Console") -> None:
     _print_curves([run], console)
     titles, rows = run.epoch_table()
     if rows:
-        table = Table(box=box.SIMPLE)
+        table = make_table()
         for title in titles:
             table.add_column(one_line(title).replace("[", r"\["), justify="right")
         half = MAX_EPOCHS // 2
@@ -96,11 +94,9 @@ def _print_run(run: RunSummary, console: "Console") -> None:
 
 
 def _print_runs(report: Report, console: "Console") -> None:
-    from rich import box
-    from rich.table import Table
     from rich.text import Text
 
-    table = Table("run", "state", box=box.SIMPLE)
+    table = make_table("run", "state")
     for title in ("steps", "train loss", "metric", "samples/s", "under way", "ran on", "digest"):
         table.add_column(title, justify="left" if title in ("metric", "ran on", "digest") else "right")
     for run in report.runs:
@@ -135,11 +131,9 @@ def _print_runs(report: Report, console: "Console") -> None:
 
 def _print_curves(runs: Sequence[RunSummary], console: "Console") -> None:
     """The curves with sparklines, ends and extremes, and the phases of a step; of several runs the main curves."""
-    from rich import box
-    from rich.table import Table
     from rich.text import Text
 
-    table = Table("curve", "", box=box.SIMPLE)
+    table = make_table("curve", "")
     for title in ("first", "last", "min", "max"):
         table.add_column(title, justify="right")
     for run in runs:

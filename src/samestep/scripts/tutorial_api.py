@@ -32,11 +32,11 @@ from samestep.comm.transport import LocalTransport
 from samestep.core.microbatches import microbatch_bounds
 from samestep.data.batch import checksum, settle
 from samestep.data.nested import leaves, map_tensors, num_samples, take_rows
-from samestep.devices.device import counted
 from samestep.errors import DataError, DeviceError, UsageError
 from samestep.scripts.adoption import Adoption, active, num_visible
 from samestep.scripts.wrapped.chunks import deal
 from samestep.scripts.wrapped.exchange import sum_pieces
+from samestep.text import counted
 
 DeviceLike = torch.device | str | int
 HOST = -1
