@@ -288,13 +288,13 @@ def test_a_check_that_fails_itself_is_a_result_without_a_traceback():
 
     (found,) = check_node(MACHINE, [("system", "thing", crash)])
     assert (found.area, found.name, found.state) == ("system", "thing", "bad")
-    assert found.found == "cannot be looked at: OSError: no such thing"
+    assert found.found == "the check failed: OSError: no such thing"
     assert found.advice
 
 
 def test_this_machine_is_checked_by_every_check(tmp_path):
     results = check_node(replace(MACHINE, folder=tmp_path))
-    assert [result for result in results if "cannot be looked at" in result.found] == []
+    assert [result for result in results if "the check failed" in result.found] == []
     assert {result.area for result in results} <= {area for area, _, _ in CHECKS}
     assert {"Python", "torch", "open files", "run folder", "loopback"} <= {result.name for result in results}
 

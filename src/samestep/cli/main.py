@@ -85,7 +85,7 @@ def main() -> None:
         print(f"samestep: error: {readable(reason)}", file=sys.stderr)
         sys.exit(2 if error.errno == errno.ENAMETOOLONG else 1)
     except Exception as error:
-        # A usage error of click, or of the copy of it inside newer versions of typer: its methods tell it apart.
+        # A usage error of click, or of the copy of it inside newer versions of typer: it is recognised by its methods.
         if not hasattr(error, "show") or not hasattr(error, "exit_code"):
             raise
         if hasattr(error, "message"):

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 THREADS = "CPU threads a worker; part of what decides the bits; 1 by default."
 SEVERAL_MACHINES = "Several machines (torchrun's options; PET_… variables give their defaults)"
 SPELLINGS: Final[Mapping[str, Any]] = {"token_normalize_func": lambda name: name.replace("_", "-")}
-"""What commands are registered with: options with underscores, as torchrun takes them, are those with hyphens."""
+"""Commands are registered with these: options may be spelled with underscores, as torchrun takes them."""
 
 Devices = Annotated[
     str | None,
@@ -40,7 +40,7 @@ def option(help: str, default: Any = None, **more: Any) -> Any:
 
 @dataclass(frozen=True)
 class WorkerOptions:
-    """Where workers run and how they start: `samestep train` and `run`."""
+    """The devices of workers and their start method: `samestep train` and `run`."""
 
     devices: str | None = option(
         'auto (the default), 4 (how many), "0,4" (which), cuda:0, cpu:2, free:2 (idle ones).', metavar="SPEC"
@@ -53,7 +53,7 @@ class WorkerOptions:
 
 @dataclass(frozen=True)
 class NodeOptions:
-    """On how many machines a run is, in torchrun's words: `samestep train` and `run`."""
+    """The machines of a run, by torchrun's options: `samestep train` and `run`."""
 
     nnodes: str | None = option("On how many machines; 1 by default.", metavar="N|MIN:MAX", panel=SEVERAL_MACHINES)
     node_rank: int | None = option("This machine's number.", metavar="R", panel=SEVERAL_MACHINES)
@@ -98,7 +98,7 @@ class ScriptOptions:
 def with_options(command: Callable[..., None]) -> Callable[..., None]:
     """Replaces each dataclass among a command's parameters by options, one a field that has metadata.
 
-    A parameter of type `Annotated[Mapping[str, Any], Group]` is handed the fields of `Group` that were given, by name.
+    A parameter of type `Annotated[Mapping[str, Any], Group]` gets the fields of `Group` that were given, by name.
     """
     hints = get_type_hints(command, include_extras=True)
     parameters: list[inspect.Parameter] = []

@@ -1,4 +1,4 @@
-"""`samestep replay`: one step of a recorded run, taken again on one device and shown from within."""
+"""`samestep replay`: one step of a recorded run, taken again on one device."""
 
 import json
 import sys
@@ -32,10 +32,10 @@ def replay(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
 ) -> None:
-    """Takes step N of a recorded run again on one device, and shows what happened in it.
+    """Takes step N of a recorded run again on one device, and shows its microbatches and modules.
 
-    The run's own program is run from the newest checkpoint at or before the step, and each step on the way is held to
-    the ledger; exit code 1 if one is not what was recorded. Nothing is written to RUN.
+    The run's own program is run from the newest checkpoint at or before the step, and each step on the way is
+    compared with the ledger; exit code 1 if one differs. Nothing is written to RUN.
     """
     from bdb import BdbQuit
 

@@ -19,7 +19,7 @@ from samestep.cli.profile import Profile, ProfileDir, print_traces, profiled
 from samestep.launcher.job import Job, Policy
 
 CONTEXT_SETTINGS = {"allow_interspersed_args": False, **SPELLINGS}
-"""What the command is registered with: everything after SCRIPT belongs to the script."""
+"""The command is registered with these: everything after SCRIPT belongs to the script."""
 
 
 @with_options

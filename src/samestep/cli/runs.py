@@ -18,7 +18,7 @@ def runs(
 ) -> None:
     """Lists runs, newest first: how far each came, and whether it can be resumed.
 
-    `running` and `crashed` differ in whether a process holds the run's lock. Where the file system has no locks, a run
+    `running` and `crashed` differ in whether a process holds the run's lock. If the file system has no locks, a run
     in whose folder something was written in the last two minutes is `running?`.
     """
     from samestep.errors import DataError, UsageError
@@ -76,7 +76,7 @@ def _print(found: "list[RunStatus]") -> None:
 
 
 def _state(run: "RunStatus") -> str:
-    """The state, and where a resume would begin."""
+    """The state, and the checkpoint that a resume would begin with."""
     if run.state in ("stopped", "crashed") and run.checkpoint is not None:
         return f"{run.state}, resumes from {run.checkpoint}"
     return run.state

@@ -54,7 +54,7 @@ def train(
     config = JobConfig(
         **own,
         run_dir=str(folder),
-        # A machine that torchrun starts again goes on with what the others have.
+        # A machine that torchrun starts again resumes with the others.
         resume="auto" if torchrun is not None and resume is None else None if source is None else resume,
         allow_contract_change=not keeps_contract,
         command=("samestep", *sys.argv[1:]),
@@ -235,7 +235,7 @@ def train_as_rank(as_json: bool, **job: Any) -> None:
 
 
 def _show(result: dict[str, Any], devices: str, as_json: bool) -> None:
-    """Says which devices were used, where the run is, and the digest of the final state."""
+    """Prints the devices, the run's folder and the digest of the final state."""
     if as_json:
         print(json.dumps(result), flush=True)
         return

@@ -1,4 +1,4 @@
-"""`samestep verify`: does a program give the same on any devices, and if not, where and why not?"""
+"""`samestep verify`: compares runs of a program on several device counts, and names the first difference and its cause."""
 
 import json
 import textwrap
@@ -106,7 +106,7 @@ def verify(
 
 
 def _check_order(context: typer.Context, program: list[str], module: bool) -> None:
-    """Tells of own options that stand after the program, and so are given to that."""
+    """Warns of verify's own options after the program, which get passed to it."""
     from samestep.errors import UsageError
     from samestep.recipes.catalog import NAMES
 
@@ -132,7 +132,7 @@ def _check_order(context: typer.Context, program: list[str], module: bool) -> No
 
 
 def _selections(devices: str | None) -> "dict[str, Selection]":
-    """What is compared, by what the user calls it."""
+    """The devices to compare, by the user's names for them."""
     from samestep.devices.selection import select
     from samestep.errors import UsageError
 
@@ -155,7 +155,7 @@ def _program(
     options: dict[str, Any],
     selections: "dict[str, Selection]",
 ) -> "Program":
-    """What is run: a recipe by `samestep train`, a script as `samestep run` does it."""
+    """The program: a recipe by `samestep train`, a script as by `samestep run`."""
     from samestep.errors import UsageError
     from samestep.launcher.job import Job
     from samestep.recipes.catalog import NAMES
@@ -187,7 +187,7 @@ def _program(
 
 @contextmanager
 def _telling(quiet: bool) -> Iterator[Callable[[str], None]]:
-    """Tells on the terminal what happens, in one line that vanishes at the end."""
+    """Shows the progress on the terminal, in one line that vanishes at the end."""
     from rich.console import Console
 
     console = Console(stderr=True, highlight=False)
@@ -229,7 +229,7 @@ def show(verdict: "Verdict") -> None:
 
 
 def _compared(verdict: "Verdict") -> str:
-    """What was compared, in numbers."""
+    """The numbers of compared values."""
     found = verdict.compared
     parts = [
         f"{found.steps} steps",
@@ -243,14 +243,14 @@ def _compared(verdict: "Verdict") -> str:
 
 
 def _show_cause(console: "Console", word: str, cause: "Named") -> None:
-    """Prints a cause with what was seen and what mends it."""
+    """Prints a cause with its evidence and its remedy."""
     _say(console, word, cause.title, "bold")
     _say(console, "", f"seen: {cause.evidence}")
     _say(console, "", f"mend: {cause.advice}")
 
 
 def _show_rest(console: "Console", verdict: "Verdict") -> None:
-    """Prints what was confirmed, or what could not be explained."""
+    """Prints the confirmation, or the difference that remains unexplained."""
     if verdict.unexplained is None:
         if verdict.causes:
             names = ", ".join(cause.key for cause in verdict.causes)
@@ -267,7 +267,7 @@ def _show_rest(console: "Console", verdict: "Verdict") -> None:
 
 
 def _say(console: "Console", word: str, text: str, style: str = "") -> None:
-    """Prints a line with a label before it; where it is folded, further lines are indented alike."""
+    """Prints a line after a label; further lines of folded text are indented alike."""
     from rich.text import Text
 
     width = max(20, console.width - LABEL_WIDTH - 1) if console.is_terminal else 10_000

@@ -27,7 +27,7 @@ from samestep.text import counted
 MIB, GIB = 2**20, 2**30
 SHM_PER_RANK = (64 * MIB, 512 * MIB)
 """Bytes of /dev/shm per rank: below the first, data loader workers or NCCL end in a bus error; below the second they
-may. They hold batches and NCCL's buffers there; a container has 64 MiB unless told otherwise."""
+may. They hold batches and NCCL's buffers there; a container has 64 MiB by default."""
 MEMORY_PER_RANK = (512 * MIB, 2 * GIB)
 """Bytes of host memory per rank: torch alone takes the first; a small training stays below the second."""
 HOT_CELSIUS = 87.0
@@ -339,7 +339,7 @@ def check_node(machine: Machine, checks: Iterable[tuple[str, str, Check]] = CHEC
             rows = [found] if isinstance(found, Result) else list(found)
         except Exception as error:
             reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-            rows = [bad(name, f"cannot be looked at: {reason}", "mend what it says, or tell us of it")]
+            rows = [bad(name, f"the check failed: {reason}", "mend the cause, or report it")]
         results += [replace(row, area=area) for row in rows]
     return results
 
@@ -350,7 +350,7 @@ def check_local(devices: str, timeout_seconds: float, quick: bool) -> tuple[list
     selection = select(devices, inventory)
     machine = Machine(inventory, selection, selection.count)
     results, stopped = check_node(machine), 0
-    if machine.torch.version is not None:  # else a result says so, and no rank could start
+    if machine.torch.version is not None:  # else it is a bad result, and no rank could start
         found, stopped = check_ranks(selection, timeout_seconds, quick)
         results += found
     return results, 128 + stopped if stopped else 0 if is_good(results) else 1

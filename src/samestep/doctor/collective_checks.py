@@ -128,8 +128,8 @@ def run_checks(session: Session, quick: bool, about_node: Sequence[Result] = ())
         session.report(good("ranks", f"one, on {session.device}: there is no other to communicate with"))
         return
     store = rendezvous(environment, timedelta(seconds=session.seconds))
-    amiss = [replace(result, name=f"{result.name} on {socket.gethostname()}") for result in about_node]
-    rows = [asdict(result) for result in amiss if result.state != "good" and environment.rank > 0]
+    named = [replace(result, name=f"{result.name} on {socket.gethostname()}") for result in about_node]
+    rows = [asdict(result) for result in named if result.state != "good" and environment.rank > 0]
     texts = _gather_texts(session, dist.PrefixStore("machines", store), "ranks", json.dumps(rows))
     session.report(good("ranks", f"{environment.world_size} started and met, on {session.device.type}"))
     for text in texts:
@@ -139,7 +139,7 @@ def run_checks(session: Session, quick: bool, about_node: Sequence[Result] = ())
         _check_transports(session, dist.PrefixStore("transports", store))
     # Rank 0, which may host the store, leaves last.
     bye = dist.PrefixStore("bye", store)
-    with suppress(RuntimeError):  # the store is gone, and nobody waits for this rank
+    with suppress(RuntimeError):  # the store is gone, and no rank waits for this one
         if environment.rank > 0:
             bye.set(str(environment.rank), "bye")
         else:

@@ -130,7 +130,7 @@ def find_kind(name: str) -> DeviceKind:
 
 
 def _local(text: str) -> str:
-    """Devices of this machine as a number and a kind; the memory tells apart kinds of one name."""
+    """Devices of this machine as a number and a kind; kinds of one name differ in their memory."""
     selection = select(text)
     if selection.kind == "cpu":
         return f"{selection.count}xcpu"

@@ -13,7 +13,7 @@ from samestep.verify.ledger import FieldDifference, number
 if TYPE_CHECKING:
     from rich.table import Table
 
-MAX_ULPS = 2**24  # beyond, the number of floats between two says nothing to a reader
+MAX_ULPS = 2**24  # beyond, the number of floats between two values is no help
 _NAMES = {
     "num_samples": "samples",
     "ids": "sample ids",

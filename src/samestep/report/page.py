@@ -108,7 +108,7 @@ def _series(series: Series) -> dict[str, Any]:
 
 
 def _summary(chart: Chart) -> str:
-    """A sentence for readers who do not see the chart."""
+    """A sentence for screen readers."""
     if chart.stack is not None:
         return ", ".join(f"{name} {100 * share:.0f} %" for name, share in chart.stack[1].shares.items()) + "."
     curves = [series.curve for series in chart.series if series.style != "faint"]

@@ -75,7 +75,7 @@ class Phases:
 class RunSummary:
     """The summary of one run."""
 
-    name: str  # the folder's name, with as much of the path as tells it from the others
+    name: str  # the folder's name, with as much of the path as makes it unique
     folder: Path
     contract: Mapping[str, Any]  # run.json; empty if there is none
     state: str  # "finished", "running", "running?", "stopped by SIGINT" or "crashed"
@@ -214,7 +214,7 @@ def make_report(folders: Sequence[str | os.PathLike[str]]) -> Report:
 
 
 def distinct_names(paths: Sequence[Path]) -> list[str]:
-    """The last parts of different paths, as many as tell them apart."""
+    """The last parts of different paths, as many as make them unique."""
     for length in range(1, max(len(path.parts) for path in paths) + 1):
         names = [str(Path(*path.parts[-length:])) for path in paths]
         if len(set(names)) == len(names):
