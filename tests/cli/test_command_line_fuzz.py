@@ -23,11 +23,12 @@ PATHS = (
     *("", ".", "fifo", "zero", "null", "full", "loop", "file.txt", "empty", "missing/x", "run", "run/run.json", "odd"),
     *("a" * 300, "a" * 5000, "bad\udcff", "a\0b", "é☃🜁", "\x1b]0;title\x07", "-", "--", "ok.py", "data.csv"),
 )
-WORDS = (
-    *"-1 0 1 2 3.5 -0.0 1e400 nan inf -inf ٣ ² x [ {} a=b = , 1,2 1,1 %s * true cpu:1 cpu:0 cuda:0 free:1 data=2".split(),
-    *"data=-1,pipe=2 1:2 localhost:0 :: adam".split(),
-    *("9" * 20, "9" * 5000, "-" + "9" * 20, "x " * 3000, "cpu:" + "9" * 20, "localhost:" + "9" * 20),
-)
+SHORT = """
+    -1 0 1 2 3.5 -0.0 1e400 nan inf -inf ٣ ² x [ {} a=b = , 1,2 1,1 %s * true cpu:1 cpu:0 cuda:0 free:1 data=2
+    data=-1,pipe=2 1:2 localhost:0 :: adam
+"""
+NINES = "9" * 20
+WORDS = (*SHORT.split(), NINES, "9" * 5000, f"-{NINES}", "x " * 3000, f"cpu:{NINES}", f"localhost:{NINES}")
 FIRST = {
     "train": ("mlp",),
     "estimate": ("mlp", "gpt2", "ok.py:model", "ok.py"),

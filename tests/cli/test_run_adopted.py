@@ -5,16 +5,15 @@ import os
 import pty
 import struct
 import subprocess
-import sys
 import termios
 import textwrap
 
 import pytest
+from cli_commands import SAMESTEP, samestep
 
-import samestep
+import samestep as package
 
-OURS = os.path.dirname(samestep.__file__)
-SAMESTEP = [sys.executable, "-m", "samestep"]
+OURS = os.path.dirname(package.__file__)
 
 PLAIN = """
     import os, random, sys
@@ -76,24 +75,19 @@ def line_of(source, text):
     return number
 
 
-def samestep_run(*args, cwd):
-    """Runs the command; a failure to end is a failure."""
-    return subprocess.run(
-        [*SAMESTEP, "run", *map(str, args)], cwd=cwd, capture_output=True, text=True, timeout=120, env={**os.environ}
-    )
-
-
 def test_microbatches_seed_and_wrap_decide_what_a_script_prints_and_devices_do_not(tmp_path):
     options = ("--num-microbatches", 3, "--wrap", "net")
     path = script(tmp_path, PLAIN)
-    one = samestep_run("--devices", "cpu:1", *options, "--seed", 5, path, "--lr", 1, cwd=tmp_path)
-    two = samestep_run("--devices", "cpu:2", *options, "--seed", 5, path, "--lr", 1, cwd=tmp_path)
+    one = samestep("run", "--devices", "cpu:1", *options, "--seed", 5, path, "--lr", 1, cwd=tmp_path)
+    two = samestep("run", "--devices", "cpu:2", *options, "--seed", 5, path, "--lr", 1, cwd=tmp_path)
     assert (one.returncode, one.stderr) == (0, "")
     assert (two.returncode, two.stderr) == (0, "")
     assert one.stdout.startswith("['--lr', '1'] ")
     assert len(one.stdout.splitlines()) == 4
     assert two.stdout == one.stdout
-    other = samestep_run("--devices", "cpu:2", "--num-microbatches", 2, *options[2:], "--seed", 5, path, cwd=tmp_path)
+    other = samestep(
+        "run", "--devices", "cpu:2", "--num-microbatches", 2, *options[2:], "--seed", 5, path, cwd=tmp_path
+    )
     assert other.returncode == 0
     draws, *losses = other.stdout.splitlines()
     assert draws.split("] ")[1] == one.stdout.splitlines()[0].split("] ")[1], "the seed is the same"
@@ -102,7 +96,7 @@ def test_microbatches_seed_and_wrap_decide_what_a_script_prints_and_devices_do_n
 
 def test_what_a_script_raises_on_the_second_process_is_shown_once_with_its_own_lines(tmp_path):
     path = script(tmp_path, RAISING)
-    done = samestep_run("--devices", "cpu:2", "--num-microbatches", 2, "--seed", 1, path, 1, 3, cwd=tmp_path)
+    done = samestep("run", "--devices", "cpu:2", "--num-microbatches", 2, "--seed", 1, path, 1, 3, cwd=tmp_path)
     assert done.returncode == 1
     assert done.stdout == "found []\n[1.0, 2.0]\n", "an adopted script finds no trace of ranks"
     assert done.stderr.count("ValueError: more than two") == 1
@@ -124,15 +118,15 @@ def test_a_script_that_is_not_adopted_finds_its_rank(tmp_path):
         with open(f"rank-{os.environ['RANK']}.txt", "w") as file:
             print(*(os.environ[name] for name in names), "MASTER_ADDR" in os.environ, file=file)
     """
-    done = samestep_run("--devices", "cpu:2", "--no-adopt", script(tmp_path, source), cwd=tmp_path)
+    done = samestep("run", "--devices", "cpu:2", "--no-adopt", script(tmp_path, source), cwd=tmp_path)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     assert [(tmp_path / f"rank-{rank}.txt").read_text() for rank in (0, 1)] == ["0 0 2 True\n", "1 1 2 True\n"]
 
 
 def test_a_name_to_wrap_that_is_never_called_is_an_error_that_says_what_was(tmp_path):
     path = script(tmp_path, PLAIN)
-    done = samestep_run(
-        "--devices", "cpu:2", "--num-microbatches", 2, "--wrap", "model", "--seed", 1, path, cwd=tmp_path
+    done = samestep(
+        "run", "--devices", "cpu:2", "--num-microbatches", 2, "--wrap", "model", "--seed", 1, path, cwd=tmp_path
     )
     assert done.returncode == 2
     assert "--wrap model" in done.stderr
@@ -174,7 +168,7 @@ LOST = """
 
 def test_a_lost_rank_of_an_adopted_script_ends_it_with_the_name_of_what_it_saved_last(tmp_path):
     script(tmp_path, LOST)
-    done = samestep_run("--devices", "cpu:2", "train.py", cwd=tmp_path)
+    done = samestep("run", "--devices", "cpu:2", "train.py", cwd=tmp_path)
     assert done.returncode == 128 + 9
     assert "was ended by SIGKILL" in done.stderr
     assert f"the script last saved {tmp_path / 'step-3.pt'}: start it again from there" in done.stderr

@@ -1,11 +1,9 @@
 """`samestep run` of scripts that start processes: ranks of their own are refused with a sentence, all else goes on."""
 
 import importlib.util
-import os
-import subprocess
-import sys
 
 import pytest
+from cli_commands import samestep
 
 SPAWNING = """
 import os
@@ -98,16 +96,15 @@ if __name__ == "__main__":
 """
 
 
-def run_script(folder, source, *options):
-    """Runs a script by the command; one that waits for ever is a failure."""
+def run_script(folder, source, devices):
+    """Runs a script by the command."""
     (folder / "train.py").write_text(source)
-    words = [sys.executable, "-m", "samestep", "run", *options, "train.py"]
-    return subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=120, env={**os.environ})
+    return samestep("run", "--devices", devices, "train.py", cwd=folder)
 
 
 @pytest.mark.parametrize(("source", "devices"), [(SPAWNING, "cpu:1"), (PROCESSES, "cpu:2")], ids=["spawn", "process"])
 def test_a_script_that_starts_ranks_itself_is_told_where_it_does_and_what_to_write_instead(tmp_path, source, devices):
-    done = run_script(tmp_path, source, "--devices", devices)
+    done = run_script(tmp_path, source, devices)
     assert done.returncode == 2, done.stderr
     (line,) = [number for number, text in enumerate(source.splitlines(), 1) if "# here" in text]
     assert f"train.py starts its ranks itself (train.py, line {line})" in done.stderr
@@ -118,7 +115,7 @@ def test_a_script_that_starts_ranks_itself_is_told_where_it_does_and_what_to_wri
 
 
 def test_a_script_that_has_its_ranks_meet_elsewhere_is_told_to_leave_the_address_alone(tmp_path):
-    done = run_script(tmp_path, OWN_ADDRESS, "--devices", "cpu:1")
+    done = run_script(tmp_path, OWN_ADDRESS, "cpu:1")
     assert done.returncode == 2, done.stderr
     assert "train.py has its ranks meet at port 12355" in done.stderr
     assert "train.py, line 8" in done.stderr
@@ -126,7 +123,7 @@ def test_a_script_that_has_its_ranks_meet_elsewhere_is_told_to_leave_the_address
 
 
 def test_loaders_pools_and_children_in_the_place_of_their_rank_go_on_working(tmp_path):
-    done = run_script(tmp_path, LEGITIMATE, "--devices", "cpu:2")
+    done = run_script(tmp_path, LEGITIMATE, "cpu:2")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.splitlines() == ["sum 3.0", "[28.0, 28.0] [0, 1, 2, 3]"]
 
@@ -184,7 +181,7 @@ def lines_about(done):
 
 
 def test_processes_that_nothing_connects_are_told_so_once_at_the_first_backward(tmp_path):
-    (line,) = lines_about(run_script(tmp_path, ALONE.format(before=""), "--devices", "cpu:2"))
+    (line,) = lines_about(run_script(tmp_path, ALONE.format(before=""), "cpu:2"))
     assert line.startswith("samestep: train.py has started no process group before its first backward: each of the 2")
     assert "samestep run --adopt" in line
     assert "--devices cpu:1" in line
@@ -192,7 +189,7 @@ def test_processes_that_nothing_connects_are_told_so_once_at_the_first_backward(
 
 @pytest.mark.parametrize(("before", "devices"), [(WITH_A_GROUP, 2), (WITH_A_RUN, 2), ("", 1)])
 def test_processes_that_are_connected_or_alone_are_told_nothing(tmp_path, before, devices):
-    assert lines_about(run_script(tmp_path, ALONE.format(before=before), "--devices", f"cpu:{devices}")) == []
+    assert lines_about(run_script(tmp_path, ALONE.format(before=before), f"cpu:{devices}")) == []
 
 
 @pytest.mark.slow
@@ -208,6 +205,6 @@ def test_processes_that_are_connected_or_alone_are_told_nothing(tmp_path, before
 def test_trainers_that_do_not_distribute_their_work_are_told_what_to_give_them(tmp_path, package, source, more, said):
     if importlib.util.find_spec(package) is None:  # not imported here: it changes the environment
         pytest.skip(f"{package} is not installed")
-    lines = lines_about(run_script(tmp_path, source.format(more=more), "--devices", "cpu:2"))
+    lines = lines_about(run_script(tmp_path, source.format(more=more), "cpu:2"))
     assert len(lines) == (said is not None)
     assert all(said in line for line in lines)

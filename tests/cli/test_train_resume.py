@@ -3,19 +3,11 @@
 import json
 import os
 import shutil
-import subprocess
-import sys
 
 import pytest
+from cli_commands import samestep, write_table
 
 from samestep.train.runlog.ledger import from_line
-
-SAMESTEP = [sys.executable, "-m", "samestep"]
-
-
-def samestep(*args, cwd):
-    """Runs the command; a failure to end is a failure."""
-    return subprocess.run([*SAMESTEP, *map(str, args)], cwd=cwd, capture_output=True, text=True, timeout=240)
 
 
 def digest(done):
@@ -40,8 +32,7 @@ def content(folder):
 def recorded(tmp_path_factory):
     """A folder with a run that has ended, `a`, of 8 steps with options of its own, and its digest."""
     folder = tmp_path_factory.mktemp("recorded")
-    rows = [f"{i % 7},{(i * i) % 11},{(3 * i) % 5},{(i % 7) * 2 - (3 * i) % 5}" for i in range(200)]
-    (folder / "table.csv").write_text("a,b,c,target\n" + "\n".join(rows) + "\n")
+    write_table(folder / "table.csv")
     done = samestep(
         *("train", "mlp", "--data", folder / "table.csv", "--epochs", 4, "--seed", 3, "--lr", 0.02),
         *("--devices", "cpu:2", "--shares", "2,1", "--run-dir", "a"),

@@ -1,7 +1,8 @@
 """`samestep train` with strategies, as a user types it: the digest of one device, and sentences for mistakes."""
 
 import pytest
-from test_train_command import samestep, tables, train_json
+from cli_commands import samestep
+from test_train_command import tables, train_json
 
 from samestep.train.runlog.ledger import from_line
 
@@ -16,7 +17,7 @@ STRATEGIES = [
 
 def test_every_strategy_ends_with_the_digest_of_one_device_and_goes_on_from_another(tables, tmp_path):
     def train(name, *args):
-        return train_json(*args, "--run-dir", name, cwd=tmp_path)[0]
+        return train_json(*args, "--run-dir", name, cwd=tmp_path)
 
     def steps(name):
         lines = map(from_line, (tmp_path / name / "ledger.jsonl").read_bytes().splitlines())

@@ -1,9 +1,9 @@
 """Without the optional packages: the feature says what to install, and everything else goes on."""
 
-import os
-import subprocess
 import sys
+from functools import partial
 
+import cli_commands
 import pytest
 
 from samestep.devices import inventory
@@ -27,13 +27,7 @@ PathFinder.find_spec = find_spec
 def samestep(tmp_path):
     """`samestep(*words)`: that command in processes that can import none of the optional packages."""
     (tmp_path / "sitecustomize.py").write_text(HIDE)
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
-
-    def run(*words):
-        command = [sys.executable, "-m", "samestep", *map(str, words)]
-        return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
-
-    return run
+    return partial(cli_commands.samestep, cwd=tmp_path, PYTHONPATH=str(tmp_path))
 
 
 def test_training_and_its_report_go_on_and_say_once_what_is_not_written(samestep, tmp_path):

@@ -21,11 +21,12 @@ ROOT = Path(__file__).resolve().parents[2]
 DOCS = sorted((ROOT / "docs").glob("*.md"))
 GUIDES = [ROOT / "README.md", *DOCS]
 PAGES = [*GUIDES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
-EXPORTED = """
+PUBLIC = """
     Batch Communicator DataParallel EpochRecord Loader Mean Pipeline Replicate Run SamestepError Sharded StepObserver
     StepResult TensorData TrainStep Trainer __version__ allreduce data_parallel discover launch metrics replicate_params
     select split_and_load state_digest to_device to_host to_numpy
-""".split()
+"""
+EXPORTED = PUBLIC.split()
 FENCE = re.compile(r'^```(?P<language>\w+)(?: title="(?P<title>[^"]+)")?\n(?P<text>.*?)^```$', re.MULTILINE | re.DOTALL)
 STARTS_WORKERS = "samestep.launch("
 
