@@ -1,4 +1,4 @@
-"""`samestep verify`: compares runs of a program on several device counts, and names the first difference and its cause."""
+"""`samestep verify`: compares runs of a program on several device counts; names the first difference and its cause."""
 
 import json
 import textwrap
