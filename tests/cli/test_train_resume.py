@@ -122,17 +122,6 @@ def test_a_changed_contract_that_is_allowed_is_written_down_and_more_epochs_are_
     assert (job["epochs"], job["lr"], job["seed"]) == (5, 0.01, 3)
 
 
-@pytest.mark.slow
-def test_more_epochs_after_the_end_are_those_of_a_run_that_had_them_from_the_start(folder):
-    more = samestep("train", "--resume", "a", "--epochs", 6, "--devices", "cpu:3", cwd=folder)
-    whole = samestep(
-        *("train", "mlp", "--data", "table.csv", "--epochs", 6, "--seed", 3, "--lr", 0.02, "--devices", "cpu:1"),
-        *("--run-dir", "whole"),
-        cwd=folder,
-    )
-    assert digest(more) == digest(whole)
-
-
 @pytest.mark.parametrize(
     ("args", "sentence"),
     [

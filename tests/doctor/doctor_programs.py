@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from functools import partial
 
 import torch
 
@@ -66,17 +67,6 @@ class Dying(Hanging):
         self._inner.broadcast(tensor, source)
 
 
-def run_broken(report, timeout_seconds, quick):
-    run_worker(report, timeout_seconds, quick, Broken)
-
-
-def run_hanging(report, timeout_seconds, quick):
-    run_worker(report, timeout_seconds, quick, Hanging)
-
-
-def run_silent(report, timeout_seconds, quick):
-    run_worker(report, timeout_seconds, quick, Silent)
-
-
-def run_dying(report, timeout_seconds, quick):
-    run_worker(report, timeout_seconds, quick, Dying)
+run_broken, run_hanging, run_silent, run_dying = (
+    partial(run_worker, wrap=wrap) for wrap in (Broken, Hanging, Silent, Dying)
+)

@@ -231,11 +231,14 @@ def _summarize(folder: Path, name: str) -> tuple[RunSummary, Ledger]:
     phases = _phases(metrics)
     curves = {tag: curve for tag, curve in {**recorded, **metrics}.items() if not tag.startswith("seconds/")}
     num_steps = max([*(int(curve.steps[-1]) for curve in curves.values() if len(curve)), 0])
+    listed, devices = summarize(folder), contract.get("devices")
+    signals = [event.fields.get("signal") for event in events if event.name == "stop"]
+    is_named = listed.state == "stopped" and signals and signals[-1]
     run = RunSummary(
         name=name,
         folder=folder,
         contract=contract,
-        state=_state(folder, events),
+        state=f"stopped by {signals[-1]}" if is_named else listed.state,
         digest=_digest(events, result),
         num_steps=num_steps,
         curves=curves,
@@ -243,16 +246,10 @@ def _summarize(folder: Path, name: str) -> tuple[RunSummary, Ledger]:
         phases=phases,
         events=events,
         time=elapsed_time(events, phases.step_seconds or _step_seconds(metrics, contract), num_steps),
-        world_sizes=_world_sizes(recorded.get("world_size"), events, contract),
+        world_sizes=listed.world_sizes or ((len(devices),) if isinstance(devices, list) else ()),
         findings=ledger_findings(ledger, num_repeated),
     )
     return run, ledger
-
-
-def _state(folder: Path, events: Sequence[Event]) -> str:
-    state = run_status(folder).state
-    signals = [event.fields.get("signal") for event in events if event.name == "stop"]
-    return f"stopped by {signals[-1]}" if state == "stopped" and signals and signals[-1] else state
 
 
 def _digest(events: Sequence[Event], result: Mapping[str, Any]) -> str | None:
@@ -281,20 +278,6 @@ def _step_seconds(metrics: Mapping[str, Curve], contract: Mapping[str, Any]) -> 
     if curve is None or not isinstance(size, int) or not (curve.finite > 0).any():
         return None
     return float(np.mean(size / curve.finite[curve.finite > 0]))
-
-
-def _world_sizes(worlds: Curve | None, events: Sequence[Event], contract: Mapping[str, Any]) -> tuple[int, ...]:
-    """The numbers of devices, each followed by another one."""
-    sizes: list[Any] = [] if worlds is None else worlds.finite.astype(np.int64).tolist()
-    sizes = sizes or [event.fields.get("world_size") for event in events]
-    devices = contract.get("devices")
-    if not any(isinstance(size, int) for size in sizes) and isinstance(devices, list):
-        sizes = [len(devices)]
-    kept: list[int] = []
-    for size in sizes:
-        if isinstance(size, int) and (not kept or kept[-1] != size):
-            kept.append(size)
-    return tuple(kept)
 
 
 def _curve_json(curve: Curve) -> dict[str, Any]:
