@@ -8,10 +8,13 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
 from estimate_models import measured_peak, pictures, plain_stack, stack
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from worlds import in_turns
 
+import samestep
 from samestep.estimate.hardware import KINDS
 from samestep.estimate.layout import Layout
 from samestep.estimate.memory import needed_memory
@@ -109,6 +112,25 @@ def test_sharding_the_optimizer_state_takes_that_away_and_the_gathered_gradient(
     assert state * 3 / 4 <= plain.total - sharded.total <= state * 3 / 4 + gradient  # by what is the most then
     others = {"optimizer": 0, "gradients": 0, "communication": 0, "phase": ""}
     assert replace(plain, **others) == replace(sharded, **others)
+
+
+def test_local_shards_keep_no_gradient_while_the_next_step_computes():
+    def train(communicator):
+        trained, kept = stack(), []
+        run = samestep.Run(16, 4, 0, communicator=communicator)
+        model = trained.build()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def loss(model, batch):
+            kept.extend(shard.grad for group in optimizer.param_groups for shard in group["params"])
+            return trained.loss(model, batch)
+
+        step = run.train_step(model, optimizer, loss, shard_optimizer=True)
+        for _ in range(2):
+            step(trained.make_batch(16))
+        return kept
+
+    assert all(grad is None for kept in in_turns(2, train) for grad in kept)
 
 
 @pytest.mark.slow

@@ -76,13 +76,14 @@ class ModuleHooks:
         """Looks at the sum of the loss, before its backward."""
         self._note("loss", f"the loss of microbatch {self._microbatch}, made by the loss function", measure(total))
 
-    def check_gradients(self, gradients: Mapping[str, Tensor]) -> None:
-        """Looks for values that are not finite in the gradients of the parameters."""
-        for name, gradient in gradients.items():
-            found = measure(gradient)
+    def check_gradients(self, gradients: Mapping[str, Tensor]) -> list[Statistics | None]:
+        """The statistics of the parameters' gradients, in which it looks for values that are not finite."""
+        measured = list(map(measure, gradients.values()))
+        for name, found in zip(gradients, measured, strict=True):
             # dim 0 of a parameter is not that of the samples, even if it is as long
             found = None if found is None else replace(found, row=None)
             self._note("backward", f"the gradient of parameter {name}", found, name.rpartition(".")[0] or ROOT)
+        return measured
 
     def _note(self, direction: Direction, where: str, found: Statistics | None, module: str | None = None) -> None:
         if self.first is None and found is not None and found.bad is not None:

@@ -21,7 +21,7 @@ from samestep.engine.step import TrainStep
 from samestep.errors import SamestepError, UsageError
 from samestep.replay.modules import ModuleHooks
 from samestep.replay.saving import STEP_FILE, Saver
-from samestep.replay.statistics import measure
+from samestep.replay.statistics import Statistics, measure
 from samestep.replay.views import ROOT, MicrobatchView, NonFinite, ParameterView, Place, StepView, ratio
 from samestep.scripts.patch import Patch, applied
 from samestep.train.digest import as_hex, state_checksum
@@ -55,6 +55,7 @@ class ObservedStep(StepObserver):
     _batch: Batch | None = None
     _rates: list[float] = field(default_factory=list)
     _before: dict[str, Tensor] = field(default_factory=dict)
+    _norms: dict[str, float] = field(default_factory=dict)  # of parameters before the step
     _gradients: dict[str, tuple[float, int]] = field(default_factory=dict)
     _microbatches: list[MicrobatchView] = field(default_factory=list)
     _first: NonFinite | None = None
@@ -81,7 +82,7 @@ class ObservedStep(StepObserver):
         self._step, self._number, self._rates = step, step.num_steps, learning_rates(step.optimizers)
         for name, parameter in step.model.named_parameters():
             self._before[name] = parameter.detach().clone()
-            self._note(name, f"parameter {name}, before the step", parameter, "state")
+            self._norms[name], _ = self._look(name, f"parameter {name}, before the step", parameter, "state")
             self._save_parameter(STEP_FILE, f"{name}.before", name, parameter)
 
     def end(self, result: StepResult | None, error: Exception | None) -> StepView:
@@ -158,11 +159,13 @@ class ObservedStep(StepObserver):
         assert self._hooks is not None, "the microbatch has run"
         assert self._loss is not None, "its loss is there"
         assert self._batch is not None, "it is one of the batch's"
-        self._hooks.check_gradients(gradients)
+        norm = _norm(self._hooks.check_gradients(gradients))
         total, count = float(self._loss.value.detach()) * self._loss.weight, float(self._loss.count)
         # the gradient is that of the sum, but for a batch of one microbatch, whose gradient is that of the mean
         is_mean = self._step.compute.is_only(self._batch)
-        norm = _norm(gradients.values()) / (float(self._step.loss_scale) * (1.0 if is_mean else count or 1.0))
+        norm = _norm(map(measure, gradients.values())) / (
+            float(self._step.loss_scale) * (1.0 if is_mean else count or 1.0)
+        )
         for name, gradient in gradients.items() if self._is_shown(index) else ():
             self._save_parameter(self._file, f"{name}.gradient", name, gradient)
         self._end_microbatch(total, count, norm)
@@ -183,15 +186,15 @@ class ObservedStep(StepObserver):
         """Looks at the gradients of the mean loss over the batch, before clipping."""
         for name, gradient in gradients.items():
             where = f"the gradient of parameter {name}, summed over the microbatches (each microbatch's own is finite)"
-            found = measure(gradient)
-            self._note(name, where, gradient, "sum")
-            self._gradients[name] = (_norm([gradient]), 0 if found is None else found.nonfinite)
+            self._gradients[name] = self._look(name, where, gradient, "sum")
             self._save_parameter(STEP_FILE, f"{name}.gradient", name, gradient)
 
-    def _note(self, parameter: str, where: str, value: Tensor, direction: Literal["state", "sum"]) -> None:
+    def _look(self, name: str, where: str, value: Tensor, direction: Literal["state", "sum"]) -> tuple[float, int]:
+        """The norm of a parameter or its gradient, NaN if it is not finite, and the number of such elements."""
         found = measure(value)
         if found is not None and found.bad is not None and self._first is None:
-            self._first = NonFinite(direction, where, found.bad, _module_of(parameter))
+            self._first = NonFinite(direction, where, found.bad, _module_of(name))
+        return _norm([found]), 0 if found is None else found.nonfinite
 
     def _parameter_views(self, ended: bool) -> Iterator[ParameterView]:
         """Norms of the chosen parameters, their gradients and updates."""
@@ -199,8 +202,9 @@ class ObservedStep(StepObserver):
         for name, parameter in self._step.model.named_parameters():
             if not self._is_chosen(_module_of(name)):
                 continue
-            before, (grad_norm, nonfinite) = self._before[name], self._gradients.get(name, (None, 0))
-            norm, update = _norm([before]), _norm([parameter.detach() - before]) if ended else None
+            before, norm = self._before[name], self._norms[name]
+            grad_norm, nonfinite = self._gradients.get(name, (None, 0))
+            update = _norm([measure(parameter.detach() - before)]) if ended else None
             relative = None if update is None else ratio(update, norm)
             yield ParameterView(name, tuple(before.shape), norm, grad_norm, nonfinite, update, relative)
             if ended:
@@ -263,11 +267,10 @@ def _module_of(parameter: str) -> str:
     return parameter.rpartition(".")[0] or ROOT
 
 
-def _norm(tensors: Iterable[Tensor]) -> float:
-    """The 2-norm of several tensors, in float64 if the device has it; NaN if an element is not finite."""
+def _norm(parts: Iterable[Statistics | None]) -> float:
+    """The 2-norm of all tensors together; NaN if an element is not finite, or a tensor not dense."""
     total = 0.0
-    for tensor in tensors:
-        found = measure(tensor)
+    for found in parts:
         if found is None or found.nonfinite:
             return float("nan")
         total += found.norm**2

@@ -231,7 +231,7 @@ def _summarize(folder: Path, name: str) -> tuple[RunSummary, Ledger]:
     phases = _phases(metrics)
     curves = {tag: curve for tag, curve in {**recorded, **metrics}.items() if not tag.startswith("seconds/")}
     num_steps = max([*(int(curve.steps[-1]) for curve in curves.values() if len(curve)), 0])
-    listed, devices = summarize(folder), contract.get("devices")
+    listed, devices = run_status(folder), contract.get("devices")
     signals = [event.fields.get("signal") for event in events if event.name == "stop"]
     is_named = listed.state == "stopped" and signals and signals[-1]
     run = RunSummary(
