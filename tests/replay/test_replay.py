@@ -10,13 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
-import typer
 from replay_programs import NUM_MICROBATCHES, PARTS, POISONED, SCRIPT, Plain, loss_fn, record, train
 from safetensors.torch import load_file
 from torch.nn import functional
 from typer.testing import CliRunner
 
-from samestep.cli.replay import replay as replay_command
+from samestep.cli.main import app
 from samestep.errors import DeviceError, NonFiniteError, UsageError, WorkerError
 from samestep.replay.replaying import replay
 from samestep.replay.rerun import program_of
@@ -457,10 +456,6 @@ def test_a_recipe_s_run_is_replayed_from_its_record(tmp_path, monkeypatch):
     assert contents(tmp_path / "runs") == before
 
 
-app = typer.Typer()
-app.command()(replay_command)
-
-
 def test_a_script_s_run_is_replayed_by_the_command_with_its_own_arguments(tmp_path, monkeypatch):
     (tmp_path / "train.py").write_text(SCRIPT)
     (tmp_path / "replayed_parts.py").write_text(PARTS)
@@ -469,7 +464,7 @@ def test_a_script_s_run_is_replayed_by_the_command_with_its_own_arguments(tmp_pa
     monkeypatch.chdir("/")
     kept = sys.argv[:], sys.path[:], sys.modules["__main__"]
     runner = CliRunner()
-    done = runner.invoke(app, [str(tmp_path / "runs" / "a"), "--step", "4", "--json"])
+    done = runner.invoke(app, ["replay", str(tmp_path / "runs" / "a"), "--step", "4", "--json"])
     assert done.exit_code == 0, done.output
     assert kept == (sys.argv, sys.path, sys.modules["__main__"])
     value = json.loads(done.stdout)
@@ -477,16 +472,16 @@ def test_a_script_s_run_is_replayed_by_the_command_with_its_own_arguments(tmp_pa
     assert value["check"]["compared"] == 5
     assert value["view"]["lr"] == [0.1]
 
-    shown = runner.invoke(app, [str(tmp_path / "runs" / "a"), "--step", "4", "--module", "3"])
+    shown = runner.invoke(app, ["replay", str(tmp_path / "runs" / "a"), "--step", "4", "--module", "3"])
     assert "same bits as recorded (5 steps, 5 checksums of the state)" in shown.stdout
     assert "3.input gradient" in shown.stdout
     assert "this is the script" not in shown.stdout
     alter(tmp_path / "runs" / "a", 2, lambda line: line.update(loss=next_up(line["loss"])))
-    altered = runner.invoke(app, [str(tmp_path / "runs" / "a"), "--step", "4"])
+    altered = runner.invoke(app, ["replay", str(tmp_path / "runs" / "a"), "--step", "4"])
     assert altered.exit_code == 1
     assert "step 2 is not what was recorded" in altered.stdout
     assert "No field of the contract that decides the bits has changed" in altered.stdout
     (tmp_path / "train.py").unlink()
-    gone = runner.invoke(app, [str(tmp_path / "runs" / "a"), "--step", "4"])
+    gone = runner.invoke(app, ["replay", str(tmp_path / "runs" / "a"), "--step", "4"])
     assert "not there any more" in str(gone.exception)
     del sys.modules["replayed_parts"]

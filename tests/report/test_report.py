@@ -10,15 +10,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from report_runs import BEGIN, MadeRun, eventful, make_run
 from rich.console import Console
 from typer.testing import CliRunner
 
-from samestep.train.runlog.ledger import from_line, to_line
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from report_runs import BEGIN, MadeRun, eventful, make_run
-
+from samestep.cli.main import app
 from samestep.errors import UsageError
 from samestep.report.page import make_page
 from samestep.report.reader import as_number
@@ -26,6 +22,7 @@ from samestep.report.run_summary import Phases, distinct_names, make_report
 from samestep.report.series import loss_table, make_charts
 from samestep.report.terminal import LEVELS, print_report, sparkline
 from samestep.train.curves import Curve, loss_figure, smoothed, thinned
+from samestep.train.runlog.ledger import from_line, to_line
 
 
 class Page(HTMLParser):
@@ -456,23 +453,11 @@ def test_twelve_runs_of_a_hundred_thousand_steps_stay_below_a_megabyte(tmp_path)
     assert len(make_page(make_report([first, *others])).encode()) < 1_000_000
 
 
-@pytest.fixture(scope="module")
-def command():
-    """The command, by itself until it is registered."""
-    import typer
-
-    from samestep.cli.report import report
-
-    app = typer.Typer()
-    app.command()(report)
-
-    def call(*arguments):
-        return CliRunner().invoke(app, [str(argument) for argument in arguments])
-
-    return call
+def command(*arguments):
+    return CliRunner().invoke(app, ["report", *map(str, arguments)])
 
 
-def test_the_command_writes_page_and_picture_and_says_where(tmp_path, command):
+def test_the_command_writes_page_and_picture_and_says_where(tmp_path):
     folder = make_run(tmp_path / "run")
     done = command(folder)
     assert done.exit_code == 0, done.output
@@ -482,13 +467,13 @@ def test_the_command_writes_page_and_picture_and_says_where(tmp_path, command):
     assert "\x1b[" not in done.output
 
 
-def test_a_folder_that_cannot_be_written_is_an_error_that_names_the_option(tmp_path, command):
+def test_a_folder_that_cannot_be_written_is_an_error_that_names_the_option(tmp_path):
     (tmp_path / "file").write_text("")
     done = command(make_run(tmp_path / "run"), "--out", tmp_path / "file" / "x")
     assert re.search(r"cannot write .*--out", str(done.exception))
 
 
-def test_with_json_the_report_is_all_that_is_printed(tmp_path, command):
+def test_with_json_the_report_is_all_that_is_printed(tmp_path):
     folder = make_run(tmp_path / "run", MadeRun(nonfinite={59: "nan"}))
     done = command(folder, make_run(tmp_path / "other"), "--json", "--out", tmp_path / "out")
     report = json.loads(done.stdout, parse_constant=pytest.fail)
