@@ -42,7 +42,7 @@ SMOKE = {
     "healing/test_loops.py::test_a_loop_of_ones_own_goes_on_with_the_same_bits[gan]",
     "train/test_resume.py::test_real_processes_resume_in_the_run_s_own_folder[3-2-5]",
     # An existing script; a breaker that verify names.
-    "scripts/test_patterns.py::test_processes_do_not_change_the_bits_or_the_prints[dropout-3]",
+    "scripts/test_patterns.py::test_processes_do_not_change_the_bits_or_the_prints[draws-3]",
     "verify/test_verify.py::test_batch_norm_is_found_named_confirmed_and_told",
     # `samestep train`, torchrun, the README's example; what an import costs.
     "cli/test_train_command.py::test_torchrun_gives_the_digest_of_our_own_launcher",

@@ -42,64 +42,27 @@ class Bits:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a script on one rank.
-
-    Attributes:
-        stdout: what it printed.
-        stderr: what it wrote to stderr.
-        result: its global `RESULT`: by path, a `Bits` for tensors and floats, anything else as it is.
-        chunks: (forward, chunk) of each chunk that ran on this rank; under the reference, all.
-        error: the name of the exception that ended it; empty if none did.
-        message: the exception's text.
-        frames: (file, line) of the exception's traceback, the innermost last.
-        exit_code: what it gave `sys.exit`.
-    """
+    """The outcome of a script on one rank."""
 
     stdout: str
     stderr: str
-    result: dict[str, Any]
-    chunks: tuple[tuple[int, int], ...]
-    error: str = ""
+    result: dict[str, Any]  # its global `RESULT`: by path, a `Bits` for tensors and floats, anything else as it is
+    chunks: tuple[tuple[int, int], ...]  # (forward, chunk) of each that ran on this rank; under the reference, all
+    error: str = ""  # the name of the exception that ended it
     message: str = ""
-    frames: tuple[tuple[str, int], ...] = ()
+    frames: tuple[tuple[str, int], ...] = ()  # (file, line) of the exception's traceback, the innermost last
     exit_code: Any = None
 
 
 def run(worlds, n, path, num_microbatches=4, argv=(), *, cwd, seed=None, wrap=None, num_devices=None, environment=None):
-    """Runs a script under adoption.
-
-    Args:
-        worlds: the fixture.
-        n: how many processes.
-        path: the script.
-        num_microbatches: V; None leaves it to the script.
-        argv: its arguments.
-        cwd: the folder it runs in; made if it is not there.
-        seed: as of `samestep run --seed`.
-        wrap: as of `samestep run --wrap`.
-        num_devices: how many devices the script sees; n if None.
-        environment: variables to set.
-
-    Returns:
-        An `Outcome` a rank.
-    """
+    """Runs a script under adoption on n processes, which see n devices unless `num_devices` says otherwise."""
     Path(cwd).mkdir(parents=True, exist_ok=True)
     settings = {"num_microbatches": num_microbatches, "num_devices": num_devices or n, "seed": seed, "wrap": wrap}
     return worlds(n).run(run_adopted, str(path), tuple(argv), str(cwd), settings, environment or {})
 
 
 def run_reference(worlds, path, num_microbatches=4, argv=(), *, cwd, num_devices=4, fold="tree"):
-    """Runs a script under the reference, in one process; an `Outcome`.
-
-    Args:
-        worlds: the fixture.
-        path: the script.
-        num_microbatches: the number of chunks; None leaves it to the script.
-        argv: its arguments.
-        cwd: the folder it runs in; made if it is not there.
-        num_devices: how many devices the script sees.
-        fold: how gradients of the copies are added up, "tree" or "left".
-    """
+    """Runs a script under the reference, in one process, with gradients added up by the "tree" or from the "left"."""
     Path(cwd).mkdir(parents=True, exist_ok=True)
     return worlds(1).run(run_referenced, str(path), tuple(argv), str(cwd), num_microbatches, num_devices, fold)[0]
 

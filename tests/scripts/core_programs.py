@@ -10,7 +10,7 @@ from torch import nn
 from samestep.errors import SamestepError
 from samestep.scripts.adoption import Adoption
 from samestep.scripts.patch import Patch, applied
-from samestep.scripts.wrapped import exchange, regions
+from samestep.scripts.wrapped import regions
 from samestep.scripts.wrapped.forward import chunked_forward
 
 WIDTH = 5
@@ -65,14 +65,6 @@ class Wide(nn.Module):
         return x.float() @ self.weight + self.bias
 
 
-class Looking(nn.Module):
-    """Says how its input lies in memory."""
-
-    def forward(self, x):
-        flags = [x.is_contiguous(), x.ndim == 4 and x.is_contiguous(memory_format=torch.channels_last)]
-        return x * x, *[torch.tensor(flag) for flag in flags]
-
-
 class Converting(nn.Module):
     """Rows and numbers of many dtypes."""
 
@@ -80,20 +72,6 @@ class Converting(nn.Module):
         rows = {name: (x * 3 - 2).clamp(min=0).to(getattr(torch, name)) for name in OUTPUT_DTYPES}
         numbers = {f"{name} number": value.flatten()[0] for name, value in rows.items()}
         return rows | numbers | {"none": x[:, :0], "flipped": x.t().flip(0).t(), "repeated": x[:, :1].expand(-1, 4)}
-
-
-class FirstColumn(nn.Module):
-    """Gives a part of its rows: of one row, a tensor of one number whose stride is not 1."""
-
-    def forward(self, x):
-        return x[:, 0]
-
-
-class Conjugating(nn.Module):
-    """Gives and differentiates what is conjugated when it is read only."""
-
-    def forward(self, x):
-        return x.conj()
 
 
 class Moody(nn.Module):
@@ -171,7 +149,7 @@ BREAKERS = {
     "own sum": Patch(regions, "sum_pieces", own_sum),
     "left sum": Patch(regions, "sum_pieces", left_sum),
     "own join": Patch(regions, "join_pieces", own_join),
-    "small buckets": Patch(exchange, "BUCKET_BYTES", 64),
+    "small buckets": Patch(regions, "BUCKET_BYTES", 64),
 }
 
 
@@ -186,13 +164,7 @@ def _bits(tensor):
 
 
 def cubic_derivatives(forward, source, num_rows):
-    """First and second derivatives of a polynomial with respect to all there is.
-
-    Args:
-        forward: `forward(module, *args)` calls a module.
-        source: of `SOURCES`.
-        num_rows: rows of the batch.
-    """
+    """First and second derivatives of a polynomial with respect to all there is."""
     values = SOURCES[source](3)
     module, x, scale, unrelated = Cubic(values), values(num_rows, WIDTH), values(), values(num_rows, 2)
     with torch.no_grad():
@@ -207,19 +179,6 @@ def cubic_derivatives(forward, source, num_rows):
     second = torch.autograd.grad(penalty, leaves, allow_unused=True)
     values = [result["rows"], result["power"].sum(), total, *part, *first, *again, penalty, *second]
     return bits(values)
-
-
-def chained_gradients(forward, source, num_rows):
-    """Three forwards, one of them on the results of another, and a penalty on the gradient of all."""
-    values = SOURCES[source](5)
-    first, second, third = Wide(values, WIDTH), Wide(values, 2), Wide(values, 3)
-    x = values(num_rows, WIDTH).float().requires_grad_()
-    hidden = forward(first, x)
-    total = (forward(second, hidden) ** 2).sum() + forward(third, x).sum() * forward(third, hidden).sum()
-    (slope,) = torch.autograd.grad(total, x, create_graph=True)
-    (total + slope.square().sum()).backward()
-    grads = [p.grad for module in (first, second, third) for p in module.parameters()]
-    return bits([total, slope, x.grad, *grads])
 
 
 def blend_gradients(forward, source, num_rows):
@@ -241,42 +200,10 @@ def wide_gradients(forward, source, num_rows, width):
     return bits([result, x.grad, *[p.grad for p in module.parameters()]])
 
 
-def layouts(forward, name):
-    """What a module finds of an input that lies unusually in memory, and the gradient that comes back."""
-    values = whole_numbers(11)
-    x = {
-        "transposed": lambda: values(3, 8).t(),
-        "sliced": lambda: values(8, 6)[:, ::2],
-        "expanded": lambda: values(1, 3).expand(8, 3),
-        "channels last": lambda: values(8, 2, 3, 3).contiguous(memory_format=torch.channels_last),
-    }[name]()
-    leaf = x.detach().requires_grad_()
-    square, *flags = forward(Looking(), leaf)
-    (square * torch.arange(square.numel()).view(square.shape)).sum().backward()
-    return bits([square, leaf.grad]), [flag.unique().tolist() for flag in flags], leaf.grad.stride() == x.stride()
-
-
 def converted(forward, num_rows):
     """Results of many dtypes, by name."""
     result = forward(Converting(), torch.arange(float(2 * num_rows)).view(num_rows, 2))
     return dict(zip(result, bits(result.values()), strict=True))
-
-
-def first_column(forward, num_rows):
-    """A part of each row, and the gradient of the input."""
-    x = whole_numbers(15)(num_rows, 2).requires_grad_()
-    result = forward(FirstColumn(), x)
-    (result * result).sum().backward()
-    return bits([result, x.grad])
-
-
-def conjugated(forward, num_rows):
-    """A conjugated result, and the gradient of the input."""
-    values = whole_numbers(13)
-    x = torch.complex(values(num_rows, 2), values(num_rows, 2)).requires_grad_()
-    result = forward(Conjugating(), x)
-    (result * result).sum().abs().backward()
-    return bits([result, x.grad])
 
 
 def on_ranks(communicator, program, num_microbatches, args, breaker=None):
@@ -297,11 +224,7 @@ def plainly(program, *args):
 
 
 def moody(communicator, case, num_microbatches, num_rows):
-    """What becomes of chunks that return different things, and of a forward after them.
-
-    Returns:
-        The result's class and entries or the error's class and message, and whether the ranks are still in step.
-    """
+    """What becomes of chunks that return different things, and of a forward after them."""
     adoption, module = Adoption(communicator), Moody(case)
     x = torch.zeros(num_rows, WIDTH)
     x[-1, 0] = MARK
@@ -313,30 +236,6 @@ def moody(communicator, case, num_microbatches, num_rows):
         answer = type(error).__name__, str(error)
     after = chunked_forward(adoption, Moody("named"), (x,), {}, num_microbatches=num_microbatches)
     return answer, after.left.tolist() == (x @ module.weight).tolist()
-
-
-class Growing(nn.Module):
-    """Replaces a buffer by a longer one when it is too short."""
-
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("table", torch.empty(0))
-
-    def forward(self, x):
-        if len(self.table) < x.shape[1]:
-            self.table = torch.arange(float(x.shape[1]))
-        return x + self.table[: x.shape[1]]
-
-
-def inferred(communicator, widths):
-    """Sums of a forward in inference mode, batch by batch."""
-    adoption, module = Adoption(communicator), Growing()
-    sums = []
-    for width in widths:
-        with torch.inference_mode():
-            result = chunked_forward(adoption, module, (torch.ones(4, width),), {}, num_microbatches=2)
-        sums.append(result.sum().item())
-    return sums
 
 
 class Restless(nn.Module):
@@ -372,10 +271,3 @@ def restless(communicator):
         "the first call, in every chunk": [torch.equal(value, plain) for value in values],
         "left": (module.num_calls, module.seen, set(vars(module.layer)) == names, list(module._modules) == children),
     }
-
-
-def input_of_one(communicator, num_rows):
-    """The result of a forward whose input is one column of a table of float64."""
-    column = whole_numbers(17)(num_rows, 3)[:, 0]
-    result = chunked_forward(Adoption(communicator), nn.Identity(), (column,), {}, num_microbatches=2)
-    return result.tolist() == column.tolist()

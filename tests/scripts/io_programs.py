@@ -199,7 +199,7 @@ def late_writer(communicator, folder):
         path.read_text(),
         library()["read"](library_path),
         float(torch.load(f"{folder}/{communicator.rank}.pt").sum()),
-        float(torch.load(f"{folder}/{communicator.rank}.pt", mmap=True).sum()),
+        float(torch.load(f=f"{folder}/{communicator.rank}.pt", mmap=True).sum()),
         float(np.load(f"{folder}/{communicator.rank}.npy").sum()),
         Path(folder, f"run-{communicator.rank}", "note").read_text(),
     ]
@@ -285,19 +285,14 @@ def temporary(communicator, folder):
     return (made, inner, read, named, path, Path(path).read_text(), nameless), own
 
 
-def moves(communicator, folder):
-    """A library that writes to a file of its own and puts it in place."""
+def by_library(communicator, folder):
+    """A library that puts a file of its own in place, and copies a folder, of which something is read."""
     left = library()["replace"](f"{folder}/placed", f"rank {communicator.rank}")
-    return Path(folder, "placed").read_text(), Path(left).exists()
-
-
-def copies(communicator, folder):
-    """A library that copies a folder, of which something is read: no rank waits for another."""
     os.makedirs(f"{folder}/source")
     Path(folder, "source", "file").write_text(f"rank {communicator.rank}")
     library()["copy"](f"{folder}/source", f"{folder}/target")
     communicator.barrier()
-    return Path(folder, "target", "file").read_text()
+    return Path(folder, "placed").read_text(), Path(left).exists(), Path(folder, "target", "file").read_text()
 
 
 def commands(communicator, folder):
@@ -406,25 +401,6 @@ def saves_and_loads(communicator, folder):
     for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
         del sys.modules[name]
     return loaded, script, by_library["text"], undone[0], hasattr(left, "__wrapped__"), sys.meta_path == before
-
-
-def plots(communicator, folder):
-    """A curve as a picture and in TensorBoard."""
-    import matplotlib as mpl
-
-    mpl.use("agg")
-    from matplotlib import pyplot
-    from torch.utils.tensorboard import SummaryWriter
-
-    figure, axes = pyplot.subplots()
-    axes.plot([1, 2, communicator.rank])
-    figure.savefig(f"{folder}/figure-{communicator.rank}.png")
-    pyplot.savefig(f"{folder}/pyplot-{communicator.rank}.png")
-    fails = caught(pyplot.savefig, f"{folder}/missing/figure.png")
-    pyplot.close(figure)
-    with SummaryWriter(f"{folder}/events") as writer:
-        writer.add_scalar("loss", 1.0, 0)
-    return fails
 
 
 def downloads(communicator, folder, url):

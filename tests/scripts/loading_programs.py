@@ -29,7 +29,7 @@ from torch.utils.data.datapipes.iter import IterableWrapper
 from samestep.engine import side_effects
 from samestep.scripts import output
 from samestep.scripts.adoption import Adoption
-from samestep.scripts.loading import choice, rank0_loader, round_robin, split_workers
+from samestep.scripts.loading import broadcast, choice, round_robin, split_workers
 from samestep.scripts.patch import Patch, applied
 
 Pair = namedtuple("Pair", "image label")
@@ -44,12 +44,12 @@ class Sample:
 
 
 class Computed(Dataset):
-    """Samples that are computed; the folder's file `fetched` says who fetched which."""
+    """Samples that are computed, and changed by a function; the folder's file `fetched` lists those fetched."""
 
-    def __init__(self, folder, size=22, form="tuple"):
+    def __init__(self, folder, size=22, form="tuple", change=None, **attributes):
         self.path = os.path.join(folder, "fetched")
-        self.size = size
-        self.form = form
+        self.size, self.form, self.change = size, form, change
+        vars(self).update(attributes)
 
     def __len__(self):
         return self.size
@@ -58,63 +58,52 @@ class Computed(Dataset):
         with open(self.path, "a") as file:
             file.write(f"{index}\n")
         image = torch.full((3, 4), float(index)) / 7
+        if self.change is not None:
+            image = self.change(self, image, index)
         if self.form == "dict":
             return {"image": image, "label": index, "array": np.arange(3, dtype=np.int16) * index, "name": f"n{index}"}
         return Pair(image, index) if self.form == "named" else (image, index)
 
 
-class Augmented(Computed):
-    """Samples to which every generator adds something."""
-
-    def __getitem__(self, index):
-        image, label = super().__getitem__(index)
-        return image + torch.rand(1) + np.random.rand() + random.random(), label
+def augment(dataset, image, index):
+    return image + torch.rand(1) + np.random.rand() + random.random()
 
 
-class Late(Computed):
-    """Samples that draw a random number from the tenth on."""
-
-    def __getitem__(self, index):
-        image, label = super().__getitem__(index)
-        return image + (random.random() if index >= 10 else 0), label
+def draw_late(dataset, image, index):
+    return image + (random.random() if index >= 10 else 0)
 
 
-class OwnGenerator(Computed):
-    """Samples that draw from a generator of the dataset's own."""
-
-    def __init__(self, folder):
-        super().__init__(folder)
-        self.generator = np.random.default_rng(3)
-
-    def __getitem__(self, index):
-        image, label = super().__getitem__(index)
-        return image + self.generator.random(), label
+def draw_own(dataset, image, index):
+    return image + dataset.generator.random()
 
 
-class Counting(Computed):
-    """Samples that depend on how many were fetched before."""
-
-    def __init__(self, folder):
-        super().__init__(folder)
-        self.num_fetched = 0
-
-    def __getitem__(self, index):
-        self.num_fetched += 1
-        image, label = super().__getitem__(index)
-        return image + self.num_fetched, label
+def count(dataset, image, index):
+    dataset.num_fetched += 1
+    return image + dataset.num_fetched
 
 
-class Failing(Computed):
-    """The sample 13 is broken."""
+def fail(dataset, image, index):
+    if index == 13:
+        raise dataset.error
+    return image
 
-    def __init__(self, folder, error):
-        super().__init__(folder)
-        self.error = error
 
-    def __getitem__(self, index):
-        if index == 13:
-            raise self.error
-        return super().__getitem__(index)
+def widen(dataset, image, index):
+    return torch.full((3, 200, 200), index, dtype=torch.float32)  # travels in pieces
+
+
+def look_up(dataset, image, index):
+    return dataset.table[index]  # a part of a tensor in memory
+
+
+def talk(dataset, image, index):
+    print(f"sample {index}")
+    return image
+
+
+def delay(dataset, image, index):
+    time.sleep(2 * (index == 5))
+    return image
 
 
 class LocalError(Exception):
@@ -130,26 +119,6 @@ class LockedError(Exception):
     def __init__(self):
         super().__init__("here")
         self.lock = threading.Lock()
-
-
-class Wide(Computed):
-    """Samples so large that their batches travel in pieces."""
-
-    def __getitem__(self, index):
-        super().__getitem__(index)
-        return torch.full((3, 200, 200), index, dtype=torch.float32), index
-
-
-class Held(Computed):
-    """Samples that are parts of a tensor in memory."""
-
-    def __init__(self, folder):
-        super().__init__(folder)
-        self.table = torch.arange(44.0).view(22, 2)
-
-    def __getitem__(self, index):
-        super().__getitem__(index)
-        return self.table[index]
 
 
 class Stream(IterableDataset):
@@ -211,11 +180,6 @@ def as_function(samples):
     return lambda _: [label for _, label in samples]
 
 
-def at_length(samples):
-    """Collates into something large that is no tensor."""
-    return samples, "x" * 600_000
-
-
 def reseed(worker):
     """A worker_init_fn: reseeds NumPy from torch's seed."""
     np.random.seed(torch.initial_seed() % 2**32 + worker)
@@ -227,31 +191,29 @@ def generator(seed=5):
 
 def cases(folder):
     """Loaders by name."""
+    made = partial(Computed, folder)
     three = {"batch_size": 3, "shuffle": True}
     two = {**three, "num_workers": 2}
     return {
-        "turns": lambda: DataLoader(Computed(folder), **three),
-        "turns in order, last dropped": lambda: DataLoader(Computed(folder), 4, drop_last=True),
-        "turns, a divisor": lambda: DataLoader(Computed(folder, 24), 4, shuffle=True),
-        "turns, own generator": lambda: DataLoader(Computed(folder), **three, generator=generator()),
-        "turns, own generator, a divisor": lambda: DataLoader(Computed(folder, 24), **three, generator=generator()),
-        "turns, dict": lambda: DataLoader(Computed(folder, form="dict"), **three),
-        "turns, named": lambda: DataLoader(Computed(folder, form="named"), **three),
-        "turns, no batches": lambda: DataLoader(Computed(folder), batch_size=None, shuffle=True),
-        "turns, views": lambda: DataLoader(Computed(folder), **three, collate_fn=shifted),
-        "turns, large": lambda: DataLoader(Wide(folder, 10), **three),
-        "turns, much": lambda: DataLoader(Computed(folder, form="dict"), 3, collate_fn=at_length),
-        "turns, list of batches": lambda: DataLoader(Computed(folder), batch_sampler=[[1, 2], [7], [3, 4, 5], [0]]),
-        "dealt": lambda: DataLoader(Computed(folder), **two),
-        "dealt, own generator": lambda: DataLoader(Computed(folder), **two, generator=generator()),
-        "dealt, augmented": lambda: DataLoader(Augmented(folder), **two, worker_init_fn=reseed),
+        "turns": lambda: DataLoader(made(), **three),
+        "turns in order, last dropped": lambda: DataLoader(made(), 4, drop_last=True),
+        "turns, own generator": lambda: DataLoader(made(), **three, generator=generator()),
+        "turns, dict": lambda: DataLoader(made(form="dict"), **three),
+        "turns, named": lambda: DataLoader(made(form="named"), **three),
+        "turns, no batches": lambda: DataLoader(made(), batch_size=None, shuffle=True),
+        "turns, views": lambda: DataLoader(made(), **three, collate_fn=shifted),
+        "turns, large": lambda: DataLoader(made(10, change=widen), **three),
+        "turns, list of batches": lambda: DataLoader(made(), batch_sampler=[[1, 2], [7], [3, 4, 5], [0]]),
+        "dealt": lambda: DataLoader(made(), **two),
+        "dealt, own generator": lambda: DataLoader(made(), **two, generator=generator()),
+        "dealt, augmented": lambda: DataLoader(made(change=augment), **two, worker_init_fn=reseed),
         "dealt, persistent": lambda: DataLoader(
-            Augmented(folder), 3, num_workers=3, persistent_workers=True, prefetch_factor=1
+            made(change=augment), 3, num_workers=3, persistent_workers=True, prefetch_factor=1
         ),
-        "dealt, own sampler": lambda: DataLoader(Augmented(folder), 3, num_workers=1, sampler=EvenFirst(22)),
-        "dealt, large": lambda: DataLoader(Wide(folder, 10), **two, timeout=60),
+        "dealt, own sampler": lambda: DataLoader(made(change=augment), 3, num_workers=1, sampler=EvenFirst(22)),
+        "dealt, large": lambda: DataLoader(made(10, change=widen), **two, timeout=60),
         "dealt, replaced": lambda: DataLoader(
-            Computed(folder),
+            made(),
             3,
             num_workers=2,
             sampler=RandomSampler(range(22), replacement=True, generator=generator()),
@@ -262,18 +224,17 @@ def cases(folder):
             IterableWrapper(list(range(11))).shuffle().sharding_filter(), 3, shuffle=True, generator=generator()
         ),
         "stream, unpicklable": lambda: DataLoader(Unpicklable(), batch_size=None),
-        "together, augmented": lambda: DataLoader(Augmented(folder), **three),
-        "together, late": lambda: DataLoader(Late(folder), 3),
-        "together, dataset's generator": lambda: DataLoader(OwnGenerator(folder), **three),
-        "together, counting": lambda: DataLoader(Counting(folder), **three),
-        "together, memory": lambda: DataLoader(TensorDataset(torch.arange(22.0)), **three),
-        "together, held": lambda: DataLoader(Held(folder), **three),
-        "together, unpicklable": lambda: DataLoader(Computed(folder), **three, collate_fn=as_function),
-        "together, own sampler": lambda: DataLoader(Computed(folder), 3, sampler=EvenFirst(22)),
-        "together, replaced": lambda: DataLoader(
-            Computed(folder), 3, sampler=RandomSampler(range(22), replacement=True, generator=generator())
+        "together, augmented": lambda: DataLoader(made(change=augment), **three),
+        "together, late": lambda: DataLoader(made(change=draw_late), 3),
+        "together, dataset's generator": lambda: DataLoader(
+            made(change=draw_own, generator=np.random.default_rng(3)), **three
         ),
-        "chancy": lambda: DataLoader(Computed(folder), 3, num_workers=2, sampler=Chancy(22)),
+        "together, counting": lambda: DataLoader(made(change=count, num_fetched=0), **three),
+        "together, memory": lambda: DataLoader(TensorDataset(torch.arange(22.0)), **three),
+        "together, held": lambda: DataLoader(made(change=look_up, table=torch.arange(44.0).view(22, 2)), **three),
+        "together, unpicklable": lambda: DataLoader(made(), **three, collate_fn=as_function),
+        "together, own sampler": lambda: DataLoader(made(), 3, sampler=EvenFirst(22)),
+        "chancy": lambda: DataLoader(made(), 3, num_workers=2, sampler=Chancy(22)),
     }
 
 
@@ -283,7 +244,7 @@ BREAKERS = {
     "small batches are left alone": [],
     "draws are not noticed": [ANY_SIZE, Patch(side_effects.Watch, "has_moved", lambda watch, kept: False)],
     "all workers are everywhere": [Patch(split_workers._Context, "_is_ours", lambda context, worker: True)],
-    "generators are not handed over": [Patch(rank0_loader.Rank0Iterator, "_set_generators", lambda *_: None)],
+    "generators are not handed over": [Patch(broadcast.Rank0Iterator, "_set_generators", lambda *_: None)],
     "indices are drawn ahead": [ANY_SIZE, Patch(round_robin, "num_safe_ahead", lambda loader: None)],
 }
 
@@ -374,7 +335,7 @@ def nested(communicator, folder):
     """Two loaders zipped, one nested in itself, and some iterators side by side."""
     with Adopted(communicator):
         first = DataLoader(Computed(folder, 10), batch_size=2, shuffle=True)
-        second = DataLoader(Augmented(folder, 10), batch_size=3, shuffle=True, num_workers=2)
+        second = DataLoader(Computed(folder, 10, change=augment), batch_size=3, shuffle=True, num_workers=2)
         seen = [(form(one), form(two), states()) for one, two in zip(first, second, strict=False)]
         seen += [(form(one), form(two), states()) for one in first for two in first]
         ahead, behind = iter(second), iter(second)
@@ -386,7 +347,7 @@ def nested(communicator, folder):
 def broken(communicator, folder, num_workers, error):
     """The error that the script meets, and the batches before and after it."""
     with Adopted(communicator):
-        loader = DataLoader(Failing(folder, error), batch_size=4, num_workers=num_workers)
+        loader = DataLoader(Computed(folder, change=fail, error=error), batch_size=4, num_workers=num_workers)
         return _until_end(iter(loader))
 
 
@@ -428,19 +389,11 @@ def timed_out(communicator, folder):
     seen = []
     with Adopted(communicator):
         try:
-            for batch in DataLoader(Slow(folder), batch_size=4, num_workers=2, timeout=1):
+            for batch in DataLoader(Computed(folder, change=delay), batch_size=4, num_workers=2, timeout=1):
                 seen.append(form(batch))
         except RuntimeError as error:
             seen.append("timed out" in str(error))
     return seen
-
-
-class Slow(Computed):
-    """The sample 5 takes its time."""
-
-    def __getitem__(self, index):
-        time.sleep(2 * (index == 5))
-        return super().__getitem__(index)
 
 
 def elsewhere(communicator, folder):
@@ -457,18 +410,10 @@ def elsewhere(communicator, folder):
         return None
 
 
-class Talking(Computed):
-    """Samples that are announced."""
-
-    def __getitem__(self, index):
-        print(f"sample {index}")
-        return super().__getitem__(index)
-
-
 def announced(communicator, folder):
     """What rank 0 prints while a loader is iterated, and left early."""
     with redirect_stdout(io.StringIO()) as printed, Adopted(communicator):
-        for number, (_, labels) in enumerate(DataLoader(Talking(folder), batch_size=3)):
+        for number, (_, labels) in enumerate(DataLoader(Computed(folder, change=talk), batch_size=3)):
             print(f"labels {labels.tolist()}")
             if number == 4:
                 break
@@ -487,16 +432,16 @@ def kept_apart(communicator, folder):
 def abandoned(communicator, folder, breaker=""):
     """Children while an iterator is held, and after it is gone, by break, by an exception and by `del`."""
     with Adopted(communicator, breaker):
-        counts = []
+        counts, before = [], len(psutil.Process().children())
         loader = DataLoader(Computed(folder), batch_size=4, num_workers=4)
         iterator = iter(loader)
         next(iterator)
-        counts.append(len(psutil.Process().children()))
+        counts.append(len(psutil.Process().children()) - before)
         del iterator
-        counts.append(len(psutil.Process().children()))
+        counts.append(len(psutil.Process().children()) - before)
         try:
             for _ in loader:
                 raise LookupError
         except LookupError:
-            counts.append(len(psutil.Process().children()))
+            counts.append(len(psutil.Process().children()) - before)
         return counts

@@ -27,13 +27,7 @@ Fold = Callable[[list[Tensor | None]], Tensor | None]
 
 
 class ReferenceDataParallel(nn.Module):
-    """A module whose forward runs on chunks of its inputs.
-
-    Args:
-        module: what is wrapped.
-        num_chunks: into how many chunks inputs are cut, at most.
-        dim: the dimension that inputs are cut along, and outputs joined along.
-    """
+    """A module whose forward runs on chunks of its inputs."""
 
     log: ClassVar[list[int] | None] = None
     """Takes the number of chunks of every forward that was cut, where it is a list."""
@@ -62,17 +56,7 @@ def reference_data_parallel(
     log: list[int] | None = None,
     fold: Fold | None = None,
 ) -> Any:
-    """Calls a module on chunks of the inputs, one after another.
-
-    Args:
-        module: what is called.
-        inputs: a tuple of positional inputs, or one input.
-        num_chunks: into how many chunks inputs are cut, at most.
-        dim: the dimension that inputs are cut along, and outputs joined along.
-        module_kwargs: keyword inputs.
-        log: takes the number of chunks.
-        fold: how the gradients of the copies are added up; the tree if None.
-    """
+    """Calls a module on chunks of the inputs, one after another."""
     if not isinstance(inputs, tuple):
         inputs = () if inputs is None else (inputs,)
     module_kwargs = module_kwargs or {}
@@ -200,13 +184,7 @@ def _add(left: Tensor | None, right: Tensor | None) -> Tensor | None:
 
 @torch.no_grad()
 def keep_buffers(module: nn.Module, replicas: list[nn.Module], rows: list[int]) -> None:
-    """Writes to a module's buffers what remains of those of its replicas.
-
-    Args:
-        module: whose buffers.
-        replicas: of each chunk.
-        rows: how many rows each chunk has.
-    """
+    """Writes to a module's buffers what remains of those of its replicas."""
     holders = [dict(replica.named_modules()) for replica in replicas]
     for prefix, holder in module.named_modules():
         for key, buffer in holder._buffers.items():

@@ -21,8 +21,8 @@ from samestep.comm.communicator import Communicator
 from samestep.comm.transport import LocalTransport
 from samestep.scripts.adoption import Adoption
 from samestep.scripts.files import patches as file_patches
-from samestep.scripts.files.call_origin import Caller, kind_of
-from samestep.scripts.files.discard import open_discard
+from samestep.scripts.files.opening import open_discard
+from samestep.scripts.files.rank0_files import Caller, kind_of
 
 
 def script(worlds, n, name, folder, *args):
@@ -134,12 +134,8 @@ def test_temporary_files_are_rank_0s_but_a_librarys_own_are_each_ranks(worlds, t
     assert all(text == "own" and not exists for _, text, exists in own)
 
 
-def test_a_file_that_a_library_puts_in_place_is_put_there_by_rank_0_and_left_nowhere_else(worlds, tmp_path):
-    assert equal(script(worlds, 2, "moves", tmp_path)) == ("rank 0", False)
-
-
-def test_what_a_library_does_in_many_steps_is_no_more_to_wait_for_on_rank_0_than_elsewhere(worlds, tmp_path):
-    assert equal(script(worlds, 2, "copies", tmp_path)) == "rank 0"
+def test_a_library_leaves_files_by_rank_0_and_nowhere_else_and_no_rank_waits(worlds, tmp_path):
+    assert equal(script(worlds, 2, "by_library", tmp_path)) == ("rank 0", False, "rank 0")
 
 
 @pytest.mark.parametrize("n", [1, 2])
@@ -220,14 +216,6 @@ def test_libraries_that_are_imported_late_are_patched_and_put_back(tmp_path):
     assert not is_left
     assert is_restored
     assert [path.name for path in tmp_path.glob("*.safetensors")] == ["0.safetensors"]
-
-
-def test_pictures_and_events_are_written_once(worlds, tmp_path):
-    name, text = equal(script(worlds, 2, "plots", tmp_path))
-    assert name == "FileNotFoundError"
-    assert "missing" in text
-    assert sorted(path.name for path in tmp_path.glob("*.png")) == ["figure-0.png", "pyplot-0.png"]
-    assert len(list((tmp_path / "events").iterdir())) == 1
 
 
 @contextmanager

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from reference import ReferenceDataParallel, cut, from_the_left, in_pairs, join, reference_data_parallel, replicate
+from reference import ReferenceDataParallel, from_the_left, in_pairs, join, replicate
 from torch import Tensor, nn
 
 from samestep.core.tree import tree_sum
@@ -20,35 +20,6 @@ def perceptron():
 
 def rows(count=10, features=5):
     return torch.randn(count, features, generator=torch.Generator().manual_seed(1))
-
-
-@pytest.mark.parametrize(
-    ("length", "num_chunks", "sizes"),
-    [(30, 4, [8, 8, 8, 6]), (10, 8, [2] * 5), (10, 4, [3, 3, 3, 1]), (3, 4, [1, 1, 1]), (30, 3, [10] * 3)],
-)
-def test_tensors_are_cut_as_the_tutorials_show(length, num_chunks, sizes):
-    assert [len(chunk) for chunk in cut(torch.arange(length), num_chunks, 0)] == sizes
-
-
-def test_containers_are_cut_entry_by_entry_and_keep_their_types():
-    x = torch.arange(12).view(4, 3)
-    parts = cut((Pair(x, "name"), [x, {"x": x, 3: None}], ()), 2, 0)
-    pair, (inner, table), empty = parts[1]
-    assert isinstance(pair, Pair)
-    assert pair.b == "name"
-    assert empty == ()
-    assert table[3] is None
-    assert all(torch.equal(part, x[2:]) for part in (pair.a, inner, table["x"]))
-
-
-def test_what_gives_more_chunks_than_another_is_dropped_as_in_torch():
-    assert len(cut((torch.zeros(12, 3), torch.zeros(2, 12)), 4, 0)) == 2
-
-
-def test_chunks_are_copies():
-    x = torch.zeros(4)
-    cut(x, 2, 0)[0].add_(1)
-    assert x.sum() == 0
 
 
 def test_outputs_are_joined_by_torchs_rules():
@@ -148,14 +119,6 @@ def test_running_statistics_are_weighted_by_rows_and_other_buffers_are_the_first
     assert net.first == 4.0
 
 
-def test_evaluation_leaves_running_statistics_to_the_bit():
-    norm = nn.BatchNorm1d(2).eval()
-    norm.running_mean.fill_(0.1)
-    before = norm.running_mean.clone()
-    ReferenceDataParallel(norm, 4)(torch.randn(10, 2))
-    assert torch.equal(norm.running_mean, before)
-
-
 def test_replicas_hold_parameters_and_share_weights_as_the_original_does():
     net = nn.Sequential(nn.Linear(3, 3), nn.LSTM(3, 2), nn.ParameterList([nn.Parameter(torch.ones(2))]))
     net.append(net[0])
@@ -164,28 +127,3 @@ def test_replicas_hold_parameters_and_share_weights_as_the_original_does():
         assert all(isinstance(p, nn.Parameter) and p.grad_fn is not None for p in replica.parameters())
         assert replica[3] is replica[0]
         assert replica[2][0] is not net[2][0]
-
-
-def test_what_is_wrapped_inside_a_replica_runs_plainly():
-    log = []
-    outer = ReferenceDataParallel(nn.Sequential(ReferenceDataParallel(nn.Linear(5, 2), 4), nn.ReLU()), 2)
-    outer.log = log
-    outer.module[0].log = log
-    assert outer(rows()).shape == (10, 2)
-    assert log == [2]
-
-
-def test_a_forward_without_inputs_is_one_chunk_and_one_chunk_is_the_module_itself():
-    class Constant(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(2))
-
-        def forward(self, scale=1.0):
-            return self.weight.sum() * scale
-
-    log = []
-    assert reference_data_parallel(Constant(), None, 4, log=log).shape == (1,)
-    assert reference_data_parallel(Constant(), (), 3, module_kwargs={"scale": 2.0}, log=log).tolist() == [4, 4, 4]
-    assert reference_data_parallel(Constant(), (), 1, log=log).shape == ()
-    assert log == [1, 3, 1]

@@ -5,7 +5,7 @@ batch at once, are to be met to the bit.
 """
 
 import pytest
-from core_programs import OUTPUT_DTYPES, input_of_one, moody, on_ranks, plainly
+from core_programs import OUTPUT_DTYPES, moody, on_ranks, plainly
 
 WORLDS = (1, 2, 3)
 # rows and microbatches: divided evenly and not; fewer chunks than microbatches; fewer chunks than ranks; one chunk
@@ -47,13 +47,6 @@ def test_derivatives_that_round_are_the_same_bits_on_any_number_of_ranks(worlds,
 def test_the_comparison_notices_another_order_of_the_sum(worlds, n):
     alone = shared_out(worlds, 1, "cubic_derivatives", 7, "normal", 13)
     assert shared_out(worlds, n, "cubic_derivatives", 7, "normal", 13, breaker="left sum") != alone
-
-
-@pytest.mark.parametrize("n", WORLDS)
-@pytest.mark.parametrize(("num_rows", "num_microbatches"), [(6, 4), (2, 4)])
-def test_several_forwards_in_one_graph_are_differentiated_in_step(worlds, n, num_rows, num_microbatches):
-    plain = plainly("chained_gradients", "whole", num_rows)
-    assert shared_out(worlds, n, "chained_gradients", num_microbatches, "whole", num_rows) == plain
 
 
 @pytest.mark.parametrize("n", WORLDS)
@@ -115,25 +108,6 @@ def test_the_comparison_notices_large_tensors_that_are_a_part_only(worlds, n, br
 
 
 @pytest.mark.parametrize("n", WORLDS)
-@pytest.mark.parametrize(
-    ("name", "is_contiguous", "is_channels_last"),
-    [
-        ("transposed", False, False),
-        ("sliced", True, False),
-        ("expanded", True, False),
-        ("channels last", False, True),
-    ],
-)
-def test_inputs_that_lie_unusually_in_memory_give_the_same_on_every_rank(
-    worlds, n, name, is_contiguous, is_channels_last
-):
-    result, found, _ = shared_out(worlds, n, "layouts", 4, name)
-    assert result == plainly("layouts", name)[0]
-    assert found == [[is_contiguous], [is_channels_last]], "a chunk is dense, and keeps the order of its dims"
-    assert shared_out(worlds, n, "layouts", 4, name)[2] == shared_out(worlds, 1, "layouts", 4, name)[2]
-
-
-@pytest.mark.parametrize("n", WORLDS)
 @pytest.mark.parametrize(("num_rows", "num_microbatches"), [(6, 4), (2, 4)])
 def test_results_of_any_dtype_are_joined_bit_by_bit(worlds, n, num_rows, num_microbatches):
     plain = plainly("converted", num_rows)
@@ -147,22 +121,6 @@ def test_results_of_any_dtype_are_joined_bit_by_bit(worlds, n, num_rows, num_mic
         assert (dtype, shape) == (f"torch.{name}", (len(range(0, num_rows, -(-num_rows // num_microbatches))),))
         assert data[:size] == firsts[:size], "the first chunk's number is that of the first row"
         assert data[-size:] != data[:size]
-
-
-@pytest.mark.parametrize("n", [1, 2, 3])
-def test_a_column_of_chunks_of_one_row_is_joined(worlds, n):
-    assert shared_out(worlds, n, "first_column", 6, 6) == plainly("first_column", 6)
-
-
-@pytest.mark.parametrize("n", WORLDS)
-@pytest.mark.parametrize("num_rows", [5, 1, 0])
-def test_a_column_of_a_table_is_an_input_however_few_rows_it_has(worlds, n, num_rows):
-    assert worlds(n).run(input_of_one, num_rows) == [True] * n
-
-
-@pytest.mark.parametrize("n", WORLDS)
-def test_conjugated_results_and_gradients_are_joined(worlds, n):
-    assert shared_out(worlds, n, "conjugated", 3, 6) == plainly("conjugated", 6)
 
 
 @pytest.mark.parametrize("n", WORLDS)

@@ -151,10 +151,6 @@ def test_what_cannot_be_parsed_is_left_to_python(tmp_path, content):
     assert "Python will say why" in reading.reason
 
 
-def test_a_module_beside_it_that_cannot_be_parsed_is_left_out(folder):
-    assert read(folder, "import broken, fine", **{"broken.py": "def (", "fine.py": "import ray"}).kind == "native"
-
-
 def test_a_source_in_another_encoding_is_read_without_a_word(tmp_path, recwarn):
     path = tmp_path / "train.py"
     path.write_bytes("# -*- coding: latin-1 -*-\nname = 'é\\d'\nimport ray\n".encode("latin-1"))

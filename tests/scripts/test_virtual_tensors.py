@@ -192,13 +192,6 @@ def test_data_takes_its_device_along():
     assert before.device.type == "cpu"
 
 
-def test_pinned_memory_is_pretended():
-    x = torch.ones(2)
-    assert not x.is_pinned()
-    assert x.pin_memory().is_pinned()
-    assert torch.empty(2, pin_memory=True).is_pinned()
-
-
 def test_packed_sequences_keep_their_lengths_on_the_host():
     packed = nn.utils.rnn.pack_padded_sequence(torch.ones(3, 2, 1).cuda(), torch.tensor([3, 2]))
     assert packed.data.is_cuda
@@ -303,10 +296,3 @@ def test_threads_of_the_script_see_the_devices():
         thread.join()
     assert seen == [threads[0].device] == [torch.device("cuda:1")]
     assert threads[0].current == 0
-
-
-def test_the_mark_of_an_adoption_moves_nothing(adoption):
-    x = torch.ones(2)
-    assert adoption.mark(x, 3) is x
-    assert x.device == torch.device("cuda:3")
-    assert adoption.mark(x, -1).device.type == "cpu"

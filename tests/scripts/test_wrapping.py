@@ -6,7 +6,6 @@ import pytest
 import torch
 from adopting import Bits, run
 from torch import nn
-from tutorial_programs import run_script
 
 from samestep.comm.communicator import Communicator
 from samestep.comm.transport import LocalTransport
@@ -21,6 +20,8 @@ PRELUDE = """
 import hashlib
 import torch
 from torch import nn
+
+torch.manual_seed(1)
 
 class Net(nn.Module):
     def __init__(self):
@@ -79,14 +80,6 @@ trainer = Trainer()
 trainer.fit()
 RESULT = digest(trainer.model)
 """
-COMPILED = """
-model = Net()
-fast = torch.compile(model, backend="eager")
-optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-for x, y in batches():
-    step(fast, nn.CrossEntropyLoss(), optimizer, x, y)
-RESULT = digest(model)
-"""
 FROM_SCRATCH = """
 import samestep
 from samestep.scripts.tutorial_api import allreduce, replicate_params, split_and_load
@@ -99,18 +92,20 @@ for x, y in batches():
 
 
 @pytest.fixture
-def script(tmp_path):
-    def write(body):
+def train(worlds, tmp_path):
+    """`train(n, body, wrap, …)`: the outcomes of a script on n processes."""
+
+    def train(n, body, wrap=None, num_microbatches=4):
         path = tmp_path / "train.py"
-        path.write_text(dedent(PRELUDE + body))
-        return path
+        path.write_text(dedent(PRELUDE + dedent(body)))
+        return run(worlds, n, path, num_microbatches, cwd=tmp_path, wrap=wrap)
 
-    return write
+    return train
 
 
-def alone(num_microbatches=4):
+def alone(device="cpu"):
     transport = LocalTransport()
-    return Adoption(Communicator(torch.device("cpu"), transport, transport), num_microbatches)
+    return Adoption(Communicator(torch.device(device), transport, transport), 4)
 
 
 @pytest.mark.parametrize(
@@ -120,93 +115,115 @@ def alone(num_microbatches=4):
         (PLAIN, "net"),
         (PLAIN, "Net"),
         (IN_A_FUNCTION, "network"),
-        (IN_A_FUNCTION, "net"),
         (IN_A_CLASS, "trainer.model"),
         (IN_A_CLASS, "self.model"),
-        (IN_A_CLASS, "Net"),
     ],
 )
-def test_the_named_module_is_shared_out_and_ends_in_the_same_bits(worlds, script, body, name):
-    path = script(body)
-    (reference,) = worlds(1).run(run_script, path, name)
-    assert reference["error"] is None
-    assert len(reference["chunks"]) == STEPS * 4
-    for world_size in (2, 3):
-        results = worlds(world_size).run(run_script, path, name)
-        assert [result["error"] for result in results] == [None] * world_size
-        assert {result["result"] for result in results} == {reference["result"]}
-        ran = [chunk for result in results for chunk in result["chunks"]]
-        assert sorted(ran) == sorted(reference["chunks"]), "each chunk runs once"
+def test_the_named_module_is_shared_out_and_ends_in_the_same_bits(train, body, name):
+    (reference,) = train(1, body, name)
+    assert not reference.error, reference.message
+    assert len(reference.chunks) == STEPS * 4
+    for n in (2, 3):
+        outcomes = train(n, body, name)
+        assert all(outcome.result == reference.result for outcome in outcomes)
+        assert sorted(chunk for outcome in outcomes for chunk in outcome.chunks) == sorted(reference.chunks)
+        assert outcomes[0].stderr == "", "there is nothing to hint at"
 
 
-def test_twin_a_script_that_is_not_shared_out_is_noticed(worlds, script):
-    results = worlds(2).run(run_script, script(PLAIN), None)
-    assert [result["chunks"] for result in results] == [[], []]
-    assert results[0]["result"] != worlds(1).run(run_script, script(PLAIN), "model")[0]["result"]
+def test_twin_a_script_that_is_not_shared_out_is_noticed_and_told_once_what_it_could_wrap(train):
+    (shared,) = train(1, PLAIN, "model")
+    for body, name in ((PLAIN, "model"), (IN_A_FUNCTION, "network"), (IN_A_CLASS, "trainer.model")):
+        first, second = train(2, body)
+        assert first.chunks == second.chunks == ()
+        assert first.result != shared.result
+        assert first.stderr.count("wraps no model: all 2 processes compute the same.") == 1
+        assert f"samestep run --wrap {name} train.py …" in first.stderr
+        assert second.stderr == ""
+    assert train(1, PLAIN)[0].stderr == ""
 
 
-def test_only_calls_of_the_named_module_are_shared_out(worlds, script):
+@pytest.mark.parametrize(
+    ("body", "texts"),
+    [
+        (
+            "small, large = nn.Linear(2, 2), nn.Linear(50, 50)\nsmall(torch.ones(1, 2)).sum().backward()",
+            ["--wrap large"],
+        ),
+        ("torch.ones(2, requires_grad=True).sum().backward()", ["--wrap NAME", "NAME is a variable or class"]),
+        (
+            "model = nn.DataParallel(nn.Linear(6, 2), device_ids=[0])\nmodel(torch.ones(4, 6)).sum().backward()",
+            ["wraps model for one device: all 2 processes compute the same", "samestep run --num-microbatches 2"],
+        ),
+        (FROM_SCRATCH, []),
+    ],
+)
+def test_the_hint_names_the_largest_model_or_the_number_of_microbatches(train, body, texts):
+    outcome = train(2, body, None, None)[0]
+    assert not outcome.error, outcome.message
+    assert all(text in outcome.stderr for text in texts)
+    assert bool(outcome.stderr) == bool(texts)
+
+
+def test_only_calls_of_the_named_module_are_shared_out(train):
     body = """
     model, other = Net(), Net()
     x = torch.randn(12, 6)
     other(x), other.body(x), model.body(x)
     sizes = [module(x).shape[0] for module in (model, other)]
     """
-    (result,) = worlds(1).run(run_script, script(dedent(body)), "model")
-    assert result["error"] is None
-    assert len(result["chunks"]) == 4
+    assert len(train(1, body, "model")[0].chunks) == 4
 
 
-def test_a_compiled_module_goes_by_the_name_of_either(worlds, script):
-    plain = worlds(1).run(run_script, script(PLAIN), "Net")[0]["result"]
-    for name in ("model", "fast", "Net"):
-        (result,) = worlds(1).run(run_script, script(COMPILED), name)
-        assert result["error"] is None
-        assert len(result["chunks"]) == STEPS * 4
-        assert result["result"] == plain
+def test_a_compiled_module_goes_by_the_name_of_either():
+    model = nn.Linear(6, 3)
+    fast = torch.compile(model, backend="eager")
+    for name in ("model", "fast", "Linear"):
+        adoption = alone()
+        with wrapped(adoption, name):
+            fast(torch.ones(8, 6))
+        assert len(adoption.chunks_run) == 4, name
 
 
-def test_with_one_microbatch_the_module_is_simply_called(worlds, script):
-    (plain,) = worlds(1).run(run_script, script(PLAIN), None)
-    (result,) = worlds(1).run(run_script, script(PLAIN), "model", 1)
-    assert result["error"] is None
-    assert result["chunks"] == []
-    assert result["result"] == plain["result"]
+def test_with_one_microbatch_the_module_is_simply_called(train):
+    (outcome,) = train(1, PLAIN, "model", 1)
+    assert outcome.chunks == ()
+    assert outcome.result == train(1, PLAIN, None, 1)[0].result
 
 
-def test_a_module_that_is_wrapped_already_is_left_to_its_wrapper(worlds, script):
-    body = "model = nn.DataParallel(nn.Linear(6, 2))\nRESULT = model(torch.ones(4, 6)).shape[0]\n"
-    (result,) = worlds(1).run(run_script, script(body), "model")
-    assert result["error"] is None
-    assert result["result"] == 4
-    assert result["chunks"] == []
+def test_a_module_that_is_wrapped_already_is_left_to_its_wrapper(train):
+    body = "model = nn.DataParallel(nn.Linear(6, 2), device_ids=[0])\nRESULT = model(torch.ones(4, 6)).shape[0]"
+    (outcome,) = train(1, body, "model")
+    assert not outcome.error, outcome.message
+    assert len(outcome.chunks) == 4
 
 
-@pytest.mark.parametrize("ending", ["", "import sys\nsys.exit()\n", "raise SystemExit(0)\n"])
-def test_a_name_that_was_never_called_is_an_error_that_lists_what_was(worlds, script, ending):
-    for result in worlds(2).run(run_script, script(PLAIN + ending), "modle"):
-        assert result["error"].startswith("UsageError: got --wrap modle, and the script called no module of that name.")
-        assert "called: net (Net), criterion (CrossEntropyLoss). Give" in result["error"]
-
-
-def test_what_was_called_is_named_as_an_attribute_where_no_variable_holds_it(worlds, script):
-    (result,) = worlds(1).run(run_script, script(IN_A_CLASS), "model")
-    assert "called: self.model (Net), self.criterion (CrossEntropyLoss)." in result["error"]
-    (result,) = worlds(1).run(run_script, script("nn.ReLU()(torch.ones(3))\n"), "model")
-    assert "called: ReLU." in result["error"]
-    (result,) = worlds(1).run(run_script, script("RESULT = 1\n"), "model")
-    assert "called: none." in result["error"]
+@pytest.mark.parametrize("ending", ["", "import sys\nsys.exit()\n"])
+def test_a_name_that_was_never_called_is_an_error_that_lists_what_was(train, ending):
+    for outcome in train(2, PLAIN + ending, "modle"):
+        assert outcome.error == "UsageError"
+        assert outcome.message.startswith("got --wrap modle, and the script called no module of that name.")
+        assert "called: net (Net), criterion (CrossEntropyLoss). Give" in outcome.message
 
 
 @pytest.mark.parametrize(
-    ("ending", "error"), [("raise KeyError('x')\n", "KeyError: 'x'"), ("raise SystemExit(3)\n", "SystemExit: 3")]
+    ("body", "called"),
+    [
+        (IN_A_CLASS, "self.model (Net), self.criterion (CrossEntropyLoss)."),
+        ("nn.ReLU()(torch.ones(3))", "ReLU."),
+        ("RESULT = 1", "none."),
+    ],
 )
-def test_a_script_that_fails_before_the_name_is_met_keeps_its_own_error(worlds, script, ending, error):
-    assert worlds(1).run(run_script, script(ending), "model")[0]["error"] == error
+def test_a_called_module_is_named_as_an_attribute_where_no_variable_holds_it(train, body, called):
+    assert f"called: {called}" in train(1, body, "model")[0].message
+
+
+def test_a_script_that_fails_before_the_name_is_met_keeps_its_own_error(train):
+    assert train(1, "raise KeyError('x')", "model")[0].error == "KeyError"
+    assert train(1, "raise SystemExit(3)", "model")[0].exit_code == 3
 
 
 @pytest.mark.parametrize("name", ["", "my model", "model.", "1x", "model[0]", "model:", "model:x", "model:1.0", ":1"])
-def test_what_can_be_no_name_is_refused(name):
+def test_a_text_that_can_be_no_name_is_refused(name):
     with pytest.raises(UsageError, match="give a variable or class of the script"), wrapped(alone(), name):
         pass
 
@@ -223,7 +240,7 @@ def test_modules_inside_a_chunk_are_called_without_a_look_at_the_stack(monkeypat
     assert len(looked) == 1
 
 
-def test_a_name_means_the_local_where_there_is_one_and_it_is_bound(worlds, script):
+def test_a_name_means_the_local_where_there_is_one_and_it_is_bound(train):
     body = """
     model, other, x = Net(), Net(), torch.randn(12, 6)
 
@@ -243,53 +260,9 @@ def test_a_name_means_the_local_where_there_is_one_and_it_is_bound(worlds, scrip
 
     {call}
     """
-    for call in ("hides(other)", "hides(model)", "binds_late()", "holds()"):
-        (result,) = worlds(1).run(run_script, script(dedent(body).format(call=call)), "model")
-        assert result["error"] is None
-        assert len(result["chunks"]) == 4, call
-    (result,) = worlds(1).run(run_script, script(dedent(body).format(call="other(x)")), "model")
-    assert "called: other (Net)." in result["error"]
-
-
-@pytest.mark.parametrize(
-    ("body", "name"), [(PLAIN, "model"), (IN_A_FUNCTION, "network"), (IN_A_CLASS, "trainer.model")]
-)
-def test_a_script_that_wraps_nothing_is_told_once_what_it_could_wrap(worlds, script, body, name):
-    results = worlds(2).run(run_script, script(body), None, None, True)
-    said = results[0]["said"]
-    assert said.count("wraps no model: all 2 processes compute the same.") == 1
-    assert f"samestep run --wrap {name} train.py …" in said
-    assert results[1]["said"] == ""
-    for result in worlds(2).run(run_script, script(body), name, 4, True):
-        assert result["error"] is None, "the name that is proposed is one that works"
-
-
-def test_the_hint_names_the_largest_model(worlds, script):
-    body = "small = nn.Linear(2, 2)\nlarge = nn.Linear(50, 50)\nsmall(torch.ones(1, 2)).sum().backward()\n"
-    assert "--wrap large train.py" in worlds(2).run(run_script, script(body), None, None, True)[0]["said"]
-
-
-def test_without_a_model_the_hint_names_none(worlds, script):
-    body = "w = torch.ones(2, requires_grad=True)\nw.sum().backward()\n"
-    said = worlds(2).run(run_script, script(body), None, None, True)[0]["said"]
-    assert "samestep run --wrap NAME" in said
-    assert "NAME is a variable or class of the script" in said
-
-
-def test_a_wrapper_for_one_device_is_told_about_the_number_of_microbatches(worlds, script):
-    body = "model = nn.DataParallel(nn.Linear(6, 2))\nmodel(torch.ones(4, 6)).sum().backward()\n"
-    said = worlds(2).run(run_script, script(body), None, None, True)[0]["said"]
-    assert "wraps model for one device: all 2 processes compute the same" in said
-    assert "samestep run --num-microbatches 2" in said
-
-
-@pytest.mark.parametrize(
-    ("world_size", "body", "wrap"), [(1, PLAIN, None), (2, PLAIN, "model"), (2, FROM_SCRATCH, None)]
-)
-def test_no_hint_where_all_is_well(worlds, script, world_size, body, wrap):
-    result = worlds(world_size).run(run_script, script(body), wrap, 4, True)[0]
-    assert result["error"] is None
-    assert result["said"] == ""
+    for call in ("hides(other)", "binds_late()", "holds()"):
+        assert len(train(1, dedent(body).format(call=call), "model")[0].chunks) == 4, call
+    assert "called: other (Net)." in train(1, dedent(body).format(call="other(x)"), "model")[0].message
 
 
 def test_a_subclass_of_samesteps_own_wrapper_with_parts_of_its_own_is_refused_by_name():
@@ -301,47 +274,30 @@ def test_a_subclass_of_samesteps_own_wrapper_with_parts_of_its_own_is_refused_by
         Own(nn.Linear(2, 1))(torch.ones(4, 2))
 
 
-ON_THE_HOST = """
+ON_A_DEVICE = """
     class Net(nn.Linear):
         def forward(self, x):
-            print("inside", x.device, self.weight.device, x.numpy().shape)
+            print("inside", x.device, self.weight.device)
             return super().forward(x)
 
-    torch.manual_seed(2)
-    model = Net(3, 2){cuda}
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(2):
-        y = model(torch.ones(8, 3){cuda})
-        loss = y.square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    print(y.device, loss.device, model.weight.grad.device)
-    RESULT = {{"y": y.detach().{numpy}, "weight": model.weight}}
+    model = Net(3, 2).to("{device}")
+    y = model(torch.ones(8, 3, device="{device}"))
+    y.square().mean().backward()
+    print(y.device, model.weight.grad.device)
+    RESULT = {{"y": y, "grad": model.weight.grad}}
 """
 
 
-@pytest.mark.parametrize("n", [1, 2, 3])
-def test_a_model_on_the_cpu_has_its_inputs_and_outputs_there(worlds, script, tmp_path, n):
-    path = script(dedent(ON_THE_HOST).format(cuda="", numpy="numpy().tolist()"))
-    outcomes = run(worlds, n, path, cwd=tmp_path, wrap="model")
+@pytest.mark.parametrize(("n", "device"), [(1, "cpu"), (2, "cpu"), (2, "cuda:1")])
+def test_a_model_has_its_inputs_and_outputs_where_it_is(train, n, device):
+    outcomes = train(n, ON_A_DEVICE.format(device=device), "model")
     assert [outcome.error for outcome in outcomes] == [""] * n, outcomes[0].message
-    assert outcomes[0].stdout == "inside cpu cpu (2, 3)\n" * 8 + "cpu cpu cpu\n"
-    assert outcomes[0].result == run(worlds, 1, path, cwd=tmp_path, wrap="model")[0].result
-    assert sum(len(outcome.chunks) for outcome in outcomes) == 8
-
-
-def test_a_model_on_a_device_has_its_inputs_and_outputs_there(worlds, script, tmp_path):
-    body = dedent(ON_THE_HOST).format(cuda='.to("cuda:1")', numpy="cpu().tolist()").replace(", x.numpy().shape", "")
-    (outcome,) = run(worlds, 1, script(body), cwd=tmp_path, wrap="model")
-    assert outcome.stdout == "inside cuda:1 cuda:1\n" * 8 + "cuda:1 cuda:1 cuda:1\n", outcome.message
+    assert outcomes[0].stdout == f"inside {device} {device}\n" * 4 + f"{device} {device}\n"
 
 
 def test_a_model_on_the_cpu_is_refused_where_the_run_is_on_gpus():
-    transport = LocalTransport()
-    adoption = Adoption(Communicator(torch.device("cuda"), transport, transport), 4)
     model = nn.Linear(3, 2)
-    with pytest.raises(UsageError, match="model is on the CPU and the run on cuda"), wrapped(adoption, "model"):
+    with pytest.raises(UsageError, match="model is on the CPU and the run on cuda"), wrapped(alone("cuda"), "model"):
         model(torch.ones(8, 3))
 
 
@@ -372,29 +328,23 @@ TIME_MAJOR = """
 """
 
 
-def test_batches_along_another_dim_give_what_the_script_alone_gives(worlds, script, tmp_path):
-    path = script(dedent(TIME_MAJOR))
-    (whole,) = run(worlds, 1, path, 1, cwd=tmp_path, wrap="model")
-    results = [run(worlds, n, path, cwd=tmp_path, wrap="model:1") for n in (1, 2, 3)]
+def test_batches_along_another_dim_give_what_the_script_alone_gives(train):
+    (whole,) = train(1, TIME_MAJOR, "model", 1)
+    results = [train(n, TIME_MAJOR, "model:1") for n in (1, 2, 3)]
     for outcomes in results:
-        assert [outcome.error for outcome in outcomes] == [""] * len(outcomes), outcomes[0].message
-        assert all(outcome.result == results[0][0].result for outcome in outcomes)
-        assert sum(len(outcome.chunks) for outcome in outcomes) == 9, (
-            "six sequences over four microbatches are three chunks"
-        )
+        assert all(outcome.result == results[0][0].result for outcome in outcomes), outcomes[0].message
+        assert sum(len(outcome.chunks) for outcome in outcomes) == 9, "six sequences are three chunks"
     for path, value in whole.result.items():
         ours = results[0][0].result[path]
         assert isinstance(value, Bits)
         torch.testing.assert_close(ours.tensor(), value.tensor(), rtol=1e-9, atol=1e-12, msg=path)  # another sum
-
-
-def test_inputs_that_do_not_split_alike_are_told_about_the_dim(worlds, script, tmp_path):
-    for outcome in run(worlds, 2, script(dedent(TIME_MAJOR)), cwd=tmp_path, wrap="model"):
+    for outcome in train(2, TIME_MAJOR, "model"):
         assert outcome.error == "UsageError"
         assert "--wrap NAME:DIM" in outcome.message
 
 
-def test_inputs_of_different_sizes_are_told_once_how_they_are_cut(worlds, script):
+@pytest.mark.parametrize(("rows", "is_told"), [(4, True), (35, False)])
+def test_inputs_of_different_sizes_are_told_once_how_they_are_cut(train, rows, is_told):
     body = """
     class Net(nn.Module):
         def forward(self, x, hidden):
@@ -406,13 +356,10 @@ def test_inputs_of_different_sizes_are_told_once_how_they_are_cut(worlds, script
     """
     text = (
         "samestep: --wrap model cuts inputs of shape [35, 20], [4, 20] along dim 0 into 4 microbatches; if their batch "
-        "lies "
-        "along another, name it: --wrap model:1\n"
+        "lies along another, name it: --wrap model:1\n"
     )
-    for rows, said in ((4, text), (35, "")):
-        results = worlds(2).run(run_script, script(dedent(body).format(rows=rows)), "model")
-        assert [result["error"] for result in results] == [None, None]
-        assert [result["said"] for result in results] == [said, ""]
+    outcomes = train(2, dedent(body).format(rows=rows), "model")
+    assert [outcome.stderr for outcome in outcomes] == [text if is_told else "", ""]
 
 
 @pytest.mark.parametrize(("error", "is_told"), [("ValueError", True), ("DeterminismError", False)])

@@ -1,19 +1,12 @@
-"""Hand-written training loops, and scripts that wrap nothing, which tests run on every rank of a world."""
-
-import contextlib
-import io
-import runpy
+"""Hand-written training loops, which tests run on every rank of a world."""
 
 import torch
-from torch import nn
 
-from samestep.comm import reduction
 from samestep.core.tree import Block, TreeSum
 from samestep.errors import SamestepError
-from samestep.scripts.adoption import Adoption, activated
+from samestep.scripts.adoption import Adoption
 from samestep.scripts.tutorial_api import allreduce, replicate_params, split_and_load
 from samestep.scripts.wrapped.chunks import deal
-from samestep.scripts.wrapping import hinting, wrapped
 
 FEATURES, CLASSES = 6, 3
 
@@ -146,44 +139,3 @@ def error_of(communicator, case):
     except SamestepError as error:
         return type(error).__name__, str(error)
     return None
-
-
-def messages(communicator, together):
-    """How many tensors were sent on their way for one step."""
-    started = []
-
-    def counting(*args):
-        started.append(args)
-        return reduction.ordered(*args)
-
-    before = dict(reduction.REDUCTIONS)
-    reduction.REDUCTIONS["ordered"] = counting
-    try:
-        train(communicator, 4, [8], together)
-    finally:
-        reduction.REDUCTIONS.update(before)
-    return len(started)
-
-
-def run_script(communicator, path, wrap, num_microbatches=4, hint=False):
-    """Runs a script as an adopted one: its `RESULT`, the chunks that this rank ran, what was said, and the error."""
-    adoption = Adoption(communicator, num_microbatches)
-    said = io.StringIO()
-    before = nn.Module.__call__, torch.autograd.backward
-    result, error = None, None
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(activated(adoption))
-        stack.enter_context(contextlib.redirect_stderr(said))
-        stack.enter_context(adoption.generators.preserved())
-        torch.manual_seed(1)
-        try:
-            with contextlib.ExitStack() as parts:
-                if wrap:
-                    parts.enter_context(wrapped(adoption, wrap))
-                if hint:
-                    parts.enter_context(hinting(adoption))
-                result = runpy.run_path(str(path), run_name="__main__").get("RESULT")
-        except (Exception, SystemExit) as stop:
-            error = f"{type(stop).__name__}: {stop}"
-    assert (nn.Module.__call__, torch.autograd.backward) == before, "the patches are taken out again"
-    return {"result": result, "chunks": list(adoption.chunks_run), "said": said.getvalue(), "error": error}

@@ -1,4 +1,4 @@
-"""What the tests of virtual devices have in common, and programs for real processes."""
+"""What the tests of virtual devices have in common."""
 
 from contextlib import contextmanager
 
@@ -47,21 +47,3 @@ def trained(device, optimizer=torch.optim.SGD, steps=3, **options):
         update.step()
         losses.append(loss.item())
     return losses, [value.detach().cpu() for value in model.state_dict().values()]
-
-
-def distributed(communicator):
-    """A script that uses DistributedDataParallel itself, on virtual devices; its parameters after two steps."""
-    adoption = Adoption(communicator, num_devices=communicator.world_size)
-    with virtual_devices(adoption):
-        torch.manual_seed(3)
-        torch.cuda.set_device(communicator.rank)
-        model = nn.Linear(4, 2).cuda()
-        wrapped = nn.parallel.DistributedDataParallel(model, device_ids=[communicator.rank])
-        update = torch.optim.SGD(wrapped.parameters(), lr=0.1)
-        rows = torch.randn(8, 4)
-        for _ in range(2):
-            update.zero_grad()
-            wrapped(rows[communicator.rank :: communicator.world_size].cuda()).square().mean().backward()
-            update.step()
-        place = str(next(model.parameters()).device)
-        return place, [parameter.detach().cpu().numpy() for parameter in model.parameters()]

@@ -20,6 +20,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cache, cached_property
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -62,6 +63,7 @@ class Adoption:
     seeding: Any = None  # `seeding.Seeds`
     tutorial: Any = None  # `tutorial_api.TutorialState`
     backward: Any = None  # `backward.Backward`, while gradients pass through chunks
+    at_first_backward: Callable[[FrameType], None] | None = None  # called with the frame that first calls backward
     own_failure: BaseException | None = None  # raised first on this rank; its traceback has the script's own lines
     # A value that differs from this one was assigned by the script.
     visible_at_start: str | None = field(default_factory=lambda: os.environ.get(VISIBLE_DEVICES))

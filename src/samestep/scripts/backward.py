@@ -7,6 +7,7 @@ What a script calls backward on must be the same on all ranks. A loss that uses 
 a wrapped forward, above all, has on each rank the values of that rank's chunks only.
 """
 
+import sys
 import threading
 import zlib
 from collections.abc import Callable, Iterator
@@ -101,6 +102,9 @@ def patches(adoption: Adoption) -> list[Patch]:
     backward, grad = torch.autograd.backward, torch.autograd.grad
 
     def checked_backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        if adoption.at_first_backward is not None and adoption.may_meet():
+            look, adoption.at_first_backward = adoption.at_first_backward, None
+            look(sys._getframe(1))
         _check_roots(adoption, calls, tensors)
         with _errors_shared(adoption):
             return backward(tensors, *args, **kwargs)

@@ -5,14 +5,13 @@ Chunks run on several ranks, so their output is captured there and replayed on r
 `logging`, progress bars) use the replacement too. Bytes written to `sys.stdout.buffer` go straight through.
 """
 
-import io
 import sys
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from types import FrameType
-from typing import Any, TextIO
+from typing import Any, TextIO, cast
 
 from samestep.engine.site import calling_frame, is_own_file
 from samestep.scripts.adoption import Adoption
@@ -23,14 +22,9 @@ STDERR = 2
 
 _SAID: ContextVar[list[tuple[int, str]] | None] = ContextVar("said", default=None)
 
-FORWARDED = (
-    *("encoding", "errors", "newlines", "closed", "fileno", "isatty", "readable", "writable", "seekable"),
-    *("read", "readline", "readlines", "seek", "tell", "truncate", "detach", "close"),
-)
 
-
-class ScriptStream(io.TextIOBase):
-    """A text stream in front of another: everything is the other's, but text written in a chunk is kept."""
+class ScriptStream:
+    """A text stream in front of another: all attributes are the other's, but text written in a chunk is kept."""
 
     def __init__(self, stream: TextIO, number: int) -> None:
         self._stream = stream
@@ -46,13 +40,13 @@ class ScriptStream(io.TextIOBase):
         said.append((self._number, text))
         return len(text)
 
-    def writelines(self, lines: Iterable[str]) -> None:  # type: ignore[override]  # narrower than bytes or text
+    def writelines(self, lines: Iterable[str]) -> None:
         """Writes several texts."""
         for line in lines:
             self.write(line)
 
     def flush(self) -> None:
-        """Flushes the stream behind; text that is kept stays where it is."""
+        """Flushes the stream behind, unless a chunk runs: captured text is replayed later."""
         if _SAID.get() is None:
             self._stream.flush()
 
@@ -61,31 +55,17 @@ class ScriptStream(io.TextIOBase):
             raise AttributeError(name)
         return getattr(self._stream, name)
 
-    def __del__(self) -> None:
-        """Leaves the stream behind open: it is not this object's."""
-
     def __enter__(self) -> "ScriptStream":
         return self
 
     def __exit__(self, *exception: object) -> None:
         self._stream.close()
 
-    def __iter__(self) -> Iterator[str]:  # type: ignore[override]  # of text only
+    def __iter__(self) -> Iterator[str]:
         return iter(self._stream)
 
-    def __next__(self) -> str:  # type: ignore[override]
+    def __next__(self) -> str:
         return next(self._stream)
-
-    def __repr__(self) -> str:
-        return repr(self._stream)
-
-
-def _forwarded(name: str) -> Any:
-    return property(lambda self: getattr(self._stream, name))
-
-
-for _name in FORWARDED:  # `io.TextIOBase` has its own, which would be found before `__getattr__`
-    setattr(ScriptStream, _name, _forwarded(_name))
 
 
 def patches(_: Adoption) -> list[Patch]:
@@ -99,7 +79,7 @@ def patches(_: Adoption) -> list[Patch]:
             frame = frame.f_back
         caller = calling_frame(frame)
         if frame is not None and caller is not None:
-            # Python remembers which lines have warned by the line that it knows, which is ours for all of the script's.
+            # Python records which lines have warned; here that is one line of ours for all lines of the script.
             registry, what = frame.f_globals.get("__warningregistry__", {}), (str(message.message), message.category)
             is_once = registry.pop((*what, message.lineno), None)
             message.filename, message.lineno = caller.f_code.co_filename, caller.f_lineno
@@ -121,9 +101,8 @@ def script_streams(adoption: Adoption) -> Iterator[None]:
     before = sys.stdout, sys.stderr
     try:
         # a process without a console has None here
-        sys.stdout, sys.stderr = (
-            stream and ScriptStream(stream, number) for number, stream in zip((STDOUT, STDERR), before, strict=True)
-        )
+        sys.stdout = before[0] and cast(TextIO, ScriptStream(before[0], STDOUT))
+        sys.stderr = before[1] and cast(TextIO, ScriptStream(before[1], STDERR))
         yield
     finally:
         sys.stdout, sys.stderr = before

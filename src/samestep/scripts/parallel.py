@@ -4,7 +4,7 @@ The functions of which scripts build a DataParallel of their own are covered too
 module, and `parallel_apply` runs each of them on the rank of its chunk.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NoReturn
 
@@ -141,7 +141,6 @@ def patches(adoption: Adoption) -> list[Patch]:
         Patch(nn.DataParallel, "forward", forward),
         Patch(torch_parallel, "data_parallel", functional, aliases=("torch.nn.parallel.data_parallel",)),
         *_parts(adoption),
-        *_random_states(adoption),
     ]
 
 
@@ -183,38 +182,6 @@ def _parts(adoption: Adoption) -> list[Patch]:
         Patch(torch_parallel, "parallel_apply", parallel_apply, aliases=("torch.nn.parallel.parallel_apply", within)),
         Patch(nn.Module, "_replicate_for_data_parallel", refuse),
     ]
-
-
-def _random_states(adoption: Adoption) -> list[Patch]:
-    """Patches that keep the chunks' seeds in step with the script's generator.
-
-    A chunk's seed is a function of the generator's state and of the forwards since that state was set. Code that saves
-    and restores the state (above all activation checkpointing, which repeats a forward) must get the same seeds again,
-    so a saved state carries the number of forwards.
-    """
-    save, restore, seed = torch.get_rng_state, torch.set_rng_state, torch.manual_seed
-
-    def get_rng_state() -> torch.Tensor:
-        state = save()
-        state.num_forwards = adoption.num_since_reseed  # type: ignore[attr-defined]  # tensors take attributes
-        return state
-
-    def set_rng_state(new_state: torch.Tensor) -> None:
-        restore(new_state)
-        if adoption.may_meet():
-            adoption.num_since_reseed = getattr(new_state, "num_forwards", 0)
-
-    def manual_seed(value: Any) -> torch.Generator:
-        if adoption.may_meet():
-            adoption.num_since_reseed = 0
-        return seed(value)
-
-    pairs: list[tuple[str, Callable[..., Any]]] = [
-        ("get_rng_state", get_rng_state),
-        ("set_rng_state", set_rng_state),
-        ("manual_seed", manual_seed),
-    ]
-    return [Patch(torch, name, function, aliases=("torch.random",)) for name, function in pairs]
 
 
 def _set_devices(

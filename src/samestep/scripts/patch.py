@@ -7,13 +7,13 @@
 | `virtual/` (without GPUs) | torch.cuda, torch.accelerator, autocast, autograd, generators, loaders, files, threads |
 | `virtual/real` (with GPUs) | device counts and indices of torch.cuda and torch.accelerator |
 | `output` | the line that a warning names |
-| `parallel` | nn.DataParallel, nn.parallel.{data_parallel, replicate, parallel_apply}, random states |
+| `parallel` | nn.DataParallel, nn.parallel.{data_parallel, replicate, parallel_apply} |
 | `backward` | torch.autograd.{backward, grad} |
-| `seeding` | seeds of torch, NumPy and Python |
+| `seeding` | seeds and states of the generators of torch, NumPy and Python |
 | `files/patches` | open, os, shutil, tempfile, subprocess, input, downloads, and libraries that write files |
 | `loading/choice` | DataLoader.__iter__ |
 | `script` | torch.distributed: the run's own process group is hidden; with a profile, functions of this package |
-| `wrapping` | torch.autograd.backward for a hint; nn.Module.__call__ with `--wrap` |
+| `wrapping` | nn.Module.__call__, with `--wrap` |
 
 `spawning` patches multiprocessing and torch's rendezvous in scripts that deal with ranks themselves.
 """

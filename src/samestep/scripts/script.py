@@ -21,11 +21,11 @@ from samestep.scripts import backward, output, parallel, seeding, wrapping
 from samestep.scripts.adoption import Adoption, activated, connect_adoption
 from samestep.scripts.files import patches as files
 from samestep.scripts.loading import choice
-from samestep.scripts.loading.rank0_loader import Rank0Iterator
+from samestep.scripts.loading.broadcast import Rank0Iterator
 from samestep.scripts.patch import Patch, applied
 from samestep.scripts.virtual.devices import virtual_devices
 from samestep.scripts.virtual.real import own_accelerator
-from samestep.scripts.wrapped import exchange, forward
+from samestep.scripts.wrapped import forward, regions
 from samestep.train.profile import StepTrace, trace_path
 
 DELAY_SECONDS = 0.2
@@ -84,7 +84,10 @@ def adopted(
         for part in (output, parallel, backward, seeding, files, choice):
             stack.enter_context(applied(part.patches(adoption)))
         stack.enter_context(applied(_process_group(adoption)))
-        stack.enter_context(wrapping.hinting(adoption) if wrap is None else wrapping.wrapped(adoption, wrap))
+        if wrap is None:
+            wrapping.hint_at_wrapping(adoption)
+        else:
+            stack.enter_context(wrapping.wrapped(adoption, wrap))
         stack.enter_context(seeding.seeded(adoption, seed))
         yield
 
@@ -121,13 +124,12 @@ def _profiled(environment: Environment) -> Iterator[None]:
         return
     trace = StepTrace(trace_path(Path(folder), environment.rank))
     hook = register_optimizer_step_post_hook(lambda *_: trace.step())
-    wrapped = "samestep.scripts.wrapped"
     patches = (
         _marked(Rank0Iterator, "__next__", "data"),
         _marked(forward, "chunked_forward", "forward", (parallel.__name__,)),
         _marked(Adoption, "gather", "exchange"),
-        _marked(exchange, "sum_pieces", "exchange", (f"{wrapped}.regions", "samestep.scripts.tutorial_api")),
-        _marked(exchange, "join_pieces", "exchange", (f"{wrapped}.regions", f"{wrapped}.results")),
+        _marked(regions, "sum_pieces", "exchange", ("samestep.scripts.tutorial_api",)),
+        _marked(regions, "join_pieces", "exchange", ("samestep.scripts.wrapped.results",)),
     )
     try:
         with applied(patches):
@@ -138,7 +140,7 @@ def _profiled(environment: Environment) -> Iterator[None]:
 
 
 def _marked(owner: Any, name: str, phase: str, aliases: tuple[str, ...] = ()) -> Patch:
-    """The patch by which a function shows as a range in the trace."""
+    """The patch that records calls of a function as a range in the trace."""
     function: Callable[..., Any] = getattr(owner, name)
 
     @functools.wraps(function)

@@ -21,7 +21,7 @@ from numpy.random import mtrand
 from samestep.core.seeds import derive_seed
 from samestep.data.randomness import seed_process
 from samestep.scripts.adoption import Adoption
-from samestep.scripts.files.call_origin import Caller, origin
+from samestep.scripts.files.rank0_files import Caller, origin
 from samestep.scripts.patch import Patch
 
 UNSEEDED = 0x0E_ED
@@ -46,7 +46,7 @@ class Seeds:
 @contextmanager
 def seeded(adoption: Adoption, seed: int | None) -> Iterator[None]:
     """Seeds the generators of torch, NumPy and Python for a block; without a seed, with a number that rank 0 draws."""
-    states = torch.get_rng_state(), np.random.get_state(), random.getstate()  # noqa: NPY002 - what scripts draw from
+    states = torch.get_rng_state(), np.random.get_state(), random.getstate()  # noqa: NPY002 - scripts draw from it
     of_numpy = mtrand.get_bit_generator()
     before = adoption.seeding
     adoption.seeding = _new_seeds(adoption) if seed is None else Seeds(seed, is_given=True)
@@ -80,9 +80,30 @@ def patches(adoption: Adoption) -> list[Patch]:
 
     Calls from libraries are left alone: they are the same on every rank, as are their arguments. Inside a chunk of a
     wrapped forward an unseeded `default_rng()` or `Random()` draws its seed from `random`, which each chunk seeds.
+
+    A chunk's seed is a function of torch's generator and of the forwards since that was set. Code that saves and
+    restores the state (above all activation checkpointing, which repeats a forward) must get the same seeds again, so a
+    saved state carries the number of forwards.
     """
     cuda = torch.cuda
+    save, generator, construct = torch.get_rng_state, np.random.default_rng, random.Random.__init__
+
+    @functools.wraps(save)
+    def get_rng_state() -> torch.Tensor:
+        state = save()
+        state.num_forwards = adoption.num_since_reseed  # type: ignore[attr-defined]  # tensors take attributes
+        return state
+
+    @functools.wraps(generator)
+    def default_rng(seed: Any = None) -> np.random.Generator:
+        return generator(_stand_in(adoption) if seed is None else seed)
+
+    @functools.wraps(construct)
+    def init(self: random.Random, x: Any = None) -> None:
+        construct(self, _stand_in(adoption) if x is None else x)
+
     return [
+        Patch(torch, "get_rng_state", get_rng_state, aliases=("torch.random",)),
         _torch_seed(adoption, torch, "manual_seed", "torch.random"),
         _torch_seed(adoption, torch, "set_rng_state", "torch.random"),
         _torch_seed(adoption, cuda, "manual_seed", "torch.cuda.random"),
@@ -94,13 +115,13 @@ def patches(adoption: Adoption) -> list[Patch]:
         _host_seed(adoption, random, "setstate", 64),
         _host_seed(adoption, np.random, "seed", 32, "numpy.random.mtrand"),
         _host_seed(adoption, np.random, "set_state", 32, "numpy.random.mtrand"),
-        _default_rng(adoption),
-        _random_class(adoption),
+        Patch(np.random, "default_rng", default_rng, aliases=("numpy.random._generator",)),
+        Patch(random.Random, "__init__", init),
     ]
 
 
 def _new_seeds(adoption: Adoption) -> Seeds:
-    """A seed that rank 0 draws; short, since a person may want to type it."""
+    """A seed that rank 0 draws; of 32 bits, short enough to type."""
     return Seeds(adoption.share("a seed for the run", int.from_bytes(os.urandom(4))), is_given=False)
 
 
@@ -122,15 +143,16 @@ def _torch_seed(adoption: Adoption, owner: Any, name: str, alias: str) -> Patch:
 
     @functools.wraps(original)
     def replacement(*args: Any, **kwargs: Any) -> Any:
-        by_script = _by_script(adoption)
-        if by_script:
+        if not adoption.may_meet():
+            return original(*args, **kwargs)
+        caller = origin(sys._getframe(1))[0]
+        if caller is Caller.SCRIPT:
             args, kwargs = adoption.share(f"a call of {name}", (args, kwargs))
-            _seeds(adoption).is_set = True
-        elif name == "manual_seed" and adoption.may_meet() and origin(sys._getframe(1))[0] is Caller.LIBRARY:
-            _seeds(adoption).is_set = True  # a library's helper that seeds everything
+        if caller is Caller.SCRIPT or (name == "manual_seed" and caller is Caller.LIBRARY):
+            _seeds(adoption).is_set = True  # a library's helper that seeds everything, too
         result = original(*args, **kwargs)
-        if by_script and name != "set_rng_state":  # a restored state knows the number of forwards itself
-            adoption.num_since_reseed = 0
+        state = next(iter((*args, *kwargs.values())), None) if name == "set_rng_state" else None
+        adoption.num_since_reseed = getattr(state, "num_forwards", 0)
         return result
 
     return Patch(owner, name, replacement, aliases=(alias,))
@@ -170,28 +192,8 @@ def _host_seed(adoption: Adoption, owner: Any, name: str, num_bits: int, *aliase
     return Patch(owner, name, replacement, aliases=aliases)
 
 
-def _default_rng(adoption: Adoption) -> Patch:
-    original = np.random.default_rng
-
-    @functools.wraps(original)
-    def default_rng(seed: Any = None) -> np.random.Generator:
-        return original(_stand_in(adoption) if seed is None else seed)
-
-    return Patch(np.random, "default_rng", default_rng, aliases=("numpy.random._generator",))
-
-
-def _random_class(adoption: Adoption) -> Patch:
-    original = random.Random.__init__
-
-    @functools.wraps(original)
-    def init(self: random.Random, x: Any = None) -> None:
-        original(self, _stand_in(adoption) if x is None else x)
-
-    return Patch(random.Random, "__init__", init)
-
-
 def _stand_in(adoption: Adoption) -> int | None:
-    """A seed for a generator that the script made without; None where it is not the script, or in other processes."""
+    """A seed for a generator that the script makes without one; None for libraries and in child processes."""
     if origin(sys._getframe(2))[0] is not Caller.SCRIPT:
         return None
     if adoption.may_meet():

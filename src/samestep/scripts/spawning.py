@@ -50,8 +50,10 @@ def watching_children(program: str) -> Iterator[None]:
             process._target = partial(_in_child, place, process._target)  # type: ignore[attr-defined]
         _raise_for_refused(started, program)
         start(process)
+        from samestep.engine.site import script_line  # imports torch
+
         started[:] = [(child, line) for child, line in started if _exit_code(child) in (None, REFUSED)]
-        started.append((process, _script_line()))
+        started.append((process, script_line()))
 
     def alone(port: str, *_: str) -> NoReturn:
         raise UsageError(
@@ -181,10 +183,3 @@ def _raise_for_refused(started: Started, program: str) -> None:
         'with int(os.environ["RANK"]) as the rank and int(os.environ["WORLD_SIZE"]) as the world size, and leave '
         "MASTER_ADDR and MASTER_PORT alone"
     ) from None
-
-
-def _script_line() -> str:
-    """The line of the script that is being executed."""
-    from samestep.engine.site import script_line
-
-    return script_line()

@@ -16,7 +16,7 @@ ghost, whose microbatch has no rows and whose gradients do not count. Loop over 
 `devices`.
 
 Random numbers that are drawn for a microbatch (dropout) come from the process's own stream, so they depend on the
-number of processes, and a notice says so; `samestep.DataParallel` seeds each microbatch.
+number of processes; a notice is printed. `samestep.DataParallel` seeds each microbatch.
 """
 
 import zlib
@@ -35,7 +35,7 @@ from samestep.data.nested import leaves, map_tensors, num_samples, take_rows
 from samestep.errors import DataError, DeviceError, UsageError
 from samestep.scripts.adoption import Adoption, active, num_visible
 from samestep.scripts.wrapped.chunks import deal
-from samestep.scripts.wrapped.exchange import sum_pieces
+from samestep.scripts.wrapped.regions import sum_pieces
 from samestep.text import counted
 
 DeviceLike = torch.device | str | int
@@ -94,7 +94,13 @@ def replicate_params(
     """
     adoption = _found(adoption, "replicate_params")
     layout = _layout(devices, adoption)
-    source = _nested(params)
+    if isinstance(params, nn.Module) and not isinstance(params, nn.ParameterList | nn.ParameterDict):
+        raise UsageError(f"got the module {type(params).__name__} as params; give list(model.parameters())")
+    source = params
+    if isinstance(params, nn.ParameterDict):
+        source = dict(params.items())
+    elif not isinstance(params, Tensor | Mapping | tuple | list):  # such as the generator model.parameters()
+        source = list(params)
     tensors = [leaf for leaf in leaves(source) if isinstance(leaf, Tensor)]
     if not tensors:
         raise UsageError(f"got {type(params).__name__} without a tensor as params; give a list of tensors")
@@ -143,8 +149,7 @@ def split_and_load(
     if even_split and length % layout.num_microbatches:
         raise UsageError(
             f"got {counted(length, 'sample')} for {counted(layout.num_microbatches, 'device')}, which do not divide "
-            "evenly; "
-            "use split_and_load(batch, devices, even_split=False), or batches of a multiple of that many samples"
+            "evenly; use split_and_load(batch, devices, even_split=False), or batches of a multiple of that size"
         )
     state = f"{counted(layout.num_microbatches, 'device')}, {counted(length, 'sample')}"
     _compare("split_and_load", "the ranks got different batches", state, batch, adoption)
@@ -185,14 +190,18 @@ def allreduce(tensors: Sequence[Any], *, adoption: Adoption | None = None) -> No
         layout = Layout((range(len(rows)),), (HOST,) * len(rows))
     else:
         layout = state.layout
-        _look_for_draws(state, adoption)
+        if state.generators is not None and state.generators != _random_state(adoption):
+            adoption.notice(
+                "random numbers were drawn between split_and_load and allreduce (by dropout, for one): they depend on "
+                "the number of processes, and so will the result; samestep.DataParallel seeds each microbatch alike"
+            )
+        state.generators = None
     held = layout.held_by(communicator.rank)
     if len(rows) != len(held):
         raise UsageError(
             f"got {counted(len(rows), 'tensor')} (or lists of them) to reduce over {layout.num_microbatches} logical "
-            "devices "
-            f"on {counted(communicator.world_size, 'rank')}; this rank holds {len(held)} of them: give one entry for "
-            "each replica that replicate_params returned"
+            f"devices on {counted(communicator.world_size, 'rank')}; this rank holds {len(held)} of them: give one "
+            "entry for each replica that replicate_params returned"
         )
     forms = ", ".join(f"{tensor.dtype} {list(tensor.shape)}" for tensor in rows[0])
     forms = f"{layout.num_microbatches} devices, {forms}"
@@ -258,20 +267,9 @@ def _index_of(entry: Any) -> int:
 def _place(value: Any, index: int, adoption: Adoption) -> Any:
     """A copy of all tensors of a value on this rank's device, which plays the accelerator of that index."""
     device = torch.device("cpu") if index == HOST else adoption.communicator.device
-    with torch._C.DisableTorchFunction():  # virtual devices need not look on
+    with torch._C.DisableTorchFunction():  # virtual devices are not involved
         settled = settle(map_tensors(torch.clone, value), device)
         return map_tensors(lambda tensor: adoption.mark(tensor, index), settled)
-
-
-def _nested(params: Any) -> Any:
-    """Parameters as plain containers."""
-    if isinstance(params, nn.Module) and not isinstance(params, nn.ParameterList | nn.ParameterDict):
-        raise UsageError(f"got the module {type(params).__name__} as params; give list(model.parameters())")
-    if isinstance(params, nn.ParameterDict):
-        return dict(params.items())
-    if isinstance(params, Iterable) and not isinstance(params, Tensor | Mapping | tuple | list | str):
-        return list(params)
-    return params
 
 
 def _check_batch(batch: Any) -> int:
@@ -284,8 +282,7 @@ def _check_batch(batch: Any) -> int:
     if torch.is_grad_enabled() and any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in found):
         raise UsageError(
             "the batch requires gradients, which would come back from this process's microbatches only; give "
-            "batch.detach(), "
-            "or wrap the model in samestep.DataParallel"
+            "batch.detach(), or wrap the model in samestep.DataParallel"
         )
     length = num_samples(batch)
     if length < 1:
@@ -295,43 +292,29 @@ def _check_batch(batch: Any) -> int:
 
 def _rows(tensors: Any) -> list[list[Tensor]]:
     """The tensors of each local logical device, checked against those of the first."""
-    entries = list(tensors) if isinstance(tensors, Iterable) and not isinstance(tensors, Tensor) else []
-    if not entries:
-        what = "an empty list" if isinstance(tensors, Iterable) else type(tensors).__name__
-        raise UsageError(
-            f"got {'one tensor' if isinstance(tensors, Tensor) else what}; allreduce needs a list, one entry a device"
-        )
-    if len({isinstance(entry, list | tuple | Mapping) for entry in entries if entry is not None}) > 1:
-        raise UsageError(
-            "got tensors and lists of tensors mixed; give one tensor a device, or one list of tensors each"
-        )
-    rows = [leaves(entry) for entry in entries]
+    if isinstance(tensors, Tensor) or not isinstance(tensors, Iterable):
+        raise UsageError(f"got {type(tensors).__name__}; allreduce needs a list, one entry a device")
+    rows = [leaves(entry) if isinstance(entry, list | tuple | Mapping) else [entry] for entry in tensors]
+    if not rows or not rows[0]:
+        raise UsageError("got an empty list; give the tensors to reduce, one entry a device")
     for device, row in enumerate(rows):
         for number, tensor in enumerate(row):
-            _check_tensor(tensor, number, device)
+            place = f"tensor {number} of local device {device}"
+            if tensor is None:
+                raise UsageError(
+                    f"{place} is None: a parameter that the loss does not depend on has no gradient, and without a "
+                    "backward none has; leave such parameters out on all devices, or give zeros"
+                )
+            if not isinstance(tensor, Tensor) or tensor.layout != torch.strided:
+                got = f"{tensor.layout}" if isinstance(tensor, Tensor) else type(tensor).__name__
+                raise UsageError(f"{place} is {got}; allreduce sums dense tensors in place: give its .to_dense()")
         if [(t.dtype, t.shape) for t in row] != [(t.dtype, t.shape) for t in rows[0]]:
             shapes = [[list(tensor.shape) for tensor in row] for row in (rows[0], row)]
             raise UsageError(
                 f"the tensors of local device {device} ({shapes[1]}) do not match those of device 0 ({shapes[0]}) in "
                 "number, shape or dtype; give the same parameters' gradients for each device"
             )
-    if not rows[0]:
-        raise UsageError("got empty lists; give the tensors to reduce, one list a device")
     return rows
-
-
-def _check_tensor(tensor: Any, number: int, device: int) -> None:
-    """Refuses a tensor that cannot be summed in place."""
-    place = f"tensor {number} of local device {device}"
-    if tensor is None:
-        raise UsageError(
-            f"{place} is None: a parameter that the loss does not depend on has no gradient, and without a backward "
-            "none has; leave such parameters out on all devices, or give zeros"
-        )
-    if not isinstance(tensor, Tensor):
-        raise UsageError(f"{place} is a {type(tensor).__name__}; allreduce sums tensors")
-    if tensor.layout != torch.strided:
-        raise UsageError(f"{place} is sparse, and cannot be summed in place; give its .to_dense()")
 
 
 def _random_state(adoption: Adoption) -> int:
@@ -341,16 +324,6 @@ def _random_state(adoption: Adoption) -> int:
     if device.type != "cpu":
         states.append(torch.get_device_module(device).get_rng_state())
     return zlib.crc32(b"".join(state.numpy().tobytes() for state in states))
-
-
-def _look_for_draws(state: TutorialState, adoption: Adoption) -> None:
-    """Prints a notice if the microbatches drew random numbers."""
-    if state.generators is not None and state.generators != _random_state(adoption):
-        adoption.notice(
-            "random numbers were drawn between split_and_load and allreduce (by dropout, for one): they depend on the "
-            "number of processes, and so will the result; samestep.DataParallel seeds each microbatch alike"
-        )
-    state.generators = None
 
 
 def _compare(verb: str, why: str, state: str, value: Any, adoption: Adoption) -> None:

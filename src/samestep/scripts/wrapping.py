@@ -81,8 +81,8 @@ def wrapped(adoption: Adoption, name: str) -> Iterator[None]:
         if not wrap.is_met:
             adoption.notice(_never_met(wrap, "so far the script has called"))
 
-    call = Patch(nn.Module, "__call__", _sharing_call(adoption, wrap, nn.Module.__call__))
-    with applied([call, _at_first_backward(adoption, look)]):
+    adoption.at_first_backward = look
+    with applied([Patch(nn.Module, "__call__", _sharing_call(adoption, wrap, nn.Module.__call__))]):
         try:
             yield
         except SystemExit as stop:
@@ -93,11 +93,9 @@ def wrapped(adoption: Adoption, name: str) -> Iterator[None]:
             raise UsageError(_never_met(wrap))
 
 
-@contextmanager
-def hinting(adoption: Adoption) -> Iterator[None]:
-    """Prints a hint, once, if a script splits nothing, so that all processes do the same."""
+def hint_at_wrapping(adoption: Adoption) -> None:
+    """Prints a hint at the first backward if the script splits nothing, so that all processes do the same."""
     if adoption.world_size == 1:
-        yield
         return
 
     def look(frame: FrameType) -> None:
@@ -105,23 +103,7 @@ def hinting(adoption: Adoption) -> Iterator[None]:
         if adoption.num_forwards == 0 and not shares_out(adoption):
             adoption.notice(_hint(adoption.world_size, frame))
 
-    with applied([_at_first_backward(adoption, look)]):
-        yield
-
-
-def _at_first_backward(adoption: Adoption, look: Callable[[FrameType], None]) -> Patch:
-    """A patch that calls `look` with the caller's frame once, when the script first calls backward."""
-    original = torch.autograd.backward
-    looked = False
-
-    def backward(*args: Any, **kwargs: Any) -> None:
-        nonlocal looked
-        if not looked and adoption.may_meet():
-            looked = True
-            look(sys._getframe(1))
-        original(*args, **kwargs)
-
-    return Patch(torch.autograd, "backward", backward)
+    adoption.at_first_backward = look
 
 
 def _sharing_call(adoption: Adoption, wrap: Wrap, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -184,8 +166,7 @@ def _cut_in_words(wrap: Wrap, num_microbatches: int, args: tuple[Any, ...], kwar
     shapes = [list(tensor.shape) for tensor in _tensors(args, kwargs) if tensor.ndim][:MAX_SEEN]
     return (
         f"--wrap {wrap.name} cuts inputs of shape {', '.join(map(str, shapes))} along dim {wrap.dim} into "
-        f"{num_microbatches} "
-        f"microbatches; if their batch lies along another, name it: --wrap {wrap.name}:1"
+        f"{num_microbatches} microbatches; if their batch lies along another, name it: --wrap {wrap.name}:1"
     )
 
 
@@ -230,7 +211,7 @@ def _script_variables(frame: FrameType | None) -> Iterator[tuple[str, Any]]:
 
 
 def _described(module: nn.Module, frame: FrameType | None) -> str:
-    """A module as the script knows it: "criterion (CrossEntropyLoss)", or its class alone."""
+    """A module by its name in the script: "criterion (CrossEntropyLoss)", or its class alone."""
     kind = type(module).__name__
     names = [name for name, value in _script_variables(frame) if value is module]
     if not names:

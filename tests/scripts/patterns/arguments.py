@@ -1,8 +1,10 @@
-"""Settings from the command line."""
+"""Settings from the command line, and code that would divide its work if it found itself among several processes."""
 
 import argparse
+import os
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 
@@ -13,6 +15,8 @@ def main():
     parser.add_argument("--gpu", default="0,1,2,3", help="ids, with commas between them")
     parser.add_argument("--no-cuda", action="store_true")
     args = parser.parse_args()
+    ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    print(ranks, int(os.environ.get("WORLD_SIZE", 1)))
     args.cuda = not args.no_cuda and torch.cuda.is_available()
     print(args)
     torch.manual_seed(39)

@@ -14,6 +14,6 @@ for _ in range(3):
     out = model(torch.randn(10, 4).cuda())
     loss = out.square().mean() + torch.cat(features).abs().mean()
     optimizer.zero_grad()
-    loss.backward()
+    loss.backward()  # the line to be named
     optimizer.step()
 RESULT = {"loss": loss, "state": model.state_dict()}

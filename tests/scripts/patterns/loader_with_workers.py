@@ -5,7 +5,7 @@ import random
 import numpy as np
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 
 class Digits(Dataset):
@@ -26,6 +26,7 @@ class Digits(Dataset):
 torch.manual_seed(83)
 random.seed(83)
 train = DataLoader(Digits(True), batch_size=8, shuffle=True, num_workers=2, pin_memory=True)
+rows = TensorDataset(torch.randn(21, 16), torch.randint(3, (21,)))
 test = DataLoader(Digits(False), batch_size=10)
 model = nn.DataParallel(nn.Sequential(nn.Flatten(), nn.Linear(16, 3))).cuda()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -37,6 +38,9 @@ for epoch in range(2):
         loss.backward()
         optimizer.step()
         print(f"[{epoch}, {i}] {batch['name'][0]}: {loss.item():.5f}")
+    for images, labels in DataLoader(rows, batch_size=10, shuffle=True):  # of which the last is one row
+        loss = nn.functional.cross_entropy(model(images.cuda()), labels.cuda())
+        loss.backward()
     with torch.no_grad():
         right = sum((model(b["image"].cuda()).argmax(1).cpu() == b["label"]).sum().item() for b in test)
     print(f"epoch {epoch}: {right} of {len(test.dataset)}")

@@ -1,6 +1,8 @@
-"""A checkpoint of the script's own, and a fresh model that goes on from it."""
+"""A checkpoint of the script's own, and a fresh model that goes on from it; then the whole model, saved and loaded."""
 
 import os
+from hashlib import sha256
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -36,4 +38,15 @@ if os.path.isfile(path):
     optimizer.load_state_dict(checkpoint["optimizer"])
     print(f"=> loaded checkpoint '{path}' (step {checkpoint['step']})")
 loss = train(model, optimizer, range(checkpoint["step"], 4))
-RESULT = {"loss": loss, "state": model.state_dict(), "optimizer": optimizer.state_dict()}
+torch.save(model, "whole.pt")
+grads = [p.grad for p in model.parameters()]
+torch.save([grads, model.state_dict(), loss.detach()], "parts.pt")
+model = torch.load("whole.pt", weights_only=False)
+print(type(model).__name__, type(model.module).__name__)
+RESULT = {
+    "losses": [loss, train(model, torch.optim.SGD(model.parameters(), lr=0.1), range(2))],
+    "optimizer": optimizer.state_dict(),
+    "grads": grads,
+    "bytes": [g.untyped_storage().nbytes() for g in grads],
+    "saved": sha256(Path("parts.pt").read_bytes()).hexdigest(),
+}

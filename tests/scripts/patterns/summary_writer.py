@@ -1,6 +1,7 @@
 """Curves for TensorBoard, and a picture and a table of them."""
 
 import json
+import os
 from pathlib import Path
 
 import matplotlib
@@ -29,5 +30,6 @@ with open("tables/losses.json", "w") as file:
     json.dump(losses, file)
 plt.plot(losses)
 plt.savefig("loss.png")
+plt.gcf().savefig(f"figure-{os.getpid()}.png")
 plt.close()
 RESULT = {"losses": json.loads(Path("tables/losses.json").read_text()), "state": model.state_dict()}

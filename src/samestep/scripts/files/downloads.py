@@ -102,7 +102,7 @@ def patches(rank0_files: Rank0Files, lock: MachineLock) -> list[Patch]:
 
 
 def torchvision_utils(rank0_files: Rank0Files, lock: MachineLock, module: ModuleType) -> list[Patch]:
-    """Patches of `torchvision.datasets.utils`, by which its data sets and others fetch."""
+    """Patches of `torchvision.datasets.utils`, which its data sets and others fetch with."""
     found = [_in_turn(rank0_files, lock, module, name) for name in TORCHVISION_FETCHES if hasattr(module, name)]
     if hasattr(module, "extract_archive"):
         found.append(_once(rank0_files, lock, module, "extract_archive", "to_path"))
@@ -130,7 +130,7 @@ def _asks_for_download(signature: inspect.Signature, *args: Any, **kwargs: Any) 
 def _in_turn(
     rank0_files: Rank0Files, lock: MachineLock, owner: Any, name: str, when: Callable[..., bool] = lambda *a, **k: True
 ) -> Patch:
-    """A function that fetches missing files: the ranks of a machine call it one after another, if `when` says so."""
+    """A function that fetches missing files: the ranks of a machine call it one after another, if `when` is true."""
     original: Callable[..., Any] = getattr(owner, name)
 
     @functools.wraps(original)

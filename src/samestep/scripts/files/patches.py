@@ -1,44 +1,68 @@
-"""All patches of files: rank 0 alone writes, readers wait for it, and queries get the answers of rank 0.
+"""Patches of files, commands and `input`: rank 0 alone writes, readers wait for it, queries get the answers of rank 0.
 
-- `open`, `io.open`, `Path.open`, `gzip.open` … for writing, `os.open`: rank 0 opens the file, the others one that keeps
-  nothing; with "+" a private copy that can be read back.
-- `Path.write_text`, `write_bytes`, `touch`, `pickle.dump`, `json.dump`, `csv`, pandas, PIL, `logging.FileHandler`,
-  `SummaryWriter`: write through `open`, so the same.
-- `os.mkdir`, `makedirs`, `remove`, `unlink`, `rename`, `replace`, `rmdir`, `removedirs`, `symlink`, `link`, `truncate`,
-  `chmod`, `utime` …, and `pathlib`'s: rank 0 does it; all ranks get the result or the error.
-- `shutil.rmtree`, `copy`, `copytree`, `move`, `make_archive`, `unpack_archive`, `ZipFile.extractall`,
-  `TarFile.extractall`: the same.
-- `torch.save`, `torch.jit.save`, `numpy.save`, `savez`, `savetxt`, safetensors' `save_file`, matplotlib's `savefig`,
-  `cv2.imwrite`: the same, if a path is given.
-- `tempfile.mkdtemp`, `TemporaryDirectory`, `mkstemp`, `NamedTemporaryFile`: rank 0's path; those that a library makes
-  are each process's own.
-- Reading a written file by `open`, `torch.load`, `numpy.load`, safetensors' `load_file`; `os.chdir`: waits until rank 0
-  arrives too, and takes rank 0's path if names differ (a clock in them).
-- `os.path.exists`, `isfile`, `getsize` …, `os.stat`, `listdir`, `scandir`, `walk`, `glob.glob`, `Path.glob`, `iterdir`:
-  answered as on rank 0, order and errors included.
-- `subprocess.run`, `call`, `check_call`, `check_output`, `getoutput`, `os.system`, `os.popen` for reading,
-  `os.get_terminal_size`, `input`: rank 0 does it; all ranks get the result. `subprocess.Popen` stays: each rank starts
-  its own.
-- `h5py.File`: for writing, rank 0 opens the file, the others a private copy; for reading, as `open`.
-- `urlretrieve`, `torch.hub`, torchvision's data sets with `download=True`: fetched once a machine, also for libraries.
+Changes, commands and `input` happen on rank 0, and their result or error on all ranks; loading waits until rank 0 has
+written the file. The table in `docs/adopt.md` names all functions. Most writers (`Path.write_text`, `pickle.dump`,
+`csv`, pandas, `logging.FileHandler`, `SummaryWriter`) are covered by `open`; those of the tables below run as a whole.
 
-A line with very many queries between two wrapped forwards (it goes through a data set) is answered by each rank for
-itself after a while. Files that a library writes on its own account are written by rank 0, and no rank waits; hidden
-folders in the home, compilers' caches and temporary folders of libraries are left alone. Other threads, forked worker
-processes of a DataLoader, and chunks of a wrapped forward write on rank 0 only. All ranks must see one file system.
-
-Not covered: writers in C that open files themselves (pyarrow, sqlite3), and processes that are spawned.
+A line with very many queries between two wrapped forwards (it goes through a data set) is answered by each rank after a
+while. Hidden folders in the home, compilers' caches and temporary folders of libraries are left alone.
 """
 
+import builtins
+import functools
+import glob
+import io
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
+import torch
+
 from samestep.scripts.adoption import Adoption
-from samestep.scripts.files import downloads, opening, operations
-from samestep.scripts.files.operations import Write, loading, writing
-from samestep.scripts.files.rank0_files import Rank0Files
+from samestep.scripts.files import downloads, opening
+from samestep.scripts.files.rank0_files import Mode, Rank0Files, path_of
 from samestep.scripts.patch import Patch, PatchesOf, late_patches
+
+QUERIES = (
+    *((os.path, name) for name in ("exists", "lexists", "isfile", "isdir", "islink", "getsize", "getmtime")),
+    *((os.path, name) for name in ("getatime", "getctime", "samefile")),
+    *((os, name) for name in ("listdir", "stat", "lstat", "access", "readlink")),
+    (glob, "glob"),
+)
+LISTINGS = ((Path, "glob"), (Path, "rglob"), (Path, "iterdir"), (glob, "iglob"))
+LOADERS = ((torch, "load"), (torch.jit, "load"), (np, "load"), (os, "chdir"))
+PATH_NAMES = ("f", "file", "path", "filename")  # of the first argument of a loader
+COMMANDS = (
+    *((subprocess, name) for name in ("run", "call", "check_call", "check_output", "getoutput", "getstatusoutput")),
+    *((os, "system"), (os, "get_terminal_size"), (builtins, "input")),
+)
+OS_SETS = ("supports_dir_fd", "supports_fd", "supports_follow_symlinks", "supports_effective_ids")
+
+
+@dataclass(frozen=True)
+class Write:
+    """A function that changes files."""
+
+    owner: Any
+    name: str
+    targets: tuple[tuple[int, str], ...]  # the path arguments that it changes: position and name of each
+    # The result of a call by a library on a rank above 0, from its arguments.
+    result: Callable[[tuple[Any, ...], dict[str, Any]], Any] = lambda args, kwargs: None
+    leaves: bool = False  # it leaves a file at the last target
+    suffixes: tuple[str, ...] = ()  # that it may add to a path
+    moves: bool = False  # it moves the first target to the last
+    is_optional: bool = False  # the path may be left out, and is the current folder then
 
 
 def patches(adoption: Adoption) -> list[Patch]:
@@ -49,7 +73,7 @@ def patches(adoption: Adoption) -> list[Patch]:
     lock = downloads.make_lock(rank0_files)
     return [
         *opening.patches(rank0_files),
-        *operations.patches(rank0_files),
+        *_operations(rank0_files),
         *downloads.patches(rank0_files, lock),
         *late_patches(_late(rank0_files, lock)),
     ]
@@ -57,36 +81,277 @@ def patches(adoption: Adoption) -> list[Patch]:
 
 def _late(rank0_files: Rank0Files, lock: downloads.MachineLock) -> dict[str, PatchesOf]:
     """Patches of libraries that the script may import."""
+
+    def tensors(module: ModuleType) -> list[Patch]:
+        names = [name for name in ("save_file", "save_model") if hasattr(module, name)]
+        return [*(_writer(rank0_files, module, name, 1, "filename") for name in names), loads(module, "load_file")]
+
+    def loads(module: ModuleType, name: str) -> Patch:
+        return _loading(rank0_files, module, name)
+
     return {
-        "safetensors.torch": partial(
-            _writers_and_loaders, rank0_files, (("save_file", 1), ("save_model", 1)), ("load_file",)
-        ),
-        "safetensors.numpy": partial(_writers_and_loaders, rank0_files, (("save_file", 1),), ("load_file",)),
-        "matplotlib.figure": lambda module: _writers(rank0_files, module.Figure, (("savefig", 1),), "fname"),
-        "matplotlib.pyplot": lambda module: _writers(rank0_files, module, (("savefig", 0),), "fname"),
+        "safetensors.torch": tensors,
+        "safetensors.numpy": tensors,
+        "matplotlib.figure": lambda module: [_writer(rank0_files, module.Figure, "savefig", 1, "fname")],
+        "matplotlib.pyplot": lambda module: [_writer(rank0_files, module, "savefig", 0, "fname")],
         "h5py": partial(opening.h5py_patches, rank0_files),
-        "cv2": partial(_writers_and_loaders, rank0_files, (("imwrite", 0),), ("imread",), result=True),
+        "cv2": lambda module: [
+            _writer(rank0_files, module, "imwrite", 0, "filename", True),
+            loads(module, "imread"),
+        ],
         "torchvision.datasets.utils": partial(downloads.torchvision_utils, rank0_files, lock),
         "torchvision.datasets": partial(downloads.torchvision_datasets, rank0_files, lock),
     }
 
 
-def _writers_and_loaders(
-    rank0_files: Rank0Files,
-    writers: tuple[tuple[str, int], ...],
-    loaders: tuple[str, ...],
-    module: ModuleType,
-    result: Any = None,
-) -> list[Patch]:
-    """Patches of functions that write to (name, position of the path), or load from, a file named `filename`."""
-    found = _writers(rank0_files, module, writers, "filename", result)
-    return [*found, *(loading(rank0_files, module, name) for name in loaders)]
+def _writer(rank0_files: Rank0Files, owner: Any, name: str, place: int, target: str, result: Any = None) -> Patch:
+    """The patch of a function that leaves a file at the path which is its argument of that position and name."""
+    return _writing(rank0_files, Write(owner, name, ((place, target),), lambda args, kwargs: result, leaves=True))
 
 
-def _writers(
-    rank0_files: Rank0Files, owner: Any, writers: tuple[tuple[str, int], ...], target: str, result: Any = None
-) -> list[Patch]:
+def _operations(rank0_files: Rank0Files) -> list[Patch]:
+    """The patches of the tables."""
+    found = [_writing(rank0_files, write) for write in _table() if hasattr(write.owner, write.name)]
+    changed = {getattr(os, patch.name): patch.replacement for patch in found if patch.owner is os}
+    for name in OS_SETS:  # in which `os` lists the abilities of its functions
+        known = getattr(os, name)
+        found.append(Patch(os, name, known | {new for old, new in changed.items() if old in known}))
     return [
-        writing(rank0_files, Write(owner, name, ((place, target),), lambda args, kwargs: result, leaves=True))
-        for name, place in writers
+        *found,
+        *(Patch(owner, name, _query(rank0_files, getattr(owner, name))) for owner, name in QUERIES),
+        *(Patch(owner, name, _query(rank0_files, getattr(owner, name), True)) for owner, name in LISTINGS),
+        Patch(os, "scandir", _scandir(rank0_files, os.scandir)),
+        Patch(os, "walk", _walk(rank0_files, os.walk)),
+        *(_loading(rank0_files, owner, name) for owner, name in LOADERS),
+        *(Patch(owner, name, _command(rank0_files, getattr(owner, name))) for owner, name in COMMANDS),
+        Patch(os, "popen", _popen(rank0_files, os.popen)),
     ]
+
+
+def _table() -> Iterable[Write]:
+    """Functions that change files; most use `open` and `os`, but here each runs as a whole."""
+    for name in ("mkdir", "remove", "unlink", "rmdir", "truncate", "chmod", "chown", "lchown", "utime", "mkfifo"):
+        yield Write(os, name, ((0, "path"),))
+    for name in ("makedirs", "removedirs"):
+        yield Write(os, name, ((0, "name"),))
+    for name in ("rename", "replace"):
+        yield Write(os, name, ((0, "src"), (1, "dst")), leaves=True, moves=True)
+    yield Write(os, "renames", ((0, "old"), (1, "new")), leaves=True)
+    for name in ("symlink", "link"):
+        yield Write(os, name, ((1, "dst"),))
+    yield Write(shutil, "rmtree", ((0, "path"),))
+    for name in ("copy", "copy2", "copyfile"):
+        yield Write(shutil, name, ((1, "dst"),), _destination, leaves=True)
+    yield Write(shutil, "copytree", ((1, "dst"),), _destination)
+    for name in ("copymode", "copystat"):
+        yield Write(shutil, name, ((1, "dst"),))
+    yield Write(shutil, "move", ((0, "src"), (1, "dst")), _destination, leaves=True, moves=True)
+    yield Write(shutil, "make_archive", ((0, "base_name"),), _archive)
+    yield Write(shutil, "unpack_archive", ((1, "extract_dir"),), is_optional=True)
+    for position, name in ((1, "extractall"), (2, "extract")):
+        yield Write(zipfile.ZipFile, name, ((position, "path"),), is_optional=True)
+        yield Write(tarfile.TarFile, name, ((position, "path"),), is_optional=True)
+    yield Write(torch, "save", ((1, "f"),), leaves=True)
+    yield Write(torch.jit, "save", ((1, "f"),), leaves=True)
+    yield Write(np, "save", ((0, "file"),), leaves=True, suffixes=(".npy",))
+    for name in ("savez", "savez_compressed"):
+        yield Write(np, name, ((0, "file"),), leaves=True, suffixes=(".npz",))
+    yield Write(np, "savetxt", ((0, "fname"),), leaves=True)
+
+
+def _writing(rank0_files: Rank0Files, write: Write) -> Patch:
+    """Runs one function of the table on rank 0 for all ranks."""
+    original: Callable[..., Any] = getattr(write.owner, write.name)
+    through_tempfile = write.owner is shutil and write.name == "rmtree"  # the end of a TemporaryDirectory
+
+    @functools.wraps(original)
+    def replacement(*args: Any, **kwargs: Any) -> Any:
+        values = [args[place] if place < len(args) else kwargs.get(name) for place, name in write.targets]
+        paths = tuple(path_of(os.curdir if value is None and write.is_optional else value) for value in values)
+        if all(path is None for path in paths):
+            return original(*args, **kwargs)  # an open file
+        if kwargs.get("dir_fd") is not None:
+            paths = tuple(None for _ in paths)
+        mode = rank0_files.mode(sys._getframe(1), paths[-1], through_tempfile)
+        if mode is Mode.LOCAL:
+            with rank0_files.unshared(local=True):  # with all that it calls
+                return original(*args, **kwargs)
+        if mode is Mode.SHARED:
+            call = partial(original, *args, **kwargs)
+            result = rank0_files.run(f"a call of {write.name}", call, paths, write.suffixes)
+            if write.owner.__name__.startswith(("torch", "safetensors")) and paths[-1] is not None:
+                rank0_files.note_saved(paths[-1])
+            return result
+        if write.leaves:
+            for suffix in ("", *write.suffixes):
+                rank0_files.mark_unfinished(paths[-1] and paths[-1] + suffix)
+        if rank0_files.adoption.rank == 0:
+            with rank0_files.unshared():
+                return original(*args, **kwargs)
+        if write.moves and paths[0] is not None and rank0_files.is_private(paths[0]):
+            with rank0_files.unshared(local=True):  # rank 0 moves its own file; this rank's would be left behind
+                shutil.rmtree(paths[0]) if os.path.isdir(paths[0]) else os.remove(paths[0])
+        return write.result(args, kwargs)
+
+    return Patch(write.owner, write.name, replacement)
+
+
+def _destination(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return args[1] if len(args) > 1 else kwargs.get("dst")
+
+
+def _archive(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """The name of the file that `shutil.make_archive` makes."""
+    base, kind = (*args, *[kwargs[key] for key in ("base_name", "format") if key in kwargs])[:2]
+    endings = {"gztar": "tar.gz", "bztar": "tar.bz2", "xztar": "tar.xz", "zstdtar": "tar.zst"}
+    return f"{os.path.abspath(os.fspath(base))}.{endings.get(kind, kind)}"
+
+
+def _loading(rank0_files: Rank0Files, owner: Any, name: str) -> Patch:
+    """Makes a function that reads the file of its first argument wait until rank 0 has written it."""
+    original: Callable[..., Any] = getattr(owner, name)
+
+    @functools.wraps(original)
+    def replacement(*args: Any, **kwargs: Any) -> Any:
+        named = next((key for key in PATH_NAMES if key in kwargs), "")
+        first = args[0] if args else kwargs.get(named)
+        path = path_of(first) if rank0_files.unfinished or rank0_files.rank0_paths else None
+        if path is None:
+            return original(*args, **kwargs)
+        with rank0_files.reading(path, sys._getframe(1)) as where:
+            file = first if where == path else where
+            return original(file, *args[1:], **kwargs) if args else original(**{**kwargs, named: file})
+
+    return Patch(owner, name, replacement)
+
+
+def _query(rank0_files: Rank0Files, original: Callable[..., Any], is_listing: bool = False) -> Callable[..., Any]:
+    """A query about a path, answered by rank 0 if the script asks; a generator of paths is listed as a whole."""
+
+    @functools.wraps(original)
+    def replacement(*args: Any, **kwargs: Any) -> Any:
+        path = path_of(args[0] if args else os.curdir)
+        if (path is None and not is_listing) or not rank0_files.may_query(sys._getframe(1), path):
+            return original(*args, **kwargs)
+        call = partial(original, *args, **kwargs)
+        found = rank0_files.query(f"a call of {original.__name__}", (lambda: list(call())) if is_listing else call)
+        return iter(found) if is_listing else found
+
+    return replacement
+
+
+class Entries(AbstractContextManager["Entries"]):
+    """An iterator of `os.DirEntry` in rank 0's order, with the interface of that of `os.scandir`."""
+
+    def __init__(self, entries: list[Any]) -> None:
+        self._entries = iter(entries)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        return next(self._entries)
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends the listing."""
+        self._entries = iter(())
+
+
+def _scandir(rank0_files: Rank0Files, original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def scandir(path: Any = ".") -> Any:
+        own = path_of(path)
+        if own is None or not rank0_files.may_query(sys._getframe(1), own):
+            return original(path)
+        names = rank0_files.query("a call of scandir", lambda: [entry.name for entry in original(path)])
+        there = rank0_files.rank0_path(own)
+        with original(path if there == own else there) as entries:
+            by_name = {entry.name: entry for entry in entries}
+        return Entries([by_name[name] for name in names if name in by_name])
+
+    return scandir
+
+
+def _walk(rank0_files: Rank0Files, original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def walk(top: Any, *args: Any, **kwargs: Any) -> Any:
+        if not rank0_files.may_query(sys._getframe(1), path_of(top)):
+            return original(top, *args, **kwargs)
+        return shared(iter(original(top, *args, **kwargs)))
+
+    def shared(folders: Iterator[Any]) -> Iterator[Any]:
+        # The generator runs on rank 0, step by step: the script may remove names from its lists to skip folders.
+        while (item := rank0_files.query("a call of walk", lambda: next(folders, None))) is not None:
+            yield item
+
+    return walk
+
+
+def _command(rank0_files: Rank0Files, original: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that rank 0 calls if the script does; its result or error is that of all ranks."""
+
+    @functools.wraps(original)
+    def replacement(*args: Any, **kwargs: Any) -> Any:
+        call = partial(original, *args, **kwargs)
+        if rank0_files.mode(sys._getframe(1), None) is not Mode.SHARED:
+            return call()
+        return rank0_files.run(f"a call of {original.__name__}", call)
+
+    return replacement
+
+
+def _popen(rank0_files: Rank0Files, original: Callable[..., Any]) -> Callable[..., Any]:
+    """`os.popen`, shared for reading. `subprocess.Popen` is not patched: each rank starts its own."""
+
+    @functools.wraps(original)
+    def popen(cmd: str, mode: str = "r", buffering: int = -1) -> Any:
+        if mode != "r" or rank0_files.mode(sys._getframe(1), None) is not Mode.SHARED:
+            return original(cmd, mode, buffering)
+        return CommandOutput(rank0_files, partial(original, cmd, mode, buffering))
+
+    return popen
+
+
+class CommandOutput(AbstractContextManager["CommandOutput"]):
+    """The stream of `os.popen`: the output of a command on rank 0.
+
+    All ranks read all of it when the script first reads any: a command that the script does not read from may never
+    end.
+    """
+
+    def __init__(self, rank0_files: Rank0Files, start: Callable[[], Any]) -> None:
+        self._rank0_files = rank0_files
+        self._start = start
+        self._opened: list[Any] = []
+        rank0_files.run("a call of popen", lambda: self._opened.append(start()))
+        self._text: io.StringIO | None = None
+        self._status: int | None = None
+
+    def _read(self) -> io.StringIO:
+        if self._text is None:
+            shared = self._rank0_files.adoption.may_meet()
+            text, self._status = self._rank0_files.run("a read of os.popen", self._all) if shared else self._all()
+            self._text = io.StringIO(text)
+        return self._text
+
+    def _all(self) -> tuple[str, int | None]:
+        """The command's output and status; in a chunk or another thread, a rank above 0 starts its own."""
+        stream = self._opened[0] if self._opened else self._start()
+        return stream.read(), stream.close()
+
+    def close(self) -> int | None:
+        """The command's status, as of `os.popen`."""
+        self._read().close()
+        return self._status
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._read())
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._read(), name)

@@ -1,16 +1,153 @@
-"""Broadcast of a batch that one rank loaded, or of its error, to all ranks at the same point of the script."""
+"""Broadcast of a batch that one rank loaded, or of its error, and the loader that only rank 0 runs: that of a stream.
 
-from collections.abc import Callable
+A batch is pickled (protocol 5), but the memory of plain CPU tensors and contiguous arrays is sent as it lies: once a
+storage, so that views of one storage stay such, and each piece arrives in memory of its own, at the same address modulo
+64. Kernels that depend on strides or alignment therefore behave on every rank as on one.
+
+The states of generators that rank 0's loader moved are broadcast too: on every rank the script draws on from there.
+"""
+
+import io
+import pickle
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, NoReturn
 
+import numpy as np
 import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+from torch.utils.data._utils.pin_memory import pin_memory
 
+from samestep.engine.drawing import Watch
 from samestep.errors import DeterminismError
 from samestep.scripts.adoption import Adoption
-from samestep.scripts.loading.packing import Packed, Parcel, pack
+from samestep.scripts.virtual.mode import TAG
 from samestep.train.exceptions import blamed, packed, portable, unpacked
+
+LARGE_BYTES = 2**19  # pieces from this size on travel alone, without a copy on the way
+ALIGNMENT = 64
+HEAD_WORDS = 2
+WASTE = 4  # a tensor of which more than this is left over in its storage travels without the rest
+
+_plain = torch._C.DisableTorchFunction  # modes of torch functions need not see the packing
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A packed value."""
+
+    flat: Tensor  # [n] uint8: table of the pieces, the pickled rest, and the small pieces
+    large: tuple[Tensor, ...] = ()  # the other pieces, each [n] uint8; where they were packed, the value's own memory
+
+
+class _Pickler(pickle.Pickler):
+    """Pickles all but the memory of plain tensors and arrays, which goes to `keep`."""
+
+    def __init__(self, file: io.BytesIO, keep: Callable[[pickle.PickleBuffer], Any]) -> None:
+        super().__init__(file, protocol=5, buffer_callback=keep)
+        self._storages: dict[int, Any] = {}  # arrays by address: pickle writes an object once
+
+    def reducer_override(self, obj: Any) -> Any:
+        """Reduces a plain tensor to the bytes of its storage and its place in them."""
+        if type(obj) is np.ndarray and not obj.flags.forc:
+            raise pickle.PicklingError("a strided array would arrive contiguous, and sums of it round differently")
+        if not isinstance(obj, Tensor):
+            return NotImplemented
+        if obj.device.type != "cpu":
+            raise pickle.PicklingError(f"a tensor on {obj.device} stays where it is")
+        if obj.grad_fn is not None:
+            raise pickle.PicklingError("a tensor's gradients flow where it was computed")
+        if not _is_plain(obj):
+            return NotImplemented
+        with _plain():
+            layout = obj.dtype, tuple(obj.shape), obj.stride()
+            if obj.untyped_storage().nbytes() > max(WASTE * obj.nbytes, ALIGNMENT):
+                return _spread, (obj.contiguous().clone(), *layout)
+            storage = obj.untyped_storage()
+            if storage.data_ptr() not in self._storages:
+                whole = torch.empty(0, dtype=torch.uint8).set_(storage, 0, (storage.nbytes(),), (1,))
+                self._storages[storage.data_ptr()] = whole.numpy()
+            return _tensor, (self._storages[storage.data_ptr()], obj.storage_offset(), *layout)
+
+
+def _tensor(data: Any, offset: int, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...]) -> Tensor:
+    """The tensor at an offset of a storage's bytes."""
+    with _plain():
+        storage = torch.from_numpy(data).untyped_storage()
+        return torch.empty(0, dtype=dtype).set_(storage, offset, shape, strides)
+
+
+def _spread(dense: Tensor, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...]) -> Tensor:
+    """The tensor with these strides, whose elements travelled without the holes between them."""
+    with _plain():
+        return torch.empty_strided(shape, strides, dtype=dtype).copy_(dense)
+
+
+def pack(value: Any) -> Packed:
+    """Packs a value; raises if a part of it does not pickle, or would arrive in another layout."""
+    file, buffers = io.BytesIO(), list[pickle.PickleBuffer]()
+    _Pickler(file, buffers.append).dump(value)
+    arrays = [np.frombuffer(buffer.raw(), dtype=np.uint8) for buffer in buffers]
+    pieces = [(array.nbytes, array.ctypes.data % ALIGNMENT) for array in arrays]
+    table, body = pickle.dumps(pieces), file.getvalue()
+    head = np.array([len(table), len(body)], dtype=np.int64).tobytes()
+    small = [array.tobytes() for array in arrays if array.nbytes < LARGE_BYTES]
+    with _plain():
+        flat = torch.frombuffer(bytearray(b"".join([head, table, body, *small])), dtype=torch.uint8)
+        # torch warns of memory that must not be written
+        large = [array if array.flags.writeable else array.copy() for array in arrays if array.nbytes >= LARGE_BYTES]
+        return Packed(flat, tuple(map(torch.from_numpy, large)))
+
+
+class Parcel:
+    """A value that is arriving: its flat part is there, its large pieces have yet to be received."""
+
+    def __init__(self, flat: Tensor) -> None:
+        with _plain():
+            data = flat.numpy()
+            sizes = data[: HEAD_WORDS * 8].view(np.int64).tolist()
+            borders = np.cumsum([HEAD_WORDS * 8, *sizes]).tolist()
+            pieces: list[tuple[int, int]] = pickle.loads(data[borders[0] : borders[1]].tobytes())
+            self._body = data[borders[1] : borders[2]].tobytes()
+            # torch's allocator aligns memory to 64 bytes
+            self._memories = [torch.empty(shift + size, dtype=torch.uint8)[shift:] for size, shift in pieces]
+            offset = borders[2]
+            for memory in self._memories:
+                if memory.numel() < LARGE_BYTES:
+                    memory.copy_(flat[offset : offset + memory.numel()])
+                    offset += memory.numel()
+
+    def rooms(self) -> list[Tensor]:
+        """Memory for the large pieces, each [n] uint8."""
+        return [memory for memory in self._memories if memory.numel() >= LARGE_BYTES]
+
+    def value(self) -> Any:
+        """The value, once its large pieces are there; call it once."""
+        with _plain():
+            buffers = [memory.numpy() for memory in self._memories]
+        return pickle.loads(self._body, buffers=buffers)
+
+
+def unpack(packed: Packed) -> Any:
+    """The value that was packed, in memory of its own."""
+    parcel = Parcel(packed.flat)
+    for room, piece in zip(parcel.rooms(), packed.large, strict=True):
+        room.copy_(piece)
+    return parcel.value()
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether a tensor is all in its memory: no gradient, no subclass, no attributes, dense.
+
+    A tensor may be marked as being on the host; one without a mark is there too.
+    """
+    if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.requires_grad:
+        return False
+    with _plain():
+        odd = tensor.is_quantized or tensor.is_conj() or tensor.is_neg() or tensor.__dict__.keys() - {TAG}
+        return not odd and tensor.data_ptr() % tensor.element_size() == 0
 
 
 class Kind(IntEnum):
@@ -38,7 +175,7 @@ class Outcome:
         return [self.kind, 0 if self.packed is None else len(self.packed.large)]
 
     @property
-    def flat(self) -> torch.Tensor:
+    def flat(self) -> Tensor:
         """The packed bytes without the large pieces, [n] uint8."""
         return torch.empty(0, dtype=torch.uint8, device="cpu") if self.packed is None else self.packed.flat
 
@@ -69,7 +206,7 @@ def broadcast(adoption: Adoption, what: str, outcome: Outcome | None, source: in
     return receive_outcome(adoption, ours, Kind(rows[source][0]), flats[source], source)
 
 
-def receive_outcome(adoption: Adoption, ours: Outcome, kind: Kind, flat: torch.Tensor, source: int) -> Outcome:
+def receive_outcome(adoption: Adoption, ours: Outcome, kind: Kind, flat: Tensor, source: int) -> Outcome:
     """The outcome of rank `source`, whose flat bytes have arrived; the large pieces are sent now."""
     control = adoption.communicator.control
     if adoption.rank == source:
@@ -98,3 +235,93 @@ def check_place(adoption: Adoption) -> None:
             "an iterator that the script made of a DataLoader is asked for a batch on another thread, in another "
             "process or inside a wrapped forward, where the ranks cannot share it; call iter(loader) there too"
         )
+
+
+class Rank0Iterator:
+    """An iterator over batches that rank 0 loads."""
+
+    def __init__(
+        self, loader: DataLoader[Any], adoption: Adoption, start: Callable[[DataLoader[Any]], Iterator[Any]]
+    ) -> None:
+        self._loader = loader
+        self._adoption = adoption
+        self._watch = Watch(_own_generators(loader))
+        self._before = self._watch.states()
+        self._start = start
+        self._is_on_all_ranks = False
+        self._num_given = 0
+        self._inner: Iterator[Any] | None = None
+        self._run_on_rank0("the start of a loader", self._begin)
+
+    def __iter__(self) -> "Rank0Iterator":
+        """Itself."""
+        return self
+
+    def __len__(self) -> int:
+        """As of torch's iterator: the number of batches that its sampler gives."""
+        return len(self._loader._index_sampler)
+
+    def __next__(self) -> Any:
+        """The next batch."""
+        if self._is_on_all_ranks:
+            return self._next()
+        check_place(self._adoption)
+        outcome = self._run_on_rank0("a batch from rank 0", self._next)
+        if outcome.kind is Kind.END:
+            raise StopIteration
+        batch = outcome.value if outcome.kind is Kind.VALUE else self._load_on_all_ranks(outcome)
+        self._num_given += 1
+        if self._adoption.rank > 0 and self._loader.pin_memory and torch.accelerator.is_available():
+            return pin_memory(batch)
+        return batch
+
+    def _next(self) -> Any:
+        assert self._inner is not None, "rank 0 runs the loader"
+        return next(self._inner)
+
+    def _begin(self) -> None:
+        self._inner = self._start(self._loader)
+
+    def _run_on_rank0(self, what: str, action: Callable[[], Any]) -> Outcome:
+        """Runs an action on rank 0; all ranks get its outcome, and the generators as it left them."""
+        outcome = None
+        if self._adoption.rank == 0:
+            kept = self._watch.keep()
+            with self._adoption.on_this_rank():
+                outcome = attempt(action, lambda: self._watch.states() if self._watch.has_moved(kept) else None)
+        outcome = broadcast(self._adoption, what, outcome, 0)
+        if outcome.kind is Kind.ERROR:
+            self._set_generators(outcome)
+            raise_error(self._adoption, outcome.value, 0)
+        if outcome.kind is not Kind.REPEAT:
+            self._set_generators(outcome)
+        return outcome
+
+    def _set_generators(self, outcome: Outcome) -> None:
+        if outcome.extra is not None and self._adoption.rank > 0:
+            self._watch.put_states(outcome.extra)
+
+    def _load_on_all_ranks(self, outcome: Outcome) -> Any:
+        """The first batch, which does not pickle: the other ranks run the loader too, from the same generators."""
+        if self._num_given:
+            raise DeterminismError(
+                "rank 0 loaded a batch that cannot be sent to the other ranks, after others that could; return "
+                "tensors, arrays or other values that pickle from the dataset and collate_fn"
+            )
+        self._is_on_all_ranks = True
+        if self._adoption.rank == 0:
+            return outcome.value
+        now = self._watch.states()
+        self._watch.put_states(self._before)
+        with self._adoption.on_this_rank():
+            self._begin()
+            self._watch.put_states(now)
+            return self._next()
+
+
+def _own_generators(loader: DataLoader[Any]) -> list[torch.Generator]:
+    """The script's own generators of a loader and its samplers."""
+    holders = [loader, loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None)]
+    generators = [getattr(holder, "generator", None) for holder in holders]
+    found = {id(generator): generator for generator in generators if isinstance(generator, torch.Generator)}
+    return [generator for generator in found.values() if generator is not torch.default_generator]

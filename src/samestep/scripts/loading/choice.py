@@ -5,7 +5,7 @@ Every rank iterates over the script's loader. By the kind of loader,
 - worker processes are split: worker w of the loader's W runs on rank w % D, and its batches are broadcast
   (`split_workers`);
 - without workers, each rank loads every D-th batch, and a round is exchanged (`round_robin`);
-- rank 0 loads a stream, and broadcasts its batches (`rank0_loader`);
+- rank 0 loads a stream, and broadcasts its batches (`broadcast`);
 - every rank loads everything if batches cannot be sent, or sending costs more: small batches, data in memory.
 
 Batches, their order, and all generators after each batch are those of one process. A loader that is iterated where
@@ -39,7 +39,7 @@ from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 from samestep.data.fetch import SeededSamples
 from samestep.engine.site import script_line
 from samestep.scripts.adoption import Adoption
-from samestep.scripts.loading.rank0_loader import Rank0Iterator
+from samestep.scripts.loading.broadcast import Rank0Iterator
 from samestep.scripts.loading.round_robin import RoundRobinIterator, num_safe_ahead
 from samestep.scripts.loading.split_workers import SplitWorkersIterator
 from samestep.scripts.patch import Patch

@@ -25,10 +25,11 @@ from samestep.scripts.loading.broadcast import (
     Outcome,
     attempt,
     check_place,
+    pack,
     raise_error,
     receive_outcome,
+    unpack,
 )
-from samestep.scripts.loading.packing import pack, unpack
 from samestep.scripts.output import captured, replay
 
 SMALL_BYTES = 2**14  # sending less than this takes longer, about 1 ms, than most datasets take to load it

@@ -6,6 +6,7 @@ time when indices are drawn. On the other ranks a worker and its queue are repla
 
 import os
 from collections import deque
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -122,55 +123,37 @@ class _Context:
         self._num_queues += 1
         if self._num_queues == 1 or self._is_ours(self._num_queues - 2):
             return self._context.Queue()
-        return _AbsentQueue(self._acknowledged)
+        return _absent_queue(self._acknowledged)
 
     def Process(self, *args: Any, **kwargs: Any) -> Any:
         """The processes, by worker."""
         self._num_processes += 1
         if self._is_ours(self._num_processes - 1):
             return self._context.Process(*args, **kwargs)
-        return _AbsentProcess()
+        return _absent_process()
 
     def _is_ours(self, worker: int) -> bool:
         return worker % self._adoption.world_size == self._adoption.rank
 
 
-class _AbsentQueue:
+def _absent_queue(acknowledged: deque[Any]) -> SimpleNamespace:
     """The queue of a worker on another rank: only acknowledges a new epoch."""
 
-    def __init__(self, acknowledged: deque[Any]) -> None:
-        self._acknowledged = acknowledged
-
-    def put(self, item: Any) -> None:
-        """Drops an item."""
+    def put(item: Any) -> None:
         if isinstance(item, _ResumeIteration):
-            self._acknowledged.append(item)
+            acknowledged.append(item)
 
-    def cancel_join_thread(self) -> None:
-        """Does nothing."""
-
-    def close(self) -> None:
-        """Does nothing."""
+    return SimpleNamespace(put=put, cancel_join_thread=lambda: None, close=lambda: None)
 
 
-class _AbsentProcess:
+def _absent_process() -> SimpleNamespace:
     """A worker on another rank; alive until it is joined."""
-
-    def __init__(self) -> None:
-        self.daemon = False
-        self.pid = os.getpid()  # not a child process, so torch does not watch it
-        self._is_alive = True
-
-    def start(self) -> None:
-        """Does nothing."""
-
-    def join(self, timeout: float | None = None) -> None:
-        """Ends it."""
-        self._is_alive = False
-
-    def is_alive(self) -> bool:
-        """Whether it was not joined yet."""
-        return self._is_alive
-
-    def terminate(self) -> None:
-        """Does nothing."""
+    alive = [True]
+    return SimpleNamespace(
+        daemon=False,
+        pid=os.getpid(),  # not a child process, so torch does not watch it
+        start=lambda: None,
+        join=lambda timeout=None: alive.clear(),
+        is_alive=lambda: bool(alive),
+        terminate=lambda: None,
+    )

@@ -1,12 +1,13 @@
-"""Patches of torch.cuda and torch.accelerator for virtual devices: every name that would touch CUDA."""
+"""torch.cuda and torch.accelerator on virtual devices: every name that would touch CUDA, its types included."""
 
 import functools
 import sys
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from types import SimpleNamespace, TracebackType
-from typing import Any
+from typing import Any, Self
 
 import psutil
 import torch
@@ -14,8 +15,7 @@ import torch
 from samestep.engine.site import is_script_file
 from samestep.errors import UsageError
 from samestep.scripts.patch import Patch
-from samestep.scripts.virtual.cuda_types import TENSOR_TYPES, VirtualEvent, VirtualStream
-from samestep.scripts.virtual.registry import DeviceRegistry
+from samestep.scripts.virtual.mode import DeviceRegistry
 
 NAME = "virtual CUDA device (CPU)"
 CAPABILITY = (8, 0)
@@ -29,16 +29,102 @@ _HARMLESS = (
 Table = dict[str, Any]
 
 
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    """Does nothing."""
+
+
+def _always(value: Any) -> Callable[..., Any]:
+    return lambda *args, **kwargs: value
+
+
+class VirtualStream:
+    """A stream without pending work."""
+
+    cuda_stream = 0
+    stream_id = 0
+
+    def __init__(self, device: Any = None, priority: int = 0, **_: Any) -> None:
+        index = torch.cuda.current_device() if device is None else torch.device(device).index
+        self.device = torch.device("cuda", index or 0)
+        self.device_index = self.device.index
+        self.device_type = 1  # c10::DeviceType::CUDA
+        self.priority = priority
+
+    query = _always(True)  # all work is done
+    is_capturing = _always(False)
+    synchronize = wait_stream = wait_event = _nothing
+
+    def record_event(self, event: "VirtualEvent | None" = None) -> "VirtualEvent":
+        """Records now."""
+        event = VirtualEvent(enable_timing=True) if event is None else event
+        event.record(self)
+        return event
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        return None
+
+
+class VirtualEvent:
+    """A moment on the CPU's clock; the arguments are those of `torch.cuda.Event` and change nothing but timing."""
+
+    def __init__(self, device: Any = None, enable_timing: bool = False, **_: Any) -> None:
+        timing = device if isinstance(device, bool) else enable_timing  # torch.cuda.Event takes it first
+        self._timing = timing
+        self._moment: float | None = None
+
+    def record(self, stream: Any = None) -> None:
+        """Notes the time."""
+        self._moment = time.perf_counter()
+
+    query = _always(True)  # all recorded work is done
+    wait = synchronize = _nothing
+
+    def elapsed_time(self, end_event: "VirtualEvent") -> float:
+        """Milliseconds from this event to another."""
+        if not (self._timing and end_event._timing):
+            raise ValueError("Both events must be created with argument 'enable_timing=True'.")
+        if self._moment is None or end_event._moment is None:
+            raise RuntimeError("Both events must be recorded before calculating elapsed time.")
+        return (end_event._moment - self._moment) * 1000.0
+
+
+TENSOR_TYPES = tuple(
+    f"{kind}Tensor" for kind in ("Float", "Double", "Half", "BFloat16", "Byte", "Char", "Short", "Int", "Long", "Bool")
+)
+
+
+class VirtualTensorType(type):
+    """The metaclass of `torch.cuda.FloatTensor` and the like, which older scripts construct and convert to."""
+
+    host: Any  # the same type on the host, such as `torch.FloatTensor`
+    dtype: torch.dtype  # its dtype
+    is_cuda = True
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """`torch.cuda.FloatTensor(2, 3)`: not initialised, or from a list."""
+        made: torch.Tensor = cls.host(*args, **kwargs)
+        return made.cuda()
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, torch.Tensor) and instance.is_cuda and instance.dtype == cls.dtype
+
+
 def patches(registry: DeviceRegistry) -> list[Patch]:
     """The names of torch.cuda, its submodules and torch.accelerator."""
-    cuda = {**_devices(registry), **_random(registry), **_memory(), **_streams(registry), **_rest()}
+    cuda = {**_devices(registry), **_random(registry), **_memory(), **_rest()}
     table = [_placed(torch.cuda, name, replacement) for name, replacement in cuda.items() if hasattr(torch.cuda, name)]
     table += [
         Patch(torch.accelerator, name, replacement)
         for name, replacement in _accelerator(registry, cuda).items()
         if hasattr(torch.accelerator, name)
     ]
-    table += [Patch(torch.cuda.nvtx, name, replacement) for name, replacement in _annotations().items()]
+    marks = ("range_push", "range_pop", "range_start", "range_end", "mark")
+    table += [Patch(torch.cuda.nvtx, name, _always(0)) for name in marks]
+    table += [Patch(torch.cuda.nvtx, "range", lambda msg, *args, **kwargs: nullcontext(msg))]
+    table += _tensor_types()
     table += [Patch(torch.cuda.profiler, name, _nothing) for name in ("init", "start", "stop")]
     known = {*cuda, *_HARMLESS, *TENSOR_TYPES}
     table += without_counterpart(torch.cuda, torch.cuda.__all__, known.__contains__)
@@ -55,14 +141,6 @@ def _placed(owner: Any, name: str, replacement: Any) -> Patch:
 
 def _functions_of(module: Any) -> list[str]:
     return [name for name, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__]
-
-
-def _nothing(*args: Any, **kwargs: Any) -> None:
-    """Does nothing."""
-
-
-def _always(value: Any) -> Callable[..., Any]:
-    return lambda *args, **kwargs: value
 
 
 def _device_class(registry: DeviceRegistry, read: Callable[[Any], int]) -> type:
@@ -147,34 +225,27 @@ def _devices(registry: DeviceRegistry) -> Table:
 
 def _random(registry: DeviceRegistry) -> Table:
     """Generators: draws on all virtual devices come from the CPU's generator."""
+    generator = torch.default_generator
 
     def manual_seed(seed: int) -> None:
-        torch.default_generator.manual_seed(int(seed))
+        generator.manual_seed(int(seed))
 
     def new_seed() -> None:
         torch.seed()
 
-    def get_state(device: Any = "cuda") -> torch.Tensor:
-        return torch.default_generator.get_state()
-
-    def set_state(new_state: torch.Tensor, device: Any = "cuda") -> None:
-        torch.default_generator.set_state(new_state)
-
     def set_states(new_states: Any) -> None:
         for state in new_states:
-            set_state(state)
+            generator.set_state(state)
 
     return {
-        "manual_seed": manual_seed,
-        "manual_seed_all": manual_seed,
-        "seed": new_seed,
-        "seed_all": new_seed,
+        **dict.fromkeys(("manual_seed", "manual_seed_all"), manual_seed),
+        **dict.fromkeys(("seed", "seed_all"), new_seed),
         "initial_seed": lambda: torch.initial_seed(),
-        "get_rng_state": get_state,
-        "set_rng_state": set_state,
-        "get_rng_state_all": lambda: [get_state() for _ in range(registry.count)],
+        "get_rng_state": lambda device="cuda": generator.get_state(),
+        "set_rng_state": lambda new_state, device="cuda": set_states([new_state]),
+        "get_rng_state_all": lambda: [generator.get_state() for _ in range(registry.count)],
         "set_rng_state_all": set_states,
-        "default_generators": (torch.default_generator,) * registry.count,
+        "default_generators": (generator,) * registry.count,
     }
 
 
@@ -200,37 +271,20 @@ def _memory() -> Table:
     }
 
 
-def _streams(registry: DeviceRegistry) -> Table:
-    """Streams and events."""
+def _rest() -> Table:
+    """Streams and events, and properties of the build."""
     return {
         "Stream": VirtualStream,
         "Event": VirtualEvent,
-        "StreamContext": nullcontext,
-        "stream": nullcontext,
-        "set_stream": _nothing,
-        "current_stream": VirtualStream,
-        "default_stream": VirtualStream,
+        **dict.fromkeys(("StreamContext", "stream"), nullcontext),
+        **dict.fromkeys(("current_stream", "default_stream"), VirtualStream),
+        **dict.fromkeys(("set_stream", "init", "set_sync_debug_mode"), _nothing),
+        **dict.fromkeys(("is_bf16_supported", "is_tf32_supported"), _always(True)),
         "is_current_stream_capturing": _always(False),
-    }
-
-
-def _rest() -> Table:
-    """Properties of the build."""
-    return {
-        "init": _nothing,
-        "is_bf16_supported": _always(True),
-        "is_tf32_supported": _always(True),
         "get_arch_list": list,
         "get_gencode_flags": _always(""),
-        "set_sync_debug_mode": _nothing,
         "get_sync_debug_mode": _always(0),
     }
-
-
-def _annotations() -> Table:
-    """NVTX ranges and marks, which do nothing."""
-    names = ("range_push", "range_pop", "range_start", "range_end", "mark")
-    return {**dict.fromkeys(names, _always(0)), "range": lambda msg, *args, **kwargs: nullcontext(msg)}
 
 
 def _accelerator(registry: DeviceRegistry, cuda: Table) -> Table:
@@ -287,3 +341,32 @@ def without_counterpart(owner: Any, names: Iterable[str], known: Callable[[str],
         if callable(original) and not known(name):
             table.append(Patch(owner, name, refused(f"{owner.__name__}.{name}", original, why)))
     return table
+
+
+def _tensor_types() -> list[Patch]:
+    """Patches of the tensor types, and of `torch.set_default_tensor_type`."""
+    table = [Patch(torch.cuda, name, _virtual_type(name)) for name in TENSOR_TYPES]
+    set_host_type = torch.set_default_tensor_type
+
+    def set_default_tensor_type(wanted: Any, /) -> None:
+        set_host_type(host_type(wanted))
+        torch.set_default_device("cuda" if is_virtual_type(wanted) else None)
+
+    return [*table, Patch(torch, "set_default_tensor_type", set_default_tensor_type)]
+
+
+def _virtual_type(name: str) -> VirtualTensorType:
+    host = getattr(torch, name)
+    return VirtualTensorType(name, (), {"__module__": "torch.cuda", "host": host, "dtype": host.dtype})
+
+
+def is_virtual_type(wanted: Any) -> bool:
+    """Whether a type, or the name of one, is on a device."""
+    return isinstance(wanted, VirtualTensorType) or (isinstance(wanted, str) and wanted.startswith("torch.cuda."))
+
+
+def host_type(wanted: Any) -> Any:
+    """The type on the host that corresponds to a type or the name of one."""
+    if isinstance(wanted, VirtualTensorType):
+        return wanted.host
+    return getattr(torch, wanted.rpartition(".")[2]) if isinstance(wanted, str) else wanted

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from samestep.scripts.virtual.cuda_types import host_type, is_virtual_type
-from samestep.scripts.virtual.mode import PINNED, Handler, found_index
-from samestep.scripts.virtual.registry import CPU, HOST, TAG, DeviceRegistry, mark
+from samestep.scripts.virtual.cuda import host_type, is_virtual_type
+from samestep.scripts.virtual.mode import CPU, HOST, PINNED, TAG, DeviceRegistry, Handler, found_index, mark
 
 Function = Callable[..., Any]
 Args = tuple[Any, ...]

@@ -1,7 +1,7 @@
 """The wrapped forward: runs this rank's chunks, and joins the results of all ranks."""
 
 import pickle
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -22,8 +22,7 @@ from samestep.scripts.adoption import Adoption
 from samestep.scripts.backward import generator_state, raise_together
 from samestep.scripts.wrapped.buffers import Buffers
 from samestep.scripts.wrapped.chunks import Chunks, Leaf, already_cut, cut, deal
-from samestep.scripts.wrapped.exchange import Item
-from samestep.scripts.wrapped.regions import Region, enter
+from samestep.scripts.wrapped.regions import Item, Region, enter
 from samestep.scripts.wrapped.replicas import (
     OwnGenerators,
     Replicas,
@@ -37,6 +36,12 @@ CHUNK_STREAM = 2**33  # apart from the streams of train steps and loaders
 CHECKED_FORWARDS = 3
 CHECKED_EVERY = 50
 OK, RAISED = 0, 1
+COMPARED = {
+    "inputs": "inputs",
+    "parameters": "parameters",
+    "generator": "random generators",
+    "since_reseed": "forwards",
+}
 
 
 @dataclass
@@ -83,24 +88,18 @@ class Header(NamedTuple):
 
 @dataclass
 class Work:
-    """Results of this rank's chunks."""
+    """This rank's part of a forward: the inputs and the results of its chunks."""
 
+    region: Region  # the ranks, the chunks, and the tensors that entered
+    token: Tensor | None  # 0-d; None if nothing that requires grad entered
+    inputs: list[list[Any]]  # this rank's pieces of each leaf of the arguments, by chunk
+    stand_ins: dict[int, list[Tensor]]  # of each trained parameter, by its number, by chunk
     results: Results
     packed: Tensor | None = None
     said: list[tuple[int, int, str]] = field(default_factory=list)
     lost: set[str] = field(default_factory=set)
     failed_chunk: int = 0
     error: BaseException | None = None
-
-
-@dataclass(frozen=True)
-class Entrance:
-    """Inputs of this rank's chunks."""
-
-    region: Region  # the ranks, the chunks, and the tensors that entered
-    token: Tensor | None  # 0-d; None if nothing that requires grad entered
-    inputs: list[list[Any]]  # this rank's pieces of each leaf of the arguments, by chunk
-    stand_ins: dict[int, list[Tensor]]  # of each trained parameter, by its number, by chunk
 
 
 def chunked_forward(
@@ -115,15 +114,15 @@ def chunked_forward(
     device_ids: Sequence[int] = (),
     output_device: int = 0,
 ) -> Any:
-    """Runs a module's forward in chunks, shared out over the ranks. Tier `bitwise` in the number of ranks.
+    """Runs a module's forward in chunks, split over the ranks. Tier `bitwise` in the number of ranks.
 
     With one microbatch, inside another wrapped forward, or off the script's main thread the module is simply called.
     """
     if num_microbatches == 1 or not adoption.may_meet():
         return module(*args, **kwargs)
-    with torch._C.DisableTorchFunction():  # where virtual devices are is of no interest here
+    with torch._C.DisableTorchFunction():  # virtual devices do not matter here
         chunks = cut(args, kwargs, num_microbatches, dim, scatter)
-    return _run_held(adoption, module, chunks, dim, device_ids, [output_device])
+    return _forward(adoption, module, chunks, dim, device_ids, [output_device])
 
 
 def given_forward(
@@ -132,14 +131,14 @@ def given_forward(
     calls: Sequence[tuple[tuple[Any, ...], Mapping[str, Any]]],
     device_ids: Sequence[int],
 ) -> list[Any]:
-    """Runs a module's forward on chunks that the script cut itself, shared out over the ranks. Tier `bitwise`."""
+    """Runs a module's forward on chunks that the script cut itself, split over the ranks. Tier `bitwise`."""
     if not adoption.may_meet():
         return [module(*args, **kwargs) for args, kwargs in calls]
-    results: list[Any] = _run_held(adoption, module, already_cut(calls), None, device_ids, device_ids)
+    results: list[Any] = _forward(adoption, module, already_cut(calls), None, device_ids, device_ids)
     return results
 
 
-def _run_held(
+def _forward(
     adoption: Adoption,
     module: nn.Module,
     chunks: Chunks,
@@ -147,7 +146,7 @@ def _run_held(
     device_ids: Sequence[int],
     output_devices: Sequence[int],
 ) -> Any:
-    """The forward of chunks, holding references to the module only while it runs."""
+    """The wrapped forward: chunks run, the ranks exchange headers and results, results are joined."""
     if torch.autograd.forward_ad._current_level >= 0:
         raise UsageError(
             "forward-mode differentiation does not pass a wrapped forward; use reverse mode, or the module"
@@ -155,63 +154,56 @@ def _run_held(
     seeding.notice_seed(adoption)
     wrapped = _wrapped(adoption, module)
     try:
-        return _forward(adoption, module, wrapped, chunks, dim, device_ids, output_devices)
+        with torch._C.DisableTorchFunction():
+            work = _enter(adoption, wrapped, chunks)
+            state, since = generator_state(), adoption.num_since_reseed
+        ids = [device_ids[chunk % len(device_ids)] if device_ids else chunk for chunk in range(chunks.num_chunks)]
+        with wrapped.own_generators.preserved(), adoption.generators.preserved():
+            _run_chunks(adoption, module, wrapped, chunks, work, ids, derive_seed(state, CHUNK_STREAM, since))
+        with torch._C.DisableTorchFunction():
+            headers, parts = _meet(adoption, wrapped, chunks, work, (state, since))
+            leaves = [(header.num_leaves, header.template) for header in headers]
+            return gather_results(adoption, work.results, leaves, parts, work.region, work.token, dim, output_devices)
     finally:
         wrapped.release()
 
 
-def _forward(
-    adoption: Adoption,
-    module: nn.Module,
-    wrapped: Wrapped,
-    chunks: Chunks,
-    dim: int | None,
-    device_ids: Sequence[int],
-    output_devices: Sequence[int],
-) -> Any:
-    """The wrapped forward: chunks run, the ranks meet, results are joined."""
-    with torch._C.DisableTorchFunction():  # virtual devices look on from inside the chunks only
-        ranges = deal(chunks.num_chunks, adoption.world_size)
-        entrance = _enter(adoption, wrapped, chunks, ranges)
-        state = generator_state()
-        since = adoption.num_since_reseed
-    work = Work(Results(entrance.region.device))
-    ids = [device_ids[chunk % len(device_ids)] if device_ids else chunk for chunk in range(chunks.num_chunks)]
-    with adoption.generators.preserved(), wrapped.own_generators.preserved():
-        _run_chunks(adoption, module, wrapped, chunks, entrance, work, ids, derive_seed(state, CHUNK_STREAM, since))
-    with torch._C.DisableTorchFunction():
-        careful = wrapped.is_careful()
-        watched = [checksum([leaf.value for leaf in chunks.leaves]), _state_checksum(wrapped)] if careful else [0, 0]
-        said = pickle.dumps(work.said) if work.said else b""
-        status = OK if work.error is None else RAISED
-        checked = [*wrapped.buffers.touched, *watched, state, since]
-        own = Header(status, work.failed_chunk, len(said), *checked, *work.results.words())
-        words, parts = adoption.gather("a wrapped forward", own, work.packed)
-        headers = [Header(*row[: len(own)]) for row in words]
-        adoption.num_forwards += 1
-        adoption.num_since_reseed += 1
-        wrapped.num_forwards += 1
-        _check_headers(adoption, headers)
-        failed = [(header.failed_chunk, rank) for rank, header in enumerate(headers) if header.status == RAISED]
-        failure = min(failed, default=None)
-        last_chunk = chunks.num_chunks if failure is None else failure[0]
-        _print_output(adoption, said, [header.output_bytes for header in headers], last_chunk)
-        if failure is not None:
-            raise_together(adoption, work.error, failure[1], f"chunk {failure[0]} of a wrapped forward")
-        num_rows = sum(chunks.num_rows(chunk) for chunk in range(chunks.num_chunks))
-        touched = [[header.means_touched, header.others_touched, num_rows] for header in headers]
-        wrapped.buffers.merge(adoption, touched, rank_blocks(ranges, chunks.num_chunks))
-        _notice_lost(adoption, work.lost)
-        return gather_results(
-            adoption,
-            work.results,
-            [(header.num_leaves, header.template) for header in headers],
-            parts,
-            entrance.region,
-            entrance.token,
-            dim=dim,
-            output_devices=output_devices,
+def _meet(
+    adoption: Adoption, wrapped: Wrapped, chunks: Chunks, work: Work, generator: tuple[int, int]
+) -> tuple[list[Header], list[Tensor]]:
+    """Gathers the headers and packed results of all ranks, raises the first error, and merges output and buffers."""
+    watched = [0, 0]
+    if wrapped.is_careful():
+        tensors = (*wrapped.replicas.parameters, *wrapped.buffers.tensors())
+        watched = [checksum([leaf.value for leaf in chunks.leaves]), _checksum(tensors)]
+    said = pickle.dumps(work.said) if work.said else b""
+    checked = [*wrapped.buffers.touched, *watched, *generator]
+    status = OK if work.error is None else RAISED
+    own = Header(status, work.failed_chunk, len(said), *checked, *work.results.words())
+    words, parts = adoption.gather("a wrapped forward", own, work.packed)
+    headers = [Header(*row[: len(own)]) for row in words]
+    adoption.num_forwards += 1
+    adoption.num_since_reseed += 1
+    wrapped.num_forwards += 1
+    for name, what in COMPARED.items():
+        if len({getattr(header, name) for header in headers}) > 1:
+            why, number = f"the {what} of a wrapped forward differ between the ranks", getattr(own, name)
+            adoption.raise_diverged(why, f"{number:x} at {script_line()}")
+    failed = [(header.failed_chunk, rank) for rank, header in enumerate(headers) if header.status == RAISED]
+    failure = min(failed, default=None)
+    last_chunk = chunks.num_chunks if failure is None else failure[0]
+    _print_output(adoption, said, [header.output_bytes for header in headers], last_chunk)
+    if failure is not None:
+        raise_together(adoption, work.error, failure[1], f"chunk {failure[0]} of a wrapped forward")
+    num_rows = sum(map(chunks.num_rows, range(chunks.num_chunks)))
+    touched = [[header.means_touched, header.others_touched, num_rows] for header in headers]
+    wrapped.buffers.merge(adoption, touched, rank_blocks(work.region.ranges, chunks.num_chunks))
+    if work.lost:
+        adoption.notice(
+            f"{', '.join(sorted(work.lost)[:5])}: written inside the wrapped forward, and lost after it, as with "
+            "torch's DataParallel on several devices; return the value, or register a buffer"
         )
+    return headers, parts
 
 
 def _run_chunks(
@@ -219,56 +211,51 @@ def _run_chunks(
     module: nn.Module,
     wrapped: Wrapped,
     chunks: Chunks,
-    entrance: Entrance,
     work: Work,
     ids: Sequence[int],
     seed: int,
 ) -> None:
     """Runs this rank's chunks one after another, up to the first that raises."""
-    careful = wrapped.is_careful()
-    states = wrapped.replicas.states(careful)
+    careful, replicas = wrapped.is_careful(), wrapped.replicas
+    states = replicas.states(careful)
     oldest = (torch.zeros((), requires_grad=True) * 1).grad_fn if careful else None
     try:
-        for position, chunk in enumerate(entrance.region.mine):
-            work.failed_chunk = chunk
+        for position, chunk in enumerate(work.region.mine):
+            work.failed_chunk, index = chunk, ids[chunk]
             chunk_seed = derive_seed(seed, chunk)
             adoption.generators.seed(chunk_seed)
             wrapped.own_generators.seed(chunk_seed)
-            pieces = [_marked(adoption, column[position], ids[chunk]) for column in entrance.inputs]
+            pieces = [_marked(adoption, column[position], index) for column in work.inputs]
             args, kwargs = chunks.arguments(pieces, chunk)
-            stand_ins = {
-                number: adoption.mark(column[position], ids[chunk]) for number, column in entrance.stand_ins.items()
-            }
-            copied = wrapped.buffers.copied(adoption, chunk, ids[chunk], chunks.num_rows(chunk), careful)
-            swapped = wrapped.replicas.swapped(stand_ins, work.lost)
-            place = adoption.on_device(ids[chunk])
-            with _captured(adoption, chunk, work), adoption.chunk(chunk), place, copied, swapped:
-                before = (in_place_state(wrapped.replicas.modules), checksum(chunks.template)) if careful else None
+            stand_ins = {n: adoption.mark(column[position], index) for n, column in work.stand_ins.items()}
+            copied = wrapped.buffers.copied(adoption, chunk, index, chunks.num_rows(chunk), careful)
+            swapped = replicas.swapped(stand_ins, work.lost)
+            with _captured(adoption, chunk, work), adoption.chunk(chunk), adoption.on_device(index), copied, swapped:
+                before = (in_place_state(replicas.modules), checksum(chunks.template)) if careful else None
                 result = module(*args, **kwargs)
                 if before is not None:
-                    check_in_place_state(before[0], in_place_state(wrapped.replicas.modules))
+                    check_in_place_state(before[0], in_place_state(replicas.modules))
                     _check_arguments(before[1], checksum(chunks.template))
             with torch._C.DisableTorchFunction():
                 work.results.add(result)
-                wrapped.replicas.check_unwritten(states, careful)
+                replicas.check_unwritten(states, careful)
         if oldest is not None and torch.is_grad_enabled():
             tracked = [leaf for leaves in work.results.leaves for leaf in leaves if leaf.requires_grad]
-            wrapped.replicas.check_graph(tracked, entrance.token, oldest._sequence_nr())
+            replicas.check_graph(tracked, work.token, oldest._sequence_nr())
         with torch._C.DisableTorchFunction():
             # A result that cannot be described or packed is an error of this rank, shared like others.
             work.results.words()
             work.packed = work.results.packed(adoption.world_size)
     except (Exception, SystemExit) as error:
-        work.error = _explained(error, module, chunks, work.failed_chunk, adoption.num_forwards) or error
-
-
-def _explained(error: BaseException, module: nn.Module, chunks: Chunks, chunk: int, number: int) -> UsageError | None:
-    """The error to raise if torch's is due to a chunk of one row; None for torch's own."""
-    if chunks.num_rows(chunk) != 1:
-        return None
-    num_rows = sum(map(chunks.num_rows, range(chunks.num_chunks)))
-    where = f"of the {num_rows} rows of wrapped forward {number} chunk {chunk} (of {chunks.num_chunks})"
-    return explain_lone_sample(error, module, where, "cut batches into fewer chunks (--num-microbatches)")
+        work.error = error
+        if chunks.num_rows(work.failed_chunk) == 1:
+            num_rows = sum(map(chunks.num_rows, range(chunks.num_chunks)))
+            where = (
+                f"of the {num_rows} rows of wrapped forward {adoption.num_forwards} chunk {work.failed_chunk} "
+                f"(of {chunks.num_chunks})"
+            )
+            advice = "cut batches into fewer chunks (--num-microbatches)"
+            work.error = explain_lone_sample(error, module, where, advice) or error
 
 
 @contextmanager
@@ -311,9 +298,10 @@ def _check_arguments(before: int, now: int) -> None:
         )
 
 
-def _enter(adoption: Adoption, wrapped: Wrapped, chunks: Chunks, ranges: tuple[range, ...]) -> Entrance:
+def _enter(adoption: Adoption, wrapped: Wrapped, chunks: Chunks) -> Work:
     """Cuts the arguments, and makes stand-ins for the parameters."""
     device, replicas = adoption.communicator.device, wrapped.replicas
+    ranges = deal(chunks.num_chunks, adoption.world_size)
     mine = ranges[adoption.rank]
     values = [leaf.value.to(device) if isinstance(leaf.value, Tensor) else leaf.value for leaf in chunks.leaves]
     items = [
@@ -324,10 +312,11 @@ def _enter(adoption: Adoption, wrapped: Wrapped, chunks: Chunks, ranges: tuple[r
     tracked = [k for k, value in enumerate(values) if recorded and isinstance(value, Tensor) and value.requires_grad]
     trained = [k for k, parameter in enumerate(replicas.parameters) if recorded and parameter.requires_grad]
     entering = [item for k in tracked if (item := items[k]) is not None]
-    entering += [_parameter_item(replicas.parameters[k], k in replicas.sparse) for k in trained]
-    region = Region(
-        adoption, ranges, tuple(entering), device, wrapped.buffers.guard([child for _, child in replicas.modules])
-    )
+    for k in trained:
+        like = replicas.parameters[k].detach()
+        entering.append(Item("copied", tuple(like.shape), like.dtype, like=like, is_sparse=k in replicas.sparse))
+    guard = wrapped.buffers.guard([child for _, child in replicas.modules])
+    region = Region(adoption, ranges, tuple(entering), device, guard)
     token: Tensor | None = None
     columns: list[list[Tensor]] = []
     if entering:
@@ -337,10 +326,17 @@ def _enter(adoption: Adoption, wrapped: Wrapped, chunks: Chunks, ranges: tuple[r
         if k in tracked:
             inputs.append(columns[tracked.index(k)])
         elif item is None:
-            inputs.append([_elements(leaf, chunk) for chunk in mine])
+            starts = [sum(leaf.sizes[:chunk]) for chunk in mine]
+            inputs.append([list(value[i : i + leaf.sizes[chunk]]) for i, chunk in zip(starts, mine, strict=True)])
         else:
             inputs.append([item.piece(value, chunk) for chunk in mine])
-    return Entrance(region, token, inputs, dict(zip(trained, columns[len(tracked) :], strict=True)))
+    stand_ins = dict(zip(trained, columns[len(tracked) :], strict=True))
+    return Work(region, token, inputs, stand_ins, Results(device))
+
+
+def _marked(adoption: Adoption, piece: Any, index: int) -> Any:
+    """A piece, its tensors on the chunk's device."""
+    return map_tensors(lambda tensor: adoption.mark(tensor, index), piece)
 
 
 def _input_item(leaf: Leaf, value: Tensor) -> Item:
@@ -349,44 +345,12 @@ def _input_item(leaf: Leaf, value: Tensor) -> Item:
     return Item("cut", tuple(value.shape), value.dtype, leaf.dim, leaf.sizes)
 
 
-def _parameter_item(parameter: nn.Parameter, is_sparse: bool) -> Item:
-    shape = tuple(parameter.shape)
-    return Item("copied", shape, parameter.dtype, like=parameter.detach(), is_sparse=is_sparse)
-
-
-def _elements(leaf: Leaf, chunk: int) -> list[Any]:
-    """A chunk's elements of a list."""
-    start = sum(leaf.sizes[:chunk])
-    return list(leaf.value[start : start + leaf.sizes[chunk]])
-
-
-def _marked(adoption: Adoption, piece: Any, device_id: int) -> Any:
-    """A piece, its tensors on the chunk's device."""
-    return map_tensors(lambda tensor: adoption.mark(tensor, device_id), piece)
-
-
-def _state_checksum(wrapped: Wrapped) -> int:
-    """A 63-bit checksum of all parameters and buffers."""
+def _checksum(tensors: Iterable[Tensor]) -> int:
+    """A 63-bit checksum of several tensors."""
     total = 0
-    for tensor in (*wrapped.replicas.parameters, *wrapped.buffers.tensors()):
+    for tensor in tensors:
         total = (total * 1_000_003 + int(tensor_checksum(tensor))) % 2**63
     return total
-
-
-def _check_headers(adoption: Adoption, headers: Sequence[Header]) -> None:
-    """Raises if the ranks called the forward with different inputs, parameters or random states."""
-    names = {
-        "inputs": "inputs",
-        "parameters": "parameters",
-        "generator": "random generators",
-        "since_reseed": "forwards",
-    }
-    for name, what in names.items():
-        if len({getattr(header, name) for header in headers}) > 1:
-            number = getattr(headers[adoption.rank], name)
-            adoption.raise_diverged(
-                f"the {what} of a wrapped forward differ between the ranks", f"{number:x} at {script_line()}"
-            )
 
 
 def _print_output(adoption: Adoption, said: bytes, sizes: Sequence[int], last_chunk: int) -> None:
@@ -398,12 +362,3 @@ def _print_output(adoption: Adoption, said: bytes, sizes: Sequence[int], last_ch
     if adoption.rank == 0:
         entries = [entry for part in gathered if part.numel() for entry in pickle.loads(bytes(part.tolist()))]
         output.replay([(stream, text) for chunk, stream, text in entries if chunk <= last_chunk])
-
-
-def _notice_lost(adoption: Adoption, lost: set[str]) -> None:
-    """Prints once that attributes written by the forward are lost."""
-    if lost:
-        adoption.notice(
-            f"{', '.join(sorted(lost)[:5])}: written inside the wrapped forward, and lost after it, as with torch's "
-            "DataParallel on several devices; return the value, or register a buffer"
-        )

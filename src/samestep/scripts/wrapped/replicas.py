@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from samestep.core.seeds import derive_seed
 from samestep.data.batch import tensor_checksum
-from samestep.engine.side_effects import plain_attributes, reachable
+from samestep.engine.side_effects import Watch, plain_attributes, reachable
 from samestep.errors import DeterminismError, UsageError
 
 ACCUMULATE = "torch::autograd::AccumulateGrad"
@@ -281,21 +281,13 @@ class OwnGenerators:
 
     @contextmanager
     def preserved(self) -> Iterator[None]:
-        """Leaves every one as it was."""
-        states = [_state(generator) for generator in self._generators]
+        """Restores the state of each after a block."""
+        if not self._generators:  # reading the global generators too takes time
+            yield
+            return
+        watch = Watch(self._generators)
+        states = watch.states()
         try:
             yield
         finally:
-            for generator, state in zip(self._generators, states, strict=True):
-                if isinstance(generator, torch.Generator | np.random.RandomState):
-                    generator.set_state(state)
-                elif isinstance(generator, random.Random):
-                    generator.setstate(state)
-                else:
-                    generator.bit_generator.state = state
-
-
-def _state(generator: Any) -> Any:
-    if isinstance(generator, torch.Generator | np.random.RandomState):
-        return generator.get_state()
-    return generator.getstate() if isinstance(generator, random.Random) else generator.bit_generator.state
+            watch.put_states(states)

@@ -17,8 +17,7 @@ from samestep.comm.communicator import DTYPES
 from samestep.errors import UsageError
 from samestep.scripts.adoption import Adoption
 from samestep.scripts.wrapped.chunks import is_tensor, put_together, take_apart
-from samestep.scripts.wrapped.exchange import Item, join_pieces, pack, unpack
-from samestep.scripts.wrapped.regions import Region, leave
+from samestep.scripts.wrapped.regions import Item, Region, join_pieces, leave, pack, unpack
 
 MAX_DIMS = 8
 FORM_WORDS = 3 + MAX_DIMS
@@ -74,7 +73,6 @@ def gather_results(
     packed_by_rank: Sequence[Tensor],
     region: Region,
     token: Tensor | None,
-    *,
     dim: int | None,
     output_devices: Sequence[int],
 ) -> Any:

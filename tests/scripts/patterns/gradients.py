@@ -1,0 +1,292 @@
+"""Backward passes of many kinds through the wrapper, and what scripts do between the steps."""
+
+import copy
+import gc
+import weakref
+from itertools import pairwise
+
+import torch
+from torch import nn
+from torch.func import functional_call
+from usual import case, results, rows, train, wrap
+
+
+def perceptron(*widths):
+    """Wrapped linear layers with a tanh between them."""
+    layers = [layer for a, b in pairwise(widths) for layer in (nn.Linear(a, b), nn.Tanh())]
+    return wrap(*layers[:-1])
+
+
+@case
+def accumulation():
+    """Gradients of several batches added up, clipped, with a schedule and groups of parameters."""
+    model = perceptron(5, 8, 1)
+    groups = [{"params": model.module[0].parameters(), "lr": 0.05}, {"params": model.module[2].parameters()}]
+    optimizer = torch.optim.SGD(groups, lr=0.1, momentum=0.9, nesterov=True)
+    scheduler, norms = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5), []
+    for step in range(6):
+        loss = model(torch.randn(10, 5).cuda()).square().mean() / 3
+        loss.backward(retain_graph=step == 4)
+        if step == 4:
+            loss.backward()
+        if (step + 1) % 3 == 0:
+            norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5))
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+            scheduler.step()
+    return norms, [p.grad for p in model.parameters()], model.state_dict()
+
+
+@case
+def gradient_penalty():
+    """The gradient of the critic with respect to its input is itself differentiated."""
+    critic = perceptron(4, 8, 1)
+
+    def loss_of(x):
+        mixed = x.detach().requires_grad_()
+        (slope,) = torch.autograd.grad(critic(mixed).sum(), mixed, create_graph=True)
+        return critic(x).mean() + 10 * ((slope.norm(2, dim=1) - 1) ** 2).mean()
+
+    optimizer = torch.optim.RMSprop(critic.parameters(), lr=1e-2)
+    train(nn.Identity(), rows(10, 4), optimizer=optimizer, loss_of=loss_of)
+    return critic.state_dict()
+
+
+@case
+def gradient_penalty_few_rows():
+    """Third derivatives, where a batch has fewer rows than there are devices; backward goes through twice."""
+    model, losses = perceptron(4, 8, 1), []
+    for count in (1, 2, 3, 8):
+        x, z = torch.randn(count, 4).cuda().requires_grad_(), torch.randn(count, 4).cuda()
+        real, fake = model(x), model(z)
+        (slope,) = torch.autograd.grad(real.sum(), x, create_graph=True)
+        (bend,) = torch.autograd.grad(slope.square().sum(), x, create_graph=True)
+        (weight,) = torch.autograd.grad(fake.square().mean(), [model.module[0].weight], create_graph=True)
+        loss = (slope.norm(dim=1) - 1).square().mean() + bend.square().mean() + weight.square().sum() + fake.mean()
+        loss.backward(retain_graph=True)
+        loss.backward()
+        losses.append(loss.item())
+    return losses, [p.grad for p in model.parameters()]
+
+
+@case
+def backwards_apart():
+    """Two outputs of one forward, each with a backward of its own, one of them into a part of the parameters only."""
+
+    class Heads(nn.Module):
+        def __init__(self, width):
+            super().__init__()
+            self.body, self.left, self.right = nn.Linear(4, width), nn.Linear(4, 1), nn.Linear(4, 2)
+
+        def forward(self, x):
+            h = self.body(x).tanh() if self.body.out_features else x
+            return self.left(h), self.right(h)
+
+    model, apart = wrap(Heads(4)), wrap(Heads(0))
+    left, right = model(torch.randn(10, 4).cuda())
+    left.square().mean().backward(retain_graph=True)
+    grads = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    (part,) = torch.autograd.grad(right.abs().mean(), model.module.body.weight, retain_graph=True)
+    right.square().mean().backward(inputs=list(model.module.right.parameters()))
+    for out in apart(torch.randn(12, 4).cuda()):  # nothing is retained between the two
+        out.square().mean().backward()
+    return grads, part, [p.grad for p in (*model.parameters(), *apart.parameters())]
+
+
+@case
+def hooks():
+    """On modules inside the wrapper, forward and backward, on the wrapper, on parameters and on outputs."""
+    net = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 2))
+    model = nn.DataParallel(net).cuda()
+    net[0].register_forward_pre_hook(lambda module, args: (args[0] * 0.5,))
+    net[0].register_forward_hook(lambda module, args, out: print("hidden", tuple(out.shape)))
+    net[1].register_forward_hook(lambda module, args, out: out + 1)
+    net[2].register_full_backward_hook(lambda module, grad_in, grad_out: (grad_in[0] * 3,))
+    model.register_forward_hook(lambda module, args, out: print("all", tuple(out.shape)))
+    net[0].weight.register_hook(lambda grad: grad.clamp(-0.01, 0.01))
+
+    def loss_of(out):
+        out.register_hook(lambda grad: grad * 2)
+        return out.square().mean()
+
+    return train(model, rows(10, 4), 2, loss_of=loss_of), [p.grad for p in model.parameters()]
+
+
+@case
+def lbfgs():
+    """The optimizer calls a closure as often as it likes."""
+    model, x, calls = perceptron(3, 5, 1), torch.randn(10, 3).cuda(), []
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=6, line_search_fn="strong_wolfe")
+
+    def closure():
+        calls.append(1)
+        optimizer.zero_grad()
+        loss = (model(x) - x.sum(1, keepdim=True)).square().mean()
+        loss.backward()
+        return loss
+
+    loss = [optimizer.step(closure) for _ in range(2)]
+    print(len(calls), "calls")
+    return loss, model.state_dict()
+
+
+@case
+def terms_outside():
+    """Terms on the parameters outside the wrapper: L2, and elastic weights around old ones; two forwards a step."""
+    model = perceptron(5, 6, 3)
+    old = {name: p.detach().clone() for name, p in model.named_parameters()}
+
+    def loss_of(out):
+        distance = nn.functional.pairwise_distance(out, model(torch.randn(10, 5).cuda()))
+        squares = sum(p.pow(2).sum() for p in model.parameters())
+        elastic = sum((p - old[name]).square().sum() for name, p in model.named_parameters())
+        return distance.mean() + 1e-2 * squares + 0.5 * elastic
+
+    return train(model, rows(10, 5), loss_of=loss_of), [p.grad for p in model.parameters()]
+
+
+@case
+def functional_calls():
+    """Meta-learning: the forward is called with other weights, which a gradient step has made of the module's own."""
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
+
+        def forward(self, x):
+            return nn.parallel.data_parallel(self.body, x)
+
+    model = Net().cuda()
+    for count in (10, 1, 7):
+        weights = dict(model.named_parameters())
+        inner = model(torch.randn(6, 4).cuda()).square().mean()
+        steps = torch.autograd.grad(inner, list(weights.values()), create_graph=True)
+        fast = {name: weight - 0.1 * step for (name, weight), step in zip(weights.items(), steps, strict=True)}
+        functional_call(model, fast, (torch.randn(count, 4).cuda(),)).square().mean().backward()
+    leaves = {name: (p * 2).detach().requires_grad_() for name, p in model.named_parameters()}
+    functional_call(model, leaves, (torch.randn(10, 4).cuda(),)).square().mean().backward()
+    return [leaf.grad for leaf in leaves.values()], [p.grad for p in model.parameters()]
+
+
+@case
+def gan():
+    """Two wrapped networks that train each other, with requires_grad switched off and on."""
+    netG, netD = perceptron(3, 8, 4), perceptron(4, 8, 1)
+    optimizerG, optimizerD = (torch.optim.Adam(net.parameters(), lr=1e-2, betas=(0.5, 0.999)) for net in (netG, netD))
+    criterion, history = nn.BCEWithLogitsLoss(), []
+    for _ in range(3):
+        netD.requires_grad_(True)
+        fake = netG(torch.randn(10, 3, device="cuda"))
+        netD.zero_grad()
+        errD_real = criterion(netD(torch.randn(10, 4).cuda()).view(-1), torch.ones(10).cuda())
+        errD_real.backward()
+        errD_fake = criterion(netD(fake.detach()).view(-1), torch.zeros(10).cuda())
+        errD_fake.backward()
+        optimizerD.step()
+        netD.requires_grad_(False)
+        netG.zero_grad()
+        errG = criterion(netD(fake).view(-1), torch.ones(10).cuda())
+        errG.backward()
+        optimizerG.step()
+        history.append([errD_real.item(), errD_fake.item(), errG.item()])
+    return history, netG.state_dict(), netD.state_dict()
+
+
+@case
+def grad_scaler():
+    """Mixed precision: autocast around the forward, a GradScaler around the step."""
+    model, trace = perceptron(8, 16, 4), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cuda", init_scale=2.0**20, growth_interval=2)
+    for _ in range(4):
+        optimizer.zero_grad()
+        with torch.autocast(device_type="cuda", dtype=torch.float16):
+            out = model(torch.randn(10, 8).cuda())
+            loss = nn.functional.cross_entropy(out, torch.randint(4, (10,)).cuda())
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        trace.append([loss.item(), scaler.get_scale(), bool(norm.isfinite())])
+    print(out.dtype)
+    return trace, out, model.state_dict()
+
+
+@case
+def moving_average():
+    """A moving average of the weights in a deep copy of the wrapped model."""
+    model = wrap(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 2))
+    ema = copy.deepcopy(model).requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        x = torch.randn(12, 4).cuda()
+        loss = (model(x) - ema(x)).square().mean() + model(x).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        with torch.no_grad():
+            for slow, fast in zip(ema.parameters(), model.parameters(), strict=True):
+                slow.mul_(0.9).add_(fast, alpha=0.1)
+    ema.eval()
+    return loss, ema(x), ema.state_dict(), copy.deepcopy(model).state_dict()
+
+
+@case
+def parts_replaced():
+    """Layers are added and replaced between the steps, parameters set, frozen, loaded and given other data."""
+    model, losses, grads = wrap(nn.Linear(4, 4), nn.Tanh()), [], []
+    model.apply(lambda m: nn.init.xavier_uniform_(m.weight) if isinstance(m, nn.Linear) else None)
+    for step in range(6):
+        if step == 1:
+            model.module.append(nn.Linear(4, 2).cuda())
+        if step == 2:
+            model.module[0].weight = nn.Parameter(model.module[0].weight * 2)
+        if step == 3:
+            model.module[0].weight.data = torch.randn(4, 4).cuda()
+            model.module[0].bias.requires_grad_(False)
+        if step == 4:
+            model.module[2] = nn.Linear(4, 3).cuda()
+        if step == 5:
+            model.load_state_dict({key: value * 0.5 for key, value in model.state_dict().items()})
+        with torch.autocast("cuda", dtype=torch.bfloat16, enabled=step < 4):
+            loss = model(torch.randn(6, 4).cuda()).float().square().mean()
+        model.zero_grad()
+        loss.backward()
+        losses.append(loss.item())
+        grads.append({name: p.grad for name, p in model.named_parameters()})
+    return losses, grads
+
+
+@case
+def evaluation():
+    """Evaluation without gradients between the epochs."""
+    model, scores = perceptron(6, 8, 3), []
+    for _ in range(2):
+        train(model, rows(12, 6), 1)
+        model.eval()
+        with torch.no_grad():
+            out = model(torch.randn(5, 6).cuda())
+            assert not out.requires_grad
+        with torch.inference_mode():
+            scores.append(model(torch.randn(10, 6).cuda()).softmax(1).amax(1).mean().item())
+        model.train()
+    return scores, out, model.state_dict()
+
+
+@case
+def models_dropped():
+    """A model for each fold of a cross-validation: those that are dropped must be freed."""
+    dropped, losses = [], []
+    for _ in range(4):
+        model = wrap(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
+        losses.append(train(model, rows(8, 4), 2)["loss"].item())
+        dropped += [weakref.ref(model), weakref.ref(model.module), weakref.ref(model.module[0].weight)]
+        del model
+        gc.collect()
+    print(sum(ref() is not None for ref in dropped), "alive")
+    return losses
+
+
+RESULT = results()

@@ -1,0 +1,327 @@
+"""Modules of many kinds inside the wrapper, trained as usual."""
+
+import warnings
+
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+from usual import case, results, rows, train, wrap
+
+
+@case
+def plain():
+    return train(wrap(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 2)), rows(10, 5))
+
+
+@case
+def batch_norm():
+    """Statistics a chunk in training, running statistics in evaluation."""
+    model = wrap(nn.Conv2d(1, 3, 3), nn.BatchNorm2d(3), nn.ReLU(), nn.Flatten(), nn.Linear(48, 2))
+    trained = train(model, rows(11, 1, 6, 6))
+    model.eval()
+    return {**trained, "out": model(torch.randn(5, 1, 6, 6).cuda())}
+
+
+@case
+def empty_batch():
+    """A batch of no rows leaves the running statistics alone."""
+    model = wrap(nn.Linear(4, 3), nn.BatchNorm1d(3))
+    norm, first = model.module[1], model(torch.randn(8, 4).cuda())
+    before = norm.running_mean.clone()
+    empty = model(torch.zeros(0, 4).cuda())
+    print("empty", list(empty.shape), torch.equal(before, norm.running_mean))
+    return first, norm.running_mean, norm.running_var
+
+
+@case
+def channels_last():
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 2, 3)).to(memory_format=torch.channels_last)
+    model = nn.DataParallel(net).cuda()
+    x = torch.randn(9, 3, 8, 8).cuda().to(memory_format=torch.channels_last)
+    state = train(model, lambda: (x,))["state"]
+    print(model(x).is_contiguous(memory_format=torch.channels_last), net[0].weight.grad.stride())
+    return model(x), state, net[0].weight.grad
+
+
+@case
+def default_device():
+    """Everything on the GPU by default, as older detection scripts do at their top."""
+    torch.set_default_device("cuda")
+    try:
+        model = nn.DataParallel(nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2)))
+        trained = train(model, lambda: (torch.randn(10, 4),))
+        print(trained["loss"].device)
+        return trained
+    finally:
+        torch.set_default_device(None)
+
+
+@case
+def devices_inside():
+    """Each chunk believes itself on a device of its own."""
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(4, 2)
+            self.register_buffer("shift", torch.ones(2))
+
+        def forward(self, x):
+            assert x.device == self.fc.weight.device == self.shift.device
+            noise = torch.zeros(len(x), 2, device=x.device)
+            print(x.device, noise.device, x.get_device(), torch.zeros_like(x).is_cuda)
+            return self.fc(x) + noise + self.shift
+
+    model = wrap(Net())
+    model.register_full_backward_hook(lambda module, grad_in, grad_out: print("back", grad_out[0].device))
+    x = torch.randn(10, 4).cuda().requires_grad_()
+    out = model(x)
+    out.retain_grad()
+    out.square().sum().backward()
+    print(out.device, x.grad.device, model.module.fc.weight.grad.device)
+    return out.grad, x.grad, model.module.fc.weight.grad
+
+
+@case
+def frozen_backbone():
+    """A frozen part, of another type of numbers, under no_grad inside the forward; then it thaws."""
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.backbone, self.head = nn.Linear(5, 6).double(), nn.Linear(6, 2)
+            self.thawed = False
+
+        def forward(self, x):
+            with torch.set_grad_enabled(self.thawed and torch.is_grad_enabled()):
+                h = self.backbone(x.double()).float()
+            return self.head(h.relu())
+
+    model = wrap(Net())
+    model.module.backbone.requires_grad_(False)
+    optimizer = torch.optim.SGD(filter(lambda p: p.requires_grad, model.parameters()), lr=0.1)
+    train(model, rows(10, 5), 2, optimizer)
+    model.module.thawed = True
+    model.module.backbone.requires_grad_(True)
+    optimizer.add_param_group({"params": model.module.backbone.parameters()})
+    return train(model, rows(10, 5), 2, optimizer)
+
+
+@case
+def inplace_relu():
+    """A forward that writes to its input in place: the caller's tensor stays as it was."""
+    first, model = nn.Linear(4, 6).cuda(), wrap(nn.ReLU(inplace=True), nn.Linear(6, 2))
+    h = first(torch.randn(10, 4).cuda())
+    trained = train(model, lambda: (h.detach().requires_grad_(),))
+    model(h).sum().backward()
+    print("negative entries left:", int((h < 0).sum()) > 0)
+    return {**trained, "h": h, "grad": first.weight.grad}
+
+
+@case
+def is_parameter():
+    """A forward that asks whether its weight is a parameter, and for the type and device of those it has."""
+
+    class Scale(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.full((3,), 2.0))
+            self.register_buffer("fixed", torch.full((3,), 7.0))
+
+        def forward(self, x):
+            assert isinstance(self.weight, nn.Parameter)
+            assert not isinstance(self.fixed, nn.Parameter)
+            count = sum(isinstance(value, nn.Parameter) for value in self.parameters())
+            norm = sum(p.square().sum() for name, p in self.named_parameters() if p.requires_grad and "weight" in name)
+            steps = torch.arange(3, device=next(self.parameters()).device, dtype=next(self.parameters()).dtype)
+            return x * self.weight * count + norm + self.fixed + steps
+
+    return train(wrap(Scale()), rows(10, 3))
+
+
+@case
+def parameter_list():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weights = nn.ParameterList([nn.Parameter(torch.randn(4, 4)) for _ in range(3)])
+            self.named = nn.ParameterDict({"scale": nn.Parameter(torch.ones(4)), "shift": nn.Parameter(torch.zeros(4))})
+            self.layers = nn.ModuleList([nn.Linear(4, 4) for _ in range(2)])
+
+        def forward(self, x):
+            for weight in self.weights:
+                x = torch.tanh(x @ weight)
+            for layer in self.layers:
+                x = layer(x)
+            return x * self.named["scale"] + self.named["shift"] + self.weights[-1].mean() * len(self.weights)
+
+    return train(wrap(Net()), rows(9, 4))
+
+
+@case
+def part_wrap():
+    """Only the features of a network are wrapped; the module is also called beside its wrapper, and by its forward."""
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.features = nn.DataParallel(nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)))
+            self.classifier = nn.Linear(4 * 4 * 4, 3)
+
+        def forward(self, x):
+            h = self.features(x) + 0.1 * self.features.forward(x) + 0.1 * self.features.module(x)
+            return self.classifier(h.view(h.size(0), -1))
+
+    model = Net().cuda()
+    return train(model, rows(9, 1, 8, 8), optimizer=torch.optim.Adam(model.parameters(), lr=1e-2))
+
+
+@case
+def nested_wrap():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.head = nn.DataParallel(nn.Linear(6, 12)), nn.Linear(12, 1)
+
+        def forward(self, x):
+            return self.head(self.body(x).tanh())
+
+    model = wrap(Net())
+    return {**train(model, rows(11, 6)), "alone": model.module.body(torch.ones(5, 6).cuda())}
+
+
+@case
+def output_device():
+    """The outputs are wanted on the second device, and the targets follow them."""
+    model = nn.DataParallel(nn.Linear(3, 2), device_ids=[0, 1, 2, 3], output_device=1).cuda()
+    trained = train(model, rows(8, 3), loss_of=lambda out: (out - torch.ones(8, 2).to(out.device)).square().mean())
+    print("loss on", trained["loss"].device, "gradient on", model.module.weight.grad.device)
+    return trained
+
+
+@case
+def packed_sequence():
+    """Sequences of several lengths, packed inside the forward and padded to a common length."""
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lstm = nn.LSTM(3, 4, batch_first=True)
+
+        def forward(self, x, lengths):
+            packed = pack_padded_sequence(x, lengths.cpu(), batch_first=True, enforce_sorted=False)
+            out, _ = self.lstm(packed)
+            return pad_packed_sequence(out, batch_first=True, total_length=x.size(1))[0]
+
+    return train(wrap(Net()), lambda: (torch.randn(10, 6, 3).cuda(), torch.randint(1, 7, (10,)).cuda()))
+
+
+@case
+def recurrent():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lstm = nn.LSTM(3, 4, num_layers=2, batch_first=True)
+            self.gru = nn.GRU(4, 4, batch_first=True, bidirectional=True)
+            self.rnn = nn.RNN(8, 3, batch_first=True)
+
+        def forward(self, x):
+            self.lstm.flatten_parameters()
+            x, (h, c) = self.lstm(x)
+            x, _ = self.rnn(self.gru(x)[0])
+            return x[:, -1], h.transpose(0, 1), c.transpose(0, 1)
+
+    return train(wrap(Net()), rows(10, 5, 3), loss_of=lambda out: out[0].square().mean() + (out[1] * out[2]).mean())
+
+
+@case
+def shared_encoder():
+    """One encoder in two wrapped models, and alone."""
+    encoder = nn.Linear(4, 6)
+    first, second = wrap(encoder, nn.ReLU(), nn.Linear(6, 1)), wrap(encoder, nn.Tanh(), nn.Linear(6, 2))
+
+    def loss_of(x):
+        return first(x).square().mean() + second(x).abs().mean() + encoder(x).mean()
+
+    parameters = sorted({*first.parameters(), *second.parameters()}, key=lambda p: p.numel())
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
+    train(nn.Identity(), rows(10, 4), optimizer=optimizer, loss_of=loss_of)
+    return first.state_dict(), second.state_dict()
+
+
+@case
+def sparse_embedding():
+    model = wrap(nn.Embedding(20, 4, sparse=True))
+    optimizer = torch.optim.SparseAdam(list(model.parameters()), lr=0.1)
+    trained = train(model, lambda: (torch.randint(20, (10, 3)).cuda(),), optimizer=optimizer)
+    print(model.module.weight.grad.layout)
+    return trained
+
+
+@case
+def tied_outside():
+    """Weights tied inside the wrapped model, and once more outside of it."""
+
+    class LanguageModel(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.body, self.decode = nn.Embedding(12, 6), nn.Linear(6, 6), nn.Linear(6, 12)
+            self.decode.weight = self.embed.weight
+
+        def forward(self, ids):
+            h = torch.tanh(self.body(self.embed(ids)))
+            return h, self.decode(h)
+
+    model = wrap(LanguageModel())
+
+    def loss_of(out):
+        return (out[1] + out[0] @ model.module.embed.weight.t()).square().mean()
+
+    return train(model, lambda: (torch.randint(12, (10, 5)).cuda(),), loss_of=loss_of)
+
+
+@case
+def transformer():
+    """An encoder with a mask, and without gradients in evaluation, where torch takes a shorter way."""
+    layer = nn.TransformerEncoderLayer(d_model=8, nhead=2, dim_feedforward=16, dropout=0.0, batch_first=True)
+    model = nn.DataParallel(nn.TransformerEncoder(layer, num_layers=2, enable_nested_tensor=False)).cuda()
+    x, mask = torch.randn(10, 4, 8).cuda(), torch.zeros(10, 4, dtype=torch.bool).cuda()
+    mask[::3, -1] = True
+    trained = train(model, lambda: (x, None, mask), optimizer=torch.optim.AdamW(model.parameters(), lr=1e-2))
+    model.eval()
+    with torch.no_grad():
+        return {**trained, "out": model(x)}
+
+
+@case
+def unused_parameter():
+    """Parameters that no sample uses, and some that only a few samples use."""
+
+    class Experts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second, self.spare = nn.Linear(4, 2), nn.Linear(4, 2), nn.Linear(4, 2)
+
+        def forward(self, x):
+            return self.second(x) if x[0, 0] > 5 else self.first(x)
+
+    model, x = wrap(Experts()), torch.randn(10, 4)
+    x[3:6, 0] = 9.0
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2, weight_decay=0.1)
+    trained = train(model, lambda: (x.cuda(),), optimizer=optimizer)
+    print("without a gradient:", [name for name, p in model.named_parameters() if p.grad is None])
+    return {**trained, "grads": [p.grad for p in model.parameters()]}
+
+
+@case
+def normalised_weights():
+    """Weight normalisation, new and old; spectral normalisation, whose power iteration is in buffers."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        old = nn.utils.weight_norm(nn.Linear(6, 2))
+    parts = parametrizations.spectral_norm(nn.Linear(4, 4)), parametrizations.weight_norm(nn.Linear(4, 6))
+    return train(wrap(*parts, nn.Tanh(), old), rows(10, 4))
+
+
+RESULT = results()
