@@ -54,11 +54,11 @@ class Outcome:
     exit_code: Any = None
 
 
-def run(worlds, n, path, num_microbatches=4, argv=(), *, cwd, seed=None, wrap=None, num_devices=None, environment=None):
-    """Runs a script under adoption on n processes, which see n devices unless `num_devices` says otherwise."""
+def run(worlds, n, path, num_microbatches=4, argv=(), *, cwd, seed=None, wrap=None):
+    """Runs a script under adoption on n processes; an `Outcome` a rank."""
     Path(cwd).mkdir(parents=True, exist_ok=True)
-    settings = {"num_microbatches": num_microbatches, "num_devices": num_devices or n, "seed": seed, "wrap": wrap}
-    return worlds(n).run(run_adopted, str(path), tuple(argv), str(cwd), settings, environment or {})
+    settings = {"num_microbatches": num_microbatches, "num_devices": n, "seed": seed, "wrap": wrap}
+    return worlds(n).run(run_adopted, str(path), tuple(argv), str(cwd), settings)
 
 
 def run_reference(worlds, path, num_microbatches=4, argv=(), *, cwd, num_devices=4, fold="tree"):
@@ -67,13 +67,13 @@ def run_reference(worlds, path, num_microbatches=4, argv=(), *, cwd, num_devices
     return worlds(1).run(run_referenced, str(path), tuple(argv), str(cwd), num_microbatches, num_devices, fold)[0]
 
 
-def run_adopted(communicator, path, argv, cwd, settings, environment):
+def run_adopted(communicator, path, argv, cwd, settings):
     """On one rank: the script under adoption."""
     from samestep.scripts.script import adopted  # compiles much of torch, which the workers have at hand
 
     adoption = Adoption(communicator, settings["num_microbatches"], settings["num_devices"])
     context = adopted(adoption, virtual=True, seed=settings["seed"], wrap=settings["wrap"])
-    return _run(path, argv, cwd, environment, context, lambda: tuple(adoption.chunks_run))
+    return _run(path, argv, cwd, context, lambda: tuple(adoption.chunks_run))
 
 
 def run_referenced(communicator, path, argv, cwd, num_microbatches, num_devices, fold):
@@ -81,12 +81,12 @@ def run_referenced(communicator, path, argv, cwd, num_microbatches, num_devices,
     counts: list[int] = []
     context = _referenced(Adoption(communicator, num_microbatches, num_devices), FOLDS[fold], counts)
     chunks = lambda: tuple((number, chunk) for number, count in enumerate(counts) for chunk in range(count))  # noqa: E731
-    return _run(path, argv, cwd, {}, context, chunks)
+    return _run(path, argv, cwd, context, chunks)
 
 
 @contextmanager
 def _referenced(adoption, fold, counts):
-    """The time in which torch's DataParallel is the reference, on virtual devices."""
+    """Replaces torch's DataParallel by the reference for a block, on virtual devices."""
     from samestep.scripts.virtual.devices import virtual_devices
 
     patches = _substitutes(adoption.num_microbatches, fold, counts)
@@ -146,12 +146,12 @@ def _substitutes(num_microbatches, fold, counts):
     ]
 
 
-def _run(path, argv, cwd, environment, context, chunks):
+def _run(path, argv, cwd, context, chunks):
     """Runs a script in a context, and puts everything else back as well."""
     streams = [io.TextIOWrapper(io.BytesIO(), encoding="utf-8", write_through=True) for _ in range(2)]
     before, ended = _fingerprint(), {}
     gc.freeze()  # so that the collection at the end looks at nothing but what the script made
-    with _put_back(cwd, environment), redirect_stdout(streams[0]), redirect_stderr(streams[1]):
+    with _put_back(cwd), redirect_stdout(streams[0]), redirect_stderr(streams[1]):
         try:
             with context:
                 run_script(path, argv)
@@ -195,13 +195,12 @@ def _fingerprint():
 
 
 @contextmanager
-def _put_back(cwd, environment):
-    """The time in which this process is another program; afterwards it is itself again."""
+def _put_back(cwd):
+    """Lets this process be another program for a block, and restores it."""
     folder, argv, search_path, main = os.getcwd(), sys.argv, list(sys.path), sys.modules["__main__"]
     variables, modules = dict(os.environ), set(sys.modules)
     handlers, level = list(logging.root.handlers), logging.root.level
     os.chdir(cwd)
-    os.environ.update(environment)
     try:
         with warnings.catch_warnings():
             yield
@@ -224,7 +223,7 @@ def _put_back(cwd, environment):
 
 @contextmanager
 def _generators_preserved():
-    """The time after which the process's generators are where they were."""
+    """Restores the process's generators after a block."""
     states, of_numpy = (torch.get_rng_state(), np.random.get_state(), random.getstate()), np.random.get_bit_generator()
     try:
         yield

@@ -115,7 +115,7 @@ SOURCES = {"whole": whole_numbers, "normal": normal_numbers}
 
 
 def own_sum(communicator, ranges, likes, pieces):
-    """Leaves out what the other ranks have."""
+    """Leaves out the pieces of other ranks."""
     present = [[piece for piece in column if piece is not None] for column in pieces]
     return [torch.stack(column).sum(0) if column else None for column in present]
 
@@ -224,7 +224,7 @@ def plainly(program, *args):
 
 
 def moody(communicator, case, num_microbatches, num_rows):
-    """What becomes of chunks that return different things, and of a forward after them."""
+    """The result or error of chunks that return different structures, and whether the next forward works."""
     adoption, module = Adoption(communicator), Moody(case)
     x = torch.zeros(num_rows, WIDTH)
     x[-1, 0] = MARK
@@ -258,7 +258,7 @@ class Restless(nn.Module):
 
 
 def restless(communicator):
-    """What a forward that writes attributes returns and leaves behind, also when it fails."""
+    """The results and the leftovers of a forward that writes attributes, also when it fails."""
     adoption, module = Adoption(communicator), Restless()
     names, children = set(vars(module.layer)), list(module._modules)
     values = []

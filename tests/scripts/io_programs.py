@@ -148,7 +148,7 @@ def writes(communicator, folder):
 
 
 def outcomes(communicator, folder):
-    """What goes wrong."""
+    """Calls that raise, and calls that do not."""
     folder = Path(folder)
     (folder / "there").mkdir()
     (folder / "file").write_text("x")
@@ -181,7 +181,7 @@ def outcomes(communicator, folder):
 
 
 def late_writer(communicator, folder):
-    """Rank 0 takes its time; everybody reads at once. The names differ."""
+    """Rank 0 is slow; all ranks read at once. The names differ."""
     path, library_path = Path(folder, f"at-{communicator.rank}.txt"), f"{folder}/lib-{communicator.rank}.txt"
     if communicator.rank == 0:
         time.sleep(0.3)
@@ -206,7 +206,7 @@ def late_writer(communicator, folder):
 
 
 def overwritten(communicator, folder):
-    """Reads what is there, on all ranks but 0 slowly, and writes anew, time and again."""
+    """Reads a file, slowly on ranks above 0, and overwrites it, three times."""
     read = []
     for round_ in range(3):
         if communicator.rank:
@@ -236,7 +236,7 @@ def both_ways(communicator, folder):
 
 
 def questions(communicator, folder):
-    """What is in a folder, asked by names that only rank 0 has, while rank 0 is slow."""
+    """Queries about a folder, by names that only rank 0 has, while rank 0 is slow."""
     if communicator.rank == 0:
         time.sleep(0.1)
     path, root = Path(folder, str(communicator.rank)), Path(folder)
@@ -303,7 +303,7 @@ def commands(communicator, folder):
 
 
 def piped(communicator, folder):
-    """Programs whose output is read as a stream; nobody reads from one that runs on until the end."""
+    """Programs whose output is read as a stream, and one that runs until the end, unread."""
     with os.popen(f"echo once >> {folder}/log; echo one; echo two; echo $PPID") as stream:
         lines = stream.readlines()
     os.popen(f"while [ ! -e {folder}/end ]; do sleep 0.02; done")
@@ -314,7 +314,7 @@ def piped(communicator, folder):
 
 
 def hdf5(communicator, folder):
-    """Files of h5py, for writing and for reading what was written; every rank would write its own number."""
+    """Files of h5py, for writing and for reading them back; every rank would write its own number."""
     import h5py
 
     path, found = f"{folder}/data.h5", []
@@ -432,7 +432,7 @@ def _draws():
 
 
 def draws(communicator):
-    """What the generators would draw next; they stay where they are."""
+    """The next draws of the generators, whose states are restored."""
     states = torch.get_rng_state(), np.random.get_state(), random.getstate()
     found = _draws()
     torch.set_rng_state(states[0])
@@ -476,7 +476,7 @@ def states(communicator):
 
 
 def unadopted_seeds(communicator):
-    """The same without any patch: what the twin sees."""
+    """The same without any patch, for the twin."""
     with seeding.seeded(Adoption(communicator), 1):
         np.random.seed(communicator.rank)
         return np.random.rand(), np.random.default_rng().random()
@@ -501,7 +501,7 @@ def forwards_since(communicator):
 
 
 def said_seeds(communicator, how):
-    """What stderr gets at the first wrapped forwards."""
+    """The output on stderr at the first wrapped forwards."""
     adoption, stderr = Adoption(communicator), io.StringIO()
     with applied(seeding.patches(adoption)), seeding.seeded(adoption, 7 if how == "given" else None):
         if how == "script":
@@ -517,7 +517,7 @@ def said_seeds(communicator, how):
 
 
 def in_chunks(communicator):
-    """Generators that are made inside of chunks, whose seeds are the same wherever they run; nobody meets."""
+    """Generators that are made inside of chunks, whose seeds are the same on all ranks; no rank waits."""
     adoption, found = Adoption(communicator), []
     with applied(seeding.patches(adoption)), seeding.seeded(adoption, 1):
         for chunk in range(communicator.rank + 1):
@@ -529,7 +529,7 @@ def in_chunks(communicator):
 
 
 def streams(communicator):
-    """What a handler that was set up before a chunk writes in it."""
+    """The output in a chunk of a handler that was set up before it."""
     adoption = Adoption(communicator)
     stdout, stderr = io.StringIO(), io.StringIO()
     before = sys.stdout, sys.stderr

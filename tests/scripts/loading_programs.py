@@ -1,4 +1,4 @@
-"""Loaders of many kinds, and what a script sees of them: the batches, and the generators after each."""
+"""Loaders of many kinds, their batches, and the generators after each."""
 
 import hashlib
 import io
@@ -176,7 +176,7 @@ def shifted(samples):
 
 
 def as_function(samples):
-    """Collates into what does not pickle."""
+    """Collates into a function, which does not pickle."""
     return lambda _: [label for _, label in samples]
 
 
@@ -250,12 +250,12 @@ BREAKERS = {
 
 
 def plain(program, *args):
-    """What a program sees in this process, with torch's own iterators."""
+    """The result of a program in this process, with torch's own iterators."""
     return program(None, *args)
 
 
 class Adopted:
-    """The time in which a program's loaders are shared by the ranks; without a communicator they are not."""
+    """Splits a program's loaders over the ranks for a block; does nothing without a communicator."""
 
     def __init__(self, communicator, breaker=""):
         self.adoption = None if communicator is None else Adoption(communicator)
@@ -411,7 +411,7 @@ def elsewhere(communicator, folder):
 
 
 def announced(communicator, folder):
-    """What rank 0 prints while a loader is iterated, and left early."""
+    """The output of rank 0 while a loader is iterated, and left early."""
     with redirect_stdout(io.StringIO()) as printed, Adopted(communicator):
         for number, (_, labels) in enumerate(DataLoader(Computed(folder, change=talk), batch_size=3)):
             print(f"labels {labels.tolist()}")

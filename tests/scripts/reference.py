@@ -1,4 +1,4 @@
-"""The reference: what `torch.nn.DataParallel` computes, worked out on one CPU device, one chunk after another.
+"""The reference: `torch.nn.DataParallel` on one CPU device, one chunk after another.
 
 Inputs are cut, modules replicated and outputs joined by the rules of torch.nn.parallel's scatter, replicate,
 parallel_apply and gather, with the number of chunks given. Where torch leaves something open or loses it, this is
@@ -82,7 +82,7 @@ def cut(value: Any, num_chunks: int, dim: int) -> list[Any]:
     """Chunks of a nested value: tensors by `torch.chunk`, copied; anything else is the same in each chunk."""
 
     def columns(entries: Any) -> Any:
-        """The chunks of several entries, as long as all of them have one: what is longer is dropped, as in torch."""
+        """The chunks of several entries, as long as all of them have one: longer ones are truncated, as in torch."""
         return zip(*(cut(entry, num_chunks, dim) for entry in entries), strict=False)
 
     if isinstance(value, Tensor):
@@ -184,7 +184,7 @@ def _add(left: Tensor | None, right: Tensor | None) -> Tensor | None:
 
 @torch.no_grad()
 def keep_buffers(module: nn.Module, replicas: list[nn.Module], rows: list[int]) -> None:
-    """Writes to a module's buffers what remains of those of its replicas."""
+    """Merges the buffers of replicas into those of their module."""
     holders = [dict(replica.named_modules()) for replica in replicas]
     for prefix, holder in module.named_modules():
         for key, buffer in holder._buffers.items():

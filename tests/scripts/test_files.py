@@ -26,12 +26,12 @@ from samestep.scripts.files.rank0_files import Caller, kind_of
 
 
 def script(worlds, n, name, folder, *args):
-    """What a function of the programs returns on each rank, under adoption."""
+    """The results of a function of the programs on all ranks, under adoption."""
     return worlds(n).run(programs.in_script, name, str(folder), *args)
 
 
 def equal(results):
-    """What all ranks returned."""
+    """The result that all ranks have."""
     assert all(result == results[0] for result in results), results
     return results[0]
 
@@ -220,7 +220,7 @@ def test_libraries_that_are_imported_late_are_patched_and_put_back(tmp_path):
 
 @contextmanager
 def serving():
-    """A server on this machine that counts; its address and what was asked for."""
+    """A server on this machine; its address, and the paths requested so far."""
     asked, saved = [], BytesIO()
     torch.save({"w": torch.ones(2)}, saved)
 

@@ -1,4 +1,4 @@
-"""Loading: the script's loaders, shared by the ranks, give what they give one process."""
+"""Loading: the script's loaders, split over the ranks, give the batches that one process gets."""
 
 import sys
 from pathlib import Path
@@ -34,7 +34,7 @@ def fetched(folder):
 
 
 def both(worlds, folder, world_size, name, breaker=""):
-    """What one process sees and what each rank sees, and how many samples were fetched in each case."""
+    """The results of one process and of each rank, and how many samples were fetched in each case."""
     expected = programs.plain(programs.two_epochs, name, str(folder))
     plainly = fetched(folder)
     got = worlds(world_size).run(programs.two_epochs, name, str(folder), breaker)

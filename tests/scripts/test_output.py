@@ -1,4 +1,4 @@
-"""What chunks print is kept, and said in order."""
+"""Output of chunks is captured, and replayed in their order."""
 
 import io
 import subprocess
@@ -16,7 +16,7 @@ from samestep.scripts.output import STDERR, STDOUT, ScriptStream
 
 @contextmanager
 def wrapped_streams():
-    """The time in which the streams are wrapped; the texts behind them."""
+    """Wraps the streams for a block; yields those behind them."""
     before, behind = (sys.stdout, sys.stderr), (io.StringIO(), io.StringIO())
     sys.stdout, sys.stderr = ScriptStream(behind[0], STDOUT), ScriptStream(behind[1], STDERR)
     try:

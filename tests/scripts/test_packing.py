@@ -66,6 +66,8 @@ def test_views_of_a_storage_share_it_again_and_nothing_else():
     assert apart.untyped_storage().nbytes() < 64 + 64, "a small tensor does not keep the memory of a batch"
     arrived = unpack(pack([apart, {"again": apart}]))
     assert arrived[0] is arrived[1]["again"]
+    array = np.ones(8)  # two storages at one address
+    assert [len(part) for part in unpack(pack([torch.from_numpy(array[:2]), torch.from_numpy(array)]))] == [2, 8]
 
 
 @pytest.mark.parametrize("dtype", ["i2", "f8", "?", "c8"])

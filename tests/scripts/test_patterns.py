@@ -4,7 +4,6 @@ The reference cuts alike and adds gradients up by the same tree, so it is compar
 many cases, whose results are apart by name.
 """
 
-import importlib.util
 import random
 import subprocess
 import sys
@@ -28,7 +27,6 @@ class Pattern:
 
     num_microbatches: int | None = 4  # None leaves it to the script
     worlds: tuple[int, ...] = (2, 3)  # numbers of processes beside one
-    num_devices: int | None = None  # how many the script sees, if it is not the number of processes
     argv: tuple[str, ...] = ()
     # Not where chunks draw random numbers, or where the script names samestep's own classes.
     in_reference: bool = True
@@ -42,21 +40,19 @@ PATTERNS = {
     "device_count_guard": Pattern(),
     "draws": Pattern(worlds=(2, 3, 4), in_reference=False),
     "errors": Pattern(counted=False),
-    "functional_ids": Pattern(num_microbatches=None, num_devices=4),
     "gradients": Pattern(worlds=(2, 3, 4)),
     "loader_with_workers": Pattern(),
     "logging_lines": Pattern(),
     "modules": Pattern(),
     "prints_inside": Pattern(),
-    "progress_bar": Pattern(),
     "resume": Pattern(),
     "summary_writer": Pattern(worlds=(2,)),
     "values": Pattern(worlds=(2, 3, 4)),
     "visible_devices": Pattern(num_microbatches=None),
 }
 OTHERS = {
-    *("backward_on_a_thread", "draws_by_process", "ends", "hook_collects", "named_by_the_clock", "process_id"),
-    *("raises_on_one_rank", "refused", "unseeded", "usual"),
+    *("backward_on_a_thread", "differs", "ends", "named_by_the_clock", "raises_on_one_rank", "refused", "unseeded"),
+    "usual",
 }
 
 
@@ -74,9 +70,7 @@ def line_of(name, text):
 def run_pattern(worlds, n, name, cwd):
     """The outcomes of a script on n processes."""
     pattern = PATTERNS[name]
-    return run(
-        worlds, n, script(name), pattern.num_microbatches, pattern.argv, cwd=cwd, num_devices=pattern.num_devices
-    )
+    return run(worlds, n, script(name), pattern.num_microbatches, pattern.argv, cwd=cwd)
 
 
 @pytest.fixture(scope="module")
@@ -85,8 +79,6 @@ def alone(worlds, tmp_path_factory):
     outcomes = {}
 
     def get(name):
-        if name == "progress_bar" and importlib.util.find_spec("tqdm") is None:
-            pytest.skip("tqdm is not installed")
         if name not in outcomes:
             outcomes[name] = run_pattern(worlds, 1, name, tmp_path_factory.mktemp(name))[0]
         return outcomes[name]
@@ -171,7 +163,7 @@ def test_the_comparison_notices_another_order_of_the_sum(worlds, tmp_path, alone
 
 
 def test_the_comparison_notices_a_result_that_depends_on_the_rank(worlds, tmp_path):
-    outcomes = run(worlds, 2, script("process_id"), cwd=tmp_path)
+    outcomes = run(worlds, 2, script("differs"), argv=("result",), cwd=tmp_path)
     with pytest.raises(AssertionError, match="other bits in"):
         check_same(outcomes, outcomes[0])
 
@@ -365,9 +357,9 @@ def test_names_and_seeds_from_the_clock_are_those_of_the_first_process(worlds, t
     assert len(list((tmp_path / "runs").iterdir())) == 1
 
 
-@pytest.mark.parametrize("name", ["draws_by_process", "hook_collects"])
-def test_inputs_or_losses_that_differ_between_processes_are_an_error_that_names_the_line(worlds, tmp_path, name):
-    place = f"{name}.py, line {line_of(name, 'the line to be named')}"
-    for outcome in run(worlds, 2, script(name), cwd=tmp_path):
+@pytest.mark.parametrize("what", ["input", "loss"])
+def test_inputs_or_losses_that_differ_between_processes_are_an_error_that_names_the_line(worlds, tmp_path, what):
+    place = f"differs.py, line {line_of('differs', f'the line of the {what}')}"
+    for outcome in run(worlds, 2, script("differs"), argv=(what,), cwd=tmp_path):
         assert outcome.error == "DeterminismError"
         assert place in outcome.message

@@ -1,4 +1,4 @@
-"""What enters and leaves a wrapped forward: the derivatives of plain autograd, on any number of ranks.
+"""Values that enter and leave a wrapped forward: the derivatives of plain autograd, on any number of ranks.
 
 Most inputs are small whole numbers, of which sums and products are exact: so the results of plain PyTorch, on the whole
 batch at once, are to be met to the bit.

@@ -6,7 +6,7 @@ import pytest
 
 
 def equal(results):
-    """What all ranks returned."""
+    """The result that all ranks have."""
     assert all(result == results[0] for result in results), results
     return results[0]
 

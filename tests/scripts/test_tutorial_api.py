@@ -22,7 +22,7 @@ from samestep.comm.communicator import Communicator
 from samestep.comm.transport import LocalTransport
 from samestep.errors import DataError, DeviceError, UsageError
 from samestep.scripts.adoption import Adoption
-from samestep.scripts.tutorial_api import allreduce, replicate_params, shares_out, split_and_load
+from samestep.scripts.tutorial_api import allreduce, replicate_params, split_and_load
 
 SIZES = [32, 32, 13, 32, 3]  # an odd batch, and one that leaves the fourth device without a sample
 WORLDS = (1, 2, 3, 4)
@@ -242,13 +242,11 @@ def test_what_cannot_be_reduced_is_refused(tensors, said):
 
 def test_the_last_call_says_how_many_devices_there_are():
     adoption = alone()
-    assert not shares_out(adoption)
     for num_devices in (1, 3, 2):
         replicate_params([torch.ones(1)], num_devices, adoption=adoption)
         values = [torch.ones(()) for _ in range(num_devices)]
         allreduce(values, adoption=adoption)
         assert [value.item() for value in values] == [num_devices] * num_devices
-    assert shares_out(adoption)
 
 
 @pytest.mark.parametrize("draws", [True, False])

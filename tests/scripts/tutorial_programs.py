@@ -94,7 +94,7 @@ BREAKERS = {"left fold": left_fold, "local mean": local_mean}
 
 
 def sum_values(communicator, num_devices, dtype_name, shape):
-    """The sum of tensors that the rank makes for each of its logical devices; and what the tree makes of all."""
+    """The sum of tensors that the rank makes for each of its logical devices; and the tree sum of all."""
     dtype = getattr(torch, dtype_name)
     adoption = Adoption(communicator)
     replicate_params([torch.zeros(1)], num_devices, adoption=adoption)
@@ -118,7 +118,7 @@ def reduce_what_everyone_holds(communicator):
 
 
 def error_of(communicator, case):
-    """The error that a rank gets; cases are named by what is wrong."""
+    """The error that a rank gets; cases are named by their mistake."""
     adoption = Adoption(communicator)
     rank = communicator.rank
     try:

@@ -1,4 +1,4 @@
-"""What the tests of virtual devices have in common."""
+"""Helpers for the tests of virtual devices."""
 
 from contextlib import contextmanager
 

@@ -175,7 +175,7 @@ class Adoption:
     @contextmanager
     def on_this_rank(self) -> Iterator[None]:
         """Runs code that the other ranks do not run, so that nothing in it may wait for them."""
-        was_shared = self.may_meet()  # false on other threads, which must not change what the main thread may do
+        was_shared = self.may_meet()  # false on other threads, which must not change the main thread's state
         self.in_chunk = self.in_chunk or was_shared
         try:
             yield
@@ -231,7 +231,7 @@ def num_visible(adoption: Adoption) -> int:
     """The number of logical devices that the script sees; reads the environment each time.
 
     In this order: the microbatches asked for; the ids in CUDA_VISIBLE_DEVICES, if the script assigned it ("0,4" counts
-    two, whatever devices there are); the devices of the run.
+    two, even on a machine with one); the devices of the run.
     """
     if adoption.num_microbatches is not None:
         return adoption.num_microbatches
@@ -248,15 +248,8 @@ def count_ids(ids: str) -> int:
     twice leaves none, as in CUDA (CUDA C++ Programming Guide, "CUDA Environment Variables").
     """
     named: list[str] = []
-    for entry in ids.split(","):
-        number = re.match(r"\+?\d+", entry.strip())
-        if number is not None:
-            name = str(int(number[0]))
-        elif entry.strip().startswith(("GPU-", "MIG-")):
-            name = entry.strip()
-        else:
+    for entry in map(str.strip, ids.split(",")):
+        if not re.match(r"\+?\d|GPU-|MIG-", entry):
             break
-        if name in named:
-            return 0
-        named.append(name)
-    return len(named)
+        named.append(entry)
+    return len(named) if len(set(named)) == len(named) else 0

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.nn import parallel as torch_parallel
 
+from samestep.core.microbatches import check_num_microbatches
 from samestep.errors import UsageError
 from samestep.scripts.adoption import Adoption, active, num_visible
 from samestep.scripts.patch import Patch
@@ -32,7 +33,7 @@ class DataParallel(nn.DataParallel[Any]):
         device_ids: as torch's; their number is the number of chunks. All devices by default.
         output_device: as torch's.
         dim: along which tensors are cut and outputs are joined.
-        num_microbatches: the number of chunks, whatever the devices; `samestep run --num-microbatches` goes before it.
+        num_microbatches: the number of chunks on any number of devices; `--num-microbatches` overrides it.
         scatter: "tensors" cuts every tensor by `torch.chunk`, as torch does; "elements" cuts lists by element, for
             images of different sizes.
 
@@ -53,8 +54,8 @@ class DataParallel(nn.DataParallel[Any]):
         nn.Module.__init__(self)
         if scatter not in ("tensors", "elements"):
             raise UsageError(f'got scatter={scatter!r}; it is "tensors" or "elements"')
-        if num_microbatches is not None and (not isinstance(num_microbatches, int) or num_microbatches < 1):
-            raise UsageError(f"got num_microbatches={num_microbatches!r}; it must be 1 or more")
+        if num_microbatches is not None:
+            check_num_microbatches(num_microbatches, None)
         self.module = module
         self.num_microbatches = num_microbatches
         self.scatter_mode = scatter
@@ -84,7 +85,7 @@ class Replica:
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
         raise UsageError(
             f"the script uses a replica of {type(self._module).__name__} itself, and its chunk may run elsewhere; "
-            "needed: hand what torch.nn.parallel.replicate returns to torch.nn.parallel.parallel_apply as it is"
+            "needed: pass the result of torch.nn.parallel.replicate to torch.nn.parallel.parallel_apply as it is"
         )
 
     __call__ = __getattr__ = __setattr__ = _refuse
@@ -161,8 +162,8 @@ def _parts(adoption: Adoption) -> list[Patch]:
         owners = {id(module._module) if isinstance(module, Replica) else None for module in modules}
         if len(owners) != 1 or None in owners:
             raise UsageError(
-                "torch.nn.parallel.parallel_apply got modules that are not replicas of one; needed: what "
-                "torch.nn.parallel.replicate returned"
+                "torch.nn.parallel.parallel_apply got modules that are not replicas of one; needed: the result of "
+                "torch.nn.parallel.replicate"
             )
         calls = [
             (tuple(entry) if isinstance(entry, list | tuple) else (entry,), keywords or {})

@@ -24,9 +24,7 @@ from samestep.scripts.loading import choice
 from samestep.scripts.loading.broadcast import Rank0Iterator
 from samestep.scripts.patch import Patch, applied
 from samestep.scripts.virtual.devices import virtual_devices
-from samestep.scripts.virtual.real import own_accelerator
 from samestep.scripts.wrapped import forward, regions
-from samestep.train.profile import StepTrace, trace_path
 
 DELAY_SECONDS = 0.2
 RANK_VARIABLES = (
@@ -79,6 +77,8 @@ def adopted(
         if virtual:
             stack.enter_context(virtual_devices(adoption))
         elif adoption.communicator.device.type != "cpu":
+            from samestep.scripts.virtual.real import own_accelerator  # not needed on CPUs
+
             stack.enter_context(own_accelerator(adoption, adoption.communicator.device))
         stack.enter_context(output.script_streams(adoption))
         for part in (output, parallel, backward, seeding, files, choice):
@@ -122,6 +122,8 @@ def _profiled(environment: Environment) -> Iterator[None]:
     if folder is None:
         yield
         return
+    from samestep.train.profile import StepTrace, trace_path  # not needed without a profile
+
     trace = StepTrace(trace_path(Path(folder), environment.rank))
     hook = register_optimizer_step_post_hook(lambda *_: trace.step())
     patches = (

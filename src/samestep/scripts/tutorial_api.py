@@ -10,10 +10,9 @@
         for replica in replicas:
             sgd(replica, lr=0.1, batch_size=len(x))
 
-Each entry of `devices` is a logical device; there are V of them, whatever the number of processes. A process holds
-the logical devices of its contiguous range, so the lists are as long as that range; a process beyond V holds one
-ghost, whose microbatch has no rows and whose gradients do not count. Loop over what the verbs return, not over
-`devices`.
+Each entry of `devices` is a logical device; there are V of them on any number of processes. A process holds the logical
+devices of its contiguous range, so the lists are as long as that range; a process beyond V holds one ghost, whose
+microbatch has no rows and whose gradients do not count. Loop over the returned lists, not over `devices`.
 
 Random numbers that are drawn for a microbatch (dropout) come from the process's own stream, so they depend on the
 number of processes; a notice is printed. `samestep.DataParallel` seeds each microbatch.
@@ -213,11 +212,6 @@ def allreduce(tensors: Sequence[Any], *, adoption: Adoption | None = None) -> No
         totals = [total for total in sums if total is not None]  # all: each device has a part in each
         for row in rows:
             torch._foreach_copy_(row, totals)
-
-
-def shares_out(adoption: Adoption) -> bool:
-    """Whether the script has used these verbs: it needs no wrapper then."""
-    return adoption.tutorial is not None
 
 
 def _found(adoption: Adoption | None, verb: str) -> Adoption:

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -21,7 +21,6 @@ from samestep.errors import SamestepError, UsageError
 from samestep.scripts import seeding
 from samestep.scripts.adoption import Adoption, num_visible
 from samestep.scripts.patch import Patch, applied
-from samestep.scripts.tutorial_api import shares_out
 
 MAX_SEEN = 12
 _ABSENT = object()
@@ -36,8 +35,6 @@ class Wrap:
     is_met: bool = False  # whether a module of that name was called
     # variables and classes of other modules called until then, by id
     seen: dict[int, str] = field(default_factory=dict)
-    # by id, code that was met on the stack, and where it may have the variable; see `look_at`
-    codes: dict[int, tuple[CodeType, str]] = field(default_factory=dict)
 
     @cached_property
     def path(self) -> tuple[str, list[str]]:
@@ -45,21 +42,20 @@ class Wrap:
         head, *rest = self.name.split(".")
         return head, rest
 
-    def look_at(self, code: CodeType) -> tuple[CodeType, str]:
-        """Classifies code on the stack: "local" or "global" (the script's own), "nested" (a module's call), "other".
 
-        A function's locals are looked at only where it has one of the name: up to Python 3.12 looking makes a copy of
-        all of them, which keeps them alive.
-        """
-        if code is nn.Module._call_impl.__code__:
-            sort = "nested"
-        elif not is_script_file(code.co_filename):
-            sort = "other"
-        else:
-            is_local = self.path[0] in {*code.co_varnames, *code.co_cellvars, *code.co_freevars}
-            sort = "local" if is_local else "global"
-        self.codes[id(code)] = (code, sort)
-        return self.codes[id(code)]
+@cache
+def _kind_of(code: CodeType, variable: str) -> str:
+    """The kind of code on the stack: "local" or "global" (the script's own), "nested" (a module's call), or "other".
+
+    A function's locals are read only if it has one of the name: up to Python 3.12 reading them copies all, and keeps
+    them alive.
+    """
+    if code is nn.Module._call_impl.__code__:
+        return "nested"
+    if not is_script_file(code.co_filename):
+        return "other"
+    is_local = variable in {*code.co_varnames, *code.co_cellvars, *code.co_freevars}
+    return "local" if is_local else "global"
 
 
 @contextmanager
@@ -100,7 +96,7 @@ def hint_at_wrapping(adoption: Adoption) -> None:
 
     def look(frame: FrameType) -> None:
         seeding.notice_seed(adoption)
-        if adoption.num_forwards == 0 and not shares_out(adoption):
+        if adoption.num_forwards == 0 and adoption.tutorial is None:
             adoption.notice(_hint(adoption.world_size, frame))
 
     adoption.at_first_backward = look
@@ -180,8 +176,7 @@ def _is_meant(module: nn.Module, wrap: Wrap, frame: FrameType | None) -> bool:
     head, rest = wrap.path
     caller, is_nested, looked_in = frame, False, None
     while frame is not None:
-        code = frame.f_code
-        sort = (wrap.codes.get(id(code)) or wrap.look_at(code))[1]
+        sort = _kind_of(frame.f_code, head)
         value = _ABSENT
         if sort == "local":
             value = frame.f_locals.get(head, _ABSENT)

@@ -1,4 +1,4 @@
-"""Backward passes of many kinds through the wrapper, and what scripts do between the steps."""
+"""Backward passes of many kinds through the wrapper, and changes of models between the steps."""
 
 import copy
 import gc

@@ -1,4 +1,4 @@
-"""A folder and seeds from the clock and the process: what is written there is read back by all."""
+"""A folder and seeds from the clock and the process: files written there are read back on all ranks."""
 
 import os
 import time

@@ -11,7 +11,7 @@ from usual import CASES, case
 
 
 class Net(nn.Module):
-    """One layer with a list, a tensor and what else a case gives it; `body` makes the result."""
+    """One layer with a list, a tensor and the attributes of a case; `body` makes the result."""
 
     def __init__(self, body, **attributes):
         super().__init__()

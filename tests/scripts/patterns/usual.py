@@ -22,7 +22,7 @@ def results():
 
 
 def train(model, batch, steps=3, optimizer=None, loss_of=lambda out: out.square().mean()):
-    """Some steps on what `batch()` gives; the last loss, and the state."""
+    """Some steps on batches of `batch()`; the last loss, and the state."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1) if optimizer is None else optimizer
     for _ in range(steps):
         loss = loss_of(model(*batch()))

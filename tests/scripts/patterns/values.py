@@ -25,7 +25,7 @@ class Output:
 
 
 class Net(nn.Module):
-    """One layer, and what a case makes of it."""
+    """One layer, and the forward of a case."""
 
     def __init__(self, forward, width=3):
         super().__init__()

@@ -47,7 +47,7 @@ class _Pickler(pickle.Pickler):
 
     def __init__(self, file: io.BytesIO, keep: Callable[[pickle.PickleBuffer], Any]) -> None:
         super().__init__(file, protocol=5, buffer_callback=keep)
-        self._storages: dict[int, Any] = {}  # arrays by address: pickle writes an object once
+        self._storages: dict[tuple[int, int], Any] = {}  # arrays by address and size: pickle writes an object once
 
     def reducer_override(self, obj: Any) -> Any:
         """Reduces a plain tensor to the bytes of its storage and its place in them."""
@@ -66,10 +66,11 @@ class _Pickler(pickle.Pickler):
             if obj.untyped_storage().nbytes() > max(WASTE * obj.nbytes, ALIGNMENT):
                 return _spread, (obj.contiguous().clone(), *layout)
             storage = obj.untyped_storage()
-            if storage.data_ptr() not in self._storages:
+            key = storage.data_ptr(), storage.nbytes()
+            if key not in self._storages:
                 whole = torch.empty(0, dtype=torch.uint8).set_(storage, 0, (storage.nbytes(),), (1,))
-                self._storages[storage.data_ptr()] = whole.numpy()
-            return _tensor, (self._storages[storage.data_ptr()], obj.storage_offset(), *layout)
+                self._storages[key] = whole.numpy()
+            return _tensor, (self._storages[key], obj.storage_offset(), *layout)
 
 
 def _tensor(data: Any, offset: int, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...]) -> Tensor:

@@ -79,7 +79,8 @@ class RoundRobinIterator(_SingleProcessDataLoaderIter):
             self._load_round()
         turn = self._round.popleft()
         if turn.kind is Kind.REPEAT:
-            self._load_on_all_ranks("loading draws random numbers, assigns attributes or gives what cannot be sent")
+            reason = "loading draws random numbers, assigns attributes or gives batches that cannot be sent"
+            self._load_on_all_ranks(reason)
             self._ahead.extend([turn.index, *(later.index for later in self._round)])
             self._round.clear()
             return super()._next_data()  # type: ignore[no-untyped-call]  # torch does not annotate it

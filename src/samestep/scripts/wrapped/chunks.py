@@ -7,12 +7,12 @@ Tensors that give different numbers of chunks are an error here; torch leaves ro
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
-from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from samestep.core.microbatches import microbatch_ranges
 from samestep.data.nested import map_entries
 from samestep.errors import UsageError
 
@@ -146,9 +146,7 @@ def chunk_sizes(length: int, num_chunks: int) -> tuple[int, ...]:
 def deal(num_chunks: int, world_size: int) -> tuple[range, ...]:
     """The contiguous chunks of each rank; with fewer chunks than ranks, the last ranks have none."""
     busy = min(num_chunks, world_size)
-    cuts = [rank * num_chunks // busy for rank in range(busy + 1)]
-    ranges = [range(start, stop) for start, stop in pairwise(cuts)]
-    return (*ranges, *[range(num_chunks, num_chunks)] * (world_size - busy))
+    return (*microbatch_ranges(num_chunks, busy), *[range(num_chunks, num_chunks)] * (world_size - busy))
 
 
 def _leaf(value: Any, num_microbatches: int, dim: int) -> Leaf:

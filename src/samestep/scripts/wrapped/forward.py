@@ -1,7 +1,7 @@
 """The wrapped forward: runs this rank's chunks, and joins the results of all ranks."""
 
 import pickle
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from samestep.core.seeds import derive_seed
 from samestep.core.tree import rank_blocks
-from samestep.data.batch import checksum, tensor_checksum
+from samestep.data.batch import checksum
 from samestep.data.nested import map_tensors
 from samestep.engine.buffers import refuse_sync_batchnorm
 from samestep.engine.diagnosis import explain_lone_sample
@@ -174,8 +174,8 @@ def _meet(
     """Gathers the headers and packed results of all ranks, raises the first error, and merges output and buffers."""
     watched = [0, 0]
     if wrapped.is_careful():
-        tensors = (*wrapped.replicas.parameters, *wrapped.buffers.tensors())
-        watched = [checksum([leaf.value for leaf in chunks.leaves]), _checksum(tensors)]
+        state = [*wrapped.replicas.parameters, *wrapped.buffers.tensors()]
+        watched = [checksum([leaf.value for leaf in chunks.leaves]), checksum(state)]
     said = pickle.dumps(work.said) if work.said else b""
     checked = [*wrapped.buffers.touched, *watched, *generator]
     status = OK if work.error is None else RAISED
@@ -343,14 +343,6 @@ def _input_item(leaf: Leaf, value: Tensor) -> Item:
     if not leaf.sizes:
         return Item("copied", tuple(value.shape), value.dtype, like=value.detach())
     return Item("cut", tuple(value.shape), value.dtype, leaf.dim, leaf.sizes)
-
-
-def _checksum(tensors: Iterable[Tensor]) -> int:
-    """A 63-bit checksum of several tensors."""
-    total = 0
-    for tensor in tensors:
-        total = (total * 1_000_003 + int(tensor_checksum(tensor))) % 2**63
-    return total
 
 
 def _print_output(adoption: Adoption, said: bytes, sizes: Sequence[int], last_chunk: int) -> None:

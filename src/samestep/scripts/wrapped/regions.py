@@ -6,7 +6,7 @@ Outside a region every tensor is whole and equal on all ranks. Inside, each rank
     leave   pieces → whole    joins cut pieces from all ranks, or sums pieces of all chunks, on the tree
 
 Each is the other's derivative: the gradient of a cut input is joined, that of a parameter is summed, and that of a
-joined output is cut. So `p.grad` is never reduced: what the script adds to it outside the region is there already.
+joined output is cut. So `p.grad` is never reduced: terms that the script adds outside the region are complete already.
 
 Both nodes are in the graph of every rank, also of one without a chunk: a 0-d token of zeros runs from `enter` to
 `leave`. Autograd runs the nodes of a thread by descending sequence number, so the nodes between the two run in one
@@ -212,7 +212,10 @@ def join_pieces(
     if adoption.world_size == 1:
         return [item.joined(row) for item, row in zip(items, ours, strict=True)]
     data = pack([row[k] for k in range(len(ranges[adoption.rank])) for row in ours], adoption.communicator.device)
-    sizes = [sum(packed_bytes(item, chunk) for chunk in chunks for item in items) for chunks in ranges]
+    sizes = [
+        sum(packed_size(math.prod(item.piece_shape(chunk)) * item.dtype.itemsize) for chunk in chunks for item in items)
+        for chunks in ranges
+    ]
     received = adoption.communicator.gather_rows(data.view(-1, 1), sizes).view(-1)
     rows: list[list[Tensor]] = [[] for _ in items]
     offset = 0
@@ -237,12 +240,11 @@ def pack(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
 def unpack(data: Tensor, offset: int, dtype: torch.dtype, shape: Sequence[int]) -> tuple[Tensor, int]:
     """The tensor at a byte offset of packed data, as a view, and the offset of the next one."""
     size = math.prod(shape) * dtype.itemsize
-    return data[offset : offset + size].view(dtype).view(tuple(shape)), offset + size + -size % BORDER_BYTES
+    return data[offset : offset + size].view(dtype).view(tuple(shape)), offset + packed_size(size)
 
 
-def packed_bytes(item: Item, chunk: int) -> int:
-    """How many bytes a chunk's piece takes when it is packed."""
-    size = math.prod(item.piece_shape(chunk)) * item.dtype.itemsize
+def packed_size(size: int) -> int:
+    """The size of this many bytes when they are packed."""
     return size + -size % BORDER_BYTES
 
 

@@ -8,23 +8,27 @@ import math
 import pickle
 import zlib
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from samestep.comm.communicator import DTYPES
 from samestep.errors import UsageError
 from samestep.scripts.adoption import Adoption
 from samestep.scripts.wrapped.chunks import is_tensor, put_together, take_apart
-from samestep.scripts.wrapped.regions import Item, Region, join_pieces, leave, pack, unpack
+from samestep.scripts.wrapped.regions import Item, Region, join_pieces, leave, pack, packed_size, unpack
 
-MAX_DIMS = 8
-FORM_WORDS = 3 + MAX_DIMS
 IDLE = -1
 UNLIKE = -2
+SIZE_BYTES = 8
 
-Form = list[int]
+
+class Form(NamedTuple):
+    """The form of a result's tensor."""
+
+    dtype: torch.dtype
+    requires_grad: bool
+    shape: tuple[int, ...]
 
 
 class Results:
@@ -39,10 +43,10 @@ class Results:
         """Adds the result of a chunk."""
         leaves, template = take_apart(result, is_tensor, dataclasses=True)
         for leaf in leaves:
-            if leaf.layout != torch.strided or leaf.is_quantized or leaf.dtype not in DTYPES or leaf.ndim > MAX_DIMS:
+            if leaf.layout != torch.strided or leaf.is_quantized:
                 raise UsageError(
-                    f"the wrapped forward returned a tensor of layout {leaf.layout}, dtype {leaf.dtype} and "
-                    f"{leaf.ndim} dims; results to be joined are dense, of a plain dtype and of at most {MAX_DIMS} dims"
+                    f"the wrapped forward returned a tensor of layout {leaf.layout} and dtype {leaf.dtype}; results to "
+                    "be joined are dense and not quantized"
                 )
         leaves = [leaf.resolve_conj().resolve_neg() for leaf in leaves]
         self.leaves.append([leaf if leaf.device == self._device else leaf.to(self._device) for leaf in leaves])
@@ -61,8 +65,9 @@ class Results:
         """The forms of all leaves and their bytes, [n] uint8; None without results, or on one rank."""
         if not self.leaves or not self.leaves[0] or world_size == 1:
             return None
-        forms = torch.tensor([form_of(leaf) for row in self.leaves for leaf in row], dtype=torch.int64)
-        tensors = [forms.to(self._device), *(leaf.detach().contiguous() for row in self.leaves for leaf in row)]
+        forms = pickle.dumps(_forms(self.leaves))
+        head = torch.frombuffer(bytearray(len(forms).to_bytes(SIZE_BYTES) + forms), dtype=torch.uint8)
+        tensors = [head.to(self._device), *(leaf.detach().contiguous() for row in self.leaves for leaf in row)]
         return pack(tensors, self._device)
 
 
@@ -88,11 +93,11 @@ def gather_results(
     if num_leaves == 0:
         return put_together(template, []) if dim is not None else [put_together(template, []) for _ in output_devices]
     if adoption.world_size == 1:
-        forms = [[form_of(leaf) for leaf in row] for row in results.leaves]
+        forms = _forms(results.leaves)
         items = [_item(column, dim) for column in zip(*forms, strict=True)]
         wholes = join_pieces(adoption, region.ranges, items, list(zip(*results.leaves, strict=True)))
     else:
-        items, forms, wholes = _unpacked(packed_by_rank, num_leaves, dim, region)
+        items, forms, wholes = _unpacked(packed_by_rank, dim, region)
     values = _differentiable(results, items, forms, wholes, region, token)
     if dim is not None:
         return put_together(template, [adoption.mark(value, output_devices[0]) for value in values])
@@ -113,31 +118,28 @@ def describe(template: Any) -> bytes:
     """A template as bytes that are equal for equal templates; by its representation where it does not pickle."""
     try:
         return pickle.dumps(template)
-    except Exception:  # whatever a class of the script's raises in its __reduce__
+    except Exception:  # a __reduce__ of the script's may raise anything
         return repr(template).encode()
 
 
-def form_of(leaf: Tensor) -> Form:
-    """A tensor's form as `FORM_WORDS` integers: dtype, whether it requires grad, number of dims, sizes."""
-    return [DTYPES.index(leaf.dtype), int(leaf.requires_grad), leaf.ndim, *leaf.shape, *[0] * (MAX_DIMS - leaf.ndim)]
+def _forms(leaves: Sequence[Sequence[Tensor]]) -> list[list[Form]]:
+    """The forms of a table of tensors."""
+    return [[Form(leaf.dtype, leaf.requires_grad, tuple(leaf.shape)) for leaf in row] for row in leaves]
 
 
 def _unpacked(
-    buffers: Sequence[Tensor], num_leaves: int, dim: int | None, region: Region
+    buffers: Sequence[Tensor], dim: int | None, region: Region
 ) -> tuple[list[Item], list[list[Form]], list[Tensor]]:
     """Items, forms by chunk and leaf, and wholes, of the packed results of all ranks."""
     forms: list[list[Form]] = []
     offsets = []
-    for chunks, buffer in zip(region.ranges, buffers, strict=True):
-        count = len(chunks) * num_leaves
-        table, offset = unpack(buffer, 0, torch.int64, (count, FORM_WORDS)) if count else (torch.empty(0), 0)
-        rows = table.tolist()
-        forms += [rows[k * num_leaves : (k + 1) * num_leaves] for k in range(len(chunks))]
-        offsets.append(offset)
+    for buffer in (buffer for buffer in buffers if buffer.numel()):
+        size = SIZE_BYTES + int.from_bytes(_bytes(buffer[:SIZE_BYTES]))
+        forms += pickle.loads(_bytes(buffer[SIZE_BYTES:size]))
+        offsets.append(packed_size(size))
     items = [_item(column, dim) for column in zip(*forms, strict=True)]
     pieces: list[list[Tensor]] = [[] for _ in items]
-    for chunks, buffer, start in zip(region.ranges, buffers, offsets, strict=True):
-        offset = start
+    for chunks, buffer, offset in zip(region.ranges, buffers, offsets, strict=False):  # ranks without chunks come last
         for chunk in chunks:
             for item, row in zip(items, pieces, strict=True):
                 piece, offset = unpack(buffer, offset, item.dtype, item.piece_shape(chunk))
@@ -145,12 +147,14 @@ def _unpacked(
     return items, forms, [item.joined(row) for item, row in zip(items, pieces, strict=True)]
 
 
+def _bytes(data: Tensor) -> bytes:
+    return data.cpu().numpy().tobytes()
+
+
 def _item(forms: Sequence[Form], dim: int | None) -> Item:
     """How the pieces of one leaf, chunk by chunk, make a whole."""
-    shapes = [tuple(form[3 : 3 + form[2]]) for form in forms]
-    dtypes = {form[0] for form in forms}
-    ndim = len(shapes[0])
-    dtype = DTYPES[forms[0][0]]
+    shapes, dtypes = [form.shape for form in forms], {form.dtype for form in forms}
+    ndim, dtype = len(shapes[0]), forms[0].dtype
     if dim is None and len(dtypes) == 1:
         sizes = tuple(math.prod(shape) for shape in shapes)
         return Item("cut", (sum(sizes),), dtype, 0, sizes, tuple(shapes))
@@ -158,10 +162,10 @@ def _item(forms: Sequence[Form], dim: int | None) -> Item:
         return Item("stacked", (len(forms),), dtype)
     along = dim % ndim if dim is not None and ndim and -ndim <= dim < ndim else None
     if along is None or len(dtypes) > 1 or len({_without(shape, along) for shape in shapes}) > 1:
-        found = ", ".join(sorted({f"{list(s)} {DTYPES[f[0]]}" for s, f in zip(shapes, forms, strict=True)}))
+        found = ", ".join(sorted({f"{list(form.shape)} {form.dtype}" for form in forms}))
         raise UsageError(
             f"the chunks of a wrapped forward returned tensors that cannot be joined along dim={dim or 0}: {found}. "
-            "Only that dim may differ; return what has the batch along it, or pad to a fixed size"
+            "Only that dim may differ; return tensors with the batch along it, or pad to a fixed size"
         )
     sizes = tuple(shape[along] for shape in shapes)
     return Item("cut", (*shapes[0][:along], sum(sizes), *shapes[0][along + 1 :]), dtype, along, sizes)
@@ -179,7 +183,7 @@ def _shared_template(adoption: Adoption, results: Results, template_sum: int, ha
         if results.templates:
             try:
                 ours = pickle.dumps(results.templates[0])
-            except Exception:  # whatever a class of the script's raises in its __reduce__
+            except Exception:  # a __reduce__ of the script's may raise anything
                 ours = None
         data = adoption.share("the structure of a result", ours, 0)
         if data is None:
@@ -200,7 +204,7 @@ def _differentiable(
     token: Tensor | None,
 ) -> list[Tensor]:
     """The wholes, of which those that require grad in any chunk lead back into the region."""
-    tracked = [index for index in range(len(items)) if any(row[index][1] for row in forms)]
+    tracked = [index for index in range(len(items)) if any(row[index].requires_grad for row in forms)]
     values = list(wholes)
     if tracked and torch.is_grad_enabled():
         if token is None:
