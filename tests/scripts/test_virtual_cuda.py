@@ -1,17 +1,20 @@
-"""torch.cuda on virtual devices answers, does nothing where nothing is to do, and refuses the rest by name."""
+"""torch.cuda on virtual devices, and in a process with one accelerator, which stands for all that the script names."""
 
+import io
 import os
 import sys
 
 import pytest
 import torch
+from torch import nn
 from virtual_programs import alone, devices
 
 from samestep.errors import UsageError
 from samestep.scripts.adoption import count_ids, num_visible
+from samestep.scripts.virtual.real import mapped_device, own_accelerator
 
 
-def test_nothing_remains_when_the_time_is_over():
+def test_nothing_remains_after_the_block():
     def holders():
         for name, module in list(sys.modules.items()):
             if name.split(".")[0] in {"torch", "threading"}:
@@ -153,3 +156,42 @@ def test_only_ids_that_the_script_assigned_change_the_count(monkeypatch):
         assert torch.cuda.device_count() == 3
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,4")
     assert num_visible(alone(num_devices=3, num_microbatches=5)) == 5
+
+
+OWN = torch.device("cuda", 0)  # of a process with one accelerator
+
+
+@pytest.mark.parametrize("asked", [0, 3, "cuda", "cuda:3", torch.device("cuda:2")])
+def test_every_accelerator_of_the_script_is_the_own_one(asked):
+    assert mapped_device(asked, OWN) == OWN
+
+
+@pytest.mark.parametrize("asked", ["cpu", torch.device("meta"), None, torch.float32, True])
+def test_other_arguments_stay(asked):
+    assert mapped_device(asked, OWN) is asked
+
+
+@pytest.mark.parametrize("asked", [64, -1, "cuda:64"])
+def test_an_accelerator_that_cannot_be_is_an_error(asked):
+    with pytest.raises(RuntimeError, match=r"invalid device ordinal: cuda:.*"):
+        mapped_device(asked, OWN)
+
+
+def test_factories_and_moves_go_to_the_own_device():
+    # "meta" plays the accelerator: it is the one other device that every machine has
+    own = torch.device("meta")
+    with own_accelerator(alone(num_devices=3), own):
+        assert torch.ones(1, device="meta:2").device == own
+        assert torch.ones(1).to("meta:1").device == torch.ones(1).to(2).device == own
+        assert nn.Linear(1, 1).to("meta:2").weight.device == own
+        assert torch.ones(1).device.type == "cpu"
+        assert torch.ones(1).to("cpu", torch.float64).dtype == torch.float64
+        assert torch.accelerator.device_count() == 3
+        torch.accelerator.set_device_index(2)
+        with pytest.raises(RuntimeError, match="invalid device ordinal"):
+            torch.ones(1, device="meta:64")
+        file = io.BytesIO()
+        torch.save({"x": torch.ones(2)}, file)
+        file.seek(0)
+        assert torch.load(file)["x"].tolist() == [1, 1]
+    assert torch.accelerator.device_count() != 3

@@ -33,9 +33,9 @@ def patches(rank0_files: Rank0Files) -> list[Patch]:
         Patch(io, "open", function),
         *(Patch(module, attribute, function) for module, attribute in holders if hasattr(module, attribute)),
         Patch(os, "open", _os_open(rank0_files)),
-        Patch(tempfile, "mkdtemp", _mkdtemp(rank0_files)),  # also of TemporaryDirectory
-        Patch(tempfile, "mkstemp", _mkstemp(rank0_files)),
-        Patch(tempfile, "NamedTemporaryFile", _named(rank0_files)),
+        _temporary(rank0_files, "mkdtemp", lambda path: path, lambda path, *_, **__: path),  # and TemporaryDirectory
+        _temporary(rank0_files, "mkstemp", lambda made: made[1], lambda path, *_, **__: (nameless(), path)),
+        _temporary(rank0_files, "NamedTemporaryFile", lambda file: str(file.name), _reopened),
     ]
 
 
@@ -188,61 +188,38 @@ def h5py_patches(rank0_files: Rank0Files, module: ModuleType) -> list[Patch]:
     return [Patch(module.File, "__init__", replacement)]
 
 
-def _mkdtemp(rank0_files: Rank0Files) -> Any:
-    original = tempfile.mkdtemp
+def _temporary(
+    rank0_files: Rank0Files, name: str, path_of_result: Callable[[Any], Any], stand_in: Callable[..., Any]
+) -> Patch:
+    """A function of `tempfile`: rank 0's path if the script calls it; files of a library are the process's own."""
+    original: Any = getattr(tempfile, name)
+    is_folder = name == "mkdtemp"
 
     @functools.wraps(original)
-    def mkdtemp(*args: Any, **kwargs: Any) -> Any:
-        if rank0_files.mode(sys._getframe(1), None, through_tempfile=True) is Mode.SHARED:
-            return rank0_files.run("a temporary folder", functools.partial(original, *args, **kwargs))
-        path = original(*args, **kwargs)
-        rank0_files.add_private(path)
-        return path
+    def replacement(*args: Any, **kwargs: Any) -> Any:
+        if rank0_files.mode(sys._getframe(1), None, through_tempfile=is_folder) is not Mode.SHARED:
+            made = original(*args, **kwargs)
+            rank0_files.add_private(path_of_result(made))
+            return made
+        results: list[Any] = []
 
-    return mkdtemp
+        def call() -> Any:
+            results.append(original(*args, **kwargs))
+            return path_of_result(results[0])
 
+        path = rank0_files.run(f"a call of {name}", call)
+        if not is_folder:
+            rank0_files.mark_unfinished(path)
+        return results[0] if results else stand_in(path, *args, **kwargs)
 
-def _mkstemp(rank0_files: Rank0Files) -> Any:
-    original = tempfile.mkstemp
-
-    @functools.wraps(original)
-    def mkstemp(*args: Any, **kwargs: Any) -> Any:
-        if rank0_files.mode(sys._getframe(1), None) is not Mode.SHARED:
-            descriptor, path = original(*args, **kwargs)
-            rank0_files.add_private(path)
-            return descriptor, path
-        descriptor, path = rank0_files.run("a temporary file", functools.partial(original, *args, **kwargs))
-        rank0_files.mark_unfinished(path)
-        return (descriptor if rank0_files.adoption.rank == 0 else nameless()), path
-
-    return mkstemp
+    return Patch(tempfile, name, replacement)
 
 
-def _named(rank0_files: Rank0Files) -> Any:
-    original: Any = tempfile.NamedTemporaryFile
-
-    @functools.wraps(original)
-    def named(mode: str = "w+b", *args: Any, **kwargs: Any) -> Any:
-        if rank0_files.mode(sys._getframe(1), None) is not Mode.SHARED:
-            file = original(mode, *args, **kwargs)
-            rank0_files.add_private(file.name)
-            return file
-        made: list[Any] = []
-
-        def call() -> str:
-            made.append(original(mode, *args, **kwargs))
-            return str(made[0].name)
-
-        path = rank0_files.run("a temporary file", call)
-        rank0_files.mark_unfinished(path)
-        if made:
-            return made[0]
-        options = dict(zip(("buffering", "encoding", "newline"), args, strict=False))
-        options |= {key: kwargs[key] for key in ("buffering", "encoding", "newline", "errors") if key in kwargs}
-        mode = mode if "+" in mode else f"{mode}+"
-        return open_copy(io.open, path, mode, None, **options)
-
-    return named
+def _reopened(path: str, mode: str = "w+b", *args: Any, **kwargs: Any) -> IO[Any]:
+    """A private empty file with the arguments of `NamedTemporaryFile`."""
+    options = dict(zip(("buffering", "encoding", "newline"), args, strict=False))
+    options |= {key: kwargs[key] for key in ("buffering", "encoding", "newline", "errors") if key in kwargs}
+    return open_copy(io.open, path, mode if "+" in mode else f"{mode}+", None, **options)
 
 
 class DiscardFile(io.FileIO):
