@@ -4,18 +4,14 @@ import errno
 import fcntl
 import json
 import os
-import runpy
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import psutil
 import pytest
+from started_programs import SECONDS, Programs
 
 from samestep.errors import UsageError
 from samestep.train.paths import LOCK_FILE, create_folder, is_locked, take_lock
-from samestep.train.runlog.ledger import from_line
 
 # Waits in step 3 of 12 until the file "go" is there; "careless" takes no lock.
 PROGRAM = """
@@ -56,67 +52,19 @@ with samestep.Trainer(run, model, optimizer, loss, run_dir="run", checkpoint_ste
     digest = trainer.digest
 run.print("digest", digest)
 """
-SECONDS = 120
-
-
-class Programs:
-    """Starts the program in a folder; what is still there at the end is killed."""
-
-    def __init__(self, folder):
-        self.folder = folder
-        self.started = []
-        (folder / "train.py").write_text(PROGRAM)
-
-    def start(self, *words, command=("train.py",)):
-        process = subprocess.Popen(
-            [sys.executable, *command, *words],
-            cwd=self.folder,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        self.started.append(process)
-        return process
-
-    def wait_for(self, name, process):
-        deadline = time.monotonic() + SECONDS
-        while not (self.folder / name).exists():
-            assert process.poll() is None, process.communicate()[1]
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-
-    def entries(self, name="run"):
-        return [from_line(line) for line in (self.folder / name / "ledger.jsonl").read_bytes().splitlines()]
-
-    def here(self):
-        """The digest of the program when it is run in this process."""
-        before = os.getcwd(), sys.argv
-        os.chdir(self.folder)
-        sys.argv = ["train.py"]
-        try:
-            names = runpy.run_path("train.py")
-        finally:
-            os.chdir(before[0])
-            sys.argv = before[1]
-        names["run"].close()
-        return names["digest"]
 
 
 @pytest.fixture
 def programs(tmp_path):
-    found = Programs(tmp_path)
+    found = Programs(tmp_path, PROGRAM)
     yield found
-    for process in found.started:
-        if process.poll() is None:
-            process.kill()
-        process.communicate()
+    found.close()
 
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory):
     """The digest of the program that nobody disturbs."""
-    return Programs(tmp_path_factory.mktemp("reference")).here()
+    return Programs(tmp_path_factory.mktemp("reference"), PROGRAM).here()
 
 
 def events(entries):
@@ -125,7 +73,7 @@ def events(entries):
 
 def test_the_second_of_two_runs_is_refused_in_a_sentence_and_the_first_ends_undisturbed(programs, reference):
     first = programs.start("waits")
-    programs.wait_for("at-work", first)
+    programs.wait_for("at-work")
     _, stderr = programs.start().communicate(timeout=SECONDS)
     assert f"UsageError: another run, process {first.pid} on " in stderr
     assert "has been writing to run since 20" in stderr
@@ -141,7 +89,7 @@ def test_the_second_of_two_runs_is_refused_in_a_sentence_and_the_first_ends_undi
 def test_without_the_lock_both_would_write(programs):
     """The twin of the test above."""
     first = programs.start("waits")
-    programs.wait_for("at-work", first)
+    programs.wait_for("at-work")
     _, stderr = programs.start("careless").communicate(timeout=SECONDS)
     assert "UsageError" not in stderr
     (programs.folder / "go").touch()
@@ -151,7 +99,7 @@ def test_without_the_lock_both_would_write(programs):
 
 def test_a_killed_run_holds_the_lock_no_longer_although_its_data_workers_live_on(programs, reference):
     first = programs.start("waits", "fetched")
-    programs.wait_for("at-work", first)
+    programs.wait_for("at-work")
     fetchers = psutil.Process(first.pid).children(recursive=True)
     assert len(fetchers) >= 2
     first.kill()

@@ -1,22 +1,18 @@
 """Programs that are asked to stop, without a supervisor: the step ends, a checkpoint is left, and it can be gone on."""
 
 import os
-import runpy
 import signal
 import socket
-import subprocess
-import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from started_programs import SECONDS, Programs
 
 from samestep.comm.communicator import Communicator
 from samestep.comm.heartbeat_page import STOPS_ON_REQUEST, Heartbeat, HeartbeatPage
 from samestep.comm.membership import Membership
 from samestep.comm.transport import LocalTransport
-from samestep.train.runlog.ledger import from_line
 from samestep.train.signals import stopping_on_request
 
 PROGRAM = """
@@ -45,68 +41,14 @@ with samestep.Trainer(run, model, optimizer, loss, run_dir="run", checkpoint_min
     trainer.fit((x, x.sum(1, keepdim=True)), epochs=5, resume=resume)
     run.print("digest", trainer.digest)
 """
-SECONDS = 120
 SLOW = "0.02"
 
 
 @pytest.fixture
-def start(tmp_path):
-    """Starts the program, once or as a rank of several; what is still there at the end is killed."""
-    (tmp_path / "train.py").write_text(PROGRAM)
-    processes = []
-
-    def go(*arguments, **variables):
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
-        process = subprocess.Popen(
-            [sys.executable, "-c", _UNBLOCKED, "train.py", *arguments],
-            cwd=tmp_path,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        processes.append(process)
-        return process
-
-    yield go
-    for process in processes:
-        if process.poll() is None:
-            process.kill()
-        process.communicate()
-
-
-_UNBLOCKED = (
-    "import runpy, signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); sys.argv = sys.argv[1:]; "
-    "runpy.run_path(sys.argv[0], run_name='__main__')"
-)
-
-
-def wait_for_steps(folder, *processes):
-    """Until every rank is in a step."""
-    deadline = time.monotonic() + SECONDS
-    while len(list(folder.glob("at-work-*"))) < len(processes):
-        for process in processes:
-            assert process.poll() is None, process.communicate()[1]
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
-def digest(folder, *arguments):
-    """The digest of the program when it is run in this process, to its end."""
-    before = os.getcwd(), sys.argv
-    os.chdir(folder)
-    sys.argv = ["train.py", "0", *arguments]
-    try:
-        names = runpy.run_path("train.py")
-    finally:
-        os.chdir(before[0])
-        sys.argv = before[1]
-    names["run"].close()
-    return names["trainer"].digest
-
-
-def entries(folder):
-    return [from_line(line) for line in (folder / "run" / "ledger.jsonl").read_bytes().splitlines()]
+def programs(tmp_path):
+    found = Programs(tmp_path, PROGRAM)
+    yield found
+    found.close()
 
 
 def left(folder):
@@ -116,33 +58,31 @@ def left(folder):
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory):
     """The digest of the program that is left alone."""
-    folder = tmp_path_factory.mktemp("reference")
-    (folder / "train.py").write_text(PROGRAM)
-    return digest(folder)
+    return Programs(tmp_path_factory.mktemp("reference"), PROGRAM).here("0")
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_a_program_that_is_asked_to_stop_ends_its_step_leaves_a_checkpoint_and_can_go_on(
-    start, tmp_path, reference, signum
+    programs, tmp_path, reference, signum
 ):
-    process = start(SLOW)
-    wait_for_steps(tmp_path, process)
+    process = programs.start(SLOW)
+    programs.wait_for("at-work-0")
     process.send_signal(signum)
     stdout, stderr = process.communicate(timeout=SECONDS)
     assert process.returncode == 128 + signum
     assert "Traceback" not in stderr
     assert stderr.count("stopping after this step; once more to end at once") == 1
-    *_, last = (entry for entry in entries(tmp_path) if "event" in entry)
+    *_, last = (entry for entry in programs.entries() if "event" in entry)
     assert (last["event"], last["signal"]) == ("stop", signum)
     assert left(tmp_path) == [f"step-{last['step']:08d}"]
     assert f"stopped after step {last['step']}; to go on: fit(…, resume='run')" in stdout
-    assert digest(tmp_path, "run") == reference
-    steps = [entry["step"] for entry in entries(tmp_path) if "event" not in entry]
+    assert programs.here("0", "run") == reference
+    steps = [entry["step"] for entry in programs.entries() if "event" not in entry]
     assert steps == list(range(30))
 
 
 def torchrun_variables(world_size):
-    """What torchrun tells its workers."""
+    """The environments of torchrun's workers."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -152,10 +92,10 @@ def torchrun_variables(world_size):
 
 @pytest.mark.parametrize("asked", [[1], pytest.param([0, 1], marks=pytest.mark.slow)])
 def test_of_several_ranks_one_that_is_asked_is_enough_and_all_stop_after_the_same_step(
-    start, tmp_path, reference, asked
+    programs, tmp_path, reference, asked
 ):
-    ranks = [start(SLOW, **variables) for variables in torchrun_variables(2)]
-    wait_for_steps(tmp_path, *ranks)
+    ranks = [programs.start(SLOW, **variables) for variables in torchrun_variables(2)]
+    programs.wait_for("at-work-0", "at-work-1")
     for rank in asked:
         ranks[rank].send_signal(signal.SIGTERM)
     for process in ranks:
@@ -163,36 +103,30 @@ def test_of_several_ranks_one_that_is_asked_is_enough_and_all_stop_after_the_sam
         assert process.returncode == 128 + signal.SIGTERM, stderr
         assert "Traceback" not in stderr
     assert len(left(tmp_path)) == 1
-    assert digest(tmp_path, "run") == reference
+    assert programs.here("0", "run") == reference
 
 
 @pytest.mark.slow
-def test_under_torchrun_a_signal_to_one_worker_leaves_a_whole_checkpoint(tmp_path, reference):
+def test_under_torchrun_a_signal_to_one_worker_leaves_a_whole_checkpoint(programs, tmp_path, reference):
     """The agent ends the other workers as soon as one has ended: the checkpoint is complete before."""
     import psutil
 
-    (tmp_path / "train.py").write_text(PROGRAM)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py", SLOW]
-    agent = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    try:
-        wait_for_steps(tmp_path, agent, agent)
-        workers = [p for p in psutil.Process(agent.pid).children() if "train.py" in " ".join(p.cmdline())]
-        ranks = {worker.environ()["RANK"]: worker for worker in workers}
-        ranks["1"].send_signal(signal.SIGTERM)
-        agent.communicate(timeout=SECONDS)
-    finally:
-        if agent.poll() is None:
-            agent.kill()
-            agent.communicate()
+    command = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py")
+    agent = programs.start(SLOW, command=command)
+    programs.wait_for("at-work-0", "at-work-1")
+    workers = [p for p in psutil.Process(agent.pid).children() if "train.py" in " ".join(p.cmdline())]
+    ranks = {worker.environ()["RANK"]: worker for worker in workers}
+    ranks["1"].send_signal(signal.SIGTERM)
+    agent.communicate(timeout=SECONDS)
     assert len(left(tmp_path)) == 1
-    assert digest(tmp_path, "run") == reference
+    assert programs.here("0", "run") == reference
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
-def test_a_second_request_ends_it_at_once(start, tmp_path, signum):
-    process = start("60")
-    wait_for_steps(tmp_path, process)
+def test_a_second_request_ends_it_at_once(programs, tmp_path, signum):
+    process = programs.start("60")
+    programs.wait_for("at-work-0")
     process.send_signal(signum)
     assert process.stderr.readline().startswith("samestep: stopping after this step")
     process.send_signal(signum)
@@ -241,7 +175,7 @@ def test_inside_another_one_it_still_stops_on_request_by_the_board():
 
 
 @pytest.mark.slow
-def test_a_program_that_is_asked_during_its_last_evaluation_is_complete_and_has_ended_well(start, tmp_path, reference):
+def test_a_program_that_is_asked_during_its_last_evaluation_completes_and_ends_well(programs, tmp_path, reference):
     told = "metrics={'first': first}, eval_data=(x, x)"
     program = PROGRAM.replace("epochs=5", f"epochs=5, {told}").replace(
         "with samestep", "def first(output, batch):\n    wait()\n    return output[:, 0]\n\n\nwith samestep"
@@ -254,14 +188,14 @@ def wait():
             time.sleep(0.01)
 """
     (tmp_path / "train.py").write_text(program.replace("def loss", f"{wait}\n\ndef loss"))
-    process = start("0")
-    wait_for_steps(tmp_path, process)
+    process = programs.start("0")
+    programs.wait_for("at-work-0")
     process.send_signal(signal.SIGTERM)
     assert process.stderr.readline().startswith("samestep: stopping after this step")
     (tmp_path / "asked").touch()
     stdout, stderr = process.communicate(timeout=SECONDS)
     assert process.returncode == 0, stderr
-    assert entries(tmp_path)[-1]["event"] == "end"
+    assert programs.entries()[-1]["event"] == "end"
     assert f"digest {reference}" in stdout
 
 
