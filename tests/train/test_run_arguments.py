@@ -38,6 +38,7 @@ def refusal(make, kind=UsageError):
         ({"reduction": "mean"}, "got reduction='mean'; --reduction is one of ordered, native"),
         ({"num_threads": 0}, "got num_threads=0; it must be 1 or more (--num-threads)"),
         ({"num_threads": "2"}, "got num_threads='2'"),
+        ({"num_threads": True}, "got num_threads=True"),
         ({"timeout_seconds": 0}, "got timeout_seconds=0; it must be above 0"),
         ({"timeout_seconds": float("nan")}, "got timeout_seconds=nan"),
         ({"timeout_seconds": float("inf")}, "got timeout_seconds=inf"),

@@ -106,7 +106,7 @@ class Run:
             device, shares, spares, communicator = rerun.device, None, 0, None
             num_threads = rerun.num_threads if num_threads is None else num_threads
         count = check_contract(global_batch_size, num_microbatches, reduction, seed)
-        if num_threads is not None and (not isinstance(num_threads, int) or num_threads < 1):
+        if num_threads is not None and (type(num_threads) is not int or num_threads < 1):
             raise UsageError(f"got num_threads={num_threads!r}; it must be 1 or more (--num-threads)")
         if not 0 < timeout_seconds <= MAX_TIMEOUT_SECONDS:
             raise UsageError(f"got timeout_seconds={timeout_seconds}; it must be above 0, and no more than a year")
