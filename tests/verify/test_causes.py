@@ -226,5 +226,15 @@ def test_dropout_is_drawn_again_once_the_antidote_is_gone():
     cause = next(cause for cause in CAUSES if cause.key == "dropout")
     x = torch.ones(64)
     with cause.neutralise():
-        assert torch.equal(nn.functional.dropout(x, 0.5), x)
-    assert not torch.equal(nn.functional.dropout(x, 0.5), x)
+        assert torch.equal(F.dropout(x, 0.5), x)
+        assert torch.equal(F.alpha_dropout(x, training=True), x)
+    assert not torch.equal(F.dropout(x, 0.5), x)
+
+
+def test_dropout_keeps_its_own_defaults_while_it_is_recorded():
+    recorder, x = Recorder(), torch.ones(64)
+    with applied(recorder.patches()):
+        assert torch.equal(F.alpha_dropout(x, 0.5), x)  # in training only if it is told so
+        assert not torch.equal(F.dropout(x), x)
+        F.scaled_dot_product_attention(x.view(1, 8, 8), x.view(1, 8, 8), x.view(1, 8, 8), dropout_p=0.25)
+    assert sorted(fact["p"] for fact in recorder.facts() if fact["name"] == "dropout") == [0.25, 0.5]

@@ -1,13 +1,15 @@
-"""The probe: what it writes down about a program, and that the program does not notice."""
+"""The probe: its recordings of a program, whose numbers it does not change."""
 
 import os
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 
 from samestep.verify.runner import RunSpec
+from samestep.verify.watching.batches import look_at
 
 PROGRAM = """
     import sys
@@ -80,7 +82,7 @@ def test_a_program_that_catches_its_own_failures_ends_after_the_last_step(runner
     assert [line["reason"] for rank in (0, 1) for line in recording.lines("end", rank)] == ["steps", "steps"]
 
 
-def test_a_program_computes_the_same_bits_with_and_without_a_witness(runner_of, program, tmp_path):
+def test_a_program_computes_the_same_bits_with_and_without_a_probe(runner_of, program, tmp_path):
     alone, seen = tmp_path / "alone.pt", tmp_path / "seen.pt"
     recording = runner_of(program, 0, seen).record(RunSpec("cpu:1", 100, detail=2))
     assert recording.failure is None
@@ -109,6 +111,15 @@ def test_a_program_that_fails_is_told_with_its_traceback(runner_of, script):
 def test_what_a_program_prints_before_it_gives_up_is_told(runner_of, script):
     recording = runner_of(script("import sys; print('the data is missing'); sys.exit(3)")).record(RunSpec("cpu:1", 2))
     assert "the data is missing" in recording.failure
+
+
+@pytest.mark.parametrize(
+    ("index", "ids"),
+    [([2, 0], (2, 0)), (list(np.array([2, 0])), (2, 0)), (list(torch.tensor([2, 0])), (2, 0)), (7, (7,))]
+    + [(index, None) for index in ([None, None], None, ["a", "b"], [[0], [1]])],
+)
+def test_indices_of_any_integer_type_are_sample_ids(index, ids):
+    assert look_at(index, [torch.randn(2, 3), torch.ones(2)]).ids == ids
 
 
 CLOSURE = """

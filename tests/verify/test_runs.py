@@ -47,7 +47,6 @@ def make_run(folder, ledger=(), metrics=(), contract=CONTRACT, result=False, che
 
 
 def shown(*arguments):
-
     app = typer.Typer()
     app.command()(command.runs)
     result = CliRunner().invoke(app, [str(item) for item in arguments])
@@ -186,7 +185,7 @@ BROKEN = {
     "ledger of odd types": lambda folder: (folder / "ledger.jsonl").write_bytes(to_line({"step": "x", "loss": 3})),
     "ledger is a folder": lambda folder: ((folder / "ledger.jsonl").unlink(), (folder / "ledger.jsonl").mkdir()),
     "metrics are garbage": lambda folder: (folder / "metrics.jsonl").write_bytes(
-        b'"epoch"\n\xff"epoch"\n{"epoch": []}\n'
+        b'"epoch"\n\xff"epoch"\n{"epoch": []}\n{"epoch": Infinity}\n{"epoch": NaN, "loss/eval": 1' + b"0" * 400 + b"}\n"
     ),
     "checkpoints are a file": lambda folder: (folder / "checkpoints").write_text(""),
     "a dangling link": lambda folder: (folder / "link").symlink_to(folder / "nowhere"),

@@ -1,4 +1,4 @@
-"""`samestep verify`: programs that agree pass at their tier, others are told where they part and why."""
+"""`samestep verify`: programs that agree reach their tier; of others the place and the cause are found."""
 
 import json
 import sys
@@ -66,18 +66,39 @@ def test_distributed_data_parallel_as_it_should_be_is_equal_up_to_rounding(verdi
     assert verdict.compared.nonzero_gradients == 16
 
 
-def test_a_program_of_samestep_is_equal_to_the_bit(verdict_on):
-    verdict = verdict_on(BREAKERS / "api_clean.py")
+@pytest.mark.parametrize(
+    ("path", "adopt", "family", "samples"),
+    [(BREAKERS / "api_clean.py", None, "api", 36), (PATTERNS / "batch_norm.py", ADOPTED, "adopted", 33)],
+    ids=("api", "adopted"),
+)
+def test_a_program_of_samestep_and_an_adopted_script_are_equal_to_the_bit(verdict_on, path, adopt, family, samples):
+    verdict = verdict_on(path, adopt=adopt, steps=3)
     assert verdict.agrees
-    assert (verdict.family, verdict.reached) == ("api", "bitwise")
-    assert verdict.compared.microbatches == 24
+    assert (verdict.family, verdict.reached, verdict.compared.samples) == (family, "bitwise", samples)
 
 
-def test_an_adopted_script_is_equal_to_the_bit(verdict_on):
-    verdict = verdict_on(PATTERNS / "batch_norm.py", adopt=ADOPTED, steps=3)
+@pytest.mark.parametrize(
+    ("kind", "tier", "devices"),
+    [
+        ("pipeline", "bitwise", ("cpu:1", "cpu:2")),
+        ("tensor", "allclose", ("cpu:1", "cpu:2")),
+        pytest.param("tensor", "bitwise", ("cpu:2", "cpu:4"), marks=pytest.mark.slow),
+        ("sharded", "bitwise", ("cpu:1", "cpu:2")),
+        ("owned", "bitwise", ("cpu:1", "cpu:2")),
+    ],
+)
+def test_of_sharded_state_the_unsharded_tensors_are_compared(verdict_on, kind, tier, devices):
+    verdict = verdict_on(BREAKERS / "api_strategies.py", kind, devices=devices, tier=tier)
     assert verdict.agrees
-    assert (verdict.family, verdict.reached) == ("adopted", "bitwise")
-    assert verdict.compared.samples == 33
+    assert (verdict.family, verdict.reached) == ("api", tier)
+    assert (verdict.compared.steps, verdict.compared.parameters, verdict.compared.samples) == (4, 4, 48)
+    assert (verdict.compared.microbatches, verdict.compared.nonzero_gradients) == (16, 16)
+
+
+def test_twin_features_that_a_softmax_reads_in_parts_are_not_equal_even_up_to_rounding(verdict_on):
+    verdict = verdict_on(BREAKERS / "api_strategies.py", "wrong", devices=("cpu:1", "cpu:2"), tier="allclose")
+    assert not verdict.agrees
+    assert verdict.reached == "sample-exact"
 
 
 def test_batch_norm_is_found_named_confirmed_and_told(verdict_on, capsys):
@@ -119,34 +140,32 @@ def test_inputs_that_differ_are_told_before_any_module_and_what_is_not_explained
     assert "other contents" in verdict.place.text
 
 
-def test_runs_in_which_nothing_is_learned_prove_nothing(verdict_on, script):
-    verdict = verdict_on(script(parallel(lr="0.0")))
+PLAIN = """
+    import torch
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.randn(4, 3)).square().mean().backward()
+        optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "adopt", "refusal"),
+    [
+        (parallel(lr="0.0"), None, "no parameter changed"),
+        ("print('nothing to do')", None, "no optimizer took a step"),
+        (PLAIN, ADOPTED, "--wrap"),
+    ],
+    ids=("nothing is learned", "no step", "nothing is shared out"),
+)
+def test_agreement_of_runs_in_which_nothing_happens_is_refused(verdict_on, script, text, adopt, refusal):
+    verdict = verdict_on(script(text), adopt=adopt)
     assert verdict.difference is None
     assert not verdict.agrees
-    assert "no parameter changed" in verdict.refusals[0]
-
-
-def test_a_program_that_takes_no_step_proves_nothing(verdict_on, script):
-    verdict = verdict_on(script("print('nothing to do')"))
-    assert not verdict.agrees
-    assert "no optimizer took a step" in verdict.refusals[0]
-
-
-def test_a_plain_script_of_which_nothing_is_shared_out_proves_nothing(verdict_on, script):
-    text = """
-        import torch
-        torch.manual_seed(0)
-        model = torch.nn.Linear(3, 1)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for _ in range(3):
-            optimizer.zero_grad()
-            model(torch.randn(4, 3)).square().mean().backward()
-            optimizer.step()
-    """
-    verdict = verdict_on(script(text), adopt=ADOPTED)
-    assert verdict.reached == "bitwise"
-    assert "--wrap" in verdict.refusals[0]
-    assert not verdict.agrees
+    assert refusal in verdict.refusals[0]
 
 
 def test_rounding_that_a_program_makes_large_is_no_difference(verdict_on, script):
@@ -260,35 +279,29 @@ def test_own_options_after_a_script_that_does_not_know_them_are_pointed_out(
     assert ("verify's own options" in err) is bool(named)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["lenet", "--epochs", 1],
-        ["mlp", "--epochs", 3],
-        ["simplenet", "--epochs", 1, "--optimizer", "adam"],
-        ["vgg", "--epochs", 1, "-o", "width=0.0625", "--global-batch-size", 16],
-        ["gpt", "--epochs", 1, "-o", "layers=1", "-o", "width=32", "-o", "heads=2", "-o", "context=16"],
-    ],
-    ids=lambda arguments: arguments[0],
-)
-def test_recipes_are_equal_to_the_bit(command, arguments):
-    code, output = command("--devices", "cpu:1,cpu:2,cpu:3", "--steps", 3, "--tier", "bitwise", *arguments)
-    assert code == 0, output
+SMALL_GPT = ("-o", "layers=1", "-o", "width=32", "-o", "heads=2", "-o", "context=16")
+
+
+def example(name, *arguments, before=()):
+    return pytest.param([*before, EXAMPLES / f"{name}.py", *arguments], id=name)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments",
     [
-        [EXAMPLES / "house_prices.py", "--epochs", 3],
-        [EXAMPLES / "vgg_parts.py", "--epochs", 1, "--samples", 42, "--batch-size", 16, "--workers", 2],
-        ["--wrap", "model", EXAMPLES / "simple_gpu.py", "--epochs", 2, "--samples", 100],
-        [EXAMPLES / "detection.py", "--epochs", 2, "--samples", 12, "--batch-size", 7],
+        pytest.param(["lenet", "--epochs", 1], id="lenet"),
+        pytest.param(["mlp", "--epochs", 3], id="mlp"),
+        pytest.param(["simplenet", "--epochs", 1, "--optimizer", "adam"], id="simplenet"),
+        pytest.param(["vgg", "--epochs", 1, "-o", "width=0.0625", "--global-batch-size", 16], id="vgg"),
+        pytest.param(["gpt", "--epochs", 1, *SMALL_GPT], id="gpt"),
+        example("house_prices", "--epochs", 3),
+        example("vgg_parts", "--epochs", 1, "--samples", 42, "--batch-size", 16, "--workers", 2),
+        example("simple_gpu", "--epochs", 2, "--samples", 100, before=("--wrap", "model")),
+        example("detection", "--epochs", 2, "--samples", 12, "--batch-size", 7),
     ],
-    ids=lambda arguments: next(part.stem for part in arguments if isinstance(part, Path)),
 )
-def test_examples_are_equal_to_the_bit(command, monkeypatch, tmp_path, arguments):
+def test_recipes_and_examples_are_equal_to_the_bit(command, monkeypatch, tmp_path, arguments):
     monkeypatch.chdir(tmp_path)
     code, output = command("--devices", "cpu:1,cpu:2,cpu:3", "--steps", 4, "--tier", "bitwise", *arguments)
     assert code == 0, output

@@ -1,4 +1,4 @@
-"""The probe: runs a program in a worker and records what it computes, step by step, without changing a number.
+"""The probe: runs a program in a worker and records its steps, without changing a number.
 
 Its own wraps come first, then those of the causes' `Recorder`, which enclose them, and then the antidotes of the causes
 that are to have no effect; all before the program is imported. After every step, and at the end, the recorder's facts

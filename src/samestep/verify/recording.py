@@ -31,7 +31,7 @@ _open, _write, _close = os.open, os.write, os.close  # in an adopted script thes
 
 
 class JsonlWriter:
-    """Writes one rank's file, a line at a time, at once: what was written survives a crash."""
+    """Writes one rank's file, a line at a time, at once: a line survives a crash."""
 
     def __init__(self, path: str) -> None:
         self._fd = _open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)

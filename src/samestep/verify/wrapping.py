@@ -28,7 +28,7 @@ _INNER = {
 
 @dataclass(frozen=True)
 class Wrap:
-    """One wrapped place: a call `owner.name(*args)` becomes `around(inner, *args)`, `inner` being what was there."""
+    """One wrapped place: a call `owner.name(*args)` becomes `around(inner, *args)`, `inner` being the attribute before."""
 
     owner: Any  # a module or class
     name: str
@@ -37,12 +37,7 @@ class Wrap:
 
 
 def patches_for(wraps: Iterable[Wrap], *, in_compiled: bool = True) -> list[Patch]:
-    """Patches for the wraps; of several at one place the later ones enclose the earlier.
-
-    Args:
-        wraps: the wraps.
-        in_compiled: whether they act while torch.compile traces, too.
-    """
+    """Patches for the wraps; later ones enclose earlier ones. `in_compiled`: also while torch.compile traces."""
     found: dict[tuple[int, str], Patch] = {}
     for wrap in wraps:
         key = id(wrap.owner), wrap.name

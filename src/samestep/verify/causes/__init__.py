@@ -1,1 +1,1 @@
-"""The causes: what makes a program's numbers depend on the devices, how each shows itself, and what takes it away."""
+"""The causes that make a program's numbers depend on the devices, each with its sign and its antidote."""

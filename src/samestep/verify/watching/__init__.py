@@ -1,1 +1,1 @@
-"""Watching: what a probe hooks into in a worker, one file for each thing that it watches."""
+"""The wraps and hooks by which a probe records a program in a worker."""
