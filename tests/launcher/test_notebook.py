@@ -54,14 +54,6 @@ def test_the_workers_failure_is_raised_here():
         launch(steps.fail_on, (1,), devices="cpu:2")
 
 
-def test_the_failure_of_a_closure_is_raised_here():
-    def fail():
-        raise ValueError("in a cell")
-
-    with pytest.raises(WorkerError, match=r"(?s)test_notebook\.py.*in fail.*ValueError: in a cell$"):
-        launch(fail, devices="cpu:1")
-
-
 def test_a_closure_cannot_be_spawned_and_the_message_says_what_to_do():
     with pytest.raises(UsageError, match=r"import the function by name.*\.py file"):
         launch(lambda: None, devices="cpu:1", start_method="spawn")

@@ -1,8 +1,10 @@
-"""What may be asked of the supervisor, in Python and on the command line."""
+"""The policy about failed workers, in Python and on the command line, and the variables of their processes."""
 
 import pytest
 
+from samestep.devices.selection import select
 from samestep.errors import UsageError
+from samestep.launcher.assignment import process_variables
 from samestep.launcher.job import Policy
 
 # A script that heals: it posts on the page by itself, and ends when one of three is lost.
@@ -70,19 +72,17 @@ def test_a_script_that_heals_goes_on_under_the_command(starter, start_method):
     assert second.startswith("samestep: went on after ")
 
 
-@pytest.mark.slow
-def test_the_command_can_be_told_not_to_heal(starter):
-    starter.script("member.py", MEMBER.format(fault="os._exit(3)"))
-    done = starter.run("--no-adopt", "--no-heal", "--devices", "cpu:3", "member.py")
-    assert (done.returncode, done.stdout) == (3, "")
-    assert done.stderr == "samestep: error: rank 1 on CPU worker 1 exited with code 3\n"
+def test_workers_hash_strings_alike_unless_the_user_sets_the_variable(monkeypatch):
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    assert process_variables(select("cpu:2"), 1)["PYTHONHASHSEED"] == "0"
+    monkeypatch.setenv("PYTHONHASHSEED", "7")
+    assert "PYTHONHASHSEED" not in process_variables(select("cpu:2"), 1)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("start_method", ["fork", "spawn"])
-def test_a_stopped_worker_is_ended_with_its_stack_in_the_log(starter, start_method):
+def test_a_stopped_worker_is_ended_with_its_stack_in_the_log(starter):
     starter.script("member.py", MEMBER.format(fault="os.kill(os.getpid(), 19)"))
-    options = ["--hang-seconds", "1", "--log-dir", "logs", "--start-method", start_method]
+    options = ["--hang-seconds", "1", "--log-dir", "logs", "--start-method", "spawn"]
     done = starter.run("--no-adopt", "--devices", "cpu:3", *options, "member.py")
     assert (done.returncode, done.stdout) == (0, "0 2\n")
     assert "rank 1 on CPU worker 1 showed no sign of life" in done.stderr
@@ -92,8 +92,7 @@ def test_a_stopped_worker_is_ended_with_its_stack_in_the_log(starter, start_meth
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("start_method", ["fork", "spawn"])
-def test_a_script_of_torch_distributed_is_restarted_as_torchrun_does(starter, start_method):
+def test_a_script_of_torch_distributed_is_restarted_as_torchrun_does(starter):
     starter.script(
         "ddp.py",
         "import os, torch, torch.distributed as dist\n"
@@ -107,6 +106,6 @@ def test_a_script_of_torch_distributed_is_restarted_as_torchrun_does(starter, st
         "    print(total.item(), os.environ['TORCHELASTIC_MAX_RESTARTS'])\n"
         "dist.destroy_process_group()\n",
     )
-    done = starter.run("--devices", "cpu:2", "--max_restarts", "2", "--start-method", start_method, "ddp.py")
+    done = starter.run("--devices", "cpu:2", "--max_restarts", "2", "--start-method", "spawn", "ddp.py")
     assert (done.returncode, done.stdout) == (0, "2.0 2\n")
     assert "samestep: all workers start again (1 of 2)" in done.stderr

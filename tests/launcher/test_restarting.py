@@ -68,16 +68,6 @@ def test_what_befalls_the_same_step_of_two_attempts_alike_is_not_tried_a_third_t
     )
 
 
-def test_a_whole_run_that_crashes_in_one_step_again_and_again_is_not_tried_a_third_time(tmp_path):
-    def play(member):
-        member.do(17)
-        crash(signal.SIGSEGV)
-
-    outcome = run_members(tmp_path, play, "cpu:2", Policy(max_restarts=5))
-    assert names(outcome).count("restart") == 1
-    assert "two attempts in turn have ended in step 17 by SIGSEGV" in outcome.failure
-
-
 @pytest.mark.parametrize(
     "play",
     [

@@ -2,7 +2,6 @@
 
 import math
 import os
-import sys
 from dataclasses import asdict
 
 import pytest
@@ -31,13 +30,6 @@ def test_a_function_gives_rank_0s_json_and_its_lines_are_printed(capsys, lines_t
     printed = capsys.readouterr()
     line = "epoch 1, [bold]loss 0.5[/bold]\n"
     assert printed == ((line, "") if lines_to == "stdout" else ("", line))
-
-
-@pytest.mark.usefixtures("_steps_importable")
-def test_a_quiet_job_prints_no_lines(capsys):
-    outcome = supervise(Job("function", "steps:report", kwargs={"values": []}, quiet=True), select("cpu:1"))
-    assert outcome.result["sum"] == 0
-    assert capsys.readouterr() == ("", "")
 
 
 @pytest.mark.usefixtures("_steps_importable")
@@ -72,9 +64,3 @@ def test_a_job_that_cannot_be_is_refused_before_anything_starts(kind, target):
 def test_a_job_travels_as_json():
     job = Job("module", "package.train", ("--epochs", "2"), {"a": [1]}, log_dir="logs", quiet=True, lines_to="stderr")
     assert Job.from_json(asdict(job)) == job
-
-
-@pytest.mark.skipif(sys.platform == "linux", reason="Linux can fork")
-def test_fork_is_refused_where_it_is_not_safe():
-    with pytest.raises(UsageError, match="spawn"):
-        supervise(Job("module", "this"), select("cpu:1"), start_method="fork")

@@ -32,7 +32,10 @@ class Display:
         if self._quiet:
             return
         if not sys.stderr.isatty():
-            self._print_progress(event, now)
+            if now - self._shown >= LINE_SECONDS:  # so that a long epoch does not look hung
+                self._shown = now
+                steps = f"step {event.get('step')} of {event.get('steps') or '?'}"
+                self._print(f"epoch {event.get('epoch')}, {steps}, {_figures(event)}", sys.stderr)
             return
         if now - self._shown < REFRESH_SECONDS and not last:
             return
@@ -51,33 +54,23 @@ class Display:
         )
         self._bar.refresh()
 
-    def _print_progress(self, event: Event, now: float) -> None:
-        """Prints a line every half minute, so that a long epoch does not look hung."""
-        if now - self._shown < LINE_SECONDS:
-            return
-        self._shown = now
-        steps = f"step {event.get('step')} of {event.get('steps') or '?'}"
-        with contextlib.suppress(BrokenPipeError):
-            print(f"epoch {event.get('epoch')}, {steps}, {_figures(event)}", file=sys.stderr, flush=True)
-
     def line(self, text: str) -> None:
         """Prints a line, above the bar if there is one."""
         if self._quiet:
             return
-        if self._bar is not None and self._lines.isatty():
-            # Bar and line share the terminal: the bar's console must print it.
-            self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
-            return
-        with contextlib.suppress(BrokenPipeError):
-            print(text, file=self._lines, flush=True)
+        self._print(text, self._lines)
 
     def notify(self, text: str) -> None:
         """Prints a message about the run on stderr, above the bar if there is one; even if the display is quiet."""
-        if self._bar is not None:
-            self._bar.console.print(f"samestep: {text}", markup=False, highlight=False, soft_wrap=True)
+        self._print(f"samestep: {text}", sys.stderr)
+
+    def _print(self, text: str, stream: TextIO) -> None:
+        # If bar and text share the terminal the bar's console must print it.
+        if self._bar is not None and stream.isatty():
+            self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
             return
         with contextlib.suppress(BrokenPipeError):
-            print(f"samestep: {text}", file=sys.stderr, flush=True)
+            print(text, file=stream, flush=True)
 
     def close(self) -> None:
         """Removes the bar."""

@@ -7,11 +7,12 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
+
+import psutil
 
 from samestep.comm.channel import EventParser
 from samestep.launcher import process_tree
@@ -56,45 +57,17 @@ class WorkerPool(Protocol):
         """Ends all remaining processes, with their descendants, and waits for them."""
 
 
-@dataclass
-class Child:
-    """A direct child process, of `subprocess` or not."""
-
-    pid: int
-    code: int | None = None
-
-    def poll(self) -> int | None:
-        """The exit code; None while the process runs."""
-        if self.code is None:
-            with contextlib.suppress(ChildProcessError):
-                pid, status = os.waitpid(self.pid, os.WNOHANG)
-                if pid == 0:
-                    return None
-                self.code = os.waitstatus_to_exitcode(status)
-                return self.code
-            self.code = -signal.SIGKILL  # other code has reaped it
-        return self.code
-
-    def wait(self, seconds: float) -> bool:
-        """Waits for the end; False if the time is up."""
-        deadline = time.monotonic() + seconds
-        while self.poll() is None:
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(0.005)
-        return True
-
-
 class ServerPool:
     """The workers of a fork server, which leads a session of its own and is reached by a socket."""
 
-    def __init__(self, child: Child, control: socket.socket) -> None:
-        self._child = child
+    def __init__(self, pid: int, control: socket.socket) -> None:
+        self._server = psutil.Process(pid)
         self._control = control
         self._parser = EventParser()
         self._running: set[int] = set()
         self._pids: dict[int, int] = {}
         self._lost = self._broken = False
+        self._code: int | None = None  # of the server
         control.setblocking(False)
 
     @classmethod
@@ -113,7 +86,7 @@ class ServerPool:
                 start_new_session=True,
             )
         process.returncode = 0  # or `subprocess` warns that it did not wait for it
-        return cls(Child(process.pid), ours)
+        return cls(process.pid, ours)
 
     @classmethod
     def forked(cls, call: Callable[[], Any], variables: Mapping[str, str]) -> "ServerPool":
@@ -130,7 +103,7 @@ class ServerPool:
                 ours.close()
                 os.environ.update(variables)
                 serve_forked(theirs, parent, call)
-        return cls(Child(pid), ours)
+        return cls(pid, ours)
 
     def start(self, instruction: Instruction) -> None:
         """Sends the instruction and its descriptors to the fork server."""
@@ -150,9 +123,9 @@ class ServerPool:
         found = [self._read(message) for message in self._parser.feed(data or b"")]
         if data is None:
             self._lost = True
-            self._child.wait(CLOSE_SECONDS)
+            self._wait(CLOSE_SECONDS)
             if self._running and not self._broken:
-                found.append(WorkerEvent(None, text=f"the starter of the workers {describe_ending(self._child.code)}"))
+                found.append(WorkerEvent(None, text=f"the starter of the workers {describe_ending(self._code)}"))
             found += [WorkerEvent(slot) for slot in sorted(self._running)]
             self._running.clear()
         return [item for item in found if item is not None]
@@ -172,7 +145,7 @@ class ServerPool:
         """Closes the socket, upon which the fork server ends all processes; kills them if it does not."""
         with contextlib.suppress(OSError):
             self._control.shutdown(socket.SHUT_WR)
-        if self._running or not self._child.wait(CLOSE_SECONDS):
+        if self._running or not self._wait(CLOSE_SECONDS):
             self.kill()
         for group in self._pids.values():
             process_tree.sweep_group(group)
@@ -180,11 +153,19 @@ class ServerPool:
 
     def kill(self) -> None:
         """Kills the fork server and the workers."""
-        for group in (self._child.pid, *self._pids.values()):
-            if group != self._child.pid or self._child.poll() is None:
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.killpg(group, signal.SIGKILL)
-        self._child.wait(CLOSE_SECONDS)
+        server = [] if self._wait(0) else [self._server.pid]
+        for group in (*server, *self._pids.values()):
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(group, signal.SIGKILL)
+        self._wait(CLOSE_SECONDS)
+
+    def _wait(self, seconds: float) -> bool:
+        """Waits for the end of the fork server; False if the time is up."""
+        with contextlib.suppress(psutil.TimeoutExpired):
+            code = self._server.wait(seconds)
+            self._code = -signal.SIGKILL if code is None else int(code)  # None if other code has reaped it
+            return True
+        return False
 
     def _read(self, message: dict[str, Any]) -> WorkerEvent | None:
         """The event of a message from the fork server."""
