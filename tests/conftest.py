@@ -28,7 +28,7 @@ SOURCE = Path(__file__).resolve().parents[1] / "src"
 
 
 def pytest_configure(config):
-    """Compiles the package: where Python is told to keep no bytecode, each of hundreds of programs would do so anew."""
+    """Compiles the package: without bytecode files, each of hundreds of programs would do so anew."""
     if not hasattr(config, "workerinput"):
         compileall.compile_dir(SOURCE, quiet=2)
 
@@ -58,7 +58,7 @@ def pytest_runtest_call(item):
 def worlds():
     """`worlds(n, transport, nodes)`: a pool of n real processes that talk to each other, started when first asked for.
 
-    They share memory where that can be; "gloo" says otherwise. `nodes=(2, 2)` tells them that they are on two nodes.
+    They share memory if possible, unless the transport is "gloo". With `nodes=(2, 2)` they are as on two nodes.
     """
     pool = {}
 
@@ -83,7 +83,7 @@ def shared_data():
 
 @pytest.fixture
 def refused(capsys, monkeypatch):
-    """`refused(*words)`: calls `samestep WORDS` here, which must refuse them as bad usage; what it says on stderr."""
+    """`refused(*words)`: calls `samestep WORDS` here, which must be bad usage; returns the message on stderr."""
     from samestep.cli.main import main
 
     def call(*words):

@@ -44,7 +44,7 @@ SMOKE = {
     # An existing script; a breaker that verify names.
     "scripts/test_patterns.py::test_processes_do_not_change_the_bits_or_the_prints[draws-3]",
     "verify/test_verify.py::test_batch_norm_is_found_named_confirmed_and_told",
-    # `samestep train`, torchrun, the README's example; what an import costs.
+    # `samestep train`, torchrun, the README's example; the cost of an import.
     "cli/test_train_command.py::test_torchrun_gives_the_digest_of_our_own_launcher",
     "docs/test_documentation.py::test_a_program_prints_the_same_on_one_device_and_on_three[README.md:train.py]",
     "launcher/test_run.py::test_the_parent_never_imports_torch",
@@ -118,7 +118,7 @@ _watched = []
 
 @contextmanager
 def watch(item):
-    """The time of a test: a quick one that starts a program without being a smoke test fails there."""
+    """Watches a test: a quick one that starts a program without being a smoke test fails."""
     if item.get_closest_marker("quick") is None or name_of(item) in SMOKE:
         yield
         return

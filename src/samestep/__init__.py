@@ -7,7 +7,7 @@
     for batch in run.loader(dataset, shuffle=True):
         result = step(batch)
 
-Names are imported when they are first used, so that `import samestep` costs nothing.
+Names are imported when they are first used, so that `import samestep` is fast.
 """
 
 from importlib import import_module

@@ -1,28 +1,28 @@
-"""Every error that samestep raises on purpose.
+"""All errors that samestep raises deliberately.
 
 SamestepError                 exit code 1
-├── UsageError (ValueError)   exit code 2: an option or argument that cannot be, known before anything starts
-│   └── DeviceError           a device that was asked for and is not there
-├── DataError (ValueError)    a file or a dataset that is not what it should be
+├── UsageError (ValueError)   exit code 2: an invalid option or argument, detected before anything starts
+│   └── DeviceError           a requested device that does not exist or cannot be used
+├── DataError (ValueError)    an invalid file or dataset
 ├── LossError (ValueError)    a loss function that breaks the loss contract
 ├── BufferMergeError (ValueError)  a module buffer that differs between microbatches and has no rule for merging
 ├── NonFiniteError            a loss or gradient that is NaN or infinite
 ├── DeterminismError          an operation without a deterministic form, or ranks that ran different programs
-├── PeerLostError             ranks that did not answer
+├── PeerLostError             ranks that ended or did not respond in time
 ├── RunFolderError (OSError)  a run folder that cannot be written
-├── CheckpointError (ValueError)  a checkpoint that is damaged, or does not fit what it is loaded into
-├── ContractError (ValueError)  exit code 2: a run that would go on under another contract
+├── CheckpointError (ValueError)  a checkpoint that is damaged, or of another model
+├── ContractError (ValueError)  exit code 2: a run that would continue under another contract
 ├── OutOfMemoryError          a microbatch or a cached dataset that does not fit in the device's memory
 └── WorkerError               a worker process that failed
 
-A message says what was got, what is needed and which option mends it. What it quotes is cut to a readable length.
+A message has the value that was got, the one that is needed and the option to change. Long quotations are shortened.
 """
 
 from samestep.text import readable
 
 
 class SamestepError(Exception):
-    """Root of the tree: catch this to catch all that samestep raises on purpose."""
+    """Root of the tree: catches every error that samestep raises deliberately."""
 
     exit_code = 1
 
@@ -31,17 +31,17 @@ class SamestepError(Exception):
 
 
 class UsageError(SamestepError, ValueError):
-    """An argument that cannot be; raised before a device or a process is touched."""
+    """An invalid argument; raised before a device is used or a process is started."""
 
     exit_code = 2
 
 
 class DeviceError(UsageError):
-    """A device was asked for that is not there, or cannot be used."""
+    """A requested device does not exist, or cannot be used."""
 
 
 class DataError(SamestepError, ValueError):
-    """A file or dataset is not what it should be: missing, truncated, of the wrong type or range."""
+    """A file or dataset is invalid: missing, truncated, of the wrong type or range."""
 
 
 class LossError(SamestepError, ValueError):
@@ -49,19 +49,19 @@ class LossError(SamestepError, ValueError):
 
 
 class BufferMergeError(SamestepError, ValueError):
-    """A module buffer ended differently on different microbatches and no rule says how to merge it."""
+    """A module buffer has different values on different microbatches, and no rule for merging them."""
 
 
 class NonFiniteError(SamestepError):
-    """A loss or gradient was NaN or infinite; the state is the one from before that step."""
+    """A loss or gradient was NaN or infinite; the state is that before the step."""
 
 
 class DeterminismError(SamestepError):
-    """The promise of equal bits cannot be kept: an operation without a deterministic form, or ranks that differ."""
+    """Equal bits cannot be guaranteed: an operation without a deterministic form, or ranks that differ."""
 
 
 class PeerLostError(SamestepError):
-    """Other ranks died or did not answer in time; `ranks` names them."""
+    """Other ranks ended or did not respond in time; `ranks` are their numbers."""
 
     def __init__(self, message: str, ranks: tuple[int, ...] = ()) -> None:
         super().__init__(message)
@@ -69,21 +69,21 @@ class PeerLostError(SamestepError):
 
 
 class RunFolderError(SamestepError, OSError):
-    """The run folder cannot be written: no space, no permission, or gone."""
+    """The run folder cannot be written: no space, no permission, or removed."""
 
 
 class CheckpointError(SamestepError, ValueError):
-    """A checkpoint is damaged or incomplete, or of another model than the one it is to be loaded into."""
+    """A checkpoint is damaged or incomplete, or of another model."""
 
 
 class ContractError(SamestepError, ValueError):
-    """The run would go on under another contract; the message lists the fields that changed."""
+    """The run would continue under another contract; the message lists the fields that changed."""
 
     exit_code = 2
 
 
 class OutOfMemoryError(SamestepError):
-    """A microbatch or a cached dataset does not fit in the device's memory; says how many microbatches do."""
+    """A microbatch or a cached dataset does not fit in the device's memory; the message has a number that does."""
 
 
 class WorkerError(SamestepError):

@@ -1,4 +1,4 @@
-"""Optional packages: whether one is installed, and the sentence that says how to install it."""
+"""Optional packages: whether one is installed, and the message with the command that installs it."""
 
 import importlib.util
 from typing import Final
@@ -9,14 +9,14 @@ EXTRAS: Final = {
     "pynvml": ("nvidia-ml-py", "nvidia"),
     "sklearn": ("scikit-learn", "recipes"),
 }
-"""By the name that is imported: the package's name and the extra of samestep that installs it (pyproject.toml)."""
+"""By import name: the package's name and the extra of samestep that installs it (pyproject.toml)."""
 
 
 def is_installed(module: str) -> bool:
     """Whether a top-level module can be imported; it is not imported."""
     try:
         return importlib.util.find_spec(module) is not None
-    except (ImportError, ValueError):  # an import hook refuses it, or an object without a spec stands in for it
+    except (ImportError, ValueError):  # an import hook refuses it, or its replacement has no spec
         return False
 
 

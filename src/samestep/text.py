@@ -14,12 +14,12 @@ _LONG_WORD = re.compile(rf"\S{{{MAX_WORD + 1},}}")
 
 
 def one_line(text: Any) -> str:
-    """Text without line breaks, control characters, which could write elsewhere on a terminal, and lone surrogates."""
+    """Text without line breaks, control characters (which could move a terminal's cursor) and lone surrogates."""
     return _CONTROL.sub("�", str(text))
 
 
 def readable(text: str) -> str:
-    """A message, each of its lines as `one_line`, of which long words and long lines lose their middle."""
+    """A message with each line as by `one_line`, and without the middle of long words and lines."""
     return "\n".join(map(_short, text.split("\n")))
 
 

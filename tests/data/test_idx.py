@@ -1,4 +1,4 @@
-"""IDX files: what is written is read, and whatever is damaged gets a sentence that names the file."""
+"""IDX files: values are read as written, and a damaged file is an error that names it."""
 
 import gzip
 import struct

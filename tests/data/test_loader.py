@@ -166,7 +166,7 @@ def test_the_state_of_a_loader_over_other_data_is_refused():
 
 
 def resized(count):
-    """A dataset of so many samples of each kind, and what gives it another length."""
+    """A dataset of so many samples of each kind, and a function that changes its length."""
     samples, rows = Noisy(count), torch.arange(count)
     tensors = TensorDataset(rows)
     by_name = {"rows": rows}

@@ -112,7 +112,7 @@ def test_the_real_folders_are_split_as_documented(shared_data):
 
 
 class Handler(BaseHTTPRequestHandler):
-    """The path says how the server behaves; the server remembers what it was asked for."""
+    """The path decides the server's behaviour; the server logs the requests."""
 
     def do_GET(self):
         behaviour = self.path.strip("/")

@@ -58,7 +58,7 @@ def test_writing_to_a_microbatch_changes_no_other(microbatches):
 
 
 class Marks:
-    """Stands in for the device's events, and writes down who waited for what."""
+    """Replaces the device's events, and logs their calls."""
 
     def __init__(self):
         self.log = []

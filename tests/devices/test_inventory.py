@@ -1,4 +1,4 @@
-"""What is there is found without importing torch, and says what a user might not expect."""
+"""The hardware is found without importing torch, with notes on surprises."""
 
 import json
 import os
@@ -22,7 +22,7 @@ def bare(build: TorchBuild) -> Inventory:
 
 
 def found(build: TorchBuild, reading: Reading, environ: dict[str, str]) -> Inventory:
-    """The inventory of a machine whose NVML told `reading`; no question needs CUDA."""
+    """The inventory of a machine with this reading of NVML."""
     return inventory_module._with_nvidia(bare(build), reading, environ)
 
 

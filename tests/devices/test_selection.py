@@ -1,4 +1,4 @@
-"""What a user writes selects the devices it says, or gets a sentence that says what is there."""
+"""A specification selects its devices, or is an error that names the existing ones."""
 
 import pytest
 from hypothesis import given

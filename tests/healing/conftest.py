@@ -1,4 +1,4 @@
-"""What the tests of healing share: runs of the faulty script under a real supervisor, and what is left of them."""
+"""Fixtures of the tests of healing: runs of the faulty script under a real supervisor, and their results."""
 
 import importlib
 import json
@@ -22,7 +22,7 @@ COMPARED = ("step", "epoch", "position", "num_samples", "ids", "loss", "grad_nor
 
 
 class Told:
-    """A run that has ended: what it left behind."""
+    """A run that has ended, with its files."""
 
     def __init__(self, folder, outcome):
         self.folder, self.outcome = folder, outcome
@@ -44,7 +44,7 @@ IMPORTED_LATE = ("torch._dynamo", "matplotlib.pyplot", "torch.utils.tensorboard"
 
 
 def run_script(script, devices, told, policy=None, start_method=None):
-    """Runs a script that is told something on CPU workers; nothing stays in shared memory.
+    """Runs a script with an argument on CPU workers; nothing stays in shared memory.
 
     Without a start method they are forks of this process, which imports once what each would import. Where there are
     GPUs a backward in it may have started threads, and no fork of it could do one: there they are forks of a clean one.

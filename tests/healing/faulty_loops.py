@@ -1,4 +1,4 @@
-"""Training loops of one's own in which things go wrong as told: `faulty_loops.py JSON`.
+"""Training loops of one's own with the given faults: `faulty_loops.py JSON`.
 
 JSON holds "kind" (one of `KINDS`, or "slow", which waits for a third worker), "folder" and "faults", as in
 `faulty_training`.

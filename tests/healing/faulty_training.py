@@ -1,4 +1,4 @@
-"""A training script in which things go wrong as told: `faulty_training.py JSON`.
+"""A training script with the given faults: `faulty_training.py JSON`.
 
 JSON holds "folder" (of the run), "faults", a list of {"rank", "step", "phase", "kind"}, and perhaps "spares", "resume",
 "checkpoint_steps", "epochs", "pause" (seconds a microbatch), and "wait_for": a slot that has to be there before step 5
@@ -51,7 +51,7 @@ class Samples(Dataset):
 
 
 class Faults:
-    """Strikes this rank where and when it was told to."""
+    """The faults of this rank."""
 
     def __init__(self, faults, slot, folder):
         self._mine = [fault for fault in faults if fault["rank"] == slot]

@@ -1,6 +1,6 @@
 """Faults are data: whatever happens to whichever rank in whatever phase, the run ends with the undisturbed bits.
 
-Only what the program does itself ends it: an exception, an exit code.
+Only an exception or exit code of the program ends it.
 """
 
 import itertools
@@ -61,7 +61,7 @@ def check(told, reference, faults):
     deaths = [event for event in told.events if event["event"] == "death"]
     assert len(deaths) == len(faults)
     assert told.events[-1]["event"] == "end"
-    # A killed rank 0 leaves it behind: whoever went on writing locked the folder, and gave the lock back.
+    # A killed rank 0 leaves it: the next rank 0 locked the folder, and released the lock.
     assert not (told.folder / "run" / LOCK_FILE).exists()
 
 
@@ -120,7 +120,7 @@ def tally(request):
 
 
 def check_ended(train, told, reference, devices, fault):
-    """The run ended with what the program did; what it left is the beginning of the undisturbed one, and goes on."""
+    """The run ended by the program; its steps are the first ones of the undisturbed run, and it can be resumed."""
     failure = told.outcome.failure
     assert told.outcome.exit_code == 1, failure
     assert ENDED[fault["kind"]].format(**fault) in failure

@@ -49,7 +49,7 @@ def test_a_loop_of_ones_own_goes_on_with_the_same_bits(kind, fault, tmp_path):
 
 @pytest.mark.slow
 def test_a_replacement_does_not_train_alone_where_nobody_hands_it_the_state(tmp_path, capfd):
-    """It is told so, and the others end as if it had never been."""
+    """It ends with a message, and the others end as if it had never been."""
     fault = {"rank": 1, "step": 0, "phase": "backward", "kind": "SIGKILL"}
     # A fork of this process would be there and gone again before the others wait for it.
     check("slow", 2, [fault], tmp_path, Policy(replace=True, max_restarts=1), start_method="fork")

@@ -10,7 +10,7 @@ KILL = {"rank": 1, "step": 2, "phase": "backward", "kind": "SIGKILL"}
 
 
 def names(told):
-    """The events, without those of a regrouping that lost nobody: who joins may come when nobody can hand the state."""
+    """The events, without regroupings that lost no rank: a replacement may join when no rank can send the state."""
     return [event["event"] for event in told.events if event["event"] != "checkpoint" and event.get("lost") != []]
 
 

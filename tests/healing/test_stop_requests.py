@@ -1,4 +1,4 @@
-"""Requests to stop, and supervisors that are killed: what is kept and said, and that the run goes on from there."""
+"""Requests to stop, and supervisors that are killed: the files and messages that are left, and the resumed run."""
 
 import json
 import os
@@ -49,7 +49,7 @@ def by_number(steps):
 
 
 def test_a_request_that_reaches_ranks_in_different_steps_stops_them_after_the_same(train, undisturbed):
-    """Rank 1 loses its connection after rank 0 has ended the step, and hears of the request before it redoes it."""
+    """Rank 1 loses its connection after rank 0 has ended the step, and receives the request before it redoes it."""
     told = train(2, [{"rank": 1, "step": 4, "phase": "exchanged", "kind": "stop and break"}])
     assert told.outcome.exit_code == 128 + signal.SIGTERM
     assert told.steps == undisturbed.steps[:6]

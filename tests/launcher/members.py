@@ -1,4 +1,4 @@
-"""Workers that do nothing but what healing needs: they post what they do, notice new quorums, and go on."""
+"""Workers with the least that healing needs: they post heartbeats, detect new quorums, and go on."""
 
 import os
 import time
@@ -21,20 +21,12 @@ PATIENCE_SECONDS = 60.0
 
 @dataclass
 class Member:
-    """One worker, for the faults that a test gives it.
-
-    Attributes:
-        slot: its slot.
-        attempt: how often all were started again.
-        heartbeat: posts what it does.
-        quorums: all that it has seen.
-        folder: where tests look.
-    """
+    """One worker, in which a test's faults occur."""
 
     slot: int
-    attempt: int
+    attempt: int  # how often all were restarted
     heartbeat: Heartbeat
-    quorums: list[Quorum]
+    quorums: list[Quorum]  # all that it has joined
     folder: Path
 
     @property
@@ -44,7 +36,7 @@ class Member:
 
     @property
     def slots(self) -> tuple[int, ...]:
-        """Who makes up the run, as far as it knows."""
+        """The members of its last quorum."""
         return self.quorums[-1].slots
 
     def do(self, step: int, phase: str = "forward") -> None:
@@ -84,7 +76,7 @@ class Member:
 
 
 def is_down_to(count: int) -> Callable[[Member], bool]:
-    """Whether so many make up the run, and not more."""
+    """Whether the quorum has at most so many members."""
     return lambda member: len(member.slots) <= count
 
 
@@ -118,7 +110,7 @@ def run_members(
         late = "SAMESTEP_JOINS" in os.environ
         member.heartbeat.quorum = member.quorums[-1].number
         member.heartbeat.set_flags(flags | READY_TO_JOIN if late else flags)
-        # Nobody begins before all have said what they can do.
+        # No worker begins before all have posted their flags.
         wait_until(lambda: late or all(page.beat(slot).flags for slot in page.quorum().slots))
         return play(member)
 

@@ -1,4 +1,4 @@
-"""Workers that hang: who is blamed, and what is left of them."""
+"""Hung workers: which ones are detected, and their stacks."""
 
 import os
 import re

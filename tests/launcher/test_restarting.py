@@ -1,4 +1,4 @@
-"""Crews and workers that are started again."""
+"""Restarts of all workers and of single ones."""
 
 import os
 import signal

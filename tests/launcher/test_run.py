@@ -1,4 +1,4 @@
-"""`samestep run` from end to end: what a script sees, what it gives back, how its failures are told."""
+"""`samestep run` from end to end: a script's view, its results, and the messages about its failures."""
 
 import json
 import os

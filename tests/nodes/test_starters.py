@@ -150,7 +150,7 @@ def test_tasks_of_srun_on_two_nodes_sum_by_nodes(nodes):
 
 @pytest.fixture
 def networks() -> Iterator[list[list[str]]]:
-    """Two network namespaces with a cable between them: what to start a program with to run it in each."""
+    """Two connected network namespaces: the command prefixes that run a program in each."""
     if not all(shutil.which(name) for name in ("unshare", "nsenter", "ip")):
         pytest.skip("unshare, nsenter or ip is not here")
     holders = [subprocess.Popen(["unshare", "-n", "sleep", "600"], stderr=subprocess.DEVNULL) for _ in range(2)]

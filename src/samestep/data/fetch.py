@@ -80,7 +80,7 @@ def fetch_microbatches(
         return
     yield from DataLoader(
         samples,
-        batch_sampler=_Requests(requests),  # type: ignore[arg-type]  # torch types it as lists of int, and takes any
+        batch_sampler=requests,  # type: ignore[arg-type]  # torch types it as lists of int, and takes any iterable
         num_workers=num_workers,
         collate_fn=collate_fn,
         pin_memory=device.type == "cuda",
@@ -125,13 +125,3 @@ class StreamReader:
                 return
             yield sample
             position += 1
-
-
-class _Requests:
-    """An iterator as the iterable that DataLoader needs."""
-
-    def __init__(self, requests: Iterator[MicrobatchIds]) -> None:
-        self._requests = requests
-
-    def __iter__(self) -> Iterator[MicrobatchIds]:
-        return self._requests

@@ -27,7 +27,7 @@ def check_regular(path: str | PathLike[str]) -> None:
 
 
 def read_file(path: str | PathLike[str], needed: str) -> bytes:
-    """The content of a file; a `DataError` if there is none, which says what is `needed`."""
+    """The content of a file; a `DataError` that names the kind of file `needed` if there is none."""
     check_regular(path)
     try:
         content = Path(path).read_bytes()

@@ -1,1 +1,1 @@
-"""Hardware: what a machine has, and which of it a run uses."""
+"""The hardware of a machine, and the selection of devices for a run."""

@@ -202,7 +202,7 @@ class Healing:
             self._report_healed(quorum)
 
     def finish(self) -> None:
-        """Reports what is left, at the end of a run that went on."""
+        """Reports everything pending, at the end of a run that went on."""
         self._complete(time.monotonic())
         self._report()
 

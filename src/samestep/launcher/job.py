@@ -1,4 +1,4 @@
-"""The job of a run's workers, what is done about failures, and the run's outcome."""
+"""The job of a run's workers, the policy about failures, and the run's outcome."""
 
 import math
 import re
@@ -17,7 +17,7 @@ Kind = Literal["script", "module", "function"]
 class Job:
     """The program of every worker."""
 
-    kind: Kind  # "script" as `python FILE`, "module" as `python -m`, "function": what rank 0 returns is the result
+    kind: Kind  # "script" as `python FILE`, "module" as `python -m`, "function": rank 0's return value is the result
     target: str  # the file, the module, or "package.module:function"
     argv: tuple[str, ...] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)  # of the function; JSON
@@ -63,7 +63,7 @@ def _option(help: str, default: Any, **more: Any) -> Any:
 
 @dataclass(frozen=True)
 class Policy:
-    """What is done about failed workers, by the options of `samestep train` and `run`; checked when it is made."""
+    """The handling of failed workers, by the options of `samestep train` and `run`; checked when it is made."""
 
     heal: bool = _option("Go on with the devices that are left when a worker fails: the same bits.", True, negated=True)
     min_devices: int = _option("With fewer devices left the run ends.", 1, metavar="N")

@@ -258,7 +258,7 @@ class Monitor:
             self._pool.signal(slot, signal.SIGABRT)
 
     def _replace_lost(self) -> None:
-        """Starts a new worker on the device of each failed one, if the policy says so."""
+        """Starts a new worker on the device of each failed one, if the policy allows it."""
         if not self._policy.replace or self._phase != "running":
             return
         for worker in [w for w in self.workers.all if w.is_lost and w.ended and not w.is_replaced]:

@@ -6,6 +6,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import FunctionType
 from typing import Any
 
@@ -63,19 +64,11 @@ def launch(
         open_pool: Callable[[], WorkerPool]
         if arguments is None:
             _check_fork(fn, method)
-
-            def call() -> Any:
-                return fn(*args, **(kwargs or {}))
-
-            def open_pool() -> WorkerPool:
-                return ServerPool.forked(call, variables)
+            open_pool = partial(ServerPool.forked, partial(fn, *args, **(kwargs or {})), variables)
         else:
             write_payload(payload, arguments)
             fds["payload"] = payload.fileno()
-
-            def open_pool() -> WorkerPool:
-                return ServerPool.executed(variables, start_method=method)
-
+            open_pool = partial(ServerPool.executed, variables, start_method=method)
         job = Job("function", f"{fn.__module__}:{getattr(fn, '__qualname__', type(fn).__qualname__)}")
         outcome = supervise(job, selection, num_threads=num_threads, open_pool=open_pool, relay=True, fds=fds)
         if outcome.exit_code == 128 + signal.SIGINT and outcome.failure is None:

@@ -100,17 +100,6 @@ def send_signal(pid: int, signum: int) -> None:
     os.kill(pid, signal.SIGCONT)
 
 
-def is_stopped(pid: int | None) -> bool:
-    """Whether a signal has stopped a process; False for an unknown one."""
-    if pid is None:
-        return False
-    import psutil  # here: workers import this module too, and start faster without
-
-    with contextlib.suppress(psutil.Error):
-        return bool(psutil.Process(pid).status() == psutil.STATUS_STOPPED)
-    return False
-
-
 def set_title(title: str, short: str) -> None:
     """Sets this process's command line and name (15 bytes at most) in `ps` and `top`; on Linux, else nothing."""
     with contextlib.suppress(OSError, ValueError, IndexError):

@@ -37,7 +37,7 @@ def work(instruction: Instruction, call: Call | None = None) -> int:
         _draw_seeds()
         import torch
 
-        torch.set_num_threads(instruction.assignment.num_threads)  # which is part of what decides the bits
+        torch.set_num_threads(instruction.assignment.num_threads)  # the bits depend on it
         value = call() if call is not None else run_program(instruction.job, instruction.fds)
         page, slot = HeartbeatPage(instruction.fds["page"]), instruction.assignment.slot
         _deliver(value, instruction, channel, page)

@@ -139,7 +139,9 @@ class ServerPool:
 
     def is_stopped(self, slot: int) -> bool:
         """Whether the operating system reports the worker's process as stopped."""
-        return process_tree.is_stopped(self._pids.get(slot))
+        with contextlib.suppress(psutil.Error, KeyError):
+            return bool(psutil.Process(self._pids[slot]).status() == psutil.STATUS_STOPPED)
+        return False
 
     def close(self) -> None:
         """Closes the socket, upon which the fork server ends all processes; kills them if it does not."""

@@ -165,7 +165,7 @@ class StdoutRelay:
 
 
 def relay_to(name: Stream) -> Callable[[int], bool]:
-    """A handler of a descriptor that prints what it reads by this process's stream of that name."""
+    """A handler of a descriptor that copies its bytes to this process's stream of that name."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def relay(fd: int) -> bool:

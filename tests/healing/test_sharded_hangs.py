@@ -1,4 +1,4 @@
-"""A rank that hangs while it computes together with others: it is named, and not who waits for it."""
+"""A rank that hangs while it computes together with others: it is named, and not a rank that waits for it."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from samestep.devices.selection import select
 from samestep.launcher.job import Job, Policy
 from samestep.launcher.supervisor import supervise
 
-SCRIPT = str(Path(__file__).with_name("spread_hanging_script.py"))
+SCRIPT = str(Path(__file__).with_name("sharded_hanging_script.py"))
 
 
 @pytest.mark.timeout(120)
@@ -18,4 +18,4 @@ def test_of_two_ranks_that_share_a_model_the_one_that_hangs_is_named(strategy):
         Job("script", SCRIPT, (strategy,), quiet=True), select("cpu:2"), policy=Policy(hang_seconds=3.0)
     )
     assert "rank 1 on CPU worker 1 showed no sign of life" in outcome.failure
-    assert "spread_hanging_script.py" in outcome.failure
+    assert "sharded_hanging_script.py" in outcome.failure

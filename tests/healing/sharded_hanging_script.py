@@ -1,4 +1,4 @@
-"""Trains a model that is spread over two ranks, the second of which hangs in the forward of its third microbatch."""
+"""Trains a model that is sharded over two ranks, the second of which hangs in the forward of its third microbatch."""
 
 import sys
 import time
