@@ -48,6 +48,12 @@ dist.destroy_process_group()
 """
 
 
+def before_the_barrier(*lines):
+    """The script with these lines on rank 1 alone."""
+    indented = "".join(f"    {line}\n" for line in lines)
+    return MEET.replace("dist.barrier()\n", f"if dist.get_rank() == 1:\n{indented}dist.barrier()\n")
+
+
 def facts_of(folder, num_ranks):
     return [json.loads((folder / f"facts-{rank}.json").read_text()) for rank in range(num_ranks)]
 
@@ -56,33 +62,25 @@ def facts_of(folder, num_ranks):
 def test_a_script_sees_what_python_would_show_it(starter, start_method):
     script = starter.script("scripts/facts.py", FACTS)
     starter.script("scripts/sibling.py", "VALUE = 7")
-    done = starter.run(
-        "--devices",
-        "cpu:2",
-        "--num-threads",
-        "2",
-        "--start-method",
-        start_method,
-        "scripts/facts.py",
-        "--devices",
-        "x",
-        "--",
-    )
+    options = f"--devices cpu:2 --num-threads 2 --start-method {start_method}"
+    done = starter.run(*options.split(), *["scripts/facts.py", "--devices", "x", "--"])
     assert (done.returncode, done.stderr) == (0, "")
     facts = facts_of(starter.folder, 2)
+    expected = {
+        "name": "__main__",
+        "file": str(script),
+        "argv": ["scripts/facts.py", "--devices", "x", "--"],
+        "path": str(script.parent),
+        "package": None,
+        "sibling": 7,
+        "pickled": True,
+        "main": True,
+        "kind": "cpu",
+        "torch_threads": 2,
+        "elastic": "True",
+    }
     for rank, fact in enumerate(facts):
-        assert fact["rank"] == rank
-        assert fact["name"] == "__main__"
-        assert fact["file"] == str(script)
-        assert fact["argv"] == ["scripts/facts.py", "--devices", "x", "--"]
-        assert fact["path"] == str(script.parent)
-        assert fact["package"] is None
-        assert fact["sibling"] == 7
-        assert fact["pickled"]
-        assert fact["main"]
-        assert fact["kind"] == "cpu"
-        assert fact["torch_threads"] == 2
-        assert fact["elastic"] == "True"
+        assert fact == {**fact, **expected, "rank": rank}
         if sys.platform == "linux":
             name, short, *parent = fact["titles"]
             assert (name, short) == (f"samestep worker {rank}/2 scripts/facts.py", f"samestep {rank}/2")
@@ -95,12 +93,8 @@ def test_a_script_sees_what_python_would_show_it(starter, start_method):
 def test_a_module_runs_as_python_m_does(starter):
     starter.script("package/__init__.py", "")
     starter.script("package/sibling.py", "VALUE = 7")
-    module = starter.script(
-        "package/__main__.py",
-        FACTS.replace('__import__("sibling")', "sibling").replace(
-            "import json,", "from package import sibling\nimport json,"
-        ),
-    )
+    text = FACTS.replace('__import__("sibling")', "sibling")
+    module = starter.script("package/__main__.py", f"from package import sibling\n{text}")
     done = starter.run("--nproc_per_node", "1", "-m", "package", "-m", "--num-threads")
     assert (done.returncode, done.stderr) == (0, "")
     (fact,) = facts_of(starter.folder, 1)
@@ -121,12 +115,7 @@ def test_an_unchanged_script_meets_its_peers_and_three_runs_at_once_do_not_colli
 
 @pytest.mark.parametrize("start_method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_an_exception_is_told_once_with_rank_device_and_the_scripts_own_lines(starter, start_method):
-    script = starter.script(
-        "boom.py",
-        MEET.replace(
-            "dist.barrier()", 'if dist.get_rank() == 1:\n    raise ValueError("no such thing")\ndist.barrier()'
-        ),
-    )
+    script = starter.script("boom.py", before_the_barrier('raise ValueError("no such thing")'))
     done = starter.run("--devices", "cpu:3", "--start-method", start_method, "boom.py")
     assert done.returncode == 1
     assert done.stdout == "sum 6.0 of 3\n"
@@ -140,18 +129,8 @@ def test_an_exception_is_told_once_with_rank_device_and_the_scripts_own_lines(st
 
 
 def test_a_rank_that_only_saw_its_peer_vanish_is_not_the_cause(starter):
-    starter.script(
-        "vanish.py",
-        MEET.replace(
-            "dist.barrier()\n",
-            "import time\n"
-            "if dist.get_rank() == 1:\n"
-            "    dist.destroy_process_group()\n"
-            "    time.sleep(0.2)\n"
-            '    raise ValueError("the cause")\n'
-            "dist.barrier()\n",
-        ),
-    )
+    lines = ("import time", "dist.destroy_process_group()", "time.sleep(0.2)", 'raise ValueError("the cause")')
+    starter.script("vanish.py", before_the_barrier(*lines))
     done = starter.run("--devices", "cpu:2", "vanish.py")
     assert done.returncode == 1
     assert "rank 1 on CPU worker 1 failed" in done.stderr
@@ -197,13 +176,7 @@ def test_exit_zero_is_no_failure_and_exit_handlers_run(starter):
 
 
 def test_a_crash_names_the_signal_and_shows_the_line_and_the_last_words(starter):
-    script = starter.script(
-        "crash.py",
-        MEET.replace(
-            "dist.barrier()\n",
-            "if dist.get_rank() == 1:\n    print('last words')\n    os.kill(os.getpid(), 11)\ndist.barrier()\n",
-        ),
-    )
+    script = starter.script("crash.py", before_the_barrier("print('last words')", "os.kill(os.getpid(), 11)"))
     done = starter.run("--devices", "cpu:2", "crash.py")
     assert done.returncode == 128 + 11
     assert "rank 1 on CPU worker 1 was ended by SIGSEGV" in done.stderr
