@@ -6,7 +6,6 @@ Only an exception or exit code of the program ends it.
 import itertools
 import random
 import tempfile
-from collections import Counter
 
 import pytest
 
@@ -65,15 +64,11 @@ def check(told, reference, faults):
     assert not (told.folder / "run" / LOCK_FILE).exists()
 
 
-@pytest.mark.parametrize("run", runs_of(10, 0), ids=name_of)
-def test_ten_faults_leave_no_trace_in_the_bits(train, undisturbed, run):
-    devices, faults = run
-    check(train(devices, faults), undisturbed, faults)
+MORE = [pytest.param(run, marks=pytest.mark.slow, id=name_of(run)) for run in runs_of(40, 1000)]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("run", runs_of(40, 1000), ids=name_of)
-def test_forty_faults_leave_no_trace_in_the_bits(train, undisturbed, run):
+@pytest.mark.parametrize("run", [*runs_of(10, 0), *MORE], ids=name_of)
+def test_faults_leave_no_trace_in_the_bits(train, undisturbed, run):
     devices, faults = run
     check(train(devices, faults), undisturbed, faults)
 
@@ -89,37 +84,23 @@ OF_RANK_0 = ("checkpoint", "log")
 
 
 def matrix():
-    """Runs, (devices, fault) each, one for every phase and kind, in an order that begins with different ones."""
+    """Runs, (devices, fault) each: three for `make test-rest`, then one for every phase and kind, in a random order."""
+    few = [("between", "exception", 0), ("forward", "sys.exit", 1), ("log", "device", 0)]
+    for phase, kind, rank in few:
+        yield pytest.param(
+            2, {"rank": rank, "step": 5, "phase": phase, "kind": kind}, id=f"{kind} in {phase} of {rank}"
+        )
     random_ = random.Random(15)
     pairs = list(itertools.product((*EVERYWHERE, *OF_RANK_0), (*LOST, *ENDED)))
     random_.shuffle(pairs)
-    runs = []
     for phase, kind in pairs:
         devices = random_.choice((2, 2, 3, 3, 4))
         rank = 0 if phase in OF_RANK_0 else random_.randrange(devices)
         fault = {"rank": rank, "step": random_.randrange(NUM_STEPS - 1), "phase": phase, "kind": kind}
-        runs.append((devices, fault))
-    return runs
+        yield pytest.param(devices, fault, marks=pytest.mark.slow, id=name_of((devices, [fault])))
 
 
-def name_of_one(run):
-    devices, fault = run
-    return name_of((devices, [fault]))
-
-
-@pytest.fixture(scope="module")
-def tally(request):
-    """Counts runs, and at the end says how many went as they should."""
-    counts = Counter()
-    yield counts
-    terminal = request.config.pluginmanager.get_plugin("terminalreporter")
-    if terminal is not None:
-        told = f"{counts['healed']} healed, {counts['ended']} ended by the program and resumed"
-        deviations = counts["runs"] - counts["healed"] - counts["ended"]
-        terminal.write_line(f"\nfault matrix: {counts['runs']} runs: {told}, {deviations} deviations")
-
-
-def check_ended(train, told, reference, devices, fault):
+def check_ended(train, told, reference, fault):
     """The run ended by the program; its steps are the first ones of the undisturbed run, and it can be resumed."""
     failure = told.outcome.failure
     assert told.outcome.exit_code == 1, failure
@@ -136,33 +117,17 @@ def check_ended(train, told, reference, devices, fault):
     assert all(step in reference.steps for step in again.steps)  # of a step that was run twice both lines say the same
 
 
-def check_one(train, reference, devices, fault, tmp_path, monkeypatch):
-    """One fault ends as it should, and nothing stays behind."""
+@pytest.mark.parametrize(("devices", "fault"), matrix())
+def test_failures_of_the_program_end_the_run_and_others_are_healed(
+    train, undisturbed, tmp_path, monkeypatch, devices, fault
+):
     temporary = tmp_path / "temporary"
     temporary.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))
     told = train(devices, [fault])
     left = [*told.folder.rglob(".*"), *temporary.iterdir()]
     if fault["kind"] in LOST:
-        check(told, reference, [fault])
+        check(told, undisturbed, [fault])
     else:
-        check_ended(train, told, reference, devices, fault)
+        check_ended(train, told, undisturbed, fault)
     assert left == []
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("run", matrix(), ids=name_of_one)
-def test_the_matrix_of_phases_and_faults(train, undisturbed, tally, tmp_path, monkeypatch, run):
-    tally["runs"] += 1
-    check_one(train, undisturbed, *run, tmp_path, monkeypatch)
-    tally["healed" if run[1]["kind"] in LOST else "ended"] += 1
-
-
-@pytest.mark.parametrize(
-    ("phase", "kind", "rank"), [("between", "exception", 0), ("forward", "sys.exit", 1), ("log", "device", 0)]
-)
-def test_what_the_program_does_ends_the_run_and_what_befalls_a_device_does_not(
-    train, undisturbed, tmp_path, monkeypatch, phase, kind, rank
-):
-    fault = {"rank": rank, "step": 5, "phase": phase, "kind": kind}
-    check_one(train, undisturbed, 2, fault, tmp_path, monkeypatch)

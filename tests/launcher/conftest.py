@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 from marked import SECONDS, Marked, marked
 
-PROGRAM = Path(__file__).with_name("samestep_run.py")
+import samestep
+
+SAMESTEP = Path(samestep.__file__).with_name("__main__.py")
 RUN = (
     "import runpy, signal, sys;"
     "signal.signal(signal.SIGINT, signal.default_int_handler);"  # a background job's is ignored
@@ -22,7 +24,7 @@ class Starter(Marked):
     """Starts `samestep run` in a folder of its own."""
 
     def start(self, *arguments):
-        return self.start_program(PROGRAM, *arguments)
+        return self.start_program(SAMESTEP, "run", *arguments)
 
     def start_program(self, program, *arguments):
         return subprocess.Popen(

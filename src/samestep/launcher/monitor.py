@@ -13,10 +13,12 @@ Its phases:
 The rules of running apply to finishing too. Each restart has a monitor of its own.
 """
 
+import codecs
 import contextlib
 import os
 import selectors
 import signal
+import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -32,7 +34,9 @@ from samestep.launcher.failures import Failure, Restarts, describe_waiting, exit
 from samestep.launcher.healing import HangDetector, Healing
 from samestep.launcher.job import Job, Outcome, Policy
 from samestep.launcher.worker_pool import WorkerPool
-from samestep.launcher.workers import StdoutRelay, Stream, Worker, Workers, begin_log, read_available, relay_to
+from samestep.launcher.workers import Worker, Workers, begin_log, read_available
+
+Stream = Literal["stdout", "stderr"]
 
 POLL_SECONDS = 0.05
 LOOK_SECONDS = 0.5
@@ -76,7 +80,7 @@ class Monitor:
         self._fds = fds or {}
         self._hangs = HangDetector(policy.hang_seconds)
         self._healing = Healing(self.workers, policy, display.notify, self._note)
-        self._stdout_relay = StdoutRelay()
+        self._decoders: dict[tuple[int, Stream], codecs.IncrementalDecoder] = {}
         self._selector = selectors.DefaultSelector()
         self._owned: set[int] = set()
         self._failed: list[Worker] = []  # in the order of detection
@@ -142,11 +146,9 @@ class Monitor:
             given["dump"] = pipe(lambda fd: self._read_output(worker, fd))
             if log is not None:
                 begin_log(log, anew=place.attempt == 0 and not place.joins)
-            if place.rank > 0:
+            if place.rank > 0 or self._relay:  # else it inherits them
                 given["stdout"] = pipe(lambda fd: self._read_output(worker, fd, "stdout"))
                 given["stderr"] = pipe(lambda fd: self._read_output(worker, fd, "stderr"))
-            elif self._relay:
-                given["stdout"], given["stderr"] = pipe(relay_to("stdout")), pipe(relay_to("stderr"))
             self._pool.start(Instruction(place, self._job, 0, given))
 
     def run(self) -> Outcome:
@@ -189,11 +191,17 @@ class Monitor:
         return events is not None
 
     def _read_output(self, worker: Worker, fd: int, stream: Stream | None = None) -> bool:
-        """Keeps a worker's output, and relays the leader's, except crash dumps (no stream), which messages repeat."""
+        """Keeps a worker's output; prints rank 0's, except crash dumps (no stream), which messages repeat."""
         data = read_available(fd)
-        if stream is not None:
-            self._stdout_relay.receive(worker, data or b"", stream)
-        worker.keep(data or b"")
+        if stream is not None and worker is self.workers.members[0]:
+            decoder = codecs.getincrementaldecoder("utf-8")
+            decode = self._decoders.setdefault((worker.slot, stream), decoder("replace")).decode
+            target = sys.stdout if stream == "stdout" else sys.stderr
+            with contextlib.suppress(BrokenPipeError):
+                target.write(decode(data or b"", data is None))
+                target.flush()
+        if stream is None or worker.place.rank > 0:  # the output of the first rank 0 has been printed already
+            worker.keep(data or b"")
         return data is not None
 
     def close(self) -> None:
@@ -243,7 +251,6 @@ class Monitor:
             self._looked = now
             self._look_for_hangs(now)
         self._healing.look(self._hangs, may_join=self._phase == "running")
-        self._stdout_relay.follow(self.workers.members[0])
         self._replace_lost()
         if all(worker.ended for worker in self.workers.members):
             self._dismiss_waiting()
@@ -292,7 +299,6 @@ class Monitor:
         decision = self._healing.decide(worker)
         if decision == "heal":
             self._healing.remove(worker)
-            self._stdout_relay.follow(self.workers.members[0])
             return
         self._failed = self._healing.culprits(worker)
         self._is_fault = decision == "fault"

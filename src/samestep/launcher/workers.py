@@ -1,13 +1,11 @@
 """The workers of one attempt in the supervisor: their state, their output, and the quorum, which of them are ranks."""
 
-import codecs
 import contextlib
 import os
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from samestep.comm.channel import Event, EventParser
 from samestep.comm.heartbeat_page import HEALS, LEAVES_EARLY, READY_TO_JOIN, Beat, HeartbeatPage, Quorum
@@ -18,8 +16,6 @@ TAIL_SIZE = 65_536
 MAX_READ = 1 << 20
 WORKING = frozenset({"data", "forward", "backward", "update", "checkpoint", "evaluate"})
 """Phases of a step in which a worker waits for no other."""
-
-Stream = Literal["stdout", "stderr"]
 
 
 @dataclass(eq=False)
@@ -139,43 +135,6 @@ class Workers:
         """The run's result: that of the lowest rank that has one."""
         ordered = [*self.members, *(worker for worker in self.all if worker not in self.members)]
         return next((worker.results[-1] for worker in ordered if worker.results), None)
-
-
-class StdoutRelay:
-    """Prints the output of the present rank 0 if that is not the first one, which prints by itself."""
-
-    def __init__(self) -> None:
-        self._worker: Worker | None = None
-        self._decoders: dict[Stream, codecs.IncrementalDecoder] = {}
-
-    def follow(self, leader: Worker) -> None:
-        """Relays this worker from now on, unless it was started as rank 0."""
-        if leader is not self._worker and leader.place.rank > 0:
-            self._worker = leader
-            decoder = codecs.getincrementaldecoder("utf-8")
-            self._decoders = {"stdout": decoder("replace"), "stderr": decoder("replace")}
-
-    def receive(self, worker: Worker, data: bytes, name: Stream) -> None:
-        """Prints a worker's output if it is the leader."""
-        if worker is self._worker and data:
-            stream = sys.stdout if name == "stdout" else sys.stderr
-            with contextlib.suppress(BrokenPipeError):
-                stream.write(self._decoders[name].decode(data))
-                stream.flush()
-
-
-def relay_to(name: Stream) -> Callable[[int], bool]:
-    """A handler of a descriptor that copies its bytes to this process's stream of that name."""
-    decoder = codecs.getincrementaldecoder("utf-8")("replace")
-
-    def relay(fd: int) -> bool:
-        data = read_available(fd)
-        stream = sys.stdout if name == "stdout" else sys.stderr
-        stream.write(decoder.decode(data or b"", data is None))
-        stream.flush()
-        return data is not None
-
-    return relay
 
 
 def read_available(fd: int) -> bytes | None:
