@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 
 from samestep.cli import runs as command
 from samestep.errors import DataError, UsageError
-from samestep.train.lock import take_lock
-from samestep.train.runlog.line import to_line
+from samestep.train.paths import take_lock
+from samestep.train.runlog.ledger import to_line
 from samestep.verify.runs import find_runs, is_run, read_contract, run_status
 
 CONTRACT = {"recipe": "lenet", "epochs": 3, "command": ["samestep", "train", "lenet"], "seed": 0}

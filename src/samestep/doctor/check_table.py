@@ -19,8 +19,7 @@ from samestep.devices.selection import Selection, select
 from samestep.doctor.result import Result, State, bad, good, is_good, note
 from samestep.doctor.versions import TorchFacts, ask_torch, check_libraries, check_python, check_torch
 from samestep.extras import is_installed
-from samestep.launcher.job import Job
-from samestep.launcher.policy import Policy
+from samestep.launcher.job import Job, Policy
 from samestep.launcher.supervisor import supervise
 from samestep.text import counted
 

@@ -74,7 +74,7 @@ class KeptPool(ServerPool):
     @property
     def has_ended(self) -> bool:
         """Whether it can start no more workers."""
-        return self._lost or self._broken or self._child.poll() is not None
+        return self._lost or self._broken or self._wait(0)
 
     def start(self, instruction: Instruction) -> None:
         """Starts one worker."""

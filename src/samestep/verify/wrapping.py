@@ -28,7 +28,7 @@ _INNER = {
 
 @dataclass(frozen=True)
 class Wrap:
-    """One wrapped place: a call `owner.name(*args)` becomes `around(inner, *args)`, `inner` being the attribute before."""
+    """One wrapped place: `owner.name(*args)` becomes `around(inner, *args)`, with the original `inner`."""
 
     owner: Any  # a module or class
     name: str

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from torch.utils.data._utils.pin_memory import pin_memory
 
-from samestep.engine.drawing import Watch
+from samestep.engine.side_effects import Watch
 from samestep.errors import DeterminismError
 from samestep.scripts.adoption import Adoption
 from samestep.scripts.virtual.mode import TAG

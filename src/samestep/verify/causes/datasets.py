@@ -25,7 +25,7 @@ from samestep.core.seeds import derive_seed
 from samestep.data.batch import checksum
 from samestep.data.fetch import SeededSamples, StreamReader
 from samestep.data.randomness import Generators
-from samestep.engine.drawing import Watch, reachable
+from samestep.engine.side_effects import Watch, reachable
 from samestep.engine.site import is_script_file
 from samestep.scripts.patch import Patch, applied
 from samestep.verify.causes.evidence import Cause, Evidence, by_step, listed

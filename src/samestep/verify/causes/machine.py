@@ -11,7 +11,7 @@ from torch import nn
 
 from samestep.data.batch import checksum
 from samestep.data.randomness import seed_process
-from samestep.engine.drawing import Watch
+from samestep.engine.side_effects import Watch
 from samestep.verify.causes.evidence import Cause, Evidence, on_devices
 from samestep.verify.causes.facts import Facts
 from samestep.verify.recording import Recording

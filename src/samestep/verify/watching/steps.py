@@ -11,9 +11,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from samestep.comm.communicator import Communicator
-from samestep.comm.local_shards import LocalShard
 from samestep.data.nested import leaves
-from samestep.engine.sharded_state import ShardedState
+from samestep.engine.sharded_state import LocalShard, ShardedState
 from samestep.engine.step import TrainStep
 from samestep.verify.recording import JsonlWriter
 from samestep.verify.watching.batches import Batches, Metrics
