@@ -1,1 +1,1 @@
-"""Proof: reading what runs recorded, comparing them, and running them again."""
+"""Reading the records of runs, comparing them, and running programs on several device counts."""

@@ -28,7 +28,7 @@ _INNER = {
 
 @dataclass(frozen=True)
 class Wrap:
-    """One wrapped place: `owner.name(*args)` becomes `around(inner, *args)`, with the original `inner`."""
+    """One wrapped place: `owner.name(*args)` becomes `around(inner, *args)`; `inner` is the attribute as it was."""
 
     owner: Any  # a module or class
     name: str
