@@ -157,6 +157,11 @@ def misplace(facts):
     return facts
 
 
+def lengthen(facts):
+    facts["run"]["generators"]["python"]["$tuple"][1]["$tuple"][100] = 2**63
+    return facts
+
+
 def shorten(facts):
     for moments in facts["optimizers"][0]["state"]["$dict"]:
         moments[1]["exp_avg"] = moments[1]["step"]
@@ -177,6 +182,7 @@ def mistype(facts):
     ("change", "message"),
     [
         (misplace, "NumPy's generator is at 1000000000 of 624 numbers"),
+        (lengthen, "Python's generator has words of more than 32 bits"),
         (shorten, "the packed state is not in the form in which this version packs it"),
         (mistype, "the checkpoint's place in the data cannot be taken up"),
         (miscount, "is not that of a run after 2 steps"),

@@ -103,6 +103,8 @@ def check_generators(states: Mapping[str, Any], device: torch.device) -> None:
     position = ours.get("buffer_pos", ours["state"].get("pos", 0))
     if position and not 0 <= position <= len(memory):
         raise CheckpointError(f"the checkpoint's state of NumPy's generator is at {position} of {len(memory)} numbers")
+    if not all(0 <= word < 2**32 for word in states["python"][1]):  # CPython keeps the lowest 32 bits of each
+        raise CheckpointError("the checkpoint's state of Python's generator has words of more than 32 bits")
 
 
 def check_alike(what: str, there: Any, here: Any) -> None:
