@@ -117,7 +117,7 @@ def check_ended(train, told, reference, fault):
     assert all(step in reference.steps for step in again.steps)  # of a step that was run twice both lines say the same
 
 
-@pytest.mark.parametrize(("devices", "fault"), matrix())
+@pytest.mark.parametrize(("devices", "fault"), list(matrix()))
 def test_failures_of_the_program_end_the_run_and_others_are_healed(
     train, undisturbed, tmp_path, monkeypatch, devices, fault
 ):

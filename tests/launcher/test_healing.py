@@ -104,7 +104,7 @@ OWN_ENDINGS = {
 }
 
 
-@pytest.mark.parametrize(("slot", "ending"), enumerate(OWN_ENDINGS))
+@pytest.mark.parametrize(("slot", "ending"), list(enumerate(OWN_ENDINGS)))
 def test_an_exception_or_exit_code_of_the_program_ends_the_run_and_the_others_leave_in_order(tmp_path, ending, slot):
     call, code, said = OWN_ENDINGS[ending]
     slot = slot % 2
