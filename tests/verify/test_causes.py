@@ -20,30 +20,16 @@ from samestep.verify.wrapping import Wrap, patches_for
 BREAKERS = Path(__file__).resolve().parent / "breakers"
 THREE = ("cpu:1", "cpu:2", "cpu:3")
 
+SAME_NAME = """
+alone augmentation batchnorm buffers draws dropout flags global_batch local_clip loss_scale mean_of_means metrics
+module_state order own_generator sampler unseeded unshared unused
+"""
 ROWS = {
-    "alone": "alone",
-    "augmentation": "augmentation",
-    "batchnorm": "batchnorm",
-    "buffers": "buffers",
-    "draws": "draws",
-    "dropout": "dropout",
-    "flags": "flags",
-    "global_batch": "global_batch",
+    **{name: name for name in SAME_NAME.split()},
     "learning_rate_scaled": "learning_rate",
     "learning_rate_stepped": "learning_rate",
-    "local_clip": "local_clip",
-    "loss_scale": "loss_scale",
-    "mean_of_means": "mean_of_means",
-    "metrics": "metrics",
     "mixup": "draws",
-    "module_state": "module_state",
-    "order": "order",
-    "own_generator": "own_generator",
     "own_mean": "mean_of_means",
-    "sampler": "sampler",
-    "unseeded": "unseeded",
-    "unshared": "unshared",
-    "unused": "unused",
 }
 """Scripts for DistributedDataParallel or with an exchange by hand, and the cause that each has; held to `allclose`."""
 
