@@ -1,5 +1,6 @@
 """Programs that tests run on every rank of a world: `program(communicator, …)`."""
 
+import hashlib
 import random
 from collections import Counter
 from contextlib import nullcontext
@@ -17,7 +18,8 @@ from samestep.engine.losses import Mean
 from samestep.recipes.catalog import load
 from samestep.recipes.job import make_optimizer
 from samestep.recipes.recipe import DataOptions
-from samestep.train.digest import state_digest
+from samestep.train.checkpoint.local_shards import unsharded
+from samestep.train.digest import named_state, state_digest
 from samestep.train.metrics import accuracy, cross_entropy
 from samestep.train.run import Run
 
@@ -154,3 +156,18 @@ def masked_loss(model, batch):
     scores = model(batch[0])
     total = functional.cross_entropy(scores, batch[1], ignore_index=-100, reduction="sum")
     return Mean(total, (batch[1] != -100).sum())
+
+
+def whole_state(step):
+    """Parameters, buffers and optimizer state, unsharded, by name, in NumPy."""
+    over = step.spread_over
+    return {name: torch.as_tensor(unsharded(value, over)).detach().clone().numpy() for name, value in named_state(step)}
+
+
+def bits(step):
+    """SHA-256 of the whole state."""
+    hasher = hashlib.sha256()
+    for name, values in whole_state(step).items():
+        hasher.update(f"{name} {values.dtype} {values.shape}".encode())
+        hasher.update(values.tobytes())
+    return hasher.hexdigest()

@@ -19,18 +19,8 @@ from samestep.errors import SamestepError
 from samestep.train.run import Run
 
 DTYPES = [
-    torch.bool,
-    torch.uint8,
-    torch.int8,
-    torch.int16,
-    torch.int32,
-    torch.int64,
-    torch.float16,
-    torch.bfloat16,
-    torch.float32,
-    torch.float64,
-    torch.complex64,
-    torch.complex128,
+    *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.bfloat16),
+    *(torch.float32, torch.float64, torch.complex64, torch.complex128),
 ]
 
 
@@ -82,21 +72,17 @@ def odd_broadcasts(communicator, source):
 
 
 def native_sum(communicator, dtype):
-    """The backend's own sum of a tensor of three."""
-    return communicator.transport.add(torch.tensor([1, 2, communicator.rank], dtype=dtype)).wait()
+    """The backend's own sum of a tensor of three, which stays as it was."""
+    tensor = torch.tensor([1, 2, communicator.rank], dtype=dtype)
+    total = communicator.transport.add(tensor).wait()
+    assert tensor.tolist() == [1, 2, communicator.rank]
+    return total
 
 
 def train_on_own_loader(communicator, seeds, lengths=(16, 16), workers=0):
-    """Three steps on batches of a torch DataLoader that the script shuffles itself.
+    """Three steps on batches of a torch DataLoader that the script shuffles: losses and weight, or a step's error.
 
-    Args:
-        communicator: this rank's communicator.
-        seeds: of the sampler, one a rank.
-        lengths: of the batches, one a rank.
-        workers: of the DataLoader.
-
-    Returns:
-        The losses and the final weight, or the error that a step raised.
+    The seeds of the samplers and the lengths of the batches are one a rank; `workers` are the DataLoader's.
     """
     rank = communicator.rank
     run = Run(16, 4, communicator=communicator)
@@ -138,13 +124,8 @@ def large_sum(communicator):
 def join(variables, task, seconds, target, pipe):
     """One process of a group: joins it as the environment says, does its task, and sends a report.
 
-    Args:
-        variables: added to the environment.
-        task: "talk"; "again": leave and join again; "lose": rank `target` is killed; "late": it is too slow; "sum": sum
-            a large tensor; "adopt and sum": by a process group that is there; "lose and sum": without rank `target`.
-        seconds: the timeout.
-        target: see `task`.
-        pipe: takes the report.
+    Tasks: "talk"; "again": leave and join again; "lose": rank `target` is killed; "late": it is too slow; "sum": sum a
+    large tensor; "adopt and sum": by a process group that is there; "lose and sum": without rank `target`.
     """
     os.environ.update({name: str(value) for name, value in variables.items()})
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # torch shows its stack when a peer goes

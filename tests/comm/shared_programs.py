@@ -50,6 +50,8 @@ def exchange_many(communicator, operations, order):
         received = [sizes[source][rank] for source in range(ranks)]
         pending.append(communicator.transport.exchange(parts, sizes[rank], received))
     arrived = {number: pending[number].wait() for number in order}
+    kept = [communicator.transport.gather(torch.full((100,), float(number))).wait() for number in range(20)]
+    assert all((value == number).all() for number, value in enumerate(kept)), "received in memory of its own"
     return [arrived[number].view(torch.uint8) for number in range(len(operations))]
 
 
@@ -91,24 +93,6 @@ def large_broadcast(communicator, numel):
     communicator.broadcast(tensor)
     communicator.barrier()
     return torch.equal(tensor, torch.arange(numel)), memory_in_use()
-
-
-def sums(communicator, numel):
-    """The native sum of tensors of several dtypes, each of which stays as it was."""
-    found = []
-    for dtype in (torch.float32, torch.float16, torch.int64):
-        tensor = (torch.arange(numel) % 7 + communicator.rank).to(dtype)
-        before = tensor.clone()
-        found.append(communicator.transport.add(tensor).wait())
-        assert torch.equal(tensor, before)
-    return found
-
-
-def keep_apart(communicator):
-    """Whether what was received stays when the same places are written again."""
-    transport, ranks = communicator.transport, communicator.world_size
-    kept = [transport.gather(torch.full((100,), float(number))).wait() for number in range(20)]
-    return all(torch.equal(value, torch.full((100 * ranks,), float(number))) for number, value in enumerate(kept))
 
 
 class Puppet:

@@ -51,12 +51,6 @@ def test_any_nodes_and_microbatches_give_the_bits_of_the_plain_tree_sum_and_send
         assert sent == bytes_between_nodes(num_nodes, size, num_microbatches, numel, rank // size, shares)
 
 
-def test_with_one_block_a_node_few_bytes_leave_it():
-    leaves = make_leaves(8, 64 * 8)
-    for _, sent in in_turns(8, reduce_in_turns, 4, leaves, 64 * 8):
-        assert sent == 2 * (1 / 2) * (4 * 64 * 8) / 4
-
-
 def test_fewer_microbatches_with_samples_than_ranks_leave_whole_nodes_without_a_block():
     leaves = make_leaves(3, 64 * 8)
     ranges = microbatch_ranges(8, 8)

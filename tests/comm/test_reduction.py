@@ -1,5 +1,7 @@
 """The ordered reduction: the same bits for every number of ranks, over every transport."""
 
+from itertools import product
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -48,11 +50,12 @@ def test_sixty_four_ranks_give_the_bits_of_one():
 @FORMS
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_real_processes_give_the_bits_of_the_plain_tree_sum(worlds, world_size, latency_bytes):
-    for numel in (64 * 12, 64 * 12 * 50):
-        leaves = make_leaves(7, numel)
+    for numel, dtype in product((64 * 12, 64 * 12 * 50), (torch.float32, torch.float64, torch.bfloat16)):
+        leaves = [leaf.to(dtype) for leaf in make_leaves(7, numel)]
         expected = tree_sum([leaf.clone() for leaf in leaves], torch.add)
-        for total in worlds(world_size).run(reduce_in_form, latency_bytes, leaves, numel):
-            assert torch.equal(total, expected)
+        for transport in ("auto", "gloo"):
+            for total in worlds(world_size, transport).run(reduce_in_form, latency_bytes, leaves, numel):
+                assert torch.equal(total, expected)
 
 
 def test_twin_summing_by_rank_instead_of_along_the_tree_changes_the_bits(monkeypatch):

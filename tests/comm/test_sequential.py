@@ -4,7 +4,7 @@ import threading
 
 import pytest
 import torch
-from comm_programs import native_sum, odd_broadcasts
+from comm_programs import native_sum
 from worlds import in_turns
 
 from samestep.comm.sequential import SequentialWorld
@@ -151,13 +151,3 @@ def test_nothing_can_be_summed_and_gathered():
         return transport.add(torch.zeros(0)).wait().tolist(), transport.gather(torch.zeros(0)).wait().tolist()
 
     assert SequentialWorld(3).run(program) == [([], [])] * 3
-
-
-@pytest.mark.parametrize("source", [0, 2])
-def test_broadcasts_reach_strided_empty_and_trainable_tensors(source):
-    for strided, scalar, shape, parameter, requires_grad in in_turns(3, odd_broadcasts, source):
-        assert torch.equal(strided, torch.full((4, 3), float(source)))
-        assert scalar == source
-        assert shape == (0, 3)
-        assert torch.equal(parameter, torch.full((3,), float(source)))
-        assert requires_grad

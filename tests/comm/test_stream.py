@@ -12,8 +12,7 @@ from worlds import in_turns
 from samestep.comm.communicator import Communicator
 from samestep.comm.reduction import Reduction
 from samestep.comm.transport import LocalTransport
-from samestep.core.microbatches import microbatch_ranges
-from samestep.core.tree import Block, rank_blocks, tree_sum
+from samestep.core.tree import Block, tree_sum
 
 MANY_BUCKETS = {"bucket_bytes": 1000, "max_grad_norm": 0.5}
 
@@ -28,19 +27,6 @@ def test_folding_earlier_buckets_while_backward_runs_changes_no_bits(monkeypatch
     monkeypatch.setattr(Communicator, "folds_beside", True)
     assert [digest for digest, *_ in in_turns(3, train_small, MANY_BUCKETS)] == [expected] * 3
     assert len(folds) > 2 * needed, "buckets were folded early, and folding them again did nothing"
-
-
-def test_a_reduction_that_was_folded_is_not_folded_again():
-    def program(communicator):
-        communicator.transport.latency_bytes = -1
-        leaves = make_leaves(4, 64 * 4)
-        blocks = rank_blocks(microbatch_ranges(4, 4), 4)
-        reduction = communicator.reduce(blocks, [leaves[communicator.rank].clone()], torch.empty(64 * 4))
-        for _ in range(3):
-            reduction.fold()
-        return torch.equal(reduction.finish(), tree_sum(leaves, torch.add))
-
-    assert in_turns(4, program) == [True] * 4
 
 
 def test_folding_while_backward_runs_goes_on_by_nodes_as_well(worlds):

@@ -3,7 +3,6 @@
 from datetime import timedelta
 
 import torch
-from pipeline_programs import close_pipeline
 
 from samestep.comm.mesh import connect_axes
 from samestep.core.mesh import Mesh
@@ -42,46 +41,35 @@ def form(tensor):
 
 def hand_round(communicator):
     """Each rank sends to the next, more than once before it receives; what left and what came."""
-    try:
-        p2p = connect_stages(communicator, Mesh({"pipe": communicator.world_size}), TIMEOUT)
-        following, before = (p2p.rank + 1) % p2p.world_size, (p2p.rank - 1) % p2p.world_size
-        for number in range(3):
-            p2p.send(following, tensors(), f"note {number} of {p2p.rank}".encode())
-        came = [p2p.receive(before) for _ in range(3)]
-        p2p.settle()
-        return [form(tensor) for tensor in tensors()], [([form(t) for t in got], note.decode()) for got, note in came]
-    finally:
-        close_pipeline(communicator)
+    p2p = connect_stages(communicator, Mesh({"pipe": communicator.world_size}), TIMEOUT)
+    following, before = (p2p.rank + 1) % p2p.world_size, (p2p.rank - 1) % p2p.world_size
+    for number in range(3):
+        p2p.send(following, tensors(), f"note {number} of {p2p.rank}".encode())
+    came = [p2p.receive(before) for _ in range(3)]
+    p2p.settle()
+    return [form(tensor) for tensor in tensors()], [([form(t) for t in got], note.decode()) for got, note in came]
 
 
 def fail(communicator):
     """One rank fails while the others wait for it; what these are told."""
+    p2p = connect_stages(communicator, Mesh({"pipe": communicator.world_size}), TIMEOUT)
+    if p2p.rank == 0:
+        p2p.fail("the first is out of order")
+        communicator.barrier()
+        return ""
     try:
-        p2p = connect_stages(communicator, Mesh({"pipe": communicator.world_size}), TIMEOUT)
-        if p2p.rank == 0:
-            p2p.fail("the first is out of order")
-            communicator.barrier()
-            return ""
-        try:
-            p2p.receive(0)
-        except PeerLostError as error:
-            communicator.barrier()
-            return str(error)
-        return "nothing"
-    finally:
-        close_pipeline(communicator)
+        p2p.receive(0)
+    except PeerLostError as error:
+        communicator.barrier()
+        return str(error)
+    return "nothing"
 
 
 def sums_along(communicator, sizes):
     """What the ranks along each axis say together."""
-    try:
-        communicators = connect_axes(communicator, Mesh(sizes), TIMEOUT)
-        shared = communicators["data"].share(
-            torch.tensor([communicator.rank]) if communicators["data"].rank == 1 else None, 1
-        )
-        words = {
-            axis: [row[0] for row in along.gather_words([communicator.rank])] for axis, along in communicators.items()
-        }
-        return words, shared.item()
-    finally:
-        close_pipeline(communicator)
+    communicators = connect_axes(communicator, Mesh(sizes), TIMEOUT)
+    shared = communicators["data"].share(
+        torch.tensor([communicator.rank]) if communicators["data"].rank == 1 else None, 1
+    )
+    words = {axis: [row[0] for row in along.gather_words([communicator.rank])] for axis, along in communicators.items()}
+    return words, shared.item()

@@ -1,25 +1,22 @@
 """Programs for ranks that train a model in stages, and the same training on one device."""
 
 import gc
-import hashlib
 import weakref
 from collections import Counter
 from contextlib import nullcontext
 from unittest import mock
 
 import torch
+from programs import bits
 from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from samestep.comm.mesh import close_mesh
-from samestep.comm.shm.transport import SharedTransport
 from samestep.engine import gradients
 from samestep.engine.pipelining import p2p
 from samestep.engine.pipelining.p2p import PointToPoint
 from samestep.engine.pipelining.stages import parts_of
 from samestep.engine.pipelining.strategy import PipelineStrategy
-from samestep.engine.sharded_state import LocalShard
 from samestep.engine.strategies import Pipeline
 from samestep.errors import NonFiniteError, SamestepError
 from samestep.recipes.gpt import Gpt
@@ -159,29 +156,6 @@ def loss(model, batch):
     return functional.cross_entropy(scores.flatten(0, -2), batch[1].flatten())
 
 
-def whole(piece, communicator):
-    return piece.gather(communicator) if isinstance(piece, LocalShard) else piece
-
-
-def digest(step, model, optimizer):
-    """SHA-256 of parameters, buffers and optimizer state, of those of all ranks if they are spread."""
-    hasher = hashlib.sha256()
-    spread = step.spread
-    if spread is None:
-        named = dict(model.named_parameters())
-        state = {name: optimizer.state[p] for name, p in named.items() if p in optimizer.state}
-        gather = None
-    else:
-        named, state, gather = dict(spread.parameters()), spread.state_of(optimizer), spread.communicator
-    entries = [*named.items(), *model.named_buffers()]
-    entries += [(f"{name}.{key}", value) for name, of in state.items() for key, value in sorted(of.items())]
-    for name, value in entries:
-        tensor = torch.as_tensor(whole(value, gather)).detach().contiguous()
-        hasher.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
-        hasher.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
-    return hasher.hexdigest()
-
-
 def make_optimizer(model, kind):
     if kind == "adamw":
         return torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -215,12 +189,6 @@ BREAKERS = {
 }
 
 
-def close_pipeline(communicator):
-    """Gives back the process group that a mesh has made; one that the ranks had is theirs."""
-    if isinstance(communicator.transport, SharedTransport):
-        close_mesh()
-
-
 def train(communicator, name, options):
     """Trains a model, in stages where there is a mesh.
 
@@ -229,40 +197,37 @@ def train(communicator, name, options):
         of its stages, and how many numbers its parameters hold.
     """
     o = {"num_microbatches": 8, "batch": 24, "samples": 70, "optimizer": "sgd", "epochs": 1, **options}
-    try:
-        run = Run(o["batch"], o["num_microbatches"], 3, communicator=communicator, mesh=o.get("mesh"))
-        model = MODELS[name]()
-        optimizer = make_optimizer(model, o["optimizer"])
-        ran = Counter()
+    run = Run(o["batch"], o["num_microbatches"], 3, communicator=communicator, mesh=o.get("mesh"))
+    model = MODELS[name]()
+    optimizer = make_optimizer(model, o["optimizer"])
+    ran = Counter()
 
-        def count(part):
-            part[1].register_forward_hook(lambda *_: ran.update([(part[0], step.num_steps)] * model.training))
+    def count(part):
+        part[1].register_forward_hook(lambda *_: ran.update([(part[0], step.num_steps)] * model.training))
 
-        for part in parts_of(model):
-            count(part)
-        strategy = Pipeline(**o.get("pipeline", {})) if o.get("mesh") else "replicate"
-        keys = ("max_grad_norm", "precision", "counts_fn", "bucket_bytes")
-        extra = {key: o[key] for key in keys if key in o}
-        step = run.train_step(model, optimizer, o.get("loss", loss), strategy=strategy, **extra)
-        data = texts(o["samples"]) if name == "gpt" else images(o["samples"])
-        loader = run.loader(data, shuffle=True)
-        with BREAKERS[o.get("breaker")]():
-            results = [step(batch) for _ in range(o["epochs"]) for batch in loader]
-        scores = {} if name == "gpt" else run.evaluate(model, data, {"accuracy": accuracy, "loss": cross_entropy})
-        placed = step.strategy
-        pipelined = placed.pipelined if isinstance(placed, PipelineStrategy) else None
-        own = () if pipelined is None else [pipelined.stages[number] for number in pipelined.own]
-        return {
-            "digest": digest(step, model, optimizer),
-            "steps": [(result.loss.hex(), result.grad_norm.hex(), result.num_samples) for result in results],
-            "scores": scores,
-            "outputs": run.predict(model, data).numpy().tobytes(),
-            "ran": dict(ran),
-            "parts": [name for stage in own for name in stage.names],
-            "held": sum(parameter.numel() for parameter in model.parameters()),
-        }
-    finally:
-        close_pipeline(communicator)
+    for part in parts_of(model):
+        count(part)
+    strategy = Pipeline(**o.get("pipeline", {})) if o.get("mesh") else "replicate"
+    keys = ("max_grad_norm", "precision", "counts_fn", "bucket_bytes")
+    extra = {key: o[key] for key in keys if key in o}
+    step = run.train_step(model, optimizer, o.get("loss", loss), strategy=strategy, **extra)
+    data = texts(o["samples"]) if name == "gpt" else images(o["samples"])
+    loader = run.loader(data, shuffle=True)
+    with BREAKERS[o.get("breaker")]():
+        results = [step(batch) for _ in range(o["epochs"]) for batch in loader]
+    scores = {} if name == "gpt" else run.evaluate(model, data, {"accuracy": accuracy, "loss": cross_entropy})
+    placed = step.strategy
+    pipelined = placed.pipelined if isinstance(placed, PipelineStrategy) else None
+    own = () if pipelined is None else [pipelined.stages[number] for number in pipelined.own]
+    return {
+        "digest": bits(step),
+        "steps": [(result.loss.hex(), result.grad_norm.hex(), result.num_samples) for result in results],
+        "scores": scores,
+        "outputs": run.predict(model, data).numpy().tobytes(),
+        "ran": dict(ran),
+        "parts": [name for stage in own for name in stage.names],
+        "held": sum(parameter.numel() for parameter in model.parameters()),
+    }
 
 
 def most_on_their_way(communicator, schedule):
@@ -298,20 +263,17 @@ def left_of_a_step(communicator, schedule, stages_per_rank):
         given.extend(weakref.ref(tensor) for tensor in (*batch, counts))
         return counted_loss(model, batch, counts)
 
-    try:
-        run = Run(24, 8, 3, communicator=communicator, mesh={"pipe": communicator.world_size})
-        model = mlp()
-        strategy = Pipeline(schedule=schedule, stages_per_rank=stages_per_rank)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        step = run.train_step(model, optimizer, noting_loss, strategy=strategy, counts_fn=counts_of)
-        with mock.patch.object(PointToPoint, "send", noted):
-            step(images(24))
-        gc.collect()
-        written_to = sum(not torch.equal(tensor, before) for tensor, before in held)
-        alive = [sum(ref() is not None for ref in refs) for refs in (given, sent)]
-        return len(given), len(sent), alive, written_to
-    finally:
-        close_pipeline(communicator)
+    run = Run(24, 8, 3, communicator=communicator, mesh={"pipe": communicator.world_size})
+    model = mlp()
+    strategy = Pipeline(schedule=schedule, stages_per_rank=stages_per_rank)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = run.train_step(model, optimizer, noting_loss, strategy=strategy, counts_fn=counts_of)
+    with mock.patch.object(PointToPoint, "send", noted):
+        step(images(24))
+    gc.collect()
+    written_to = sum(not torch.equal(tensor, before) for tensor, before in held)
+    alive = [sum(ref() is not None for ref in refs) for refs in (given, sent)]
+    return len(given), len(sent), alive, written_to
 
 
 def counts_of(batch):
@@ -431,6 +393,4 @@ def refusal(communicator, name, options):
             left = [parameter for parameter in model.parameters() if parameter.numel()]
             assert all(any(torch.equal(parameter, start) for start in before) for parameter in left)
         return f"{type(error).__name__}: {error}"
-    finally:
-        close_pipeline(communicator)
     return "nothing"

@@ -31,6 +31,8 @@ QUICK = {
     "grid": (4, "convolutions", {"mesh": GRID, "num_microbatches": 7, "batch": 25, "samples": 26, "epochs": 2}),
     "grid of many stages": (4, "mlp", {"mesh": GRID, "pipeline": {"schedule": "zero-bubble", "stages_per_rank": 2}}),
     "four ranks": (4, "mlp", {}),
+    "gloo": (4, "convolutions", {"mesh": GRID, "num_microbatches": 7}),
+    "global counts": (4, "convolutions", {"mesh": GRID, "loss": counted_loss, "counts_fn": counts_of}),
 }
 SLOW = {
     f"{name}, {schedule} x {count}, {ranks} ranks, V={microbatches}": (
@@ -68,7 +70,7 @@ def one_device(name, options):
 
 
 def in_stages(worlds, ranks, name, options, transport="auto"):
-    """The training by all ranks; what each returned."""
+    """The training by all ranks; the results by rank."""
     return worlds(ranks, transport).run(train, name, {"mesh": {"pipe": ranks}, **options})
 
 
@@ -80,7 +82,8 @@ def check_equal(by_rank, alone):
 @pytest.mark.parametrize("case", QUICK)
 def test_stages_on_several_ranks_give_the_bits_of_one_device(worlds, case):
     ranks, name, options = QUICK[case]
-    check_equal(in_stages(worlds, ranks, name, options), one_device(name, options))
+    transport = "gloo" if case == "gloo" else "auto"
+    check_equal(in_stages(worlds, ranks, name, options, transport), one_device(name, options))
 
 
 @pytest.mark.slow
@@ -88,16 +91,6 @@ def test_stages_on_several_ranks_give_the_bits_of_one_device(worlds, case):
 def test_every_schedule_gives_the_bits_of_one_device(worlds, case):
     ranks, name, options = SLOW[case]
     check_equal(in_stages(worlds, ranks, name, options), one_device(name, options))
-
-
-def test_ranks_that_talk_by_gloo_give_the_bits_of_one_device(worlds):
-    options = {"mesh": GRID, "num_microbatches": 7}
-    check_equal(in_stages(worlds, 4, "convolutions", options, "gloo"), one_device("convolutions", options))
-
-
-def test_a_loss_with_global_counts_gives_the_bits_of_one_device(worlds):
-    options = {"mesh": GRID, "loss": counted_loss, "counts_fn": counts_of}
-    check_equal(in_stages(worlds, 4, "convolutions", options), one_device("convolutions", options))
 
 
 @pytest.mark.parametrize(("ranks", "mesh", "copies"), [(2, PIPE_2, 1), (4, GRID, 2)])

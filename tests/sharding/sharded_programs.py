@@ -1,16 +1,13 @@
-"""Models and loops for states that are spread over the ranks: `program(communicator, …)`."""
+"""Models and loops for sharded states: `program(communicator, …)`."""
 
-import hashlib
 from collections import Counter
 
 import torch
-from programs import RECIPE_BATCH, RECIPE_OPTIONS, RECIPE_SAMPLES, FirstSamples, masked_loss
+from programs import RECIPE_BATCH, RECIPE_OPTIONS, RECIPE_SAMPLES, FirstSamples, bits, masked_loss
 from torch import nn
 from torch.nn import functional
 
-from samestep.comm.mesh import close_mesh
 from samestep.engine.observer import StepObserver
-from samestep.engine.sharded_state import LocalShard
 from samestep.engine.strategies import Replicate, Sharded
 from samestep.errors import SamestepError
 from samestep.recipes.catalog import load
@@ -184,34 +181,6 @@ OPTIMIZERS = {
 }
 
 
-def bits(communicator, step, optimizer):
-    """SHA-256 over parameters, buffers and optimizer state, brought together piece by piece."""
-    hasher = hashlib.sha256()
-
-    def add(name, value):
-        if isinstance(value, LocalShard):
-            value = value.gather(communicator)
-        if isinstance(value, torch.Tensor):
-            value = value.detach().contiguous().view(-1).numpy().tobytes()
-        hasher.update(repr((name, value)).encode())
-
-    spread = step.spread
-    whole = spread is None or spread.has_whole_parameters
-    for name, value in step.model.named_parameters() if whole else spread.parameters():
-        add(name, value)
-    for name, value in step.model.named_buffers():
-        add(name, value)
-    if spread is not None:
-        state = spread.state_of(optimizer)
-    else:
-        held = {name: p for name, p in step.model.named_parameters() if p in optimizer.state}
-        state = {name: dict(sorted(optimizer.state[p].items())) for name, p in held.items()}
-    for name, values in state.items():
-        for key, value in values.items():
-            add(f"{name} {key}", value)
-    return hasher.hexdigest()
-
-
 class Counting(StepObserver):
     """Counts which microbatches a rank runs, by step."""
 
@@ -248,23 +217,20 @@ def train(communicator, strategy, options):
         step_options["counts_fn"] = counted
     if "gamma" in o:
         step_options["scheduler"] = torch.optim.lr_scheduler.ExponentialLR(optimizer, o["gamma"])
-    try:
-        ran = Counter()
-        step_options.update(strategy=STRATEGIES[strategy], observers=[Counting(ran)])
-        step = run.train_step(model, optimizer, loss, **step_options)
-        loader = run.loader(table(o["samples"]), shuffle=True)
-        steps = []
-        for _ in range(o.get("epochs", 2)):
-            for batch in loader:
-                result = step(batch)
-                steps.append((result.loss.hex(), result.grad_norm.hex()))
-        scores = run.evaluate(model, table(o["samples"] + 1), {"accuracy": accuracy, "loss": cross_entropy})
-        outputs = run.predict(model, table(21)[0])
-        steps.append((step(loader_batch(o)).loss.hex(), "after evaluation"))
-        state = sum(t.numel() for s in optimizer.state.values() for t in s.values() if isinstance(t, torch.Tensor))
-        return bits(communicator, step, optimizer), steps, dict(ran), (scores, outputs.tolist()), state
-    finally:
-        close_mesh_of(communicator)
+    ran = Counter()
+    step_options.update(strategy=STRATEGIES[strategy], observers=[Counting(ran)])
+    step = run.train_step(model, optimizer, loss, **step_options)
+    loader = run.loader(table(o["samples"]), shuffle=True)
+    steps = []
+    for _ in range(o.get("epochs", 2)):
+        for batch in loader:
+            result = step(batch)
+            steps.append((result.loss.hex(), result.grad_norm.hex()))
+    scores = run.evaluate(model, table(o["samples"] + 1), {"accuracy": accuracy, "loss": cross_entropy})
+    outputs = run.predict(model, table(21)[0])
+    steps.append((step(loader_batch(o)).loss.hex(), "after evaluation"))
+    state = sum(t.numel() for s in optimizer.state.values() for t in s.values() if isinstance(t, torch.Tensor))
+    return bits(step), steps, dict(ran), (scores, outputs.tolist()), state
 
 
 def loader_batch(options):
@@ -272,34 +238,25 @@ def loader_batch(options):
     return table(options["batch"])
 
 
-def close_mesh_of(communicator):
-    """Gives back the process group of a mesh; that of a transport stays."""
-    if type(communicator.transport).__name__ != "GroupTransport":
-        close_mesh()
-
-
-def train_recipe_spread(communicator, strategy, name, options):
+def train_recipe_sharded(communicator, strategy, name, options):
     """Trains a recipe on a part of its embedded data; the bits, the losses and the scores."""
     recipe = load(name)
     run = Run(RECIPE_BATCH[name], options.get("num_microbatches", 8), 0, communicator=communicator)
     content = recipe.data(DataOptions(seed=0, options=RECIPE_OPTIONS.get(name, {})))
     model = recipe.model(content)
     optimizer = make_optimizer(model, options.get("optimizer", "adam"), 1e-3)
-    try:
-        step = run.train_step(
-            model,
-            optimizer,
-            recipe.loss,
-            max_grad_norm=options.get("max_grad_norm"),
-            precision=options.get("precision", "32-true"),
-            strategy=STRATEGIES[strategy],
-        )
-        loader = run.loader(FirstSamples(content.train, RECIPE_SAMPLES[name]), shuffle=True)
-        losses = [step(batch).loss.hex() for batch in loader]
-        scores = run.evaluate(model, FirstSamples(content.eval, 50), recipe.metrics)
-        return bits(communicator, step, optimizer), losses, scores
-    finally:
-        close_mesh_of(communicator)
+    step = run.train_step(
+        model,
+        optimizer,
+        recipe.loss,
+        max_grad_norm=options.get("max_grad_norm"),
+        precision=options.get("precision", "32-true"),
+        strategy=STRATEGIES[strategy],
+    )
+    loader = run.loader(FirstSamples(content.train, RECIPE_SAMPLES[name]), shuffle=True)
+    losses = [step(batch).loss.hex() for batch in loader]
+    scores = run.evaluate(model, FirstSamples(content.eval, 50), recipe.metrics)
+    return bits(step), losses, scores
 
 
 def refused(communicator, strategy, options):
@@ -316,14 +273,11 @@ def frozen_later(communicator, strategy):
     run = Run(8, 4, 1, communicator=communicator)
     model = Chain()
     step = run.train_step(model, OPTIMIZERS["momentum"](model.parameters()), classify, strategy=strategy)
+    batches = list(run.loader(table(16)))
+    step(batches[0])
+    model.last.weight.requires_grad_(False)
     try:
-        batches = list(run.loader(table(16)))
-        step(batches[0])
-        model.last.weight.requires_grad_(False)
-        try:
-            step(batches[1])
-        except SamestepError as error:
-            return f"{type(error).__name__}: {error}"
-        return "went on"
-    finally:
-        close_mesh_of(communicator)
+        step(batches[1])
+    except SamestepError as error:
+        return f"{type(error).__name__}: {error}"
+    return "went on"

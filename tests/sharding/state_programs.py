@@ -7,7 +7,6 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from samestep.comm.mesh import close_mesh
 from samestep.engine.strategies import Pipeline, Replicate, Sharded
 from samestep.train.checkpoint.state import capture
 from samestep.train.digest import as_hex, state_checksum, state_digest
@@ -91,20 +90,6 @@ def classification(model, batch):
     return functional.cross_entropy(model(batch[0]), batch[1])
 
 
-def with_mesh_closed(program):
-    """Destroys the process group of a mesh after a program: a pool's process has other programs to run."""
-
-    def run(*args, **options):
-        try:
-            return program(*args, **options)
-        finally:
-            close_mesh()
-
-    run.__module__, run.__qualname__ = program.__module__, program.__qualname__
-    return run
-
-
-@with_mesh_closed
 def train(communicator, strategy, optimizer="adam", run_dir=None, resume=None, stop_after=None, options=None):
     """Trains by a `Trainer`; the digest, the losses of the epochs, the number of steps."""
     run = Run(BATCH, NUM_MICROBATCHES, SEED, communicator=communicator, mesh=MESHES.get(strategy))
@@ -131,7 +116,6 @@ def ask_to_stop_after(trainer, step):
     trainer.step.compute.loss_fn = asking
 
 
-@with_mesh_closed
 def stopped(communicator, strategy, run_dir, stop_after):
     """The exit code of a run that is asked to stop."""
     try:
@@ -141,7 +125,6 @@ def stopped(communicator, strategy, run_dir, stop_after):
     return 0
 
 
-@with_mesh_closed
 def states(communicator, strategy, optimizer="adam", num_steps=2):
     """Digests and checksums after each step, and the numbers of elements in the files of this rank's captured state."""
     run = Run(BATCH, NUM_MICROBATCHES, SEED, communicator=communicator)
@@ -161,7 +144,6 @@ def states(communicator, strategy, optimizer="adam", num_steps=2):
     return digests, sums, held
 
 
-@with_mesh_closed
 def own_loop(communicator, strategy, folder, place=None, until=None):
     """A loop without `Trainer` that saves after each step; the digest and the rest."""
     run = Run(BATCH, NUM_MICROBATCHES, SEED, communicator=communicator)
@@ -178,7 +160,6 @@ def own_loop(communicator, strategy, folder, place=None, until=None):
     return state_digest(step), rest
 
 
-@with_mesh_closed
 def messages(communicator, strategy):
     """The error of asking for the digest of a sharded model without its step."""
     run = Run(BATCH, NUM_MICROBATCHES, SEED, communicator=communicator)
@@ -202,7 +183,6 @@ def read_by_torch(path: Path, names):
     return wanted
 
 
-@with_mesh_closed
 def loaded_after_a_forward(communicator, strategy, folder):
     """The loss and digest after a checkpoint was loaded into a model whose parameters were unsharded."""
     run = Run(BATCH, NUM_MICROBATCHES, SEED, communicator=communicator)

@@ -1,15 +1,17 @@
-"""`strategy="sharded"` and `shard_optimizer`: the same bits as one device that has everything; with twins that fail."""
+"""`strategy="sharded"` and `shard_optimizer`: the bits of strategy="replicate" on one device; with twins that fail."""
 
 from collections import Counter
+from itertools import product
 from unittest import mock
 
 import pytest
-from sharded_programs import refused, train, train_recipe_spread
+from sharded_programs import refused, train, train_recipe_sharded
 
 from samestep.core.tree import TreeSum
 from samestep.engine.sharding import gradients as gradients_module
 
 WORLD_SIZES = [1, 2, 3, 4]
+QUICK_RECIPES = {("lenet", "adam", 0.5, "32-true"), ("gpt", "adam", 0.5, "32-true")}
 CASES = [
     {},
     {"num_microbatches": 7, "max_grad_norm": 0.1, "optimizer": "momentum"},
@@ -33,7 +35,7 @@ SIZES_AND_CASES = [
 
 @pytest.fixture(scope="module")
 def references():
-    """What one device gives that has everything, by case."""
+    """The results of strategy="replicate" on one device, by case."""
     return {}
 
 
@@ -59,59 +61,43 @@ def agree(reference, results):
 
 @pytest.mark.parametrize(("world_size", "options"), SIZES_AND_CASES)
 @pytest.mark.parametrize("strategy", ["sharded", "zero1"])
-def test_a_spread_state_has_the_bits_of_one_device(worlds, references, options, strategy, world_size):
+def test_a_sharded_state_has_the_bits_of_one_device(worlds, references, options, strategy, world_size):
     agree(reference_of(references, worlds, options), worlds(world_size).run(train, strategy, options))
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_a_model_may_write_to_what_its_modules_give(worlds, references, world_size):
-    options = {"model": "written"}
-    results = worlds(world_size).run(train, "tiny groups", options)
-    agree(reference_of(references, worlds, options), results)
+LISTED = ["adamax", "adagrad", "adadelta", "rmsprop", "rprop", "asgd", "foreach"]
+FORMS = [  # strategy, numbers of ranks, options
+    *((strategy, (2, 3), {"max_grad_norm": 0.1}) for strategy in ("blocks", "tiny groups", "kept", "offloaded")),
+    *((strategy, (3,), {"optimizer": name, "epochs": 1}) for strategy in ("sharded", "zero1") for name in LISTED),
+    ("tiny groups", (1, 2), {"model": "written"}),
+    ("recomputed", (1, 2, 3, 4), {"model": "layer normed"}),
+    ("zero1", (3,), {"optimizer": "fused"}),  # its parts end at multiples of 64 elements, as kernels need
+    ("zero1", (3,), {"optimizer": "fused", "bucket_bytes": 1000}),
+    ("zero1", (2,), {"bucket_bytes": 256}),
+    ("zero1", (2,), {"bucket_bytes": 3000, "overlap": False}),
+]
 
 
-@pytest.mark.parametrize("strategy", ["blocks", "tiny groups", "kept", "offloaded"])
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_how_a_model_is_wrapped_does_not_change_the_bits(worlds, references, strategy, world_size):
-    options = {"max_grad_norm": 0.1}
-    agree(reference_of(references, worlds, options), worlds(world_size).run(train, strategy, options))
+@pytest.mark.parametrize(("strategy", "world_sizes", "options"), FORMS, ids=str)
+def test_options_of_the_strategies_and_optimizers_do_not_change_the_bits(
+    worlds, references, strategy, world_sizes, options
+):
+    for world_size in world_sizes:
+        agree(reference_of(references, worlds, options), worlds(world_size).run(train, strategy, options))
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_recomputed_activations_do_not_change_the_bits(worlds, references, world_size):
-    options = {"model": "layer normed"}
-    agree(reference_of(references, worlds, options), worlds(world_size).run(train, "recomputed", options))
-
-
-def test_ranks_that_talk_over_sockets_end_in_the_same_bits(worlds, references):
+def test_ranks_that_exchange_by_gloo_end_in_the_same_bits(worlds, references):
     for strategy in ("sharded", "zero1"):
         agree(reference_of(references, worlds, {}), worlds(2, "gloo").run(train, strategy, {}))
 
 
-@pytest.mark.parametrize("optimizer", ["adamax", "adagrad", "adadelta", "rmsprop", "rprop", "asgd", "foreach"])
 @pytest.mark.parametrize("strategy", ["sharded", "zero1"])
-def test_every_listed_optimizer_updates_its_part_as_it_updates_the_whole(worlds, references, optimizer, strategy):
-    options = {"optimizer": optimizer, "epochs": 1}
-    agree(reference_of(references, worlds, options), worlds(3).run(train, strategy, options))
-
-
-def test_fused_optimizers_update_parts_that_end_at_multiples_of_64_elements(worlds, references):
-    for options in ({"optimizer": "fused"}, {"optimizer": "fused", "bucket_bytes": 1000}):
-        agree(reference_of(references, worlds, options), worlds(3).run(train, "zero1", options))
-
-
-@pytest.mark.parametrize("strategy", ["sharded", "zero1"])
-def test_a_rank_has_its_part_of_the_optimizer_state(worlds, references, strategy):
+def test_a_rank_has_its_shard_of_the_optimizer_state(worlds, references, strategy):
     (whole,) = worlds(1).run(train, "replicate", {})
     parts = [result[4] for result in worlds(4).run(train, strategy, {})]
     steps = 4 * 16  # each rank counts the steps of each parameter
     assert whole[4] <= sum(parts) <= whole[4] + steps
     assert max(parts) < 0.4 * whole[4]
-
-
-def test_overlap_and_bucket_size_do_not_change_the_bits_of_owned_parts(worlds, references):
-    for options in ({"bucket_bytes": 256}, {"bucket_bytes": 3000, "overlap": False}):
-        agree(reference_of(references, worlds, {}), worlds(2).run(train, "zero1", options))
 
 
 def test_fsdps_own_mixed_precision_gives_equal_bits_on_all_numbers_of_devices(worlds, references):
@@ -126,27 +112,21 @@ def test_fsdps_own_mixed_precision_gives_equal_bits_on_all_numbers_of_devices(wo
         assert float.fromhex(half) == pytest.approx(float.fromhex(exact), rel=0.05)  # 8 bits of mantissa
 
 
-@pytest.mark.parametrize("name", ["lenet", "gpt"])
-@pytest.mark.parametrize("strategy", ["sharded", "zero1"])
-def test_a_recipe_has_the_bits_of_one_device(worlds, references, name, strategy):
-    (reference,) = worlds(1).run(train_recipe_spread, "replicate", name, {"max_grad_norm": 1.0})
-    for result in worlds(3).run(train_recipe_spread, strategy, name, {"max_grad_norm": 1.0}):
-        assert result == reference
+RECIPES = [
+    pytest.param(name, optimizer, clip, precision, marks=[] if case in QUICK_RECIPES else pytest.mark.slow)
+    for case in product(
+        ["lenet", "mlp", "vgg", "gpt"], ["sgd", "adam", "adamw"], [None, 0.5], ["32-true", "bf16-mixed"]
+    )
+    for name, optimizer, clip, precision in [case]
+]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-@pytest.mark.parametrize("max_grad_norm", [None, 0.5])
-@pytest.mark.parametrize("optimizer", ["sgd", "adam", "adamw"])
-@pytest.mark.parametrize("name", ["lenet", "mlp", "vgg", "gpt"])
-@pytest.mark.parametrize("strategy", ["sharded", "zero1"])
-def test_the_whole_matrix_of_strategies(worlds, references, strategy, name, optimizer, max_grad_norm, precision):
+@pytest.mark.parametrize(("name", "optimizer", "max_grad_norm", "precision"), RECIPES)
+def test_recipes_have_the_bits_of_one_device(worlds, name, optimizer, max_grad_norm, precision):
     options = {"optimizer": optimizer, "max_grad_norm": max_grad_norm, "precision": precision}
-    key = (name, str(options))
-    if key not in references:
-        references[key] = worlds(1).run(train_recipe_spread, "replicate", name, options)[0]
-    for result in worlds(3).run(train_recipe_spread, strategy, name, options):  # the uneven number
-        assert result == references[key]
+    (reference,) = worlds(1).run(train_recipe_sharded, "replicate", name, options)
+    for strategy in ("sharded", "zero1"):  # on the uneven number
+        assert worlds(3).run(train_recipe_sharded, strategy, name, options) == [reference] * 3
 
 
 # Twins: each breaks one thing on which the promise rests, and the comparison must notice.

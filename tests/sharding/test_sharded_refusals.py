@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from sharded_programs import Chain, classify, close_mesh_of, frozen_later, refused, table
+from sharded_programs import Chain, classify, frozen_later, refused, table
 from torch import nn
 from worlds import in_turns
 
@@ -153,8 +153,6 @@ def penalized(communicator, mesh, strategy):
         run.train_step(model, torch.optim.SGD(model.parameters()), loss, strategy=strategy)(table(32))
     except SamestepError as error:
         return f"{type(error).__name__}: {error}"
-    finally:
-        close_mesh_of(communicator)
     return None
 
 
@@ -176,6 +174,4 @@ def recomputed_statistics(communicator):
         run.train_step(model, torch.optim.SGD(model.parameters()), classify, strategy=strategy)(table(32))
     except SamestepError as error:
         return str(error)
-    finally:
-        close_mesh_of(communicator)
     return None

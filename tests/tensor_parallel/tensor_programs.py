@@ -3,6 +3,7 @@
 import os
 
 import torch
+from programs import whole_state
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
@@ -111,15 +112,6 @@ OPTIMIZERS = {
     "nadam": torch.optim.NAdam,
     "lbfgs": torch.optim.LBFGS,
 }
-
-
-def whole_state(step):
-    """Parameters, buffers and optimizer state, whole, by name, in NumPy."""
-    from samestep.train.checkpoint.local_shards import unsharded
-    from samestep.train.digest import named_state
-
-    over = step.spread_over
-    return {name: torch.as_tensor(unsharded(v, over)).detach().clone().numpy() for name, v in named_state(step)}
 
 
 def make(communicator, options):

@@ -27,6 +27,7 @@ class Bucket:
 
     def views(self, flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The members as views of a flat tensor, with the shapes and (where dense) the strides of `tensors`."""
+        # With the parameters' own strides: optimizers choose their kernels by the layouts of both.
         return [
             flat.as_strided(tensors[i].shape, dense_strides(tensors[i]), flat.storage_offset() + offset)
             for i, offset in zip(self.members, self.offsets, strict=True)

@@ -114,7 +114,7 @@ def read_events(fd: int, parser: EventParser) -> list[Event] | None:
             data = os.read(fd, 65_536)
         except BlockingIOError:
             return events
-        except OSError:
+        except OSError:  # the pipe was closed under us, by another thread of the supervisor
             return events or None
         if not data:
             return events or None

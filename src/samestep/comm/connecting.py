@@ -30,6 +30,7 @@ SEGMENT, NO_SEGMENT = "segment", "none"
 
 def connect(environment: Environment, device: torch.device, timeout: timedelta) -> tuple[Connection, Connection]:
     """Connects the ranks that the environment describes: the transports for the device and for host memory."""
+    # A script that has made its process group has no store of ours, and its ranks are those of the group.
     if dist.is_initialized():
         return _adopt_group(environment, device, timeout)
     return connect_at(rendezvous(environment, timeout), environment, device, timeout, timeout)
@@ -99,6 +100,7 @@ def subgroup(
     groups: Sequence[Sequence[int]], rank: int, backend: str, store: dist.Store, timeout: timedelta
 ) -> GroupTransport:
     """The transport of the group that this rank is in; torch needs all ranks to make all groups in the same order."""
+    # Not `new_subgroups`, which cuts by adjacent ranks alone.
     made = [dist.new_group(list(ranks), timeout=timeout, backend=backend) for ranks in groups]
     number = next(number for number, ranks in enumerate(groups) if rank in ranks)
     transport = GroupTransport(made[number], dist.PrefixStore(f"calls {groups[number]}", store), timeout)

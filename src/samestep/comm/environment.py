@@ -57,12 +57,15 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
     if "OMPI_COMM_WORLD_RANK" in env:
         ranks = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
         return _checked(env, tuple(f"OMPI_COMM_WORLD_{name}" for name in ranks), "mpi")
+    # MPICH and Intel MPI; then the starters of some supercomputers.
     for local in (("MPI_LOCALRANKID", "MPI_LOCALNRANKS"), ("PMI_LOCAL_RANK", "PMI_LOCAL_SIZE")):
         if "PMI_RANK" in env and "PMI_SIZE" in env and local[0] in env:
             return _checked(env, ("PMI_RANK", "PMI_SIZE", *local), "mpi")
+    # Only in a step (srun) of several tasks: a batch script itself runs once, with the variables of the whole job.
     if "SLURM_STEP_ID" in env and "SLURM_PROCID" in env and _number(env, "SLURM_STEP_NUM_TASKS", 1) > 1:
         names = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE")
         return _checked(env, names, "slurm")
+    # A lone WORLD_SIZE=1 is common in containers, and harmless.
     if _number(env, "WORLD_SIZE", 1) > 1 or _number(env, "RANK", 0) > 0:
         missing = "RANK" if "WORLD_SIZE" in env else "WORLD_SIZE"
         raise UsageError(
@@ -94,6 +97,7 @@ def _checked(env: Mapping[str, str], names: Sequence[str], launcher: str) -> Env
         )
     if port > MAX_PORT:
         raise UsageError(f"got MASTER_PORT={port}; a port is at most {MAX_PORT}")
+    # Without it each node would host a store of its own, and all would wait until the timeout.
     if not env.get("MASTER_ADDR") and launcher in ("mpi", "other") and local_world_size < world_size:
         raise UsageError("a run over several nodes needs MASTER_ADDR: set it to the first node's address")
     return Environment(
@@ -160,6 +164,7 @@ def _shared_port(env: Mapping[str, str], launcher: str) -> int:
     """
     names = ("SLURM_JOB_ID", "SLURM_STEP_ID") if launcher == "slurm" else ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid")
     key = "/".join(env.get(name, "") for name in names)
+    # Above the ports that need privileges, below those that systems give to clients (32,768 on Linux).
     return 20_000 + zlib.crc32(key.encode()) % 12_000
 
 

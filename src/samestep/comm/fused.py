@@ -58,6 +58,7 @@ def fused_sums(rows: Tensor, length: int, programs: tuple[Program, ...]) -> tupl
 @cache
 def _kernel(device: torch.device, dtype: torch.dtype) -> SumRows | None:
     """The kernel, if it works on this device; tried once."""
+    # torch's wheels for CUDA bring Triton along; those for CPUs and some other systems do not.
     if importlib.util.find_spec("triton") is None:
         return None
     return checked(_load, device, dtype)

@@ -46,7 +46,7 @@ class GroupTransport(Connection):
         """Starts an all-to-all."""
         device = parts.device
         if self._through_host:
-            parts = parts.cpu()
+            parts = parts.cpu()  # waits for the kernels that compute them; gloo reads host memory at once
         received = torch.empty(sum(receive_sizes), dtype=parts.dtype, device=parts.device)
         width = parts.element_size()
         with self.failures_named():
@@ -86,7 +86,7 @@ class GroupTransport(Connection):
         moved = (ours.cpu() if self._through_host else ours).contiguous()
         with self.failures_named():
             dist.broadcast(moved.view(-1).view(torch.uint8), group=self.group, group_src=source)
-        if moved is not ours:
+        if moved is not ours:  # strided, or on an accelerator
             ours.copy_(moved)
 
     def close(self) -> None:

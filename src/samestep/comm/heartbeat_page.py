@@ -86,7 +86,8 @@ class HeartbeatPage:
 
     @classmethod
     def create(cls, slots: int) -> "HeartbeatPage":
-        """A new page whose first quorum holds the slots 0 … slots - 1. Its file has no name, so none is left behind."""
+        """A new page whose first quorum holds the slots 0 … slots - 1."""
+        # A file, since forked and spawned workers inherit a descriptor alike; without a name, so none is left behind.
         if hasattr(os, "memfd_create"):
             fd = os.memfd_create("samestep-page", os.MFD_CLOEXEC)
         else:
@@ -141,6 +142,7 @@ class HeartbeatPage:
 
     def quorum(self) -> Quorum:
         """The quorum in force."""
+        # A lock could be held by a process that was killed; a checksum cannot.
         while True:
             length, checksum = _LENGTH.unpack_from(self._memory, 16)
             text = self._memory[_HEADER_SIZE : _HEADER_SIZE + length]
@@ -196,6 +198,7 @@ class Heartbeat:
         kind = WORK.get(before, before)
         self._seconds[kind] = self._seconds.get(kind, 0.0) + now - self._since
         self.phase, self._since = phase, now
+        # At every phase, not on a timer thread: a beat shows that the training goes on, not only the process.
         if self.page is not None:
             self.page.post(self.slot, phase, self.step, self.flags, self.quorum)
         if self.on_phase is not None and phase != before:

@@ -191,6 +191,7 @@ class Membership:
         which need its part of the model.
         """
         mine = self.executed
+        # FSDP2's collectives need every rank in every round.
         if self.is_dealt and mine.start >= num_leaves:
             return range(1)
         return range(mine.start, min(mine.stop, num_leaves), mine.step)
@@ -257,6 +258,7 @@ class Membership:
         page, slot = self.heartbeat.page, self.heartbeat.slot
         assert page is not None, "only a supervised run takes in late workers"
         number, self._round = -1, 0
+        # Again with every quorum, until one is formed in which no rank is lost meanwhile.
         while True:
             while page.number == number or slot not in page.quorum().slots:
                 self.heartbeat.enter("regroup")
@@ -367,6 +369,7 @@ class Membership:
         quorum = page.quorum()
         if not quorum.slots:
             raise PeerLostError("another rank failed, and the run ends")
+        # A rank that was stopped for too long (a debugger, swapping) finds that the others have replaced it.
         if self.heartbeat.slot not in quorum.slots:
             raise PeerLostError("this rank was taken for lost, and the others have gone on without it")
         return quorum
@@ -431,6 +434,7 @@ class Membership:
         if self._shares is not None:  # by slot, which stays; a late worker does as much as the average
             average = sum(self._shares) / len(self._shares)
             shares = [self._shares[s] if s < len(self._shares) else average for s in self._slots[:num_active]]
+        # Empty, but in its place: ranges by rank stay in the order of the microbatches.
         rest = range(self.num_microbatches, self.num_microbatches)
         ranges = microbatch_ranges(self.num_microbatches, num_active, shares)
         return ranges + (rest,) * (len(self._slots) - num_active)

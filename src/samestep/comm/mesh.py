@@ -25,6 +25,7 @@ def connect_axes(communicator: Communicator, mesh: Mesh, timeout: timedelta) -> 
     """Connects the ranks along each axis; all ranks call it. With NCCL this has not been run."""
     communicators: dict[str, Communicator] = {}
     for axis in AXES:
+        # An axis of all ranks keeps their connections, shared memory perhaps; an axis of one rank needs none.
         if mesh.sizes[axis] == communicator.world_size:
             communicators[axis] = communicator
         elif mesh.sizes[axis] == 1:
@@ -57,6 +58,7 @@ def device_mesh(communicator: Communicator, mesh: Mesh, timeout: timedelta) -> D
     """torch's mesh with the axes of `mesh`, over all ranks; all of them call it."""
     join_group(communicator, timeout)
     own: list[dist.ProcessGroup] = []
+    # Every rank makes the groups of all lines, in the same order: torch numbers groups by counting.
     for axis in AXES:
         for line in mesh.lines(axis):
             group = dist.new_group(list(line), timeout=timeout)

@@ -159,6 +159,7 @@ def _by_nodes(nodes: Nodes, blocks_by_rank: Blocks, sums: Sequence[Tensor], like
     return (yield nodes.within.gather((yield nodes.between.gather(total))))
 
 
+# Cached by the blocks, which change only with the ranks and with the number of microbatches that hold samples.
 @cache
 def _blocks_by_node(
     blocks_by_rank: tuple[tuple[Block, ...], ...], size: int
@@ -228,6 +229,7 @@ def tree_sum_rows(rows: Tensor) -> Tensor:
     Adding neighbours level by level and passing an odd last one up builds the same tree as splitting at the largest
     power of two does.
     """
+    # By whole levels: log2 kernels for all rows, where a tree of tensors would take one an addition.
     while rows.shape[0] > 1:
         even = rows.shape[0] // 2 * 2
         paired = rows[0:even:2] + rows[1:even:2]

@@ -83,6 +83,7 @@ class SequentialWorld:
         """This rank's parts of a call, which are freed after the last rank has taken its own."""
         parts = [self._sent[call, other][rank] for other in range(self.world_size)]
         self._collected[call] += 1
+        # Else the parts of a long training would pile up.
         if self._collected[call] == self.world_size:
             del self._collected[call]
             for other in range(self.world_size):
@@ -91,6 +92,7 @@ class SequentialWorld:
 
     def _pass_turn(self, rank: int) -> None:
         """Gives the turn to the next rank that has not ended; the condition is held."""
+        # Up to itself: if all others have ended, this rank goes on, and finds what it waits for or raises.
         for step in range(1, self.world_size + 1):
             following = (rank + step) % self.world_size
             if following not in self._over:

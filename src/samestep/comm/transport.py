@@ -49,15 +49,9 @@ class Transport(Protocol):
         ...
 
     def exchange(self, parts: Tensor, sizes: Sequence[int], receive_sizes: Sequence[int]) -> Pending:
-        """Starts an all-to-all.
+        """Starts an all-to-all of the parts for rank 0, 1, …, concatenated; the result may alias `parts`.
 
-        Args:
-            parts: the parts for rank 0, 1, …, concatenated.
-            sizes: elements of the part for each rank.
-            receive_sizes: elements of the part from each rank.
-
-        Returns:
-            The transfer, which results in the parts from rank 0, 1, …, concatenated. May alias `parts`.
+        Both sizes are in elements: of the part for each rank, and of the part from each rank.
         """
         ...
 

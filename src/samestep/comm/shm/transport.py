@@ -182,6 +182,7 @@ class SharedTransport(Connection):
         at = lane.outbox + words[lane.ring + number % RING]
         word = at // WORD
         mine = word + 1 + self.rank
+        # A place that was reused too early, or a rank that posts other operations, must not be read as this one.
         assert words[word] == number, f"rank {peer} wrote operation {words[word]} where {number} was to be"
         sent = words[mine + ranks]
         if sent != size:

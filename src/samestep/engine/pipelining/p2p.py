@@ -10,6 +10,7 @@ generators travels with the activations, and each stage goes on where the one be
 import pickle
 import random
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -30,6 +31,7 @@ from samestep.errors import PeerLostError, UsageError
 PIPE = "pipe"
 HEAD_BYTES = 16_384  # of every message, so that a receiver can post it unasked; the generators take 9,000
 ERROR_BYTES = 8_192
+FAIL_SECONDS = 1.0
 
 Sent = list[tuple[dist.Work, Tensor]]
 """The transfers of one message, with the memory that they read."""
@@ -86,10 +88,12 @@ class PointToPoint:
     def fail(self, text: str) -> None:
         """Lets `receive` of the other ranks raise a `PeerLostError`, as this one cannot go on."""
         head = _head(text[:ERROR_BYTES], [], None)
-        for target in range(self.world_size):
-            if target != self.rank:
-                sent = [self._post(head, target, None)]
-                self._under_way[id(sent)] = sent
+        sent = [self._post(head, target, None) for target in range(self.world_size) if target != self.rank]
+        # gloo drops what has not left when this process goes on to end. A rank that failed itself receives nothing.
+        for work, _ in sent:
+            with suppress(RuntimeError):
+                work.wait(timedelta(seconds=FAIL_SECONDS))
+        self._under_way[id(sent)] = sent
 
     def settle(self, sent: Sent | None = None) -> None:
         """Waits until a message has left, or all of them, and frees its memory."""
