@@ -11,6 +11,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # on cores that others use too, t
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell starts it so in the background, and children inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+import hypothesis
 import numpy as np
 import psutil
 import pytest
@@ -22,6 +23,9 @@ from tiers import SMOKE, name_of, starts_processes, watch
 from worlds import World
 
 from samestep.comm.mesh import close_mesh
+
+hypothesis.settings.register_profile("samestep", deadline=None)  # no test asserts a time
+hypothesis.settings.load_profile("samestep")
 
 SHARED_DATA = Path(__file__).resolve().parents[1] / ".." / "shared" / "data"
 SOURCE = Path(__file__).resolve().parents[1] / "src"

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from fused_programs import KERNEL_DTYPES, make_rows, plain_sums
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from leaves import make_leaves
 
@@ -42,7 +42,6 @@ def follow_wrongly(rows, length, program):
 
 
 @given(num_microbatches=st.integers(1, 80), data=st.data())
-@settings(deadline=None)
 def test_a_program_makes_the_additions_of_the_tree(num_microbatches, data):
     ranks = data.draw(st.integers(1, num_microbatches))
     blocks = tuple(
@@ -56,7 +55,6 @@ def test_a_program_makes_the_additions_of_the_tree(num_microbatches, data):
 
 
 @given(start=st.integers(0, 60), counts=st.lists(st.integers(1, 9), min_size=1, max_size=8))
-@settings(deadline=None)
 def test_programs_merge_the_blocks_of_a_node_as_far_as_they_are_siblings(start, counts):
     bounds = [start + sum(counts[:k]) for k in range(len(counts) + 1)]
     ranges = [range(*bounds[k : k + 2]) for k in range(len(counts))]

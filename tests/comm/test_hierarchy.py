@@ -36,7 +36,7 @@ def bytes_between_nodes(num_nodes, size, num_microbatches, numel, node, shares=N
 
 
 @given(shape=st.sampled_from(SHAPES), extra=st.integers(0, 50), data=st.data())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_any_nodes_and_microbatches_give_the_bits_of_the_plain_tree_sum_and_send_what_the_formula_says(
     shape, extra, data
 ):

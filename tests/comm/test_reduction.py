@@ -30,7 +30,7 @@ def reduce_in_form(communicator, latency_bytes, leaves, numel, shares=None):
 
 @FORMS
 @given(num_microbatches=st.integers(1, 64), data=st.data())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_any_number_of_ranks_gives_the_bits_of_the_plain_tree_sum(latency_bytes, num_microbatches, data):
     world_size = data.draw(st.sampled_from([d for d in (1, 2, 3, 4, 5, 6, 10, 12) if d <= num_microbatches]))
     shares = data.draw(st.none() | st.lists(st.floats(0.1, 10), min_size=world_size, max_size=world_size))

@@ -47,7 +47,7 @@ def plans(draw):
 
 
 @given(plan=plans())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_what_arrives_is_what_was_sent_in_whatever_order_it_is_awaited(worlds, plan):
     ranks, operations, order = plan
     for rank, received in enumerate(worlds(ranks).run(exchange_many, operations, order)):

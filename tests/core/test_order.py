@@ -51,7 +51,7 @@ def pair_excess(ids, distance):
 
 
 @given(n=st.integers(1, 30) | st.integers(1, 700), seed=WORDS, epoch=WORDS)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_an_order_holds_every_id_once_and_its_inverse_undoes_it(n, seed, epoch):
     positions = np.arange(n)
     ids = permute(positions, n, seed, epoch)
@@ -61,7 +61,7 @@ def test_an_order_holds_every_id_once_and_its_inverse_undoes_it(n, seed, epoch):
 
 
 @given(data=st.data(), n=st.integers(1, 2**48), seed=WORDS, epoch=WORDS)
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_a_huge_order_is_asked_position_by_position_and_can_be_undone(data, n, seed, epoch):
     positions = np.array(data.draw(st.lists(st.integers(0, n - 1), min_size=1, max_size=20, unique=True)))
     ids = permute(positions, n, seed, epoch)

@@ -59,7 +59,7 @@ def together(world_size, kind, count, **options):
     kind=st.sampled_from(["tensors", "one by one"]),
     data=st.data(),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_every_id_comes_once_an_epoch_on_any_number_of_devices(count, batch, num_microbatches, shuffle, kind, data):
     world_size = data.draw(st.integers(1, num_microbatches))
     options = {"batch": batch, "num_microbatches": num_microbatches, "shuffle": shuffle, "epochs": 2}

@@ -16,7 +16,7 @@ DTYPES = [torch.float32, torch.uint8, torch.float64, torch.int16, torch.bool]
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="pinned memory needs a CUDA device")
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.integers(1, 40), max_size=9), st.integers(1, 70), st.sampled_from(DTYPES), st.integers(0, 99))
 def test_every_microbatch_has_the_values_shape_strides_and_border_of_one_that_was_gathered_alone(
     sizes, width, dtype, seed
@@ -103,7 +103,7 @@ def some_tensors(seed=0):
     }
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.lists(st.lists(st.integers(0, 19), min_size=1, max_size=30), min_size=1, max_size=8))
 def test_all_rows_are_as_gathered_without_and_stay_so_when_the_memory_is_used_again(requests):
     tensors = some_tensors()

@@ -77,7 +77,7 @@ LAYOUTS = st.builds(
 )
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(LAYOUTS)
 def test_the_categories_add_up_to_the_total(layout):
     memory = needed_memory(traces().at(layout.microbatch_size), layout, KINDS["H100"])
@@ -87,13 +87,13 @@ def test_the_categories_add_up_to_the_total(layout):
     assert memory.as_json()["total"] == memory.total
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(LAYOUTS.filter(lambda layout: layout.data == 1))
 def test_one_device_a_group_communicates_nothing(layout):
     assert needed_memory(traces().at(layout.microbatch_size), layout, KINDS["H100"]).communication == 0
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(st.sampled_from([2, 4, 8, 32]), st.integers(1, 16))
 def test_sharded_state_shrinks_as_devices_are_added(data, size):
     def total(count):

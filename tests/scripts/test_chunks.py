@@ -30,7 +30,6 @@ def sizes_of(chunks):
     return [leaf.sizes for leaf in chunks.leaves]
 
 
-@settings(deadline=None)
 @given(length=st.integers(0, 300), num_chunks=st.integers(1, 40))
 def test_the_sizes_of_chunks_are_those_of_torch(length, num_chunks):
     expected = tuple(len(chunk) for chunk in torch.empty(length).chunk(num_chunks))
@@ -38,7 +37,6 @@ def test_the_sizes_of_chunks_are_those_of_torch(length, num_chunks):
     assert chunk_sizes(10, 8) == (2, 2, 2, 2, 2)
 
 
-@settings(deadline=None)
 @given(num_chunks=st.integers(1, 60), world_size=st.integers(1, 20))
 def test_every_chunk_is_dealt_once_in_order_and_ranks_without_one_come_last(num_chunks, world_size):
     ranges = deal(num_chunks, world_size)
@@ -170,7 +168,7 @@ TREES = st.recursive(
 )
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(value=TREES)
 def test_any_nesting_comes_back_with_its_own_tensors_and_types(value):
     leaves, template = take_apart(value, is_tensor)

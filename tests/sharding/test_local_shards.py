@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from worlds import in_turns
 
@@ -32,7 +32,6 @@ def shardings(draw):
 
 
 @given(spread=shardings())
-@settings(deadline=None)
 def test_the_shards_of_all_ranks_make_the_tensor_again(spread):
     whole = torch.arange(spread.shape.numel()).view(spread.shape)
     parts = [spread.part(whole, rank) for rank in range(len(spread.cuts) - 1)]
@@ -47,7 +46,6 @@ def test_the_shards_of_all_ranks_make_the_tensor_again(spread):
 
 
 @given(shape=st.lists(st.integers(0, 9), min_size=1, max_size=3), world_size=st.integers(1, 6), data=st.data())
-@settings(deadline=None)
 def test_a_shard_is_the_slice_that_torch_takes(shape, world_size, data):
     whole = torch.arange(torch.Size(shape).numel()).view(shape)
     spread = by_rows(whole.shape, world_size)
@@ -73,7 +71,6 @@ def test_the_holder_is_the_rank_that_has_all():
     fractions=st.lists(st.floats(0, 1), min_size=2, max_size=2),
     batch_bytes=st.sampled_from([1, 60, 10**6]),
 )
-@settings(deadline=None)
 def test_tensors_are_unsharded_each_on_one_rank(shapes, fractions, batch_bytes):
     wholes = [torch.randn(shape) for shape in shapes]
     spreads = [Sharding(whole.shape, cuts_of(whole.numel(), fractions)) for whole in wholes]

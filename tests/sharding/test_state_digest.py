@@ -66,7 +66,7 @@ def total(communicator, tensors, cuts, num_replicated=2):
     return first
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.lists(st.integers(0, 4 * ROW_WORDS), max_size=3), st.integers(0, 3))
 def test_the_checksum_is_the_same_wherever_the_tensors_are_cut(cuts, seed):
     (expected,) = in_turns(1, total, state(seed), [])

@@ -170,7 +170,7 @@ places = st.integers(0, WIDE - 1)
 words = st.one_of(st.integers(-(2**31), 2**31 - 1), st.sampled_from([0, 1, -1, -(2**31), 2**30]))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(places, places, words, words, st.integers(0, 3))
 def test_two_swapped_words_change_it_however_far_apart(first, second, a, b, fill):
     base = torch.full((WIDE,), fill, dtype=torch.int32)
@@ -180,7 +180,7 @@ def test_two_swapped_words_change_it_however_far_apart(first, second, a, b, fill
     assert (of_tensors(one) == of_tensors(other)) == torch.equal(one, other)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.data())
 def test_swaps_and_moves_between_tensors_are_seen(data):
     sizes = data.draw(st.lists(st.sampled_from([1, 2, 4, 5, ROW_WORDS - 1, ROW_WORDS, ROW_WORDS + 1]), min_size=2))
@@ -195,7 +195,7 @@ def test_swaps_and_moves_between_tensors_are_seen(data):
     assert (of_tensors(*changed) == before) == same
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(1, 3 * ROW_WORDS), st.integers(1, 3 * ROW_WORDS))
 def test_zeros_moved_over_the_border_of_two_tensors_are_seen(first, second):
     one = of_tensors(torch.zeros(first), torch.zeros(second))

@@ -122,7 +122,7 @@ nested_values = st.recursive(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(nested_values)
 def test_any_nesting_comes_back(value):
     assert is_same(there_and_back(value), value)

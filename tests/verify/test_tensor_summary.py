@@ -17,7 +17,7 @@ from samestep.verify.watching.tensor_summary import (
 )
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.integers(1, 600_000), st.floats(1e-7, 1e3), st.integers(0, 2**31))
 def test_the_distance_of_two_sketches_is_about_that_of_the_tensors(length, size, seed):
     generator = torch.Generator().manual_seed(seed)
