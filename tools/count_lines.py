@@ -19,6 +19,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 KINDS = ("code", "docstrings", "comments", "blank")
+BESIDE = "beside code"  # comments at the end of a line of code, which are no lines of their own
+HEART = "core, comm, engine*"  # * without the strategies
+STRATEGIES = ("pipelining/", "sharding/", "sharded_state.py", "tensor_parallel.py", "whole_weights.py", "zero1.py")
 FIRST_STEP = """
 import os, sys, torch
 from samestep.cli.main import main
@@ -35,14 +38,16 @@ main()
 def count(source: str) -> Counter[str]:
     """The lines of a source by kind; a line with code and a comment is code."""
     lines = source.splitlines()
-    kinds = ["blank" if not line.strip() else "code" for line in lines]
+    kinds, beside = ["blank" if not line.strip() else "code" for line in lines], 0
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT and not token.line[: token.start[1]].strip():
             kinds[token.start[0] - 1] = "comments"
+        elif token.type == tokenize.COMMENT:
+            beside += 1
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
             kinds[node.lineno - 1 : node.end_lineno] = ["docstrings"] * (node.end_lineno - node.lineno + 1)
-    return Counter(kinds)
+    return Counter({**Counter(kinds), BESIDE: beside})
 
 
 def by_folder(files: Iterable[tuple[str, str]]) -> dict[str, Counter[str]]:
@@ -52,7 +57,10 @@ def by_folder(files: Iterable[tuple[str, str]]) -> dict[str, Counter[str]]:
         depth = 3 if path.startswith("src/") else 2
         parts = path.split("/")
         row = "/".join(parts[:depth])
-        for name in (row, f"{parts[0]} in all"):
+        own = "/".join(parts[2:])
+        is_heart = parts[0] == "src" and own.startswith(("core/", "comm/", "engine/"))
+        is_heart = is_heart and not own.removeprefix("engine/").startswith(STRATEGIES)
+        for name in (row, f"{parts[0]} in all", *[HEART] * is_heart):
             counts.setdefault(name, Counter()).update(count(source))
     return counts
 
@@ -92,14 +100,15 @@ def show(after: dict[str, Counter[str]], before: dict[str, Counter[str]] | None)
     """Prints a row for each folder."""
     names = sorted({*after, *(before or {})})
     width = max(map(len, names))
-    heads = "".join(f"{kind:>12}" for kind in (*KINDS, "lines"))
+    heads = "".join(f"{kind:>12}" for kind in (*KINDS, "lines", BESIDE))
     print(f"{'':{width}}{heads}" + (f"{'before':>12}{'change':>12}" if before is not None else ""))
     for name in names:
         counts = after.get(name, Counter())
-        row = "".join(f"{counts[kind]:>12,}" for kind in KINDS) + f"{counts.total():>12,}"
+        total = sum(counts[kind] for kind in KINDS)
+        row = "".join(f"{number:>12,}" for number in (*(counts[kind] for kind in KINDS), total, counts[BESIDE]))
         if before is not None:
-            old = before.get(name, Counter()).total()
-            row += f"{old:>12,}{counts.total() - old:>+12,}"
+            old = sum(before.get(name, Counter())[kind] for kind in KINDS)
+            row += f"{old:>12,}{total - old:>+12,}"
         print(f"{name:{width}}{row}")
 
 
