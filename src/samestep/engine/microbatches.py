@@ -73,7 +73,8 @@ class MicrobatchRunner:
                     if traces is not None:
                         traces.look()
                 except (RuntimeError, MemoryError, ValueError) as error:
-                    self._check_shortage(error, batch, microbatch, num_samples, step, layout)
+                    if not self._is_shortage(error, batch, microbatch, num_samples, step, layout):
+                        raise
                     from samestep.engine.diagnosis import Shortage
 
                     shortage = Shortage(microbatch, num_samples, value, observers.phase, counts)
@@ -93,10 +94,10 @@ class MicrobatchRunner:
                 traces.end()
         return None
 
-    def _check_shortage(
+    def _is_shortage(
         self, error: Exception, batch: Batch, microbatch: int, num_samples: int, step: int, layout: Layout
-    ) -> None:
-        """Returns if memory ran out and the other ranks can go on; else raises the error, or one that explains it."""
+    ) -> bool:
+        """Whether memory ran out and the other ranks can go on; raises an error that explains this one, if any does."""
         from samestep.engine.diagnosis import describe_lone_shortage, is_out_of_memory
 
         membership = self._compute.membership
@@ -104,12 +105,12 @@ class MicrobatchRunner:
             told = self._compute.explain_lone(error, microbatch, num_samples, batch.length, step)
             if told is not None:
                 raise told from None
-        if not is_out_of_memory(error):
-            raise error
-        if layout.gradients.is_sharded:
+        is_short = is_out_of_memory(error)
+        if is_short and layout.gradients.is_sharded:
             strategy = "sharded" if membership.is_dealt else "tensor"
             text = describe_lone_shortage(microbatch, num_samples, membership.rank, strategy)
             raise OutOfMemoryError(text) from error
+        return is_short
 
     def _give_up(self, layout: Layout, stats: StepStats) -> None:
         """Contributes zeros to the exchanges in which the other ranks wait for this one."""
