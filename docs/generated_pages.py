@@ -39,7 +39,8 @@ def command_reference() -> str:
 
 def _commands(group: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """The commands by name; those of a group, `ledger diff`, in the place of the group."""
-    for name, command in group.commands.items():
+    for name in group.list_commands(None):
+        command = group.get_command(None, name)
         if hasattr(command, "commands"):
             yield from _commands(command, f"{prefix}{name} ")
         else:

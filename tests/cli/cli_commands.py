@@ -27,7 +27,8 @@ def write_table(path):
 
 def commands(group, words=()):
     """Every command with the words that call it."""
-    for name, command in group.commands.items():
+    for name in group.list_commands(None):
+        command = group.get_command(None, name)
         if hasattr(command, "commands"):
             yield from commands(command, (*words, name))
         else:

@@ -115,7 +115,8 @@ def test_there_are_programs_of_every_sort():
 
 def commands():
     """The commands of `samestep` by name ("ledger diff" too), each with its options by spelling."""
-    found, waiting = {}, list(typer.main.get_command(app).commands.items())
+    group = typer.main.get_command(app)
+    found, waiting = {}, [(name, group.get_command(None, name)) for name in group.list_commands(None)]
     while waiting:
         name, command = waiting.pop()
         waiting += [(f"{name} {word}", inner) for word, inner in getattr(command, "commands", {}).items()]

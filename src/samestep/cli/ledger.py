@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 SHOWN_STEPS = 20
 SHOWN_NOTES = 5
 
-app = typer.Typer(no_args_is_help=True, help="Shows what a run recorded of its steps, and compares two runs.")
+app = typer.Typer(
+    no_args_is_help=True, add_completion=False, help="Shows what a run recorded of its steps, and compares two runs."
+)
 _Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
 _RunArgument = typer.Argument(metavar="RUN", help="A run's folder, or a ledger.")
 

@@ -3,30 +3,52 @@
 import errno
 import os
 import sys
+from importlib import import_module
 from io import TextIOWrapper
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
-from samestep.cli import ledger
-from samestep.cli.devices import devices
-from samestep.cli.doctor import doctor
-from samestep.cli.estimate import estimate
-from samestep.cli.export import export
 from samestep.cli.options import SPELLINGS
-from samestep.cli.profile import profile
-from samestep.cli.replay import replay
-from samestep.cli.report import report
-from samestep.cli.run import CONTEXT_SETTINGS, run
-from samestep.cli.runs import runs
-from samestep.cli.train import train
-from samestep.cli.verify import verify
 from samestep.errors import SamestepError, UsageError
 from samestep.text import readable
 from samestep.version import __version__
 
+COMMANDS = (
+    *("devices", "train", "run", "verify", "estimate", "replay"),
+    *("profile", "report", "runs", "doctor", "export", "ledger"),
+)
+WITH_SCRIPTS = ("run", "verify")  # options after the script are the script's
+
+
+class Commands(TyperGroup):
+    """The commands; each module is imported when its command is asked for, as a start waits for every import."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """All names, in the order of the help."""
+        return list(COMMANDS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """The command of a name; None if there is none."""
+        if cmd_name not in COMMANDS:
+            self.commands.update({name: self.get_command(ctx, name) for name in COMMANDS})  # to be suggested
+        elif cmd_name not in self.commands:
+            module = import_module(f"samestep.cli.{cmd_name}")
+            own = getattr(module, "app", None)
+            if own is None:
+                own = typer.Typer(add_completion=False, rich_markup_mode="rich")
+                settings = {"allow_interspersed_args": False, **SPELLINGS} if cmd_name in WITH_SCRIPTS else None
+                own.command(cmd_name, context_settings=settings)(getattr(module, cmd_name))
+            command = typer.main.get_command(own)
+            command.name = cmd_name
+            self.commands[cmd_name] = command
+        return self.commands.get(cmd_name)
+
+
 app = typer.Typer(
     name="samestep",
+    cls=Commands,
     help="One training step, any devices, the same model.",
     no_args_is_help=True,
     add_completion=False,
@@ -49,20 +71,6 @@ def _options(
     ] = False,
 ) -> None:
     """One training step, any devices, the same model."""
-
-
-app.command("devices")(devices)
-app.command("train")(train)
-app.command("run", context_settings=CONTEXT_SETTINGS)(run)
-app.command("verify", context_settings=CONTEXT_SETTINGS)(verify)
-app.command("estimate")(estimate)
-app.command("replay")(replay)
-app.command("profile")(profile)
-app.command("report")(report)
-app.command("runs")(runs)
-app.command("doctor")(doctor)
-app.command("export")(export)
-app.add_typer(ledger.app, name="ledger")
 
 
 def main() -> None:

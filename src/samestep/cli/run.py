@@ -6,7 +6,6 @@ from typing import Annotated, Any
 import typer
 
 from samestep.cli.options import (
-    SPELLINGS,
     NodeOptions,
     NumThreads,
     ScriptOptions,
@@ -18,7 +17,6 @@ from samestep.cli.options import (
 from samestep.cli.profile import Profile, ProfileDir, print_traces, profiled
 from samestep.launcher.job import Job, Policy
 
-CONTEXT_SETTINGS = {"allow_interspersed_args": False, **SPELLINGS}
 """The command is registered with these: everything after SCRIPT belongs to the script."""
 
 
