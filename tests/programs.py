@@ -160,7 +160,7 @@ def masked_loss(model, batch):
 
 def whole_state(step):
     """Parameters, buffers and optimizer state, unsharded, by name, in NumPy."""
-    over = step.spread_over
+    over = step.state_communicator
     return {name: torch.as_tensor(unsharded(value, over)).detach().clone().numpy() for name, value in named_state(step)}
 
 

@@ -1,4 +1,4 @@
-"""Weights of a model that is spread over the ranks are loaded and read as those of the whole model."""
+"""Weights of a model that is sharded over the ranks are loaded and read as those of the whole model."""
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ BITWISE = ("sharded", "pipeline")
 
 @pytest.mark.parametrize("when", ["before", "between"])
 @pytest.mark.parametrize(("strategy", "size"), ALL)
-def test_whole_weights_are_loaded_into_a_model_that_is_spread(worlds, strategy, size, when):
+def test_whole_weights_are_loaded_into_a_model_that_is_sharded(worlds, strategy, size, when):
     one = worlds(1).run(loaded, "replicate", when)[0]
     for before, after, later in worlds(size).run(loaded, strategy, when):
         assert before != after

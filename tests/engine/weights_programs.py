@@ -76,7 +76,7 @@ def taken(communicator, strategy):
     state = {name: tensor.detach().clone() for name, tensor in step.model.state_dict().items()}
     digests = [state_digest(step)]
     with torch.no_grad():
-        for parameter in step.spread.parts.values() if step.spread else step.model.parameters():
+        for parameter in step.sharded_state.parts.values() if step.sharded_state else step.model.parameters():
             parameter.zero_()
     digests.append(state_digest(step))
     step.model.load_state_dict(state)
@@ -114,7 +114,7 @@ def kept(communicator, strategy):
     step_over(step, loader)
 
     def parameters():
-        held = step.spread.parts.values() if step.spread else step.model.parameters()
+        held = step.sharded_state.parts.values() if step.sharded_state else step.model.parameters()
         return [parameter.detach().numpy().tobytes() for parameter in held]
 
     copies = {name: parameter.detach().clone() for name, parameter in step.model.named_parameters()}

@@ -59,7 +59,7 @@ def whole_state(step):
     from samestep.train.checkpoint.local_shards import unsharded
     from samestep.train.digest import named_state
 
-    return [unsharded(value, step.spread_over) for _, value in named_state(step)]
+    return [unsharded(value, step.state_communicator) for _, value in named_state(step)]
 
 
 @cache

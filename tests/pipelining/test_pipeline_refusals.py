@@ -97,7 +97,7 @@ def test_options_that_cannot_be_are_refused_before_a_run_begins(options, text):
         Pipeline(**options)
 
 
-def test_the_strategy_goes_by_its_name_and_spreads_the_optimizer_by_itself():
+def test_the_strategy_goes_by_its_name_and_shards_the_optimizer_by_itself():
     assert as_strategy("pipeline") == Pipeline()
     with pytest.raises(UsageError, match="leave shard_optimizer out"):
         as_strategy("pipeline", shard_optimizer=True)

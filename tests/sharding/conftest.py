@@ -1,4 +1,4 @@
-"""What the tests of spread state share."""
+"""Fixtures of the tests of sharded state."""
 
 import pytest
 

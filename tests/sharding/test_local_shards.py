@@ -31,34 +31,34 @@ def shardings(draw):
     return Sharding(torch.Size([blocks, length]), cuts, blocks)
 
 
-@given(spread=shardings())
-def test_the_shards_of_all_ranks_make_the_tensor_again(spread):
-    whole = torch.arange(spread.shape.numel()).view(spread.shape)
-    parts = [spread.part(whole, rank) for rank in range(len(spread.cuts) - 1)]
-    assert [part.numel() for part in parts] == spread.sizes
-    assert torch.equal(spread.whole(parts), whole)
-    target, length = spread.by_blocks, spread.shape[1]
-    assert (target.blocks, len(target.cuts), target.shape) == (1, len(spread.cuts), spread.shape)
-    assert (target.cuts[0], target.cuts[-1]) == (0, spread.shape.numel())
+@given(sharding=shardings())
+def test_the_shards_of_all_ranks_make_the_tensor_again(sharding):
+    whole = torch.arange(sharding.shape.numel()).view(sharding.shape)
+    parts = [sharding.part(whole, rank) for rank in range(len(sharding.cuts) - 1)]
+    assert [part.numel() for part in parts] == sharding.sizes
+    assert torch.equal(sharding.whole(parts), whole)
+    target, length = sharding.by_blocks, sharding.shape[1]
+    assert (target.blocks, len(target.cuts), target.shape) == (1, len(sharding.cuts), sharding.shape)
+    assert (target.cuts[0], target.cuts[-1]) == (0, sharding.shape.numel())
     assert all(cut % length == 0 for cut in target.cuts)
     assert all(size >= 0 for size in target.sizes)
-    assert max(target.sizes) == length * -(-spread.blocks // (len(spread.cuts) - 1))
+    assert max(target.sizes) == length * -(-sharding.blocks // (len(sharding.cuts) - 1))
 
 
 @given(shape=st.lists(st.integers(0, 9), min_size=1, max_size=3), world_size=st.integers(1, 6), data=st.data())
 def test_a_shard_is_the_slice_that_torch_takes(shape, world_size, data):
     whole = torch.arange(torch.Size(shape).numel()).view(shape)
-    spread = by_rows(whole.shape, world_size)
-    parts = [spread.part(whole, rank) for rank in range(world_size)]
+    sharding = by_rows(whole.shape, world_size)
+    parts = [sharding.part(whole, rank) for rank in range(world_size)]
     assert torch.equal(torch.cat(parts), whole.reshape(-1))
     chunks = [chunk.reshape(-1) for chunk in torch.chunk(whole, world_size)] if whole.numel() else []
     assert all(torch.equal(part, chunk) for part, chunk in zip(parts, chunks, strict=False))
     dim = data.draw(st.integers(0, len(shape) - 1))
     shape = [max(1, size) * (world_size if k == dim else 1) for k, size in enumerate(shape)]
     whole = torch.arange(torch.Size(shape).numel()).view(shape)
-    spread = along(shape, dim, world_size)
+    sharding = along(shape, dim, world_size)
     for rank, part in enumerate(whole.chunk(world_size, dim)):
-        assert torch.equal(spread.part(whole, rank), part.reshape(-1))
+        assert torch.equal(sharding.part(whole, rank), part.reshape(-1))
 
 
 def test_the_holder_is_the_rank_that_has_all():
@@ -73,14 +73,14 @@ def test_the_holder_is_the_rank_that_has_all():
 )
 def test_tensors_are_unsharded_each_on_one_rank(shapes, fractions, batch_bytes):
     wholes = [torch.randn(shape) for shape in shapes]
-    spreads = [Sharding(whole.shape, cuts_of(whole.numel(), fractions)) for whole in wholes]
+    shardings = [Sharding(whole.shape, cuts_of(whole.numel(), fractions)) for whole in wholes]
 
     def program(communicator):
-        shards = [(s.part(w, communicator.rank), s) for w, s in zip(wholes, spreads, strict=True)]
+        shards = [(s.part(w, communicator.rank), s) for w, s in zip(wholes, shardings, strict=True)]
         return {k: whole.clone() for k, whole in assembled(communicator, shards, batch_bytes)}
 
     by_rank = in_turns(3, program)
-    owners = owners_of(spreads, 3)
+    owners = owners_of(shardings, 3)
     for k, whole in enumerate(wholes):
         assert [k in got for got in by_rank] == [rank == owners[k] for rank in range(3)]
         assert torch.equal(by_rank[owners[k]][k], whole.reshape(-1))
@@ -101,15 +101,15 @@ def resharded(communicator):
     results = []
     for shape, dim, packed, dtype in CASES:
         whole = torch.arange(torch.Size(shape).numel()).view(shape).to(getattr(torch, dtype))
-        spread = along(shape, dim, communicator.world_size, packed)
-        shard = LocalShard(spread.part(whole, communicator.rank).clone(), spread)
+        sharding = along(shape, dim, communicator.world_size, packed)
+        shard = LocalShard(sharding.part(whole, communicator.rank).clone(), sharding)
         ordered = shard.in_order(communicator)
-        begin, end = ordered.spread.cuts[communicator.rank : communicator.rank + 2]
+        begin, end = ordered.sharding.cuts[communicator.rank : communicator.rank + 2]
         results.append(
             torch.equal(ordered.local.reshape(-1), whole.reshape(-1)[begin:end])
             and torch.equal(shard.gather(communicator), whole)
             and torch.equal(ordered.gather(communicator), whole)
-            and ordered.spread.blocks == 1
+            and ordered.sharding.blocks == 1
             and ordered.in_order(communicator) is ordered
         )
     return results
@@ -118,8 +118,8 @@ def resharded(communicator):
 def unequal(communicator):
     """This rank's shard of two blocks, resharded, of which one rank had nothing and another most."""
     whole = torch.arange(8.0).view(2, 4)
-    spread = Sharding(whole.shape, (0, 3, 3, 4), 2)
-    shard = LocalShard(spread.part(whole, communicator.rank).clone(), spread)
+    sharding = Sharding(whole.shape, (0, 3, 3, 4), 2)
+    shard = LocalShard(sharding.part(whole, communicator.rank).clone(), sharding)
     return shard.in_order(communicator).local.reshape(-1).tolist()
 
 
@@ -134,12 +134,12 @@ def test_shards_without_elements_are_resharded_too():
 
 def sharded_norm(communicator, wholes, naive):
     """The norm of tensors that are sharded by rows; or the norm of the ranks' norms."""
-    spreads = [by_rows(whole.shape, communicator.world_size) for whole in wholes]
-    parts = [s.part(w, communicator.rank) for s, w in zip(spreads, wholes, strict=True)]
+    shardings = [by_rows(whole.shape, communicator.world_size) for whole in wholes]
+    parts = [s.part(w, communicator.rank) for s, w in zip(shardings, wholes, strict=True)]
     if naive:
         own = torch.linalg.vector_norm(torch.cat([part.double() for part in parts]).float()).view(1, 1)
         return torch.linalg.vector_norm(communicator.gather_rows(own, [1] * communicator.world_size)).item()
-    norm = ShardedNorm(communicator, spreads, [whole.dtype for whole in wholes]).of(parts)
+    norm = ShardedNorm(communicator, shardings, [whole.dtype for whole in wholes]).of(parts)
     return norm.item(), norm.dtype
 
 

@@ -1,4 +1,4 @@
-"""What a spread state needs: a model that does not fit under a worker's limit of memory trains when it is spread."""
+"""The memory of sharded state: a model that exceeds the memory limit of a worker trains if it is sharded."""
 
 import gc
 import os
@@ -34,12 +34,12 @@ def norms(said):
     return next(line for line in said.splitlines() if line.startswith("norms"))
 
 
-def test_a_model_that_does_not_fit_a_workers_memory_trains_when_it_is_spread():
+def test_a_model_that_does_not_fit_a_workers_memory_trains_if_it_is_sharded():
     runs = [("sharded", 2, LIMIT_MIB), ("replicate", 2, LIMIT_MIB), ("replicate", 1, 0)]
     with ThreadPoolExecutor() as pool:
-        spread, whole, unlimited = pool.map(lambda run: limited(*run), runs)
-    assert spread[0] == 0, spread[2]
-    assert norms(spread[1]) == norms(unlimited[1])
+        sharding, whole, unlimited = pool.map(lambda run: limited(*run), runs)
+    assert sharding[0] == 0, sharding[2]
+    assert norms(sharding[1]) == norms(unlimited[1])
     assert whole[0] == 1
     assert "memory" in whole[2]
 

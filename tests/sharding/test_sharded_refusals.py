@@ -1,4 +1,4 @@
-"""What cannot be spread is refused by name, with what would work; and which modules come together as one."""
+"""Models and options that cannot be sharded are refused by name with a cure; and the units that are gathered as one."""
 
 import pytest
 import torch
@@ -41,7 +41,7 @@ def test_ranks_that_take_turns_cannot_form_a_process_group():
         (lambda m: m.register_parameter("t", nn.Parameter(torch.ones(3, 4).t())), "t is not contiguous"),
     ],
 )
-def test_parameters_that_cannot_be_spread_are_named(change, words):
+def test_parameters_that_cannot_be_sharded_are_named(change, words):
     model = Chain()
     change(model)
     with pytest.raises(UsageError, match=words):
@@ -65,7 +65,7 @@ def test_what_a_sharded_step_trains_stays_as_it_was(worlds, world_size):
     assert worlds(world_size).run(frozen_later, "replicate") == ["went on"] * world_size
 
 
-def test_a_run_that_spreads_its_state_has_no_spares_and_no_shares():
+def test_a_run_that_shards_its_state_has_no_spares_and_no_shares():
     def program(communicator, strategy, options):
         run = samestep.Run(32, 8, communicator=communicator, **options)
         model = Chain()

@@ -227,8 +227,8 @@ def test_the_weights_that_are_left_are_those_of_one_device(recorded):
 
 def written(communicator):
     """A state with one sharded tensor, and its shard."""
-    spread = by_rows(torch.Size([4, 2]), communicator.world_size)
-    shard = LocalShard(spread.part(torch.arange(8.0).view(4, 2), communicator.rank).clone(), spread)
+    sharding = by_rows(torch.Size([4, 2]), communicator.world_size)
+    shard = LocalShard(sharding.part(torch.arange(8.0).view(4, 2), communicator.rank).clone(), sharding)
     return Snapshot(1, {"model": {"weight": shard}}, {})
 
 

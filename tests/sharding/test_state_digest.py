@@ -59,8 +59,8 @@ def total(communicator, tensors, cuts, num_replicated=2):
     parts = list(tensors[:num_replicated])
     for tensor in tensors[num_replicated:]:
         places = (0, *sorted(cut % (tensor.numel() + 1) for cut in cuts), tensor.numel())
-        spread = Sharding(tensor.shape, places)
-        parts.append(LocalShard(spread.part(tensor, communicator.rank).clone(), spread))
+        sharding = Sharding(tensor.shape, places)
+        parts.append(LocalShard(sharding.part(tensor, communicator.rank).clone(), sharding))
     first = int(sum_of_rows(parts, communicator))
     assert int(sum_of_rows(parts, communicator)) == first, "computing it changes nothing"
     return first

@@ -18,7 +18,7 @@ def run(worlds, tmp_path_factory):
     return folder
 
 
-def test_an_export_of_a_spread_run_has_the_weights_that_it_ended_with(run, tmp_path):
+def test_an_export_of_a_sharded_run_has_the_weights_that_it_ended_with(run, tmp_path):
     chosen = export_weights(run, tmp_path / "all.safetensors")
     assert chosen.name == "step-00000009"
     found, expected = load_file(tmp_path / "all.safetensors"), load_file(run / "weights.safetensors")

@@ -147,7 +147,7 @@ def train(communicator, options):
     data = texts(27)
     loader = run.loader(data, shuffle=True)
     results = [step(batch) for _ in range(options.get("epochs", 1)) for batch in loader]
-    held = dict(step.model.named_parameters()) if step.spread is None else step.spread.parts
+    held = dict(step.model.named_parameters()) if step.sharded_state is None else step.sharded_state.parts
     outputs = run.predict(step.model, data, forward=lambda model, batch: model(batch[0]).mean(1))
     scored = run.evaluate(step.model, data, {"hits": hits})
     return {
@@ -181,14 +181,16 @@ def said(communicator, options):
     step = None
     try:
         run, step, _ = make(communicator, options)
-        before = {key: part.detach().clone() for key, part in (step.spread.parts if step.spread else {}).items()}
+        before = {
+            key: part.detach().clone() for key, part in (step.sharded_state.parts if step.sharded_state else {}).items()
+        }
         for batch in run.loader(texts(24)):
             step(batch)
         if options.get("twice"):
             run.train_step(step.model, torch.optim.SGD(step.model.parameters()), loss)
     except SamestepError as error:
-        if type(error) is NonFiniteError and step.spread:
-            assert all(torch.equal(part, before[key]) for key, part in step.spread.parts.items())
+        if type(error) is NonFiniteError and step.sharded_state:
+            assert all(torch.equal(part, before[key]) for key, part in step.sharded_state.parts.items())
             assert step.num_steps == 0
         return f"{type(error).__name__}: {error}"
     return "nothing"

@@ -78,7 +78,7 @@ def spoilt(communicator, element):
     before = state_digest(step), int(state_checksum(step))
     if communicator.rank == communicator.world_size - 1:
         with torch.no_grad():
-            step.spread.parts[SHARDED].view(-1)[element] += 1
+            step.sharded_state.parts[SHARDED].view(-1)[element] += 1
     return before, (state_digest(step), int(state_checksum(step)))
 
 

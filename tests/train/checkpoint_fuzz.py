@@ -90,9 +90,10 @@ class Program:
             rows = {f: {n: t for n, t in ts.items() if t.ndim and f != "rest"} for f, ts in whole.items()}
             whole = {f: {n: t for n, t in ts.items() if n not in rows[f]} for f, ts in whole.items()}
             for file, rank in ((file, rank) for file in rows if rows[file] for rank in range(2)):
-                spreads = {name: by_rows(tensor.shape, 2) for name, tensor in rows[file].items()}
+                shardings = {name: by_rows(tensor.shape, 2) for name, tensor in rows[file].items()}
                 own = {
-                    name: LocalShard(spread.part(rows[file][name], rank), spread) for name, spread in spreads.items()
+                    name: LocalShard(sharding.part(rows[file][name], rank), sharding)
+                    for name, sharding in shardings.items()
                 }
                 written[part_name(file, rank, 2)] = write_part(temporary / part_name(file, rank, 2), own, rank)
         complete_checkpoint(folder, Snapshot(3, whole, state.facts), temporary, written, 3, False)

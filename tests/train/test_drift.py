@@ -114,7 +114,7 @@ def change(kind, step, optimizer):
         elif kind == "state":
             optimizer.state[optimizer.param_groups[0]["params"][0]]["exp_avg"][0] += 1e-3
         elif kind == "piece":
-            next(part for part in step.spread.parts.values() if part.numel()).view(-1)[0] += 1e-6
+            next(part for part in step.sharded_state.parts.values() if part.numel()).view(-1)[0] += 1e-6
 
 
 def drifting(communicator, kind, options=None, mesh=None, folder=None, epochs=3):
@@ -213,7 +213,7 @@ STAGES = {"strategy": Pipeline(split=["3"])}
     ],
     ids=str,
 )
-def test_what_several_ranks_hold_of_a_state_that_is_spread_is_compared(worlds, world_size, strategy, mesh, kind, told):
+def test_what_several_ranks_hold_of_a_sharded_state_is_compared(worlds, world_size, strategy, mesh, kind, told):
     said = worlds(world_size).run(drifting, kind, {"digest_every": 1, **strategy}, mesh, None)
     for sentence in said:
         assert re.search(told, sentence) if told else sentence == "", sentence

@@ -158,7 +158,7 @@ class Membership:
         """Turns healing off: each rank has state that no other has. Hung ranks are still found."""
         if self._num_active < self.world_size:
             raise UsageError(
-                "where the state is spread over the ranks none can take another's place: leave --spares out, or keep "
+                "where the state is sharded over the ranks none can take another's place: leave --spares out, or keep "
                 "the whole state on each (strategy='replicate')"
             )
         self.needs_all = True
@@ -171,7 +171,7 @@ class Membership:
         self.rely_on_all()
         if self.mesh is not None:
             raise UsageError(
-                "strategy='sharded' spreads the model along \"data\" alone: leave the mesh's other axes out"
+                "strategy='sharded' shardings the model along \"data\" alone: leave the mesh's other axes out"
             )
         if self._shares is not None:
             raise UsageError("strategy='sharded' gives every device equally much to do: leave --shares out")

@@ -1,4 +1,4 @@
-"""The ordered reduction: sums tensors over all microbatches along the tree, however they are spread over the ranks.
+"""The ordered reduction: sums tensors over all microbatches along the tree, however they are sharded over the ranks.
 
 Each rank reduces its microbatches to a few aligned blocks. Then (1) *scatter*: every rank sends every other its part of
 each block, an all-to-all; (2) *fold*: each rank adds what it received along the tree; (3) *gather*: all ranks get all

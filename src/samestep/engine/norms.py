@@ -46,10 +46,12 @@ class ShardedNorm:
     # A small model is gathered on every rank. Of a large one each sharded parameter is gathered on one rank, one after
     # another, which adds 1/D of the gradient to the bytes that a rank sends in a step.
 
-    def __init__(self, communicator: Communicator, spreads: Sequence[Sharding], dtypes: Sequence[torch.dtype]) -> None:
+    def __init__(
+        self, communicator: Communicator, shardings: Sequence[Sharding], dtypes: Sequence[torch.dtype]
+    ) -> None:
         self._communicator = communicator
-        self._spreads = list(spreads)
-        forms = [torch.empty(s.shape, dtype=d, device="meta") for s, d in zip(spreads, dtypes, strict=True)]
+        self._shardings = list(shardings)
+        forms = [torch.empty(s.shape, dtype=d, device="meta") for s, d in zip(shardings, dtypes, strict=True)]
         self._buckets = make_buckets(forms, 2**62, 1)  # one a dtype, whatever travels in how many
 
     def of(self, parts: Sequence[Tensor]) -> Tensor:
@@ -65,28 +67,28 @@ class ShardedNorm:
         communicator = self._communicator
         members = bucket.members
         ours = torch.cat([parts[index] for index in members])
-        sizes = [sum(row) for row in zip(*(self._spreads[index].sizes for index in members), strict=True)]
+        sizes = [sum(row) for row in zip(*(self._shardings[index].sizes for index in members), strict=True)]
         by_rank = gather_parts(communicator.transport, ours, sizes).wait().split(sizes)
         # The layout of a bucket of the replicated model, zeros in the gaps included: a norm adds up by position.
         flat = aligned_zeros(bucket.length, bucket.dtype, communicator.device)
         for rank, theirs in enumerate(by_rank):
-            pieces = theirs.split([self._spreads[index].sizes[rank] for index in members])
+            pieces = theirs.split([self._shardings[index].sizes[rank] for index in members])
             for index, offset, piece in zip(members, bucket.offsets, pieces, strict=True):
-                start = offset + self._spreads[index].cuts[rank]
+                start = offset + self._shardings[index].cuts[rank]
                 flat[start : start + piece.numel()] = piece
         return block_norm(flat)
 
     def _by_parameter(self, bucket: Bucket, parts: Sequence[Tensor]) -> Tensor:
         """The norm of a large model: each parameter is a block, and is gathered on one rank."""
         communicator, members = self._communicator, bucket.members
-        spreads = [self._spreads[index] for index in members]
+        shardings = [self._shardings[index] for index in members]
         wide = torch.float32 if bucket.dtype.itemsize < 4 else bucket.dtype
         norms = torch.zeros(len(members), 1, dtype=wide, device=communicator.device)
-        divided = [(parts[index], spread) for index, spread in zip(members, spreads, strict=True)]
+        divided = [(parts[index], sharding) for index, sharding in zip(members, shardings, strict=True)]
         for k, whole in assembled(communicator, divided, TRAVEL_BYTES):
-            norms[k, 0] = block_norms([_on_border(whole).view(spreads[k].shape)])[0]
+            norms[k, 0] = block_norms([_on_border(whole).view(shardings[k].shape)])[0]
         rows = communicator.gather_rows(norms, [len(members)] * communicator.world_size)
-        owners = torch.tensor(owners_of(spreads, communicator.world_size), device=rows.device)
+        owners = torch.tensor(owners_of(shardings, communicator.world_size), device=rows.device)
         own = rows.view(communicator.world_size, len(members))[owners, torch.arange(len(members), device=rows.device)]
         return block_norm(own)
 

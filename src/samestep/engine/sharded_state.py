@@ -66,12 +66,12 @@ class LocalShard:
     """This rank's shard of a tensor."""
 
     local: Tensor  # its elements, of any shape, contiguous; those of several blocks concatenated
-    spread: Sharding  # the sharding
+    sharding: Sharding  # the sharding
 
     @property
     def shape(self) -> torch.Size:
         """Of the unsharded tensor."""
-        return self.spread.shape
+        return self.sharding.shape
 
     @property
     def dtype(self) -> torch.dtype:
@@ -82,8 +82,8 @@ class LocalShard:
         """The unsharded tensor, on every rank; all of them call it."""
         flat = self.local.detach().reshape(-1)
         if communicator.world_size > 1:
-            sizes = self.spread.sizes
-            return self.spread.whole(gather_parts(communicator.carrier(flat), flat, sizes).wait().split(sizes))
+            sizes = self.sharding.sizes
+            return self.sharding.whole(gather_parts(communicator.carrier(flat), flat, sizes).wait().split(sizes))
         return flat.clone().view(self.shape)
 
     def in_order(self, communicator: Communicator) -> "LocalShard":
@@ -91,12 +91,12 @@ class LocalShard:
 
         Without communication if it has one block already. Every rank has whole blocks then.
         """
-        spread, target = self.spread, self.spread.by_blocks
-        if spread.blocks == 1:
+        sharding, target = self.sharding, self.sharding.by_blocks
+        if sharding.blocks == 1:
             return self
-        length = spread.shape.numel() // spread.blocks
+        length = sharding.shape.numel() // sharding.blocks
         counts = [size // length for size in target.sizes]
-        own, widths = counts[communicator.rank], [stop - start for start, stop in pairwise(spread.cuts)]
+        own, widths = counts[communicator.rank], [stop - start for start, stop in pairwise(sharding.cuts)]
         flat = self.local.detach().reshape(-1)
         sent = [count * widths[communicator.rank] for count in counts]
         received = [own * width for width in widths]
@@ -175,13 +175,13 @@ class ShardedState:
 
     Attributes:
         parts: the local shard of every parameter, by name, in the model's order: what the optimizers hold.
-        spreads: the shardings of the parameters, by name; parameters without one are replicated.
+        shardings: the shardings of the parameters, by name; parameters without one are replicated.
         has_whole_parameters: whether every rank has all parameters, and only the optimizers' state is sharded.
         communicator: among the ranks of the shardings; None for all ranks of the run.
     """
 
     parts: Mapping[str, nn.Parameter]
-    spreads: Mapping[str, Sharding]
+    shardings: Mapping[str, Sharding]
     has_whole_parameters: bool
     communicator: Communicator | None = None
 
@@ -191,7 +191,7 @@ class ShardedState:
         named = {name: part for name, part in self.parts.items() if id(part) in held}
         if len(named) < len(held):
             raise UsageError(
-                "an optimizer holds a parameter that is not in the model, or from before it was spread over the ranks; "
+                "an optimizer holds a parameter that is not in the model, or from before it was sharded; "
                 "add no parameters to an optimizer once the training step is made"
             )
         return named
@@ -205,18 +205,18 @@ class ShardedState:
                     name = names[id(whole)]
                     held[index] = part = self.parts.get(name, whole)
                     # The shard may be the parameter object itself, emptied in place: its state is cut all the same.
-                    is_partial = name in self.spreads and part.shape != self.spreads[name].shape
+                    is_partial = name in self.shardings and part.shape != self.shardings[name].shape
                     if whole in optimizer.state and (part is not whole or is_partial):
                         optimizer.state[part] = self._cut(name, optimizer.state.pop(whole), rank)
 
     def _cut(self, name: str, state: Mapping[str, Any], rank: int) -> dict[str, Any]:
         """The local shard of an optimizer's state of a parameter."""
-        if name not in self.spreads:
+        if name not in self.shardings:
             return dict(state)
-        spread, shape = self.spreads[name], self.parts[name].shape
+        sharding, shape = self.shardings[name], self.parts[name].shape
         return {
-            key: spread.part(value, rank).clone().view(shape)
-            if isinstance(value, Tensor) and value.ndim > 0 and value.shape == spread.shape
+            key: sharding.part(value, rank).clone().view(shape)
+            if isinstance(value, Tensor) and value.ndim > 0 and value.shape == sharding.shape
             else value
             for key, value in state.items()
         }
@@ -225,14 +225,14 @@ class ShardedState:
         """The local shard of every parameter by name; a replicated one itself."""
         for name, part in self.parts.items():
             own = part.detach()
-            yield name, LocalShard(own, self.spreads[name]) if name in self.spreads else own
+            yield name, LocalShard(own, self.shardings[name]) if name in self.shardings else own
 
     def state_of(self, optimizer: Optimizer) -> dict[str, dict[str, Any]]:
         """An optimizer's state, by the names of parameters; tensors of a shard's shape as local shards."""
 
         def shard(name: str, value: Any) -> Any:
             is_shard = isinstance(value, Tensor) and value.shape == self.parts[name].shape and value.ndim > 0
-            return LocalShard(value, self.spreads[name]) if is_shard and name in self.spreads else value
+            return LocalShard(value, self.shardings[name]) if is_shard and name in self.shardings else value
 
         return {
             name: {key: shard(name, value) for key, value in sorted(optimizer.state[part].items())}
@@ -280,11 +280,11 @@ def check_elementwise(optimizers: Sequence[Optimizer], device: torch.device, by_
         name = type(optimizer).__name__
         if name not in ELEMENTWISE or type(optimizer).__module__.split(".")[:2] != ["torch", "optim"]:
             raise UsageError(
-                f"{name} may need the whole of a parameter, or depend on where it begins: where its state is spread "
+                f"{name} may need the whole of a parameter, or depend on where it begins: if its state is sharded "
                 f"over the ranks use one of {', '.join(ELEMENTWISE)}, else strategy='replicate' without shard_optimizer"
             )
         if by_rows and device.type == "cpu" and any(group.get("fused") for group in optimizer.param_groups):
             raise UsageError(
-                f"{name} with fused=True rounds on a CPU by where a tensor begins and ends; where its state is spread "
+                f"{name} with fused=True rounds on a CPU by the limits of a tensor; if its state is sharded "
                 "over the ranks leave fused out, or give foreach=True"
             )

@@ -117,12 +117,12 @@ class TrainStep:
         return self._scale.scale
 
     @property
-    def spread(self) -> ShardedState | None:
+    def sharded_state(self) -> ShardedState | None:
         """The sharded state; None if each rank has all of it."""
         return self.strategy.state
 
     @property
-    def spread_over(self) -> Communicator:
+    def state_communicator(self) -> Communicator:
         """Over the ranks among which the state is sharded; several groups of ranks may have the same."""
         return self.strategy.communicator
 

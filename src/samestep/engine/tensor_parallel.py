@@ -50,21 +50,21 @@ class TensorParallelStrategy:
         self.communicator: Communicator = membership.along(AXIS)
         self.leaves = dict(model.named_parameters())  # DTensors among them
         ranks = [membership.rank] if membership.mesh is None else list(membership.mesh.along(AXIS, membership.rank))
-        spreads = {}
+        shardings = {}
         for name, leaf in self.leaves.items():
-            if isinstance(leaf, DTensor) and (spread := _spread_of(name, leaf, ranks)) is not None:
-                spreads[name] = spread
+            if isinstance(leaf, DTensor) and (sharding := _sharding_of(name, leaf, ranks)) is not None:
+                shardings[name] = sharding
         locals_ = {name: _local(leaf) for name, leaf in self.leaves.items()}
         for name, local in locals_.items():
             check_contiguous(name, local, "leave its module out of the plan")
         buffers = {name: buffer for name, buffer in model.named_buffers() if not isinstance(buffer, DTensor)}
-        membership.perform(lambda: self._check_same(locals_ | buffers, spreads))
+        membership.perform(lambda: self._check_same(locals_ | buffers, shardings))
         parts = {
             name: nn.Parameter(local, leaf.requires_grad) if isinstance(leaf := self.leaves[name], DTensor) else leaf
             for name, local in locals_.items()
         }
         self.state: ShardedState = ShardedState(
-            parts, spreads, has_whole_parameters=False, communicator=self.communicator
+            parts, shardings, has_whole_parameters=False, communicator=self.communicator
         )
         # From now on the optimizers hold the local shards; other parameters are replicated.
         names = {id(leaf): name for name, leaf in self.leaves.items()}
@@ -132,10 +132,10 @@ class TensorParallelStrategy:
             return PeerLostError(f'a rank along "{AXIS}" was lost, or has failed: {error}')
         return None
 
-    def _check_same(self, tensors: dict[str, Tensor], spreads: dict[str, Sharding]) -> None:
+    def _check_same(self, tensors: dict[str, Tensor], shardings: dict[str, Sharding]) -> None:
         """Compares the whole model along "data", and along "tensor" the tensors that are replicated there."""
         check_same_tensors(tensors, self._membership.data)
-        check_same_tensors({name: t for name, t in tensors.items() if name not in spreads}, self.communicator)
+        check_same_tensors({name: t for name, t in tensors.items() if name not in shardings}, self.communicator)
 
 
 class TensorParallelGradientSum(GradientSum):
@@ -155,7 +155,7 @@ class TensorParallelGradientSum(GradientSum):
         self.inputs = tuple(strategy.leaves[name] for name in trainable)
         self._tensor = strategy.communicator
         self._model = strategy.forward
-        self._is_local_shard = [name in strategy.state.spreads for name in trainable]
+        self._is_local_shard = [name in strategy.state.shardings for name in trainable]
         self._num_finished = 0
         self._losses: list[Tensor] = []
 
@@ -250,7 +250,7 @@ def _local(leaf: nn.Parameter) -> Tensor:
     return value.to_local() if isinstance(value, DTensor) else value
 
 
-def _spread_of(name: str, leaf: DTensor, ranks: list[int]) -> Sharding | None:
+def _sharding_of(name: str, leaf: DTensor, ranks: list[int]) -> Sharding | None:
     """How a DTensor is sharded over the ranks along "tensor"; None if it is replicated."""
     mesh = leaf.device_mesh
     if mesh.mesh_dim_names != (AXIS,) or mesh.mesh.tolist() != ranks:

@@ -19,7 +19,7 @@ class Layout:
     """The layout of a module's parameter in memory and on the ranks, without a reference to it."""
 
     shape: torch.Size  # of the local shard
-    spread: Sharding | None  # None if every rank has the whole
+    sharding: Sharding | None  # None if every rank has the whole
     communicator: Communicator
     mesh: DeviceMesh | None = None  # of a DTensor; else None
     placements: tuple[Placement, ...] = ()
@@ -27,11 +27,11 @@ class Layout:
 
     def local_shard(self, given: Any) -> Any:
         """The local shard of an unsharded tensor; other values as they are."""
-        whole_shape = self.shape if self.spread is None else self.spread.shape
+        whole_shape = self.shape if self.sharding is None else self.sharding.shape
         if not isinstance(given, Tensor) or isinstance(given, DTensor) or given.shape != whole_shape:
             return given
-        if self.spread is not None:
-            given = self.spread.part(given, self.communicator.rank).view(self.shape)
+        if self.sharding is not None:
+            given = self.sharding.part(given, self.communicator.rank).view(self.shape)
         if self.mesh is None:
             return given
         return DTensor.from_local(
@@ -48,7 +48,7 @@ def load_whole_weights(model: nn.Module, state: ShardedState, communicator: Comm
             if leaf is not None:
                 name = names[id(leaf)]
                 of_dtensor = (leaf.device_mesh, leaf.placements, leaf.stride()) if isinstance(leaf, DTensor) else ()
-                layouts[key] = Layout(state.parts[name].shape, state.spreads.get(name), communicator, *of_dtensor)
+                layouts[key] = Layout(state.parts[name].shape, state.shardings.get(name), communicator, *of_dtensor)
         if layouts:
             _hook(module, layouts)
 
@@ -57,7 +57,7 @@ def _hook(module: nn.Module, layouts: dict[str, Layout]) -> None:
     def take(_: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Mapping[str, Any], *__: Any) -> None:
         if metadata.get("assign_to_params_buffers"):
             raise UsageError(
-                "load_state_dict(assign=True) would put other parameters in the place of those that are spread over "
+                "load_state_dict(assign=True) would put other parameters in the place of those that are sharded over "
                 "the ranks; leave assign=True out, or load before train_step"
             )
         for key, layout in layouts.items():

@@ -30,26 +30,26 @@ class Zero1Parts:
         self._communicator = communicator
         for name, parameter in zip(names, parameters, strict=True):
             check_contiguous(name, parameter, "leave shard_optimizer out")
-        spreads = {}
+        shardings = {}
         for bucket in buckets:
             for index, offset in zip(bucket.members, bucket.offsets, strict=True):
                 length = bucket.numel // communicator.world_size
-                spreads[names[index]] = _cut(parameters[index], offset, length, communicator)
+                shardings[names[index]] = _cut(parameters[index], offset, length, communicator)
         parts = {
-            name: nn.Parameter(_own(parameter, spreads[name], communicator.rank), parameter.requires_grad)
+            name: nn.Parameter(_own(parameter, shardings[name], communicator.rank), parameter.requires_grad)
             for name, parameter in zip(names, parameters, strict=True)
         }
-        self.state = ShardedState(parts, {name: spreads[name] for name in names}, has_whole_parameters=True)
+        self.state = ShardedState(parts, {name: shardings[name] for name in names}, has_whole_parameters=True)
         dtypes = [parameter.dtype for parameter in parameters]
-        self._norm = ShardedNorm(communicator, [spreads[name] for name in names], dtypes)
+        self._norm = ShardedNorm(communicator, [shardings[name] for name in names], dtypes)
 
     def settle(self) -> None:
         """Makes the parts views of the parameters again if these have other memory now (`model.to`, `p.data = …`)."""
         rank = self._communicator.rank
         for name, parameter in zip(self._names, self._parameters, strict=True):
-            spread, part = self.state.spreads[name], self.state.parts[name]
-            if part.data_ptr() != parameter.data_ptr() + spread.cuts[rank] * parameter.element_size():
-                part.data = _own(parameter, spread, rank)
+            sharding, part = self.state.shardings[name], self.state.parts[name]
+            if part.data_ptr() != parameter.data_ptr() + sharding.cuts[rank] * parameter.element_size():
+                part.data = _own(parameter, sharding, rank)
 
     def norm(self, flats: Sequence[Tensor]) -> Tensor:
         """The 2-norm of the sums of which this rank has these parts, of the same blocks as without sharding."""
@@ -89,7 +89,7 @@ class Zero1Parts:
         rank, begin = self._communicator.rank, self._communicator.rank * flat.numel()
         views = []
         for index, offset in zip(bucket.members, bucket.offsets, strict=True):
-            cuts = self.state.spreads[self._names[index]].cuts
+            cuts = self.state.shardings[self._names[index]].cuts
             start = min(max(offset + cuts[rank] - begin, 0), flat.numel())
             views.append(flat[start : start + cuts[rank + 1] - cuts[rank]])
         return views
@@ -102,6 +102,6 @@ def _cut(parameter: nn.Parameter, offset: int, length: int, communicator: Commun
     return Sharding(parameter.shape, tuple(cuts))
 
 
-def _own(parameter: nn.Parameter, spread: Sharding, rank: int) -> Tensor:
+def _own(parameter: nn.Parameter, sharding: Sharding, rank: int) -> Tensor:
     """A rank's part of a parameter, as a view of its memory."""
-    return parameter.detach().view(-1)[spread.cuts[rank] : spread.cuts[rank + 1]]
+    return parameter.detach().view(-1)[sharding.cuts[rank] : sharding.cuts[rank + 1]]

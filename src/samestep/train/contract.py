@@ -100,7 +100,7 @@ def step_contract(step: TrainStep) -> dict[str, Any]:
         "compile": step.config.compile,
         "cuda_graphs": step.config.graphed_length is not None,
         "max_grad_norm": step.config.max_grad_norm,
-        "model": model_form(step.model, step.spread),
+        "model": model_form(step.model, step.sharded_state),
         "loss_code": code_hash(step.config.loss_fn),
         **step.settings.as_json(),
     }
@@ -121,12 +121,12 @@ def loader_contract(loader: Loader | DataLoader[Any]) -> dict[str, Any]:
     return fields
 
 
-def model_form(model: nn.Module, spread: ShardedState | None = None) -> dict[str, Any]:
+def model_form(model: nn.Module, sharding: ShardedState | None = None) -> dict[str, Any]:
     """The form of a model without its values: class, number of elements, hashes of its tensors and of its code.
 
     Code is that of the classes of its modules, those of torch aside.
     """
-    named = dict(local_tensors(model, spread, SEVERAL))
+    named = dict(local_tensors(model, sharding, SEVERAL))
     text = "\n".join(f"{name} {tensor.dtype} {list(tensor.shape)}" for name, tensor in named.items())
     elements = sum(named[name].shape.numel() for name, _ in model.named_parameters())
     classes = {kind for module in model.modules() if not (kind := class_of(module)).__module__.startswith("torch.")}

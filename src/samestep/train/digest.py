@@ -75,7 +75,7 @@ def state_digest(model: nn.Module | TrainStep, optimizers: Optimizer | Sequence[
                 )
     hasher = hashlib.sha256()
     for name, value in named_state(model, optimizers):
-        whole = unsharded(value, model.spread_over) if isinstance(model, TrainStep) else value
+        whole = unsharded(value, model.state_communicator) if isinstance(model, TrainStep) else value
         if isinstance(whole, Tensor):
             host = whole.detach().cpu().contiguous()
             hasher.update(f"{name} {host.dtype} {list(host.shape)}\n".encode())
@@ -92,7 +92,7 @@ def named_state(
     state: ShardedState | None = None
     world_size = 1
     if isinstance(model, TrainStep):
-        state, world_size, optimizers = model.spread, model.spread_over.world_size, model.optimizers
+        state, world_size, optimizers = model.sharded_state, model.state_communicator.world_size, model.optimizers
         model = model.model
     named = chain(model.named_parameters(), () if state is None else state.parts.items())
     names = {id(parameter): name for name, parameter in named}
@@ -115,7 +115,7 @@ def state_checksum(model: nn.Module | TrainStep, optimizers: Sequence[Optimizer]
     elements and of tensors counts, as do names, dtypes, shapes and every bit (-0.0 is not 0.0); strides and alignment
     do not. If the state is sharded give the step, and call it on all ranks. Tier `bitwise`.
     """
-    over = model.spread_over if isinstance(model, TrainStep) else None
+    over = model.state_communicator if isinstance(model, TrainStep) else None
     tensors, plain = [], []
     is_sharded = False
     for name, value in named_state(model, optimizers):
@@ -140,7 +140,7 @@ def local_checksums(step: TrainStep) -> list[Tensor]:
         else:
             plain.append((name, value))
     checksums = [_checksum(whole, plain, None)]
-    return checksums if step.spread is None else [*checksums, _checksum(sharded, [], None)]
+    return checksums if step.sharded_state is None else [*checksums, _checksum(sharded, [], None)]
 
 
 def as_hex(value: int) -> str:
@@ -169,7 +169,7 @@ def sum_of_rows(tensors: Sequence[Tensor | LocalShard], over: Communicator | Non
     partial: dict[torch.device, list[tuple[int, Tensor]]] = {}  # (place among all rows in bytes, bytes of one row)
     rest_at, rows_at = 0, num_rest * ROW_BYTES
     for value, each, size in zip(tensors, held, sizes, strict=True):
-        start = value.spread.cuts[rank] * each.dtype.itemsize if isinstance(value, LocalShard) else 0
+        start = value.sharding.cuts[rank] * each.dtype.itemsize if isinstance(value, LocalShard) else 0
         data = _bytes(each) if isinstance(value, LocalShard) or rank == 0 else _bytes(each)[:0]
         border = size // ROW_BYTES * ROW_BYTES
         for begin, end, base in ((0, border, rows_at), (border, size, rest_at)):
@@ -269,7 +269,7 @@ class Drift:
         """Gathers the checksums; those of the local shards are the second of each step."""
         columns = list(zip(*self._membership.communicator.gather_words(words), strict=True))
         for step in self._steps:
-            for is_shard in (False,) if step.spread is None else (False, True):
+            for is_shard in (False,) if step.sharded_state is None else (False, True):
                 if self._odd_one(columns.pop(0), step, is_shard) is not None:
                     self._explain(step)
 
@@ -278,7 +278,7 @@ class Drift:
 
         Local shards should be equal on ranks at equal places of several groups only.
         """
-        stride = step.spread_over.world_size if is_shard else 1
+        stride = step.state_communicator.world_size if is_shard else 1
         for first in range(stride):
             ranks = range(first, len(values), stride)
             common = Counter(values[rank] for rank in ranks).most_common(1)[0][0]

@@ -71,7 +71,7 @@ def save(
         if not is_sharded(steps):
             return share_text(communicator, on_main(communicator, write) or "")
         on_main(communicator, check_ours)
-        state, over = capture(steps, values), steps[0].spread_over
+        state, over = capture(steps, values), steps[0].state_communicator
         return attempts(partial(write_sharded, communicator, over, folder, state, keep, replace=True)).name
 
     Drift(membership, steps).check()

@@ -333,7 +333,7 @@ class Run:
         watching = [*observers, *([DrawnParameters(drawn)] if drawn else [])]
         step = TrainStep(self.membership, model, optimizers, config, scheduler, watching)
         self._has_steps = True
-        if step.spread is not None and not step.spread.has_whole_parameters:
+        if step.sharded_state is not None and not step.sharded_state.has_whole_parameters:
             self._sharded[model] = step.strategy
         return step
 

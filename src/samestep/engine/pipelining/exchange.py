@@ -45,8 +45,10 @@ class PipelinedGradientSum:
                 self._sums[stage] = GradientSum(
                     self.stage_parameters[stage], names, membership.data, bucket_bytes, False, observer
                 )
-        spreads = [pipelined.state.spreads[name] for name in trainable]
-        self._norm = ShardedNorm(membership.along("pipe"), spreads, [parameter.dtype for parameter in self.parameters])
+        shardings = [pipelined.state.shardings[name] for name in trainable]
+        self._norm = ShardedNorm(
+            membership.along("pipe"), shardings, [parameter.dtype for parameter in self.parameters]
+        )
 
     @property
     def used(self) -> list[bool]:

@@ -50,17 +50,17 @@ class PipelinedModel:
         names = {id(parameter): name for name, parameter in parameters.items()}
         self.names = [[names[id(parameter)] for parameter in stage.parameters()] for stage in self.stages]
         homes = {name: self.owners[number] for number, own in enumerate(self.names) for name in own}
-        spreads = {}
+        shardings = {}
         for name, parameter in parameters.items():
             check_dimension(name, parameter, "pipeline")
             check_contiguous(name, parameter, "keep the whole model on each device (strategy='replicate')")
             cuts = (0,) * (homes[name] + 1) + (parameter.numel(),) * (pipe.world_size - homes[name])
-            spreads[name] = Sharding(parameter.shape, cuts)
+            shardings[name] = Sharding(parameter.shape, cuts)
         for name, parameter in parameters.items():
             if homes[name] != pipe.rank:
                 parameter.data = torch.empty(0, dtype=parameter.dtype, device=membership.communicator.device)
         self.foreign = {id(p): name for name, p in parameters.items() if homes[name] != pipe.rank}
-        self.state = ShardedState(parameters, spreads, has_whole_parameters=False, communicator=pipe)
+        self.state = ShardedState(parameters, shardings, has_whole_parameters=False, communicator=pipe)
         self.state.hand_over(optimizers, names, pipe.rank)
         assert membership.mesh is not None, "a pipeline has a mesh"
         self.p2p = connect_stages(membership.communicator, membership.mesh, membership.timeout)

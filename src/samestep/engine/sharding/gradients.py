@@ -112,8 +112,8 @@ class ShardedGradientSum:
             self._connect(number, group, observers)
         self._hooks = sharded.refuse_reading()
         self._hooks += [hook for number, group in enumerate(self._groups) for hook in self._watch(number, group)]
-        spreads = [sharded.state.spreads[name] for name in self._names]
-        self._norm = ShardedNorm(communicator, spreads, [parameter.dtype for parameter in self.parameters])
+        shardings = [sharded.state.shardings[name] for name in self._names]
+        self._norm = ShardedNorm(communicator, shardings, [parameter.dtype for parameter in self.parameters])
 
     def begin(self, blocks_by_rank: Sequence[Sequence[Block]]) -> None:
         """Starts a step."""

@@ -72,7 +72,7 @@ def write_weights(path: Path, step: TrainStep) -> None:
 
     If they are sharded it is a collective call, and all ranks raise a `RunFolderError` if the file cannot be written.
     """
-    communicator, over, state = step.communicator, step.spread_over, step.spread
+    communicator, over, state = step.communicator, step.state_communicator, step.sharded_state
     is_sharded = state is not None and not state.has_whole_parameters
     if not is_sharded and communicator.rank > 0:
         return

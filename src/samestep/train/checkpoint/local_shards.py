@@ -32,20 +32,20 @@ class Layout:
     optimizers: Sequence[Sequence[Sharding | None]]  # of each optimizer's parameters, in its order
     rank: int  # this rank's among those over which they are sharded
 
-    def spread_of(self, file: str, name: str, shape: torch.Size) -> Sharding | None:
+    def sharding_of(self, file: str, name: str, shape: torch.Size) -> Sharding | None:
         """The sharding of a tensor of a file; None if it is unsharded, or not one of this program's."""
-        spread = self.models.get(file, {}).get(name)
+        sharding = self.models.get(file, {}).get(name)
         if file == _OPTIMIZER_FILE and (match := _OPTIMIZER_STATE.fullmatch(name)):
             optimizer, index = int(match[1]), int(match[2])
             if optimizer < len(self.optimizers) and index < len(self.optimizers[optimizer]):
-                spread = self.optimizers[optimizer][index]
-        return None if spread is None or len(shape) == 0 or spread.shape != shape else spread
+                sharding = self.optimizers[optimizer][index]
+        return None if sharding is None or len(shape) == 0 or sharding.shape != shape else sharding
 
 
 def is_sharded(step: TrainStep | Sequence[TrainStep]) -> bool:
     """Whether ranks hold different shards of a state, so that saving and loading it are collective calls."""
     steps = [step] if isinstance(step, TrainStep) else step
-    return any(each.spread is not None and each.communicator.world_size > 1 for each in steps)
+    return any(each.sharded_state is not None and each.communicator.world_size > 1 for each in steps)
 
 
 def local_tensors(model: nn.Module, state: ShardedState | None, world_size: int) -> Iterator[tuple[str, Stored]]:
@@ -87,9 +87,9 @@ def localized(optimizer: Optimizer, saved: Mapping[str, Any], state: ShardedStat
     entries = dict(saved["state"])
     for index, entry in entries.items():
         part = parts.get(index)
-        spread = state.spreads.get(names.get(id(part), ""))
-        if part is not None and spread is not None:
-            entries[index] = {key: _localized(value, part, spread, rank) for key, value in entry.items()}
+        sharding = state.shardings.get(names.get(id(part), ""))
+        if part is not None and sharding is not None:
+            entries[index] = {key: _localized(value, part, sharding, rank) for key, value in entry.items()}
     return {**saved, "state": entries}
 
 
@@ -98,12 +98,12 @@ def held_by(optimizer: Optimizer) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def local_part(value: Stored, spread: Sharding, rank: int) -> Tensor:
+def local_part(value: Stored, sharding: Sharding, rank: int) -> Tensor:
     """This rank's elements, flat, of an unsharded tensor, or of a local shard that has just them."""
     if isinstance(value, LocalShard):
-        assert value.spread == spread, "a local shard is cut for the rank that loads it"
+        assert value.sharding == sharding, "a local shard is cut for the rank that loads it"
         return value.local.reshape(-1)
-    return spread.part(value, rank)
+    return sharding.part(value, rank)
 
 
 def unsharded(value: Any, over: Communicator) -> Any:
@@ -135,9 +135,9 @@ def _held(value: Any, world_size: int) -> Any:
     return value.local.view(value.shape) if world_size == 1 and isinstance(value, LocalShard) else value
 
 
-def _localized(value: Any, part: Tensor, spread: Sharding, rank: int) -> Any:
-    is_whole = isinstance(value, Tensor) and value.ndim > 0 and value.shape == spread.shape
+def _localized(value: Any, part: Tensor, sharding: Sharding, rank: int) -> Any:
+    is_whole = isinstance(value, Tensor) and value.ndim > 0 and value.shape == sharding.shape
     if not is_whole and not isinstance(value, LocalShard):
         return value
-    local = local_part(value, spread, rank)
+    local = local_part(value, sharding, rank)
     return (local.clone() if is_whole else local).view(part.shape)

@@ -143,10 +143,12 @@ class _Packer:
         plain = _as_stored(held.detach().resolve_conj().resolve_neg())
         stored: Tensor | LocalShard = plain
         if isinstance(value, LocalShard):
-            spread = value.spread
+            sharding = value.sharding
             if plain.ndim > held.ndim:  # complex numbers as pairs
-                spread = Sharding(torch.Size([*value.shape, 2]), tuple(2 * cut for cut in spread.cuts), spread.blocks)
-            stored = LocalShard(plain, spread)
+                sharding = Sharding(
+                    torch.Size([*value.shape, 2]), tuple(2 * cut for cut in sharding.cuts), sharding.blocks
+                )
+            stored = LocalShard(plain, sharding)
         return {"$tensor": self._store(stored, path), **entry}
 
     def _store(self, tensor: Tensor | LocalShard, path: str) -> str:
@@ -179,7 +181,7 @@ def _unpack(facts: Any, tensors: Mapping[str, Any]) -> Any:
     if tag == "$tensor":
         stored = tensors[content]
         if isinstance(stored, LocalShard):
-            return LocalShard(_restored(stored.local, facts.get("dtype"), None), stored.spread)
+            return LocalShard(_restored(stored.local, facts.get("dtype"), None), stored.sharding)
         return _restored(stored, facts.get("dtype"), facts.get("stride"))
     if tag not in _DICT_OF:
         raise CheckpointError(

@@ -170,10 +170,10 @@ def broadcast_state(
             if whole.numel() > 0:
                 data = whole.reshape(-1).view(torch.uint8)
                 data.copy_(communicator.share(data if ours else None, source))
-            spread = None if ours or layout is None else layout.spread_of(file, name, whole.shape)
+            sharding = None if ours or layout is None else layout.sharding_of(file, name, whole.shape)
             files[file][name] = whole
-            if spread is not None and layout is not None:  # in memory of its own, so that that of the whole is freed
-                files[file][name] = LocalShard(spread.part(whole, layout.rank).clone(), spread)
+            if sharding is not None and layout is not None:  # in memory of its own, so that that of the whole is freed
+                files[file][name] = LocalShard(sharding.part(whole, layout.rank).clone(), sharding)
     folder = None if head["folder"] is None else Path(head["folder"])
     return Resumed(head["name"], Snapshot(head["step"], files, head["facts"]), folder, head["newer"])
 

@@ -250,7 +250,7 @@ def _write_parts(
 def _has_rows(shard: LocalShard) -> bool:
     """Whether every rank has whole rows."""
     row = max(1, shard.shape[1:].numel())
-    return shard.spread.blocks == 1 and all(cut % row == 0 for cut in shard.spread.cuts)
+    return shard.sharding.blocks == 1 and all(cut % row == 0 for cut in shard.sharding.cuts)
 
 
 def _as_words(written: Written) -> list[int]:

@@ -57,7 +57,7 @@ def capture(step: Steps, rest: Mapping[str, Any]) -> Snapshot:
     The tensors share the memory of the models and optimizers: copy them before the next step.
     """
     parts = _parts(step)
-    world_size = parts.steps[0].spread_over.world_size
+    world_size = parts.steps[0].state_communicator.world_size
     packed = [
         pack(optimizer_state_dict(optimizer, sharded, world_size), f"optimizer.{number}")
         for number, (optimizer, sharded) in enumerate(parts.optimizers)
@@ -84,14 +84,14 @@ def layout_of(step: Steps) -> Layout:
     """How the tensors of a captured state are sharded in this program."""
     parts = _parts(step)
     models = {
-        name: {} if sharded is None or sharded.has_whole_parameters else dict(sharded.spreads)
+        name: {} if sharded is None or sharded.has_whole_parameters else dict(sharded.shardings)
         for name, (_, sharded) in parts.models.items()
     }
     optimizers: list[list[Sharding | None]] = []
     for optimizer, sharded in parts.optimizers:
-        of = {} if sharded is None else {id(part): sharded.spreads.get(name) for name, part in sharded.parts.items()}
+        of = {} if sharded is None else {id(part): sharded.shardings.get(name) for name, part in sharded.parts.items()}
         optimizers.append([of.get(id(parameter)) for parameter in held_by(optimizer)])
-    return Layout(models, optimizers, parts.steps[0].spread_over.rank)
+    return Layout(models, optimizers, parts.steps[0].state_communicator.rank)
 
 
 def rest_of(state: Snapshot) -> dict[str, Any]:
@@ -169,7 +169,7 @@ def restore(step: Steps, state: Snapshot) -> dict[str, Any]:
 
 
 def _restore(parts: _Parts, others: Mapping[str, Any], state: Snapshot) -> dict[str, Any]:
-    rank = parts.steps[0].spread_over.rank
+    rank = parts.steps[0].state_communicator.rank
     for name, (model, sharded) in parts.models.items():
         load_model(model, state.files[name], sharded, rank)
     for each in parts.steps:
@@ -191,16 +191,16 @@ def _restore(parts: _Parts, others: Mapping[str, Any], state: Snapshot) -> dict[
     return rest
 
 
-def model_tensors(model: nn.Module, spread: ShardedState | None = None, world_size: int = 1) -> dict[str, Stored]:
+def model_tensors(model: nn.Module, sharding: ShardedState | None = None, world_size: int = 1) -> dict[str, Stored]:
     """Parameters and all buffers, non-persistent ones too, by name; tied ones once; local shards of sharded ones."""
     lazy = UninitializedParameter | UninitializedBuffer
-    named = local_tensors(model, spread, world_size)
+    named = local_tensors(model, sharding, world_size)
     return {name: t if isinstance(t, LocalShard) else t.detach() for name, t in named if not isinstance(t, lazy)}
 
 
-def check_model(model: nn.Module, tensors: Mapping[str, Stored], spread: ShardedState | None = None) -> None:
+def check_model(model: nn.Module, tensors: Mapping[str, Stored], sharding: ShardedState | None = None) -> None:
     """Raises a `CheckpointError` unless names, shapes and dtypes are the model's; buffers may come, go and change."""
-    own = model_tensors(model, spread, SEVERAL)
+    own = model_tensors(model, sharding, SEVERAL)
     buffers = {  # those that are None now, too
         f"{path}.{key}" if path else key
         for path, module in model.named_modules(remove_duplicate=False)
@@ -220,20 +220,20 @@ def check_model(model: nn.Module, tensors: Mapping[str, Stored], spread: Sharded
 
 @torch.no_grad()
 def load_model(
-    model: nn.Module, tensors: Mapping[str, Stored], spread: ShardedState | None = None, rank: int = 0
+    model: nn.Module, tensors: Mapping[str, Stored], sharding: ShardedState | None = None, rank: int = 0
 ) -> None:
     """Writes parameters and buffers in place; any unsharded (gathered) parameters must be resharded before the call."""
-    check_model(model, tensors, spread)
+    check_model(model, tensors, sharding)
     own: dict[str, Tensor] = dict(chain(model.named_parameters(), model.named_buffers()))
-    spreads: Mapping[str, Sharding] = {}
-    if spread is not None and not spread.has_whole_parameters:
-        own |= spread.parts
-        spreads = spread.spreads
+    shardings: Mapping[str, Sharding] = {}
+    if sharding is not None and not sharding.has_whole_parameters:
+        own |= sharding.parts
+        shardings = sharding.shardings
     device = next((tensor.device for tensor in own.values()), torch.device("cpu"))
     for name in own.keys() | tensors.keys():
         there = tensors.get(name)
-        if name in spreads and there is not None:
-            own[name].view(-1).copy_(local_part(there, spreads[name], rank))
+        if name in shardings and there is not None:
+            own[name].view(-1).copy_(local_part(there, shardings[name], rank))
             continue
         assert not isinstance(there, LocalShard), "a tensor that is not sharded here is unsharded in the state"
         if name in own and there is not None and _form(own[name]) == _form(there):
@@ -245,10 +245,10 @@ def load_model(
 
 @torch.no_grad()
 def load_optimizer(
-    optimizer: Optimizer, state: dict[str, Any], spread: ShardedState | None = None, rank: int = 0
+    optimizer: Optimizer, state: dict[str, Any], sharding: ShardedState | None = None, rank: int = 0
 ) -> None:
     """Loads an optimizer's state exactly: torch's own loading casts it to the parameters' dtype."""
-    state = localized(optimizer, state, spread, rank)
+    state = localized(optimizer, state, sharding, rank)
     parameters = held_by(optimizer)
     indices = [index for group in state["param_groups"] for index in group["params"]]
     for index, parameter in zip(indices, parameters, strict=False):  # torch raises if their numbers differ
@@ -275,9 +275,9 @@ def not_persistent(model: nn.Module) -> list[str]:
 
 def _parts(step: Steps) -> _Parts:
     steps = (step,) if isinstance(step, TrainStep) else tuple(step)
-    models = {id(each.model): (each.model, each.spread) for each in steps}.values()
+    models = {id(each.model): (each.model, each.sharded_state) for each in steps}.values()
     names = ("model" if number == 0 else f"model.{number}" for number in range(len(models)))
-    optimizers = {id(one): (one, each.spread) for each in steps for one in each.optimizers}.values()
+    optimizers = {id(one): (one, each.sharded_state) for each in steps for one in each.optimizers}.values()
     settings = [{"optimizers": each.settings.optimizers, "scheduler": each.settings.scheduler} for each in steps]
     return _Parts(steps, dict(zip(names, models, strict=True)), list(optimizers), settings)
 

@@ -85,7 +85,7 @@ def write_part(path: Path, shards: Mapping[str, LocalShard], rank: int) -> Writt
     tensors, offsets = {}, {}
     for name, shard in shards.items():
         row = max(1, shard.shape[1:].numel())
-        first, stop = (cut // row for cut in shard.spread.cuts[rank : rank + 2])
+        first, stop = (cut // row for cut in shard.sharding.cuts[rank : rank + 2])
         if stop > first:
             tensors[name] = shard.local.detach().view(stop - first, *shard.shape[1:])
             offsets[name] = {_OFFSETS: [first, *[0] * (len(shard.shape) - 1)]}

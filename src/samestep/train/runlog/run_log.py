@@ -310,7 +310,7 @@ class RunLog:
         if collective:
             from samestep.train.checkpoint.saver import has_local_shards, with_rows
 
-            state = with_rows(state, self._step.spread_over, self._membership.rank == 0)
+            state = with_rows(state, self._step.state_communicator, self._membership.rank == 0)
             if is_written := has_local_shards(state):
                 self._write_sharded(folder, state)
         if not is_written and self._recorder is not None:
@@ -371,7 +371,7 @@ class RunLog:
         from samestep.train.checkpoint.saver import SavedCheckpoint, write_sharded
 
         start = time.perf_counter()
-        over = self._step.spread_over
+        over = self._step.state_communicator
         write = partial(write_sharded, self._membership.communicator, over, folder, state, self._keep)
         path = retrying(write, self._retries, self.display.line)
         seconds = time.perf_counter() - start

@@ -35,19 +35,19 @@ class ShardedParameters:
     @classmethod
     def of(cls, step: TrainStep) -> "ShardedParameters | None":
         """Those of a step; None if its optimizers hold the parameters of the model."""
-        state = step.spread
+        state = step.sharded_state
         if state is None:
             return None
-        return cls(state, step.spread_over, {id(shard): name for name, shard in state.parts.items()})
+        return cls(state, step.state_communicator, {id(shard): name for name, shard in state.parts.items()})
 
     def numel(self, parameter: Tensor) -> int:
         """The elements of an unsharded parameter."""
-        sharding = self.state.spreads.get(self.names.get(id(parameter), ""))
+        sharding = self.state.shardings.get(self.names.get(id(parameter), ""))
         return parameter.numel() if sharding is None else sharding.shape.numel()
 
     def unsharded(self, parameter: Tensor, value: Tensor) -> Tensor:
         """The unsharded tensor of a value of a local shard's shape, on every rank; any other value as it is."""
-        sharding = self.state.spreads.get(self.names.get(id(parameter), ""))
+        sharding = self.state.shardings.get(self.names.get(id(parameter), ""))
         if sharding is None or value.shape != parameter.shape or value.ndim == 0:
             return value
         return LocalShard(value.detach().contiguous(), sharding).gather(self.over)
