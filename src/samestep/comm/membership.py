@@ -214,7 +214,7 @@ class Membership:
         """Carries out an operation of all ranks; again after each loss of a rank."""
         while True:
             try:
-                # A new quorum may exclude this rank, or wait for it: an exchange would wait for the timeout in vain.
+                # A new quorum may exclude this rank, or wait for it: an exchange would only wait for the timeout.
                 self._check_quorum()
                 value = attempt()
             except PeerLostError:
@@ -234,7 +234,7 @@ class Membership:
         """Raises a `UsageError` if this worker has yet to join the run."""
         if self.is_late:
             raise UsageError(
-                "this worker replaces a lost one, but in a loop of your own nobody hands it the state: leave --replace "
+                "this worker replaces a lost one, but in a loop of your own it does not receive the state: leave --replace "
                 "out (those that are left go on by themselves), or use Trainer"
             )
 
@@ -416,7 +416,7 @@ class Membership:
         return calls
 
     def _let_name_missing(self, names: bool) -> None:
-        """Whether failed transfers look for the missing ranks: in vain seconds, if the supervisor knows them."""
+        """Whether failed transfers look for the missing ranks, which takes seconds; not if the supervisor knows them."""
         for transport in (self.communicator.transport, self.communicator.control):
             if isinstance(transport, Connection):
                 transport.names_missing = names

@@ -66,7 +66,7 @@ def join_store(environment: Environment, timeout: timedelta) -> dist.Store:
     try:
         store = dist.TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False)
     except RuntimeError as error:
-        raise PeerLostError(f"the run to join is over: nobody answers at {host}:{port}") from error
+        raise PeerLostError(f"the run to join is over: no answer at {host}:{port}") from error
     return dist.PrefixStore(f"samestep/{environment.attempt}.1", store)
 
 

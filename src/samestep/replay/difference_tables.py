@@ -45,7 +45,7 @@ def changes_table(changes: Iterable[Change], a: str, b: str) -> "Table":
 
 
 def field_name(field: str) -> str:
-    """A field of the ledger as people call it."""
+    """The display name of a field of the ledger."""
     return _NAMES.get(field, field)
 
 
