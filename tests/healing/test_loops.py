@@ -53,7 +53,7 @@ def test_a_replacement_does_not_train_alone_where_nobody_hands_it_the_state(tmp_
     fault = {"rank": 1, "step": 0, "phase": "backward", "kind": "SIGKILL"}
     # A fork of this process would be there and gone again before the others wait for it.
     check("slow", 2, [fault], tmp_path, Policy(replace=True, max_restarts=1), start_method="fork")
-    assert "in a loop of your own nobody hands it the state" in capfd.readouterr().err
+    assert "a loop of your own cannot receive the state" in capfd.readouterr().err
     assert len(list(tmp_path.glob("ended-*.json"))) == 1
 
 

@@ -234,7 +234,7 @@ class Membership:
         """Raises a `UsageError` if this worker has yet to join the run."""
         if self.is_late:
             raise UsageError(
-                "this worker replaces a lost one, but in a loop of your own it does not receive the state: leave --replace "
+                "this worker replaces a lost one, but a loop of your own cannot receive the state: leave --replace "
                 "out (those that are left go on by themselves), or use Trainer"
             )
 
@@ -416,7 +416,7 @@ class Membership:
         return calls
 
     def _let_name_missing(self, names: bool) -> None:
-        """Whether failed transfers look for the missing ranks, which takes seconds; not if the supervisor knows them."""
+        """Whether failed transfers look for the missing ranks (seconds); not if the supervisor knows them."""
         for transport in (self.communicator.transport, self.communicator.control):
             if isinstance(transport, Connection):
                 transport.names_missing = names
