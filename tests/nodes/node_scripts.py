@@ -9,14 +9,14 @@ layers = torch.nn.Linear(8, 512), torch.nn.Dropout(0.1), torch.nn.Linear(512, 51
 model = torch.nn.Sequential(*layers)
 optimizer = torch.optim.Adam(model.parameters())
 step = run.train_step(model, optimizer, lambda model, batch: (model(batch[0]) - batch[1]).square().mean())
-nodes, by_rail = getattr(run.communicator.transport, "nodes", None), []
+nodes, between = getattr(run.communicator.transport, "nodes", None), []
 if nodes is not None:
-    exchange = nodes.rail.inner.exchange
-    nodes.rail.inner.exchange = lambda *parts: by_rail.append(1) or exchange(*parts)
+    exchange = nodes.between.exchange
+    nodes.between.exchange = lambda *parts: between.append(1) or exchange(*parts)
 for batch in run.loader((torch.randn(96, 8), torch.randn(96, 1))):
     step(batch)
 run.print("digest", samestep.state_digest(model, optimizer))
-run.print("by nodes", len(by_rail) > 0)
+run.print("by nodes", len(between) > 0)
 """
 """Trains with large enough a model for sums to go by nodes, and says whether they did."""
 

@@ -181,6 +181,9 @@ class LeftFold:
         self.sums = (self._add(self.sums[0], value) if self.sums else value,)
         self.blocks = (block,)
 
+    def root(self):
+        return self.sums[0] if self.sums else None
+
 
 BREAKERS = {
     None: nullcontext,
