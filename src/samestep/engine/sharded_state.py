@@ -45,12 +45,14 @@ class Sharding:
 
     def whole(self, parts: Sequence[Tensor]) -> Tensor:
         """The unsharded tensor, in memory of its own."""
+        # Side by side within each block: the inverse of `part`.
         return torch.cat([part.view(self.blocks, -1) for part in parts], 1).view(self.shape)
 
     @property
     def by_blocks(self) -> "Sharding":
         """Another sharding of such a tensor over as many ranks: each has adjacent blocks, whole ones."""
         length, ranks = self.shape.numel() // self.blocks, len(self.cuts) - 1
+        # As `torch.chunk` divides: the last ranks may get fewer blocks, or none.
         share = -(-self.blocks // ranks)
         return Sharding(self.shape, tuple(length * min(rank * share, self.blocks) for rank in range(ranks + 1)))
 
@@ -80,6 +82,7 @@ class LocalShard:
 
     def gather(self, communicator: Communicator) -> Tensor:
         """The unsharded tensor, on every rank; all of them call it."""
+        # Parts have different sizes, even none; an all-gather of equal sizes would need padding.
         flat = self.local.detach().reshape(-1)
         if communicator.world_size > 1:
             sizes = self.sharding.sizes
@@ -98,6 +101,7 @@ class LocalShard:
         counts = [size // length for size in target.sizes]
         own, widths = counts[communicator.rank], [stop - start for start, stop in pairwise(sharding.cuts)]
         flat = self.local.detach().reshape(-1)
+        # Each rank sends every other rank its columns of that rank's blocks: an all-to-all.
         sent = [count * widths[communicator.rank] for count in counts]
         received = [own * width for width in widths]
         arrived = communicator.carrier(flat).exchange(flat, sent, received).wait().split(received)
@@ -121,6 +125,7 @@ def assembled(
     They travel up to `batch_bytes` at a time, so that a rank holds little more than one of them.
     """
     rank, world_size = communicator.rank, communicator.world_size
+    # Every rank computes the same owners, so that no message is needed to agree on them.
     owners = owners_of([sharding for _, sharding in shards], world_size)
     for numbers in _batches(shards, batch_bytes):
         to = [[k for k in numbers if owners[k] == other] for other in range(world_size)]
@@ -135,6 +140,7 @@ def assembled(
                 parts.append(arrived[other][offsets[other] : offsets[other] + size])
                 offsets[other] += size
             yield k, torch.cat(parts)
+    # Tensors that one rank holds whole need no transfer.
     for k, owner in enumerate(owners):
         if owner == rank and shards[k][1].holder is not None:
             yield k, shards[k][0]
@@ -142,6 +148,7 @@ def assembled(
 
 def owners_of(shardings: Sequence[Sharding], world_size: int) -> list[int]:
     """The rank that unshards each tensor: the one that has all of it, else the one with the fewest bytes so far."""
+    # Balanced by bytes: one rank would otherwise hold all unsharded tensors at once.
     loads = [0] * world_size
     owners = []
     for sharding in shardings:
@@ -207,6 +214,8 @@ class ShardedState:
                     # The shard may be the parameter object itself, emptied in place: its state is cut all the same.
                     is_partial = name in self.shardings and part.shape != self.shardings[name].shape
                     if whole in optimizer.state and (part is not whole or is_partial):
+                        # State that exists already, as after a load, is cut like its
+                        # parameter.
                         optimizer.state[part] = self._cut(name, optimizer.state.pop(whole), rank)
 
     def _cut(self, name: str, state: Mapping[str, Any], rank: int) -> dict[str, Any]:
@@ -231,6 +240,7 @@ class ShardedState:
         """An optimizer's state, by the names of parameters; tensors of a shard's shape as local shards."""
 
         def shard(name: str, value: Any) -> Any:
+            # Momentum has the parameter's shape; a 0-d count of steps is the same on all ranks.
             is_shard = isinstance(value, Tensor) and value.shape == self.parts[name].shape and value.ndim > 0
             return LocalShard(value, self.shardings[name]) if is_shard and name in self.shardings else value
 

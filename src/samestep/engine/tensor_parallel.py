@@ -42,6 +42,7 @@ class TensorParallelStrategy:
     def __init__(
         self, membership: Membership, model: nn.Module, optimizers: Sequence[Optimizer], exchange: ExchangeOptions
     ) -> None:
+        # Each rank has state that no other has: no rank can be lost.
         membership.rely_on_all()
         check_elementwise(optimizers, membership.communicator.device, by_rows=False)
         self._membership = membership
@@ -49,6 +50,7 @@ class TensorParallelStrategy:
         self.forward = model
         self.communicator: Communicator = membership.along(AXIS)
         self.leaves = dict(model.named_parameters())  # DTensors among them
+        # On one device there is no mesh, and a model sharded over it has one rank.
         ranks = [membership.rank] if membership.mesh is None else list(membership.mesh.along(AXIS, membership.rank))
         shardings = {}
         for name, leaf in self.leaves.items():
@@ -58,6 +60,7 @@ class TensorParallelStrategy:
         for name, local in locals_.items():
             check_contiguous(name, local, "leave its module out of the plan")
         buffers = {name: buffer for name, buffer in model.named_buffers() if not isinstance(buffer, DTensor)}
+        # Drawn apart, replicas would differ from the first step on, and each rank would train another model.
         membership.perform(lambda: self._check_same(locals_ | buffers, shardings))
         parts = {
             name: nn.Parameter(local, leaf.requires_grad) if isinstance(leaf := self.leaves[name], DTensor) else leaf
@@ -70,6 +73,7 @@ class TensorParallelStrategy:
         names = {id(leaf): name for name, leaf in self.leaves.items()}
         self.state.hand_over(optimizers, names, self.communicator.rank)
         for module in model.modules():
+            # Their forwards contain collectives, in which a rank waits for the others along "tensor".
             if any(isinstance(leaf, DTensor) for leaf in module.parameters(recurse=False)):
                 _wait_as_exchange(module, membership.heartbeat)
 
@@ -78,6 +82,7 @@ class TensorParallelStrategy:
         """The number of ranks along "tensor" and a hash of the placements: they decide how sums are rounded."""
         if self.communicator.world_size == 1:
             return {}
+        # Other placements split other sums: a resume with them has other bits.
         lines = [f"{name} {leaf.placements}" for name, leaf in self.leaves.items() if isinstance(leaf, DTensor)]
         plan = hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
         return {AXIS: {"ranks": self.communicator.world_size, "plan": plan}}
@@ -152,6 +157,7 @@ class TensorParallelGradientSum(GradientSum):
         observer: StepObserver,
     ) -> None:
         super().__init__(list(trainable.values()), list(trainable), data, bucket_bytes, False, observer)
+        # Autograd writes the gradients of the DTensors; the trees hold those of the local shards.
         self.inputs = tuple(strategy.leaves[name] for name in trainable)
         self._tensor = strategy.communicator
         self._model = strategy.forward
@@ -168,6 +174,7 @@ class TensorParallelGradientSum(GradientSum):
     def push(self, microbatch: int, loss: Tensor) -> Tensor:
         """Pushes the gradients of a microbatch on the tree; DTensor sums those that are partial over the ranks."""
         if self._compares:
+            # NaN differs from itself: two ranks with the same NaN must not count as different.
             self._losses.append(loss.detach().double().nan_to_num())
         for leaf, part in zip(self.inputs, self.parameters, strict=True):
             if leaf is not part and leaf.grad is not None:
@@ -197,6 +204,7 @@ class TensorParallelGradientSum(GradientSum):
         by_index = dict(self.views())
         wide = wide_dtype(self._communicator.device)
         norms = [norm.to(wide) for norm in block_norms([by_index[k] for k in range(len(by_index))])]
+        # Replicated parameters are counted once, not once per rank.
         sharded = [norm for norm, is_sharded in zip(norms, self._is_local_shard, strict=True) if is_sharded]
         replicated = [norm for norm, is_sharded in zip(norms, self._is_local_shard, strict=True) if not is_sharded]
         blocks = [torch.stack(replicated)] if replicated else []
@@ -282,6 +290,7 @@ def _wait_as_exchange(module: nn.Module, heartbeat: Heartbeat) -> None:
             local.wait()
             heartbeat.enter(before)
 
+    # The gradient of an input may be the result of a collective in the backward.
     def wait_in_backward(_: nn.Module, inputs: tuple[Any, ...]) -> None:
         for value in inputs:
             if isinstance(value, Tensor) and value.requires_grad:
@@ -291,6 +300,7 @@ def _wait_as_exchange(module: nn.Module, heartbeat: Heartbeat) -> None:
         for value in inputs:
             wait(value)
 
+    # First, before the hooks of `parallelize_module` turn the inputs into DTensors: their gradients arrive here last.
     module.register_forward_pre_hook(wait_in_backward, prepend=True)
     module.register_forward_pre_hook(wait_for_inputs)
     module.register_forward_hook(lambda _, __, output: wait(output))

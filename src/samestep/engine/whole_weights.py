@@ -55,12 +55,15 @@ def load_whole_weights(model: nn.Module, state: ShardedState, communicator: Comm
 
 def _hook(module: nn.Module, layouts: dict[str, Layout]) -> None:
     def take(_: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Mapping[str, Any], *__: Any) -> None:
+        # assign=True replaces the parameter objects, which the optimizers and FSDP2 hold.
         if metadata.get("assign_to_params_buffers"):
             raise UsageError(
                 "load_state_dict(assign=True) would put other parameters in the place of those that are sharded over "
                 "the ranks; leave assign=True out, or load before train_step"
             )
         for key, layout in layouts.items():
+            # load_state_dict copies into the local shards in place, so that optimizers keep their
+            # references.
             if prefix + key in state_dict:
                 state_dict[prefix + key] = layout.local_shard(state_dict[prefix + key])
 

@@ -31,10 +31,12 @@ class Zero1Parts:
         for name, parameter in zip(names, parameters, strict=True):
             check_contiguous(name, parameter, "leave shard_optimizer out")
         shardings = {}
+        # The shards are cut where the reduce-scatter cuts the bucket, so that no gradient moves again.
         for bucket in buckets:
             for index, offset in zip(bucket.members, bucket.offsets, strict=True):
                 length = bucket.numel // communicator.world_size
                 shardings[names[index]] = _cut(parameters[index], offset, length, communicator)
+        # Views of the parameters' memory: the update of a shard is an update of the parameter.
         parts = {
             name: nn.Parameter(_own(parameter, shardings[name], communicator.rank), parameter.requires_grad)
             for name, parameter in zip(names, parameters, strict=True)
@@ -48,6 +50,8 @@ class Zero1Parts:
         rank = self._communicator.rank
         for name, parameter in zip(self._names, self._parameters, strict=True):
             sharding, part = self.state.shardings[name], self.state.parts[name]
+            # A script may replace a parameter's memory between two steps; the optimizer would then update
+            # the old memory.
             if part.data_ptr() != parameter.data_ptr() + sharding.cuts[rank] * parameter.element_size():
                 part.data = _own(parameter, sharding, rank)
 

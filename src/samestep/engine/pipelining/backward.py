@@ -65,12 +65,15 @@ def input_backward(microbatch: MicrobatchInStage, parameters: Sequence[nn.Parame
     outputs, seeds = microbatch.roots
     if not outputs or not microbatch.leaves:
         return [None] * len(microbatch.inputs)
+    # A view, such as the output of a reshape, would be detached from the graph of its base: compute both parts at
+    # once instead.
     if any(output._is_view() or output.is_leaf for output in outputs):  # which stage_backward_input detaches in place
         of_inputs = whole_backward(microbatch, parameters)
         microbatch.groups, microbatch.early = [], [(p, p.grad) for p in parameters if p.grad is not None]
         for parameter in parameters:  # else the backward of another microbatch would be added to it
             parameter.grad = None
         return of_inputs
+    # Taken before `stage_backward_input` detaches the outputs: the graph stays reachable through its edges.
     edges = [torch.autograd.graph.get_gradient_edge(output) for output in outputs]
     inputs, microbatch.groups = stage_backward_input(outputs, seeds, microbatch.leaves, iter(parameters))
     of_inputs = list(inputs)
@@ -89,6 +92,7 @@ def weight_backward(microbatch: MicrobatchInStage, parameters: Sequence[nn.Param
     if microbatch.groups is None:
         whole_backward(microbatch, parameters)
         return
+    # torch accumulates into `.grad`, which is empty: the microbatch before has been pushed on the tree.
     stage_backward_weight(iter(parameters), microbatch.groups)
     for parameter, gradient in microbatch.early:
         parameter.grad = gradient
@@ -96,6 +100,7 @@ def weight_backward(microbatch: MicrobatchInStage, parameters: Sequence[nn.Param
 
 def check_read(loss: Tensor, foreign: Mapping[int, str]) -> None:
     """Raises a `LossError` if a loss depends on a parameter of another stage; `foreign` has their names by ids."""
+    # Without recursion: a graph may be deeper than Python's stack.
     seen: set[Any] = set()
     waiting = [loss.grad_fn]
     while waiting:

@@ -30,6 +30,7 @@ class PipelinedGradientSum:
         observer: StepObserver,
     ) -> None:
         self._data = membership.data
+        # The sum of a stage without trainable parameters.
         self._zero = torch.zeros((), device=membership.data.device)
         self.parameters = list(trainable.values())
         self._index = {name: index for index, name in enumerate(trainable)}
@@ -66,6 +67,8 @@ class PipelinedGradientSum:
 
     def begin(self, blocks_by_rank: Sequence[Sequence[Block]]) -> None:
         """Starts a step; the blocks are those of the ranks of `membership.data`."""
+        # Ranks with the same stages lie along "data": the trees are those of data parallelism, one set per
+        # stage.
         self.forget()
         for gradients in self._sums.values():
             gradients.begin(blocks_by_rank)
@@ -98,6 +101,7 @@ class PipelinedGradientSum:
 
     def norm(self) -> Tensor:
         """The 2-norm of all sums on all ranks, of the same blocks as on one."""
+        # The norm is made of blocks of whole parameters, in the order of the model, whichever rank has them.
         flat = [parameter.detach().reshape(-1) for parameter in self.parameters]  # empty, of other ranks
         for stage, gradients in self._sums.items():
             for number, view in gradients.views():
@@ -182,6 +186,8 @@ class StageBuffers:
         tensors = [module._buffers[key] for module, key in places]
         rows = [flattened(tensor).view(torch.uint8) for tensor in tensors if tensor is not None]
         sent = torch.cat(rows)
+        # All ranks keep the running statistics of all stages, so that any of them can evaluate, and write
+        # whole checkpoints.
         self._pipe.broadcast(sent, owner)
         if self._pipe.rank != owner:
             for row, raw in zip(rows, sent.split([row.numel() for row in rows]), strict=True):
@@ -189,6 +195,7 @@ class StageBuffers:
 
     def _share(self, owner: int, places: Sequence[tuple[nn.Module, str]]) -> None:
         """Sends buffers to all ranks along the pipeline, which may have none yet, or of other shapes."""
+        # A forward may have made such a buffer, or changed its shape: the owner's list of buffers decides.
         there = self._pipe.gather_words([module._buffers[key] is not None for module, key in places])[owner]
         for (module, key), is_there in zip(places, there, strict=True):
             module._buffers[key] = self._pipe.share(module._buffers[key], owner) if is_there else None

@@ -54,10 +54,13 @@ class PipelinedModel:
         for name, parameter in parameters.items():
             check_dimension(name, parameter, "pipeline")
             check_contiguous(name, parameter, "keep the whole model on each device (strategy='replicate')")
+            # One rank has all elements: a sharding like any other, so that checkpoints and digests need
+            # no special case.
             cuts = (0,) * (homes[name] + 1) + (parameter.numel(),) * (pipe.world_size - homes[name])
             shardings[name] = Sharding(parameter.shape, cuts)
         for name, parameter in parameters.items():
             if homes[name] != pipe.rank:
+                # In place: the module keeps its structure and names, and its memory is freed.
                 parameter.data = torch.empty(0, dtype=parameter.dtype, device=membership.communicator.device)
         self.foreign = {id(p): name for name, p in parameters.items() if homes[name] != pipe.rank}
         self.state = ShardedState(parameters, shardings, has_whole_parameters=False, communicator=pipe)
@@ -99,6 +102,8 @@ class Whole(nn.Module):
     def _through_stages(self, value: Any) -> Any:
         p2p, holder = self._p2p, 0
         for stage, owner in zip(self._stages, self._owners, strict=True):
+            # Only ranks that have two adjacent stages keep the value; else it travels, with the
+            # generators.
             if p2p.rank == owner:
                 value = stage(value if holder == owner else unpacked(self._generators, *p2p.receive(holder)))
             elif p2p.rank == holder:
@@ -106,6 +111,7 @@ class Whole(nn.Module):
             holder = owner
         if p2p.rank != holder:
             return unpacked(self._generators, *p2p.receive(holder))
+        # Metrics are computed on every rank, as with other strategies.
         for target in range(p2p.world_size):
             if target != holder:
                 p2p.send(target, *packed(self._generators, value))

@@ -66,10 +66,13 @@ class PointToPoint:
     def send(self, target: int, tensors: Sequence[Tensor | None], note: Any = None) -> Sent:
         """Starts to send tensors, which must not be written to until `settle`, and a small picklable note."""
         tensors = [None if tensor is None else _plain(tensor) for tensor in tensors]
+        # The head has a fixed size and comes first: the receiver learns from it which tensors follow.
         sent = [self._post(_head(None, [_form(tensor) for tensor in tensors], note), target, None)]
         channel = self._channels.get((self.rank, target))
         for tensor in tensors:
             if tensor is not None and tensor.numel():
+                # The memory from the first to the last element, gaps included, so that strides need
+                # no copy on either side.
                 flat = tensor.detach().as_strided((_span_size(tensor.shape, tensor.stride()),), (1,))
                 sent.append(self._post(flat if channel is not None else flat.cpu(), target, channel))
         self._under_way[id(sent)] = sent
@@ -79,6 +82,7 @@ class PointToPoint:
         """The next message of a rank: tensors on the device, which need a gradient if they did there, and the note."""
         head = torch.empty(HEAD_BYTES, dtype=torch.uint8)
         self._fill(head, source, None)
+        # From a rank of this run, over connections that only its ranks have; nothing is unpickled from disk.
         error, forms, note = pickle.loads(head.numpy().tobytes())
         if error is not None:
             raise PeerLostError(error)
@@ -106,6 +110,8 @@ class PointToPoint:
     def _arrived(self, form: Form, source: int, channel: dist.ProcessGroup | None) -> Tensor:
         """The next tensor of a message."""
         dtype, size = DTYPES[form.dtype], _span_size(form.shape, form.strides)
+        # Vectorised kernels treat the elements before an aligned address apart: the same offset gives the
+        # same bits.
         memory = torch.empty(size + form.phase, dtype=dtype, device=self._device)
         if size:
             flat = memory[form.phase :]
@@ -213,6 +219,8 @@ class StageInputs:
     def take(self, message: Message) -> Contents:
         """Waits for a message; those that arrive before it are kept."""
         source = self._owners[message.source]
+        # gloo delivers in the order of sending, which the schedule gives: earlier messages are kept until
+        # they are needed.
         while message not in self._arrived:
             following, number = self._expected[source].pop()
             self._arrived[following] = self._p2p.receive(source)

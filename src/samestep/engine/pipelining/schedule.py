@@ -91,10 +91,13 @@ def make_schedule(name: str, num_ranks: int, stages_per_rank: int, num_microbatc
     owners = owners_of_stages(name, num_ranks, stages_per_rank)
     if num_microbatches == 0:
         return Schedule(((),) * num_ranks, owners)
+    # Some of PyTorch's schedules need at least as many microbatches as stages.
     count = max(num_microbatches, len(owners))
     while (order := _order(name, num_ranks, stages_per_rank, count)) is None:
         count += 1
     actions = tuple(tuple(_actions(order[rank], num_microbatches)) for rank in range(num_ranks))
+    # PyTorch's orders may change between versions, and a wrong one would hang or give other sums: check what the
+    # tree needs.
     for rank, mine in enumerate(actions):
         _check(mine, [stage for stage, owner in enumerate(owners) if owner == rank], num_microbatches)
     return Schedule(actions, owners)
@@ -104,6 +107,8 @@ def _order(name: str, num_ranks: int, stages_per_rank: int, num_microbatches: in
     """PyTorch's order by rank; None if it has none for so many microbatches."""
     from torch.distributed.pipelining import schedules  # not before: it loads the tracer of torch.export
 
+    # PyTorch's schedules take stages with modules and process groups; for their order these few attributes
+    # suffice.
     facts = {"num_stages": num_ranks * stages_per_rank, "group_size": num_ranks, "group_rank": 0, "submod": None}
     facts |= {"is_first": False, "is_last": False, "has_backward": True}
     stages = [SimpleNamespace(stage_index=k, **facts) for k in range(stages_per_rank)]

@@ -52,6 +52,8 @@ class StageRunner:
         self._is_only = self._compute.is_only(batch)
         self._bounds = microbatch_bounds(batch.length, membership.num_microbatches)
         microbatches = membership.executed
+        # A batch of fewer samples than microbatches fills only the first ones; the schedule is made for
+        # these.
         self._microbatches = range(microbatches.start, max(microbatches.start, min(microbatches.stop, batch.length)))
         self._batch, self._step = batch, step
         p2p = self._pipelined.p2p
@@ -59,12 +61,17 @@ class StageRunner:
         self._inputs = StageInputs(p2p, schedule)
         self._kept: dict[tuple[int, int], MicrobatchInStage] = {}
         self._purity.begin(step)
+        # Each microbatch seeds the generators, and a stage continues from the state of the stage before: at
+        # the end the script must find its own state again.
         saved = self._generators.save()
         try:
             for action in schedule.actions[p2p.rank]:
                 self._do(action)
+            # Tensors that are being sent must not be freed or written to before they have left.
             p2p.settle()
         except BaseException as error:
+            # The other ranks of the pipeline wait for messages of this one: without a last message they
+            # would wait for the timeout.
             p2p.fail(f"rank {membership.rank}, which has another stage of the model, failed: {error}")
             raise
         finally:
@@ -80,6 +87,8 @@ class StageRunner:
             if action.kind == FORWARD:
                 self._observers.on_phase("forward")
                 self._forward(action, microbatch)
+                # Between the forwards: a forward that writes to parameters would change the backward
+                # of earlier microbatches.
                 self._purity.check()
                 self._purity.restore_modes()
                 self._buffers.collect(action.stage, microbatch, self._num_samples(microbatch))
@@ -114,6 +123,8 @@ class StageRunner:
             if stage:
                 given = unpacked(self._generators, *self._take(Message(FORWARD, stage, action.place)))
                 kept.inputs = as_tensors(given)
+                # An in-place first layer would overwrite a leaf, which autograd refuses; on one
+                # device its input is no leaf.
                 if module.writes_to_input:
                     given = like(given, [tensor.clone() for tensor in kept.inputs])
             output = module(given)
@@ -123,20 +134,26 @@ class StageRunner:
             return output
 
         config = self._compute.config
+        # Each microbatch is reported once: by the rank that has its input.
         if stage == 0:
             self._observers.on_microbatch(self._step, microbatch, self._batch.microbatches[microbatch])
+        # As on one device. Later stages replace the state by that of the stage before, before their modules
+        # draw.
         self._generators.seed(derive_seed(config.seed, config.stream, self._step, microbatch))
         proxy = ModelProxy(self._pipelined.model, run, returns=stage == self._last)
         samples = self._num_samples(microbatch)
         try:
             with self._compute.autocast():
                 loss = self._compute.forward(proxy, self._batch.microbatches[microbatch], samples, self._counts)
+        # Only the last stage has the output: the code of the loss function after the model runs there alone.
         except LeaveError:
             return
         proxy.check_called()
         check_differentiable(loss)
         self._observers.on_loss(microbatch, loss)
         if self._step < LOOKED_STEPS:
+            # Walks the graph, which is slow: in the first steps alone, as the loss function does not
+            # change.
             check_read(loss.value, self._pipelined.foreign)
         kept.loss, kept.outputs = loss, [loss.value]
 
@@ -158,6 +175,8 @@ class StageRunner:
         else:
             weight_backward(kept, parameters)
         assert kept.row is not None, "the backward has begun"
+        # The sum of the gradient's elements detects numbers that are not finite. It travels with the
+        # backward, so each stage adds its own.
         kept.row[1][1] += self._gradients.push_stage(stage, microbatch)
         if action.kind == BACKWARD or stage == 0:
             self._hand_back(kept, stage, place, found)

@@ -77,6 +77,7 @@ def cut(model: nn.Module, parts: Parts, options: Pipeline, num_stages: int, comm
             'ranks along "pipe", fewer stages_per_rank, or a model of more parts'
         )
     starts = _named_starts(parts, options.split, num_stages) if options.split is not None else None
+    # Deterministic: all ranks compute the same cut from the same costs.
     if starts is None:
         starts = balanced_starts(_costs(parts, options.example, communicator), num_stages)
     stages = [parts[a:b] for a, b in zip(starts, [*starts[1:], len(parts)], strict=True)]
@@ -105,6 +106,7 @@ def _costs(parts: Parts, example: Any, communicator: Communicator) -> list[int]:
     """The cost of each part: nanoseconds as rank 0 measures them, or the number of parameters."""
     if example is None:
         return [sum(parameter.numel() for parameter in module.parameters()) for _, module in parts]
+    # Times differ from rank to rank, and ranks that cut differently would wait for each other forever.
     costs, why = _measured(parts, example, communicator.device) if communicator.rank == 0 else ([0] * len(parts), b"")
     size, *costs = communicator.gather_words([len(why), *costs])[0]
     if size:
@@ -118,6 +120,7 @@ def _measured(parts: Parts, example: Any, device: torch.device) -> tuple[list[in
     generators = Generators(device)
     costs, value, number = [0] * len(parts), example, 0
     try:
+        # A trial must not move the script's generators.
         with generators.preserved():
             generators.seed(0)
             for number, (_, module) in enumerate(parts):
@@ -137,6 +140,7 @@ def _measured(parts: Parts, example: Any, device: torch.device) -> tuple[list[in
 
 def _measure(module: nn.Module, value: Any, device: torch.device) -> tuple[int, Any]:
     """The shortest of a few times for forward and backward of a copy of a module, and its output."""
+    # Of a copy: a trial must leave no gradients, and no running statistics, in the model.
     module = copy.deepcopy(module).to(device)
     times = []
     for _ in range(TRIALS):
@@ -184,6 +188,7 @@ def _is_chain(module: nn.Module) -> bool:
 
 def _flattened(prefix: str, module: nn.Module) -> Parts:
     """The parts of a sequence, and of sequences in it."""
+    # A nested sequence with hooks stays whole: its hooks run only if it is called itself.
     has_hooks = bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks)
     if not _is_chain(module) or (prefix and has_hooks):
         return [(prefix, module)]

@@ -48,6 +48,7 @@ class TransportAllGather(AllGather):
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> None:
         """Fills the output with the inputs of all ranks."""
+        # The order in which modules are gathered is compared between the ranks at the end of the step.
         self._note()
         transport = self._communicator.transport
         output_tensor.copy_(self._observers.waits(lambda: transport.gather(input_tensor).wait()))
@@ -71,6 +72,7 @@ class UnsummedReduceScatter(ReduceScatter):
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Memory to send; at every second call memory for the sum, which FSDP2 keeps until the end of the backward."""
+        # FSDP2 allocates twice per reduce-scatter: first the flat gradients to send, then the sum.
         is_sum, self._is_sum_next = self._is_sum_next, not self._is_sum_next
         if is_sum and self._communicator.world_size > 1:
             return self._unread(int(size[0]))
@@ -81,6 +83,7 @@ class UnsummedReduceScatter(ReduceScatter):
     ) -> None:
         """Exchanges the parts; leaves the output as it is."""
         part, ranks = output_tensor.numel(), self._communicator.world_size
+        # An all-to-all: each rank receives its shard of every rank's gradient, and no transport adds.
         transport, sizes = self._communicator.transport, [part] * ranks
         received = self._observers.waits(lambda: transport.exchange(input_tensor, sizes, sizes).wait())
         self._take(input_tensor, received)
@@ -136,6 +139,8 @@ class ShardedGradientSum:
         """Announces the next microbatch; one beyond the last stands for running along."""
         ranks = self._communicator.world_size
         self._first = microbatch // ranks * ranks
+        # In the last round a rank may have no microbatch of its own left; it runs one for the collectives'
+        # sake.
         self._is_out = microbatch >= self._num_leaves
         self._calls = [0] * len(self._groups)
 
@@ -146,6 +151,7 @@ class ShardedGradientSum:
                 flat = self._sharded.own_gradient(group)
                 self._totals.append(flat.sum())
                 self._sums[number].push(Block(microbatch, 1), flat)
+        # Modules that are called several times in a forward: now the sum over their calls is complete.
         for number, received in self._waiting.items():
             self._push(number, received)
         self._waiting = {}
@@ -159,6 +165,7 @@ class ShardedGradientSum:
         if self._communicator.world_size == 1:
             return
         # Without this a module of one rank would be taken for one of equal size on another, silently.
+        # Seven bytes, since words are 63 bits.
         order = hashlib.blake2b(repr(self._order).encode(), digest_size=7).digest()
         words = self._communicator.gather_words([int.from_bytes(order, "little")])
         if len({word for (word,) in words}) > 1:
@@ -216,6 +223,7 @@ class ShardedGradientSum:
         wanted = {name for name, _ in group.members}
         paths = {id(part): path for path, part in self._sharded.model.named_modules()}
         prefix = paths[id(group.module)]
+        # FSDP2 makes the unsharded parameters at the first unsharding.
         group.module.unshard()  # gradients accumulate in the unsharded parameters, which exist only now
         hooks = [group.module.register_forward_pre_hook(self._note_call(number))]  # type: ignore[attr-defined]
         for path, parameter in group.module.named_parameters():  # type: ignore[attr-defined]
@@ -253,6 +261,8 @@ class ShardedGradientSum:
             )
         if not self._is_out:
             self._totals.append(sent.sum())
+        # A module of several calls has one gradient per call, which autograd adds on one device before the
+        # tree does.
         if number in self._waiting:
             self._waiting[number].add_(received)
         elif self._calls[number] > 1:

@@ -43,6 +43,7 @@ class ShardedModel:
         named_parameters(model, optimizers)
         inner = plan_modules(model, options)
         membership.deal_in_turn()
+        # By the parameters that the optimizers hold now: FSDP2 replaces them by DTensors.
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         modules = shard_modules(model, inner, data_mesh(communicator, membership.timeout), options)
         self.model = model
@@ -78,6 +79,8 @@ class ShardedModel:
         parts = []
         for name, _ in group.members:
             gradient, part = self._dtensors[name].grad, self.state.parts[name]
+            # An unused parameter has a place in the flat gradient, as in the messages between several
+            # ranks.
             local = torch.zeros_like(part) if gradient is None else cast(DTensor, gradient).to_local()
             parts.append(local.reshape(-1))
         return torch.cat(parts)
@@ -102,6 +105,7 @@ def _local(parameter: nn.Parameter) -> nn.Parameter:
 
 def _group(module: FSDPModule, names: Mapping[int, str]) -> Group:
     """A module, with the layout of its gradients in FSDP2's messages: padded shard after padded shard."""
+    # FSDP2 has no public call for the layout of its messages; tests compare it with several versions of PyTorch.
     state = module._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
     members: list[tuple[str, int]] = []
