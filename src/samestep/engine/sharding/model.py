@@ -105,7 +105,7 @@ def _local(parameter: nn.Parameter) -> nn.Parameter:
 
 def _group(module: FSDPModule, names: Mapping[int, str]) -> Group:
     """A module, with the layout of its gradients in FSDP2's messages: padded shard after padded shard."""
-    # FSDP2 has no public call for the layout of its messages; tests compare it with several versions of PyTorch.
+    # FSDP2 has no public call for the layout of its messages.
     state = module._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
     members: list[tuple[str, int]] = []
