@@ -25,7 +25,7 @@ from workloads import WORKLOADS
 WORKLOAD, PROCESSES = "W3", 2
 TWO = ("--num-microbatches", "2")
 DIVIDED = ("--tensor", "2")
-SHARDED, OWNED = ("--strategy", "sharded"), ("--shard-optimizer",)
+SHARDED, ZERO1 = ("--strategy", "sharded"), ("--shard-optimizer",)
 ENTRANTS = (
     BY_NAME[LIMIT],
     BY_NAME[LIMIT_IN_8],
@@ -34,10 +34,10 @@ ENTRANTS = (
     Entrant("dtensor", "PyTorch tutorial (DTensor)", "dtensor", torchrun, counts=(2,)),
     ours("samestep-v1-tensor", "samestep, 1 microbatch, tensor", (2,), "--num-microbatches", "1", *DIVIDED),
     BY_NAME["samestep-v2"],
-    ours("samestep-v2-owned", "samestep, 2 microbatches, shard_optimizer", (2,), *TWO, *OWNED),
+    ours("samestep-v2-zero1", "samestep, 2 microbatches, shard_optimizer", (2,), *TWO, *ZERO1),
     ours("samestep-v2-sharded", "samestep, 2 microbatches, sharded", (2,), *TWO, *SHARDED),
     BY_NAME[DEFAULT],
-    ours("samestep-owned", "samestep, 8 microbatches, shard_optimizer", (2,), *OWNED),
+    ours("samestep-zero1", "samestep, 8 microbatches, shard_optimizer", (2,), *ZERO1),
     ours("samestep-sharded", "samestep, 8 microbatches, sharded", (2,), *SHARDED),
     ours("samestep-tensor", "samestep, 8 microbatches, tensor", (2,), *DIVIDED),
 )

@@ -193,20 +193,20 @@ def test_a_loop_of_ones_own_compares_when_it_saves_a_checkpoint(tmp_path):
     assert [path.name for path in tmp_path.glob("step-*")] == ["step-00000001"]
 
 
-OWNED, SHARDED = {"shard_optimizer": True}, {"strategy": "sharded"}
+ZERO1, SHARDED = {"shard_optimizer": True}, {"strategy": "sharded"}
 STAGES = {"strategy": Pipeline(split=["3"])}
 
 
 @pytest.mark.parametrize(
     ("world_size", "strategy", "mesh", "kind", "told"),
     [
-        (2, OWNED, None, "buffer", r"2\.scale of rank 1 is not that of rank 0"),
+        (2, ZERO1, None, "buffer", r"2\.scale of rank 1 is not that of rank 0"),
         (2, SHARDED, None, "buffer", r"2\.scale of rank 1 is not that of rank 0"),
         (2, STAGES, {"pipe": 2}, "buffer", r"2\.scale of rank 1 is not that of rank 0"),
         (4, STAGES, {"data": 2, "pipe": 2}, "piece", r"3\.weight of rank 3 is not that of rank 1"),
         (2, {}, {"tensor": 2}, "buffer", r"2\.scale of rank 1 is not that of rank 0"),
         (4, {}, {"data": 2, "tensor": 2}, "piece", r"0\.weight of rank 3 is not that of rank 1"),
-        (2, OWNED, None, None, ""),
+        (2, ZERO1, None, None, ""),
         (2, SHARDED, None, None, ""),
         (4, STAGES, {"data": 2, "pipe": 2}, None, ""),
         (4, {}, {"data": 2, "tensor": 2}, None, ""),

@@ -79,7 +79,7 @@ def test_a_program_of_samestep_and_an_adopted_script_are_equal_to_the_bit(verdic
         ("tensor", "allclose", ("cpu:1", "cpu:2")),
         pytest.param("tensor", "bitwise", ("cpu:2", "cpu:4"), marks=pytest.mark.slow),
         ("sharded", "bitwise", ("cpu:1", "cpu:2")),
-        ("owned", "bitwise", ("cpu:1", "cpu:2")),
+        ("zero1", "bitwise", ("cpu:1", "cpu:2")),
     ],
 )
 def test_of_sharded_state_the_unsharded_tensors_are_compared(verdict_on, kind, tier, devices):

@@ -34,7 +34,7 @@ class ReplicateStrategy:
         self._membership = membership
         self._options = options
         self._shards_optimizer = shard_optimizer
-        self._owned: Zero1Parts | None = None
+        self._zero1: Zero1Parts | None = None
         self._homes: Homes | None = None
 
     @property
@@ -64,9 +64,9 @@ class ReplicateStrategy:
             self._shards_optimizer and membership.world_size > 1,
         )
         # Only after the exchange is made: it decides which elements lie in this rank's part of each bucket.
-        if gradients.owned is not None:
+        if gradients.zero1 is not None:
             names = {id(parameter): name for name, parameter in self.held(optimizers).items()}
-            self._owned, self.state = gradients.owned, gradients.owned.state
+            self._zero1, self.state = gradients.zero1, gradients.zero1.state
             self.state.hand_over(optimizers, names, membership.rank)
         self._homes = Homes(self.forward, trainable)
         return gradients, BufferMerge(self.forward, membership.data)
@@ -84,13 +84,13 @@ class ReplicateStrategy:
 
     def before_update(self) -> None:
         """Makes sure that this rank's local shards lie in the memory of the parameters."""
-        if self._owned is not None:
-            self._owned.settle()
+        if self._zero1 is not None:
+            self._zero1.settle()
 
     def after_update(self) -> None:
         """Gathers the updated local shards on every rank."""
-        if self._owned is not None:
-            self._owned.hand_out()
+        if self._zero1 is not None:
+            self._zero1.hand_out()
 
     def after_load(self) -> None:
         """Does nothing."""

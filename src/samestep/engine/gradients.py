@@ -34,7 +34,7 @@ class FlatSum(NamedTuple):
 class GradientSum:
     """Sums the gradients of all microbatches of a step over all ranks: the `GradientExchange` of replicated parameters.
 
-    With `shard_optimizer`, `owned` are this rank's local shards; else it is None.
+    With `shard_optimizer`, `zero1` are this rank's local shards; else it is None.
     """
 
     is_sharded = False
@@ -55,7 +55,7 @@ class GradientSum:
         self._names = list(names)
         self._communicator = communicator
         self._buckets = make_buckets(self.parameters, bucket_bytes, communicator.world_size)
-        self.owned = Zero1Parts(self.parameters, names, self._buckets, communicator) if shard_optimizer else None
+        self.zero1 = Zero1Parts(self.parameters, names, self._buckets, communicator) if shard_optimizer else None
         self._groups = _by_dtype(self._buckets)
         self._is_one_block = len(self._buckets) == 1 and self._buckets[0].length <= NORM_ELEMENTS
         self._bucket_of = {index: number for number, bucket in enumerate(self._buckets) for index in bucket.members}
@@ -95,13 +95,13 @@ class GradientSum:
 
     @property
     def flats(self) -> list[Tensor]:
-        """After `finish` the sums over all microbatches, one tensor a bucket; with `owned` this rank's part of it."""
+        """After `finish` the sums over all microbatches, one tensor a bucket; with `zero1` this rank's part of it."""
         return [result.flat for result in self._results]
 
     def forget(self) -> None:
         """Drops the parameters' gradients."""
         # Gradients of ZeRO-1's local shards are views of what the last exchange received: as large as the gradient.
-        shards = [] if self.owned is None else self.owned.state.parts.values()
+        shards = [] if self.zero1 is None else self.zero1.state.parts.values()
         for parameter in (*self.parameters, *shards):
             parameter.grad = None
 
@@ -141,8 +141,8 @@ class GradientSum:
 
     def norm(self) -> Tensor:
         """The 2-norm of all sums: 0-d, of at least 32 bits; `engine.norms` explains its blocks."""
-        if self.owned is not None:
-            return self.owned.norm(self.flats)
+        if self.zero1 is not None:
+            return self.zero1.norm(self.flats)
         if self._is_one_block:
             return block_norm(self._trimmed(0))
         parts: list[Tensor] = []
@@ -157,8 +157,8 @@ class GradientSum:
 
     def assign(self, used: Sequence[bool]) -> None:
         """Sets the `.grad` of each parameter that a microbatch used to a view of the results, the others' to None."""
-        if self.owned is not None:
-            self.owned.assign(self.flats, used)
+        if self.zero1 is not None:
+            self.zero1.assign(self.flats, used)
             return
         for index, view in self.views():
             self.parameters[index].grad = view if used[index] else None
@@ -257,7 +257,7 @@ class GradientSum:
             for reduction in self._started:
                 reduction.fold()
         sums = [total.flat for total in self._trees[number].sums]
-        like, scatter = self._likes[number], self.owned is not None
+        like, scatter = self._likes[number], self.zero1 is not None
         self._started.append(self._communicator.reduce(self._blocks_by_rank, sums, like, scatter))
 
     def _make_hook(self, index: int) -> Callable[[Tensor], None]:

@@ -13,7 +13,7 @@ kind = sys.argv[1]
 axes = {"pipeline": {"data": -1, "pipe": 2}, "tensor": {"data": -1, "tensor": 2}, "wrong": {"data": -1, "tensor": 2}}
 run = samestep.Run(global_batch_size=12, num_microbatches=4, seed=1, mesh=axes.get(kind))
 model = nn.Sequential(nn.Linear(8, 16), nn.Softmax(-1) if kind == "wrong" else nn.ReLU(), nn.Linear(16, 2))
-options = {"owned": {"shard_optimizer": True}, "tensor": {}, "wrong": {}}.get(kind, {"strategy": kind})
+options = {"zero1": {"shard_optimizer": True}, "tensor": {}, "wrong": {}}.get(kind, {"strategy": kind})
 if kind in ("tensor", "wrong"):
     parallelize_module(model, run.mesh["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
