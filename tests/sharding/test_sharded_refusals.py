@@ -26,7 +26,7 @@ def test_optimizers_that_need_the_whole_of_a_parameter_are_refused_on_any_number
 
 def test_fused_optimizers_on_a_cpu_are_refused_where_parts_end_anywhere(worlds):
     (sentence,) = worlds(1).run(refused, "sharded", {"optimizer": "fused"})
-    assert "fused=True rounds on a CPU by where a tensor begins and ends" in sentence
+    assert "fused=True rounds on a CPU by the limits of a tensor" in sentence
 
 
 def test_ranks_that_take_turns_cannot_form_a_process_group():
