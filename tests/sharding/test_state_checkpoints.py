@@ -109,7 +109,7 @@ def test_checkpoints_of_equal_runs_are_equal_files(worlds, recorded, tmp_path):
     worlds(2).run(train, "sharded", "two, in groups", tmp_path / "again")
     paths = [checkpoint(folder) for folder in (recorded("sharded", 2)[0], tmp_path / "again")]
     first, second = (
-        {name: file for name, file in read_manifest(path).files.items() if "microbatch-" in name} for path in paths
+        {name: file for name, file in read_manifest(path).files.items() if "shard-" in name} for path in paths
     )
     assert first == second
     assert len(first) == 4
