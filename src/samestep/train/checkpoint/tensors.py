@@ -62,7 +62,21 @@ def write_sealed_tensors(
     mode = path.stat().st_mode
     write_tensors(path, tensors, metadata)
     path.chmod(mode)  # the library makes its files readable by their owner alone
+    if metadata and len(metadata) > 1:
+        _sort_metadata(path)
     return seal(path)
+
+
+def _sort_metadata(path: Path) -> None:
+    """Sorts the metadata in a file's header, which the library writes in any order: equal states are equal files."""
+    with path.open("r+b") as file:
+        header = file.read(int.from_bytes(file.read(8), "little"))
+        content = json.loads(header)
+        content[METADATA] = dict(sorted(content[METADATA].items()))
+        ordered = json.dumps(content, separators=(",", ":"), ensure_ascii=False).encode().ljust(len(header))
+        if len(ordered) == len(header):
+            file.seek(8)
+            file.write(ordered)
 
 
 def read_tensors(path: Path, expected: Written) -> dict[str, Tensor]:
