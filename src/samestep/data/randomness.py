@@ -8,7 +8,7 @@ script's own draws do not depend on the microbatches that its rank has run.
 # ruff: noqa: NPY002 - the global generators that scripts draw from are the legacy ones
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -104,3 +104,17 @@ def seed_process(seed: int) -> None:
     np.random.seed(seed % 2**32)
     mtrand.set_bit_generator(mtrand.get_bit_generator())  # drops the cached half of a normal pair
     random.seed(seed)
+
+
+def seed_each(generators: Sequence[Any], *seed: int) -> None:
+    """Seeds generators of NumPy's, Python's or torch's, each with a number of its own."""
+    for index, generator in enumerate(generators):
+        number = derive_seed(*seed, index)
+        if isinstance(generator, torch.Generator):
+            generator.manual_seed(number)
+        elif isinstance(generator, random.Random):
+            generator.seed(number)
+        elif isinstance(generator, np.random.RandomState):
+            generator.seed(number % 2**32)
+        else:
+            generator.bit_generator.state = type(generator.bit_generator)(number).state

@@ -69,8 +69,8 @@ class ForwardBackward:
             # Looked up in its module, so that a replacement by the script or a library is called.
             torch.autograd.backward(loss.value, self.initial_gradient(loss, is_only), inputs=inputs or None)
         except RuntimeError as error:
-            if (told := self._explain(error)) is not None:
-                raise told from error
+            if (explained := self._explain(error)) is not None:
+                raise explained from error
             from samestep.engine.diagnosis import explain_nondeterminism  # not needed by a run that succeeds
 
             explained = explain_nondeterminism(error, self.model)

@@ -102,9 +102,9 @@ class MicrobatchRunner:
 
         membership = self._compute.membership
         if isinstance(error, ValueError):
-            told = self._compute.explain_lone(error, microbatch, num_samples, batch.length, step)
-            if told is not None:
-                raise told from None
+            explained = self._compute.explain_lone(error, microbatch, num_samples, batch.length, step)
+            if explained is not None:
+                raise explained from None
         is_short = is_out_of_memory(error)
         if is_short and layout.gradients.is_sharded:
             strategy = "sharded" if membership.is_dealt else "tensor"

@@ -261,7 +261,7 @@ def check_contiguous(name: str, parameter: Tensor, otherwise: str) -> None:
 
 
 def check_dimension(name: str, parameter: Tensor, strategy: str) -> None:
-    """Raises a `UsageError` for a 0-d parameter: its optimizer state could not be told from a count of steps."""
+    """Raises a `UsageError` for a 0-d parameter: its optimizer state would look like a count of steps."""
     if parameter.ndim == 0:
         raise UsageError(f"parameter {name} has no dimension to divide; make it of shape [1] (strategy={strategy!r})")
 

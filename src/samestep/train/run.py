@@ -448,8 +448,8 @@ class Run:
         except SamestepError:
             raise
         except RuntimeError as error:
-            if (told := strategy.explain(error)) is not None:
-                raise told from error
+            if (explained := strategy.explain(error)) is not None:
+                raise explained from error
             raise
 
     def save_checkpoint(

@@ -104,12 +104,12 @@ class StageRunner:
             text = describe_lone_shortage(microbatch, self._num_samples(microbatch), self._membership.rank, "pipeline")
             raise OutOfMemoryError(text) from error
         except ValueError as error:
-            told = self._compute.explain_lone(
+            explained = self._compute.explain_lone(
                 error, microbatch, self._num_samples(microbatch), self._batch.length, self._step
             )
-            if told is None:
+            if explained is None:
                 raise
-            raise told from None
+            raise explained from None
 
     def _num_samples(self, microbatch: int) -> int:
         return self._bounds[microbatch + 1] - self._bounds[microbatch]

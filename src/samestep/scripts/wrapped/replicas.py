@@ -6,19 +6,17 @@ which may run on another rank, must not see them.
 """
 
 import gc
-import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from operator import is_
 from types import FrameType
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
-from samestep.core.seeds import derive_seed
 from samestep.data.batch import tensor_checksum
+from samestep.data.randomness import seed_each
 from samestep.engine.side_effects import Watch, plain_attributes, reachable
 from samestep.errors import DeterminismError, UsageError
 
@@ -268,16 +266,7 @@ class OwnGenerators:
 
     def seed(self, seed: int) -> None:
         """Seeds each of them with a number of its own."""
-        for index, generator in enumerate(self._generators):
-            own = derive_seed(seed, index)
-            if isinstance(generator, torch.Generator):
-                generator.manual_seed(own)
-            elif isinstance(generator, random.Random):
-                generator.seed(own)
-            elif isinstance(generator, np.random.RandomState):
-                generator.seed(own % 2**32)
-            else:
-                generator.bit_generator.state = type(generator.bit_generator)(own).state
+        seed_each(self._generators, seed)
 
     @contextmanager
     def preserved(self) -> Iterator[None]:

@@ -24,7 +24,7 @@ from torch.utils.data._utils.fetch import _MapDatasetFetcher
 from samestep.core.seeds import derive_seed
 from samestep.data.batch import checksum
 from samestep.data.fetch import SeededSamples, StreamReader
-from samestep.data.randomness import Generators
+from samestep.data.randomness import Generators, seed_each
 from samestep.engine.side_effects import Watch, reachable
 from samestep.engine.site import is_script_file
 from samestep.scripts.patch import Patch, applied
@@ -120,21 +120,7 @@ class _OwnGenerators:
 
     def seed(self, seed: int) -> None:
         """Seeds each with a number of its own."""
-        _seed_all(self.found, seed)
-
-
-def _seed_all(generators: list[Any], *seed: int) -> None:
-    """Seeds generators of NumPy's, Python's or torch's, each with a number of its own."""
-    for index, generator in enumerate(generators):
-        number = derive_seed(*seed, index)
-        if isinstance(generator, torch.Generator):
-            generator.manual_seed(number)
-        elif isinstance(generator, random.Random):
-            generator.seed(number)
-        elif isinstance(generator, np.random.RandomState):
-            generator.seed(number % 2**32)
-        else:
-            generator.bit_generator.state = type(generator.bit_generator)(number).state
+        seed_each(self.found, seed)
 
 
 class _SeededDataset:
@@ -275,7 +261,7 @@ def _with_seeded_own() -> AbstractContextManager[None]:
 
     def make_seed(dataset: Any) -> Callable[[int], None]:
         generators, _ = reachable([dataset])
-        return lambda place: _seed_all(generators, SAMPLE_SEED, place)
+        return lambda place: seed_each(generators, SAMPLE_SEED, place)
 
     def default_rng(inner: Callable[..., Any], seed: Any = None) -> Any:
         return inner(0 if seed is None and by_script() else seed)
