@@ -124,23 +124,29 @@ class OneByOne(torch.utils.data.Dataset):
         return x, y
 
 
-def train_recipe(communicator, name, options):
-    """Trains a recipe on some of its embedded data; digest, losses, and the microbatches that each rank ran."""
+def recipe_step(communicator, name, options, make, **more):
+    """A run of a recipe, its embedded data, its model, and the training step over it."""
     recipe = load(name)
     run = Run(RECIPE_BATCH[name], options.get("num_microbatches", 8), 0, communicator=communicator)
     content = recipe.data(DataOptions(seed=0, options=RECIPE_OPTIONS.get(name, {})))
     model = recipe.model(content)
+    precision = options.get("precision", "32-true")
+    step = run.train_step(
+        model, make(model), recipe.loss, max_grad_norm=options.get("max_grad_norm"), precision=precision, **more
+    )
+    return run, content, model, step
+
+
+def train_recipe(communicator, name, options):
+    """Trains a recipe on some of its embedded data; digest, losses, and the microbatches that each rank ran."""
+    recipe = load(name)
     kind = options.get("optimizer", recipe.optimizer)
-    optimizer = make_optimizer(model, kind, options.get("lr", recipe.lr), recipe.momentum if kind == "sgd" else 0.0)
+    momentum = recipe.momentum if kind == "sgd" else 0.0
+    run, content, model, step = recipe_step(
+        communicator, name, options, lambda model: make_optimizer(model, kind, options.get("lr", recipe.lr), momentum)
+    )
     ran = Counter()
     model.register_forward_pre_hook(lambda module, args: ran.update([step.num_steps]) if module.training else None)
-    step = run.train_step(
-        model,
-        optimizer,
-        recipe.loss,
-        max_grad_norm=options.get("max_grad_norm"),
-        precision=options.get("precision", "32-true"),
-    )
     samples = FirstSamples(content.train, RECIPE_SAMPLES[name])
     data = OneByOne(samples) if options.get("one_by_one") else samples
     loader = run.loader(data, shuffle=True, num_workers=options.get("num_workers", 0))
@@ -148,7 +154,7 @@ def train_recipe(communicator, name, options):
     for _ in range(options.get("epochs", 1)):
         losses += [step(batch).loss.hex() for batch in loader]
     scores = run.evaluate(model, FirstSamples(content.eval, 50), recipe.metrics)
-    return state_digest(model, optimizer), losses, dict(ran), scores
+    return state_digest(model, step.optimizers[0]), losses, dict(ran), scores
 
 
 def masked_loss(model, batch):

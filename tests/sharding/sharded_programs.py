@@ -3,7 +3,7 @@
 from collections import Counter
 
 import torch
-from programs import RECIPE_BATCH, RECIPE_OPTIONS, RECIPE_SAMPLES, FirstSamples, bits, masked_loss
+from programs import RECIPE_SAMPLES, FirstSamples, bits, masked_loss, recipe_step
 from torch import nn
 from torch.nn import functional
 
@@ -12,7 +12,6 @@ from samestep.engine.strategies import Replicate, Sharded
 from samestep.errors import SamestepError
 from samestep.recipes.catalog import load
 from samestep.recipes.job import make_optimizer
-from samestep.recipes.recipe import DataOptions
 from samestep.train.metrics import accuracy, cross_entropy
 from samestep.train.run import Run
 
@@ -240,22 +239,13 @@ def loader_batch(options):
 
 def train_recipe_sharded(communicator, strategy, name, options):
     """Trains a recipe on a part of its embedded data; the bits, the losses and the scores."""
-    recipe = load(name)
-    run = Run(RECIPE_BATCH[name], options.get("num_microbatches", 8), 0, communicator=communicator)
-    content = recipe.data(DataOptions(seed=0, options=RECIPE_OPTIONS.get(name, {})))
-    model = recipe.model(content)
-    optimizer = make_optimizer(model, options.get("optimizer", "adam"), 1e-3)
-    step = run.train_step(
-        model,
-        optimizer,
-        recipe.loss,
-        max_grad_norm=options.get("max_grad_norm"),
-        precision=options.get("precision", "32-true"),
-        strategy=STRATEGIES[strategy],
+    kind = options.get("optimizer", "adam")
+    run, content, model, step = recipe_step(
+        communicator, name, options, lambda model: make_optimizer(model, kind, 1e-3), strategy=STRATEGIES[strategy]
     )
     loader = run.loader(FirstSamples(content.train, RECIPE_SAMPLES[name]), shuffle=True)
     losses = [step(batch).loss.hex() for batch in loader]
-    scores = run.evaluate(model, FirstSamples(content.eval, 50), recipe.metrics)
+    scores = run.evaluate(model, FirstSamples(content.eval, 50), load(name).metrics)
     return bits(step), losses, scores
 
 
