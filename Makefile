@@ -9,7 +9,7 @@ export NO_MKDOCS_2_WARNING := 1
 PYTEST := PYTHONHASHSEED=0 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 READY := .venv/.ready
 
-.PHONY: train test test-rest test-all golden golden-write check format docs bench bench-quick clean
+.PHONY: train test test-rest test-all fake-cuda golden golden-write check format docs bench bench-quick clean
 
 train: $(READY)
 	$(BIN)/samestep train lenet
@@ -24,6 +24,10 @@ test-rest: $(READY)
 
 test-all: $(READY)
 	$(PYTEST)
+
+# A CUDA device in host memory, for the tests of the GPU code: compiled once, in about a minute.
+fake-cuda: $(READY)
+	$(BIN)/python tests/fake_cuda/build.py
 
 # No bit has moved: against tests/golden/golden.json, or `make golden AGAINST=COMMIT` against what that commit gives.
 golden: $(READY)
