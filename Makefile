@@ -18,11 +18,11 @@ train: $(READY)
 test: $(READY)
 	$(PYTEST) -m quick
 
-# What `make test` leaves out: tests over real processes. Those that take minutes each are in `make test-all` alone.
-test-rest: $(READY)
-	$(PYTEST) -m "not quick and not slow"
+# What `make test` leaves out: tests over real processes and on fake GPUs, also the slow ones.
+test-rest: $(READY) fake-cuda
+	$(PYTEST) -m "not quick"
 
-test-all: $(READY)
+test-all: $(READY) fake-cuda
 	$(PYTEST)
 
 # A CUDA device in host memory, for the tests of the GPU code: compiled once, in about a minute.
