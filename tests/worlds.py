@@ -3,6 +3,7 @@
 import gc
 import importlib
 import multiprocessing
+import os
 import tempfile
 import traceback
 from datetime import timedelta
@@ -15,6 +16,7 @@ from samestep.comm.communicator import Communicator
 from samestep.comm.sequential import SequentialWorld
 
 PATIENCE_SECONDS = 400
+DEVICE = os.environ.get("SAMESTEP_TEST_DEVICE", "cpu")  # "cuda": the same tests, on fake GPUs
 PRELOADED = [
     *(
         "torch",
@@ -28,11 +30,16 @@ PRELOADED = [
 ]
 
 
+def device_of(rank):
+    """The device of a rank that is a process: one of its own."""
+    return torch.device("cuda", rank) if DEVICE == "cuda" else torch.device("cpu")
+
+
 def in_turns(world_size, program, *args, reduction="ordered"):
     """Runs `program(communicator, *args)` on ranks that take turns; the results by rank."""
 
     def rank_main(transport):
-        return program(Communicator(torch.device("cpu"), transport, transport, reduction), *args)
+        return program(Communicator(device_of(0), transport, transport, reduction), *args)
 
     return SequentialWorld(world_size).run(rank_main)
 
@@ -100,12 +107,14 @@ def _serve(rank, world_size, place, chosen, store_path, pipe):
     gc.freeze()
     torch.set_num_threads(1)
     multiprocessing.set_start_method("fork", force=True)  # of data workers: another fork server would start anew
-    transport = LocalTransport()
+    transport = control = LocalTransport()
+    if DEVICE == "cuda":
+        torch.cuda.set_device(rank)
     if world_size > 1:
         store = dist.FileStore(store_path, world_size)
         timeout = timedelta(seconds=180)
         place = Environment(rank, world_size, *place, transport=chosen)
-        transport, _ = connect_at(store, place, torch.device("cpu"), timeout, timeout)
+        transport, control = connect_at(store, place, device_of(rank), timeout, timeout)
     while True:
         try:
             name, args, reduction = pipe.recv()
@@ -114,7 +123,7 @@ def _serve(rank, world_size, place, chosen, store_path, pipe):
         try:
             module, _, function = name.partition(":")
             program = getattr(importlib.import_module(module), function)
-            result = program(Communicator(torch.device("cpu"), transport, transport, reduction), *args)
+            result = program(Communicator(device_of(rank), transport, control, reduction), *args)
             pipe.send(("result", result))
         except Exception:
             pipe.send(("error", traceback.format_exc()))

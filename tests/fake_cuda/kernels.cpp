@@ -24,6 +24,7 @@
 
 #include <mutex>
 #include <set>
+#include <sstream>
 #include <unordered_map>
 
 namespace fake_cuda {
@@ -120,6 +121,11 @@ const Kind& kind_of(const c10::OperatorHandle& op) {
   return kinds.emplace(name, std::move(kind)).first->second;
 }
 
+// Meta kernels complain of an out= without elements that torch itself has made.
+struct Silent final : c10::WarningHandler {
+  void process(const c10::Warning&) override {}
+};
+
 // Replaces the tensors of a value.
 template <class F>
 IValue mapped(const IValue& value, const F& change) {
@@ -207,9 +213,43 @@ void at_once(const c10::OperatorHandle& op, torch::jit::Stack* stack, Device dev
     }
 }
 
+// All that decides the form of the results, as text; empty if an argument has no text.
+std::string key_of(const std::string& name, const std::vector<IValue>& given) {
+  std::ostringstream key;
+  key << name << std::hexfloat << c10::get_default_dtype_as_scalartype();
+  for (const auto& value : given) {
+    key << '|';
+    if (value.isTensor() || value.isTensorList() || value.isOptionalTensorList()) {
+      mapped(value, [&](const Tensor& tensor) {
+        if (!tensor.defined()) { key << '-'; return tensor; }
+        key << tensor.scalar_type() << (tensor.is_cuda() ? 'd' : 'h') << tensor.sizes() << tensor.strides();
+        key << tensor.unsafeGetTensorImpl()->is_wrapped_number();
+        return tensor;
+      });
+    } else if (value.isDouble()) {
+      key << value.toDouble();
+    } else if (value.isNone() || value.isInt() || value.isBool() || value.isIntList() || value.isString() ||
+               value.isDoubleList() || value.isBoolList() || value.isScalar() || value.isDevice()) {
+      key << value;
+    } else if (!value.isGenerator()) {
+      return "";
+    }
+  }
+  return key.str();
+}
+
 // The form of the results, by the meta kernel; false where there is none, since the form depends on the numbers.
 bool foresee(const c10::OperatorHandle& op, const std::vector<IValue>& given, std::vector<IValue>& results,
              std::vector<std::pair<Tensor, Tensor>>& pairs) {
+  // Half of the meta kernels are written in Python and take a millisecond: each form is asked for once.
+  static std::mutex mutex;
+  static auto* known = new std::unordered_map<std::string, std::vector<IValue>>();  // not freed at exit, with torch gone
+  const auto key = key_of(toString(op.schema().operator_name()), given);
+  {
+    std::lock_guard<std::mutex> lock(mutex);
+    const auto found = known->find(key);
+    if (found != known->end()) { results = found->second; return true; }
+  }
   torch::jit::Stack stack;
   for (const auto& value : given) {
     if (value.isDevice()) { stack.emplace_back(Device(DeviceType::Meta)); continue; }
@@ -223,6 +263,8 @@ bool foresee(const c10::OperatorHandle& op, const std::vector<IValue>& given, st
   c10::impl::ExcludeDispatchKeyGuard plain(
       c10::autograd_dispatch_keyset_with_ADInplaceOrView | c10::DispatchKeySet(c10::DispatchKey::Python) |
       c10::DispatchKeySet(c10::DispatchKey::PythonTLSSnapshot));
+  static Silent silent;
+  c10::WarningUtils::WarningHandlerGuard quiet(&silent);
   try {
     op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::Meta), &stack);
   } catch (const c10::NotImplementedError&) {
@@ -231,6 +273,10 @@ bool foresee(const c10::OperatorHandle& op, const std::vector<IValue>& given, st
     return false;
   }
   results.assign(stack.end() - op.schema().returns().size(), stack.end());
+  for (const auto& [ours, meta] : pairs)
+    if (ours.sizes() != meta.sizes()) return true;  // an out= is resized
+  std::lock_guard<std::mutex> lock(mutex);
+  if (!key.empty()) known->emplace(key, results);
   return true;
 }
 
@@ -322,6 +368,7 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
       mapped(own[own.size() - returned.size() + k], [&](const Tensor& result) {
         const Tensor& target = targets.at(next++);
         if (!target.defined() || !result.defined()) return result;
+        if (result.numel() == 0) return result;  // a CPU kernel leaves some results out that CUDA's fill
         TORCH_CHECK(target.sizes() == result.sizes() && target.dtype() == result.dtype(), "the meta kernel of ",
                     toString(op.schema().operator_name()), " foresaw ", target.sizes(), ", it made ", result.sizes());
         target.copy_(result);
@@ -433,6 +480,15 @@ Tensor& set_storage(Tensor& tensor, at::Storage storage, int64_t offset, at::Int
   return tensor;
 }
 
+Tensor& set_whole(Tensor& tensor, at::Storage storage) {
+  const int64_t count = storage.nbytes() / tensor.itemsize();
+  return set_storage(tensor, std::move(storage), 0, count, 1);
+}
+
+Tensor& set_tensor(Tensor& tensor, const Tensor& other) {
+  return set_storage(tensor, other.storage(), other.storage_offset(), other.sizes(), other.strides());
+}
+
 void record_stream(Tensor& tensor, c10::Stream stream) { record_on_stream(tensor, stream.id()); }
 
 std::tuple<Tensor, Tensor> native_dropout(const Tensor& input, double p, std::optional<bool> train) {
@@ -457,10 +513,11 @@ Tensor borrowed(const Tensor& tensor) {
 
 void bind_kernels(pybind11::module_& m) {
   at::native::_fused_sdp_choice_stub.set_cuda_dispatch_ptr(&choose_attention);
-  // Lists of tensors have kernels of their own on CUDA; torch's fallback would launch one for each tensor.
+  // What has kernels of its own on CUDA, and would else be put together of many: lists of tensors, convolutions.
   static torch::Library library(torch::Library::IMPL, "aten", c10::DispatchKey::CUDA, __FILE__, __LINE__);
   for (const auto& name : c10::Dispatcher::singleton().getAllOpNames())
-    if (name.name.rfind("aten::_foreach_", 0) == 0) {
+    if (name.name.rfind("aten::_foreach_", 0) == 0 ||
+        ((name.name == "aten::convolution" || name.name == "aten::convolution_backward") && name.overload_name.empty())) {
       const auto full = name.name.substr(6) + (name.overload_name.empty() ? "" : "." + name.overload_name);
       library.impl(full.c_str(), torch::CppFunction::makeFromBoxedFunction<&fallback>());
     }
@@ -480,6 +537,8 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   m.impl("equal", TORCH_FN(fake_cuda::equal));
   m.impl("resize_", TORCH_FN(resize_));
   m.impl("set_.source_Storage_storage_offset", TORCH_FN(set_storage));
+  m.impl("set_.source_Storage", TORCH_FN(set_whole));
+  m.impl("set_.source_Tensor", TORCH_FN(set_tensor));
   m.impl("record_stream", TORCH_FN(record_stream));
   m.impl("native_dropout", TORCH_FN(fake_cuda::native_dropout));
 }

@@ -42,10 +42,10 @@ struct Mark {
 };
 
 namespace {
-struct Item {
+struct Item {  // one of three
   Task task;
-  MarkPtr awaited;  // instead of a task
-  Clock::time_point due;
+  MarkPtr awaited, passed;
+  Clock::time_point due{};
 };
 
 struct Queue {
@@ -128,7 +128,10 @@ class Player {
     if (!finished) { queue.next_poll = Clock::now() + std::chrono::microseconds(100); return; }
     Item ended = std::move(queue.items.front());
     queue.items.pop_front();
-    passed_.notify_all();
+    if (ended.passed) {
+      ended.passed->done = true;
+      if (!targets_.empty()) passed_.notify_all();
+    }
     lock.unlock();  // what the task holds is freed outside the lock
     ended = Item();
     lock.lock();
@@ -204,17 +207,17 @@ std::atomic<int64_t> next_stream{1};
 
 void enqueue(c10::DeviceIndex device, c10::StreamId stream, Task task) {
   check();
-  player().enqueue({device, stream}, {std::move(task), nullptr, {}});
+  player().enqueue({device, stream}, {std::move(task), nullptr, nullptr});
 }
 
 void enqueue_wait(c10::DeviceIndex device, c10::StreamId stream, MarkPtr mark) {
-  if (mark && !mark->done) player().enqueue({device, stream}, {nullptr, std::move(mark), {}});
+  if (mark && !mark->done) player().enqueue({device, stream}, {nullptr, std::move(mark), nullptr});
 }
 
 MarkPtr record(c10::DeviceIndex device, c10::StreamId stream) {
   auto mark = std::make_shared<Mark>();
   mark->stream = {device, stream};
-  player().enqueue(mark->stream, {[mark] { mark->done = true; return true; }, nullptr, {}});
+  player().enqueue(mark->stream, {nullptr, nullptr, mark});
   return mark;
 }
 
