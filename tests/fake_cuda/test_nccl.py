@@ -1,66 +1,11 @@
 """The fake NCCL: right code gets the numbers that gloo gives, and code that is wrong on NCCL is wrong on it."""
 
-import json
-import subprocess
-import sys
-import textwrap
-
 import pytest
-from gpus import environment, needs_fake_gpus
+from gpus import needs_fake_gpus, run_ranks, told
 
 pytestmark = needs_fake_gpus
 
 LATE = "30000000"  # µs: nothing runs that no host waits for, however long a busy machine takes
-CONNECT = """
-    import datetime, json, os, signal, sys, time
-    import torch, torch.distributed as dist
-    from torch import nn
-    rank, size, store, backend = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
-    on_gpu = backend == "nccl"
-    device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
-    if on_gpu:
-        torch.cuda.set_device(device)
-    def connect(seconds=600, **options):
-        timeout = datetime.timedelta(seconds=seconds)
-        store_ = dist.FileStore(store, size)
-        dist.init_process_group(backend, store=store_, rank=rank, world_size=size, timeout=timeout, **options)
-    def tell(**what):
-        print("RESULT", json.dumps(what), flush=True)
-"""
-
-
-def run_ranks(folder, program, size=2, backend="nccl", timeout=120, **variables):
-    """Runs a program on every rank; by rank its exit status, what it told, and its other output."""
-    text = textwrap.dedent(CONNECT) + textwrap.dedent(program)
-    store = str(folder / "store")
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", text, str(rank), str(size), store, backend],
-            env=environment(size, OMP_NUM_THREADS="1", **variables),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(size)
-    ]
-    results = []
-    try:
-        for process in processes:
-            output = process.communicate(timeout=timeout)[0]
-            lines = [line.removeprefix("RESULT ") for line in output.splitlines() if line.startswith("RESULT ")]
-            results.append((process.returncode, json.loads(lines[-1]) if lines else None, output))
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    return results
-
-
-def told(results):
-    """What all ranks told; all must have ended well."""
-    assert all(status == 0 for status, _, _ in results), "\n".join(output for _, _, output in results)
-    return [found for _, found, _ in results]
-
 
 COLLECTIVES = """
     connect()
