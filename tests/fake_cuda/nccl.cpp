@@ -1,7 +1,8 @@
 // NCCL for the fake devices: collectives are kernels on streams, and their bytes travel between processes.
 //
-// A collective returns when it is queued. `Work.wait()` makes the current stream wait, not the host. A kernel whose peer
-// has died never ends, until its communicator is aborted; then it ends without its result, and kernels behind it run.
+// A collective returns when it is queued. `Work.wait()` makes the current stream wait, not the host. A kernel whose
+// peer has died never ends, until its communicator is aborted; then it ends without its result, and kernels behind it
+// run.
 #include "nccl_exchanges.h"
 #include "nccl_work.h"
 
@@ -87,7 +88,8 @@ class NCCL final : public c10d::Backend {
                                     const c10::intrusive_ptr<Backend::Options>& wanted) override {
     auto theirs = c10::dynamic_intrusive_pointer_cast<NCCLOptions>(wanted);
     TORCH_CHECK(theirs, "opts not a ProcessGroupNCCL::Options.");
-    ++num_splits;  // real ones meet over the parent's communicator; the store given may be known by another name elsewhere
+    // Real ones meet over the parent's communicator: the store that is given may have another name on another rank.
+    ++num_splits;
     const auto found = std::find(ranks.begin(), ranks.end(), rank_);
     if (found == ranks.end()) return nullptr;
     theirs->global_ranks_in_group.clear();
@@ -134,14 +136,16 @@ class NCCL final : public c10d::Backend {
   WorkPtr reduce(Tensors& tensors, const c10d::ReduceOptions& o) override {
     const Tensor tensor = real(only(tensors));
     const Reduction reduction(o.reduceOp, tensor.scalar_type(), size_);
-    return launch(OpType::REDUCE, {exchanges_.reduced_to(o.rootRank, tensor, reduction)}, {tensor}, {tensor}, o.asyncOp);
+    return launch(OpType::REDUCE, {exchanges_.reduced_to(o.rootRank, tensor, reduction)}, {tensor}, {tensor},
+                  o.asyncOp);
   }
 
   WorkPtr allgather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::AllgatherOptions& o) override {
     const Tensor& input = only(inputs);
     TORCH_CHECK(outputs.size() == 1 && int(outputs[0].size()) == size_,
                 "Tensor list input to scatter/gather must match number of collective participants");
-    return launch(OpType::ALLGATHER, {exchanges_.gathered(flat(input), flat_all(outputs[0]))}, {input}, outputs[0], o.asyncOp);
+    auto gathered = exchanges_.gathered(flat(input), flat_all(outputs[0]));
+    return launch(OpType::ALLGATHER, {std::move(gathered)}, {input}, outputs[0], o.asyncOp);
   }
   WorkPtr _allgather_base(Tensor& output, Tensor& input, const c10d::AllgatherOptions& o) override {
     return launch(OpType::_ALLGATHER_BASE, {exchanges_.gathered_into(output, input)}, {input}, {output}, o.asyncOp);
@@ -154,24 +158,28 @@ class NCCL final : public c10d::Backend {
 
   WorkPtr reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs, const c10d::ReduceScatterOptions& o) override {
     TORCH_CHECK(outputs.size() == 1 && inputs.size() == 1, MANY);
-    TORCH_CHECK(int(inputs[0].size()) == size_, "Tensor list input to scatter/gather must match number of participants");
-    return launch(OpType::REDUCE_SCATTER, {exchanges_.scattered(outputs[0], flat_all(inputs[0]), o.reduceOp)}, inputs[0], outputs,
-                  o.asyncOp);
+    TORCH_CHECK(int(inputs[0].size()) == size_,
+                "Tensor list input to scatter/gather must match number of participants");
+    auto scattered = exchanges_.scattered(outputs[0], flat_all(inputs[0]), o.reduceOp);
+    return launch(OpType::REDUCE_SCATTER, {std::move(scattered)}, inputs[0], outputs, o.asyncOp);
   }
   WorkPtr _reduce_scatter_base(Tensor& output, Tensor& input, const c10d::ReduceScatterOptions& o) override {
-    return launch(OpType::_REDUCE_SCATTER_BASE, {exchanges_.scattered_from(output, input, o.reduceOp)}, {input}, {output}, o.asyncOp);
+    auto scattered = exchanges_.scattered_from(output, input, o.reduceOp);
+    return launch(OpType::_REDUCE_SCATTER_BASE, {std::move(scattered)}, {input}, {output}, o.asyncOp);
   }
   WorkPtr reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                           const c10d::ReduceScatterOptions& o) override {
     std::vector<Exchange> all;
-    for (size_t k = 0; k < inputs.size(); ++k) all.push_back(exchanges_.scattered_from(outputs.at(k), inputs[k], o.reduceOp));
+    for (size_t k = 0; k < inputs.size(); ++k)
+      all.push_back(exchanges_.scattered_from(outputs.at(k), inputs[k], o.reduceOp));
     return launch(OpType::COALESCED, std::move(all), inputs, outputs, o.asyncOp);
   }
 
   WorkPtr alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& o) override {
     TORCH_CHECK(int(inputs.size()) == size_ && int(outputs.size()) == size_,
                 "Tensor list must have one tensor for each rank");
-    return launch(OpType::ALLTOALL, {exchanges_.exchanged(flat_all(inputs), flat_all(outputs))}, inputs, outputs, o.asyncOp);
+    auto exchanged = exchanges_.exchanged(flat_all(inputs), flat_all(outputs));
+    return launch(OpType::ALLTOALL, {std::move(exchanged)}, inputs, outputs, o.asyncOp);
   }
   WorkPtr alltoall_base(Tensor& output, Tensor& input, std::vector<int64_t>& output_sizes,
                         std::vector<int64_t>& input_sizes, const c10d::AllToAllOptions& o) override {
@@ -191,7 +199,8 @@ class NCCL final : public c10d::Backend {
     TORCH_CHECK(rank_ == o.rootRank ? inputs.size() == 1 && int(inputs[0].size()) == size_ : inputs.empty(),
                 "requires a list with ", size_, " input tensors on the root, and none elsewhere");
     const auto given = rank_ == o.rootRank ? inputs[0] : Tensors();
-    return launch(OpType::SCATTER, {exchanges_.scattered_by(o.rootRank, only(outputs), given)}, given, outputs, o.asyncOp);
+    auto scattered = exchanges_.scattered_by(o.rootRank, only(outputs), given);
+    return launch(OpType::SCATTER, {std::move(scattered)}, given, outputs, o.asyncOp);
   }
 
   WorkPtr send(Tensors& tensors, int peer, int) override {
@@ -228,7 +237,8 @@ class NCCL final : public c10d::Backend {
     auto group = std::move(grouped_);
     grouped_ = {};
     if (!group.communicator) return nullptr;
-    return enqueue_on(group.communicator, OpType::COALESCED, std::move(group.exchanges), group.tensors, {}, group.async);
+    return enqueue_on(group.communicator, OpType::COALESCED, std::move(group.exchanges), group.tensors, {},
+                      group.async);
   }
 
  private:
@@ -330,7 +340,8 @@ class NCCL final : public c10d::Backend {
     return made;
   }
 
-  WorkPtr launch(OpType type, std::vector<Exchange> exchanges, const Tensors& inputs, const Tensors& outputs, bool async) {
+  WorkPtr launch(OpType type, std::vector<Exchange> exchanges, const Tensors& inputs, const Tensors& outputs,
+                 bool async) {
     auto all = inputs;
     all.insert(all.end(), outputs.begin(), outputs.end());
     if (all.empty()) return nullptr;
@@ -349,7 +360,8 @@ class NCCL final : public c10d::Backend {
     const auto communicator =
         is_grouping_ || is_eager_
             ? of_all(device)
-            : this->communicator(c10::str(low, ":", high), device, low == high ? std::vector<int>{low} : std::vector<int>{low, high});
+            : this->communicator(c10::str(low, ":", high), device,
+                                 low == high ? std::vector<int>{low} : std::vector<int>{low, high});
     exchange.kind = Kind::SEND;
     exchange.number = (type == OpType::SEND ? communicator->num_sent : communicator->num_received)[peer]++;
     std::vector<Exchange> exchanges{std::move(exchange)};
@@ -357,7 +369,8 @@ class NCCL final : public c10d::Backend {
     return enqueue_on(communicator, type, std::move(exchanges), {tensor}, {tensor}, true);
   }
 
-  WorkPtr grouped(const CommunicatorPtr& communicator, std::vector<Exchange> exchanges, const Tensors& tensors, bool async) {
+  WorkPtr grouped(const CommunicatorPtr& communicator, std::vector<Exchange> exchanges, const Tensors& tensors,
+                  bool async) {
     TORCH_CHECK(!grouped_.communicator || grouped_.communicator == communicator,
                 "Tensors of coalesced operations must be on the same device");
     grouped_.communicator = communicator;

@@ -114,7 +114,8 @@ struct Exchanges {
     return exchanged(Tensors(size, input), outputs);
   }
   Exchange gathered_into(const Tensor& output, const Tensor& input) const {
-    TORCH_CHECK_TYPE(input.scalar_type() == output.scalar_type(), "output tensor must have the same type as input tensor");
+    TORCH_CHECK_TYPE(input.scalar_type() == output.scalar_type(),
+                     "output tensor must have the same type as input tensor");
     TORCH_CHECK_VALUE(input.numel() * size == output.numel(),
                       "output tensor size must be equal to world_size times input tensor size");
     return gathered(flat(input), equal_parts(output));
@@ -138,7 +139,8 @@ struct Exchanges {
     return e;
   }
   Exchange scattered_from(const Tensor& output, const Tensor& input, const ReduceOp& op) const {
-    TORCH_CHECK_TYPE(input.scalar_type() == output.scalar_type(), "input tensor must be the same type as the output tensor.");
+    TORCH_CHECK_TYPE(input.scalar_type() == output.scalar_type(),
+                     "input tensor must be the same type as the output tensor.");
     TORCH_CHECK_VALUE(input.numel() == output.numel() * size,
                       "input tensor must be the same size as output size times world size");
     return scattered(output, equal_parts(input), op);

@@ -71,7 +71,7 @@ struct Reduction {
     return bytes_of(factor == 1 ? values : values.mul(at::scalar_tensor(factor, values.options())));
   }
 
-  // The ring's order for the part of a rank: from its neighbour on, around to itself. It is nobody's tree.
+  // The ring's order for the part of a rank: from its neighbour on, around to itself. No tree adds in it.
   Tensor operator()(const Tensors& parts, int rank) const {
     const int size = parts.size();
     const auto take = [&](int k) {
@@ -177,7 +177,8 @@ class Kernel {
   }
 
   void post(const Exchange& exchange, const Out& out) {
-    sent_.push_back(Wire::get().post(communicator_->addresses.at(out.peer), mine(exchange, exchange.kind), out.bytes()));
+    const auto& address = communicator_->addresses.at(out.peer);
+    sent_.push_back(Wire::get().post(address, mine(exchange, exchange.kind), out.bytes()));
   }
 
   Key key(const Exchange& exchange, Kind kind, int source) const {

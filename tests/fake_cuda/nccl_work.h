@@ -23,7 +23,8 @@ struct Config {  // ncclConfig_t: has no effect here
 };
 
 struct NCCLOptions final : c10d::Backend::Options {
-  explicit NCCLOptions(bool high = false) : c10d::Backend::Options("nccl", DEFAULT_TIMEOUT), is_high_priority_stream(high) {}
+  explicit NCCLOptions(bool high = false)
+      : c10d::Backend::Options("nccl", DEFAULT_TIMEOUT), is_high_priority_stream(high) {}
   bool is_high_priority_stream;
   Config config;
   c10::intrusive_ptr<c10d::Backend> split_from;
