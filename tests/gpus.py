@@ -1,6 +1,7 @@
 """Fake GPUs for tests: the environment that gives them to a process, and small programs that run on them."""
 
 import importlib.util
+import json
 import os
 import subprocess
 import sys
@@ -10,6 +11,23 @@ from pathlib import Path
 import pytest
 
 FOLDER = Path(__file__).parent / "fake_cuda"
+
+CONNECT = """
+    import datetime, json, os, signal, sys, time
+    import torch, torch.distributed as dist
+    from torch import nn
+    rank, size, store, backend = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
+    on_gpu = backend == "nccl"
+    device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        torch.cuda.set_device(device)
+    def connect(seconds=600, **options):
+        timeout = datetime.timedelta(seconds=seconds)
+        store_ = dist.FileStore(store, size)
+        dist.init_process_group(backend, store=store_, rank=rank, world_size=size, timeout=timeout, **options)
+    def tell(**what):
+        print("RESULT", json.dumps(what), flush=True)
+"""
 
 
 def _is_built():
@@ -43,3 +61,36 @@ def run(program, *args, devices=2, order="late", timeout=300, **variables):
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
+
+
+def run_ranks(folder, program, size=2, backend="nccl", timeout=120, **variables):
+    """Runs a program on every rank; by rank its exit status, what it told, and its other output."""
+    text = textwrap.dedent(CONNECT) + textwrap.dedent(program)
+    store = str(folder / "store")
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", text, str(rank), str(size), store, backend],
+            env=environment(size, OMP_NUM_THREADS="1", **variables),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(size)
+    ]
+    results = []
+    try:
+        for process in processes:
+            output = process.communicate(timeout=timeout)[0]
+            lines = [line.removeprefix("RESULT ") for line in output.splitlines() if line.startswith("RESULT ")]
+            results.append((process.returncode, json.loads(lines[-1]) if lines else None, output))
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    return results
+
+
+def told(results):
+    """What all ranks told; all must have ended well."""
+    assert all(status == 0 for status, _, _ in results), "\n".join(output for _, _, output in results)
+    return [found for _, found, _ in results]

@@ -79,7 +79,8 @@ struct Block {
 struct Stats { size_t allocated = 0, peak = 0, reserved = 0, peak_reserved = 0; };
 
 // Gives freed memory out again at once, to the next tensor of that size on the stream that it came from, as CUDA's
-// caching allocator does; and fills it with NaN when the stream is there, so that a late reader sees it.
+// caching allocator does; and fills it with NaN when the stream is there, so that a late reader sees it. Not earlier:
+// a reader on another stream is safe as long as nothing is queued on the first one that would write.
 class Memory final : public c10::DeviceAllocator {
  public:
   bool initialized() override { return true; }
@@ -96,7 +97,9 @@ class Memory final : public c10::DeviceAllocator {
       auto& free = free_[{current, streams[current], rounded}];
       if (!free.empty()) { block = free.back(); free.pop_back(); }
     }
-    if (!block) block = make(rounded);
+    if (block)
+      enqueue(current, block->stream, [block] { std::memset(block->pointer, 0xFF, block->size); return true; });
+    else block = make(rounded);
     std::lock_guard<std::mutex> lock(mutex_);
     auto& stats = stats_[current];
     stats.allocated += rounded;
@@ -204,9 +207,6 @@ class Memory final : public c10::DeviceAllocator {
   }
 
   void give_back(Block* block) {
-    try {
-      enqueue(block->device, block->stream, [block] { std::memset(block->pointer, 0xFF, block->size); return true; });
-    } catch (const c10::Error&) {}  // the device has failed already
     free_[{block->device, block->stream, block->size}].push_back(block);
   }
 

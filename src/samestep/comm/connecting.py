@@ -56,10 +56,14 @@ def connect_at(
 ) -> tuple[Connection, Connection]:
     """Connects ranks that have all reached a store; as `connect`."""
     has_own_gpu = device.type == "cuda" and place.local_world_size <= torch.cuda.device_count()
-    backend = "nccl" if has_own_gpu and place.transport == "auto" else "gloo"
+    # Ranks that connect anew have healed, and go on as they can heal again.
+    backend = "nccl" if has_own_gpu and place.transport == "auto" and by_nodes else "gloo"
     host = store_host(place)
-    # Only a supervisor that sees all ranks can announce a quorum: no healing over several nodes.
-    healing_store = store if host is None and place.local_world_size == place.world_size else None
+    # Only a supervisor that sees all ranks can announce a quorum: no healing over several nodes. Nor over NCCL, where
+    # waiting blocks a stream, not the host: an update may be queued behind an exchange whose peer is lost. If the
+    # exchange is aborted, the update runs on what has arrived of it, which differs from rank to rank.
+    sees_all = host is None and place.local_world_size == place.world_size
+    healing_store = store if sees_all and backend == "gloo" else None
     shared = None
     # Tried first even with NCCL: then it carries the small values in host memory.
     try:

@@ -90,7 +90,7 @@ class Membership:
         self.give: Callable[[Communicator, int], None] | None = None
         self.is_late = healing_store is not None  # whether this worker still waits to join
         self.is_dealt = False  # whether microbatches are dealt to the ranks in turn
-        self.needs_all = False  # whether each rank has state that no other has
+        self.needs_all = False  # whether the run cannot go on without any of its ranks
         self.stop = 0  # the signal by which the run is to stop, once all ranks have agreed on it after a step
         self.asks_checkpoint = False  # whether this rank asks for a checkpoint after the next step
         self.checkpoint_agreed = False  # whether a rank asked for one before the last step; the same on all ranks
@@ -105,6 +105,13 @@ class Membership:
         connection = communicator.transport if isinstance(communicator.transport, Connection) else None
         self._healing_store = healing_store if connection is None else connection.healing_store
         self._axes: dict[str, Communicator] | None = None
+        if connection is not None and connection.stream is not None:
+            if spares:
+                raise UsageError(
+                    "a run over NCCL ends or restarts when a worker is lost, so that none takes its place: leave "
+                    "--spares out, or set SAMESTEP_TRANSPORT=gloo"
+                )
+            self.rely_on_all()
         if self.mesh is not None:
             from samestep.comm.mesh import connect_axes  # not before: it loads half of torch.distributed
 
@@ -155,7 +162,7 @@ class Membership:
         return self._axes[axis]
 
     def rely_on_all(self) -> None:
-        """Turns healing off: each rank has state that no other has. Hung ranks are still found."""
+        """Turns healing off: the run cannot go on without any of its ranks. Hung ranks are still found."""
         if self._num_active < self.world_size:
             raise UsageError(
                 "where the state is sharded over the ranks none can take another's place: leave --spares out, or keep "

@@ -114,7 +114,8 @@ def load_native() -> Any:
 def _script(name: str) -> Any:
     path = Path(__file__).parents[2] / f"{name}.py"
     spec = importlib.util.spec_from_file_location(f"fake_cuda_{name}", path)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
