@@ -113,16 +113,6 @@ class BufferMerge:
                 self._note_end(index)
             self._restore(index)
 
-    def left(self) -> list[tuple[int, Tensor | None]]:
-        """The index of each buffer that a microbatch has changed, with its result, for `leave`."""
-        return [(index, place.get()) for index, place in enumerate(self._places) if self._is_changed(index)]
-
-    def leave(self, ends: Sequence[tuple[int, Tensor | None]]) -> None:
-        """Puts the results of a replayed microbatch in their places."""
-        for index, end in ends:
-            self._places[index].put(end)
-            self._versions[index] = -1  # counts as changed: a replay moves no version
-
     def check_start(self) -> None:
         """Checks in the first steps, and now and then, that a microbatch finds the buffers of the step's start."""
         for index, place in enumerate(self._places if self._compare_all else ()):

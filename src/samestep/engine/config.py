@@ -36,7 +36,6 @@ class StepConfig:
     overlap: bool = True
     bucket_bytes: int = BUCKET_BYTES
     compile: bool = False
-    graphed_length: int | None = None  # samples of the batches whose microbatches run as CUDA graphs; None without
     strategy: StrategyOptions = REPLICATE
 
     def __post_init__(self) -> None:

@@ -118,16 +118,6 @@ class PurityCheck:
         named = zip(self._names, self._parameters, strict=True)
         return next((name for name, parameter in named if not bool(torch.isfinite(parameter.detach()).all())), None)
 
-    def modes(self) -> list[bool]:
-        """The training mode of each module when the step began."""
-        return self._modes
-
-    def addresses(self) -> list[int]:
-        """The addresses of all parameters and buffers of the modules as they are now."""
-        modules = self._model.modules()
-        tensors = chain.from_iterable((*m._parameters.values(), *m._buffers.values()) for m in modules)
-        return [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
-
     def restore_modes(self) -> None:
         """Restores the training mode of each module: a microbatch must not decide it for the next."""
         if [module.training for module in self._modules] != self._modes:

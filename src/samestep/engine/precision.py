@@ -64,7 +64,7 @@ class LossScale:
         grow = (good >= GROWTH_INTERVAL) & torch.isfinite(self.scale * 2)
         factor = torch.where(overflowed, 0.5, torch.where(grow, 2.0, 1.0)).to(self.scale)
         good = torch.where(good >= GROWTH_INTERVAL, torch.zeros_like(good), good)
-        self.scale.copy_(torch.where(active, self.scale * factor, self.scale))  # in place: CUDA graphs read it there
+        self.scale.copy_(torch.where(active, self.scale * factor, self.scale))
         self._good_steps.copy_(torch.where(active, good, self._good_steps))
 
     def state_dict(self) -> dict[str, float]:

@@ -26,7 +26,6 @@ from samestep.engine.config import StepConfig, settings_of
 from samestep.engine.factory import check_mesh, is_tensor_parallel, make_strategy
 from samestep.engine.forward_backward import ForwardBackward, fix_shapes
 from samestep.engine.gradients import divide, scale
-from samestep.engine.graphs import MicrobatchGraphs, check_graphs
 from samestep.engine.losses import GlobalCounts
 from samestep.engine.microbatches import MicrobatchRunner
 from samestep.engine.observer import HeartbeatObserver, Observers, StepObserver, observers_in_scope
@@ -35,7 +34,7 @@ from samestep.engine.precision import FiniteCheck, LossScale, divisor, left_out_
 from samestep.engine.result import ADVICE, Agreed, StepResult, StepStats, read_headers, write_header
 from samestep.engine.sharded_state import ShardedState
 from samestep.engine.side_effects import Traces
-from samestep.engine.strategies import REPLICATE, Replicate
+from samestep.engine.strategies import Replicate
 from samestep.engine.strategy import ExchangeOptions, Layout
 from samestep.errors import DataError, DeterminismError, NonFiniteError, OutOfMemoryError, PeerLostError, UsageError
 
@@ -80,12 +79,6 @@ class TrainStep:
         refuse_sync_batchnorm(model)
         device = membership.communicator.device
         is_replicated = not is_tensor_parallel(model) and isinstance(config.strategy, Replicate)
-        graphs = None
-        if config.graphed_length is not None:
-            check_graphs(device)
-            if config.strategy != REPLICATE or not is_replicated:
-                raise UsageError("CUDA graphs need a model that every rank has whole: leave cuda_graphs=True out")
-            graphs = MicrobatchGraphs(config.graphed_length, device)
         # Only if torch.compile may be used: importing it takes a second, and the optimizer imports it with a model's.
         if membership.communicator.reduction == "ordered" and "torch._dynamo" in sys.modules:
             fix_shapes()
@@ -95,13 +88,12 @@ class TrainStep:
         self._stats = StepStats(device, on_host=not self._finite.is_late)
         self._unread: deque[tuple[StepResult, _Schedule | None]] = deque()
         _check_trained(named_parameters(model, self.optimizers).values())  # before anything is moved or sharded
-        # Hooks, by which buckets leave during the backward, do not run when a graph is replayed.
-        options = ExchangeOptions(config.bucket_bytes, config.overlap and graphs is None)
+        options = ExchangeOptions(config.bucket_bytes, config.overlap)
         self.strategy = make_strategy(membership, model, self.optimizers, config.strategy, options)
         self.compute = ForwardBackward(membership, model, config, self._scale, self.observers, self.strategy.explain)
-        is_watched = is_replicated and graphs is None and membership.num_microbatches > 1
+        is_watched = is_replicated and membership.num_microbatches > 1
         traces = Traces(membership, model, config.loss_fn) if is_watched else None
-        self.microbatches = MicrobatchRunner(self.compute, graphs, traces)
+        self.microbatches = MicrobatchRunner(self.compute, traces)
         self._runner = self.strategy.make_runner(self.compute) or self.microbatches
         self._layout = self._lay_out()
         self.observers.on_made(self)
@@ -308,8 +300,6 @@ class TrainStep:
         # A gradient from before, of the script's or of another layout, must not be taken for that of a microbatch.
         for parameter in self._named.values():
             parameter.grad = None
-        if self.microbatches.graphs is not None:
-            self.microbatches.graphs.drop()  # they write gradients of the parameters that were trainable
         gradients, buffers = self.strategy.lay_out(trainable, self.optimizers, self.observers)
         state, counts_fn = self.strategy.state, self.config.counts_fn
         # Local shards are what microbatches could write to, unless each rank has the parameters whole (ZeRO-1).

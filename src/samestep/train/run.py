@@ -255,7 +255,6 @@ class Run:
         overlap: bool = True,
         bucket_bytes: int = BUCKET_BYTES,
         compile: bool = False,
-        cuda_graphs: bool = False,
         strategy: str | StrategyOptions = "replicate",
         shard_optimizer: bool = False,
         observers: Sequence[StepObserver] = (),
@@ -282,8 +281,6 @@ class Run:
             bucket_bytes: size of a message. The bits depend on neither.
             compile: run forward and loss through `torch.compile`, with deterministic settings. The bits are equal on
                 all numbers of devices, and differ from those without it.
-            cuda_graphs: capture forward and backward of the microbatches of full batches as CUDA graphs, and replay
-                them. Batches must then consist of dense tensors; Python code of the loss runs at the capture only.
             strategy: the placement of the state on the ranks: "replicate" (each has all of it), "sharded" (each has
                 1/D), or "pipeline" (each has some layers; needs `mesh`), or one of `samestep.Replicate`,
                 `samestep.Sharded` and `samestep.Pipeline` with options. Equal bits; see docs/strategies.md. A model
@@ -327,7 +324,6 @@ class Run:
             overlap=overlap,
             bucket_bytes=bucket_bytes,
             compile=compile,
-            graphed_length=self.contract.global_batch_size if cuda_graphs else None,
             strategy=chosen,
         )
         watching = [*observers, *([DrawnParameters(drawn)] if drawn else [])]
