@@ -52,7 +52,7 @@ class LossScale:
         """Divides flat gradients by the scale, in place."""
         if self.enabled:
             for gradient in gradients:
-                gradient.div_(self.scale)
+                gradient.div_(self.scale.to(gradient.device))
 
     def update(self, overflowed: Tensor | bool, active: Tensor | bool) -> None:
         """Adapts the scale to a step, if `active`; both are 0-d bool tensors on the device, or bools."""
@@ -81,9 +81,10 @@ class LossScale:
 class FiniteCheck:
     """Allows an update only if the loss and the gradient are finite, and no step before has failed."""
 
-    # The host checks before each update, unless every optimizer is a fused Adam or AdamW, which can skip an update on
-    # the device: then (`is_late`) the outcome is a flag on the device, which the host reads when it reads the loss. The
-    # numbers of a step are floats in the one case and 0-d tensors in the other.
+    # The host reads the numbers of a step before its update, unless every optimizer is a fused Adam or AdamW, which can
+    # skip an update on the device: then (`is_late`) the outcome is a flag on the device, which the host reads when it
+    # reads the loss. The numbers are 0-d tensors on a GPU and where the check is late (`on_device`), else floats; the
+    # bits of the update are the same in all these cases.
 
     def __init__(
         self,
@@ -92,17 +93,26 @@ class FiniteCheck:
         scale: LossScale,
         on_nonfinite: OnNonFinite,
         late: bool | None,
+        is_offloaded: bool = False,
     ) -> None:
         can_be_late = all(_honours_found_inf(optimizer) for optimizer in optimizers)
-        # Not by default on a CPU, where the numbers are in host memory anyway.
-        self.is_late = (device.type != "cpu" and can_be_late) if late is None else late
+        # Not by default where the update is one of the CPU, for which the flag would have to be read.
+        updates_on_cpu = device.type == "cpu" or is_offloaded
+        self.is_late = (not updates_on_cpu and can_be_late) if late is None else late
         if self.is_late and not can_be_late:
             raise UsageError(
                 "late_check=True needs Adam or AdamW with fused=True, which can skip an update on the device"
             )
+        if self.is_late and is_offloaded and device.type != "cpu":
+            raise UsageError(
+                "late_check=True lets the device skip an update, and Sharded(cpu_offload=True) updates in host memory: "
+                "leave one of them out"
+            )
+        # MPS has no float64, in which floats and tensors have the same bits.
+        self.on_device = self.is_late or device.type not in ("cpu", "mps")
         self._scale = scale
         self._skips = on_nonfinite == "skip"
-        self._has_failed: Any = torch.zeros((), dtype=torch.bool, device=device) if self.is_late else False
+        self._has_failed: Any = torch.zeros((), dtype=torch.bool, device=device) if self.on_device else False
 
     def judge(self, total: Any, count: Any, norm: Any) -> tuple[Any, Any]:
         """Whether to update, and whether this step is the first that failed; adapts the loss scale."""
@@ -112,7 +122,9 @@ class FiniteCheck:
         bad = (finite_loss & finite_gradient) ^ True
         if self._scale.enabled:  # an overflow is no failure while the scale can still be lowered
             at_the_end: Any = self._scale.scale <= MIN_SCALE
-            bad = (finite_loss ^ True) | ((finite_gradient ^ True) & (at_the_end if self.is_late else bool(at_the_end)))
+            bad = (finite_loss ^ True) | (
+                (finite_gradient ^ True) & (at_the_end if self.on_device else bool(at_the_end))
+            )
         if self._skips:
             bad = bad & False
         first = bad & (self._has_failed ^ True)
