@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from samestep.comm.communicator import Communicator
 from samestep.comm.reduction import tree_sum_rows
@@ -84,20 +85,20 @@ class StepStats:
         rows = self._rows[:num_leaves]
         if self.on_host:
             return [*map(float, sums), *(value for row in rows for value in row)]
-        return torch.cat([torch.stack([value.to(self._device, self._dtype) for value in sums]), rows.reshape(-1)])
+        return torch.cat([*(value.to(self._dtype).view(1) for value in sums), rows.reshape(-1)])
 
     def _own_rows(self) -> Tensor:
         """The rows of this rank's microbatches, on the device."""
-        rows = torch.zeros(len(self._mine), COLUMNS, dtype=self._dtype, device=self._device)
-        if self._noted:
-            # In the order of the microbatches, those with samples first: a pipeline's may end in another one.
-            values, weights, counts, gradients = zip(
-                *(self._noted[index] for index in sorted(self._noted)), strict=True
-            )
-            totals = torch.stack(values).mul_(self._column(weights))
-            columns = totals, self._column(counts), torch.stack(gradients).to(self._dtype)
-            rows[: len(self._noted)] = torch.stack(columns, 1)
-        return rows
+        if not self._noted:
+            return torch.zeros(len(self._mine), COLUMNS, dtype=self._dtype, device=self._device)
+        # In the order of the microbatches, those with samples first: a pipeline's may end in another one.
+        values, weights, counts, gradients = zip(*(self._noted[index] for index in sorted(self._noted)), strict=True)
+        factors = self._column(weights)
+        are_means = not any(isinstance(count, Tensor) for count in counts) and counts == weights
+        divisors = factors if are_means else self._column(counts)
+        columns = torch.stack(values) * factors, divisors, torch.stack(gradients).to(self._dtype)
+        rows = torch.stack(columns, 1)
+        return functional.pad(rows, (0, 0, 0, len(self._mine) - len(rows))) if len(rows) < len(self._mine) else rows
 
     def _column(self, numbers: Sequence[float | Tensor]) -> Tensor:
         """Numbers of the host, or 0-d tensors on the device, as one tensor there."""

@@ -22,7 +22,7 @@ from samestep.comm.membership import Membership
 from samestep.core.tree import rank_blocks
 from samestep.data.batch import Batch, split_batch
 from samestep.engine.buffers import refuse_sync_batchnorm
-from samestep.engine.config import StepConfig, settings_of
+from samestep.engine.config import StepConfig, default_bucket_bytes, settings_of
 from samestep.engine.factory import check_mesh, is_tensor_parallel, make_strategy
 from samestep.engine.forward_backward import ForwardBackward, fix_shapes
 from samestep.engine.gradients import divide, scale
@@ -30,7 +30,7 @@ from samestep.engine.losses import GlobalCounts, wide_dtype
 from samestep.engine.microbatches import MicrobatchRunner
 from samestep.engine.observer import HeartbeatObserver, Observers, StepObserver, observers_in_scope
 from samestep.engine.parameters import PurityCheck, named_parameters
-from samestep.engine.precision import FiniteCheck, LossScale, divisor, left_out_unless
+from samestep.engine.precision import FiniteCheck, LossScale, divisor, left_out_if
 from samestep.engine.result import ADVICE, Agreed, StepResult, StepStats, read_headers, write_header
 from samestep.engine.sharded_state import ShardedState
 from samestep.engine.side_effects import Traces
@@ -91,7 +91,8 @@ class TrainStep:
         self._stats = StepStats(device, on_host=not self._finite.on_device)
         self._unread: deque[tuple[StepResult, _Schedule | None]] = deque()
         _check_trained(named_parameters(model, self.optimizers).values())  # before anything is moved or sharded
-        options = ExchangeOptions(config.bucket_bytes, config.overlap)
+        bucket_bytes = config.bucket_bytes or default_bucket_bytes(device.type == "cuda")
+        options = ExchangeOptions(bucket_bytes, config.overlap)
         self.strategy = make_strategy(membership, model, self.optimizers, config.strategy, options)
         self.compute = ForwardBackward(membership, model, config, self._scale, self.observers, self.strategy.explain)
         is_watched = is_replicated and membership.num_microbatches > 1
@@ -234,16 +235,17 @@ class TrainStep:
             divide(flats, divisor(count))  # a sum over one count: no mean of means
         self._scale.unscale(flats)
         norm: Any = gradients.norm() if any(used) else torch.zeros((), device=self.communicator.device)
-        norm = norm.to(self.communicator.device) if self._finite.on_device else norm.item()
+        device = self.communicator.device
+        norm = norm.to(device, wide_dtype(device)) if self._finite.on_device else norm.item()
         ok, has_failed = self._finite.judge(total, count, norm)
         if config.max_grad_norm is not None:
             self._clip(flats, config.max_grad_norm, norm, ok)
         gradients.assign(used)
         self.observers.on_gradients(None)
-        skipped = ~ok if self._finite.on_device else float(not ok)
+        skipped: Any = ok ^ True
         result = self._make_result(batch, self._stats.scalars([total, count, norm, skipped, has_failed], num_leaves))
         if self._finite.is_late:
-            with left_out_unless(ok, self.optimizers):
+            with left_out_if(skipped, self.optimizers):
                 self._step_optimizers()
             layout.buffers.write(ok)
             self._unread.append((result, self._schedule()))
@@ -261,7 +263,6 @@ class TrainStep:
         """Scales the gradient down to the greatest norm allowed; one that is not finite is left as it is."""
         if isinstance(norm, Tensor):
             # As Python computes it, to the bit: in float64, and not by a reciprocal, as `limit / tensor` is.
-            norm = norm.to(wide_dtype(norm.device))
             factor = torch.full_like(norm, limit) / (norm + CLIP_EPSILON)
             scale(flats, torch.where(ok, factor.clamp(max=1.0), 1.0))
         elif ok and (factor := limit / (norm + CLIP_EPSILON)) < 1:
