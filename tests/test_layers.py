@@ -36,7 +36,6 @@ SMALL = 70
 SMALL_FOR_A_REASON = {
     "data.text": "used by scripts too: docs/data.md names it",
     "engine.whole_weights": "loaded for sharded state alone",
-    "comm.tree_kernel": "imports Triton, which takes a second",
     "recipes.workload": "recipes import from estimate, which may not import recipes",
 }
 

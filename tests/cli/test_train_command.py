@@ -117,7 +117,6 @@ def test_a_run_leaves_its_folder_and_says_where_and_another_seed_gives_another_d
         (["lenet", "--devices", "cpu:2", "--shares", "1,2,3"], "--shares"),
         (["lenet", "--option", "width"], "name=value"),
         (["lenet", "--precision", "8-bit"], "--precision is one of 32-true"),
-        (["lenet", "--cuda-graphs", "--devices", "cpu:1"], "got --cuda-graphs on cpu"),
         (["lenet", "--reduction", "ring"], "--reduction is one of ordered"),
         (["lenet", "--optimizer", "lbfgs"], "--optimizer is one of sgd"),
         (["lenet", "--lr", "-1"], "--lr must be above 0"),

@@ -13,8 +13,14 @@ from samestep.comm.communicator import Communicator
 from samestep.comm.reduction import Reduction
 from samestep.comm.transport import LocalTransport
 from samestep.core.tree import Block, tree_sum
+from samestep.train.run import Run
 
 MANY_BUCKETS = {"bucket_bytes": 1000, "max_grad_norm": 0.5}
+
+
+def each(model, x):
+    """A loss a sample."""
+    return model(x).sum(1)
 
 
 def test_folding_earlier_buckets_while_backward_runs_changes_no_bits(monkeypatch):
@@ -27,6 +33,22 @@ def test_folding_earlier_buckets_while_backward_runs_changes_no_bits(monkeypatch
     monkeypatch.setattr(Communicator, "folds_beside", True)
     assert [digest for digest, *_ in in_turns(3, train_small, MANY_BUCKETS)] == [expected] * 3
     assert len(folds) > 2 * needed, "buckets were folded early, and folding them again did nothing"
+
+
+def test_folds_grow_with_the_number_of_buckets_not_with_its_square(monkeypatch):
+    folds, buckets = [], 80
+    real = Reduction.fold
+    monkeypatch.setattr(Reduction, "fold", lambda self: folds.append(self) or real(self))
+    monkeypatch.setattr(Communicator, "folds_beside", True)
+
+    def program(communicator):
+        run = Run(8, 2, communicator=communicator)
+        model = torch.nn.Sequential(*(torch.nn.Linear(4, 4, bias=False) for _ in range(buckets)))
+        step = run.train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), each, bucket_bytes=1)
+        step(torch.ones(8, 4))
+
+    in_turns(2, program)
+    assert buckets < len(folds) / 2 < 4 * buckets
 
 
 def test_folding_while_backward_runs_goes_on_by_nodes_as_well(worlds):

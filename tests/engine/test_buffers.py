@@ -108,7 +108,7 @@ def test_twin_a_mean_that_does_not_weigh_the_microbatches_is_noticed(monkeypatch
 
 def test_twin_statistics_that_are_not_put_back_between_microbatches_are_noticed(monkeypatch):
     reference = in_turns(1, run_steps, normalised)[0][0]
-    monkeypatch.setattr(buffers_module.BufferMerge, "_restore", lambda self, index: None)
+    monkeypatch.setattr(buffers_module.BufferMerge, "_restore", lambda self, indices: None)
     one = in_turns(1, run_steps, normalised)[0][0]
     assert one != reference
     assert in_turns(3, run_steps, normalised)[0][0] != one

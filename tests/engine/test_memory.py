@@ -138,5 +138,13 @@ def test_other_errors_are_no_shortage():
     with pytest.raises(RuntimeError) as caught:
         torch.empty(2**60, dtype=torch.uint8)
     assert is_out_of_memory(caught.value)
+    for text in (
+        "CUDA error: out of memory",
+        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+        "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
+        "NCCL error in: … ncclUnhandledCudaError: Call to CUDA function failed. Cuda failure 2 'out of memory'",
+        "MPS backend out of memory (MPS allocated: 5.05 GB)",
+    ):
+        assert is_out_of_memory(RuntimeError(text))
     assert not is_out_of_memory(RuntimeError("shapes"))
     assert not is_out_of_memory(ValueError("can't allocate memory"))

@@ -1,15 +1,16 @@
 """Steps whose loss or gradient is not finite: named, undone, or left out."""
 
 import copy
+import threading
 
 import pytest
 import torch
 from engine_programs import bits, in_turns, make_step, perceptron, table
 from torch.nn import functional
 
-from samestep.engine.precision import FiniteCheck
+from samestep.engine.precision import FiniteCheck, LossScale
 from samestep.engine.result import StepResult
-from samestep.errors import DeterminismError, NonFiniteError
+from samestep.errors import DeterminismError, NonFiniteError, UsageError
 from samestep.train.run import Run
 
 NUM_SAMPLES, BATCH = 96, 24
@@ -211,6 +212,57 @@ def test_a_late_check_makes_later_steps_no_ops_until_it_is_read(nobody_looks):
             assert late["at"] == 2
             assert late["messages"] == on_host["messages"]
             assert late["final"] == on_host["final"]
+
+
+HERE = threading.local()  # ranks that take turns are threads
+
+
+def test_ranks_raise_a_late_failure_in_the_same_call_whichever_has_read_it(monkeypatch):
+    def program(communicator, quick):
+        HERE.rank = communicator.rank
+        model = perceptron()
+        optimizer = make_optimizer(model, "fused adamw")
+        step = make_step(communicator, model, broken_at_bad_id("loss"), optimizer, late_check=True)
+        x, y = samples()
+        for call in range(4):
+            before = bits(model, optimizer)
+            try:
+                step((x[:24], y[:24]) if call == 1 else (x[24:48] + call, y[24:48]))
+            except NonFiniteError as error:
+                return call, step.num_steps, str(error), bits(model, optimizer) == before
+        return None
+
+    for quick in (0, 2):
+        monkeypatch.setattr(StepResult, "is_there", property(lambda self, quick=quick: HERE.rank == quick))
+        results = in_turns(3, program, quick)
+        assert results[0][:2] == (2, 1)
+        assert results[0][2].startswith("step 1: not finite: the loss of microbatch")
+        assert results[0][3]
+        assert results == [results[0]] * 3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_a_clipped_update_has_the_same_bits_whether_the_host_or_the_device_divides(dtype):
+    def program(communicator, late):
+        model = perceptron().to(dtype)
+        optimizer = make_optimizer(model, "fused adamw")
+        options = {"late_check": late, "max_grad_norm": 0.01}
+        step = make_step(communicator, model, optimizer=optimizer, num_microbatches=3, **options)
+        for k in range(6):
+            step(tuple((tensor + k)[: 24 - k].to(dtype) for tensor in table()))
+        step.check()
+        return bits(model, optimizer)
+
+    assert in_turns(1, program, True) == in_turns(1, program, False)
+
+
+def test_a_check_is_not_late_where_the_update_is_one_of_the_cpu():
+    device, optimizer = torch.device("meta"), make_optimizer(perceptron(), "fused adamw")
+    scale = LossScale(device, enabled=False)
+    assert FiniteCheck(device, [optimizer], scale, "raise", None).is_late
+    assert not FiniteCheck(device, [optimizer], scale, "raise", None, is_offloaded=True).is_late
+    with pytest.raises(UsageError, match=r"leave one of them out"):
+        FiniteCheck(device, [optimizer], scale, "raise", True, is_offloaded=True)
 
 
 def test_a_late_check_reads_what_is_there_before_the_next_step():

@@ -159,6 +159,8 @@ def loss(model, batch):
 def make_optimizer(model, kind):
     if kind == "adamw":
         return torch.optim.AdamW(model.parameters(), lr=0.01)
+    if kind == "fused adamw":
+        return torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
     if kind == "adagrad":
         return torch.optim.Adagrad(model.parameters(), lr=0.02)
     if kind == "adam with state":
@@ -211,7 +213,7 @@ def train(communicator, name, options):
     for part in parts_of(model):
         count(part)
     strategy = Pipeline(**o.get("pipeline", {})) if o.get("mesh") else "replicate"
-    keys = ("max_grad_norm", "precision", "counts_fn", "bucket_bytes")
+    keys = ("max_grad_norm", "precision", "counts_fn", "bucket_bytes", "late_check")
     extra = {key: o[key] for key in keys if key in o}
     step = run.train_step(model, optimizer, o.get("loss", loss), strategy=strategy, **extra)
     data = texts(o["samples"]) if name == "gpt" else images(o["samples"])

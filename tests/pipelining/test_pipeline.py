@@ -20,6 +20,16 @@ QUICK = {
     ),
     "zero-bubble": (2, "mlp", {"pipeline": {"schedule": "zero-bubble"}}),
     "zbv": (2, "convolutions", {"pipeline": {"schedule": "zbv", "stages_per_rank": 2}, "epochs": 2}),
+    "late check": (
+        2,
+        "convolutions",
+        {
+            "optimizer": "fused adamw",
+            "late_check": True,
+            "pipeline": {"schedule": "zero-bubble"},
+            "num_microbatches": 7,
+        },
+    ),
     "views at the border": (2, "convolutions", {"pipeline": {"split": ["5"], "schedule": "zero-bubble"}}),
     "named split": (2, "mlp", {"pipeline": {"split": ["3"]}, "num_microbatches": 1}),
     "bf16": (2, "mlp", {"precision": "bf16-mixed"}),
@@ -65,7 +75,7 @@ def _on_one_device(name, options):
 
 def one_device(name, options):
     """The same training by strategy="replicate"."""
-    kept = {key: value for key, value in options.items() if key not in ("mesh", "pipeline", "breaker")}
+    kept = {key: value for key, value in options.items() if key not in ("mesh", "pipeline", "breaker", "late_check")}
     return _on_one_device(name, tuple(sorted(kept.items())))
 
 

@@ -310,6 +310,32 @@ def test_a_run_that_explodes_says_so_keeps_what_it_has_and_can_go_on(tmp_path, m
     assert steps == [0, 1, 2, 3, 4, 5, 6, 7, 8]
 
 
+def test_ranks_end_in_the_same_step_whichever_of_them_has_read_a_late_failure(tmp_path, monkeypatch):
+    here = threading.local()  # ranks that take turns are threads
+    monkeypatch.setattr(StepResult, "is_there", property(lambda self: here.rank == 0))
+
+    def fails_once(model, batch):
+        is_bad = (batch[0][:, 0] == points()[0][20, 0]).any()
+        return classification(model, batch) * torch.where(is_bad, float("nan"), 1.0)
+
+    def program(communicator):
+        here.rank, calls = communicator.rank, []
+        run = Run(4, 4, communicator=communicator)
+        model = classifier()
+        model.register_forward_pre_hook(lambda module, _: calls.append(trainer.step.num_steps))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+        options = {"run_dir": tmp_path / "run", "late_check": True, "checkpoint_steps": 3}
+        with Trainer(run, model.eval(), optimizer, fails_once, **options) as trainer:
+            model.train = lambda mode=True: model  # microbatches of one sample
+            with pytest.raises(NonFiniteError) as caught:
+                trainer.fit(points(), 1)
+        return calls[-1], trainer.step.num_steps, str(caught.value)
+
+    first, second = in_turns(2, program)
+    assert first == second
+    assert first[0] > first[1]
+
+
 def test_skipped_steps_are_in_the_ledger_but_not_in_the_loss_of_the_epoch(tmp_path):
     def sometimes(model, batch):
         return classification(model, batch) * torch.where(

@@ -132,10 +132,6 @@ def _train_by_workers(
     from samestep.train.paths import LOG_FOLDER, remove_if_unused
 
     selection = select(chosen_devices(workers) or "auto")
-    if config.cuda_graphs and selection.kind != "cuda":
-        raise UsageError(
-            f"got --cuda-graphs on {selection.kind}: only CUDA devices have graphs; leave it out (--no-cuda-graphs)"
-        )
     _check_division(config, selection.count * (1 if torchrun is None else torchrun.max_nodes))
     folder, num_threads = Path(str(config.run_dir)), config.num_threads or 1
     work = Job(

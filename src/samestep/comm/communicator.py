@@ -96,11 +96,13 @@ class Communicator:
         if not is_on_host or rows.dtype != torch.float64:
             return self.gather_rows(rows, counts), self.gather_words(words)
         # Integers travel as the bits of floats: nothing computes with them on the way.
-        sent = torch.cat([torch.tensor(words, dtype=torch.int64).view(torch.float64).to(rows.device), rows.reshape(-1)])
+        # In host memory, by which this message goes: of a device's words each reading would wait for it.
+        sent = torch.cat([torch.tensor(words, dtype=torch.int64).view(torch.float64), rows.reshape(-1).cpu()])
         sizes = [len(words) + count * rows.shape[1] for count in counts]
         by_rank = gather_parts(self.control, sent, sizes).wait().split(sizes)
         heads = [part[: len(words)].view(torch.int64).tolist() for part in by_rank]
-        return torch.cat([part[len(words) :] for part in by_rank]).view(sum(counts), rows.shape[1]), heads
+        gathered = torch.cat([part[len(words) :] for part in by_rank]).view(sum(counts), rows.shape[1])
+        return gathered.to(rows.device), heads
 
     def sum_rows(self, rows: Tensor, ranges: Sequence[range]) -> Tensor:
         """Sums the rows of all microbatches along the tree.

@@ -205,14 +205,12 @@ def fold(blocks: Sequence[Block], sums: Sequence[Tensor]) -> Tensor:
 
 def fold_received(blocks: Sequence[Block], received: Tensor, length: int) -> Tensor:
     """Adds up received sums, one a block, concatenated, each of that length, along the tree."""
-    sums = _fused(blocks, received, length, True)
-    return fold(blocks, received.split(length)) if sums is None else sums[0]
+    return fold(blocks, received.split(length))
 
 
 def merge_received(blocks: Sequence[Block], received: Tensor, length: int) -> tuple[Tensor, ...]:
     """As `fold_received`, as far as the blocks make up larger ones: one sum for each of `merge_blocks(blocks)`."""
-    sums = _fused(blocks, received, length, False)
-    return _pushed(blocks, received.split(length) if blocks else ()).sums if sums is None else sums
+    return _pushed(blocks, received.split(length) if blocks else ()).sums
 
 
 def merge_blocks(blocks: Sequence[Block]) -> tuple[Block, ...]:
@@ -243,12 +241,3 @@ def _pushed(blocks: Sequence[Block], sums: Sequence[Tensor]) -> TreeSum[Tensor]:
     for block, value in zip(blocks, sums, strict=True):
         counter.push(block, value)
     return counter
-
-
-def _fused(blocks: Sequence[Block], received: Tensor, length: int, whole: bool) -> tuple[Tensor, ...] | None:
-    """The same sums in one pass over memory instead of one an addition; None without a kernel for them."""
-    if not received.is_cuda:
-        return None
-    from samestep.comm.fused import fused_sums, tree_programs  # a CPU has no use for it
-
-    return fused_sums(received, length, tree_programs(tuple(blocks), whole))

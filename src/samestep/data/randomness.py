@@ -71,11 +71,6 @@ class Generators:
         numpy = mtrand.get_bit_generator(), mtrand.get_state(legacy=False)
         return SavedState(of_torch, random.getstate(), *numpy)
 
-    def states_off_device(self) -> str:
-        """The states of all generators except the device's, as text to compare; takes a millisecond."""
-        of_torch = [generator.get_state().tolist() for generator in self.of_torch[:-1]]
-        return repr((of_torch, random.getstate(), mtrand.get_state(legacy=False)))
-
     def restore(self, saved: SavedState) -> None:
         """Restores the saved state of every generator."""
         mtrand.set_bit_generator(saved.of_numpy)

@@ -125,7 +125,7 @@ def check_libraries(torch: TorchFacts) -> Iterator[Result]:
         versions["cuDNN"] = _dotted((torch.cudnn // 10_000, torch.cudnn // 100 % 100, torch.cudnn % 100))
     yield good("libraries", ", ".join(f"{name} {version}" for name, version in versions.items()))
     if torch.build.startswith("CUDA") and "triton" not in versions:
-        yield note("Triton", "not installed", "compile=True and the exchange's kernel need it: pip install triton")
+        yield note("Triton", "not installed", "compile=True needs it: pip install triton")
     if len({tuple(capability) for capability in torch.capabilities}) > 1:
         found = ", ".join(map(_dotted, torch.capabilities))
         yield note("compute capability", found, "different GPUs round differently: bits are equal between equal ones")

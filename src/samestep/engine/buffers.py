@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -76,6 +77,9 @@ class BufferMerge:
         self._tensors: list[Tensor | None] = [None] * len(self._places)
         self._versions = [-1] * len(self._places)
         self._starts: list[Tensor | None] = [None] * len(self._places)
+        self._forms: list[Any] = []
+        self._groups: list[list[int]] = []  # the running statistics of each dtype
+        self._start_flats: list[Tensor] = []  # those of a group at the step's start, of which `_starts` has the views
         self._mean_sum: TreeSum[Tensor] = TreeSum(Tensor.add_)
         self._ends: dict[int, Tensor] = {}
         self._checksums: list[list[int]] = []
@@ -87,9 +91,10 @@ class BufferMerge:
         """Remembers the buffers at the start of a step; only those that changed since the last one are copied."""
         # Now and then all buffers are compared byte by byte: writes through `.data` move no version.
         self._compare_all = step < COMPARED_STEPS or step % COMPARED_EVERY == 0
-        for index, place in enumerate(self._places):
-            if index < len(self._means) or self._is_changed(index):
-                tensor = place.get()
+        self._note_means()
+        for index in range(len(self._means), len(self._places)):
+            if self._is_changed(index):
+                tensor = self._places[index].get()
                 self._tensors[index] = tensor
                 self._starts[index] = None if tensor is None else tensor.detach().clone()
                 self._versions[index] = -1 if tensor is None else tensor._version
@@ -111,17 +116,7 @@ class BufferMerge:
         for index in changed:
             if index >= len(self._means):
                 self._note_end(index)
-            self._restore(index)
-
-    def left(self) -> list[tuple[int, Tensor | None]]:
-        """The index of each buffer that a microbatch has changed, with its result, for `leave`."""
-        return [(index, place.get()) for index, place in enumerate(self._places) if self._is_changed(index)]
-
-    def leave(self, ends: Sequence[tuple[int, Tensor | None]]) -> None:
-        """Puts the results of a replayed microbatch in their places."""
-        for index, end in ends:
-            self._places[index].put(end)
-            self._versions[index] = -1  # counts as changed: a replay moves no version
+        self._restore(changed)
 
     def check_start(self) -> None:
         """Checks in the first steps, and now and then, that a microbatch finds the buffers of the step's start."""
@@ -136,9 +131,7 @@ class BufferMerge:
 
     def abandon(self) -> None:
         """Restores the buffers of the step's start after a microbatch that failed."""
-        for index in range(len(self._places)):
-            if self._is_changed(index):
-                self._restore(index)
+        self._restore([index for index in range(len(self._places)) if self._is_changed(index)])
 
     @property
     def touched(self) -> list[bool]:
@@ -191,11 +184,38 @@ class BufferMerge:
                         "built"
                     )
 
+    def _note_means(self) -> None:
+        """Remembers the running statistics, of which a model has hundreds of small ones: one launch a dtype."""
+        tensors = [place.get() for place in self._means]
+        forms = [None if tensor is None else (tensor.shape, tensor.dtype, tensor.device) for tensor in tensors]
+        if forms != self._forms:
+            self._forms = forms
+            groups: dict[Any, list[int]] = {}
+            for index, form in enumerate(forms):
+                if form is not None:
+                    groups.setdefault(form[1:], []).append(index)
+            self._groups, self._start_flats = list(groups.values()), []
+            for (dtype, device), group in groups.items():
+                shapes = [forms[index][0] for index in group]  # type: ignore[index]  # it has those that have a form
+                flat = torch.empty(sum(shape.numel() for shape in shapes), dtype=dtype, device=device)
+                self._start_flats.append(flat)
+                for index, start in zip(group, _split(flat, shapes), strict=True):
+                    self._starts[index] = start
+        self._tensors[: len(tensors)] = tensors
+        for group in self._groups:
+            torch._foreach_copy_(_there(self._starts, group), _there(tensors, group))
+        self._versions[: len(tensors)] = [-1 if tensor is None else tensor._version for tensor in tensors]
+
     def _mean_leaf(self, num_samples: int) -> Tensor:
-        """The statistics of one microbatch, times its samples, in one wide flat tensor."""
+        """The statistics of one microbatch, times its samples, in one wide flat tensor: by group."""
+        flats, found = self._start_flats, [place.get() for place in self._means]
+        wide = wide_dtype(flats[0].device)
+        leaf = torch.empty(sum(flat.numel() for flat in flats), dtype=wide, device=flats[0].device)
+        for part, group in zip(leaf.split([flat.numel() for flat in flats]), self._groups, strict=True):
+            results = _there(found, group)
+            torch._foreach_copy_(_split(part, [result.shape for result in results]), results)
         # Samples may be normalised in unequal numbers; the division by their sum comes once, after the tree.
-        parts = [buffer.detach().reshape(-1) for place in self._means if (buffer := place.get()) is not None]
-        return torch.cat([part.to(wide_dtype(part.device)) for part in parts]) * num_samples
+        return leaf.mul_(num_samples)
 
     def _note_end(self, index: int) -> None:
         """Remembers a microbatch's result in a buffer that has no rule for merging."""
@@ -210,20 +230,24 @@ class BufferMerge:
         if index not in self._ends:
             self._ends[index] = end.detach().clone()
 
-    def _restore(self, index: int) -> None:
-        """Restores a buffer for the next microbatch."""
-        tensor, start = self._tensors[index], self._starts[index]
-        if tensor is None or start is None:
-            self._places[index].put(None)
-            return
-        tensor.data.copy_(start)  # behind autograd's back: a backward may still hold the buffer
-        self._versions[index] = tensor._version
-        if self._places[index].get() is not tensor:
-            self._places[index].put(tensor)
+    def _restore(self, indices: Sequence[int]) -> None:
+        """Restores buffers for the next microbatch."""
+        chosen = set(indices)
+        singles = [[index] for index in indices if index >= len(self._means)]
+        for group in (*self._groups, *singles):
+            some = [index for index in group if index in chosen and self._starts[index] is not None]
+            if some:
+                # By `.data`, behind autograd's back: a backward may still hold the buffer.
+                torch._foreach_copy_([each.data for each in _there(self._tensors, some)], _there(self._starts, some))
+        for index in indices:
+            tensor = self._tensors[index]
+            self._versions[index] = -1 if tensor is None else tensor._version
+            if self._places[index].get() is not tensor:
+                self._places[index].put(tensor)
 
     def _sum_means(self, blocks_by_rank: Sequence[Sequence[Block]]) -> Tensor:
         """The weighted statistics of all microbatches, summed along the tree."""
-        width = sum(start.numel() for start in self._starts[: len(self._means)] if start is not None)
+        width = sum(flat.numel() for flat in self._start_flats)
         sums = self._mean_sum.sums
         wide = wide_dtype(self._communicator.device)
         ours = torch.stack(sums) if sums else torch.empty(0, width, dtype=wide, device=self._communicator.device)
@@ -234,16 +258,13 @@ class BufferMerge:
         return fold([blocks[k] for k in order], [rows[k] for k in order])
 
     def _write_means(self, merged: Tensor, ok: Tensor | None) -> None:
-        offset = 0
-        for index in range(len(self._means)):
-            target = self._tensors[index]
-            if target is None:
-                continue
-            value = merged[offset : offset + target.numel()].view(target.shape)
-            offset += target.numel()
+        values = merged.split([flat.numel() for flat in self._start_flats])
+        for value, start, group in zip(values, self._start_flats, self._groups, strict=True):
             # A count of batches is an integer, and its mean over microbatches is one but for rounding.
-            value = value.to(target.dtype) if target.is_floating_point() else value.round().to(target.dtype)
-            target.copy_(value if ok is None else torch.where(ok, value, target))
+            new = (value if start.is_floating_point() else value.round()).to(start.dtype)
+            new = new if ok is None else torch.where(ok, new, start)
+            targets = _there(self._tensors, group)
+            torch._foreach_copy_(targets, _split(new, [target.shape for target in targets]))
 
     def _check_others(self, blocks_by_rank: Sequence[Sequence[Block]]) -> None:
         """Checks that all microbatches left the other buffers alike, and takes the common values."""
@@ -262,3 +283,14 @@ class BufferMerge:
                 # From rank 0 for all, since a rank without microbatches has no result of its own.
                 index = len(self._means) + column
                 self._ends[index] = communicator.share(self._ends.get(index))
+
+
+def _split(flat: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
+    """Views of these shapes, which make up a flat tensor."""
+    parts = flat.split([shape.numel() for shape in shapes])
+    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+
+def _there(tensors: Sequence[Tensor | None], indices: Sequence[int]) -> list[Tensor]:
+    """Those of some tensors that are there, outside of autograd."""
+    return [tensor.detach() for index in indices if (tensor := tensors[index]) is not None]

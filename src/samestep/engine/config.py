@@ -14,7 +14,7 @@ from samestep.engine.precision import OnNonFinite, check_precision
 from samestep.engine.strategies import REPLICATE, StrategyOptions
 from samestep.errors import UsageError
 
-BUCKET_BYTES = 8 * 2**20
+BUCKET_BYTES, CUDA_BUCKET_BYTES = 8 * 2**20, 32 * 2**20
 # What a scheduler changes by itself: not a setting, but part of its state.
 PROGRESS = frozenset(("last_epoch", "_step_count", "_last_lr", "_get_lr_called_within_step", "_is_initial", "verbose"))
 
@@ -34,9 +34,8 @@ class StepConfig:
     on_nonfinite: OnNonFinite = "raise"
     late_check: bool | None = None
     overlap: bool = True
-    bucket_bytes: int = BUCKET_BYTES
+    bucket_bytes: int | None = None
     compile: bool = False
-    graphed_length: int | None = None  # samples of the batches whose microbatches run as CUDA graphs; None without
     strategy: StrategyOptions = REPLICATE
 
     def __post_init__(self) -> None:
@@ -67,6 +66,12 @@ class Settings:
             fields[str(number)] = entry
         optimizer = fields["0"] if len(fields) == 1 else fields
         return {"optimizer": optimizer, "scheduler": self.scheduler}
+
+
+def default_bucket_bytes(is_cuda: bool) -> int:
+    """The size of a message of gradients."""
+    # A GPU sends at once what a CPU takes a millisecond for: messages are larger by as much, and their launches fewer.
+    return CUDA_BUCKET_BYTES if is_cuda else BUCKET_BYTES
 
 
 def settings_of(optimizers: Sequence[Optimizer], scheduler: LRScheduler | None) -> Settings:

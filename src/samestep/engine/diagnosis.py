@@ -18,8 +18,13 @@ from samestep.data.nested import leaves, take_rows
 from samestep.errors import DeterminismError, UsageError
 
 NOTHING_FITS, FAILS = 0, -1
-# Of torch's allocator on a CPU, which raises a plain RuntimeError.
-CPU_MESSAGES = ("can't allocate memory", "not enough memory", "Cannot allocate memory", "std::bad_alloc")
+# In a plain RuntimeError: of torch's allocator on a CPU; of CUDA, NCCL and MPS; of cuBLAS and cuDNN for handles and
+# workspaces, which do not come from torch's allocator.
+SHORT_OF_MEMORY = re.compile(
+    "can't allocate memory|not enough memory|cannot allocate memory|std::bad_alloc|out of memory|"
+    "CUBLAS_STATUS_ALLOC_FAILED|CUDNN_STATUS_ALLOC_FAILED|ALLOCATION_FAILED",
+    re.IGNORECASE,
+)
 LONE_SAMPLE = "Expected more than 1 value per channel when training"
 NONDETERMINISTIC = re.compile(r"(\S+) does not have a deterministic implementation")
 LONE_ADVICE = {  # besides smaller microbatches, by strategy
@@ -33,7 +38,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Whether an exception reports that memory ran out, on an accelerator or on the host."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    return isinstance(error, RuntimeError) and any(text in str(error) for text in CPU_MESSAGES)
+    return isinstance(error, RuntimeError) and SHORT_OF_MEMORY.search(str(error)) is not None
 
 
 def free_memory(device: torch.device) -> None:

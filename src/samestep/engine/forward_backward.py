@@ -114,10 +114,6 @@ class ForwardBackward:
             self._weights[weight, dtype] = torch.full((), weight, dtype=dtype, device=self._device)
         return self._scale.apply(self._weights[weight, dtype])
 
-    def constants(self) -> list[Tensor]:
-        """The tensors that a backward reads besides the microbatch and the model."""
-        return [self._scale.scale, *self._weights.values()]
-
     def explain_lone(
         self, error: ValueError, microbatch: int, num_samples: int, length: int, step: int
     ) -> UsageError | None:

@@ -85,6 +85,7 @@ class GradientSum:
         # The sums of the step before are never written to again, since the user may hold them as `parameter.grad`.
         self._trees = [self._new_tree(number) for number in range(len(self._buckets))]
         self._started: list[Reduction] = []  # in the order of the buckets, which is that of all ranks
+        self._under_way: list[Reduction] = []  # those of them that are not known to be done
         self._results: list[FlatSum] = []
         self._totals: list[Tensor] = []
         self._last_microbatch: int | None = None
@@ -254,11 +255,15 @@ class GradientSum:
         self._observer.on_bucket()
         # If waiting makes a stream wait, and not the host, earlier buckets go on while backward makes the next one.
         if self._communicator.folds_beside:
-            for reduction in self._started:
+            for reduction in self._under_way:
                 reduction.fold()
+            # Each bucket is done after a few stages: without the done ones a step folds O(buckets) times.
+            self._under_way = [reduction for reduction in self._under_way if not reduction.is_done]
         sums = [total.flat for total in self._trees[number].sums]
         like, scatter = self._likes[number], self.zero1 is not None
-        self._started.append(self._communicator.reduce(self._blocks_by_rank, sums, like, scatter))
+        reduction = self._communicator.reduce(self._blocks_by_rank, sums, like, scatter)
+        self._started.append(reduction)
+        self._under_way.append(reduction)
 
     def _make_hook(self, index: int) -> Callable[[Tensor], None]:
         number = self._bucket_of[index]
@@ -284,17 +289,27 @@ class GradientSum:
 
 def divide(flats: Sequence[Tensor], divisor: float | Tensor) -> None:
     """Divides in place, in float32 at least: a count may be too large, or too long, for 16 bits."""
-    for flat in flats:
-        if flat.element_size() < 4:
-            flat.copy_(flat.float().div_(divisor))
-        else:
-            flat.div_(divisor if isinstance(divisor, float) else divisor.to(flat.dtype))
+    _apply(Tensor.div_, flats, divisor)
 
 
 def scale(flats: Sequence[Tensor], factor: float | Tensor) -> None:
-    """Multiplies in place."""
+    """Multiplies in place, in float32 at least."""
+    _apply(Tensor.mul_, flats, factor)
+
+
+def _apply(compute: Callable[[Tensor, Tensor], Tensor], flats: Sequence[Tensor], number: float | Tensor) -> None:
+    # By a 0-d tensor in any case: CUDA multiplies by the reciprocal of a divisor that is a number, which is rounded
+    # otherwise, and the bits would depend on whether the host has read the number.
+    numbers: dict[tuple[torch.device, torch.dtype], Tensor] = {}
     for flat in flats:
-        flat.mul_(factor if isinstance(factor, float) else factor.to(flat.dtype))
+        key = flat.device, torch.float32 if flat.element_size() < 4 else flat.dtype
+        if key not in numbers:
+            numbers[key] = number.to(*key) if isinstance(number, Tensor) else torch.full((), number, dtype=key[1])
+            numbers[key] = numbers[key].to(key[0])
+        if flat.dtype == key[1]:
+            compute(flat, numbers[key])
+        else:
+            flat.copy_(compute(flat.to(key[1]), numbers[key]))
 
 
 def _by_dtype(buckets: Sequence[Bucket]) -> list[list[int]]:

@@ -12,7 +12,6 @@ from samestep.data.batch import Batch
 from samestep.engine.buffers import BufferMerge
 from samestep.engine.forward_backward import ForwardBackward
 from samestep.engine.gradients import GradientSum
-from samestep.engine.graphs import MicrobatchGraphs
 from samestep.engine.result import StepStats
 from samestep.engine.side_effects import WATCHED_STEPS, Traces
 from samestep.engine.strategy import Layout
@@ -23,12 +22,9 @@ if TYPE_CHECKING:
 
 
 class MicrobatchRunner:
-    """Runs this rank's microbatches of a global batch, by CUDA graphs if there are any."""
+    """Runs this rank's microbatches of a global batch."""
 
-    def __init__(
-        self, compute: ForwardBackward, graphs: MicrobatchGraphs | None = None, traces: Traces | None = None
-    ) -> None:
-        self.graphs = graphs
+    def __init__(self, compute: ForwardBackward, traces: Traces | None = None) -> None:
         self._compute = compute
         self._traces = traces
 
@@ -44,9 +40,6 @@ class MicrobatchRunner:
         bounds = microbatch_bounds(batch.length, membership.num_microbatches)
         is_only = compute.is_only(batch)
         purity.begin(step)
-        graphs = self.graphs
-        if graphs is not None and (observers.watches_modules or not graphs.begin(layout, batch.length)):
-            graphs = None
         traces = self._traces if step < WATCHED_STEPS else None
         saved = generators.save()  # the script's own draws must not depend on the microbatches of its rank
         try:
@@ -55,15 +48,11 @@ class MicrobatchRunner:
             for microbatch in mine:
                 value, num_samples = batch.microbatches[microbatch], bounds[microbatch + 1] - bounds[microbatch]
                 # Dropout must not depend on the rank that runs the microbatch, nor on the one that it ran before.
-                seed = derive_seed(compute.config.seed, compute.config.stream, step, microbatch)
-                generators.seed(seed)
+                generators.seed(derive_seed(compute.config.seed, compute.config.stream, step, microbatch))
                 observers.on_microbatch(step, microbatch, value)
                 gradients.expect(microbatch, microbatch == mine[-1])
                 try:
-                    if graphs is None:
-                        loss = compute.run(gradients.inputs, value, num_samples, counts, is_only, microbatch)
-                    else:
-                        loss = graphs.run(compute, layout, value, num_samples, counts, is_only, seed)
+                    loss = compute.run(gradients.inputs, value, num_samples, counts, is_only, microbatch)
                     observers.on_gradients(microbatch)
                     purity.check()
                     gradient_sum = gradients.push(microbatch, loss.value)
@@ -119,8 +108,6 @@ class MicrobatchRunner:
         gradients, membership = layout.gradients, self._compute.membership
         assert isinstance(gradients, GradientSum), "else it has raised"
         gradients.forget()
-        if self.graphs is not None:
-            self.graphs.drop()
         free_memory(membership.communicator.device)
         gradients.fill_up(membership.rank)
         stats.forget()

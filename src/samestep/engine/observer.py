@@ -6,7 +6,7 @@ Heartbeats, the profile, `samestep verify` and `samestep replay` see a step thro
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, ClassVar
+from typing import Any
 
 from samestep.comm.heartbeat_page import Heartbeat
 from samestep.data.batch import Batch
@@ -22,8 +22,6 @@ class StepObserver:
     """
 
     # `step` is typed Any because the step imports this module, and observers may annotate the class itself.
-
-    needs_modules: ClassVar[bool] = False  # whether it hooks into modules, which replayed CUDA graphs do not call
 
     def on_made(self, step: Any) -> None:
         """The training step was made, and the strategy has placed the model's state."""
@@ -63,11 +61,10 @@ EVENTS = tuple(name for name in vars(StepObserver) if name.startswith("on_"))
 
 
 class Observers(StepObserver):
-    """Several observers as one; `phase` is the phase of the step, `watches_modules` whether one hooks into modules."""
+    """Several observers as one; `phase` is the phase of the step."""
 
     def __init__(self, observers: Sequence[StepObserver] = ()) -> None:
         self.phase = "script"
-        self.watches_modules = any(observer.needs_modules for observer in observers)
         overridden = {name: [m for o in observers if (m := _overridden(o, name)) is not None] for name in EVENTS}
         self._on_phase = overridden.pop("on_phase")
         # An event that no observer wants stays the empty method: a small model has a dozen events in a millisecond.

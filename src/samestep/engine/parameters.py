@@ -11,11 +11,11 @@ from torch.optim import Optimizer
 
 from samestep.comm.buckets import aligned_zeros, dense_strides
 from samestep.comm.communicator import Communicator
-from samestep.data.batch import memory_border, tensor_checksum
+from samestep.data.batch import flattened, memory_border, tensor_checksum
 from samestep.errors import DeterminismError, UsageError
 
 UNINITIALIZED = (UninitializedParameter, UninitializedBuffer)
-COPIED_STEPS = 2
+SUMMED_STEPS = 2
 CHECKED_EVERY = 100
 
 
@@ -95,38 +95,28 @@ class PurityCheck:
         self._modes: list[bool] = []
         self._versions: list[int] = []
         self._addresses: list[int] | None = None
-        self._copies: list[Tensor] | None = None
+        self._sums: Tensor | None = None
 
     def begin(self, step: int) -> None:
         """Remembers the state of the model."""
-        self._copies, self._addresses = None, None
-        # Version counters show most writes; those through `.data` only copies and addresses do, which cost more.
-        if step < COPIED_STEPS or step % CHECKED_EVERY == 0:
+        self._sums, self._addresses = None, None
+        # Version counters show most writes; those through `.data` only values and addresses do, which cost more.
+        if step < SUMMED_STEPS or step % CHECKED_EVERY == 0:
             self._modules = list(self._model.modules())
             self._addresses = [parameter.data_ptr() for parameter in self._parameters]
-        if step < COPIED_STEPS:
-            self._copies = [parameter.detach().clone() for parameter in self._parameters]
+        if step < SUMMED_STEPS:
+            self._sums = self._sum()  # of a copy there may be no memory
         self._modes = [module.training for module in self._modules]
         self._versions = [parameter._version for parameter in self._parameters]
 
     def end(self) -> None:
-        """Drops the copies after the last microbatch."""
-        self._copies = None
+        """Drops the sums after the last microbatch."""
+        self._sums = None
 
     def not_finite(self) -> str | None:
         """The name of the first parameter that holds NaN or infinity, if any."""
         named = zip(self._names, self._parameters, strict=True)
         return next((name for name, parameter in named if not bool(torch.isfinite(parameter.detach()).all())), None)
-
-    def modes(self) -> list[bool]:
-        """The training mode of each module when the step began."""
-        return self._modes
-
-    def addresses(self) -> list[int]:
-        """The addresses of all parameters and buffers of the modules as they are now."""
-        modules = self._model.modules()
-        tensors = chain.from_iterable((*m._parameters.values(), *m._buffers.values()) for m in modules)
-        return [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
 
     def restore_modes(self) -> None:
         """Restores the training mode of each module: a microbatch must not decide it for the next."""
@@ -138,27 +128,38 @@ class PurityCheck:
         """Raises a `DeterminismError` if the microbatch has written to a parameter."""
         if self._addresses is None and [parameter._version for parameter in self._parameters] == self._versions:
             return
-        for index, name in enumerate(self._names):
-            if self._is_written(index):
-                raise DeterminismError(
-                    f"parameter {name} was written to while a microbatch ran (Embedding with max_norm, a teacher that "
-                    "is averaged in the forward and weights that normalise themselves do so); write to parameters "
-                    "between steps, under torch.no_grad()"
-                )
+        written = [index for index in range(len(self._names)) if self._has_moved(index)]
+        if not written and self._sums is not None and not torch.equal(now := self._sum(), self._sums):
+            written = (now != self._sums).nonzero()[:, 0].tolist()
+        if written:
+            raise DeterminismError(
+                f"parameter {self._names[written[0]]} was written to while a microbatch ran (Embedding with max_norm, "
+                "a teacher that is averaged in the forward and weights that normalise themselves do so); write to "
+                "parameters between steps, under torch.no_grad()"
+            )
 
-    def _is_written(self, index: int) -> bool:
-        parameter = self._parameters[index]
-        if parameter._version != self._versions[index]:
-            return True
-        if self._addresses is not None and parameter.data_ptr() != self._addresses[index]:
-            return True
-        if self._copies is None:
-            return False
-        copy = self._copies[index]
-        if torch.equal(parameter, copy):
-            return False
-        # NaN differs from itself: a model that holds it from the start is named elsewhere, as not finite.
-        return not bool(((parameter == copy) | (parameter.isnan() & copy.isnan())).all())
+    def _has_moved(self, index: int) -> bool:
+        parameter, addresses = self._parameters[index], self._addresses
+        return parameter._version != self._versions[index] or (
+            addresses is not None and parameter.data_ptr() != addresses[index]
+        )
+
+    def _sum(self) -> Tensor:
+        """A number for the values of each parameter."""
+        sums = [_sum_of_words(parameter.detach()) for parameter in self._parameters]
+        return torch.stack([each.to(sums[0].device) for each in sums])
+
+
+def _sum_of_words(tensor: Tensor) -> Tensor:
+    """The sum of a tensor's memory as 64-bit words, modulo 2^64; the same if words change places."""
+    if is_dtensor(tensor):
+        tensor = tensor.to_local()  # type: ignore[attr-defined]  # a DTensor has it
+    # Of memory as it is: words of fewer bits would be widened first, to a copy of twice the size or more.
+    flat = tensor.as_strided((tensor.numel(),), (1,)) if dense_strides(tensor) == tensor.stride() else flattened(tensor)
+    size = flat.element_size()
+    num_even = flat.numel() - flat.numel() % max(1, 8 // size) if flat.storage_offset() * size % 8 == 0 else 0
+    rest = flat[num_even:].view({1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(size, torch.int64))
+    return flat[:num_even].view(torch.int64).sum() + rest.sum(dtype=torch.int64)
 
 
 def settle_model(model: nn.Module, device: torch.device) -> None:

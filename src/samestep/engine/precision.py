@@ -52,7 +52,7 @@ class LossScale:
         """Divides flat gradients by the scale, in place."""
         if self.enabled:
             for gradient in gradients:
-                gradient.div_(self.scale)
+                gradient.div_(self.scale.to(gradient.device))
 
     def update(self, overflowed: Tensor | bool, active: Tensor | bool) -> None:
         """Adapts the scale to a step, if `active`; both are 0-d bool tensors on the device, or bools."""
@@ -64,7 +64,7 @@ class LossScale:
         grow = (good >= GROWTH_INTERVAL) & torch.isfinite(self.scale * 2)
         factor = torch.where(overflowed, 0.5, torch.where(grow, 2.0, 1.0)).to(self.scale)
         good = torch.where(good >= GROWTH_INTERVAL, torch.zeros_like(good), good)
-        self.scale.copy_(torch.where(active, self.scale * factor, self.scale))  # in place: CUDA graphs read it there
+        self.scale.copy_(torch.where(active, self.scale * factor, self.scale))
         self._good_steps.copy_(torch.where(active, good, self._good_steps))
 
     def state_dict(self) -> dict[str, float]:
@@ -81,9 +81,10 @@ class LossScale:
 class FiniteCheck:
     """Allows an update only if the loss and the gradient are finite, and no step before has failed."""
 
-    # The host checks before each update, unless every optimizer is a fused Adam or AdamW, which can skip an update on
-    # the device: then (`is_late`) the outcome is a flag on the device, which the host reads when it reads the loss. The
-    # numbers of a step are floats in the one case and 0-d tensors in the other.
+    # The host reads the numbers of a step before its update, unless every optimizer is a fused Adam or AdamW, which can
+    # skip an update on the device: then (`is_late`) the outcome is a flag on the device, which the host reads when it
+    # reads the loss. The numbers are 0-d tensors on a GPU and where the check is late (`on_device`), else floats; the
+    # bits of the update are the same in all these cases.
 
     def __init__(
         self,
@@ -92,44 +93,57 @@ class FiniteCheck:
         scale: LossScale,
         on_nonfinite: OnNonFinite,
         late: bool | None,
+        is_offloaded: bool = False,
     ) -> None:
         can_be_late = all(_honours_found_inf(optimizer) for optimizer in optimizers)
-        # Not by default on a CPU, where the numbers are in host memory anyway.
-        self.is_late = (device.type != "cpu" and can_be_late) if late is None else late
+        # Not by default where the update is one of the CPU, for which the flag would have to be read.
+        updates_on_cpu = device.type == "cpu" or is_offloaded
+        self.is_late = (not updates_on_cpu and can_be_late) if late is None else late
         if self.is_late and not can_be_late:
             raise UsageError(
                 "late_check=True needs Adam or AdamW with fused=True, which can skip an update on the device"
             )
+        if self.is_late and is_offloaded and device.type != "cpu":
+            raise UsageError(
+                "late_check=True lets the device skip an update, and Sharded(cpu_offload=True) updates in host memory: "
+                "leave one of them out"
+            )
+        # MPS has no float64, in which floats and tensors have the same bits.
+        self.on_device = self.is_late or device.type not in ("cpu", "mps")
         self._scale = scale
         self._skips = on_nonfinite == "skip"
-        self._has_failed: Any = torch.zeros((), dtype=torch.bool, device=device) if self.is_late else False
+        # Whether no step has failed.
+        self._is_good: Any = torch.ones((), dtype=torch.bool, device=device) if self.on_device else True
 
     def judge(self, total: Any, count: Any, norm: Any) -> tuple[Any, Any]:
         """Whether to update, and whether this step is the first that failed; adapts the loss scale."""
-        # `x ^ True` negates bools and tensors alike, so that the arithmetic is written once.
+        # By operators that bools and tensors have alike, so that it is written once; few, since each is a kernel.
         finite_loss, finite_gradient = _is_mean_finite(total, count), _is_finite(norm)
-        ok = finite_loss & finite_gradient & (self._has_failed ^ True)
-        bad = (finite_loss & finite_gradient) ^ True
-        if self._scale.enabled:  # an overflow is no failure while the scale can still be lowered
-            at_the_end: Any = self._scale.scale <= MIN_SCALE
-            bad = (finite_loss ^ True) | ((finite_gradient ^ True) & (at_the_end if self.is_late else bool(at_the_end)))
+        before = self._is_good
+        ok = finite_loss & finite_gradient & before
         if self._skips:
-            bad = bad & False
-        first = bad & (self._has_failed ^ True)
+            first = before ^ before
+        elif self._scale.enabled:  # an overflow is no failure while the scale can still be lowered
+            at_the_end: Any = self._scale.scale <= MIN_SCALE
+            at_the_end = at_the_end if self.on_device else bool(at_the_end)
+            first = before & ((finite_loss ^ True) | ((finite_gradient ^ True) & at_the_end))
+        else:
+            first = before ^ ok
         # Later steps do not update until the host has read the failure: it goes back to the state before this step.
-        self._has_failed = self._has_failed | bad
-        self._scale.update(finite_gradient ^ True, self._has_failed ^ True)
+        self._is_good = before ^ first
+        if self._scale.enabled:
+            self._scale.update(finite_gradient ^ True, self._is_good)
         return ok, first
 
     def reset(self) -> None:
         """Allows updates again, after the failure was raised."""
-        self._has_failed = self._has_failed & False
+        self._is_good = self._is_good | True
 
 
 @contextmanager
-def left_out_unless(ok: Tensor, optimizers: Sequence[Optimizer]) -> Iterator[None]:
-    """Makes the optimizers skip their update on the device unless `ok`, by the attribute that GradScaler uses."""
-    found_inf = (~ok).to(torch.float32)
+def left_out_if(skipped: Tensor, optimizers: Sequence[Optimizer]) -> Iterator[None]:
+    """Makes the optimizers skip their update on the device if `skipped`, by the attribute that GradScaler uses."""
+    found_inf = skipped.to(torch.float32)
     for optimizer in optimizers:
         optimizer.found_inf = found_inf  # type: ignore[attr-defined]
     yield
@@ -140,18 +154,16 @@ def left_out_unless(ok: Tensor, optimizers: Sequence[Optimizer]) -> Iterator[Non
 def divisor(count: Any) -> Any:
     """The divisor of the gradient: the count, or 1 if the mean loss is not finite because of it."""
     if isinstance(count, Tensor):
-        return torch.where(torch.isfinite(count) & (count != 0), count, 1)
+        return torch.where(count / count == 1, count, 1)  # false for 0, infinity and NaN
     return count if _is_finite(count) and count else 1.0
 
 
 def _is_mean_finite(total: Any, count: Any) -> Any:
-    if isinstance(count, Tensor):
-        return torch.isfinite(total / count)
-    return bool(count) and _is_finite(total / count)
+    return (isinstance(count, Tensor) or bool(count)) and _is_finite(total / count)
 
 
 def _is_finite(value: Any) -> Any:
-    return torch.isfinite(value) if isinstance(value, Tensor) else value - value == 0
+    return value - value == 0  # two kernels; torch.isfinite is four
 
 
 def _honours_found_inf(optimizer: Optimizer) -> bool:

@@ -2,10 +2,12 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from samestep.comm.communicator import Communicator
 from samestep.comm.reduction import tree_sum_rows
@@ -19,7 +21,7 @@ ADVICE = "Lower the learning rate, set max_grad_norm, or pass on_nonfinite='skip
 COLUMNS = 3  # of a microbatch's row: total, count, sum of the gradient's elements
 NUM_SUMS = 5  # in a result's scalars before the rows: total, count, gradient norm, skipped, failed
 IDENTITY = 5  # in a header: length, epoch, position and checksum of the batch, and the number of the step
-OPTIONS = 3  # then stop, is_short, checkpoint
+OPTIONS = 4  # then stop, is_short, checkpoint, failed
 FLAGS_A_WORD = 62
 
 
@@ -27,12 +29,14 @@ class StepStats:
     """The loss statistics of a step, [V, 3]: total, count and gradient sum of each microbatch."""
 
     # `on_host` they are Python's floats, which have the same 64 bits as a tensor's elements; else they stay on the
-    # device, for which the host then does not wait (`late_check`).
+    # device, for which the host then does not wait, and become a tensor once a step.
 
     def __init__(self, device: torch.device, on_host: bool) -> None:
         self.on_host = on_host
         self._device = device
         self._dtype = wide_dtype(device)
+        # By place among this rank's microbatches: loss, its weight, count, sum of the gradient's elements.
+        self._noted: dict[int, tuple[Tensor, float, float | Tensor, Tensor]] = {}
         self.begin(range(0))
 
     def begin(self, mine: range) -> None:
@@ -43,25 +47,21 @@ class StepStats:
     def forget(self) -> None:
         """Counts all microbatches of this rank as zero: it could not run them."""
         # On the host a list: writing to a tensor costs as much as a whole layer of a small model.
-        self._rows: Any = [(0.0, 0.0, 0.0)] * len(self._mine)
-        if not self.on_host:
-            self._rows = torch.zeros(len(self._mine), COLUMNS, dtype=self._dtype, device=self._device)
+        self._rows: Any = [(0.0, 0.0, 0.0)] * len(self._mine) if self.on_host else None
+        self._noted.clear()
 
     def note(self, microbatch: int, loss: MicrobatchLoss, gradient_sum: Tensor) -> None:
-        """Writes a microbatch's row."""
+        """Notes a microbatch's row."""
         index = self._mine.index(microbatch)
         if self.on_host:
             self._rows[index] = (loss.value.item() * loss.weight, float(loss.count), gradient_sum.item())
-            return
-        # Never an assignment of a Python number, which would be a copy that the host waits for.
-        row = self._rows[index]
-        row[0] = loss.value.detach().to(self._dtype) * loss.weight
-        row[1].fill_(loss.count)
-        row[2] = gradient_sum
+        else:
+            value = loss.value.detach().to(self._dtype, copy=True)  # the loss function may write to its own tensor
+            self._noted[index] = value, loss.weight, loss.count, gradient_sum
 
     def exchange(self, communicator: Communicator, ranges: Sequence[range], header: Sequence[int]) -> list[list[int]]:
         """Gives every rank the rows of all microbatches; returns the headers of all ranks, from the same message."""
-        ours = torch.tensor(self._rows, dtype=torch.float64).view(-1, COLUMNS) if self.on_host else self._rows
+        ours = torch.tensor(self._rows, dtype=torch.float64).view(-1, COLUMNS) if self.on_host else self._own_rows()
         # One message for both: between small ranks its latency is most of the cost of a step.
         rows, headers = communicator.gather_header(ours, [len(microbatches) for microbatches in ranges], header)
         order = in_microbatch_order(ranges)
@@ -71,6 +71,7 @@ class StepStats:
 
     def sums(self, num_leaves: int) -> tuple[Any, Any]:
         """Total and count over the microbatches with samples, along the tree: floats, or 0-d tensors on the device."""
+        self._rows = self._own_rows() if self._rows is None else self._rows
         rows = self._rows[:num_leaves]
         if self.on_host:
             sums = tree_sum([row[:2] for row in rows], lambda a, b: (a[0] + b[0], a[1] + b[1]))
@@ -84,7 +85,35 @@ class StepStats:
         rows = self._rows[:num_leaves]
         if self.on_host:
             return [*map(float, sums), *(value for row in rows for value in row)]
-        return torch.cat([torch.stack([value.to(self._dtype) for value in sums]), rows.reshape(-1)])
+        return torch.cat([*(value.to(self._dtype).view(1) for value in sums), rows.reshape(-1)])
+
+    def _own_rows(self) -> Tensor:
+        """The rows of this rank's microbatches, on the device."""
+        if not self._noted:
+            return torch.zeros(len(self._mine), COLUMNS, dtype=self._dtype, device=self._device)
+        # In the order of the microbatches, those with samples first: a pipeline's may end in another one.
+        values, weights, counts, gradients = zip(*(self._noted[index] for index in sorted(self._noted)), strict=True)
+        factors = self._column(weights)
+        are_means = not any(isinstance(count, Tensor) for count in counts) and counts == weights
+        divisors = factors if are_means else self._column(counts)
+        columns = torch.stack(values) * factors, divisors, torch.stack(gradients).to(self._dtype)
+        rows = torch.stack(columns, 1)
+        return functional.pad(rows, (0, 0, 0, len(self._mine) - len(rows))) if len(rows) < len(self._mine) else rows
+
+    def _column(self, numbers: Sequence[float | Tensor]) -> Tensor:
+        """Numbers of the host, or 0-d tensors on the device, as one tensor there."""
+        column = torch.empty(len(numbers), dtype=self._dtype, device=self._device)
+        start = 0
+        # Never a copy of a list of numbers, for which the host would wait; equal neighbours are filled in at once.
+        for number, run in groupby(numbers, lambda number: None if isinstance(number, Tensor) else number):
+            entries = list(run)
+            part = column[start : start + len(entries)]
+            if number is None:
+                part.copy_(torch.stack(entries))  # type: ignore[arg-type]  # they are tensors
+            else:
+                part.fill_(number)
+            start += len(entries)
+        return column
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +124,7 @@ class Agreed:
     is_short: bool  # whether memory ran out
     checkpoint: bool  # whether all ranks are to write a checkpoint after the step
     flags: list[bool]  # any others, equally many on every rank
+    failed: int = 0  # 1 + the number of an earlier step whose failure was read since; 0 for none
 
 
 def write_header(batch: Batch, step: int, asked: Agreed) -> list[int]:
@@ -105,7 +135,7 @@ def write_header(batch: Batch, step: int, asked: Agreed) -> list[int]:
         sum(flag << k for k, flag in enumerate(flags[i : i + FLAGS_A_WORD])) for i in range(0, len(flags), FLAGS_A_WORD)
     ]
     identity = [batch.length, batch.epoch, batch.position, batch.checksum, step]
-    return [*identity, asked.stop, int(asked.is_short), int(asked.checkpoint), *packed]
+    return [*identity, asked.stop, int(asked.is_short), int(asked.checkpoint), asked.failed, *packed]
 
 
 def read_headers(headers: Sequence[Sequence[int]], num_flags: int) -> Agreed:
@@ -126,12 +156,12 @@ def read_headers(headers: Sequence[Sequence[int]], num_flags: int) -> Agreed:
             )
     # The greatest: any rank's request is everyone's, and of two signals all ranks choose the same.
     options = [header[IDENTITY : IDENTITY + OPTIONS] for header in headers]
-    stop, is_short, checkpoint = (max(column) for column in zip(*options, strict=True))
+    stop, is_short, checkpoint, failed = (max(column) for column in zip(*options, strict=True))
     merged = [0] * (len(headers[0]) - IDENTITY - OPTIONS)
     for header in headers:
         merged = [a | b for a, b in zip(merged, header[IDENTITY + OPTIONS :], strict=True)]
     flags = [bool(merged[k // FLAGS_A_WORD] >> (k % FLAGS_A_WORD) & 1) for k in range(num_flags)]
-    return Agreed(stop, bool(is_short), bool(checkpoint), flags)
+    return Agreed(stop, bool(is_short), bool(checkpoint), flags, failed)
 
 
 @dataclass(slots=True)
@@ -190,6 +220,11 @@ class StepResult:
     def is_there(self) -> bool:
         """Whether reading returns without waiting."""
         return self._values is not None or self._event is None or self._event.query()
+
+    @property
+    def is_good(self) -> bool:
+        """Whether reading neither waits nor raises: the numbers are there, and the step has not failed."""
+        return self.is_there and not self._raw()[4]
 
     def check(self) -> None:
         """Raises the failure of this step, if any.

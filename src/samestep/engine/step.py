@@ -22,20 +22,19 @@ from samestep.comm.membership import Membership
 from samestep.core.tree import rank_blocks
 from samestep.data.batch import Batch, split_batch
 from samestep.engine.buffers import refuse_sync_batchnorm
-from samestep.engine.config import StepConfig, settings_of
+from samestep.engine.config import StepConfig, default_bucket_bytes, settings_of
 from samestep.engine.factory import check_mesh, is_tensor_parallel, make_strategy
 from samestep.engine.forward_backward import ForwardBackward, fix_shapes
 from samestep.engine.gradients import divide, scale
-from samestep.engine.graphs import MicrobatchGraphs, check_graphs
-from samestep.engine.losses import GlobalCounts
+from samestep.engine.losses import GlobalCounts, wide_dtype
 from samestep.engine.microbatches import MicrobatchRunner
 from samestep.engine.observer import HeartbeatObserver, Observers, StepObserver, observers_in_scope
 from samestep.engine.parameters import PurityCheck, named_parameters
-from samestep.engine.precision import FiniteCheck, LossScale, divisor, left_out_unless
+from samestep.engine.precision import FiniteCheck, LossScale, divisor, left_out_if
 from samestep.engine.result import ADVICE, Agreed, StepResult, StepStats, read_headers, write_header
 from samestep.engine.sharded_state import ShardedState
 from samestep.engine.side_effects import Traces
-from samestep.engine.strategies import REPLICATE, Replicate
+from samestep.engine.strategies import Replicate, Sharded
 from samestep.engine.strategy import ExchangeOptions, Layout
 from samestep.errors import DataError, DeterminismError, NonFiniteError, OutOfMemoryError, PeerLostError, UsageError
 
@@ -80,28 +79,25 @@ class TrainStep:
         refuse_sync_batchnorm(model)
         device = membership.communicator.device
         is_replicated = not is_tensor_parallel(model) and isinstance(config.strategy, Replicate)
-        graphs = None
-        if config.graphed_length is not None:
-            check_graphs(device)
-            if config.strategy != REPLICATE or not is_replicated:
-                raise UsageError("CUDA graphs need a model that every rank has whole: leave cuda_graphs=True out")
-            graphs = MicrobatchGraphs(config.graphed_length, device)
         # Only if torch.compile may be used: importing it takes a second, and the optimizer imports it with a model's.
         if membership.communicator.reduction == "ordered" and "torch._dynamo" in sys.modules:
             fix_shapes()
         check_mesh(membership, model, config.strategy, config.compile)
         self._scale = LossScale(device, enabled=config.precision == "16-mixed")
-        self._finite = FiniteCheck(device, self.optimizers, self._scale, config.on_nonfinite, config.late_check)
-        self._stats = StepStats(device, on_host=not self._finite.is_late)
+        is_offloaded = isinstance(config.strategy, Sharded) and config.strategy.cpu_offload
+        self._finite = FiniteCheck(
+            device, self.optimizers, self._scale, config.on_nonfinite, config.late_check, is_offloaded
+        )
+        self._stats = StepStats(device, on_host=not self._finite.on_device)
         self._unread: deque[tuple[StepResult, _Schedule | None]] = deque()
         _check_trained(named_parameters(model, self.optimizers).values())  # before anything is moved or sharded
-        # Hooks, by which buckets leave during the backward, do not run when a graph is replayed.
-        options = ExchangeOptions(config.bucket_bytes, config.overlap and graphs is None)
+        bucket_bytes = config.bucket_bytes or default_bucket_bytes(device.type == "cuda")
+        options = ExchangeOptions(bucket_bytes, config.overlap)
         self.strategy = make_strategy(membership, model, self.optimizers, config.strategy, options)
         self.compute = ForwardBackward(membership, model, config, self._scale, self.observers, self.strategy.explain)
-        is_watched = is_replicated and graphs is None and membership.num_microbatches > 1
+        is_watched = is_replicated and membership.num_microbatches > 1
         traces = Traces(membership, model, config.loss_fn) if is_watched else None
-        self.microbatches = MicrobatchRunner(self.compute, graphs, traces)
+        self.microbatches = MicrobatchRunner(self.compute, traces)
         self._runner = self.strategy.make_runner(self.compute) or self.microbatches
         self._layout = self._lay_out()
         self.observers.on_made(self)
@@ -179,6 +175,10 @@ class TrainStep:
         except (PeerLostError, OutOfMemoryError):
             self._abandon(layout)
             raise
+        if agreed.failed:
+            # An earlier step, whose failure not every rank may have read: they raise it together, or some would wait.
+            self._abandon(layout)
+            self._read_up_to(agreed.failed - 1)
 
         # 3. The same arithmetic on every rank.
         self.observers.on_phase("update")
@@ -210,7 +210,9 @@ class TrainStep:
         """Exchanges the gradients, the statistics of all microbatches and the control messages of all ranks."""
         membership, gradients = self.membership, layout.gradients
         flags = [*layout.buffers.touched, *gradients.used]
-        agreed = Agreed(membership.stop_asked, shortage is not None, membership.asks_checkpoint, flags)
+        first = self._unread[0][0] if self._unread else None
+        failed = first.step + 1 if first is not None and first.is_there and not first.is_good else 0
+        agreed = Agreed(membership.stop_asked, shortage is not None, membership.asks_checkpoint, flags, failed)
         if membership.world_size > 1:
             gradients.start()
             header = write_header(batch, self.num_steps, agreed)
@@ -233,22 +235,23 @@ class TrainStep:
             divide(flats, divisor(count))  # a sum over one count: no mean of means
         self._scale.unscale(flats)
         norm: Any = gradients.norm() if any(used) else torch.zeros((), device=self.communicator.device)
-        norm = norm if self._finite.is_late else norm.item()
+        device = self.communicator.device
+        norm = norm.to(device, wide_dtype(device)) if self._finite.on_device else norm.item()
         ok, has_failed = self._finite.judge(total, count, norm)
         if config.max_grad_norm is not None:
             self._clip(flats, config.max_grad_norm, norm, ok)
         gradients.assign(used)
         self.observers.on_gradients(None)
-        skipped = ~ok if self._finite.is_late else float(not ok)
+        skipped: Any = ok ^ True
         result = self._make_result(batch, self._stats.scalars([total, count, norm, skipped, has_failed], num_leaves))
         if self._finite.is_late:
-            with left_out_unless(ok, self.optimizers):
+            with left_out_if(skipped, self.optimizers):
                 self._step_optimizers()
             layout.buffers.write(ok)
             self._unread.append((result, self._schedule()))
         else:
-            self._read(result, None)
-            if ok:
+            self._read(result, None)  # waits for the device, once a step
+            if not result.skipped:
                 self._step_optimizers()
                 layout.buffers.write(None)
         if self.scheduler is not None:
@@ -258,10 +261,11 @@ class TrainStep:
 
     def _clip(self, flats: list[Tensor], limit: float, norm: Any, ok: Any) -> None:
         """Scales the gradient down to the greatest norm allowed; one that is not finite is left as it is."""
-        factor = limit / (norm + CLIP_EPSILON)
-        if isinstance(factor, Tensor):
+        if isinstance(norm, Tensor):
+            # As Python computes it, to the bit: in float64, and not by a reciprocal, as `limit / tensor` is.
+            factor = torch.full_like(norm, limit) / (norm + CLIP_EPSILON)
             scale(flats, torch.where(ok, factor.clamp(max=1.0), 1.0))
-        elif ok and factor < 1:
+        elif ok and (factor := limit / (norm + CLIP_EPSILON)) < 1:
             scale(flats, factor)
 
     def _step_optimizers(self) -> None:
@@ -308,8 +312,6 @@ class TrainStep:
         # A gradient from before, of the script's or of another layout, must not be taken for that of a microbatch.
         for parameter in self._named.values():
             parameter.grad = None
-        if self.microbatches.graphs is not None:
-            self.microbatches.graphs.drop()  # they write gradients of the parameters that were trainable
         gradients, buffers = self.strategy.lay_out(trainable, self.optimizers, self.observers)
         state, counts_fn = self.strategy.state, self.config.counts_fn
         # Local shards are what microbatches could write to, unless each rank has the parameters whole (ZeRO-1).
@@ -353,9 +355,10 @@ class TrainStep:
         event = None
         # Pinned memory, without which a copy from the device blocks the host.
         if isinstance(scalars, Tensor) and scalars.device.type == "cuda":
+            scalars_on = scalars.device
             scalars = torch.empty(scalars.shape, dtype=scalars.dtype, pin_memory=True).copy_(scalars, non_blocking=True)
-            event = torch.Event(self.communicator.device)
-            event.record()
+            event = torch.Event(scalars_on)
+            event.record(torch.cuda.current_stream(scalars_on))  # the device need not be the current one
         settle = self._read_up_to if self._finite.is_late else None
         number, num_microbatches = self.num_steps, self.membership.num_microbatches
         return StepResult(number, batch.length, batch.without_samples(), num_microbatches, scalars, event, settle)
@@ -378,7 +381,9 @@ class TrainStep:
             raise
 
     def _read_available(self) -> None:
-        while self._unread and self._unread[0][0].is_there:
+        # Several ranks agree on a failure in the exchange of this step before one of them raises it.
+        alone = self.membership.world_size == 1
+        while self._unread and (self._unread[0][0].is_there if alone else self._unread[0][0].is_good):
             self._read(*self._unread.popleft())
 
     def _read_up_to(self, step: int) -> None:

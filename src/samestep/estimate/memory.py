@@ -5,7 +5,7 @@ from typing import Any
 
 from samestep.core.microbatches import microbatch_ranges
 from samestep.core.tree import num_sums_alive, rank_blocks
-from samestep.engine.config import BUCKET_BYTES
+from samestep.engine.config import default_bucket_bytes
 from samestep.estimate.hardware import DeviceKind
 from samestep.estimate.layout import Layout
 from samestep.estimate.op_tracker import ACTIVATIONS, COPIES, GRADIENTS
@@ -58,7 +58,7 @@ def _of_stage(trace: Trace, layout: Layout, kind: DeviceKind, stage: int) -> Mem
     sums = num_sums * gradient
     # A microbatch's gradient is copied from `.grad` to its sum bucket by bucket, and is no sum of its own before that.
     waiting = sums if layout.is_sharded else sums - gradient
-    copied = 0.0 if layout.is_sharded else min(gradient, BUCKET_BYTES)
+    copied = 0.0 if layout.is_sharded else min(gradient, default_bucket_bytes(not kind.is_cpu))
     in_transit = gathered = 0.0
     if layout.data > 1 and layout.is_sharded:
         gathered = _gathered(trace, layout)

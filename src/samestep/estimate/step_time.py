@@ -14,7 +14,7 @@ from functools import partial
 
 import numpy
 
-from samestep.engine.config import BUCKET_BYTES
+from samestep.engine.config import default_bucket_bytes
 from samestep.estimate.hardware import Cluster, DeviceKind
 from samestep.estimate.layout import Layout
 from samestep.estimate.trace import GRADIENT, PARAMETERS, Trace
@@ -104,10 +104,11 @@ def _data_exchange(trace: Trace, layout: Layout, cluster: Cluster, microbatch: f
     if not layout.is_sharded:
         # Buckets follow each other: the ring's latency counts once, and a message's for each further bucket.
         is_local = _nodes_of(cluster, layout.data, layout.pipe)[1] == 1
-        further = 2 * (WITHIN_LATENCY if is_local else BETWEEN_LATENCY) * max(0.0, gradient / BUCKET_BYTES - 1)
+        bucket = default_bucket_bytes(not cluster.kind.is_cpu)
+        further = 2 * (WITHIN_LATENCY if is_local else BETWEEN_LATENCY) * max(0.0, gradient / bucket - 1)
         total = 2 * gather(gradient) + further
         # The last microbatch's backward hides all buckets but the last, which leaves after it.
-        return total, max(2 * gather(min(gradient, BUCKET_BYTES)), total - BACKWARD_SHARE * microbatch)
+        return total, max(2 * gather(min(gradient, bucket)), total - BACKWARD_SHARE * microbatch)
     parameters = float(trace.weights[:, PARAMETERS].sum()) * (0.5 if layout.is_mixed else 1.0)
     units = max(1, trace.num_blocks)
     # Each microbatch gathers the parameters for its forward and again for its backward, and scatters its gradient;

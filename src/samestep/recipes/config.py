@@ -88,7 +88,6 @@ class JobConfig:
         compared=True,
     )
     compile: bool = _option("Run forward and loss through torch.compile.", False, negated=True, compared=True)
-    cuda_graphs: bool = _option("Replay microbatches as CUDA graphs, on GPUs.", False, negated=True, compared=True)
     reduction: str = _option(
         "ordered (the default: same bits on any devices) or native.",
         "ordered",

@@ -81,7 +81,6 @@ def train(**options: Any) -> dict[str, Any]:
             max_grad_norm=max_grad_norm,
             precision=config.precision,
             compile=config.compile,
-            cuda_graphs=config.cuda_graphs,
             strategy=config.strategy,
             shard_optimizer=config.shard_optimizer,
         ) as trainer,

@@ -6,7 +6,7 @@ from bdb import BdbQuit
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -63,7 +63,6 @@ class ObservedStep(StepObserver):
     _installed: ExitStack = field(default_factory=ExitStack)
     _index: int = -1
     _loss: MicrobatchLoss | None = None
-    needs_modules: ClassVar[bool] = True
 
     def check_module(self, model: nn.Module) -> None:
         """Raises a `UsageError` if the model has no module of the name that was given."""

@@ -155,8 +155,6 @@ class ProgramRerun(StepObserver):
         """The step's options on one device."""
         self._folders[id(trainer)] = None if run_dir is None else Path(run_dir).resolve()
         changed = dict(options)
-        if self.device.type != "cuda":  # the run's device is of another kind: the bits differ in any case
-            changed.pop("cuda_graphs", None)
         if getattr(options.get("strategy"), "param_dtype", None) is None:  # other strategies have the same bits
             changed |= {"strategy": "replicate", "shard_optimizer": False}
         return changed

@@ -98,7 +98,6 @@ def step_contract(step: TrainStep) -> dict[str, Any]:
         "precision": step.config.precision,
         **step.strategy.contract,
         "compile": step.config.compile,
-        "cuda_graphs": step.config.graphed_length is not None,
         "max_grad_norm": step.config.max_grad_norm,
         "model": model_form(step.model, step.sharded_state),
         "loss_code": code_hash(step.config.loss_fn),

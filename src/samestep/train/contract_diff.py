@@ -35,7 +35,6 @@ BREAKING: Final[Mapping[str, str]] = {
     "param_dtype": "the rounding",
     "tensor": "where sums within a layer are cut, and so the rounding",
     "compile": "which kernels run, and how they round",
-    "cuda_graphs": "how kernels are launched",
     "reduction": "the order of sums between devices",
     "device_kind": "the kernels",
     "num_threads": "how kernels split their sums",

@@ -22,7 +22,7 @@ from samestep.core.microbatches import active_shares, microbatch_ranges
 from samestep.data.loader import Loader
 from samestep.data.randomness import seed_process
 from samestep.data.tensors import TensorData
-from samestep.engine.config import BUCKET_BYTES, StepConfig
+from samestep.engine.config import StepConfig
 from samestep.engine.losses import LossFn, describe
 from samestep.engine.observer import StepObserver
 from samestep.engine.precision import OnNonFinite
@@ -253,9 +253,8 @@ class Run:
         on_nonfinite: OnNonFinite = "raise",
         late_check: bool | None = None,
         overlap: bool = True,
-        bucket_bytes: int = BUCKET_BYTES,
+        bucket_bytes: int | None = None,
         compile: bool = False,
-        cuda_graphs: bool = False,
         strategy: str | StrategyOptions = "replicate",
         shard_optimizer: bool = False,
         observers: Sequence[StepObserver] = (),
@@ -279,11 +278,9 @@ class Run:
             late_check: let the device skip a non-finite update, and raise when its scalars are read; the default on
                 accelerators with fused Adam or AdamW, which support it. Else the host checks before each update.
             overlap: send a bucket while backward goes on.
-            bucket_bytes: size of a message. The bits depend on neither.
+            bucket_bytes: size of a message; 32 MiB on CUDA devices, else 8 MiB. The bits depend on neither.
             compile: run forward and loss through `torch.compile`, with deterministic settings. The bits are equal on
                 all numbers of devices, and differ from those without it.
-            cuda_graphs: capture forward and backward of the microbatches of full batches as CUDA graphs, and replay
-                them. Batches must then consist of dense tensors; Python code of the loss runs at the capture only.
             strategy: the placement of the state on the ranks: "replicate" (each has all of it), "sharded" (each has
                 1/D), or "pipeline" (each has some layers; needs `mesh`), or one of `samestep.Replicate`,
                 `samestep.Sharded` and `samestep.Pipeline` with options. Equal bits; see docs/strategies.md. A model
@@ -327,7 +324,6 @@ class Run:
             overlap=overlap,
             bucket_bytes=bucket_bytes,
             compile=compile,
-            graphed_length=self.contract.global_batch_size if cuda_graphs else None,
             strategy=chosen,
         )
         watching = [*observers, *([DrawnParameters(drawn)] if drawn else [])]

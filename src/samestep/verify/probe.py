@@ -220,8 +220,6 @@ def _wraps(watch: Steps) -> list[Wrap]:
 class StepWatcher(StepObserver):
     """Records a step of `samestep.Run` as one, whatever optimizers step in it; `family` is "api" from the first on."""
 
-    needs_modules = True
-
     def __init__(self, watch: Steps, family: str) -> None:
         self.family = family
         self._watch = watch

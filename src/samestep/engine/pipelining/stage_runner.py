@@ -188,7 +188,7 @@ class StageRunner:
             loss = kept.loss
             kept.seeds = [self._compute.initial_gradient(loss, self._is_only)]
             stats = torch.zeros(2, dtype=wide_dtype(loss.value.device), device=loss.value.device)
-            stats[0] = loss.count
+            stats[0].fill_(loss.count)  # an assignment of a number would be a copy for which the host waits
             kept.weight, kept.row = loss.weight, (loss.value.detach(), stats)
             return
         (value, stats_of, *seeds), note = self._take(Message(BACKWARD, stage, place))

@@ -211,7 +211,7 @@ class ShardedGradientSum:
         # Neither a mean over the ranks, nor a rescaling for 16 bits: the tree adds plain sums.
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
-        if communicator.device.type == "cpu":
+        if communicator.transport.stream is None:  # else NCCL's own, which FSDP2 runs beside the computation
             gather = TransportAllGather(communicator, observers, lambda: self._order.append(-1 - number))
             module.set_custom_all_gather(gather)
         if hasattr(module, "set_reduce_scatter_unused_params"):

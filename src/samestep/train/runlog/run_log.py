@@ -213,7 +213,8 @@ class RunLog:
 
     def settle(self, epoch: EpochSoFar, wait: bool) -> None:
         """Records the steps whose scalars have arrived, or all after waiting, and adds them to the epoch."""
-        while self._unread and (wait or self._unread[0].result.is_there):
+        # A failure is left to the step, by which all ranks raise it together, unless they all wait here.
+        while self._unread and (wait or self._unread[0].result.is_good):
             note = self._unread.popleft()
             try:
                 note.result.check()
@@ -299,9 +300,11 @@ class RunLog:
     def checkpoint(self, epoch: EpochSoFar, capture: Callable[[], "Snapshot"]) -> None:
         """Has the state written on the rank that writes; if it is sharded, by all ranks in a collective call."""
         collective = is_sharded(self._step)
-        if self.folder is None or (self._recorder is None and not collective):
+        if self.folder is None:
             return
-        self.settle(epoch, wait=True)
+        self.settle(epoch, wait=True)  # on every rank: it may raise
+        if self._recorder is None and not collective:
+            return
         before = self._membership.heartbeat.enter("checkpoint")
         if self._recorder is not None:
             self._recorder.flush()

@@ -1,0 +1,155 @@
+"""Steps on a GPU: their bits, and their costs beside those of the model: waits of the host, launches, memory."""
+
+from textwrap import dedent
+
+import pytest
+from gpus import needs_fake_gpus, run
+
+pytestmark = needs_fake_gpus
+
+PROGRAM = """
+    import fake_cuda
+    import torch
+    from torch import nn
+    from torch.nn import functional
+    import samestep
+
+    def make_model():
+        torch.manual_seed(0)
+        return nn.Sequential(
+            nn.Linear(8, 9), nn.BatchNorm1d(9), nn.Dropout(0.3), nn.Linear(9, 9), nn.BatchNorm1d(9), nn.Linear(9, 3)
+        )
+
+    def mean(model, batch):
+        return functional.cross_entropy(model(batch[0]), batch[1])
+
+    def masked(model, batch):
+        total = functional.cross_entropy(model(batch[0]), batch[1], ignore_index=0, reduction="sum")
+        return samestep.Mean(total, (batch[1] != 0).sum())
+
+    def adamw(model, fused):
+        return torch.optim.AdamW(model.parameters(), lr=0.01, fused=fused)
+
+    torch.manual_seed(1)
+    data = torch.randn(46, 8), torch.randint(0, 3, (46,))  # the last batch of an epoch is shorter
+"""
+
+
+def play(program, **variables):
+    """The output of a program on fake GPUs."""
+    return run(dedent(PROGRAM) + dedent(program), **variables)
+
+
+@pytest.mark.parametrize("order", ["late", "random"])
+def test_bits_depend_neither_on_the_ranks_nor_on_when_the_host_reads_a_step(order):
+    program = """
+        from samestep.comm.communicator import Communicator
+        from samestep.comm.sequential import SequentialWorld
+        from samestep.train.digest import state_digest
+
+        def train(transport, late, buckets):
+            run = samestep.Run(16, 4, communicator=Communicator(torch.device("cuda", 0), transport, transport))
+            model = make_model()
+            options = {"late_check": late, "bucket_bytes": buckets, "max_grad_norm": 0.05}
+            step = run.train_step(model, adamw(model, True), masked, **options)
+            losses = [step(batch).loss for _ in range(2) for batch in run.loader(data, shuffle=True)]
+            return state_digest(model, step.optimizers[0]), losses
+
+        results = []
+        for size, late, buckets in ((1, True, None), (1, False, None), (2, True, 64), (3, False, 64)):
+            results += SequentialWorld(size).run(lambda transport: train(transport, late, buckets))
+        print(len(results), all(result == results[0] for result in results))
+    """
+    assert play(program, order=order).split() == ["7", "True"]
+
+
+@pytest.mark.parametrize(("fused", "allowed"), [(True, 0), (False, 1)])
+def test_the_host_waits_once_a_step_and_never_where_the_check_is_late(fused, allowed):
+    program = f"""
+        for loss, precision in ((mean, "32-true"), (masked, "32-true"), (masked, "16-mixed")):
+            run = samestep.Run(16, 4, device="cuda")
+            model = make_model()
+            options = {{"max_grad_norm": 1.0, "precision": precision, "on_nonfinite": "skip"}}
+            step = run.train_step(model, adamw(model, {fused}), loss, **options)
+            for epoch in range(2):
+                for batch in run.loader(data, shuffle=True):
+                    with fake_cuda.host_waits() as waits:
+                        step(batch)
+                    if step.num_steps > 2:  # the first two compare the model after each microbatch
+                        print(len(waits), waits)
+    """
+    lines = play(program).splitlines()
+    assert len(lines) == 3 * 4
+    assert [line for line in lines if int(line.split()[0]) > allowed] == []
+
+
+def test_a_step_launches_few_kernels_beside_those_of_a_plain_loop():
+    program = """
+        def launches(action):
+            before = fake_cuda.counts()[1]
+            action()
+            return fake_cuda.counts()[1] - before
+
+        def plain():
+            optimizer.zero_grad()
+            for _ in range(number):
+                mean(model, batch).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+
+        batch = tuple(tensor[:5].cuda() for tensor in data)
+        for number in (1, 8):
+            model = make_model().cuda()
+            optimizer = adamw(model, True)
+            run = samestep.Run(5 * number, number, device="cuda")
+            watched = make_model()
+            step = run.train_step(watched, adamw(watched, True), mean, max_grad_norm=1.0)
+            whole = tuple(torch.cat([tensor] * number).cpu() for tensor in batch)
+            for _ in range(4):
+                plain()
+                step(whole)
+            print(number, launches(plain), launches(lambda: step(whole)))
+    """
+    for line in play(program).splitlines():
+        number, plain, ours = map(int, line.split())
+        assert ours - plain <= 10 * number + 40
+
+
+def test_a_loss_is_read_once_it_has_arrived_whichever_device_is_current():
+    program = """
+        losses = []
+        for current in (1, 0):
+            torch.manual_seed(1)
+            run = samestep.Run(16, 4, device="cuda:1")
+            model = make_model()
+            step = run.train_step(model, adamw(model, True), mean)
+            torch.cuda.set_device(current)
+            losses.append(step(tuple(tensor[:16] for tensor in data)).loss)
+            run.close()
+        print(losses[0] == losses[1], losses)
+    """
+    assert play(program, FAKE_CUDA_LATE_US="10000000").startswith("True")
+
+
+def test_neither_checks_nor_checksums_need_the_memory_of_a_second_model():
+    program = """
+        from samestep.data.batch import CHECKSUM_WORDS, tensor_checksum
+
+        run = samestep.Run(2, 2, device="cuda")
+        model = nn.Sequential(nn.Linear(2048, 1024, bias=False), nn.Linear(1024, 1, bias=False))
+        size = sum(parameter.nbytes for parameter in model.parameters())
+        step = run.train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), lambda model, x: model(x).sum(1))
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        step._layout.purity.begin(0)
+        step._layout.purity.check()
+        print(torch.cuda.max_memory_allocated() - before < size / 8)
+
+        large = torch.zeros(4 * CHECKSUM_WORDS, dtype=torch.uint8, device="cuda")
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        int(tensor_checksum(large))
+        print(torch.cuda.max_memory_allocated() - before < 5 * 8 * CHECKSUM_WORDS)
+    """
+    # Early: memory of the fake device is not free before the kernels that use it have run.
+    assert play(program, order="early").split() == ["True", "True"]
