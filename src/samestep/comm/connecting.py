@@ -7,6 +7,7 @@ and between nodes, unless `SAMESTEP_NODES` is "flat".
 
 import contextlib
 import os
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -26,6 +27,7 @@ from samestep.errors import PeerLostError, UsageError
 
 CONNECT_SECONDS = 10.0
 SEGMENT, NO_SEGMENT = "segment", "none"
+NO_NCCL = "no NCCL"
 
 
 def connect(environment: Environment, device: torch.device, timeout: timedelta) -> tuple[Connection, Connection]:
@@ -55,9 +57,8 @@ def connect_at(
     by_nodes: bool = True,
 ) -> tuple[Connection, Connection]:
     """Connects ranks that have all reached a store; as `connect`."""
-    has_own_gpu = device.type == "cuda" and place.local_world_size <= torch.cuda.device_count()
-    backend = "nccl" if has_own_gpu and place.transport == "auto" else "gloo"
     host = store_host(place)
+    backend = "nccl" if device.type == "cuda" and have_own_gpus(store, place, device, connect_timeout) else "gloo"
     # Only a supervisor that sees all ranks can announce a quorum: no healing over several nodes.
     healing_store = store if host is None and place.local_world_size == place.world_size else None
     shared = None
@@ -94,6 +95,28 @@ def connect_at(
         transport.abandon()
         raise
     return transport, small
+
+
+def have_own_gpus(store: dist.Store, place: Environment, device: torch.device, timeout: timedelta) -> bool:
+    """Whether each rank has a GPU to itself, as NCCL needs; the same on all ranks, all of which call it.
+
+    By the identifiers of the GPUs: under Slurm each process may see one GPU, another one each, and call it cuda:0.
+    """
+    properties = torch.cuda.get_device_properties(device)
+    # Instances of one GPU have identifiers of their own, and cannot exchange by NCCL.
+    gpu = "MIG" if " MIG " in properties.name else str(properties.uuid)
+    words = _answers(dist.PrefixStore("gpus", store), place, timeout, gpu if place.transport == "auto" else NO_NCCL)
+    sharing = [str(rank) for rank, word in enumerate(words) if words.count(word) > 1]
+    if NO_NCCL in words:
+        return False
+    if sharing and place.rank == 0:
+        print(
+            f"samestep: ranks {', '.join(sharing)} have no GPU to themselves, so all ranks exchange through host "
+            "memory instead of NCCL: start one rank a GPU, or set SAMESTEP_TRANSPORT=gloo if this is meant",
+            file=sys.stderr,
+            flush=True,
+        )
+    return not sharing
 
 
 def subgroup(

@@ -1,0 +1,52 @@
+"""Ranks on GPUs: NCCL if each has one to itself, whatever number it has there, else host memory."""
+
+import socket
+
+import pytest
+from gpus import ranks_of, run_on_gpus
+
+CHOOSE = """
+    from datetime import timedelta
+    from samestep.comm.connecting import have_own_gpus
+    from samestep.comm.environment import read_environment
+    from samestep.comm.rendezvous import rendezvous
+    from samestep.train.determinism import own_device
+
+    place, timeout = read_environment(), timedelta(seconds=100)
+    device = own_device(None, place)
+    store = rendezvous(place, timeout)
+    print(device, have_own_gpus(store, place, device, timeout))
+    store.set(f"read by {place.rank}", "yes")
+    store.wait([f"read by {rank}" for rank in range(place.world_size)], timeout)
+"""
+
+
+def choices(*visible, transport="auto"):
+    """The devices that ranks of one host get and whether they use NCCL, and their notes; by the GPUs that each sees."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    ranks = ranks_of(len(visible), port, *({"CUDA_VISIBLE_DEVICES": ids} for ids in visible))
+    outputs = run_on_gpus(CHOOSE, 4, ranks, SAMESTEP_TRANSPORT=transport)
+    return [out.strip() for out, _ in outputs], [error for _, error in outputs]
+
+
+@pytest.mark.parametrize(
+    ("visible", "devices"),
+    [(("2,0", "2,0"), ("cuda:0", "cuda:1")), (("3", "1"), ("cuda:0", "cuda:0"))],
+    ids=["all GPUs", "one GPU each, as srun --gpus-per-task=1 shows them"],
+)
+def test_ranks_with_a_gpu_each_use_nccl(visible, devices):
+    assert choices(*visible) == ([f"{device} True" for device in devices], ["", ""])
+
+
+def test_ranks_that_share_a_gpu_go_through_host_memory_and_rank_0_says_so():
+    found, notes = choices("1", "0", "1")
+    assert found == ["cuda:0 False"] * 3
+    assert notes[0].count("samestep: ") == 1
+    assert "ranks 0, 2 have no GPU to themselves" in notes[0]
+    assert notes[1:] == ["", ""]
+
+
+def test_ranks_that_are_told_to_share_a_gpu_hear_nothing_of_it():
+    assert choices("1", "1", transport="gloo") == (["cuda:0 False"] * 2, ["", ""])
