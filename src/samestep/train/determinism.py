@@ -7,7 +7,6 @@ are imported.
 """
 
 import gc
-import os
 import random
 import weakref
 from collections.abc import Collection, Mapping
@@ -84,7 +83,6 @@ def make_deterministic(device: torch.device, threads: int, reduction: str) -> No
         torch.set_num_threads(threads)
     if reduction == "native":
         return
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.set_deterministic_debug_mode("error")  # as use_deterministic_algorithms(True), without importing inductor
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # a pass over memory for nothing
     torch.backends.cudnn.benchmark = False
