@@ -9,7 +9,7 @@ export NO_MKDOCS_2_WARNING := 1
 PYTEST := PYTHONHASHSEED=0 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 READY := .venv/.ready
 
-.PHONY: train test test-rest test-all golden golden-write check format docs bench bench-quick clean
+.PHONY: train test test-rest test-all fake-cuda golden golden-write check format docs bench bench-quick clean
 
 train: $(READY)
 	$(BIN)/samestep train lenet
@@ -18,12 +18,16 @@ train: $(READY)
 test: $(READY)
 	$(PYTEST) -m quick
 
-# What `make test` leaves out: tests over real processes. Those that take minutes each are in `make test-all` alone.
-test-rest: $(READY)
-	$(PYTEST) -m "not quick and not slow"
+# What `make test` leaves out: tests over real processes and on fake GPUs, also the slow ones.
+test-rest: $(READY) fake-cuda
+	$(PYTEST) -m "not quick"
 
-test-all: $(READY)
+test-all: $(READY) fake-cuda
 	$(PYTEST)
+
+# A CUDA device in host memory, for the tests of the GPU code: compiled once, in about a minute.
+fake-cuda: $(READY)
+	$(BIN)/python tests/fake_cuda/build.py
 
 # No bit has moved: against tests/golden/golden.json, or `make golden AGAINST=COMMIT` against what that commit gives.
 golden: $(READY)

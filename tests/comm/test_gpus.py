@@ -1,9 +1,9 @@
 """Ranks on GPUs: NCCL if each has one to itself, whatever number it has there, else host memory."""
 
-import socket
-
 import pytest
-from gpus import ranks_of, run_on_gpus
+from gpus import needs_fake_gpus, places, run_ranks
+
+pytestmark = needs_fake_gpus
 
 CHOOSE = """
     from datetime import timedelta
@@ -23,11 +23,8 @@ CHOOSE = """
 
 def choices(*visible, transport="auto"):
     """The devices that ranks of one host get and whether they use NCCL, and their notes; by the GPUs that each sees."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-    ranks = ranks_of(len(visible), port, *({"CUDA_VISIBLE_DEVICES": ids} for ids in visible))
-    outputs = run_on_gpus(CHOOSE, 4, ranks, SAMESTEP_TRANSPORT=transport)
+    ranks = [{**place, "CUDA_VISIBLE_DEVICES": ids} for place, ids in zip(places(len(visible)), visible, strict=True)]
+    outputs = run_ranks(CHOOSE, *ranks, devices=4, SAMESTEP_TRANSPORT=transport)
     return [out.strip() for out, _ in outputs], [error for _, error in outputs]
 
 

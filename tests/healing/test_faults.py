@@ -84,7 +84,7 @@ OF_RANK_0 = ("checkpoint", "log")
 
 
 def matrix():
-    """Runs, (devices, fault) each: three for `make test-rest`, then one for every phase and kind, in a random order."""
+    """Runs, (devices, fault) each: three fixed ones, then one for every phase and kind, in a random order."""
     few = [("between", "exception", 0), ("forward", "sys.exit", 1), ("log", "device", 0)]
     for phase, kind, rank in few:
         yield pytest.param(

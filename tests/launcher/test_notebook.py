@@ -8,7 +8,7 @@ import threading
 
 import pytest
 import torch
-from gpus import run_on_gpus
+from gpus import needs_fake_gpus, run
 
 from samestep.errors import UsageError, WorkerError
 from samestep.launcher.notebook import launch
@@ -122,7 +122,8 @@ CELLS = """
 """
 
 
+@needs_fake_gpus
 def test_a_notebook_that_has_asked_for_gpus_or_used_one_launches_on_them():
     """torch has no public name for a process whose forks cannot use GPUs, so a fork is asked."""
-    ((out, _),) = run_on_gpus(CELLS, 4, SAMESTEP_TRANSPORT="gloo")
+    out = run(CELLS, devices=4, SAMESTEP_TRANSPORT="gloo")
     assert out.splitlines() == ["True False", "(2, 'cuda:0', 12.0)", "(1, 'cuda:0', 18.0)"]

@@ -2,7 +2,9 @@
 
 import json
 
-from gpus import run_on_gpus
+from gpus import needs_fake_gpus, run
+
+pytestmark = needs_fake_gpus
 
 CHOSEN = """
     import json
@@ -27,7 +29,7 @@ CHOSEN = """
 
 
 def test_each_rank_has_the_device_of_its_local_rank_unless_it_names_another_and_it_is_current():
-    found = json.loads(run_on_gpus(CHOSEN, 4)[0][0])
+    found = json.loads(run(CHOSEN, devices=4))
     assert found["its own"] == ["cuda:0", "cuda:1", "cuda:2", "cuda:3"]
     assert found["explicit"] == ["cuda:3", 3, "cuda:3"]
     assert found["one a process"] == "cuda:1"
@@ -48,4 +50,4 @@ RUN = """
 
 
 def test_the_device_of_a_run_is_current():
-    assert run_on_gpus(RUN, 4)[0][0] == "cuda:2 2\ncuda:1 1\n"
+    assert run(RUN, devices=4) == "cuda:2 2\ncuda:1 1\n"

@@ -1,0 +1,251 @@
+// The thread that plays the devices, its streams and their marks.
+#include "device.h"
+
+#include <Python.h>
+#include <c10/util/Exception.h>
+#include <ATen/Parallel.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/grad_mode.h>
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstdlib>
+#include <deque>
+#include <map>
+#include <mutex>
+#include <random>
+#include <thread>
+#include <vector>
+
+extern "C" void omp_set_num_threads(int);
+
+namespace fake_cuda {
+namespace {
+using Clock = std::chrono::steady_clock;
+using StreamKey = std::pair<int, int64_t>;  // device, stream
+
+const char* environment(const char* name, const char* otherwise) {
+  const char* value = std::getenv(name);
+  return value && *value ? value : otherwise;
+}
+
+struct Released {  // the GIL is free while the host waits: a task may need it
+  PyThreadState* state = Py_IsInitialized() && PyGILState_Check() ? PyEval_SaveThread() : nullptr;
+  ~Released() { if (state) PyEval_RestoreThread(state); }
+};
+}  // namespace
+
+struct Mark {
+  std::atomic<bool> done{false};
+  StreamKey stream;
+};
+
+namespace {
+struct Item {
+  Task task;
+  MarkPtr awaited;  // instead of a task
+  Clock::time_point due;
+};
+
+struct Queue {
+  std::deque<Item> items;
+  Clock::time_point next_poll{};  // of an item that could not finish yet
+};
+
+// Which stream goes on: what the host waits for and nothing else ("late"), everything else first ("early"), or any.
+enum class Order { late, early, random };
+
+class Player {
+ public:
+  Player() {
+    const std::string order = environment("FAKE_CUDA_ORDER", "late");
+    order_ = order == "late" ? Order::late : order == "early" ? Order::early : Order::random;
+    random_.seed(std::atoi(environment("FAKE_CUDA_SEED", "0")));
+    lateness_ = std::chrono::microseconds(std::atoi(environment("FAKE_CUDA_LATE_US", "20000")));
+    std::thread([this] { play(); }).detach();
+  }
+
+  void enqueue(StreamKey key, Item item) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    if (stopped_) return;
+    item.due = Clock::now() + lateness_;
+    queues_[key].items.push_back(std::move(item));
+    work_.notify_one();
+  }
+
+  void wait_for(const MarkPtr& mark) {
+    if (mark->done) return;
+    Released released;
+    std::unique_lock<std::mutex> lock(mutex_);
+    targets_.push_back(mark->stream);
+    work_.notify_one();
+    passed_.wait(lock, [&] { return mark->done || stopped_; });
+    for (auto it = targets_.begin(); it != targets_.end(); ++it)
+      if (*it == mark->stream) { targets_.erase(it); break; }
+  }
+
+  std::vector<StreamKey> streams(int device) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    std::vector<StreamKey> keys;
+    for (auto& [key, queue] : queues_) if (key.first == device) keys.push_back(key);
+    return keys;
+  }
+
+  void stop() {
+    Released released;
+    std::unique_lock<std::mutex> lock(mutex_);
+    stopped_ = true;
+    passed_.notify_all();
+    work_.notify_one();
+    ended_.wait_for(lock, std::chrono::seconds(10), [this] { return has_ended_; });
+  }
+
+ private:
+  void play() {
+    at::get_num_threads();  // torch sets the number of a new thread at its first use
+    omp_set_num_threads(1);
+    at::AutoDispatchBelowADInplaceOrView below_autograd;
+    at::NoGradGuard no_grad;
+    std::unique_lock<std::mutex> lock(mutex_);
+    while (!stopped_) {
+      Queue* queue = choose();
+      if (!queue) { work_.wait_for(lock, std::chrono::microseconds(targets_.empty() ? 200 : 50)); continue; }
+      run(*queue, lock);
+    }
+    has_ended_ = true;
+    ended_.notify_all();
+  }
+
+  void run(Queue& queue, std::unique_lock<std::mutex>& lock) {
+    Item& item = queue.items.front();  // a deque keeps its place while others are added behind
+    bool finished = true;
+    if (item.task) {
+      lock.unlock();
+      try { finished = item.task(); } catch (const std::exception& error) { fail(error.what()); }
+      lock.lock();
+    }
+    if (!finished) { queue.next_poll = Clock::now() + std::chrono::microseconds(100); return; }
+    Item ended = std::move(queue.items.front());
+    queue.items.pop_front();
+    passed_.notify_all();
+    lock.unlock();  // what the task holds is freed outside the lock
+    ended = Item();
+    lock.lock();
+  }
+
+  bool can_go_on(const Queue& queue, Clock::time_point now) const {
+    if (queue.items.empty() || now < queue.next_poll) return false;
+    const Item& head = queue.items.front();
+    return !head.awaited || head.awaited->done;
+  }
+
+  // The stream that a waiting host needs next: its own, or the one whose mark that one waits for.
+  Queue* needed(StreamKey key, Clock::time_point now) {
+    for (int depth = 0; depth < 1000; ++depth) {
+      Queue& queue = queues_[key];
+      if (queue.items.empty()) return nullptr;
+      const Item& head = queue.items.front();
+      if (!head.awaited || head.awaited->done) return now < queue.next_poll ? nullptr : &queue;
+      key = head.awaited->stream;
+    }
+    return nullptr;
+  }
+
+  Queue* choose() {
+    const auto now = Clock::now();
+    std::vector<Queue*> needed_now, others;
+    for (const auto& key : targets_)
+      if (Queue* queue = needed(key, now)) needed_now.push_back(queue);
+    const bool host_waits = !targets_.empty();
+    for (auto& [key, queue] : queues_) {
+      if (!can_go_on(queue, now)) continue;
+      if (std::find(needed_now.begin(), needed_now.end(), &queue) != needed_now.end()) continue;
+      const bool is_due = queue.items.front().due <= now || (host_waits && order_ != Order::late);
+      if (is_due) others.push_back(&queue);
+    }
+    auto& first = order_ == Order::early ? others : needed_now;
+    auto& second = order_ == Order::early ? needed_now : others;
+    if (order_ == Order::random) {
+      first.insert(first.end(), second.begin(), second.end());
+      second.clear();
+    }
+    auto& from = first.empty() ? second : first;
+    if (from.empty()) return nullptr;
+    return from[from.size() == 1 ? 0 : random_() % from.size()];
+  }
+
+  std::mutex mutex_;
+  std::condition_variable work_, passed_, ended_;
+  std::map<StreamKey, Queue> queues_;  // a node stays where it is
+  std::vector<StreamKey> targets_;     // for which hosts wait
+  Order order_;
+  std::mt19937 random_;
+  std::chrono::microseconds lateness_;
+  bool stopped_ = false, has_ended_ = false;
+};
+
+std::atomic<Player*> the_player{nullptr};
+std::mutex making;
+
+Player& player() {  // made at the first use, not before a fork; never freed, since its thread may run
+  Player* found = the_player;
+  if (found) return *found;
+  std::lock_guard<std::mutex> lock(making);
+  if (!the_player) the_player = new Player();
+  return *the_player;
+}
+
+std::mutex failing;
+std::string failure;
+std::atomic<bool> has_failed{false};
+std::atomic<int64_t> next_stream{1};
+}  // namespace
+
+void enqueue(c10::DeviceIndex device, c10::StreamId stream, Task task) {
+  check();
+  player().enqueue({device, stream}, {std::move(task), nullptr, {}});
+}
+
+void enqueue_wait(c10::DeviceIndex device, c10::StreamId stream, MarkPtr mark) {
+  if (mark && !mark->done) player().enqueue({device, stream}, {nullptr, std::move(mark), {}});
+}
+
+MarkPtr record(c10::DeviceIndex device, c10::StreamId stream) {
+  auto mark = std::make_shared<Mark>();
+  mark->stream = {device, stream};
+  player().enqueue(mark->stream, {[mark] { mark->done = true; return true; }, nullptr, {}});
+  return mark;
+}
+
+bool has_passed(const MarkPtr& mark) { return !mark || mark->done; }
+
+void wait_for(const MarkPtr& mark) {
+  if (mark) player().wait_for(mark);
+  check();
+}
+
+void synchronize_stream(c10::DeviceIndex device, c10::StreamId stream) { wait_for(record(device, stream)); }
+
+void synchronize_device(c10::DeviceIndex device) {
+  if (the_player.load())
+    for (const auto& [_, stream] : player().streams(device)) wait_for(record(device, stream));
+  check();
+}
+
+c10::StreamId new_stream(c10::DeviceIndex, int) { return next_stream++; }
+
+void fail(const std::string& message) {
+  std::lock_guard<std::mutex> lock(failing);
+  if (!has_failed) failure = message;
+  has_failed = true;
+}
+
+void check() {
+  if (!has_failed) return;
+  std::lock_guard<std::mutex> lock(failing);
+  TORCH_CHECK(false, "CUDA error: device-side assert triggered (", failure, ")");
+}
+
+void stop() { if (Player* found = the_player) found->stop(); }
+}  // namespace fake_cuda

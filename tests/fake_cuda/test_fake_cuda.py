@@ -1,0 +1,133 @@
+"""The fake GPU itself: what is wrong on a real one is wrong on it, and shows as wrong numbers or as torch's error."""
+
+import pytest
+from gpus import needs_fake_gpus, run
+
+pytestmark = needs_fake_gpus
+
+
+@pytest.mark.parametrize("waits", [True, False])
+@pytest.mark.parametrize("writer", ["side", "main"])
+def test_a_missing_wait_between_streams_gives_wrong_numbers(writer, waits):
+    program = f"""
+        import torch
+        side, main = torch.cuda.Stream(), torch.cuda.current_stream()
+        writer, reader = (side, main) if {writer!r} == "side" else (main, side)
+        big = torch.ones(1000, device="cuda")
+        torch.cuda.synchronize()
+        with torch.cuda.stream(writer):
+            written = big * 3
+        if {waits}:
+            reader.wait_stream(writer)
+        with torch.cuda.stream(reader):
+            read = written + 1
+            print(bool((read == 4).all()))
+    """
+    assert run(program, FAKE_CUDA_LATE_US="10000000").split() == [str(waits)]
+
+
+@pytest.mark.parametrize("records", [True, False])
+def test_memory_that_another_stream_reads_is_reused_unless_it_is_recorded(records):
+    program = f"""
+        import torch
+        side = torch.cuda.Stream()
+        first = torch.full((1000,), 5.0, device="cuda")
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            read = first + 1
+        if {records}:
+            first.record_stream(side)
+        pointer = first.data_ptr()
+        del first
+        second = torch.zeros(1000, device="cuda")
+        second.sum().item()  # the default stream goes on, the other one has not begun
+        side.synchronize()
+        print(bool((read == 6).all()), second.data_ptr() == pointer)
+    """
+    assert run(program, FAKE_CUDA_LATE_US="10000000").split() == [str(records), str(not records)]
+
+
+@pytest.mark.parametrize("synchronizes", [True, False])
+def test_a_copy_to_pinned_memory_arrives_late(synchronizes):
+    program = f"""
+        import torch
+        host = torch.zeros(8, pin_memory=True)
+        host.copy_(torch.arange(8, device="cuda"), non_blocking=True)
+        if {synchronizes}:
+            torch.cuda.synchronize()
+        print(host.tolist() == list(range(8)))
+    """
+    assert run(program, FAKE_CUDA_LATE_US="10000000").split() == [str(synchronizes)]
+
+
+@pytest.mark.parametrize("pinned", [True, False])
+def test_a_copy_from_pinned_memory_reads_late_and_from_pageable_at_once(pinned):
+    program = f"""
+        import torch
+        host = torch.ones(8, pin_memory={pinned})
+        device = host.to("cuda", non_blocking=True)
+        host.zero_()
+        print(device.sum().item())
+    """
+    assert run(program, FAKE_CUDA_LATE_US="10000000").split() == ["0.0" if pinned else "8.0"]
+
+
+def test_torch_sees_the_devices_as_it_sees_real_ones():
+    program = """
+        import torch
+        print(torch.cuda.is_available(), torch.cuda.device_count(), torch.accelerator.current_accelerator())
+        print(torch.ones(3).is_pinned(), torch.ones(3).pin_memory().is_pinned())
+        state = torch.cuda.get_rng_state("cuda:1")
+        drawn = torch.rand(4, device="cuda:1")
+        torch.cuda.set_rng_state(state, "cuda:1")
+        print(len(state), torch.equal(drawn, torch.rand(4, device="cuda:1")))
+        one = torch.ones(2, device="cuda:0")
+        for other in (torch.ones(2, device="cuda:1"), torch.ones(2)):
+            try:
+                one + other
+            except RuntimeError as error:
+                print(str(error).split(",")[0])
+        kept = torch.ones(1 << 20, device="cuda")
+        try:
+            torch.empty(8 << 20, device="cuda")
+        except torch.OutOfMemoryError as error:
+            print(str(error)[:18])
+        print(torch.cuda.memory_allocated() >= 4 << 20, torch.cuda.get_device_properties(1).total_memory >> 20)
+    """
+    same_device = "Expected all tensors to be on the same device"
+    expected = ["True 2 cuda", "False True", "16 True", same_device, same_device, "CUDA out of memory", "True 16"]
+    assert run(program, FAKE_CUDA_MEMORY_MIB="16").splitlines() == expected
+
+
+def test_visible_devices_are_numbered_anew_and_asking_the_driver_poisons_forks():
+    program = """
+        import os, torch
+        print(torch.cuda.device_count(), torch.cuda.get_device_properties(0).uuid[-1:], torch.cuda.is_available())
+        if os.fork() == 0:
+            try:
+                torch.ones(1, device="cuda")
+            except RuntimeError as error:
+                print(str(error).split(".")[0], flush=True)
+            os._exit(0)
+        os.wait()
+    """
+    poisoned = "Cannot re-initialize CUDA in forked subprocess"
+    assert run(program, devices=4, CUDA_VISIBLE_DEVICES="2,0").splitlines() == ["2 2 True", poisoned]
+
+
+def test_waits_of_the_host_are_counted_with_their_line():
+    program = """
+        import torch, fake_cuda
+        x = torch.ones(4, device="cuda")
+        with fake_cuda.host_waits(within="string") as waits:
+            (x * 2).sum().item()
+            x.cpu()
+            x + 1
+        print([wait.split(" at ")[0] for wait in waits])
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            x.tolist()
+        except RuntimeError as error:
+            print("synchronizing" in str(error))
+    """
+    assert run(program).splitlines() == ["['item', 'copy to the host']", "True"]
