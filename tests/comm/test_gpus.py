@@ -47,3 +47,30 @@ def test_ranks_that_share_a_gpu_go_through_host_memory_and_rank_0_says_so():
 
 def test_ranks_that_are_told_to_share_a_gpu_hear_nothing_of_it():
     assert choices("1", "1", transport="gloo") == (["cuda:0 False"] * 2, ["", ""])
+
+
+GROUPS = """
+    import os
+    from datetime import timedelta
+    import torch
+    import torch.distributed as dist
+    from samestep.comm.connecting import subgroup
+
+    rank, timeout = int(os.environ["RANK"]), timedelta(seconds=100)
+    dist.init_process_group("gloo", device_id=torch.device("cuda", rank))
+    store = dist.distributed_c10d._get_default_store()
+    for groups in ([(0,), (1, 2)], [(0, 2), (1,)], [(0, 2), (1,)]):
+        transport = subgroup(groups, rank, "gloo", store, timeout)
+        print(transport.ranks, transport.gather(torch.tensor([rank])).wait().tolist())
+    dist.barrier()
+"""
+
+
+def test_gloo_groups_of_some_ranks_need_nothing_of_the_others_where_the_default_group_is_of_a_gpu():
+    """As under NCCL, whose communicators of some ranks are split off that of all."""
+    outputs = run_ranks(GROUPS, *places(3), devices=3)
+    assert [out.splitlines() for out, _ in outputs] == [
+        ["(0,) [0]", "(0, 2) [0, 2]", "(0, 2) [0, 2]"],
+        ["(1, 2) [1, 2]", "(1,) [1]", "(1,) [1]"],
+        ["(1, 2) [1, 2]", "(0, 2) [0, 2]", "(0, 2) [0, 2]"],
+    ]
