@@ -46,9 +46,11 @@ def work(instruction: Instruction, call: Call | None = None) -> int:
         return 0
     except SystemExit as stop:
         return _report_exit(stop, instruction, channel)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
+        sys.last_value = error
         return 128 + signal.SIGINT
     except BaseException as error:
+        sys.last_value = error  # as the interpreter does, for handlers at the exit
         report = report_exception(error)
         channel.send("failed", **report)
         _log_message(report["traceback"] or f"{report['type']}: {report['message']}", instruction)
