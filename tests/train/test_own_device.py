@@ -1,4 +1,4 @@
-"""The device of a rank: which one it is, and that it is current wherever the process uses one."""
+"""The device of a rank: which one it is, that it is current, and the CPU threads beside it."""
 
 import json
 
@@ -51,3 +51,19 @@ RUN = """
 
 def test_the_device_of_a_run_is_current():
     assert run(RUN, devices=4) == "cuda:2 2\ncuda:1 1\n"
+
+
+THREADS = """
+    import torch
+    from samestep.train.run import Run
+
+    made = Run(8, device="cuda")
+    print(torch.get_num_threads(), made.contract.num_threads, torch.randn(1 << 20).sum().item().hex())
+"""
+
+
+def test_what_the_cpu_computes_for_a_gpu_does_not_depend_on_the_cores():
+    """A sum of many numbers is split by the number of threads."""
+    few, many = (run(THREADS, devices=1, OMP_NUM_THREADS=str(count)) for count in (1, 2))
+    assert few == many
+    assert few.startswith("1 1 ")

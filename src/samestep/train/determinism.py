@@ -77,10 +77,11 @@ def _checked_device(asked: str | torch.device) -> torch.device:
     return chosen
 
 
-def make_deterministic(device: torch.device, threads: int, reduction: str) -> None:
+def make_deterministic(threads: int, reduction: str) -> None:
     """Sets the process-wide switches that equal bits need."""
-    if device.type == "cpu":
-        torch.set_num_threads(threads)
+    # On a GPU too: CPU kernels load the data there and initialise the model. So no number that follows from the cores
+    # a rank, of which fewer devices leave more.
+    torch.set_num_threads(threads)
     if reduction == "native":
         return
     torch.set_deterministic_debug_mode("error")  # as use_deterministic_algorithms(True), without importing inductor
