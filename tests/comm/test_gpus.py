@@ -1,9 +1,14 @@
 """Ranks on GPUs: NCCL if each has one to itself, whatever number it has there, else host memory."""
 
+import subprocess
+import sys
+import textwrap
+
 import pytest
-from gpus import needs_fake_gpus, places, run_ranks
+from gpus import FOLDER, environment, needs_fake_gpus, places, run_ranks
 
 pytestmark = needs_fake_gpus
+needs_nccl = pytest.mark.skipif(not (FOLDER / "nccl.cpp").exists(), reason="the fake CUDA device has no NCCL")
 
 CHOOSE = """
     from datetime import timedelta
@@ -74,3 +79,57 @@ def test_gloo_groups_of_some_ranks_need_nothing_of_the_others_where_the_default_
         ["(1, 2) [1, 2]", "(1,) [1]", "(1,) [1]"],
         ["(1, 2) [1, 2]", "(0, 2) [0, 2]", "(0, 2) [0, 2]"],
     ]
+
+
+TRAIN = """
+    import torch
+    from torch import nn
+    import samestep
+
+    run = samestep.Run(16, 4, device="cuda")
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    step = run.train_step(model, optimizer, lambda m, b: m(b[0]).square().mean())
+    losses = [step(batch).loss.hex() for batch in run.loader((torch.randn(64, 4),))]
+    print(type(run.communicator.transport).__name__, run.communicator.transport.stream is not None)
+    print(*losses, samestep.state_digest(step))
+"""
+
+
+@needs_nccl
+@pytest.mark.parametrize("visible", [("0,1", "0,1"), ("3", "1")], ids=["both GPUs", "one GPU each"])
+def test_ranks_with_a_gpu_each_train_over_nccl_to_the_bits_of_one(visible):
+    ranks = [{**place, "CUDA_VISIBLE_DEVICES": ids} for place, ids in zip(places(2), visible, strict=True)]
+    (one, _), (other, _), (alone, _) = *run_ranks(TRAIN, *ranks, devices=4), *run_ranks(TRAIN, {}, devices=1)
+    assert one == other
+    assert one.splitlines()[0] == "GroupTransport True"
+    assert one.splitlines()[1] == alone.splitlines()[1]
+
+
+LEAVE = """
+    import time
+    import torch
+    import samestep
+
+    run = samestep.Run(16, 4, device="cuda")
+    if run.rank == 0:
+        time.sleep(300)
+    run.communicator.transport.gather(torch.ones(4, device=run.device))
+    raise ValueError("the user's own")
+"""
+
+
+@needs_nccl
+def test_a_rank_that_fails_while_others_owe_it_an_exchange_ends_at_once():
+    """Destroying NCCL's communicator would wait for the exchange."""
+    command = [sys.executable, "-c", textwrap.dedent(LEAVE)]
+    other, failed = (
+        subprocess.Popen(command, env=environment(2, **place), stderr=subprocess.PIPE, text=True) for place in places(2)
+    )
+    try:
+        assert failed.communicate(timeout=120)[1].rstrip().endswith("ValueError: the user's own")
+        assert failed.returncode == 1
+    finally:
+        for process in (other, failed):
+            process.kill()
+            process.communicate()
