@@ -46,7 +46,7 @@ def run(program, *args, devices=2, order="late", timeout=300, **variables):
     return done.stdout
 
 
-def run_ranks(program, *places, devices=2, order="late", timeout=300, **variables):
+def run_processes(program, *places, devices=2, order="late", timeout=300, **variables):
     """Runs a program's text in one process for each dict of variables; what each wrote to stdout and stderr."""
     command = [sys.executable, "-c", textwrap.dedent(program)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}

@@ -5,7 +5,7 @@ import sys
 import textwrap
 
 import pytest
-from gpus import FOLDER, environment, needs_fake_gpus, places, run_ranks
+from gpus import FOLDER, environment, needs_fake_gpus, places, run_processes
 
 pytestmark = needs_fake_gpus
 needs_nccl = pytest.mark.skipif(not (FOLDER / "nccl.cpp").exists(), reason="the fake CUDA device has no NCCL")
@@ -29,7 +29,7 @@ CHOOSE = """
 def choices(*visible, transport="auto"):
     """The devices that ranks of one host get and whether they use NCCL, and their notes; by the GPUs that each sees."""
     ranks = [{**place, "CUDA_VISIBLE_DEVICES": ids} for place, ids in zip(places(len(visible)), visible, strict=True)]
-    outputs = run_ranks(CHOOSE, *ranks, devices=4, SAMESTEP_TRANSPORT=transport)
+    outputs = run_processes(CHOOSE, *ranks, devices=4, SAMESTEP_TRANSPORT=transport)
     return [out.strip() for out, _ in outputs], [error for _, error in outputs]
 
 
@@ -73,7 +73,7 @@ GROUPS = """
 
 def test_gloo_groups_of_some_ranks_need_nothing_of_the_others_where_the_default_group_is_of_a_gpu():
     """As under NCCL, whose communicators of some ranks are split off that of all."""
-    outputs = run_ranks(GROUPS, *places(3), devices=3)
+    outputs = run_processes(GROUPS, *places(3), devices=3)
     assert [out.splitlines() for out, _ in outputs] == [
         ["(0,) [0]", "(0, 2) [0, 2]", "(0, 2) [0, 2]"],
         ["(1, 2) [1, 2]", "(1,) [1]", "(1,) [1]"],
@@ -100,7 +100,7 @@ TRAIN = """
 @pytest.mark.parametrize("visible", [("0,1", "0,1"), ("3", "1")], ids=["both GPUs", "one GPU each"])
 def test_ranks_with_a_gpu_each_train_over_nccl_to_the_bits_of_one(visible):
     ranks = [{**place, "CUDA_VISIBLE_DEVICES": ids} for place, ids in zip(places(2), visible, strict=True)]
-    (one, _), (other, _), (alone, _) = *run_ranks(TRAIN, *ranks, devices=4), *run_ranks(TRAIN, {}, devices=1)
+    (one, _), (other, _), (alone, _) = *run_processes(TRAIN, *ranks, devices=4), *run_processes(TRAIN, {}, devices=1)
     assert one == other
     assert one.splitlines()[0] == "GroupTransport True"
     assert one.splitlines()[1] == alone.splitlines()[1]
@@ -151,7 +151,7 @@ AXES = """
 
 @needs_nccl
 def test_the_axes_of_a_mesh_are_connected_on_gpus_and_on_the_host():
-    outputs = run_ranks(AXES, *places(4), devices=4)
+    outputs = run_processes(AXES, *places(4), devices=4)
     lines = {"data": [[0, 2], [1, 3], [0, 2], [1, 3]], "pipe": [[0, 1], [0, 1], [2, 3], [2, 3]]}
     for rank, (out, _) in enumerate(outputs):
         assert out.splitlines() == [f"{axis} True {own[rank]} {own[rank]}" for axis, own in lines.items()]
