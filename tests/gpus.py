@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import socket
 import subprocess
 import sys
 import textwrap
@@ -94,3 +95,30 @@ def told(results):
     """What all ranks told; all must have ended well."""
     assert all(status == 0 for status, _, _ in results), "\n".join(output for _, _, output in results)
     return [found for _, found, _ in results]
+
+
+def run_processes(program, *places, devices=2, order="late", timeout=300, **variables):
+    """Runs a program's text in one process for each dict of variables; what each wrote to stdout and stderr."""
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    processes = []
+    try:
+        for place in places:
+            own = environment(devices, order, **{**variables, **place})
+            processes.append(subprocess.Popen(command, env=own, **pipes))
+        outputs = [process.communicate(timeout=timeout) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    assert not any(process.returncode for process in processes), outputs
+    return outputs
+
+
+def places(world_size, **variables):
+    """The variables of each rank of one host, as torchrun sets them."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = str(listener.getsockname()[1])
+    common = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, **variables}
+    return [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world_size)]

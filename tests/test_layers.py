@@ -2,6 +2,7 @@
 
 import ast
 import json
+import os
 import subprocess
 import sys
 from collections import Counter
@@ -206,6 +207,15 @@ def imported_by(code: str) -> set[str]:
 
 def test_importing_samestep_imports_nothing_heavy():
     assert imported_by("import samestep; dir(samestep); samestep.__version__") == set()
+
+
+@pytest.mark.parametrize(("before", "after"), [(None, ":4096:8"), (":16:8", ":16:8")])
+def test_importing_samestep_sets_the_variable_that_cublas_reads_once_unless_the_user_has(before, after):
+    variables = {name: value for name, value in os.environ.items() if name != "CUBLAS_WORKSPACE_CONFIG"}
+    own = {} if before is None else {"CUBLAS_WORKSPACE_CONFIG": before}
+    code = "import os, samestep; print(os.environ['CUBLAS_WORKSPACE_CONFIG'])"
+    run = subprocess.run([sys.executable, "-c", code], env=variables | own, capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == after
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["run", "--help"], ["--version"]])

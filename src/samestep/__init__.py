@@ -10,6 +10,7 @@
 Names are imported when they are first used, so that `import samestep` is fast.
 """
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +38,10 @@ if TYPE_CHECKING:
     from samestep.train.epoch import EpochRecord
     from samestep.train.run import Run
     from samestep.train.trainer import Trainer
+
+# cuBLAS gives the same bits from call to call only with this, and torch reads it once, at the first matrix product on a
+# GPU: a script may compute one before it makes its run.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 _HOMES = {
     "Batch": "samestep.data.batch",

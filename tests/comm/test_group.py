@@ -2,6 +2,8 @@
 
 import multiprocessing
 import socket
+import sys
+import warnings
 from contextlib import contextmanager
 from datetime import timedelta
 
@@ -13,8 +15,9 @@ from worlds import PATIENCE_SECONDS, PRELOADED, in_turns
 
 from samestep.comm.connecting import connect
 from samestep.comm.environment import Environment
+from samestep.comm.group import GroupTransport
 from samestep.comm.rendezvous import roll_call
-from samestep.errors import UsageError
+from samestep.errors import PeerLostError, UsageError
 
 KILLED = -9
 BOTH = pytest.mark.parametrize("transport", ["auto", "gloo"])
@@ -230,3 +233,34 @@ def test_a_process_group_of_the_scripts_own_is_used_unless_it_has_another_size()
             connect(Environment(rank=0, world_size=2, master_port=1), cpu, timeout)
     finally:
         dist.destroy_process_group()
+
+
+@pytest.fixture
+def lone_group():
+    """A process group of this process alone, and a transport over a group within it."""
+    timeout = timedelta(seconds=20)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+    yield GroupTransport(dist.new_group(backend="gloo"), dist.HashStore(), timeout)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def test_after_a_failed_transfer_all_groups_are_dropped_at_once(lone_group):
+    """One after another each would wait for transfers under way, which the others may never join."""
+    with pytest.raises(PeerLostError), lone_group.failures_named():
+        raise RuntimeError("Connection closed by peer")
+    lone_group.close()
+    assert not dist.is_initialized()
+
+
+def test_after_an_exception_that_ends_the_program_too(lone_group, monkeypatch):
+    monkeypatch.setattr(sys, "last_value", ValueError("the user's own"), raising=False)
+    lone_group.close()
+    assert not dist.is_initialized()
+
+
+def test_a_gather_between_gpus_uses_no_deprecated_name(lone_group, monkeypatch):
+    monkeypatch.setattr(lone_group, "_through_host", False)  # as with NCCL
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert lone_group.gather(torch.arange(3)).wait().tolist() == [0, 1, 2]

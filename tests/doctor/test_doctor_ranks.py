@@ -180,10 +180,10 @@ def test_bus_bandwidth_is_that_of_nccl_tests(name, factor):
 
 
 def test_the_transports_are_those_that_the_environment_allows():
-    cpu = torch.device("cpu")
-    assert list(transports(Environment(0, 2, 0, 2), cpu)) == ["shared", "gloo"]
-    assert list(transports(Environment(0, 2, 0, 2, transport="gloo"), cpu)) == ["gloo"]
-    assert transports(Environment(0, 4, 0, 2), cpu) == {"gloo": "auto"}
+    assert list(transports(Environment(0, 2, 0, 2), False)) == ["shared", "gloo"]
+    assert list(transports(Environment(0, 2, 0, 2, transport="gloo"), False)) == ["gloo"]
+    assert transports(Environment(0, 4, 0, 2), False) == {"gloo": "auto"}
+    assert list(transports(Environment(0, 2, 0, 2), True)) == ["nccl", "shared", "gloo"]
 
 
 @pytest.mark.parametrize(("ahead", "state"), [(0.0, "good"), (0.05, "good"), (-3.0, "note"), (3.0, "note")])

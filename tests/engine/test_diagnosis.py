@@ -74,6 +74,26 @@ def test_the_native_reduction_takes_such_operations():
     assert len(set(in_turns(2, program, reduction="native"))) == 1
 
 
+CUBLAS = (  # torch 2.13, ATen/Context.cpp
+    "Deterministic behavior was enabled with either `torch.use_deterministic_algorithms(True)` or "
+    "`at::Context::setDeterministicAlgorithms(true)`, but this operation is not deterministic because it uses CuBLAS "
+    "and you have CUDA >= 10.2. To enable deterministic behavior in this case, you must set an environment variable "
+    "before running your PyTorch application: CUBLAS_WORKSPACE_CONFIG=:4096:8 or CUBLAS_WORKSPACE_CONFIG=:16:8."
+)
+
+
+@pytest.mark.parametrize("value", [None, ":0:0"])
+def test_a_refusal_of_cublas_names_the_variable_and_when_it_must_be_set(value, monkeypatch):
+    def refused(model, batch):
+        raise RuntimeError(CUBLAS)
+
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
+    if value is not None:
+        monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", value)
+    with pytest.raises(DeterminismError, match=rf"CUBLAS_WORKSPACE_CONFIG is {value!r} now.*[Ii]mport samestep before"):
+        in_turns(1, lambda communicator: make_step(communicator, stack(), refused)(table()))
+
+
 def test_other_errors_stay_what_they_are():
     def broken(model, batch):
         raise RuntimeError("the user's own")

@@ -4,9 +4,11 @@ import os
 import subprocess
 import sys
 import textwrap
+import threading
 
 import pytest
 import torch
+from gpus import needs_fake_gpus, run
 
 from samestep.errors import UsageError, WorkerError
 from samestep.launcher.notebook import launch
@@ -54,9 +56,22 @@ def test_the_workers_failure_is_raised_here():
         launch(steps.fail_on, (1,), devices="cpu:2")
 
 
-def test_a_closure_cannot_be_spawned_and_the_message_says_what_to_do():
-    with pytest.raises(UsageError, match=r"import the function by name.*\.py file"):
-        launch(lambda: None, devices="cpu:1", start_method="spawn")
+def test_a_closure_is_sent_to_spawned_workers_with_copies_of_what_it_uses():
+    captured = torch.ones(2)
+
+    def total(scale):
+        captured.mul_(scale)
+        return captured, os.getppid() != here
+
+    here = os.getpid()
+    result, is_child_of_another = launch(total, (3.0,), devices="cpu:1", start_method="spawn")
+    assert (result.tolist(), captured.tolist(), is_child_of_another) == ([3.0, 3.0], [1.0, 1.0], True)
+
+
+def test_a_closure_that_cannot_be_sent_is_refused_with_what_stands_in_the_way():
+    lock = threading.Lock()
+    with pytest.raises(UsageError, match=r"start_method='spawn'.*<lambda>.*cannot pickle '_thread.lock'.*within"):
+        launch(lambda: lock.locked(), devices="cpu:1", start_method="spawn")
 
 
 def test_launch_in_a_worker_is_refused():
@@ -69,8 +84,10 @@ def test_what_is_no_function_is_refused():
         launch("train.py", devices="cpu:1")
 
 
-def test_a_function_of_the_main_program_is_forked_with_its_arguments(tmp_path):
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_a_function_of_the_main_program_is_called_with_its_arguments(method, tmp_path):
     program = """
+        import sys
         from samestep.launcher.notebook import launch
 
         class Setting:
@@ -80,10 +97,33 @@ def test_a_function_of_the_main_program_is_forked_with_its_arguments(tmp_path):
             return setting
 
         if __name__ == "__main__":
-            result = launch(work, (Setting(),), devices="cpu:2")
+            result = launch(work, (Setting(),), devices="cpu:2", start_method=sys.argv[1])
             print(type(result) is Setting, result.value)
     """
     path = tmp_path / "program.py"
     path.write_text(textwrap.dedent(program))
-    done = subprocess.run([sys.executable, path], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, path, method], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout, done.stderr) == (0, "True 3\n", "")
+
+
+CELLS = """
+    import torch, samestep
+
+    print(torch.cuda.is_available(), torch.cuda.is_initialized())
+    scale = torch.full((2,), 3.0)
+
+    def train(number):
+        run = samestep.Run(8)
+        return run.world_size, str(run.device), (scale.to(run.device) * number).sum().item()
+
+    print(samestep.launch(train, (2,), devices="1,3"))
+    torch.ones(1, device="cuda")
+    print(samestep.launch(train, (3,), devices="2,"))
+"""
+
+
+@needs_fake_gpus
+def test_a_notebook_that_has_asked_for_gpus_or_used_one_launches_on_them():
+    """torch has no public name for a process whose forks cannot use GPUs, so a fork is asked."""
+    out = run(CELLS, devices=4, SAMESTEP_TRANSPORT="gloo")
+    assert out.splitlines() == ["True False", "(2, 'cuda:0', 12.0)", "(1, 'cuda:0', 18.0)"]

@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+from gpus import needs_fake_gpus, run
 
 FIRST_STEP = """
 import importlib, json, sys
@@ -43,3 +44,26 @@ def test_twin_without_torch_dynamo_every_worker_would_import_it(monkeypatch):
     _, later = modules_of_a_first_step("torch.optim.SGD(model.parameters(), lr=0.1)")
     assert "torch._dynamo" in later
     assert len(later) > 100
+
+
+UNASKED = """
+    import importlib, os, sys
+    from samestep.launcher.forkserver import PRELOADED
+    from samestep.verify.runner import PRELOAD
+
+    for name in (*PRELOADED, *PRELOAD, "samestep.recipes.job", "samestep.scripts.script"):
+        importlib.import_module(name)
+    import torch
+
+    if os.fork() == 0:
+        torch.cuda.init()
+        print(torch.ones(2, device="cuda:1").sum().item(), flush=True)
+        os._exit(0)
+    sys.exit(os.waitstatus_to_exitcode(os.wait()[1]))
+"""
+
+
+@needs_fake_gpus
+def test_what_is_imported_before_the_fork_starts_no_gpu_driver():
+    """A driver that has been asked, if only for the number of GPUs, is lost to forks."""
+    assert run(UNASKED) == "2.0\n"

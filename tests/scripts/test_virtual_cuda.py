@@ -3,9 +3,11 @@
 import io
 import os
 import sys
+from pathlib import Path
 
 import pytest
 import torch
+from gpus import needs_fake_gpus, run
 from torch import nn
 from virtual_programs import alone, devices
 
@@ -188,6 +190,12 @@ def test_factories_and_moves_go_to_the_own_device():
         assert torch.ones(1).to("cpu", torch.float64).dtype == torch.float64
         assert torch.accelerator.device_count() == 3
         torch.accelerator.set_device_index(2)
+        with torch.device("meta:1"):
+            assert torch.ones(1).device == own
+        torch.set_default_device("meta:2")
+        assert torch.ones(1).device == torch.get_default_device() == own
+        torch.set_default_device(None)
+        assert isinstance(torch.default_generator, torch.Generator)
         with pytest.raises(RuntimeError, match="invalid device ordinal"):
             torch.ones(1, device="meta:64")
         file = io.BytesIO()
@@ -195,3 +203,36 @@ def test_factories_and_moves_go_to_the_own_device():
         file.seek(0)
         assert torch.load(file)["x"].tolist() == [1, 1]
     assert torch.accelerator.device_count() != 3
+
+
+SCRIPT = """
+    import sys
+    import torch
+    sys.path.insert(0, sys.argv[1])
+    from virtual_programs import alone
+    from samestep.scripts.virtual.real import own_accelerator
+
+    with own_accelerator(alone(num_devices=4), torch.device("cuda:0")):
+        assert torch.cuda.device_count() == 4
+        generator = torch.Generator(device="cuda:3").manual_seed(5)
+        assert isinstance(generator, torch.Generator) and isinstance(torch.default_generator, torch.Generator)
+        drawn = torch.rand(3, device="cuda:3", generator=generator)
+        assert torch.equal(torch.rand(3, device="cuda", generator=torch.Generator("cuda").manual_seed(5)), drawn)
+        torch.set_default_device("cuda:2")
+        model = torch.nn.Linear(2, 2)
+        print(drawn.device, generator.device, model.weight.device, torch.Generator().device)
+        torch.cuda.set_device(3)
+        with torch.device("cuda:1"), torch.cuda.device(2):
+            torch.cuda.manual_seed_all(3)
+            x = torch.randn(4, 2).to("cuda:1")
+            torch.cuda.synchronize("cuda:3")
+            state = torch.cuda.get_rng_state("cuda:2")
+            torch.cuda.set_rng_state(state, 1)
+        print(model(x.cuda(2)).device, torch.cuda.get_device_name(3), torch.cuda.memory_allocated("cuda:3") > 0)
+"""
+
+
+@needs_fake_gpus
+def test_a_script_that_names_four_gpus_runs_in_a_process_with_one():
+    out = run(SCRIPT, Path(__file__).parent, devices=1)
+    assert out.splitlines() == ["cuda:0 cuda:0 cuda:0 cpu", "cuda:0 Fake GPU True"]

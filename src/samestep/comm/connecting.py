@@ -7,6 +7,7 @@ and between nodes, unless `SAMESTEP_NODES` is "flat".
 
 import contextlib
 import os
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -26,6 +27,7 @@ from samestep.errors import PeerLostError, UsageError
 
 CONNECT_SECONDS = 10.0
 SEGMENT, NO_SEGMENT = "segment", "none"
+NO_NCCL = "no NCCL"
 
 
 def connect(environment: Environment, device: torch.device, timeout: timedelta) -> tuple[Connection, Connection]:
@@ -55,9 +57,9 @@ def connect_at(
     by_nodes: bool = True,
 ) -> tuple[Connection, Connection]:
     """Connects ranks that have all reached a store; as `connect`."""
-    has_own_gpu = device.type == "cuda" and place.local_world_size <= torch.cuda.device_count()
     # Ranks that connect anew have healed, and go on as they can heal again.
-    backend = "nccl" if has_own_gpu and place.transport == "auto" and by_nodes else "gloo"
+    has_own_gpu = by_nodes and device.type == "cuda" and have_own_gpus(store, place, device, connect_timeout)
+    backend = "nccl" if has_own_gpu else "gloo"
     host = store_host(place)
     # Only a supervisor that sees all ranks can announce a quorum: no healing over several nodes. Nor over NCCL, where
     # waiting blocks a stream, not the host: an update may be queued behind an exchange whose peer is lost. If the
@@ -100,14 +102,41 @@ def connect_at(
     return transport, small
 
 
+def have_own_gpus(store: dist.Store, place: Environment, device: torch.device, timeout: timedelta) -> bool:
+    """Whether each rank has a GPU to itself, as NCCL needs; the same on all ranks, all of which call it.
+
+    By the identifiers of the GPUs: under Slurm each process may see one GPU, another one each, and call it cuda:0.
+    """
+    properties = torch.cuda.get_device_properties(device)
+    # Instances of one GPU have identifiers of their own, and cannot exchange by NCCL.
+    gpu = "MIG" if " MIG " in properties.name else str(properties.uuid)
+    words = _answers(dist.PrefixStore("gpus", store), place, timeout, gpu if place.transport == "auto" else NO_NCCL)
+    sharing = [str(rank) for rank, word in enumerate(words) if words.count(word) > 1]
+    if NO_NCCL in words:
+        return False
+    if sharing and place.rank == 0:
+        print(
+            f"samestep: ranks {', '.join(sharing)} have no GPU to themselves, so all ranks exchange through host "
+            "memory instead of NCCL: start one rank a GPU, or set SAMESTEP_TRANSPORT=gloo if this is meant",
+            file=sys.stderr,
+            flush=True,
+        )
+    return not sharing
+
+
 def subgroup(
     groups: Sequence[Sequence[int]], rank: int, backend: str, store: dist.Store, timeout: timedelta
 ) -> GroupTransport:
-    """The transport of the group that this rank is in; torch needs all ranks to make all groups in the same order."""
-    # Not `new_subgroups`, which cuts by adjacent ranks alone.
-    made = [dist.new_group(list(ranks), timeout=timeout, backend=backend) for ranks in groups]
+    """The transport of the group that this rank is in; all ranks call it."""
     number = next(number for number, ranks in enumerate(groups) if rank in ranks)
-    transport = GroupTransport(made[number], dist.PrefixStore(f"calls {groups[number]}", store), timeout)
+    # Not `new_subgroups`, which cuts by adjacent ranks alone. Ranks make other groups than their own only for NCCL,
+    # whose communicators are split off that of all ranks by all of them. With gloo under a default group of NCCL those
+    # outside a group would take part in a split, and those in it not (pytorch/pytorch#197568).
+    if backend == "gloo":
+        ours = dist.new_group(list(groups[number]), timeout=timeout, backend=backend, use_local_synchronization=True)
+    else:
+        ours = [dist.new_group(list(ranks), timeout=timeout, backend=backend) for ranks in groups][number]
+    transport = GroupTransport(ours, dist.PrefixStore(f"calls {groups[number]}", store), timeout)
     transport.ranks, transport.run_size = groups[number], sum(map(len, groups))
     return transport
 

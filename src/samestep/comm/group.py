@@ -1,5 +1,6 @@
 """The transport over torch.distributed: gloo between CPU workers, NCCL between GPUs."""
 
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -40,6 +41,7 @@ class GroupTransport(Connection):
         self._store_host = store_host
         self._backend = dist.get_backend(group)
         self._through_host = self._backend == "gloo"
+        self._has_failed = False
         self.latency_bytes = LATENCY_BYTES.get(self._backend, 0)
 
     def exchange(self, parts: Tensor, sizes: Sequence[int], receive_sizes: Sequence[int]) -> Pending:
@@ -67,8 +69,11 @@ class GroupTransport(Connection):
             # once, and was faster at every measured size.
             return repeat_to_all(self, part, [part.numel()] * self.world_size)
         received = part.new_empty(part.numel() * self.world_size)
+        all_gather = (
+            getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        )  # the name until torch 2.12
         with self.failures_named():
-            work = dist.all_gather_into_tensor(
+            work = all_gather(
                 received.view(torch.uint8), part.contiguous().view(torch.uint8), group=self.group, async_op=True
             )
         return GroupPending(self, work, received, part, part.device)
@@ -90,7 +95,12 @@ class GroupTransport(Connection):
             ours.copy_(moved)
 
     def close(self) -> None:
-        """Destroys the process group, and those of the nodes."""
+        """Destroys the process group, and those of the nodes; after an error without waiting for the other ranks."""
+        # The interpreter sets `last_value` for an exception that ends the program: this rank may have begun an exchange
+        # that the others never will.
+        if self._has_failed or getattr(sys, "last_value", None) is not None:
+            self.abandon()
+            return
         if self.nodes is not None:
             self.nodes.close()
             self.nodes = None
@@ -103,7 +113,8 @@ class GroupTransport(Connection):
             self.nodes.abandon()
             self.nodes = None
         if dist.is_initialized():
-            if self._backend == "nccl":
+            # That of all ranks, since this may be a group for host memory beside it.
+            if "nccl" in dist.get_backend():
                 # NCCL's destroy waits for kernels under way, which wait for the lost rank for ever.
                 dist.distributed_c10d._abort_process_group()
             else:
@@ -123,6 +134,7 @@ class GroupTransport(Connection):
         torch's own message names the rank whose socket broke, which is often one that failed because of another. So
         every rank whose transfer failed answers a roll call in the store; those that do not are missing.
         """
+        self._has_failed = True
         if not self.names_missing:
             return PeerLostError(f"the exchange failed: {error}")
         seconds = min(ROLL_CALL_SECONDS, self._timeout)

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from samestep.comm.communicator import Communicator
-from samestep.comm.connecting import connect_at
+from samestep.comm.connecting import connect_at, have_own_gpus
 from samestep.comm.environment import Environment, read_environment
 from samestep.comm.group import ROLL_CALL_SECONDS, GroupTransport
 from samestep.comm.rendezvous import rendezvous, roll_call, store_host
@@ -146,21 +146,22 @@ def run_checks(session: Session, quick: bool, about_node: Sequence[Result] = ())
             roll_call(bye, 0, environment.world_size, LEAVE_SECONDS, None)
 
 
-def transports(environment: Environment, device: torch.device) -> dict[str, str]:
+def transports(environment: Environment, own_gpus: bool) -> dict[str, str]:
     """The transports that the environment allows: "shared", "gloo" or "nccl", each with its SAMESTEP_TRANSPORT."""
-    has_own_gpu = device.type == "cuda" and environment.local_world_size <= torch.cuda.device_count()
-    possible = {"nccl": "auto"} if has_own_gpu else {}
+    possible = {"nccl": "auto"} if own_gpus else {}
     if environment.local_world_size == environment.world_size:
         possible |= {"shared": "shared", "gloo": "gloo"}
     else:
-        possible["gloo"] = "gloo" if has_own_gpu else "auto"
+        possible["gloo"] = "gloo" if own_gpus else "auto"
     return {name: choice for name, choice in possible.items() if environment.transport in ("auto", name)}
 
 
 def _check_transports(session: Session, store: dist.Store) -> None:
     """Runs every collective on every transport, and compares the clocks on the first."""
-    has_clocks = False
-    for name, choice in transports(session.environment, session.device).items():
+    has_clocks, environment, device = False, session.environment, session.device
+    seconds = timedelta(seconds=session.seconds)
+    own_gpus = device.type == "cuda" and have_own_gpus(store, environment, device, seconds)
+    for name, choice in transports(environment, own_gpus).items():
         own = dist.PrefixStore(f"doctor {name}", store)
         communicator = _connect(session, name, choice, own)
         if communicator is None:

@@ -4,6 +4,7 @@ Imported only once something has failed.
 """
 
 import gc
+import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ SHORT_OF_MEMORY = re.compile(
     re.IGNORECASE,
 )
 LONE_SAMPLE = "Expected more than 1 value per channel when training"
+CUBLAS_VARIABLE = "CUBLAS_WORKSPACE_CONFIG"
 NONDETERMINISTIC = re.compile(r"(\S+) does not have a deterministic implementation")
 LONE_ADVICE = {  # besides smaller microbatches, by strategy
     "sharded": "more devices, smaller `wrap`, or Sharded(activation_checkpointing=True)",
@@ -164,6 +166,13 @@ def describe_update_shortage(optimizer: str, step: int, rank: int) -> str:
 
 def explain_nondeterminism(error: RuntimeError, model: nn.Module) -> DeterminismError | None:
     """The error that names the module, for torch's error about an operation without a deterministic form."""
+    if CUBLAS_VARIABLE in str(error):
+        got = os.environ.get(CUBLAS_VARIABLE)
+        return DeterminismError(
+            f"torch refuses matrix products on this GPU: {CUBLAS_VARIABLE} is {got!r} now, and was not :4096:8 or "
+            ":16:8 at the first of them, when torch reads it. Import samestep before the first one, or set the "
+            "variable to :4096:8 before the program starts"
+        )
     match = NONDETERMINISTIC.search(str(error))
     if match is None:
         return None

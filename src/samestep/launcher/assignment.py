@@ -75,17 +75,15 @@ def assign(
 
 def process_variables(selection: Selection, num_threads: int) -> dict[str, str]:
     """The variables that must be set before a worker's process imports torch."""
-    # OpenBLAS starts threads when numpy is imported, after which the process must not fork. cuBLAS reads its workspace
-    # setting, needed for deterministic results, when it starts (see `torch.use_deterministic_algorithms`). The order of
-    # a set of strings depends on a hash that differs between processes, and so would a vocabulary made of a set.
+    # OpenBLAS starts threads when numpy is imported, after which the process must not fork. The order of a set of
+    # strings depends on a hash that differs between processes, and so would a vocabulary made of a set.
     variables = {
         "OPENBLAS_NUM_THREADS": "1",
         "OMP_NUM_THREADS": str(num_threads),
         "MKL_NUM_THREADS": str(num_threads),
         **selection.environment,
     }
-    defaults = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "PYTHONHASHSEED": "0"}
-    return variables | {name: value for name, value in defaults.items() if name not in os.environ}
+    return variables if "PYTHONHASHSEED" in os.environ else {**variables, "PYTHONHASHSEED": "0"}
 
 
 def worker_variables(instruction: Instruction) -> dict[str, str]:

@@ -1,14 +1,18 @@
 """Workers for notebooks: `launch` calls a function on every device and returns rank 0's result."""
 
 import io
+import os
 import pickle
 import signal
 import sys
 import tempfile
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import FunctionType
 from typing import Any
+
+import cloudpickle
 
 from samestep.comm.environment import read_environment
 from samestep.devices.selection import select
@@ -31,7 +35,9 @@ def launch(
     """Calls a function in one worker process a device, and returns rank 0's result.
 
     A function that can be imported by name runs in clean processes. A closure, or a function of a notebook's cell or
-    of the program itself, runs in forks of this process, which needs Linux and a process that has used no accelerator.
+    of the program itself, runs in forks of this process, which share its memory. Where it cannot be forked (not on
+    Linux, or once it has used a GPU or asked for one), clean processes get the function by value, with copies of what
+    it uses.
 
     Args:
         fn: the function; every worker calls it.
@@ -39,14 +45,15 @@ def launch(
         kwargs: its keyword arguments.
         devices: as for `samestep run --devices`.
         num_threads: CPU threads a worker.
-        start_method: "fork" or "spawn"; None for fork if it is safe.
+        start_method: "fork" or "spawn"; None for fork on Linux.
 
     Returns:
         Rank 0's return value, which must be picklable. Tensors should be on the CPU: a tensor on a GPU would initialise
         the GPU in this process.
 
     Raises:
-        UsageError: the function can be neither imported by the workers nor forked, or this is a worker already.
+        UsageError: this process cannot be forked, and the function uses what cannot be sent to another one; or this is
+            a worker already.
         DeviceError: the devices do not exist.
         WorkerError: a worker failed; the message holds its rank, device and traceback.
         KeyboardInterrupt: the run was interrupted.
@@ -58,18 +65,21 @@ def launch(
     method = resolve_start_method(start_method, num_threads)
     selection = select(devices)
     variables = process_variables(selection, num_threads)
-    arguments = _pickle_by_name(fn, tuple(args), dict(kwargs or {}))
+    name = getattr(fn, "__qualname__", type(fn).__qualname__)
+    call = partial(fn, *args, **(kwargs or {}))
+    content = _pickle_by_name(call)
+    if content is None and method == "spawn":
+        content = _pickle_by_value(call, name, "with start_method='spawn'")
+    elif content is None and _forks_break(selection.kind):
+        content = _pickle_by_value(call, name, "from a process that has used a GPU or asked for one")
     with tempfile.TemporaryFile() as payload, tempfile.TemporaryFile() as answer:
         fds = {"answer": answer.fileno()}
-        open_pool: Callable[[], WorkerPool]
-        if arguments is None:
-            _check_fork(fn, method)
-            open_pool = partial(ServerPool.forked, partial(fn, *args, **(kwargs or {})), variables)
-        else:
-            write_payload(payload, arguments)
+        open_pool: Callable[[], WorkerPool] = partial(ServerPool.forked, call, variables)
+        if content is not None:
+            write_payload(payload, content)
             fds["payload"] = payload.fileno()
             open_pool = partial(ServerPool.executed, variables, start_method=method)
-        job = Job("function", f"{fn.__module__}:{getattr(fn, '__qualname__', type(fn).__qualname__)}")
+        job = Job("function", f"{fn.__module__}:{name}")
         outcome = supervise(job, selection, num_threads=num_threads, open_pool=open_pool, relay=True, fds=fds)
         if outcome.exit_code == 128 + signal.SIGINT and outcome.failure is None:
             raise KeyboardInterrupt
@@ -80,22 +90,27 @@ def launch(
         return pickle.loads(content) if content else None  # empty if rank 0 ended by sys.exit()
 
 
-def _pickle_by_name(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes | None:
-    """The pickled arguments, if a clean process can import the function and unpickle them, else None."""
-    module, name = getattr(fn, "__module__", None), getattr(fn, "__qualname__", None)
-    if not isinstance(fn, FunctionType) or module is None or name is None or not _is_importable(module):
-        return None
-    found: Any = sys.modules.get(module)
-    for part in name.split("."):
-        found = getattr(found, part, None)
-    if found is not fn:
+def _pickle_by_name(call: partial[Any]) -> bytes | None:
+    """The pickled call, if a clean process can import its function and unpickle its arguments, else None."""
+    if not isinstance(call.func, FunctionType):
         return None
     content = io.BytesIO()
     try:
-        _ByName(content).dump((args, kwargs))
+        _ByName(content).dump(call)
     except (pickle.PicklingError, TypeError, AttributeError):
         return None
     return content.getvalue()
+
+
+def _pickle_by_value(call: partial[Any], name: str, when: str) -> bytes:
+    """The pickled call with the code of functions and classes that a clean process cannot import."""
+    try:
+        return bytes(cloudpickle.dumps(call))
+    except Exception as error:  # of whatever `__reduce__` the values have
+        raise UsageError(
+            f"{when} workers start as new processes, and {name} or an argument cannot be sent to them "
+            f"({type(error).__name__}: {error}); open files and make locks, iterators and the like within {name}"
+        ) from error
 
 
 class _ByName(pickle.Pickler):
@@ -116,17 +131,21 @@ def _is_importable(module: str) -> bool:
     return any(finder.find_spec(top, None) is not None for finder in sys.meta_path)
 
 
-def _check_fork(fn: Callable[..., Any], method: StartMethod) -> None:
-    """Raises UsageError if a function without an importable name cannot run in forks of this process."""
-    name = getattr(fn, "__qualname__", type(fn).__name__)
-    mend = f"move {name} and what it is given into a .py file and import it from there"
-    if method == "spawn":
-        raise UsageError(f"spawned workers import the function by name, and {name} (or an argument) has none; {mend}")
+def _forks_break(kind: str) -> bool:
+    """Whether forks of this process break, or cannot use devices of a kind."""
     torch = sys.modules.get("torch")
-    for kind in ("cuda", "xpu"):
-        module = getattr(torch, kind, None)
-        if module is not None and module.is_initialized():
-            raise UsageError(
-                f"this process uses {kind} already, so it cannot be forked, and {name} (or an argument) has no name "
-                f"that workers could import; {mend}, or restart and launch before the first use of {kind}"
-            )
+    if torch is None:
+        return False
+    if any(getattr(torch, name).is_initialized() for name in ("cuda", "xpu")):
+        return True
+    # `torch.cuda.is_available()` starts the driver too, without which forks could not do. torch has no public name for
+    # that, and only a fork can tell.
+    is_broken = getattr(getattr(torch, kind, None), "_is_in_bad_fork", None)
+    if is_broken is None:
+        return False
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12's about threads, which notebooks always have
+        pid = os.fork()
+    if pid == 0:
+        os._exit(is_broken())
+    return os.waitpid(pid, 0)[1] != 0

@@ -18,7 +18,7 @@ from samestep.launcher.job import Job
 
 
 def run_program(job: Job, fds: Mapping[str, int]) -> Any:
-    """Runs a job and returns a function's result; its arguments are in the descriptor "payload", if there is one."""
+    """Runs a job and returns a function's result; the call is in the descriptor "payload", if there is one."""
     if job.kind == "script":
         run_script(job.target, job.argv)
         return None
@@ -27,23 +27,22 @@ def run_program(job: Job, fds: Mapping[str, int]) -> Any:
         return None
     if "payload" not in fds:
         return _find_function(job.target)(**job.kwargs)
-    search_path, arguments = read_payload(fds["payload"])
+    search_path, call = _read_payload(fds["payload"])
     sys.path[:] = search_path
-    args, kwargs = pickle.loads(arguments)
-    return _find_function(job.target)(*args, **kwargs)
+    return pickle.loads(call)()
 
 
-def write_payload(file: io.BufferedRandom, arguments: bytes) -> None:
-    """Writes a payload: the caller's module search path and the pickled (args, kwargs)."""
-    pickle.dump((sys.path, arguments), file)
+def write_payload(file: io.BufferedRandom, call: bytes) -> None:
+    """Writes a payload for workers: this process's module search path and a pickled call."""
+    pickle.dump((sys.path, call), file)
     file.flush()
 
 
-def read_payload(fd: int) -> tuple[list[str], bytes]:
+def _read_payload(fd: int) -> tuple[list[str], bytes]:
     """Reads a payload, without moving the file offset, which all workers share."""
     with mmap.mmap(fd, 0, access=mmap.ACCESS_READ) as content:
-        search_path, arguments = pickle.loads(content)
-    return search_path, arguments
+        search_path, call = pickle.loads(content)
+    return search_path, call
 
 
 def run_script(path: str, argv: tuple[str, ...]) -> None:

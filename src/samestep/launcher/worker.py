@@ -46,9 +46,11 @@ def work(instruction: Instruction, call: Call | None = None) -> int:
         return 0
     except SystemExit as stop:
         return _report_exit(stop, instruction, channel)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
+        sys.last_value = error
         return 128 + signal.SIGINT
     except BaseException as error:
+        sys.last_value = error  # as the interpreter does, for handlers at the exit
         report = report_exception(error)
         channel.send("failed", **report)
         _log_message(report["traceback"] or f"{report['type']}: {report['message']}", instruction)
@@ -147,11 +149,20 @@ def _deliver(value: Any, instruction: Instruction, channel: Channel, page: Heart
                 channel.send("result", value=value)
         return
     if leads:
-        content = pickle.dumps(value)
+        content = _pickled(value, "payload" in instruction.fds)
         os.ftruncate(instruction.fds["answer"], 0)
         with open(os.dup(instruction.fds["answer"]), "wb") as file:
             file.seek(0)
             file.write(content)
+
+
+def _pickled(value: Any, is_clean: bool) -> bytes:
+    """A result, pickled so that the caller finds classes of its own in it; a clean process may have them by value."""
+    if not is_clean:
+        return pickle.dumps(value)
+    import cloudpickle  # recognises classes that it has brought along; workers of a command need it not
+
+    return bytes(cloudpickle.dumps(value))
 
 
 def exit_code_of(stop: SystemExit) -> tuple[int, str]:

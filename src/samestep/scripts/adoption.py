@@ -213,7 +213,7 @@ def connect_adoption(num_microbatches: int | None = None) -> Adoption:
     """Connects this process to the ranks that the environment names, and sets the switches of deterministic kernels."""
     environment = read_environment()
     device = own_device(None, environment)
-    make_deterministic(device, environment.num_threads or 1, "ordered")
+    make_deterministic(environment.num_threads or 1, "ordered")
     communicator = make_communicator(environment, device, timedelta(seconds=TIMEOUT_SECONDS))
     if environment.world_size > 1:
         atexit.register(communicator.close)

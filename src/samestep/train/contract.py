@@ -40,7 +40,7 @@ class Contract:
         seed: of every random generator and of the order.
         reduction: "ordered" or "native".
         device_kind: "cpu", "cuda", …
-        num_threads: CPU threads a worker; 0 where the device is not a CPU.
+        num_threads: CPU threads a rank, on GPUs too: samples are loaded and parameters initialised by CPU kernels.
     """
 
     global_batch_size: int

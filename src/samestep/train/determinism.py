@@ -7,7 +7,6 @@ are imported.
 """
 
 import gc
-import os
 import random
 import weakref
 from collections.abc import Collection, Mapping
@@ -32,23 +31,36 @@ CURE = "build samestep.Run first, or set a seed"
 
 
 def own_device(device: str | torch.device | None, environment: Environment) -> torch.device:
-    """This rank's device: the user's choice, else the launcher's, else the first accelerator or the CPU."""
+    """This rank's device, made current: the user's choice, else the launcher's, else the first accelerator or the CPU.
+
+    Of a kind without an index, each rank has the device with its local rank; a process that is alone the current one.
+    """
+    kind, index = environment.device_kind, None
     if device is not None:
-        return _checked_device(device)
-    kind = environment.device_kind
-    if kind is None:
+        asked = _checked_device(device)
+        kind, index = asked.type, asked.index
+    elif kind is None:
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         kind = "cpu" if accelerator is None else accelerator.type
     if kind == "cpu":
         return torch.device("cpu")
-    own = torch.device(kind, environment.local_rank % max(1, torch.get_device_module(kind).device_count()))
-    if kind != "mps":
-        torch.accelerator.set_device_index(own.index)
+    if index is None and environment.world_size > 1:
+        index = environment.local_rank % max(1, torch.get_device_module(kind).device_count())
+    elif index is None:
+        index = torch.accelerator.current_device_index()
+    own = torch.device(kind, index)
+    make_current(own)
     return own
 
 
+def make_current(device: torch.device) -> None:
+    """Makes a GPU the one that "cuda", and a stream or event without a device, mean in this thread."""
+    if device.type in ("cuda", "xpu"):
+        torch.accelerator.set_device_index(device)
+
+
 def _checked_device(asked: str | torch.device) -> torch.device:
-    """The device of this name, with its index; raises a `DeviceError` if this process does not have it."""
+    """The device of this name; raises a `DeviceError` if this process does not have it."""
     try:
         chosen = torch.device(asked)
     except (RuntimeError, TypeError):
@@ -62,16 +74,16 @@ def _checked_device(asked: str | torch.device) -> torch.device:
     if (chosen.index or 0) >= torch.accelerator.device_count():
         last = torch.accelerator.device_count() - 1
         raise DeviceError(f"got device={str(asked)!r}; this process has {chosen.type}:0 to {chosen.type}:{last}")
-    return torch.device(chosen.type, chosen.index or 0)
+    return chosen
 
 
-def make_deterministic(device: torch.device, threads: int, reduction: str) -> None:
+def make_deterministic(threads: int, reduction: str) -> None:
     """Sets the process-wide switches that equal bits need."""
-    if device.type == "cpu":
-        torch.set_num_threads(threads)
+    # On a GPU too: CPU kernels load the data there and initialise the model. So no number that follows from the cores
+    # a rank, of which fewer devices leave more.
+    torch.set_num_threads(threads)
     if reduction == "native":
         return
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.set_deterministic_debug_mode("error")  # as use_deterministic_algorithms(True), without importing inductor
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # a pass over memory for nothing
     torch.backends.cudnn.benchmark = False

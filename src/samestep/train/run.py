@@ -37,6 +37,7 @@ from samestep.train.determinism import (
     DrawnBefore,
     DrawnParameters,
     generator_states,
+    make_current,
     make_deterministic,
     own_device,
     restore_generators,
@@ -69,8 +70,10 @@ class Run:
         spares: number of devices, the last ones, that stand by: they hold the state and take over at once when another
             is lost. Devices beyond `num_microbatches` can only be spares.
         reduction: "ordered" (tier `bitwise`) or "native", the backend's own all-reduce (tier `allclose`).
-        device: this rank's device; chosen by the launcher, else the first accelerator, else the CPU.
-        num_threads: threads of a CPU worker, part of the contract since reductions split by it; 1 by default.
+        device: this rank's device, which becomes the current one; chosen by the launcher, else the first accelerator,
+            else the CPU. "cuda" without an index is the GPU with the local rank.
+        num_threads: CPU threads of a rank, part of the contract since reductions split by it, those of data loading and
+            initialisation on GPU ranks too; 1 by default, whatever the cores and devices.
         timeout_seconds: time to wait for other ranks before an error names the missing ones.
         communicator: this rank's communicator, instead of one from the environment; for tests and special transports.
         profile: a folder for a trace of some steps of this rank by torch.profiler; that of the environment variable
@@ -122,9 +125,10 @@ class Run:
         num_data = world_size if grid.num_inner == 1 else grid.sizes["data"]
         microbatch_ranges(count, num_data - spares, active_shares(shares, num_data, spares))
         self.device = own_device(device, environment) if communicator is None else communicator.device
-        threads = (num_threads or environment.num_threads or 1) if self.device.type == "cpu" else 0
+        make_current(self.device)
+        threads = num_threads or environment.num_threads or 1
         self.contract = Contract(global_batch_size, count, seed, reduction, self.device.type, threads)
-        make_deterministic(self.device, threads, reduction)
+        make_deterministic(threads, reduction)
         watched = HeartbeatPage.from_environment() if communicator is None else None
         heartbeat = Heartbeat() if watched is None else Heartbeat(*watched)
         if environment.joins and heartbeat.page is not None:

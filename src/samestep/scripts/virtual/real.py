@@ -1,6 +1,6 @@
 """Real accelerators: a script that names several of them runs in a process that has one.
 
-Not run on hardware: the mapping of indices is tested without a GPU, the patches are not.
+Not run on hardware: it is tested on CUDA devices in host memory.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -77,6 +77,8 @@ def own_accelerator(adoption: Adoption, device: torch.device) -> Iterator[None]:
 def _patches(adoption: Adoption, device: torch.device, read: Callable[[Any], Any]) -> list[Patch]:
     """The names that take an index or count devices; torch's own modules keep counting real devices."""
     restore: Any = torch.serialization.default_restore_location
+    context: Any = torch.utils._device.DeviceContext
+    init = context.__init__
 
     def count() -> int:
         return num_visible(adoption)
@@ -88,7 +90,13 @@ def _patches(adoption: Adoption, device: torch.device, read: Callable[[Any], Any
     def set_device(asked: Any) -> None:
         read(asked)
 
+    def init_context(self: Any, asked: Any) -> None:
+        init(self, read(asked))
+
     table = [
+        # Of `with torch.device(…)` and `torch.set_default_device`: it acts after all modes.
+        Patch(context, "__init__", init_context),
+        _generators(read),
         Patch(torch.serialization, "default_restore_location", restore_location),
         Patch(torch.accelerator, "device_count", count),
         Patch(torch.accelerator, "set_device_index", set_device),
@@ -96,6 +104,25 @@ def _patches(adoption: Adoption, device: torch.device, read: Callable[[Any], Any
     if device.type == "cuda":
         table += _cuda_patches(device, read, count, set_device)
     return table
+
+
+def _generators(read: Callable[[Any], Any]) -> Patch:
+    """`torch.Generator(device)`, which no mode sees."""
+    plain: Any = torch.Generator
+
+    class AnyGenerator(type(plain)):  # type: ignore[misc]
+        """`isinstance(generator, torch.Generator)` is true of those that C++ made, too."""
+
+        def __instancecheck__(cls, instance: Any) -> bool:
+            return isinstance(instance, plain)
+
+    class Generator(plain, metaclass=AnyGenerator):  # type: ignore[misc]
+        """A plain generator, of the CPU or of this process's own device."""
+
+        def __new__(cls, device: Any = "cpu") -> Any:
+            return plain(read(device))
+
+    return Patch(torch, "Generator", Generator)
 
 
 def _cuda_patches(

@@ -1,0 +1,157 @@
+"""Ranks on GPUs: NCCL if each has one to itself, whatever number it has there, else host memory."""
+
+import subprocess
+import sys
+import textwrap
+
+import pytest
+from gpus import FOLDER, environment, needs_fake_gpus, places, run_processes
+
+pytestmark = needs_fake_gpus
+needs_nccl = pytest.mark.skipif(not (FOLDER / "nccl.cpp").exists(), reason="the fake CUDA device has no NCCL")
+
+CHOOSE = """
+    from datetime import timedelta
+    from samestep.comm.connecting import have_own_gpus
+    from samestep.comm.environment import read_environment
+    from samestep.comm.rendezvous import rendezvous
+    from samestep.train.determinism import own_device
+
+    place, timeout = read_environment(), timedelta(seconds=100)
+    device = own_device(None, place)
+    store = rendezvous(place, timeout)
+    print(device, have_own_gpus(store, place, device, timeout))
+    store.set(f"read by {place.rank}", "yes")
+    store.wait([f"read by {rank}" for rank in range(place.world_size)], timeout)
+"""
+
+
+def choices(*visible, transport="auto"):
+    """The devices that ranks of one host get and whether they use NCCL, and their notes; by the GPUs that each sees."""
+    ranks = [{**place, "CUDA_VISIBLE_DEVICES": ids} for place, ids in zip(places(len(visible)), visible, strict=True)]
+    outputs = run_processes(CHOOSE, *ranks, devices=4, SAMESTEP_TRANSPORT=transport)
+    return [out.strip() for out, _ in outputs], [error for _, error in outputs]
+
+
+@pytest.mark.parametrize(
+    ("visible", "devices"),
+    [(("2,0", "2,0"), ("cuda:0", "cuda:1")), (("3", "1"), ("cuda:0", "cuda:0"))],
+    ids=["all GPUs", "one GPU each, as srun --gpus-per-task=1 shows them"],
+)
+def test_ranks_with_a_gpu_each_use_nccl(visible, devices):
+    assert choices(*visible) == ([f"{device} True" for device in devices], ["", ""])
+
+
+def test_ranks_that_share_a_gpu_go_through_host_memory_and_rank_0_says_so():
+    found, notes = choices("1", "0", "1")
+    assert found == ["cuda:0 False"] * 3
+    assert notes[0].count("samestep: ") == 1
+    assert "ranks 0, 2 have no GPU to themselves" in notes[0]
+    assert notes[1:] == ["", ""]
+
+
+def test_ranks_that_are_told_to_share_a_gpu_hear_nothing_of_it():
+    assert choices("1", "1", transport="gloo") == (["cuda:0 False"] * 2, ["", ""])
+
+
+GROUPS = """
+    import os
+    from datetime import timedelta
+    import torch
+    import torch.distributed as dist
+    from samestep.comm.connecting import subgroup
+
+    rank, timeout = int(os.environ["RANK"]), timedelta(seconds=100)
+    dist.init_process_group("gloo", device_id=torch.device("cuda", rank))
+    store = dist.distributed_c10d._get_default_store()
+    for groups in ([(0,), (1, 2)], [(0, 2), (1,)], [(0, 2), (1,)]):
+        transport = subgroup(groups, rank, "gloo", store, timeout)
+        print(transport.ranks, transport.gather(torch.tensor([rank])).wait().tolist())
+    dist.barrier()
+"""
+
+
+def test_gloo_groups_of_some_ranks_need_nothing_of_the_others_where_the_default_group_is_of_a_gpu():
+    """As under NCCL, whose communicators of some ranks are split off that of all."""
+    outputs = run_processes(GROUPS, *places(3), devices=3)
+    assert [out.splitlines() for out, _ in outputs] == [
+        ["(0,) [0]", "(0, 2) [0, 2]", "(0, 2) [0, 2]"],
+        ["(1, 2) [1, 2]", "(1,) [1]", "(1,) [1]"],
+        ["(1, 2) [1, 2]", "(0, 2) [0, 2]", "(0, 2) [0, 2]"],
+    ]
+
+
+TRAIN = """
+    import torch
+    from torch import nn
+    import samestep
+
+    run = samestep.Run(16, 4, device="cuda")
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    step = run.train_step(model, optimizer, lambda m, b: m(b[0]).square().mean())
+    losses = [step(batch).loss.hex() for batch in run.loader((torch.randn(64, 4),))]
+    print(type(run.communicator.transport).__name__, run.communicator.transport.stream is not None)
+    print(*losses, samestep.state_digest(step))
+"""
+
+
+@needs_nccl
+@pytest.mark.parametrize("visible", [("0,1", "0,1"), ("3", "1")], ids=["both GPUs", "one GPU each"])
+def test_ranks_with_a_gpu_each_train_over_nccl_to_the_bits_of_one(visible):
+    ranks = [{**place, "CUDA_VISIBLE_DEVICES": ids} for place, ids in zip(places(2), visible, strict=True)]
+    (one, _), (other, _), (alone, _) = *run_processes(TRAIN, *ranks, devices=4), *run_processes(TRAIN, {}, devices=1)
+    assert one == other
+    assert one.splitlines()[0] == "GroupTransport True"
+    assert one.splitlines()[1] == alone.splitlines()[1]
+
+
+LEAVE = """
+    import time
+    import torch
+    import samestep
+
+    run = samestep.Run(16, 4, device="cuda")
+    if run.rank == 0:
+        time.sleep(300)
+    run.communicator.transport.gather(torch.ones(4, device=run.device))
+    raise ValueError("the user's own")
+"""
+
+
+@needs_nccl
+def test_a_rank_that_fails_while_others_owe_it_an_exchange_ends_at_once():
+    """Destroying NCCL's communicator would wait for the exchange."""
+    command = [sys.executable, "-c", textwrap.dedent(LEAVE)]
+    other, failed = (
+        subprocess.Popen(command, env=environment(2, **place), stderr=subprocess.PIPE, text=True) for place in places(2)
+    )
+    try:
+        assert failed.communicate(timeout=120)[1].rstrip().endswith("ValueError: the user's own")
+        assert failed.returncode == 1
+    finally:
+        for process in (other, failed):
+            process.kill()
+            process.communicate()
+
+
+AXES = """
+    import torch
+    import samestep
+
+    run = samestep.Run(16, 4, device="cuda", mesh={"data": 2, "pipe": 2})
+    for axis in ("data", "pipe"):
+        along = run.membership.along(axis)
+        on_gpu = along.transport.gather(torch.tensor([run.communicator.rank], device=run.device)).wait()
+        on_host = along.control.gather(torch.tensor([run.communicator.rank])).wait()
+        print(axis, along.transport.stream is not None, on_gpu.tolist(), on_host.tolist())
+    run.communicator.barrier()
+"""
+
+
+@needs_nccl
+def test_the_axes_of_a_mesh_are_connected_on_gpus_and_on_the_host():
+    outputs = run_processes(AXES, *places(4), devices=4)
+    lines = {"data": [[0, 2], [1, 3], [0, 2], [1, 3]], "pipe": [[0, 1], [0, 1], [2, 3], [2, 3]]}
+    for rank, (out, _) in enumerate(outputs):
+        assert out.splitlines() == [f"{axis} True {own[rank]} {own[rank]}" for axis, own in lines.items()]
