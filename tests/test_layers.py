@@ -23,9 +23,9 @@ LAYERS = (
     "verify",
     "replay",
     "report",
-    "doctor",
     "estimate",
     "recipes",
+    "doctor",
     "cli",
 )
 BOTTOM = {"errors", "extras", "text", "version"}
