@@ -9,7 +9,7 @@ export NO_MKDOCS_2_WARNING := 1
 PYTEST := PYTHONHASHSEED=0 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 READY := .venv/.ready
 
-.PHONY: train test test-rest test-all fake-cuda golden golden-write check format docs bench bench-quick clean
+.PHONY: train test test-rest test-all fake-cuda golden golden-write check format docs bench bench-quick prove clean
 
 train: $(READY)
 	$(BIN)/samestep train lenet
@@ -67,6 +67,10 @@ bench-quick: $(READY)
 	$(BIN)/python benchmarks/growth.py --quick --output $$folder && \
 	$(BIN)/python benchmarks/strategies.py --quick --output $$folder && \
 	$(BIN)/python benchmarks/page.py --results $$folder --docs $$folder; code=$$?; rm -rf $$folder; exit $$code
+
+# Ten minutes on all devices of this machine; its file, proven-….json, is to be sent in (docs/proven.md).
+prove: $(READY)
+	$(BIN)/samestep doctor --prove
 
 clean:
 	rm -rf .venv site .mypy_cache .ruff_cache .hypothesis

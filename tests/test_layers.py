@@ -24,9 +24,9 @@ LAYERS = (
     "verify",
     "replay",
     "report",
-    "doctor",
     "estimate",
     "recipes",
+    "doctor",
     "cli",
 )
 BOTTOM = {"errors", "extras", "text", "version"}

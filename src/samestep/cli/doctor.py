@@ -1,6 +1,7 @@
 """`samestep doctor`: is this machine sane?"""
 
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -20,6 +21,12 @@ def doctor(
         float, typer.Option(min=1.0, metavar="SECONDS", help="How long ranks wait for each other.")
     ] = TIMEOUT_SECONDS,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
+    prove: Annotated[
+        bool, typer.Option("--prove", help="Prove the machine in at most 10 minutes, and write a file to send in.")
+    ] = False,
+    output: Annotated[
+        Path | None, typer.Option(metavar="PATH", help="The file of --prove, or its folder; this folder by default.")
+    ] = None,
 ) -> None:
     """Checks this machine: versions, devices, system, and collectives between ranks, to the bit.
 
@@ -31,6 +38,20 @@ def doctor(
     from samestep.errors import UsageError
 
     environment = read_environment()
+    if output is not None and not prove:
+        raise UsageError(f"got --output {output} without --prove, which writes it; add --prove")
+    if prove:
+        if environment.launcher != "none":
+            raise UsageError(f"got --prove in a rank that {environment.launcher} started; start it by itself")
+        from samestep.doctor import proof
+        from samestep.doctor.result import from_objects, print_results
+
+        content = proof.prove(devices or "auto", output or Path(), quick, timeout_seconds)
+        if as_json:
+            print(json.dumps(content), flush=True)
+        else:
+            print_results(from_objects(content["rows"]))
+        raise typer.Exit(0 if content["proven"] else 1)
     if environment.launcher == "none":
         results, code = check_local(devices or "auto", timeout_seconds, quick)
         _show(results, as_json)

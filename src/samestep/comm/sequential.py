@@ -109,7 +109,7 @@ class SequentialTransport:
     """One rank's end of a `SequentialWorld`."""
 
     nodes = None
-    stream = None
+    stream: torch.cuda.Stream | None = None
 
     def __init__(self, world: SequentialWorld, rank: int) -> None:
         self.rank = rank

@@ -16,7 +16,7 @@ from samestep.comm.shm.segment import OUTBOX_SIZES, NoSegmentError, check_machin
 from samestep.devices.device import gib
 from samestep.devices.inventory import Inventory, discover
 from samestep.devices.selection import Selection, select
-from samestep.doctor.result import Result, State, bad, good, is_good, note
+from samestep.doctor.result import Result, State, bad, from_objects, good, is_good, note
 from samestep.doctor.versions import TorchFacts, ask_torch, check_libraries, check_python, check_torch
 from samestep.extras import is_installed
 from samestep.launcher.job import Job, Policy
@@ -366,7 +366,7 @@ def check_ranks(
         policy = Policy(heal=False, hang_seconds=0)
         outcome = supervise(job, selection, policy=policy, grace_seconds=GRACE_SECONDS)
         lines = report.read_text(encoding="utf-8").splitlines() if report.exists() else []
-    results = [Result(**json.loads(line)) for line in lines]
+    results = from_objects(map(json.loads, lines))
     if outcome.exit_code != 0 and is_good(results):
         after = f" after {results[-1].name!r}" if results else ""
         reason = (outcome.failure or "they were stopped").strip().splitlines()[0]

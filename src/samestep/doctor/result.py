@@ -1,7 +1,7 @@
 """The result of a check; all results as a table or as JSON."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal, TextIO
 
 from samestep.text import counted
@@ -51,6 +51,12 @@ def is_good(results: Iterable[Result]) -> bool:
 def as_object(results: Sequence[Result]) -> dict[str, Any]:
     """The results as a JSON object."""
     return {"good": is_good(results), "findings": [asdict(result) for result in results]}
+
+
+def from_objects(values: Iterable[Mapping[str, Any]]) -> list[Result]:
+    """The results of JSON objects, which may have further fields."""
+    names = [each.name for each in fields(Result)]
+    return [Result(**{name: value[name] for name in names}) for value in values]
 
 
 def print_results(results: Sequence[Result], file: TextIO | None = None) -> None:

@@ -1,0 +1,306 @@
+"""The programs of `samestep doctor --prove`, run by the workers of a row; rank 0's return value is the row's facts."""
+
+import faulthandler
+import itertools
+import os
+import signal
+import sys
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from samestep.comm.communicator import Communicator
+from samestep.comm.environment import read_environment
+from samestep.comm.mesh import join_group
+from samestep.comm.sequential import SequentialTransport, SequentialWorld
+from samestep.data.loader import Loader
+from samestep.engine.observer import StepObserver
+from samestep.engine.result import StepResult
+from samestep.engine.step import TrainStep
+from samestep.recipes import gpt
+from samestep.recipes.catalog import load
+from samestep.recipes.images import classification_loss
+from samestep.recipes.recipe import RecipeData
+from samestep.train.digest import Drift, as_hex, state_checksum, state_digest
+from samestep.train.run import Run
+from samestep.train.trainer import Trainer
+
+SEED = 17
+BATCH, SAMPLES = 32, 85  # an epoch's last batch is shorter, and the microbatches do not divide it
+CONTEXT, MAX_GRAD_NORM, BUCKET_BYTES = 32, 1.0, 64 << 10  # several buckets even of a small model
+KILLED_IN_STEP = 2
+WARM_STEPS, COUNTED_STEPS = 4, 6
+SYNCHRONIZING = "synchronizing CUDA operation"  # in torch's warning: c10/cuda/CUDAFunctions.cpp
+SPEED_ROUNDS, SPEED_STEPS = 5, 5
+TIMEOUT = timedelta(seconds=60)
+Facts = dict[str, Any]
+
+
+def start(program: str, seconds: float, options: Mapping[str, Any]) -> Any:
+    """Runs a program; a worker for which the time is too short writes its stacks and ends."""
+    faulthandler.dump_traceback_later(seconds, exit=True)
+    try:
+        return PROGRAMS[program](**options)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+def make_lenet() -> nn.Module:
+    """The recipe's LeNet, with BatchNorm after its convolutions and dropout before its last layer."""
+    layers = list(load("lenet").model(RecipeData([], [], "")).children())  # type: ignore[arg-type]  # no data is read
+    convolutions = [layers[0], nn.BatchNorm2d(20), *layers[1:4], nn.BatchNorm2d(50)]
+    return nn.Sequential(*convolutions, *layers[4:-1], nn.Dropout(0.2), layers[-1])
+
+
+def make_gpt(width: int = 64, layers: int = 2, context: int = CONTEXT) -> nn.Module:
+    """The recipe's GPT, with dropout; not tied, since stages of a pipeline cannot share the embedding."""
+    return gpt.Gpt(layers, width, heads=4, context=context, dropout=0.1, tied=False)
+
+
+def random_images(count: int) -> tuple[Tensor, Tensor]:
+    """Images of noise, with labels."""
+    generator = torch.Generator().manual_seed(SEED)
+    return torch.randn(count, 1, 28, 28, generator=generator), torch.randint(0, 10, (count,), generator=generator)
+
+
+def random_texts(count: int, context: int = CONTEXT) -> tuple[Tensor, Tensor]:
+    """Texts of random bytes, with the next byte of each."""
+    texts = torch.randint(0, gpt.NUM_BYTES, (count, context + 1), generator=torch.Generator().manual_seed(SEED))
+    return texts[:, :-1].contiguous(), texts[:, 1:].contiguous()
+
+
+MODELS: Mapping[str, tuple[Callable[[], nn.Module], Callable[..., Any], Callable[[int], Any]]] = {
+    "lenet": (make_lenet, classification_loss, random_images),
+    "gpt": (make_gpt, gpt.loss, random_texts),
+}
+FEED_FORWARD = {"blocks.*.feed_in": ColwiseParallel(), "blocks.*.feed_out": RowwiseParallel()}
+
+
+def make_optimizer(name: str, model: nn.Module, device: torch.device) -> Optimizer:
+    """SGD with momentum, or AdamW: fused on a GPU, where the host then waits for nothing."""
+    if name == "sgd":
+        return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    return torch.optim.AdamW(model.parameters(), lr=2e-3, fused=True if device.type == "cuda" else None)
+
+
+def build(name: str, run: Run, *, on_tensor_axis: bool = False) -> tuple[nn.Module, Optimizer, dict[str, Any]]:
+    """The model, optimizer and further arguments of the step of a training such as "gpt bf16-mixed adamw"."""
+    kind, precision, optimizer = name.split()
+    make, loss, _ = MODELS[kind]
+    model = make()
+    if on_tensor_axis:
+        model = parallelize_module(model.to(run.device), run.mesh["tensor"], FEED_FORWARD)
+    options = {
+        "loss_fn": loss,
+        "precision": precision,
+        "max_grad_norm": MAX_GRAD_NORM,
+        "bucket_bytes": BUCKET_BYTES,
+    }
+    return model, make_optimizer(optimizer, model, run.device), options
+
+
+def data_of(name: str, count: int = SAMPLES) -> Any:
+    """The samples of a training."""
+    return MODELS[name.split()[0]][2](count)
+
+
+def train(name: str, run: Run, epochs: int, *, on_tensor_axis: bool = False, **more: Any) -> Facts:
+    """Trains; the steps as in a ledger, with a checksum of the state each, and the digest of the final state."""
+    print(f"{name} on {run.world_size}", file=sys.stderr, flush=True)  # the row's log shows how far it came
+    model, optimizer, options = build(name, run, on_tensor_axis=on_tensor_axis)
+    step = run.train_step(model, optimizer, **options, **more)
+    loader = run.loader(data_of(name), shuffle=True)
+    taken: list[tuple[StepResult, Tensor]] = []
+    for _ in range(epochs):
+        for batch in loader:
+            taken.append((step(batch), state_checksum(step)))  # read at the end: until then the host runs ahead
+    Drift(run.membership, [step]).check()
+    return {"steps": [as_entry(*each) for each in taken], "digest": state_digest(step)}
+
+
+def as_entry(result: StepResult, checksum: Tensor) -> Facts:
+    """A step as a line of the ledger."""
+    return {
+        "step": result.step,
+        "num_samples": result.num_samples,
+        "loss": result.loss.hex(),
+        "grad_norm": result.grad_norm.hex(),
+        "skipped": result.skipped,
+        "digest": as_hex(int(checksum)),
+    }
+
+
+def trainings(
+    names: Sequence[str],
+    num_microbatches: int,
+    epochs: int,
+    repeats: int = 1,
+    mesh: Mapping[str, int] | None = None,
+    **more: Any,
+) -> Facts:
+    """Several trainings one after another, each some times, over the same connections."""
+    over = Run(BATCH, num_microbatches, SEED).communicator
+    found: Facts = {}
+    for name in names:
+        runs = (Run(BATCH, num_microbatches, SEED, communicator=over, mesh=mesh) for _ in range(repeats))
+        found[name] = [train(name, run, epochs, **more) for run in runs]
+    return found
+
+
+class Kill(StepObserver):
+    """Kills this process by SIGKILL before it exchanges gradients of a step."""
+
+    def __init__(self) -> None:
+        self._step = 0
+
+    def on_step(self, step: Any, batch: Any) -> None:
+        """Notes the number of the step."""
+        self._step = step.num_steps
+
+    def on_phase(self, phase: str) -> None:
+        """Kills."""
+        if phase == "exchange" and self._step == KILLED_IN_STEP:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def killed(name: str, num_microbatches: int, epochs: int, folder: str) -> Facts:
+    """A training whose last rank is killed; the others go on, or all begin again at the newest checkpoint."""
+    run = Run(BATCH, num_microbatches, SEED)
+    model, optimizer, options = build(name, run)
+    dies = run.rank == run.world_size - 1 and read_environment().attempt == 0
+    options |= {"observers": [Kill()] if dies else [], "checkpoint_steps": 1}
+    with Trainer(run, model, optimizer, run_dir=folder, checkpoint_minutes=None, digest_every=1, **options) as trainer:
+        trainer.fit(data_of(name), epochs, resume="auto")
+        return {"digest": trainer.digest}
+
+
+def streams(names: Sequence[str], num_microbatches: int, epochs: int) -> Facts:
+    """Trainings under torch's stream sanitizer, which ends a program at the first access that is not ordered."""
+    from torch.cuda._sanitizer import CUDASanitizerErrors, enable_cuda_sanitizer
+
+    run = Run(BATCH, num_microbatches, SEED)
+    enable_cuda_sanitizer()
+    planted = ""
+    side, filled = torch.cuda.Stream(run.device), torch.ones(1000, device=run.device)
+    try:  # a sanitizer that finds nothing here would find nothing anywhere
+        with torch.cuda.stream(side):
+            filled.mul_(2)
+    except CUDASanitizerErrors as error:
+        planted = str(error)
+    torch.cuda.synchronize()
+
+    def trained(over: Communicator, **more: Any) -> Facts:
+        return {
+            name: [train(name, Run(BATCH, num_microbatches, SEED, communicator=over), epochs, **more)] for name in names
+        }
+
+    def rank_main(transport: SequentialTransport) -> Facts:
+        enable_cuda_sanitizer()  # it watches one thread
+        transport.stream = side  # of both ranks, which hand tensors over on it
+        # Not beside the backward: autograd has one thread a device, in which one rank would wait for the other's turn.
+        return trained(Communicator(run.device, transport, transport), overlap=False)
+
+    if run.world_size == 1:
+        return {"planted": planted, "trainings": SequentialWorld(2).run(rank_main)[0]}
+    assert run.communicator.folds_beside, "between GPUs the exchange has a stream of its own"
+    return {"planted": planted, "trainings": trained(run.communicator)}
+
+
+def host_waits(names: Sequence[str], num_microbatches: int) -> Facts:
+    """How often the host waits for the device in some steps, and at which lines, by training."""
+    over = Run(BATCH, num_microbatches, SEED).communicator
+    found: Facts = {}
+    for name in names:
+        run = Run(BATCH, num_microbatches, SEED, communicator=over)
+        model, optimizer, options = build(name, run)
+        step = run.train_step(model, optimizer, **options)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            batches = run.loader(data_of(name, (WARM_STEPS + COUNTED_STEPS) * BATCH))
+            for number, batch in enumerate(batches):
+                if number == WARM_STEPS:
+                    torch.cuda.set_sync_debug_mode("warn")
+                    caught.clear()
+                step(batch)
+            torch.cuda.set_sync_debug_mode("default")
+        waits = [each for each in caught if SYNCHRONIZING in str(each.message)]
+        lines = sorted({f"{each.filename}:{each.lineno}" for each in waits})
+        found[name] = {"steps": COUNTED_STEPS, "waits": len(waits), "lines": lines}
+    return found
+
+
+def speed(num_microbatches: int, microbatch_size: int, width: int, layers: int, context: int) -> Facts:
+    """The time of a step of a GPT by that of a plain PyTorch loop, which is DistributedDataParallel on several devices.
+
+    With the default number of microbatches, and with one a device, which is what a plain loop has.
+    """
+    batch_size = num_microbatches * microbatch_size
+    first = Run(batch_size, num_microbatches, SEED)
+    device, ranks, over = first.device, first.world_size, first.communicator
+    precision = "32-true" if device.type == "cpu" else "bf16-mixed"
+    texts = random_texts(batch_size * SPEED_STEPS, context)
+    calls: dict[str, Callable[[], object]] = {}
+    for label, count in ((f"{num_microbatches} microbatches", num_microbatches), ("one microbatch a device", ranks)):
+        run = Run(batch_size, count, SEED, communicator=over)
+        model = make_gpt(width, layers, context)
+        step = run.train_step(model, make_optimizer("adamw", model, device), gpt.loss, precision=precision)
+        calls[label] = _through(step, run.loader(texts, cache="device"))
+    calls["plain"] = _plain_loop(first, make_gpt(width, layers, context), texts, batch_size // ranks, precision)
+    best = dict.fromkeys(calls, float("inf"))
+    for _, (label, call) in itertools.product(range(SPEED_ROUNDS), calls.items()):
+        over.barrier()
+        begin = time.perf_counter()
+        call()
+        if device.type != "cpu":
+            torch.accelerator.synchronize()
+        over.barrier()
+        best[label] = min(best[label], time.perf_counter() - begin)
+    return {label: seconds / best["plain"] for label, seconds in best.items() if label != "plain"}
+
+
+def _through(step: TrainStep, loader: Loader) -> Callable[[], None]:
+    """A call that takes a step on each batch."""
+
+    def call() -> None:
+        for batch in loader:
+            step(batch)
+
+    return call
+
+
+def _plain_loop(run: Run, model: nn.Module, texts: Any, size: int, precision: str) -> Callable[[], None]:
+    """A call that trains on this rank's parts of the batches, which lie on the device, as PyTorch's tutorials do."""
+    device = run.device
+    model = model.to(device)
+    if run.world_size > 1:
+        join_group(run.communicator, TIMEOUT)
+        model = DistributedDataParallel(model, device_ids=None if device.type == "cpu" else [device])
+    optimizer = make_optimizer("adamw", model, device)
+    batches = list(zip(*(part.to(device).split(size) for part in texts), strict=True))[run.rank :: run.world_size]
+
+    def call() -> None:
+        for batch in batches:
+            with torch.autocast(device.type, torch.bfloat16, enabled=precision != "32-true"):
+                loss = gpt.loss(model, batch)
+            (loss.total / loss.count).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return call
+
+
+PROGRAMS: Mapping[str, Callable[..., Facts]] = {
+    "trainings": trainings,
+    "killed": killed,
+    "streams": streams,
+    "host_waits": host_waits,
+    "speed": speed,
+}
