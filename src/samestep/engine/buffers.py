@@ -77,6 +77,7 @@ class BufferMerge:
         self._tensors: list[Tensor | None] = [None] * len(self._places)
         self._versions = [-1] * len(self._places)
         self._starts: list[Tensor | None] = [None] * len(self._places)
+        self._trained: list[bool] = []  # whether the modules of running statistics were in training at the step's start
         self._forms: list[Any] = []
         self._groups: list[list[int]] = []  # the running statistics of each dtype
         self._start_flats: list[Tensor] = []  # those of a group at the step's start, of which `_starts` has the views
@@ -160,8 +161,9 @@ class BufferMerge:
     def _is_changed(self, index: int) -> bool:
         """Whether a buffer may differ from the step's start."""
         tensor = self._places[index].get()
-        # Batch normalisation writes its statistics without moving their version.
-        if index < len(self._means) and self._places[index].module.training:
+        # Batch normalisation writes its statistics without moving their version, in a module that was in training at
+        # the step's start or is now: a loss may leave the model in evaluation mode.
+        if index < len(self._means) and (self._trained[index] or self._places[index].module.training):
             return True
         if tensor is not self._tensors[index] or (tensor is not None and tensor._version != self._versions[index]):
             return True
@@ -186,6 +188,7 @@ class BufferMerge:
 
     def _note_means(self) -> None:
         """Remembers the running statistics, of which a model has hundreds of small ones: one launch a dtype."""
+        self._trained = [place.module.training for place in self._means]
         tensors = [place.get() for place in self._means]
         forms = [None if tensor is None else (tensor.shape, tensor.dtype, tensor.device) for tensor in tensors]
         if forms != self._forms:
