@@ -5,10 +5,9 @@ import sys
 import textwrap
 
 import pytest
-from gpus import FOLDER, environment, needs_fake_gpus, places, run_processes
+from gpus import environment, needs_fake_gpus, places, run_processes
 
 pytestmark = needs_fake_gpus
-needs_nccl = pytest.mark.skipif(not (FOLDER / "nccl.cpp").exists(), reason="the fake CUDA device has no NCCL")
 
 CHOOSE = """
     from datetime import timedelta
@@ -96,7 +95,6 @@ TRAIN = """
 """
 
 
-@needs_nccl
 @pytest.mark.parametrize("visible", [("0,1", "0,1"), ("3", "1")], ids=["both GPUs", "one GPU each"])
 def test_ranks_with_a_gpu_each_train_over_nccl_to_the_bits_of_one(visible):
     ranks = [{**place, "CUDA_VISIBLE_DEVICES": ids} for place, ids in zip(places(2), visible, strict=True)]
@@ -119,7 +117,6 @@ LEAVE = """
 """
 
 
-@needs_nccl
 def test_a_rank_that_fails_while_others_owe_it_an_exchange_ends_at_once():
     """Destroying NCCL's communicator would wait for the exchange."""
     command = [sys.executable, "-c", textwrap.dedent(LEAVE)]
@@ -149,7 +146,6 @@ AXES = """
 """
 
 
-@needs_nccl
 def test_the_axes_of_a_mesh_are_connected_on_gpus_and_on_the_host():
     outputs = run_processes(AXES, *places(4), devices=4)
     lines = {"data": [[0, 2], [1, 3], [0, 2], [1, 3]], "pipe": [[0, 1], [0, 1], [2, 3], [2, 3]]}

@@ -1,18 +1,14 @@
-"""The stream of the exchange: what is enqueued early changes no bits. A CPU can try the order of the calls."""
-
-from contextlib import contextmanager
+"""The stream of the exchange: what is enqueued early changes no bits, and streams wait for each other."""
 
 import pytest
 import torch
-from leaves import make_leaves
+from gpus import needs_fake_gpus, run
 from nodes_programs import train_by_nodes
-from programs import reduce_leaves, train_small
+from programs import train_small
 from worlds import in_turns
 
 from samestep.comm.communicator import Communicator
 from samestep.comm.reduction import Reduction
-from samestep.comm.transport import LocalTransport
-from samestep.core.tree import Block, tree_sum
 from samestep.train.run import Run
 
 MANY_BUCKETS = {"bucket_bytes": 1000, "max_grad_norm": 0.5}
@@ -57,48 +53,29 @@ def test_folding_while_backward_runs_goes_on_by_nodes_as_well(worlds):
     assert [digest for (digest, *_), _ in results] == [expected] * 4
 
 
-def test_streams_wait_for_each_other_and_memory_is_handed_over(monkeypatch):
-    """With stand-ins for the streams: what is noted is who waits for whom, and where each piece of the work is done."""
-    noted = []
+PROGRAM = """
+    import torch
+    from samestep.comm.communicator import Communicator
+    from samestep.comm.transport import LocalTransport
+    from samestep.core.tree import Block, TreeSum, rank_blocks
 
-    class Stream:
-        device = torch.device("cpu")
-
-        def __init__(self, name):
-            self.name = name
-
-        def wait_stream(self, other):
-            noted.append(f"{self.name} waits for {other.name}")
-
-    @contextmanager
-    def on(stream):
-        noted.append(f"work on {stream.name}")
-        yield
-
-    own, callers = Stream("own"), Stream("callers")
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: callers)
-    monkeypatch.setattr(torch.cuda, "stream", on)
-    monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, stream: noted.append(f"kept for {stream.name}"))
-    transport = LocalTransport()
-    transport.stream = own
-    communicator = Communicator(torch.device("cpu"), transport, transport)
-    leaf = torch.ones(64)
-    reduction = communicator.reduce(((Block(0, 1),),), [leaf], leaf)
-    assert noted == ["own waits for callers", "work on own", "kept for own"]
-    reduction.fold()
-    assert torch.equal(reduction.finish(), torch.ones(64))
-    assert noted[3:] == ["callers waits for own", "kept for callers"]
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device, so there are no streams")
-def test_a_reduction_on_a_stream_of_its_own_reads_what_the_callers_stream_made():
     transport = LocalTransport()
     transport.stream = torch.cuda.Stream()
-    device = torch.device("cuda")
+    device = torch.device("cuda", 0)
     communicator = Communicator(device, transport, transport)
-    leaves = [leaf.to(device) for leaf in make_leaves(8, 64 * 10_000)]
-    expected = tree_sum([leaf.clone() for leaf in leaves], torch.add)
-    torch.cuda._sleep(50_000_000)  # what comes next on this stream is made late
-    late = [leaf + 0 for leaf in leaves]
-    total = reduce_leaves(communicator, late, 64 * 10_000)
-    assert torch.equal(total, expected)
+    torch.cuda.synchronize()
+    counter = TreeSum(torch.add)
+    for number in range(7):  # three sums, which are added on the stream of the exchange
+        counter.push(Block(number, 1), torch.full((1000,), float(number), device=device))
+    reduction = communicator.reduce(rank_blocks((range(7),), 7), counter.sums, torch.zeros(1000, device=device))
+    del counter
+    reduction.fold()
+    total = reduction.finish()
+    print(bool((total == 21).all()))
+"""
+
+
+@needs_fake_gpus
+@pytest.mark.parametrize("order", ["late", "early"])
+def test_the_exchange_reads_what_the_callers_stream_made_and_the_caller_what_the_exchange_made(order):
+    assert run(PROGRAM, order=order, FAKE_CUDA_LATE_US="10000000").split() == ["True"]

@@ -1,0 +1,123 @@
+"""Each bug that the GPU code once had is put back, one by one: the test that was written for it must fail."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from gpus import needs_fake_gpus
+
+ROOT = Path(__file__).resolve().parents[2]
+
+pytestmark = [needs_fake_gpus, pytest.mark.slow]
+
+MUTANTS = {  # name: (file, text, its replacement, …), the test
+    "healing over NCCL": (
+        ("comm/connecting.py", 'if sees_all and backend == "gloo" else None', "if sees_all else None"),
+        ("comm/membership.py", "if connection is not None and connection.stream is not None:", "if False:"),
+        "healing/test_healing_over_nccl.py",
+    ),
+    "every rank on the first GPU": (
+        ("train/determinism.py", "index = environment.local_rank % max(", "index = 0 * max("),
+        "train/test_own_device.py",
+    ),
+    "a device that is not made current": (
+        ("train/determinism.py", 'if device.type in ("cuda", "xpu"):', "if False:"),
+        "train/test_own_device.py",
+    ),
+    "an event on the current device's stream": (
+        ("engine/step.py", "event.record(torch.cuda.current_stream(scalars_on))", "event.record()"),
+        "engine/test_gpu_steps.py -k whichever_device_is_current",
+    ),
+    "forks of a notebook that has asked for GPUs": (
+        ("launcher/notebook.py", "return os.waitpid(pid, 0)[1] != 0", "return os.waitpid(pid, 0)[1] > 1 << 20"),
+        "launcher/test_notebook.py -k asked_for_gpus",
+    ),
+    "NCCL by the numbers that GPUs have in their processes": (
+        ("comm/connecting.py", "else str(properties.uuid)", "else str(device)"),
+        "comm/test_gpus.py -k with_a_gpu_each_use_nccl",
+    ),
+    "a late failure that each rank raises by itself": (
+        ("engine/step.py", "failed = first.step + 1 if", "failed = 0 if"),
+        "engine/test_nonfinite.py -k in_the_same_call",
+    ),
+    "a wait for each microbatch's count": (
+        ("engine/result.py", "part.fill_(number)", "part.copy_(torch.full((), number))"),
+        "engine/test_gpu_steps.py -k host_waits",
+    ),
+    "folding that is quadratic in buckets": (
+        (
+            "engine/gradients.py",
+            "for reduction in self._under_way if not reduction.is_done]",
+            "for reduction in self._under_way]",
+        ),
+        "comm/test_stream.py -k not_with_its_square",
+    ),
+    "a late check where the CPU updates": (
+        ("engine/precision.py", 'device.type == "cpu" or is_offloaded', 'device.type == "cpu"'),
+        "engine/test_nonfinite.py -k update_is_one_of_the_cpu",
+    ),
+    "cuBLAS's variable set too late": (
+        ("__init__.py", 'os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")', "pass"),
+        "test_layers.py",
+    ),
+    "groups along the axes by counting luck": (
+        ("comm/connecting.py", 'if backend == "gloo":\n        ours', "if False:\n        ours"),
+        "comm/test_gpus.py -k gloo_groups",
+    ),
+    "an exit that waits for NCCL after an error": (
+        ("comm/group.py", 'if self._has_failed or getattr(sys, "last_value", None) is not None:', "if False:"),
+        "comm/test_group.py -k 'dropped_at_once or ends_the_program'",
+    ),
+    "generators that escape the map of devices": (
+        ("scripts/virtual/real.py", "return plain(read(device))", "return plain(device)"),
+        "scripts/test_virtual_cuda.py -k names_four_gpus",
+    ),
+    "texts of out-of-memory that are not known": (
+        ("engine/diagnosis.py", '"CUBLAS_STATUS_ALLOC_FAILED|', '"CUBLAS_STATUS_UNKNOWN|'),
+        "engine/test_memory.py -m quick",
+    ),
+    "CPU threads of a GPU rank by the cores": (
+        ("train/determinism.py", "torch.set_num_threads(threads)", "pass"),
+        "train/test_own_device.py",
+    ),
+    "BatchNorm's statistics by the mode that a loss leaves": (
+        (
+            "engine/buffers.py",
+            "(self._trained[index] or self._places[index].module.training)",
+            "self._places[index].module.training",
+        ),
+        "engine/test_gpu_steps.py -k evaluation_mode",
+    ),
+    "an exchange that does not wait for the gradients": (
+        ("comm/reduction.py", "stream.wait_stream(torch.cuda.current_stream(stream.device))", "pass"),
+        "comm/test_stream.py -k exchange_reads",
+    ),
+    "an update that does not wait for the exchange": (
+        ("comm/reduction.py", "caller.wait_stream(self._stream)", "pass"),
+        "comm/test_stream.py -k exchange_reads",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_bug_that_is_put_back_is_caught(name, tmp_path):
+    *edits, test = MUTANTS[name]
+    source = tmp_path / "src"
+    shutil.copytree(ROOT / "src", source, ignore=shutil.ignore_patterns("__pycache__"))
+    for file, text, replacement in edits:
+        path = source / "samestep" / file
+        content = path.read_text(encoding="utf-8")
+        assert content.count(text) == 1, f"{text!r} in {file}"
+        path.write_text(content.replace(text, replacement), encoding="utf-8")
+    file, *options = test.split(" ", 2)
+    options = [option.strip("'") for option in options]
+    command = [sys.executable, "-m", "pytest", f"tests/{file}", "-q", "-x", "-p", "no:xdist", "-p", "no:cacheprovider"]
+    paths = [str(source), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    done = subprocess.run(
+        [*command, *options], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 1, done.stdout[-2000:] + done.stderr[-1000:]  # a test failed; 2 and more is another error
