@@ -18,9 +18,10 @@ train: $(READY)
 test: $(READY)
 	$(PYTEST) -m quick
 
-# What `make test` leaves out: tests over real processes and on fake GPUs, also the slow ones.
+# What `make test` leaves out: tests over real processes and on fake GPUs. Those that take minutes each are in
+# `make test-all` alone.
 test-rest: $(READY) fake-cuda
-	$(PYTEST) -m "not quick"
+	$(PYTEST) -m "not quick and not slow"
 
 test-all: $(READY) fake-cuda
 	$(PYTEST)
