@@ -20,6 +20,7 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
+sys.path.append(str(Path(__file__).parent / "fake_cuda" / "site"))
 
 from tiers import SMOKE, name_of, starts_processes, watch
 from worlds import World

@@ -1,6 +1,5 @@
 """Fake GPUs for tests: the environment that gives them to a process, and small programs that run on them."""
 
-import importlib.util
 import json
 import os
 import socket
@@ -9,9 +8,10 @@ import sys
 import textwrap
 from pathlib import Path
 
+import fake_cuda
 import pytest
 
-FOLDER = Path(__file__).parent / "fake_cuda"
+SITE = Path(fake_cuda.__file__).parents[1]
 
 CONNECT = """
     import datetime, json, os, signal, sys, time
@@ -31,19 +31,14 @@ CONNECT = """
 """
 
 
-def _is_built():
-    spec = importlib.util.spec_from_file_location("fake_cuda_build", FOLDER / "build.py")
-    build = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(build)
-    return build.library().exists()
-
-
-needs_fake_gpus = pytest.mark.skipif(not _is_built(), reason="the fake CUDA device is not built: make fake-cuda")
+needs_fake_gpus = pytest.mark.skipif(
+    not fake_cuda.is_built(), reason="the fake CUDA device is not built: make fake-cuda"
+)
 
 
 def environment(devices=2, order="late", **variables):
     """The environment of a process with so many fake GPUs; variables of None are left out."""
-    paths = [str(FOLDER / "site"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [str(SITE), *filter(None, [os.environ.get("PYTHONPATH")])]
     ours = {"FAKE_CUDA_DEVICES": str(devices), "FAKE_CUDA_ORDER": order, "PYTHONPATH": os.pathsep.join(paths)}
     wanted = {**os.environ, **ours, **variables}
     return {name: value for name, value in wanted.items() if value is not None}
@@ -51,43 +46,20 @@ def environment(devices=2, order="late", **variables):
 
 def run(program, *args, devices=2, order="late", timeout=300, **variables):
     """Runs a program's text on fake GPUs; its output."""
-    command = [sys.executable, "-c", textwrap.dedent(program), *map(str, args)]
-    done = subprocess.run(
-        command,
-        env=environment(devices, order, **variables),
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    ((status, output, errors),) = _run_all(program, [(args, environment(devices, order, **variables))], timeout)
+    assert status == 0, output + errors
+    return output
 
 
 def run_ranks(folder, program, size=2, backend="nccl", timeout=120, **variables):
     """Runs a program on every rank; by rank its exit status, what it told, and its other output."""
     text = textwrap.dedent(CONNECT) + textwrap.dedent(program)
-    store = str(folder / "store")
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", text, str(rank), str(size), store, backend],
-            env=environment(size, OMP_NUM_THREADS="1", **variables),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(size)
-    ]
+    own = environment(size, OMP_NUM_THREADS="1", **variables)
+    ranks = [((rank, size, folder / "store", backend), own) for rank in range(size)]
     results = []
-    try:
-        for process in processes:
-            output = process.communicate(timeout=timeout)[0]
-            lines = [line.removeprefix("RESULT ") for line in output.splitlines() if line.startswith("RESULT ")]
-            results.append((process.returncode, json.loads(lines[-1]) if lines else None, output))
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
+    for status, output, _ in _run_all(text, ranks, timeout, stderr=subprocess.STDOUT):
+        lines = [line.removeprefix("RESULT ") for line in output.splitlines() if line.startswith("RESULT ")]
+        results.append((status, json.loads(lines[-1]) if lines else None, output))
     return results
 
 
@@ -99,20 +71,25 @@ def told(results):
 
 def run_processes(program, *places, devices=2, order="late", timeout=300, **variables):
     """Runs a program's text in one process for each dict of variables; what each wrote to stdout and stderr."""
-    command = [sys.executable, "-c", textwrap.dedent(program)]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    processes = []
+    own = [((), environment(devices, order, **{**variables, **place})) for place in places]
+    results = _run_all(program, own, timeout)
+    assert not any(status for status, _, _ in results), results
+    return [(output, errors) for _, output, errors in results]
+
+
+def _run_all(program, processes, timeout, stderr=subprocess.PIPE):
+    """Runs a program's text in processes, (arguments, environment) each; by process its exit status, stdout, stderr."""
+    running = []
     try:
-        for place in places:
-            own = environment(devices, order, **{**variables, **place})
-            processes.append(subprocess.Popen(command, env=own, **pipes))
-        outputs = [process.communicate(timeout=timeout) for process in processes]
+        for arguments, own in processes:
+            command = [sys.executable, "-c", textwrap.dedent(program), *map(str, arguments)]
+            running.append(subprocess.Popen(command, env=own, stdout=subprocess.PIPE, stderr=stderr, text=True))
+        outputs = [process.communicate(timeout=timeout) for process in running]
+        return [(process.returncode, *output) for process, output in zip(running, outputs, strict=True)]
     finally:
-        for process in processes:
+        for process in running:
             process.kill()
             process.wait()
-    assert not any(process.returncode for process in processes), outputs
-    return outputs
 
 
 def places(world_size, **variables):

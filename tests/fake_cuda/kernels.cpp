@@ -82,7 +82,7 @@ struct Kind {
   bool is_out = false;        // writes into out=, which may be resized
   bool makes = false;         // returns new tensors
   bool returns_values = false;  // that the host sees
-  bool has_generator = false;
+  int generator = -1;  // which argument is one
   bool is_random = false;
   std::vector<int> returned;  // for each result the argument that it is; -1 for a new one
 };
@@ -97,9 +97,9 @@ const Kind& kind_of(const c10::OperatorHandle& op) {
   if (found != kinds.end()) return found->second;
   Kind kind;
   const auto& arguments = schema.arguments();
-  for (const auto& argument : arguments) {
-    kind.has_generator = kind.has_generator || argument.type()->str().find("Generator") != std::string::npos;
-    kind.is_out = kind.is_out || (argument.is_out() && argument.kwarg_only());
+  for (size_t k = 0; k < arguments.size(); ++k) {
+    if (arguments[k].type()->str().find("Generator") != std::string::npos) kind.generator = k;
+    kind.is_out = kind.is_out || (arguments[k].is_out() && arguments[k].kwarg_only());
   }
   for (const auto& result : schema.returns()) {
     const auto type = result.type();
@@ -190,16 +190,15 @@ Tensor home(const Tensor& result, const std::vector<std::pair<Tensor, Tensor>>& 
 // Runs an operation at once, on memory that the device has finished with: for views, and for what the host looks at.
 void at_once(const c10::OperatorHandle& op, torch::jit::Stack* stack, Device device, const std::vector<IValue>& given) {
   std::vector<std::pair<Tensor, Tensor>> pairs;
-  for (const auto& value : given)
-    stack->push_back(mapped(value, [&](const Tensor& tensor) {
+  const int generator = kind_of(op).generator;
+  for (int k = 0; k < int(given.size()); ++k) {
+    if (k == generator) { stack->emplace_back(draw(given[k].toOptional<at::Generator>(), device, op.schema().name())); continue; }
+    if (given[k].isDevice()) { stack->emplace_back(Device(DeviceType::CPU)); continue; }
+    stack->push_back(mapped(given[k], [&](const Tensor& tensor) {
       if (!tensor.defined() || !tensor.is_cuda()) return tensor;
       pairs.emplace_back(tensor, over(tensor));
       return pairs.back().second;
     }));
-  for (size_t k = stack->size() - given.size(); k < stack->size(); ++k) {
-    if ((*stack)[k].isDevice()) (*stack)[k] = Device(DeviceType::CPU);
-    if (op.schema().arguments()[k - (stack->size() - given.size())].type()->str().find("Generator") != std::string::npos)
-      (*stack)[k] = draw(given[k - (stack->size() - given.size())].toOptional<at::Generator>(), device, op.schema().name());
   }
   op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
   const size_t first = stack->size() - op.schema().returns().size();
@@ -340,7 +339,7 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   std::optional<at::Generator> drawn;
   for (size_t k = 0; k < count; ++k) {
     const auto& value = given[k];
-    if (schema.arguments()[k].type()->str().find("Generator") != std::string::npos) {
+    if (int(k) == kind.generator) {
       drawn = draw(value.toOptional<at::Generator>(), *device, name);
       arguments.emplace_back(*drawn);
     } else if (value.isDevice()) {

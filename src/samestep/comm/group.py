@@ -69,9 +69,8 @@ class GroupTransport(Connection):
             # once, and was faster at every measured size.
             return repeat_to_all(self, part, [part.numel()] * self.world_size)
         received = part.new_empty(part.numel() * self.world_size)
-        all_gather = (
-            getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        )  # the name until torch 2.12
+        # The second is the name until torch 2.12, and deprecated since.
+        all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         with self.failures_named():
             work = all_gather(
                 received.view(torch.uint8), part.contiguous().view(torch.uint8), group=self.group, async_op=True

@@ -98,10 +98,15 @@ class _Loader(importlib.machinery.SourceFileLoader):
         self._complete(module)
 
 
+def is_built() -> bool:
+    """Whether the compiled half is there for the installed torch; imports no torch."""
+    return bool(_build.library().exists())
+
+
 def load_native() -> Any:
     """The compiled half; build.py makes it."""
-    path = Path(_build.library())
-    if not path.exists():
+    path = _build.library()
+    if not is_built():
         raise ImportError(f"the fake CUDA device is not built for this torch ({path}): run make fake-cuda")
     loader = importlib.machinery.ExtensionFileLoader("_fake_cuda", str(path))
     spec = importlib.util.spec_from_loader("_fake_cuda", loader)
@@ -111,9 +116,9 @@ def load_native() -> Any:
     return module
 
 
-def _script(name: str) -> Any:
-    path = Path(__file__).parents[2] / f"{name}.py"
-    spec = importlib.util.spec_from_file_location(f"fake_cuda_{name}", path)
+def _load_build() -> Any:
+    """The script that compiles it, which lies outside of what is on the path."""
+    spec = importlib.util.spec_from_file_location("fake_cuda_build", Path(__file__).parents[2] / "build.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -121,4 +126,4 @@ def _script(name: str) -> Any:
     return module
 
 
-_build = _script("build")
+_build = _load_build()
