@@ -72,7 +72,11 @@ def run_adopted(communicator, path, argv, cwd, settings):
     from samestep.scripts.script import adopted  # compiles much of torch, which the workers have at hand
 
     adoption = Adoption(communicator, settings["num_microbatches"], settings["num_devices"])
-    context = adopted(adoption, virtual=True, seed=settings["seed"], wrap=settings["wrap"])
+    virtual = communicator.device.type == "cpu"
+    if not virtual:
+        torch.cuda.init()  # before it is looked at what a script leaves changed
+        torch.cuda.device_count()
+    context = adopted(adoption, virtual=virtual, seed=settings["seed"], wrap=settings["wrap"])
     return _run(path, argv, cwd, context, lambda: tuple(adoption.chunks_run))
 
 

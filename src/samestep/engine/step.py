@@ -93,7 +93,14 @@ class TrainStep:
         _check_trained(named_parameters(model, self.optimizers).values())  # before anything is moved or sharded
         bucket_bytes = config.bucket_bytes or default_bucket_bytes(device.type == "cuda")
         options = ExchangeOptions(bucket_bytes, config.overlap)
-        self.strategy = make_strategy(membership, model, self.optimizers, config.strategy, options)
+        try:
+            self.strategy = make_strategy(membership, model, self.optimizers, config.strategy, options)
+        except (RuntimeError, MemoryError) as error:
+            from samestep.engine.diagnosis import describe_model_shortage, is_out_of_memory
+
+            if not is_out_of_memory(error):
+                raise
+            raise OutOfMemoryError(describe_model_shortage(model, membership.rank, device)) from error
         self.compute = ForwardBackward(membership, model, config, self._scale, self.observers, self.strategy.explain)
         is_watched = is_replicated and membership.num_microbatches > 1
         traces = Traces(membership, model, config.loss_fn) if is_watched else None

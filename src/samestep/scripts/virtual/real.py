@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from samestep.scripts.adoption import MAX_DEVICES, Adoption, num_visible
 from samestep.scripts.patch import Patch, applied
+from samestep.scripts.virtual.devices import scattering
 
 
 def mapped_device(asked: Any, own: torch.device) -> Any:
@@ -100,6 +101,7 @@ def _patches(adoption: Adoption, device: torch.device, read: Callable[[Any], Any
         Patch(torch.serialization, "default_restore_location", restore_location),
         Patch(torch.accelerator, "device_count", count),
         Patch(torch.accelerator, "set_device_index", set_device),
+        *scattering(),  # by C++ a chunk would go to a GPU of another rank
     ]
     if device.type == "cuda":
         table += _cuda_patches(device, read, count, set_device)
