@@ -29,7 +29,7 @@ from samestep.engine.gradients import divide, scale
 from samestep.engine.losses import GlobalCounts, wide_dtype
 from samestep.engine.microbatches import MicrobatchRunner
 from samestep.engine.observer import HeartbeatObserver, Observers, StepObserver, observers_in_scope
-from samestep.engine.parameters import PurityCheck, named_parameters
+from samestep.engine.parameters import PurityCheck, named_parameters, settle_states
 from samestep.engine.precision import FiniteCheck, LossScale, divisor, left_out_if
 from samestep.engine.result import ADVICE, Agreed, StepResult, StepStats, read_headers, write_header
 from samestep.engine.sharded_state import ShardedState
@@ -94,6 +94,7 @@ class TrainStep:
         bucket_bytes = config.bucket_bytes or default_bucket_bytes(device.type == "cuda")
         options = ExchangeOptions(bucket_bytes, config.overlap)
         self.strategy = make_strategy(membership, model, self.optimizers, config.strategy, options)
+        settle_states(self.optimizers)
         self.compute = ForwardBackward(membership, model, config, self._scale, self.observers, self.strategy.explain)
         is_watched = is_replicated and membership.num_microbatches > 1
         traces = Traces(membership, model, config.loss_fn) if is_watched else None
