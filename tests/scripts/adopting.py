@@ -195,7 +195,9 @@ def _flat(value, path=""):
 
 def _fingerprint():
     """Which objects the places hold that adoption may change."""
-    return {f"{owner.__name__}.{name}": id(value) for owner in OWNERS for name, value in list(vars(owner).items())}
+    places = ((owner, name, value) for owner in OWNERS for name, value in list(vars(owner).items()))
+    # The first use of a GPU sets `torch.cuda._initialized` for good.
+    return {f"{owner.__name__}.{name}": id(value) for owner, name, value in places if name != "_initialized"}
 
 
 @contextmanager

@@ -60,7 +60,10 @@ class Transport(Protocol):
         ...
 
     def add(self, tensor: Tensor) -> Pending:
-        """Starts a sum of equally long tensors in an order that the backend chooses: tier `allclose`."""
+        """Starts a sum of equally long tensors in an order that the backend chooses: tier `allclose`.
+
+        It may overwrite `tensor`.
+        """
         ...
 
     def broadcast(self, tensor: Tensor, source: int) -> None:

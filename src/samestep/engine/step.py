@@ -29,7 +29,7 @@ from samestep.engine.gradients import divide, scale
 from samestep.engine.losses import GlobalCounts, wide_dtype
 from samestep.engine.microbatches import MicrobatchRunner
 from samestep.engine.observer import HeartbeatObserver, Observers, StepObserver, observers_in_scope
-from samestep.engine.parameters import PurityCheck, named_parameters
+from samestep.engine.parameters import PurityCheck, named_parameters, settle_states
 from samestep.engine.precision import FiniteCheck, LossScale, divisor, left_out_if
 from samestep.engine.result import ADVICE, Agreed, StepResult, StepStats, read_headers, write_header
 from samestep.engine.sharded_state import ShardedState
@@ -95,6 +95,7 @@ class TrainStep:
         options = ExchangeOptions(bucket_bytes, config.overlap)
         try:
             self.strategy = make_strategy(membership, model, self.optimizers, config.strategy, options)
+            settle_states(self.optimizers)
         except (RuntimeError, MemoryError) as error:
             from samestep.engine.diagnosis import describe_model_shortage, is_out_of_memory
 
