@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from worlds import DEVICE
 
 from samestep.devices.selection import select
 from samestep.launcher.assignment import process_variables
@@ -52,7 +53,7 @@ def run_script(script, devices, told, policy=None, start_method=None):
     policy = Policy(hang_seconds=5.0) if policy is None else policy
     before = shared_memory()
     job = Job("script", script, (json.dumps(told),), quiet=True)
-    selection = select(f"cpu:{devices}")
+    selection = select(f"cpu:{devices}" if DEVICE == "cpu" else f"{DEVICE}:" + ",".join(map(str, range(devices))))
     if start_method is None and not torch.cuda.is_available():
         for name in IMPORTED_LATE:
             importlib.import_module(name)

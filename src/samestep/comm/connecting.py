@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from samestep.comm.environment import Environment, chosen_transport
 from samestep.comm.group import GroupTransport
+from samestep.comm.heartbeat_page import PAGE_VARIABLE
 from samestep.comm.rendezvous import FIRST_POLL_SECONDS, POLL_SECONDS, rendezvous, roll_call, store_host
 from samestep.comm.shm import segment as segments
 from samestep.comm.shm.segment import NoSegmentError, Segment
@@ -57,15 +58,14 @@ def connect_at(
     by_nodes: bool = True,
 ) -> tuple[Connection, Connection]:
     """Connects ranks that have all reached a store; as `connect`."""
-    # Ranks that connect anew have healed, and go on as they can heal again.
-    has_own_gpu = by_nodes and device.type == "cuda" and have_own_gpus(store, place, device, connect_timeout)
+    has_own_gpu = device.type == "cuda" and have_own_gpus(store, place, device, connect_timeout)
     backend = "nccl" if has_own_gpu else "gloo"
     host = store_host(place)
-    # Only a supervisor that sees all ranks can announce a quorum: no healing over several nodes. Nor over NCCL, where
-    # waiting blocks a stream, not the host: an update may be queued behind an exchange whose peer is lost. If the
-    # exchange is aborted, the update runs on what has arrived of it, which differs from rank to rank.
-    sees_all = host is None and place.local_world_size == place.world_size
-    healing_store = store if sees_all and backend == "gloo" else None
+    # Only a supervisor that sees all ranks can announce a quorum: no healing over several nodes.
+    healing_store = store if host is None and place.local_world_size == place.world_size else None
+    if backend == "nccl" and healing_store is not None and PAGE_VARIABLE in os.environ:
+        # NCCL's watchdog would end the survivors of a lost rank, which the supervisor finds by itself.
+        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     shared = None
     # Tried first even with NCCL: then it carries the small values in host memory.
     try:

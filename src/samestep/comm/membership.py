@@ -25,11 +25,12 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import Any, NamedTuple, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from samestep.comm.communicator import Communicator
 from samestep.comm.heartbeat_page import HEALS, READY_TO_JOIN, SHOWS_LIFE, Heartbeat, Quorum
-from samestep.comm.transport import Connection, LocalTransport
+from samestep.comm.transport import Connection, LocalTransport, wait_until
 from samestep.core.mesh import Mesh
 from samestep.core.microbatches import dealt_ranges, microbatch_ranges, num_rounds
 from samestep.errors import PeerLostError, UsageError
@@ -90,7 +91,7 @@ class Membership:
         self.give: Callable[[Communicator, int], None] | None = None
         self.is_late = healing_store is not None  # whether this worker still waits to join
         self.is_dealt = False  # whether microbatches are dealt to the ranks in turn
-        self.needs_all = False  # whether the run cannot go on without any of its ranks
+        self.needs_all = False  # whether each rank has state that no other has
         self.stop = 0  # the signal by which the run is to stop, once all ranks have agreed on it after a step
         self.asks_checkpoint = False  # whether this rank asks for a checkpoint after the next step
         self.checkpoint_agreed = False  # whether a rank asked for one before the last step; the same on all ranks
@@ -105,13 +106,6 @@ class Membership:
         connection = communicator.transport if isinstance(communicator.transport, Connection) else None
         self._healing_store = healing_store if connection is None else connection.healing_store
         self._axes: dict[str, Communicator] | None = None
-        if connection is not None and connection.stream is not None:
-            if spares:
-                raise UsageError(
-                    "a run over NCCL ends or restarts when a worker is lost, so that none takes its place: leave "
-                    "--spares out, or set SAMESTEP_TRANSPORT=gloo"
-                )
-            self.rely_on_all()
         if self.mesh is not None:
             from samestep.comm.mesh import connect_axes  # not before: it loads half of torch.distributed
 
@@ -162,7 +156,7 @@ class Membership:
         return self._axes[axis]
 
     def rely_on_all(self) -> None:
-        """Turns healing off: the run cannot go on without any of its ranks. Hung ranks are still found."""
+        """Turns healing off: each rank has state that no other has. Hung ranks are still found."""
         if self._num_active < self.world_size:
             raise UsageError(
                 "where the state is sharded over the ranks none can take another's place: leave --spares out, or keep "
@@ -237,6 +231,20 @@ class Membership:
             if self.num_operations > before:
                 return values[0]
 
+    def await_exchange(self) -> None:
+        """Waits until all that this rank exchanges has arrived, if waiting so far has blocked a stream alone.
+
+        An operation that heals calls it before it writes anything: a write that is queued behind an exchange would run
+        on half of its result after a loss, by which NCCL's transfers are aborted, not held up.
+
+        Raises:
+            PeerLostError: a rank was lost meanwhile.
+        """
+        transport = self.communicator.transport
+        if isinstance(transport, Connection) and transport.check_lost is not None:
+            event = torch.cuda.current_stream(self.communicator.device).record_event()
+            wait_until(event.query, transport.check_lost, self.timeout.total_seconds())
+
     def check_here(self) -> None:
         """Raises a `UsageError` if this worker has yet to join the run."""
         if self.is_late:
@@ -299,6 +307,11 @@ class Membership:
         if page is None or not self.can_heal or self.is_late:
             return
         if page.number != self.heartbeat.quorum or (self._one_waits and self.give is not None):
+            raise NewQuorumError("the supervisor has announced another quorum")
+
+    def _check_lost(self) -> None:
+        """Raises if the supervisor has announced another quorum: some transfer under way then never arrives."""
+        if self.heartbeat.page is not None and self.heartbeat.page.number != self.heartbeat.quorum:
             raise NewQuorumError("the supervisor has announced another quorum")
 
     def _heal(self, attempt: Callable[[], T]) -> list[T]:
@@ -427,6 +440,7 @@ class Membership:
         for transport in (self.communicator.transport, self.communicator.control):
             if isinstance(transport, Connection):
                 transport.names_missing = names
+                transport.check_lost = None if names or transport.stream is None else self._check_lost
 
     def _divide(self) -> tuple[range, ...]:
         """The microbatches of each rank: all on the first ranks, none on the spares after them."""
