@@ -64,8 +64,9 @@ def connect_at(
     # Only a supervisor that sees all ranks can announce a quorum: no healing over several nodes.
     healing_store = store if host is None and place.local_world_size == place.world_size else None
     if backend == "nccl" and healing_store is not None and PAGE_VARIABLE in os.environ:
-        # NCCL's watchdog would end the survivors of a lost rank, which the supervisor finds by itself.
-        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+        # Else NCCL's watchdog would end the ranks that are left, or (by 1 and 2, which users set) abort their transfers
+        # before they know of the loss: their updates would run on what has arrived. The supervisor finds lost ranks.
+        os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
     shared = None
     # Tried first even with NCCL: then it carries the small values in host memory.
     try:
@@ -286,14 +287,18 @@ def _join_group(
     # imports it: after the group is made, that would keep the connections open for good. So it is imported before.
     import torch.distributed.nn.functional  # noqa: F401 - for when it is imported
 
-    dist.init_process_group(
-        backend,
-        store=dist.PrefixStore("group", store),
-        rank=place.rank,
-        world_size=place.world_size,
-        timeout=connect_timeout,
-        device_id=device if backend == "nccl" else None,
-    )
+    store.set_timeout(connect_timeout)  # by which NCCL's ranks find each other, whatever the group's timeout
+    try:
+        dist.init_process_group(
+            backend,
+            store=dist.PrefixStore("group", store),
+            rank=place.rank,
+            world_size=place.world_size,
+            timeout=connect_timeout,
+            device_id=device if backend == "nccl" else None,
+        )
+    finally:
+        store.set_timeout(timeout)
     if connect_timeout != timeout:  # a lost rank must be noticed soon while connecting, a slow one be waited for later
         dist.distributed_c10d._set_pg_timeout(timeout)
 

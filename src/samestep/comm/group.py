@@ -95,8 +95,10 @@ class GroupTransport(Connection):
             ours.copy_(moved)
 
     def settle(self, work: dist.Work) -> None:
-        """Waits for a transfer: the host, or this stream, which a lost rank would let wait for ever."""
-        if self.check_lost is not None and torch.cuda.current_stream(self.stream.device) != self.stream:
+        """Waits for a transfer; if a rank is lost meanwhile it raises, where its wait would block a stream for ever."""
+        # Not on the stream of the exchange, on which only sums are computed: `Membership.await_exchange` waits for it.
+        stream = self.stream
+        if self.check_lost is not None and stream is not None and torch.cuda.current_stream(stream.device) != stream:
             wait_until(work.is_completed, self.check_lost, self._timeout)
         work.wait()
 
@@ -123,7 +125,6 @@ class GroupTransport(Connection):
             if "nccl" in dist.get_backend():
                 # NCCL's destroy waits for kernels under way, which wait for the lost rank for ever.
                 dist.distributed_c10d._abort_process_group()
-                torch.cuda.synchronize()  # what is queued behind the aborted transfers runs on what has arrived of them
             else:
                 dist.destroy_process_group()
 

@@ -18,6 +18,7 @@ for which another rank can send the state (`give`), receives it, and takes part 
 """
 
 import gc
+import math
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -39,6 +40,8 @@ T = TypeVar("T")
 
 QUORUM_POLL_SECONDS = 0.005
 QUORUM_SECONDS = 60.0
+LOOK_SECONDS = 0.05  # between looks at whether a rank has ended
+ENDED_SECONDS = 1.0  # after which a transfer with it does not arrive any more
 
 
 class NewQuorumError(PeerLostError):
@@ -100,6 +103,7 @@ class Membership:
         self._noticed: set[str] = set()
         self._own_stop = self._round = 0
         self._one_waits = False  # a late worker is in the quorum, and was not counted in yet
+        self._looked, self._ended_at = 0.0, math.inf  # when a rank was first seen to have ended
         self._slots = tuple(range(communicator.world_size))
         self._num_active = communicator.world_size - spares
         self._shares = None if shares is None else list(shares)
@@ -232,10 +236,10 @@ class Membership:
                 return values[0]
 
     def await_exchange(self) -> None:
-        """Waits until all that this rank exchanges has arrived, if waiting so far has blocked a stream alone.
+        """Waits until all that this rank has exchanged is there, if the run heals and its waits block a stream alone.
 
-        An operation that heals calls it before it writes anything: a write that is queued behind an exchange would run
-        on half of its result after a loss, by which NCCL's transfers are aborted, not held up.
+        An operation calls it before it writes anything. A write that is queued behind an exchange cannot be taken back:
+        after a loss the exchange is aborted, and the write runs on what has arrived of it.
 
         Raises:
             PeerLostError: a rank was lost meanwhile.
@@ -306,13 +310,24 @@ class Membership:
         page = self.heartbeat.page
         if page is None or not self.can_heal or self.is_late:
             return
-        if page.number != self.heartbeat.quorum or (self._one_waits and self.give is not None):
+        if self._one_waits and self.give is not None:
+            raise NewQuorumError("a late worker is to be counted in")
+        if page.number != self.heartbeat.quorum:
             raise NewQuorumError("the supervisor has announced another quorum")
 
     def _check_lost(self) -> None:
-        """Raises if the supervisor has announced another quorum: some transfer under way then never arrives."""
-        if self.heartbeat.page is not None and self.heartbeat.page.number != self.heartbeat.quorum:
+        """Raises if there is another quorum than this one, or a rank has ended: a transfer may never arrive then."""
+        page, control, now = self.heartbeat.page, self.communicator.control, time.monotonic()
+        assert page is not None, "only a supervised run heals"
+        if page.number != self.heartbeat.quorum:
             raise NewQuorumError("the supervisor has announced another quorum")
+        # A worker that ends early, but with success, is left out by the supervisor once the others connect anew.
+        if now - self._looked >= LOOK_SECONDS:
+            self._looked = now
+            has_ended = isinstance(control, Connection) and control.has_lost()
+            self._ended_at = min(self._ended_at, now) if has_ended else math.inf
+        if now - self._ended_at >= ENDED_SECONDS:
+            raise PeerLostError("another rank has ended, or has left the exchange")
 
     def _heal(self, attempt: Callable[[], T]) -> list[T]:
         """Goes on with the ranks that are left and those that join; the value of the operation if it was behind."""
@@ -359,6 +374,7 @@ class Membership:
         """Closes this rank's ends of all connections, so that transfers of the others with it fail."""
         # The references here are dropped one by one: gloo's connections close when the last one is gone.
         before, alone = self.communicator, LocalTransport()
+        blocks_streams = before.transport.stream is not None
         self.communicator = replace(before, transport=alone, control=alone)
         self.version += 1
         has_group = dist.is_initialized()
@@ -369,6 +385,10 @@ class Membership:
             if isinstance(transport, Connection):
                 transport.abandon()
             del transport
+        if blocks_streams:
+            # What is queued behind aborted transfers still runs, on what has arrived of them: in memory that is free by
+            # now, as are the transfers' results.
+            torch.cuda.synchronize(self.communicator.device)
         if has_group:
             gc.collect()  # gloo closes its sockets when the last operation under way is freed; some lie in cycles
         if not self.is_late:
@@ -412,6 +432,7 @@ class Membership:
             transport, control = reconnect(store, rank, len(slots), self.communicator.device, self.timeout)
         self.communicator = replace(self.communicator, transport=transport, control=control)
         self._let_name_missing(False)
+        self._ended_at = math.inf
         self.ranges = self._divide()
         self.version += 1
 

@@ -99,6 +99,10 @@ class Connection(Transport):
         """Drops the connections after a failure, without waiting for transfers under way; peers' transfers fail."""
         raise NotImplementedError
 
+    def has_lost(self) -> bool:
+        """Whether a rank has closed its transport or ended, if that can be told without an exchange; else false."""
+        return False
+
     def lost(self, missing: Sequence[int]) -> PeerLostError:
         """The error of a transfer that these ranks did not take part in."""
         names = ", ".join(str(self.ranks[rank]) for rank in missing)
