@@ -89,7 +89,7 @@ RARELY = {"digest_every": 1000, "checkpoint_steps": 1000}  # the host waits for 
 FEW = {
     "an update behind a broken exchange, late check": {"faults": [{"rank": 1, **BROKEN}], **RARELY, **KINDS[0]},
     "an update behind a broken exchange, host check": {"faults": [{"rank": 0, **BROKEN}], **RARELY, **KINDS[3]},
-    "an evaluation": {"faults": [{"rank": 1, "step": 3, "phase": "evaluate", "kind": "SIGKILL"}], **KINDS[3]},
+    "an end in an evaluation": {"faults": [{"rank": 1, "step": 3, "phase": "evaluate", "kind": "exit 0"}], **KINDS[3]},
     "random instants, late check": {"kills": 2, "seed": 1, "order": "random", **KINDS[0]},
     "random instants, host check": {"devices": 4, "spares": 1, "kills": 3, "seed": 2, **KINDS[3]},
 }
