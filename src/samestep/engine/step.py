@@ -180,6 +180,7 @@ class TrainStep:
             layout.gradients.finish()
             num_flags = len(layout.buffers.touched)
             layout.buffers.exchange(agreed.flags[:num_flags], blocks_by_rank, batch.length)
+            membership.await_exchange()
         except (PeerLostError, OutOfMemoryError):
             self._abandon(layout)
             raise
