@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from samestep.scripts.adoption import MAX_DEVICES, Adoption, num_visible
+from samestep.scripts.adoption import MAX_DEVICES
 from samestep.scripts.patch import Patch, applied
 
 
@@ -59,8 +59,8 @@ class OwnMode(TorchFunctionMode):
 
 
 @contextmanager
-def own_accelerator(adoption: Adoption, device: torch.device) -> Iterator[None]:
-    """Shows the script `num_visible(adoption)` accelerators, all of which are this process's own.
+def own_accelerator(count: Callable[[], int], device: torch.device) -> Iterator[None]:
+    """Shows the script `count()` accelerators, all of which are this process's own.
 
     The `device` of a tensor is the real one: `x.to("cuda:3").device` is that of this process.
     """
@@ -70,18 +70,15 @@ def own_accelerator(adoption: Adoption, device: torch.device) -> Iterator[None]:
     def read(asked: Any) -> Any:
         return mapped_device(asked, device)
 
-    with applied(_patches(adoption, device, read)), OwnMode(read):
+    with applied(_patches(count, device, read)), OwnMode(read):
         yield
 
 
-def _patches(adoption: Adoption, device: torch.device, read: Callable[[Any], Any]) -> list[Patch]:
+def _patches(count: Callable[[], int], device: torch.device, read: Callable[[Any], Any]) -> list[Patch]:
     """The names that take an index or count devices; torch's own modules keep counting real devices."""
     restore: Any = torch.serialization.default_restore_location
     context: Any = torch.utils._device.DeviceContext
     init = context.__init__
-
-    def count() -> int:
-        return num_visible(adoption)
 
     def restore_location(storage: Any, location: Any) -> Any:
         name = location.decode() if isinstance(location, bytes) else location
