@@ -118,7 +118,7 @@ def test_a_script_for_four_gpus_runs_on_one_and_on_two(tmp_path):
     ("words", "message"),
     [
         (("--devices", "cpu:3", "--logical-devices", "2"), "got 2 logical devices and 3 devices; needed: at least one"),
-        (("--devices", "cpu:1", "--logical-devices", "65"), "one machine runs 64 at most (--logical-devices)"),
+        (("--devices", "cpu:1", "--logical-devices", "2000"), "one machine runs 1024 at most (--logical-devices)"),
         (("--logical-devices", "4", "--nnodes", "2", "--rdzv-endpoint", "localhost:0"), "on one machine"),
     ],
 )

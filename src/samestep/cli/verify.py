@@ -95,7 +95,8 @@ def verify(
         from samestep.verify.verdict import reach_verdict
 
         try:
-            verdict = reach_verdict(runner, tuple(selections), steps, tier, tell)  # type: ignore[arg-type]  # checked
+            required = tier or ("bitwise" if chosen.logical_devices else None)
+            verdict = reach_verdict(runner, tuple(selections), steps, required, tell)  # type: ignore[arg-type]  # checked
         except Stopped as stopped:
             raise typer.Exit(stopped.exit_code) from None
     if as_json:

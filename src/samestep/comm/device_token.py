@@ -121,6 +121,11 @@ def hold_token(rank: int) -> None:
         _held.append(DeviceToken(int(fd), int(index), rank))
 
 
+def shares_device() -> bool:
+    """Whether this rank holds a token, which others of its device wait for."""
+    return bool(_held)
+
+
 def lent_token() -> AbstractContextManager[None]:
     """Hands the token over while the block waits for other ranks."""
     return _held[0].lent() if _held else nullcontext()

@@ -9,7 +9,7 @@ import os
 import sys
 import warnings
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from types import FrameType
 from typing import Any
@@ -20,9 +20,9 @@ from torch import nn
 from torch.distributed import distributed_c10d as c10d
 from torch.utils.data import DataLoader
 
-from samestep.comm.device_token import hold_token, lent_token
+from samestep.comm.device_token import hold_token, lent_token, shares_device
 from samestep.comm.environment import read_environment
-from samestep.comm.process_group import BACKEND
+from samestep.comm.process_group import NAME, OrderedProcessGroup, register_backend
 from samestep.devices.inventory import usable_cores
 from samestep.scripts.adoption import VISIBLE_DEVICES
 from samestep.scripts.patch import Patch, applied
@@ -39,6 +39,7 @@ def run_logical(kind: str, target: str, argv: Sequence[str]) -> None:
     """Runs a script (kind "script") or a module (kind "module") as one logical rank: the entry of workers."""
     place = read_environment()
     device = own_device(None, place)
+    register_backend()
     torch.set_num_threads(place.num_threads or 1)
     with ExitStack() as stack:
         stack.enter_context(_deterministic())
@@ -59,7 +60,7 @@ def _process_groups() -> list[Patch]:
     @functools.wraps(make)
     def init_process_group(backend: str | None = None, *args: Any, **options: Any) -> None:
         options.pop("device_id", None)  # of which there may be fewer than the script knows
-        make(BACKEND, *args, **options)
+        make(NAME, *args, **options)
         asked[dist.group.WORLD] = _name_of(backend)
         hold_token(dist.get_rank())
 
@@ -69,7 +70,7 @@ def _process_groups() -> list[Patch]:
     ) -> Any:
         options.pop("pg_options", None)
         with lent_token():
-            group = make_group(ranks, timeout, BACKEND, *args, **options)
+            group = make_group(ranks, timeout, NAME, *args, **options)
         if isinstance(group, dist.ProcessGroup):
             asked[group] = _name_of(backend) if backend else get_backend()
         return group
@@ -80,11 +81,36 @@ def _process_groups() -> list[Patch]:
         return asked.get(group or dist.group.WORLD, found)
 
     return [
+        Patch(OrderedProcessGroup, "allreduce", _lending_after_backward(OrderedProcessGroup.allreduce)),
         Patch(dist, "init_process_group", init_process_group, C10D),
         Patch(dist, "new_group", new_group, (*C10D, "torch.distributed.device_mesh")),
         Patch(dist, "get_backend", get_backend, (*C10D, "torch.distributed.device_mesh")),
         Patch(dist, "is_nccl_available", torch.cuda.is_available, C10D),
     ]
+
+
+def _lending_after_backward(inner: Callable[..., Any]) -> Callable[..., Any]:
+    """All-reduces of a backward are waited for at its end, where DistributedDataParallel waits for their futures.
+
+    Its wait, in C++, would keep the token. The engine calls back in the order of the calls, so this wait comes first.
+    """
+    pending: dict[int, list[Any]] = {}
+
+    def wait_for_all(backward: int) -> None:
+        for work in pending.pop(backward):
+            work.wait()
+
+    @functools.wraps(inner)
+    def allreduce(group: Any, *args: Any, **options: Any) -> Any:
+        work, backward = inner(group, *args, **options), torch._C._current_graph_task_id()
+        if backward != -1 and shares_device():
+            if backward not in pending:
+                engine: Any = torch.autograd.Variable._execution_engine
+                engine.queue_callback(functools.partial(wait_for_all, backward))
+            pending.setdefault(backward, []).append(work)
+        return work
+
+    return allreduce
 
 
 def _name_of(backend: str | None) -> str:
