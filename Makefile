@@ -7,9 +7,11 @@ export NO_MKDOCS_2_WARNING := 1
 # Two processes test, each file in one of them, in the order of conftest.py; a fixed hash seed gives both the same
 # names of tests.
 PYTEST := PYTHONHASHSEED=0 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+ON_GPUS := SAMESTEP_TEST_DEVICE=cuda FAKE_CUDA_DEVICES=8 PYTHONPATH=$(CURDIR)/tests/fake_cuda/site
+WITH_DEVICES := $(addprefix tests/,comm data engine pipelining scripts sharding tensor_parallel train)
 READY := .venv/.ready
 
-.PHONY: train test test-rest test-all fake-cuda golden golden-write check format docs bench bench-quick prove clean
+.PHONY: train test test-rest test-all test-gpu fake-cuda golden golden-write check format docs bench bench-quick prove clean
 
 train: $(READY)
 	$(BIN)/samestep train lenet
@@ -18,13 +20,20 @@ train: $(READY)
 test: $(READY)
 	$(PYTEST) -m quick
 
-# What `make test` leaves out: tests over real processes and on fake GPUs. Those that take minutes each are in
-# `make test-all` alone.
+# What `make test` leaves out: tests over real processes and on fake GPUs, without which it fails. Those that take
+# minutes each are in `make test-all` alone.
+test-rest: export SAMESTEP_TEST_NEEDS_FAKE_GPUS := 1
 test-rest: $(READY) fake-cuda
 	$(PYTEST) -m "not quick and not slow"
+	$(ON_GPUS) $(PYTEST) -m quick $(WITH_DEVICES)
 
-test-all: $(READY) fake-cuda
+test-all: export SAMESTEP_TEST_NEEDS_FAKE_GPUS := 1
+test-all: $(READY) fake-cuda test-gpu
 	$(PYTEST)
+
+# All tests of what has a device, with GPUs as that device: fake ones.
+test-gpu: $(READY) fake-cuda
+	$(ON_GPUS) $(PYTEST) $(WITH_DEVICES)
 
 # A CUDA device in host memory, for the tests of the GPU code: compiled once, in about a minute.
 fake-cuda: $(READY)

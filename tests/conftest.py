@@ -22,8 +22,9 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.append(str(Path(__file__).parent / "fake_cuda" / "site"))
 
-from tiers import SMOKE, name_of, starts_processes, watch
-from worlds import World
+import fake_cuda
+from tiers import SLOW_ON_GPUS, SMOKE, name_of, starts_processes, watch
+from worlds import DEVICE, World
 
 from samestep.comm.mesh import close_mesh
 
@@ -32,6 +33,8 @@ hypothesis.settings.load_profile("samestep")
 
 SHARED_DATA = Path(__file__).resolve().parents[1] / ".." / "shared" / "data"
 SOURCE = Path(__file__).resolve().parents[1] / "src"
+GPUS_ARE_REQUIRED = bool(os.environ.get("SAMESTEP_TEST_NEEDS_FAKE_GPUS"))  # else tests on them are skipped without them
+ON_FAKE_GPUS = "on fake GPUs"
 
 
 def pytest_configure(config):
@@ -41,24 +44,47 @@ def pytest_configure(config):
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
     """Marks the tests of `make test`; files with others come first, a long one at the end keeps a process waiting."""
+    if DEVICE == "cuda":  # tests that start programs on fake GPUs do so in the other run, the one on CPUs
+        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("fake_gpus")])
+        items[:] = [item for item in items if not item.get_closest_marker("fake_gpus")]
     files = set()
     for item in items:
+        if item.get_closest_marker("fake_gpus") and not GPUS_ARE_REQUIRED and not fake_cuda.is_built():
+            item.add_marker(pytest.mark.skip(reason="the fake CUDA device is not built: make fake-cuda"))
         if starts_processes(item):
             files.add(item.path)
             if name_of(item) in SMOKE:
                 item.add_marker("quick")
-        elif item.get_closest_marker("slow") is None:
+        elif item.get_closest_marker("slow") is None and not (DEVICE == "cuda" and name_of(item) in SLOW_ON_GPUS):
             item.add_marker("quick")
     items.sort(key=lambda item: item.path not in files)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item):
-    """No test of `make test` starts a program unless it is listed."""
+    """No test of `make test` starts a program unless it is listed. Notes what runs on fake GPUs."""
     with watch(item):
-        return (yield)
+        before = _num_kernels()
+        result = yield
+        uses_them = item.get_closest_marker("fake_gpus") or (DEVICE == "cuda" and "worlds" in item.fixturenames)
+        if uses_them or _num_kernels() > before:
+            item.user_properties.append((ON_FAKE_GPUS, True))
+        return result
+
+
+def _num_kernels():
+    """The number of kernels that this process has launched on fake GPUs."""
+    return fake_cuda.counts()[1] if "FAKE_CUDA_DEVICES" in os.environ else 0
+
+
+def pytest_terminal_summary(terminalreporter):
+    """Says how many tests have passed on fake GPUs."""
+    passed = terminalreporter.stats.get("passed", [])
+    count = sum([ON_FAKE_GPUS, True] in map(list, report.user_properties) for report in passed)
+    if count or DEVICE == "cuda":
+        terminalreporter.write_line(f"{count} tests passed on fake GPUs")
 
 
 @pytest.fixture(scope="session")

@@ -31,9 +31,7 @@ CONNECT = """
 """
 
 
-needs_fake_gpus = pytest.mark.skipif(
-    not fake_cuda.is_built(), reason="the fake CUDA device is not built: make fake-cuda"
-)
+needs_fake_gpus = pytest.mark.fake_gpus  # skipped where they are not built (conftest.py)
 
 
 def environment(devices=2, order="late", **variables):

@@ -29,8 +29,8 @@ def reduce_leaves(communicator, leaves, numel, shares=None):
     ranges = microbatch_ranges(len(leaves), communicator.world_size, shares)
     counter = TreeSum(torch.add)
     for microbatch in ranges[communicator.rank]:
-        counter.push(Block(microbatch, 1), leaves[microbatch].clone())
-    like = torch.zeros(numel)
+        counter.push(Block(microbatch, 1), leaves[microbatch].to(communicator.device, copy=True))
+    like = torch.zeros(numel, device=communicator.device)
     reduction = communicator.reduce(rank_blocks(ranges, len(leaves)), counter.sums, like)
     reduction.fold()
     return reduction.finish()
@@ -167,7 +167,7 @@ def masked_loss(model, batch):
 def whole_state(step):
     """Parameters, buffers and optimizer state, unsharded, by name, in NumPy."""
     over = step.state_communicator
-    return {name: torch.as_tensor(unsharded(value, over)).detach().clone().numpy() for name, value in named_state(step)}
+    return {name: torch.as_tensor(unsharded(value, over)).numpy(force=True).copy() for name, value in named_state(step)}
 
 
 def bits(step):

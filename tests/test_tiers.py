@@ -5,7 +5,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-from tiers import SMOKE, STARTING_MODULES, STARTING_TESTS, TESTS, starts_processes, watch
+from tiers import SLOW_ON_GPUS, SMOKE, SMOKE_ON_GPUS, STARTING_MODULES, STARTING_TESTS, TESTS, starts_processes, watch
 from worlds import World, in_turns
 
 
@@ -56,4 +56,10 @@ def test_every_test_that_is_named_exists():
     command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:xdist"]
     done = subprocess.run(command, cwd=TESTS.parent, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert sorted((SMOKE | STARTING_TESTS) - {line.removeprefix("tests/") for line in done.stdout.splitlines()}) == []
+    assert (
+        sorted(
+            (SMOKE | SMOKE_ON_GPUS | SLOW_ON_GPUS | STARTING_TESTS)
+            - {line.removeprefix("tests/") for line in done.stdout.splitlines()}
+        )
+        == []
+    )

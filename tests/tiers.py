@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 
+from worlds import DEVICE
+
 TESTS = Path(__file__).parent
 PYTHON = sys.executable  # tests may change it
 OWN_FOLDERS = {TESTS, TESTS.parent / "benchmarks"}
@@ -50,6 +52,27 @@ SMOKE = {
     "launcher/test_run.py::test_the_parent_never_imports_torch",
     "test_layers.py::test_importing_samestep_imports_nothing_heavy",
 }
+
+SMOKE_ON_GPUS = {  # on fake GPUs these too: the sums over NCCL, and each strategy over processes
+    "comm/test_reduction.py::test_real_processes_give_the_bits_of_the_plain_tree_sum[2-scatter and gather]",
+    "comm/test_reduction.py::test_real_processes_give_the_bits_of_the_plain_tree_sum[4-scatter and gather]",
+    "comm/test_hierarchy.py::test_training_on_two_nodes_ends_in_the_digest_of_one_process[many]",
+    "pipelining/test_p2p.py::test_tensors_arrive_in_order_with_their_strides_and_their_place_on_memory_borders[auto]",
+    "pipelining/test_pipeline.py::test_stages_on_several_ranks_give_the_bits_of_one_device[1f1b]",
+    "pipelining/test_pipeline.py::test_stages_on_several_ranks_give_the_bits_of_one_device[three ranks]",
+    "pipelining/test_pipeline.py::test_stages_on_several_ranks_give_the_bits_of_one_device[grid]",
+    "sharding/test_sharded_bits.py::test_a_sharded_state_has_the_bits_of_one_device[sharded-1-{}]",
+    "sharding/test_sharded_bits.py::test_a_sharded_state_has_the_bits_of_one_device[sharded-2-{}]",
+    "sharding/test_sharded_bits.py::test_a_sharded_state_has_the_bits_of_one_device[sharded-3-{}]",
+    "sharding/test_sharded_bits.py::test_a_sharded_state_has_the_bits_of_one_device[sharded-4-{}]",
+    "sharding/test_sharded_bits.py::test_a_sharded_state_has_the_bits_of_one_device[zero1-3-{}]",
+    "sharding/test_state_checkpoints.py::"
+    "test_a_run_resumed_in_mid_epoch_ends_as_the_one_that_was_not[sharded 2 - sharded 3]",
+    "tensor_parallel/test_tensor_bits.py::test_more_ranks_along_data_give_the_same_bits[heads and features]",
+}
+SLOW_ON_GPUS = {"train/test_trainer.py::test_mlp_learns_the_prices_of_houses"}  # a minute on fake ones, seconds on CPUs
+if DEVICE == "cuda":
+    SMOKE |= SMOKE_ON_GPUS
 
 
 def name_of(item):

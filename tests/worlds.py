@@ -10,13 +10,16 @@ from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
 import torch
 
 from samestep.comm.communicator import Communicator
 from samestep.comm.sequential import SequentialWorld
+from samestep.data.transfer import to_host
 
 PATIENCE_SECONDS = 400
 DEVICE = os.environ.get("SAMESTEP_TEST_DEVICE", "cpu")  # "cuda": the same tests, on fake GPUs
+SHARED = "auto" if DEVICE == "cpu" else "shared"  # the transport for shared memory, which GPUs do not use unless told
 PRELOADED = [
     *(
         "torch",
@@ -30,18 +33,33 @@ PRELOADED = [
 ]
 
 
+def cpu_only(reason):
+    """Marks a test of what only CPUs have or do."""
+    return pytest.mark.skipif(DEVICE != "cpu", reason=f"on CPUs alone: {reason}")
+
+
 def device_of(rank):
-    """The device of a rank that is a process: one of its own."""
-    return torch.device("cuda", rank) if DEVICE == "cuda" else torch.device("cpu")
+    """The device of a rank, one of its own, which becomes the thread's current one."""
+    if DEVICE == "cpu":
+        return torch.device("cpu")
+    # Ranks that take turns must not share one: autograd has one thread a device, and hooks of its wait for other ranks.
+    device = torch.device("cuda", rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
 
 
 def in_turns(world_size, program, *args, reduction="ordered"):
-    """Runs `program(communicator, *args)` on ranks that take turns; the results by rank."""
+    """Runs `program(communicator, *args)` on ranks that take turns; the results by rank, in host memory."""
 
     def rank_main(transport):
-        return program(Communicator(device_of(0), transport, transport, reduction), *args)
+        return _result(program(Communicator(device_of(transport.rank), transport, transport, reduction), *args))
 
     return SequentialWorld(world_size).run(rank_main)
+
+
+def _result(value):
+    """What a program returned, where tests can compare it to that of other ranks."""
+    return value if DEVICE == "cpu" else to_host(value)
 
 
 class World:
@@ -108,13 +126,12 @@ def _serve(rank, world_size, place, chosen, store_path, pipe):
     torch.set_num_threads(1)
     multiprocessing.set_start_method("fork", force=True)  # of data workers: another fork server would start anew
     transport = control = LocalTransport()
-    if DEVICE == "cuda":
-        torch.cuda.set_device(rank)
+    device = device_of(rank)
     if world_size > 1:
         store = dist.FileStore(store_path, world_size)
         timeout = timedelta(seconds=180)
         place = Environment(rank, world_size, *place, transport=chosen)
-        transport, control = connect_at(store, place, device_of(rank), timeout, timeout)
+        transport, control = connect_at(store, place, device, timeout, timeout)
     while True:
         try:
             name, args, reduction = pipe.recv()
@@ -123,7 +140,7 @@ def _serve(rank, world_size, place, chosen, store_path, pipe):
         try:
             module, _, function = name.partition(":")
             program = getattr(importlib.import_module(module), function)
-            result = program(Communicator(device_of(rank), transport, control, reduction), *args)
+            result = _result(program(Communicator(device, transport, control, reduction), *args))
             pipe.send(("result", result))
         except Exception:
             pipe.send(("error", traceback.format_exc()))

@@ -12,7 +12,7 @@ SamestepError                 exit code 1
 ├── RunFolderError (OSError)  a run folder that cannot be written
 ├── CheckpointError (ValueError)  a checkpoint that is damaged, or of another model
 ├── ContractError (ValueError)  exit code 2: a run that would continue under another contract
-├── OutOfMemoryError          a microbatch or a cached dataset that does not fit in the device's memory
+├── OutOfMemoryError          a model, a microbatch or a cached dataset that does not fit in the device's memory
 └── WorkerError               a worker process that failed
 
 A message has the value that was got, the one that is needed and the option to change. Long quotations are shortened.
@@ -83,7 +83,7 @@ class ContractError(SamestepError, ValueError):
 
 
 class OutOfMemoryError(SamestepError):
-    """A microbatch or a cached dataset does not fit in the device's memory; the message has a number that does."""
+    """A model, microbatch or cached dataset does not fit in the device's memory; the message has a number that does."""
 
 
 class WorkerError(SamestepError):

@@ -14,6 +14,7 @@ from shared_programs import (
     numbers,
     patterns,
 )
+from worlds import DEVICE, SHARED
 
 from samestep.comm.shm import segment
 from samestep.comm.shm.ring import Outbox
@@ -32,7 +33,9 @@ def _where_memory_can_be_shared():
 
 
 def test_ranks_of_one_host_share_memory_and_form_no_process_group(worlds):
-    assert worlds(2).run(kind_of) == [("SharedTransport", False)] * 2
+    expected = ("SharedTransport", False) if DEVICE == "cpu" else ("GroupTransport", True)
+    assert worlds(2).run(kind_of) == [expected] * 2
+    assert worlds(2, SHARED).run(kind_of) == [("SharedTransport", False)] * 2
     assert worlds(2, "gloo").run(kind_of) == [("GroupTransport", True)] * 2
 
 
@@ -50,27 +53,27 @@ def plans(draw):
 @settings(max_examples=40)
 def test_what_arrives_is_what_was_sent_in_whatever_order_it_is_awaited(worlds, plan):
     ranks, operations, order = plan
-    for rank, received in enumerate(worlds(ranks).run(exchange_many, operations, order)):
+    for rank, received in enumerate(worlds(ranks, SHARED).run(exchange_many, operations, order)):
         for number, (dtype, sizes) in enumerate(operations):
             sent = [numbers(source, rank, sizes[source][rank], dtype, number) for source in range(ranks)]
             assert torch.equal(received[number], torch.cat(sent).view(torch.uint8))
 
 
 def test_all_that_ranks_say_to_each_other_is_the_same_over_gloo(worlds):
-    counts = (2, 0, 3)
-    for ours, theirs in zip(worlds(3).run(talk, counts, 2), worlds(3, "gloo").run(talk, counts, 2), strict=True):
+    over_memory, over_gloo = (worlds(3, transport).run(talk, (2, 0, 3), 2) for transport in (SHARED, "gloo"))
+    for ours, theirs in zip(over_memory, over_gloo, strict=True):
         assert str(ours) == str(theirs)
 
 
 def test_memory_does_not_grow_with_a_thousand_operations_under_way_or_given_up(worlds):
-    for first, *later in worlds(2).run(patterns, 3):
+    for first, *later in worlds(2, SHARED).run(patterns, 3):
         assert first < 64 * MEGABYTE
         assert max(later) - first <= MEGABYTE
 
 
 def test_a_large_broadcast_takes_little_shared_memory(worlds):
-    before = [used for _, used in worlds(3).run(large_broadcast, 1)]
-    for earlier, (arrived, used) in zip(before, worlds(3).run(large_broadcast, 12 * MEGABYTE), strict=True):
+    before = [used for _, used in worlds(3, SHARED).run(large_broadcast, 1)]
+    for earlier, (arrived, used) in zip(before, worlds(3, SHARED).run(large_broadcast, 12 * MEGABYTE), strict=True):
         assert arrived
         assert used - earlier <= 2 * MAX_BROADCAST_BYTES
 

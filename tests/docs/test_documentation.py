@@ -27,7 +27,8 @@ PUBLIC = """
     select split_and_load state_digest to_device to_host to_numpy
 """
 EXPORTED = PUBLIC.split()
-FENCE = re.compile(r'^```(?P<language>\w+)(?: title="(?P<title>[^"]+)")?\n(?P<text>.*?)^```$', re.MULTILINE | re.DOTALL)
+SPANNING = re.MULTILINE | re.DOTALL
+FENCE = re.compile(r'^```(?P<language>\w+)(?: title="(?P<title>[^"]+)")?\n(?P<text>.*?)^```$', SPANNING)
 STARTS_WORKERS = "samestep.launch("
 
 
@@ -126,9 +127,13 @@ def commands():
 
 
 def calls(page):
-    """Every `samestep COMMAND …` in the blocks of a page, as words."""
-    lines = [line for block in blocks(page, "bash") for line in block.text.splitlines()]
-    return [words[1:] for line in lines if (words := shlex.split(line, comments=True))[:1] == ["samestep"]]
+    """Every `samestep COMMAND …` of a page as words: in blocks, even within lists or behind a launcher, and inline."""
+    text = page.read_text(encoding="utf-8")
+    fenced = "\n".join(re.findall(r"^ *```bash\n(.*?)^ *```$", text, SPANNING))
+    lines = [line.partition("# ")[0] for line in fenced.splitlines()]
+    lines += re.findall(rf"`([^`\n]*\bsamestep (?:{'|'.join(commands())})\b[^`\n]*)`", FENCE.sub("", text))
+    found = (re.search(r"(?:^|[\s(])samestep ([a-z][^()]*)", line) for line in lines)
+    return [shlex.split(call[1]) for call in found if call is not None]
 
 
 def misspelt(words, known):
@@ -159,8 +164,13 @@ def test_every_command_of_a_page_exists_with_its_options(page):
     assert [(words, wrong) for words in calls(page) if (wrong := misspelt(words, known))] == []
 
 
-def test_a_misspelt_command_is_noticed():
+def test_a_misspelt_command_is_noticed(tmp_path):
     known = commands()
+    page = tmp_path / "page.md"
+    page.write_text(
+        "1. first\n   ```bash\n   srun samestep run --one a.py # --no\n   ```\nBy `samestep train --two`.\n"
+    )
+    assert [misspelt(words, known) for words in calls(page)] == [["--one"], ["--two"]]
     assert misspelt(["train", "lenet", "--device", "cpu:2"], known) == ["--device"]
     assert misspelt(["run", "--devices", "cpu:2", "train.py", "--own"], known) == []
     assert misspelt(["heal"], known) == ["heal"]

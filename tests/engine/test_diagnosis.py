@@ -12,7 +12,7 @@ from samestep.train.run import Run
 
 def put(x):
     """On a CPU too, `put_` that does not accumulate has no deterministic form."""
-    return x.clone().put_(torch.tensor([0]), torch.tensor([1.0]))
+    return x.clone().put_(torch.tensor([0], device=x.device), torch.tensor([1.0], device=x.device))
 
 
 class PutBackward(torch.autograd.Function):

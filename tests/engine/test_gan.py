@@ -26,7 +26,7 @@ def networks():
 
 
 def noise_like(batch):
-    return torch.randn(len(batch), NOISE)
+    return torch.randn(len(batch), NOISE, device=batch.device)
 
 
 def discriminator_loss(both, batch):
@@ -96,11 +96,11 @@ def deceive(both, batch):
 
 
 def test_the_two_steps_are_those_of_a_plain_loop():
-    batch = (real_samples(24), torch.linspace(-1, 1, 24 * NOISE).view(24, NOISE))
-
     def program(communicator):
+        batch = (real_samples(24), torch.linspace(-1, 1, 24 * NOISE).view(24, NOISE))
+        batch = tuple(tensor.to(communicator.device) for tensor in batch)
         both = nn.ModuleList([nn.Linear(NOISE, WIDTH), nn.Sequential(nn.Linear(WIDTH, 8), nn.Tanh(), nn.Linear(8, 1))])
-        plain = copy.deepcopy(both)
+        plain = copy.deepcopy(both).to(communicator.device)
         losses = {judge: 1, deceive: 0}
         for_ours, for_plain = ([torch.optim.Adam(net.parameters(), lr=0.01) for net in each] for each in (both, plain))
         steps = {loss_fn: make_step(communicator, both, loss_fn, for_ours[k]) for loss_fn, k in losses.items()}
@@ -199,6 +199,6 @@ def test_several_optimizers_are_stepped_together_as_plain_ones_are():
             for optimizer in optimizers:
                 optimizer.step()
         for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)  # mean times 24 over 24, in float32
+            torch.testing.assert_close(ours.cpu(), theirs, rtol=1e-5, atol=1e-6)  # mean times 24 over 24, in float32
 
     in_turns(1, program)

@@ -1,5 +1,7 @@
 """Steps on a GPU: their bits, and their costs beside those of the model: waits of the host, launches, memory."""
 
+import json
+from dataclasses import dataclass
 from textwrap import dedent
 
 import pytest
@@ -8,6 +10,7 @@ from gpus import needs_fake_gpus, run
 pytestmark = needs_fake_gpus
 
 PROGRAM = """
+    import json
     import fake_cuda
     import torch
     from torch import nn
@@ -38,6 +41,11 @@ PROGRAM = """
 def play(program, **variables):
     """The output of a program on fake GPUs."""
     return run(dedent(PROGRAM) + dedent(program), **variables)
+
+
+def play_models(program):
+    """The output of a program about LeNet, a network of residual blocks with BatchNorm, and a small GPT."""
+    return play(dedent(MODELS) + dedent(program))
 
 
 @pytest.mark.parametrize("order", ["late", "random"])
@@ -83,36 +91,144 @@ def test_the_host_waits_once_a_step_and_never_where_the_check_is_late(fused, all
     assert [line for line in lines if int(line.split()[0]) > allowed] == []
 
 
-def test_a_step_launches_few_kernels_beside_those_of_a_plain_loop():
+MODELS = """
+    from samestep.recipes.catalog import load
+    from samestep.recipes.recipe import RecipeData
+
+    class Residual(nn.Module):
+        def __init__(self, width):
+            super().__init__()
+            layers = [nn.Conv2d(width, width, 3, padding=1, bias=False), nn.BatchNorm2d(width)]
+            self.body = nn.Sequential(*layers, nn.ReLU(), nn.Conv2d(width, width, 3, padding=1), nn.BatchNorm2d(width))
+
+        def forward(self, x):
+            return torch.relu(x + self.body(x))
+
+    def residual():
+        first = nn.Conv2d(1, 8, 3, bias=False), nn.BatchNorm2d(8), nn.ReLU()
+        blocks = [Residual(8) for _ in range(4)]
+        return nn.Sequential(*first, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 10))
+
+    def gpt():
+        sizes = {"layers": 2, "width": 32, "heads": 2, "context": 16, "dropout": 0.1}
+        return load("gpt").model(RecipeData(None, None, "", sizes))
+
+    def sgd(model):
+        return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+
+    images = torch.randn(32, 1, 28, 28), torch.randint(0, 10, (32,))
+    texts = torch.randint(0, 256, (32, 16)), torch.randint(0, 256, (32, 16))
+    MODELS = {
+        "lenet": (lambda: load("lenet").model(None), mean, images, sgd),
+        "residual": (residual, mean, images, sgd),
+        "gpt": (gpt, load("gpt").loss, texts, lambda model: adamw(model, True)),
+    }
+
+    def launches(action):
+        before = fake_cuda.counts()[1]
+        action()
+        return fake_cuda.counts()[1] - before
+
+    def make_step(name, number):
+        make, loss, data, optimizer = MODELS[name]
+        run = samestep.Run(4 * number, number, device="cuda")
+        model = make()
+        step = run.train_step(model, optimizer(model), loss, max_grad_norm=1.0)
+        batch = tuple(tensor[: 4 * number] for tensor in data)
+        for _ in range(3):  # the first two compare the model after each microbatch
+            step(batch)
+        return lambda: step(batch)
+"""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """A step on one GPU: waits of the host by their lines; launches with 2 microbatches, and for each more up to 8."""
+
+    waits: list[str]
+    launches: int
+    a_microbatch: float
+    beside: list[tuple[int, int]]  # numbers of microbatches, each with the launches beside those of a plain loop
+
+
+@pytest.fixture(scope="module")
+def costs():
+    """The cost of a step by model."""
     program = """
-        def launches(action):
-            before = fake_cuda.counts()[1]
-            action()
-            return fake_cuda.counts()[1] - before
+        def plain_loop(name, number):
+            make, loss, data, optimizer = MODELS[name]
+            model = make().cuda()
+            optimizer = optimizer(model)
+            batch = tuple(tensor[:4].cuda() for tensor in data)
 
-        def plain():
-            optimizer.zero_grad()
-            for _ in range(number):
-                mean(model, batch).backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
+            def step():
+                optimizer.zero_grad()
+                for _ in range(number):
+                    value = loss(model, batch)
+                    (value.total / value.count if isinstance(value, samestep.Mean) else value).backward()
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
 
-        batch = tuple(tensor[:5].cuda() for tensor in data)
-        for number in (1, 8):
-            model = make_model().cuda()
-            optimizer = adamw(model, True)
-            run = samestep.Run(5 * number, number, device="cuda")
-            watched = make_model()
-            step = run.train_step(watched, adamw(watched, True), mean, max_grad_norm=1.0)
-            whole = tuple(torch.cat([tensor] * number).cpu() for tensor in batch)
-            for _ in range(4):
-                plain()
-                step(whole)
-            print(number, launches(plain), launches(lambda: step(whole)))
+            step()
+            return step
+
+        for name in MODELS:
+            waits, ours = [], {}
+            for number in (1, 2, 8):
+                step = make_step(name, number)
+                with fake_cuda.host_waits() as waits:
+                    ours[number] = launches(step)
+            beside = [(number, count - launches(plain_loop(name, number))) for number, count in ours.items()]
+            print(json.dumps({name: [waits, ours[2], (ours[8] - ours[2]) / 6, beside]}))
     """
-    for line in play(program).splitlines():
-        number, plain, ours = map(int, line.split())
-        assert ours - plain <= 10 * number + 40
+    found = {}
+    for line in play_models(program).splitlines():
+        found |= {name: Cost(*cost) for name, cost in json.loads(line).items()}
+    return found
+
+
+@pytest.mark.parametrize(
+    ("model", "waits", "launches", "a_microbatch"),
+    [("lenet", 1, 106, 33), ("residual", 1, 236, 95), ("gpt", 0, 360, 157)],
+)
+def test_a_step_keeps_to_the_budget_of_its_model(costs, model, waits, launches, a_microbatch):
+    cost = costs[model]
+    assert len(cost.waits) <= waits, cost.waits
+    assert cost.launches <= launches
+    assert cost.a_microbatch <= a_microbatch
+
+
+@pytest.mark.parametrize("model", ["lenet", "residual", "gpt"])
+def test_a_step_launches_few_kernels_beside_those_of_a_plain_loop(costs, model):
+    assert [number for number, beside in costs[model].beside if beside > 10 * number + 40] == []
+
+
+def test_running_statistics_are_merged_by_two_launches_a_step_and_dtype_however_many_norms_there_are():
+    program = """
+        from samestep.engine.buffers import BufferMerge
+
+        def counted(inner):
+            def call(self, *args):
+                before = fake_cuda.counts()[1]
+                inner(self, *args)
+                found[inner.__name__] = found.get(inner.__name__, 0) + fake_cuda.counts()[1] - before
+            return call
+
+        for name in ("begin", "collect", "exchange", "write"):
+            setattr(BufferMerge, name, counted(getattr(BufferMerge, name)))
+        for number in (2, 8):
+            found = {}
+            step = make_step("residual", number)
+            found.clear()
+            step()
+            print(found["begin"], found["exchange"] + found["write"], found["collect"] / number)
+    """
+    for line in play_models(program).splitlines():
+        at_the_start, merge, a_microbatch = map(float, line.split())
+        dtypes = 2  # of the means and variances, and of the number of batches
+        assert at_the_start <= dtypes
+        assert merge <= 2 * dtypes
+        assert a_microbatch <= 2 * dtypes + 2  # taken out and put back; times the samples; added on the tree
 
 
 def test_a_loss_is_read_once_it_has_arrived_whichever_device_is_current():

@@ -8,6 +8,7 @@ import torch
 from engine_programs import bits, in_turns, make_step, mean_squared, table
 from torch import nn
 from torch.nn import functional
+from worlds import cpu_only
 
 from samestep.comm.communicator import Communicator
 from samestep.comm.transport import LocalTransport
@@ -203,6 +204,7 @@ def test_a_step_that_was_interrupted_on_the_only_device_may_be_taken_again():
     assert in_turns(1, program) == [0]
 
 
+@cpu_only("the number of threads decides no bits of a GPU")
 def test_another_number_of_threads_is_noticed():
     def program(communicator):
         step = make_step(communicator, net())

@@ -154,12 +154,12 @@ def test_microbatches_without_a_valid_token_weigh_nothing(masked_microbatches):
 
 def test_a_step_of_eight_microbatches_is_the_plain_step_up_to_rounding():
     """Against a plain torch loop over the whole batch: the promise is no excuse for other maths."""
-    images, labels = small_images(90)
 
     def program(communicator):
+        images, labels = (tensor.to(communicator.device) for tensor in small_images(90))
         run = Run(32, 8, seed=1, communicator=communicator)
         model = nn.Sequential(nn.Flatten(), nn.Linear(64, 20), nn.Tanh(), nn.Linear(20, 10))
-        plain = copy.deepcopy(model)
+        plain = copy.deepcopy(model).to(communicator.device)
         ours, theirs = (torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (model, plain))
         step = run.train_step(model, ours, lambda m, b: functional.cross_entropy(m(b[0]), b[1]), max_grad_norm=0.5)
         for i in (0, 32, 64):

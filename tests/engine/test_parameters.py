@@ -97,12 +97,24 @@ def test_parameters_that_no_optimizer_holds_are_left_alone():
         mine = model[0].weight.grad = torch.ones_like(model[0].weight)
         before = model[0].weight.detach().clone()
         make_step(communicator, model, optimizer=optimizer)(table())
-        assert torch.equal(model[0].weight, before)
+        assert torch.equal(model[0].weight.cpu(), before)
         assert model[0].weight.grad is mine
         assert bool((mine == 1).all())
         return bits(model, optimizer)
 
     assert len({*in_turns(1, program), *in_turns(3, program)}) == 1
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_state_that_an_optimizer_has_made_before_the_step_moves_with_the_model(world_size, fused):
+    def program(communicator):
+        model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 1))
+        optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1, fused=fused)
+        make_step(communicator, model, optimizer=optimizer)(table())
+        return {state["sum"].device for state in optimizer.state.values()} == {communicator.device}
+
+    assert in_turns(world_size, program) == [True] * world_size
 
 
 def test_stray_parameters_are_put_on_memory_borders_and_stay_the_same_parameters():
@@ -210,7 +222,7 @@ def train_changed(change, shard_optimizer=False):
 
 
 def put_another_parameter(model, optimizer):
-    model[1][1].weight = nn.Parameter(torch.ones(1, 3))
+    model[1][1].weight = nn.Parameter(torch.ones_like(model[1][1].weight))
 
 
 def put_another_layer(model, optimizer):

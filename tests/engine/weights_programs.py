@@ -81,7 +81,8 @@ def taken(communicator, strategy):
     digests.append(state_digest(step))
     step.model.load_state_dict(state)
     digests.append(state_digest(step))
-    return {name: (t.full_tensor() if isinstance(t, DTensor) else t).numpy() for name, t in state.items()}, digests
+    whole = {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in state.items()}
+    return {name: tensor.numpy(force=True) for name, tensor in whole.items()}, digests
 
 
 def refused(communicator, strategy):
@@ -115,7 +116,7 @@ def kept(communicator, strategy):
 
     def parameters():
         held = step.sharded_state.parts.values() if step.sharded_state else step.model.parameters()
-        return [parameter.detach().numpy().tobytes() for parameter in held]
+        return [parameter.numpy(force=True).tobytes() for parameter in held]
 
     copies = {name: parameter.detach().clone() for name, parameter in step.model.named_parameters()}
     seen = [parameters()]

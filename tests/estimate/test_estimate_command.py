@@ -8,6 +8,7 @@ import pytest
 
 from samestep.cli.main import main
 from samestep.devices.selection import select
+from samestep.errors import UsageError
 from samestep.estimate import hardware
 
 MODELS = """
@@ -74,6 +75,7 @@ def test_devices_of_this_machine_are_named_as_for_any_other_command(estimate):
         ("NVIDIA A100-SXM4-40GB", 39.4, "A100-40"),
         ("NVIDIA A100-SXM4-80GB", 79.1, "A100-80"),
         ("NVIDIA H200", 140, "H200"),
+        ("NVIDIA GH200 480GB", 94, "H200"),
         ("NVIDIA GeForce RTX 4090", 23.6, "RTX4090"),
     ],
 )
@@ -82,6 +84,14 @@ def test_an_accelerator_of_this_machine_is_known_by_its_name_and_memory(monkeypa
     device = replace(found.devices[0], kind="cuda", name=name, memory_total=int(gib * 2**30))
     monkeypatch.setattr(hardware, "select", lambda text: replace(found, kind="cuda", devices=(device,) * 2))
     assert str(hardware.read_cluster("auto")) == f"2 × {kind}"
+
+
+def test_an_accelerator_with_a_longer_name_is_another_kind(monkeypatch):
+    found = select("cpu:2")
+    device = replace(found.devices[0], kind="cuda", name="NVIDIA L40S", memory_total=48 * 2**30)
+    monkeypatch.setattr(hardware, "select", lambda text: replace(found, kind="cuda", devices=(device,)))
+    with pytest.raises(UsageError, match="NVIDIA L40S is not in the table of devices"):
+        hardware.read_cluster("auto")
 
 
 def test_a_recipe_is_estimated_in_the_terminal(estimate):

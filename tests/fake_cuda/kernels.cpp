@@ -126,6 +126,11 @@ struct Silent final : c10::WarningHandler {
   void process(const c10::Warning&) override {}
 };
 
+c10::WarningHandler* silent() {
+  static Silent handler;
+  return &handler;
+}
+
 // Replaces the tensors of a value.
 template <class F>
 IValue mapped(const IValue& value, const F& change) {
@@ -153,6 +158,9 @@ void each_tensor(const IValue& value, const F& see) {
 const std::set<std::string> MAY_MIX = {"aten::index.Tensor", "aten::index_put_", "aten::_index_put_impl_",
                                        "aten::_unsafe_index.Tensor", "aten::_unsafe_index_put", "aten::index_put",
                                        "aten::_foreach_copy_", "aten::_foreach_copy"};
+
+// Operations whose CPU kernels give results of other dtypes than CUDA's, which the meta kernels foresee.
+const std::set<std::string> HAS_OWN_FORM = {"aten::native_batch_norm"};
 
 uint64_t mixed(uint64_t seed, uint64_t offset) {  // splitmix64
   uint64_t z = seed * 0x9E3779B97F4A7C15ull + offset + 0x632BE59BD9B4E019ull;
@@ -249,23 +257,23 @@ bool foresee(const c10::OperatorHandle& op, const std::vector<IValue>& given, st
     const auto found = known->find(key);
     if (found != known->end()) { results = found->second; return true; }
   }
+  const bool on_cpu = HAS_OWN_FORM.count(toString(op.schema().operator_name()));
   torch::jit::Stack stack;
   for (const auto& value : given) {
     if (value.isDevice()) { stack.emplace_back(Device(DeviceType::Meta)); continue; }
     if (value.isGenerator()) { stack.emplace_back(); continue; }
     stack.push_back(mapped(value, [&](const Tensor& tensor) {
       if (!tensor.defined() || (!tensor.is_cuda() && tensor.dim() == 0)) return tensor;
-      pairs.emplace_back(tensor, as_meta(tensor));
+      pairs.emplace_back(tensor, on_cpu ? at::zeros(tensor.sizes(), tensor.options().device(DeviceType::CPU)) : as_meta(tensor));
       return pairs.back().second;
     }));
   }
   c10::impl::ExcludeDispatchKeyGuard plain(
       c10::autograd_dispatch_keyset_with_ADInplaceOrView | c10::DispatchKeySet(c10::DispatchKey::Python) |
       c10::DispatchKeySet(c10::DispatchKey::PythonTLSSnapshot));
-  static Silent silent;
-  c10::WarningUtils::WarningHandlerGuard quiet(&silent);
+  c10::WarningUtils::WarningHandlerGuard quiet(silent());
   try {
-    op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::Meta), &stack);
+    op.redispatchBoxed(c10::DispatchKeySet(on_cpu ? c10::DispatchKey::CPU : c10::DispatchKey::Meta), &stack);
   } catch (const c10::NotImplementedError&) {
     return false;
   } catch (const pybind11::error_already_set&) {  // of a meta kernel in Python: the data decide
@@ -305,6 +313,7 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const auto on = device->index();
   const auto stream = current_stream(on);
 
+  if (name == "aten::put_" && !given.at(3).toBool()) at::globalContext().alertNotDeterministic("put_");  // not late
   if (kind.is_view) return at_once(op, stack, *device, given);
   if (has_host) count_wait("indices from the host");
 
@@ -359,6 +368,7 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   count_launch(name.c_str());
   const auto returned = kind.returned;
   enqueue(on, stream, [op, arguments, targets, returned]() mutable {
+    c10::WarningUtils::WarningHandlerGuard quiet(silent());  // kernels that run late have no caller to warn
     torch::jit::Stack own(arguments);
     op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &own);
     size_t next = 0;

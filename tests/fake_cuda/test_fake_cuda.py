@@ -131,3 +131,18 @@ def test_waits_of_the_host_are_counted_with_their_line():
             print("synchronizing" in str(error))
     """
     assert run(program).splitlines() == ["['item', 'copy to the host']", "True"]
+
+
+def test_batchnorm_in_bfloat16_alone_gives_the_bits_of_the_cpu():
+    program = """
+        import torch
+        torch.manual_seed(0)
+        x = torch.randn(6, 4).bfloat16()
+        outputs = []
+        for device in ("cpu", "cuda"):
+            norm = torch.nn.BatchNorm1d(4).bfloat16().to(device)
+            norm(x.to(device)).square().sum().backward()
+            outputs.append([t.cpu() for t in (norm.weight.grad, norm.running_mean, norm.running_var)])
+        print(all(map(torch.equal, *outputs)))
+    """
+    assert run(program).split() == ["True"]

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from worlds import DEVICE
 
 from samestep.devices.selection import select
 from samestep.launcher.assignment import process_variables
@@ -31,7 +32,7 @@ class Told:
         self.has_read_a_checkpoint = any(folder.glob("read-a-checkpoint-*"))
         ledger = folder / "run" / "ledger.jsonl"
         lines = [from_line(line) for line in ledger.read_bytes().splitlines()] if ledger.exists() else []
-        self.steps = [{name: line[name] for name in COMPARED} for line in lines if "event" not in line]
+        self.steps = [{name: line.get(name) for name in COMPARED} for line in lines if "event" not in line]
         self.events = [line for line in lines if "event" in line]
 
     @property
@@ -43,17 +44,18 @@ SHARED_SECONDS = 30
 IMPORTED_LATE = ("torch._dynamo", "matplotlib.pyplot", "torch.utils.tensorboard")  # by every run, for seconds
 
 
-def run_script(script, devices, told, policy=None, start_method=None):
+def run_script(script, devices, told, policy=None, start_method=None, forks=None):
     """Runs a script with an argument on CPU workers; nothing stays in shared memory.
 
     Without a start method they are forks of this process, which imports once what each would import. Where there are
-    GPUs a backward in it may have started threads, and no fork of it could do one: there they are forks of a clean one.
+    GPUs a backward in it may have started threads, and no fork of it could do one: there they are forks of a clean one,
+    unless `forks` says that this process has used none.
     """
     policy = Policy(hang_seconds=5.0) if policy is None else policy
     before = shared_memory()
     job = Job("script", script, (json.dumps(told),), quiet=True)
-    selection = select(f"cpu:{devices}")
-    if start_method is None and not torch.cuda.is_available():
+    selection = select(f"cpu:{devices}" if DEVICE == "cpu" else f"{DEVICE}:" + ",".join(map(str, range(devices))))
+    if start_method is None and (forks or not torch.cuda.is_available()):
         for name in IMPORTED_LATE:
             importlib.import_module(name)
         variables = process_variables(selection, 1)

@@ -2,7 +2,9 @@
 
 JSON holds "folder" (of the run), "faults", a list of {"rank", "step", "phase", "kind"}, and perhaps "spares", "resume",
 "checkpoint_steps", "epochs", "pause" (seconds a microbatch), and "wait_for": a slot that has to be there before step 5
-ends. A fault leaves a file behind that says where it struck, on the clock that all processes share.
+ends; "options" are the step's, "fused" is Adam's, "plain" leaves BatchNorm out, and with "messages" NCCL takes two
+messages for a sum. A fault may "skip" so many passages. It leaves a file behind that says where it struck, on the clock
+that all processes share; "pid-SLOT" is there once a worker has taken a step.
 """
 
 import ctypes
@@ -19,11 +21,13 @@ import torch
 from programs import classify, small_images, small_model
 from torch.utils.data import Dataset
 
+from samestep.comm import group
 from samestep.comm.communicator import Communicator
 from samestep.comm.group import GroupTransport
 from samestep.comm.heartbeat_page import HEALS, READY_TO_JOIN, HeartbeatPage
 from samestep.comm.shm.transport import SharedTransport
 from samestep.engine.buffers import BufferMerge
+from samestep.engine.gradients import GradientSum
 from samestep.errors import PeerLostError
 from samestep.train.checkpoint import resume as resume_module
 from samestep.train.checkpoint import storage as checkpoint_module
@@ -61,9 +65,17 @@ class Faults:
     def strike(self, phase):
         for fault in self._mine:
             if fault["phase"] == phase and self.step() >= fault["step"]:
+                fault["skip"] = fault.get("skip", 0) - 1
+                if fault["skip"] >= 0:
+                    continue
                 self._mine.remove(fault)
                 self._do(fault)
                 return
+
+    def tell_pid(self):
+        path = self._folder / f"pid-{self._slot}"
+        if not path.exists():
+            path.write_text(str(os.getpid()))
 
     def _do(self, fault):
         told = {**fault, "time": time.monotonic(), "at": self.step()}
@@ -116,7 +128,7 @@ def put_in_place(faults, model, optimizer):
         kind.exchange, kind.gather = striking(faults, kind.exchange), striking(faults, kind.gather)
     real_fill, real_merge = checkpoint_module._fill, BufferMerge.exchange
     real_broadcast_state, real_barrier = resume_module.broadcast_state, Communicator.barrier
-    real_write = recorder_module.write_json
+    real_write, real_finish = recorder_module.write_json, GradientSum.finish
 
     def fill(*args):
         result = real_fill(*args)
@@ -143,7 +155,11 @@ def put_in_place(faults, model, optimizer):
         real_merge(self, *args)
         faults.strike("exchanged")
 
-    checkpoint_module._fill, BufferMerge.exchange = fill, merge
+    def finish(self):
+        faults.strike("finish")
+        real_finish(self)
+
+    checkpoint_module._fill, BufferMerge.exchange, GradientSum.finish = fill, merge, finish
     resume_module.broadcast_state, Communicator.barrier, recorder_module.write_json = (
         broadcast_state,
         barrier,
@@ -169,6 +185,7 @@ def between_steps(trainer, faults):
     attend = trainer._attend
 
     def strike_and_attend(loader):
+        faults.tell_pid()
         faults.strike("between")
         attend(loader)
 
@@ -194,9 +211,13 @@ def main():
         return read(*args, **options)
 
     resume_module.newest_checkpoint = newest
+    if told.get("messages"):
+        group.LATENCY_BYTES["nccl"] = 0
     run = Run(32, 8, 3, spares=told.get("spares", 0))
     model = small_model()
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    if told.get("plain"):
+        model[1] = torch.nn.Identity()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01, fused=told.get("fused"))
     put_in_place(faults, model, optimizer)
     times = []
 
@@ -218,9 +239,10 @@ def main():
         loss,
         run_dir=folder,
         loggers=[Log(faults)],
-        digest_every=1,
+        digest_every=told.get("digest_every", 1),
         checkpoint_steps=told.get("checkpoint_steps", 3),
         max_grad_norm=1.0,
+        **told.get("options", {}),
     ) as trainer:
         faults.step = lambda: trainer.step.num_steps
         between_steps(trainer, faults)

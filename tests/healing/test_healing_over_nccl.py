@@ -1,54 +1,116 @@
-"""Runs over NCCL do not heal: what is queued behind an exchange that a loss aborts would run on half of its result."""
+"""Healing over NCCL, whose waits block streams: what is queued behind an exchange that a death breaks never runs.
+
+Workers on fake GPUs are killed at random instants and at chosen ones; every run ends in the bits of an undisturbed one.
+"""
+
+import itertools
+import json
+import random
+from pathlib import Path
 
 import pytest
-import torch.distributed as dist
-from gpus import needs_fake_gpus, run_ranks, told
+from gpus import needs_fake_gpus, run
 
 pytestmark = needs_fake_gpus
 
-SUPERVISED = """
-    from samestep import Run
-    from samestep.comm import heartbeat_page as pages
-    from samestep.errors import UsageError
-    page = pages.HeartbeatPage.create(size)
-    os.environ.update({pages.PAGE_VARIABLE: str(page.fd), pages.SLOT_VARIABLE: str(rank)})
-    os.environ.update({"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"})
-    os.environ["MASTER_ADDR"] = "127.0.0.1"
-    try:
-        run = Run(8, 4, device=str(device), spares=SPARES)
-    except UsageError as error:
-        tell(error=str(error))
-        os._exit(0)
-    flags = page.beat(rank).flags
-    model = nn.Linear(2, 1)
-    step = run.train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), lambda m, x: m(x[0]).square().mean())
-    losses = [step(batch).loss for batch in run.loader((torch.ones(16, 2),))]
-    over_nccl = run.membership.communicator.transport.stream is not None
-    tell(over_nccl=over_nccl, heals=run.membership.can_heal, flags=flags, steps=len(losses))
-"""
+DEATHS = Path(__file__).with_name("deaths.py")
+EPOCHS = 8
+RUNS_AT_ONCE = 8
+KINDS = [
+    dict(pair) for pair in itertools.product([("fused", True), ("fused", None)], [("plain", True), ("plain", None)])
+]
+"""Adam whose update the device itself leaves out where it is not finite, and one that the host checks before it; each
+with and without BatchNorm, whose exchange is the last of a step."""
+AIMED = ("backward", "exchange", "sent", "finish", "exchanged", "update", "checkpoint", "evaluate")
 
 
-def run_supervised(folder, spares=0, transport=None):
-    """What two ranks tell that believe a supervisor watches them."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # a supervisor's outlives its ranks
-    variables = {
-        "MASTER_PORT": str(store.port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "SAMESTEP_TRANSPORT": transport,
-    }
-    return told(run_ranks(folder, SUPERVISED.replace("SPARES", str(spares)), **variables))
+def play(folder, runs, **variables):
+    """The results of some runs, one after another."""
+    runs = [{"epochs": EPOCHS, "seed": 0, **each, "folder": str(folder / str(k))} for k, each in enumerate(runs)]
+    program = f"""
+        import runpy, sys
+        sys.argv, sys.path[0] = sys.argv[1:], {str(DEATHS.parent)!r}
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    """
+    variables = {"SAMESTEP_TEST_DEVICE": "cuda", "FAKE_CUDA_LATE_US": "3000", **variables}
+    output = run(program, DEATHS, json.dumps(runs), devices=4, timeout=150 * len(runs), **variables)
+    return [json.loads(line) for line in output.splitlines() if line.startswith("{")]
 
 
-@pytest.mark.parametrize(("transport", "over_nccl"), [(None, True), ("gloo", False)])
-def test_a_run_over_nccl_does_not_heal_but_shows_that_it_lives(transport, over_nccl, tmp_path):
-    from samestep.comm.heartbeat_page import HEALS, SHOWS_LIFE
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """`undisturbed(kind, …)`: the run on one GPU to which nothing happens."""
+    known = {}
 
-    for found in run_supervised(tmp_path, transport=transport):
-        assert (found["over_nccl"], found["heals"], found["steps"]) == (over_nccl, not over_nccl, 2)
-        assert bool(found["flags"] & HEALS) is not over_nccl
-        assert bool(found["flags"] & SHOWS_LIFE) is over_nccl
+    def get(told):
+        key = json.dumps({name: told.get(name) for name in ("fused", "plain", "epochs")})
+        if key not in known:
+            kind = {name: value for name, value in json.loads(key).items() if value is not None}
+            (known[key],) = play(tmp_path_factory.mktemp("undisturbed"), [{**kind, "devices": 1}])
+        return known[key]
+
+    return get
 
 
-def test_spares_are_refused_over_nccl(tmp_path):
-    for found in run_supervised(tmp_path, spares=1):
-        assert "leave --spares out, or set SAMESTEP_TRANSPORT=gloo" in found["error"]
+def check(found, expected):
+    """A run has ended in the bits of the undisturbed one; each step that was taken twice was the same both times."""
+    assert found["exit_code"] == 0, found["failure"]
+    assert found["digests"] == expected["digests"]
+    assert all(history == expected["histories"][0] for history in found["histories"])
+    assert found["differ"] == []
+    assert found["steps"] == expected["steps"]
+    has_restarted = any(event["event"] == "restart" for event in found["events"])
+    assert has_restarted or found["twice"] == 0
+    return has_restarted
+
+
+def draw(seed):
+    """A run with deaths at random instants, or with one at a chosen point and perhaps more at random instants."""
+    random_ = random.Random(seed)
+    devices = random_.choice((2, 3, 4, 4))
+    told = {"devices": devices, "seed": seed, "seconds": 1.2, "order": random_.choice(("late", "random"))}
+    told |= random_.choice(KINDS)
+    if random_.random() < 0.7:  # each sum in two messages, of which the other ranks may get the first alone
+        told |= {"messages": True, "options": {"bucket_bytes": random_.choice((256, 1 << 20))}}
+    kills = devices - 1
+    if random_.random() < 0.5:
+        phase = random_.choice(AIMED)
+        rank = 0 if phase == "checkpoint" else random_.randrange(devices)
+        fault = {"rank": rank, "step": random_.randrange(1, 12), "phase": phase, "kind": "SIGKILL"}
+        told["faults"] = [{**fault, "skip": random_.randrange(8)}]
+        kills -= 1
+    elif random_.random() < 0.2:
+        kills, told["replace"], told["epochs"] = 5, 5, 3 * EPOCHS
+    return {**told, "kills": kills}
+
+
+BROKEN = {"step": 3, "phase": "finish", "kind": "SIGKILL"}  # of each sum the first message has arrived, the second not
+RARELY = {"digest_every": 1000, "checkpoint_steps": 1000}  # the host waits for nothing after an update
+FEW = {
+    "an update behind a broken exchange, late check": {"faults": [{"rank": 1, **BROKEN}], **RARELY, **KINDS[0]},
+    "an update behind a broken exchange, host check": {"faults": [{"rank": 0, **BROKEN}], **RARELY, **KINDS[3]},
+    "an end in an evaluation": {"faults": [{"rank": 1, "step": 3, "phase": "evaluate", "kind": "exit 0"}], **KINDS[3]},
+    "random instants, late check": {"kills": 2, "seed": 1, "order": "random", **KINDS[0]},
+    "random instants, host check": {"devices": 4, "spares": 1, "kills": 3, "seed": 2, **KINDS[3]},
+}
+
+
+def test_deaths_leave_no_trace_in_the_bits(tmp_path):
+    alone = [{**kind, "devices": 1, **more} for kind in (KINDS[0], KINDS[3]) for more in (RARELY, {})]
+    few = [{"devices": 3, "messages": True, "seconds": 0.5, **told} for told in FEW.values()]
+    found = play(tmp_path, [{**told, "epochs": 2} for told in (*alone, *few)])
+    for name, ended in zip(FEW, found[len(alone) :], strict=True):
+        told = FEW[name]
+        expected = found[2 * (not told.get("fused")) + ("digest_every" not in told)]
+        assert not check(ended, expected), name
+        deaths = [event for event in ended["events"] if event["event"] == "death"]
+        assert len(deaths) == told.get("kills", 1), name
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("first", range(0, 96, RUNS_AT_ONCE))
+def test_hundreds_of_deaths_leave_no_trace_in_the_bits(first, undisturbed, tmp_path):
+    runs = [draw(seed) for seed in range(first, first + RUNS_AT_ONCE)]
+    for told, found in zip(runs, play(tmp_path, runs), strict=True):
+        check(found, undisturbed({"epochs": EPOCHS, **told}))

@@ -19,12 +19,12 @@ from members import is_down_to, run_members, wait_until
 TIMEOUT = 10.0
 
 
-def hanging(*looks, stopped=()):
+def hanging(*looks, stopped=(), announced=0):
     """Who hangs after looks half a second apart; each is a mapping of slots to (phase, age of the beat, quorum)."""
     silences = HangDetector(TIMEOUT)
     for index, look in enumerate(looks):
         beats = {slot: Beat(100.0 - age, 7, phase, HEALS, quorum) for slot, (phase, age, quorum) in look.items()}
-        silences.look(beats, index * 0.5)
+        silences.look(beats, index * 0.5, announced)
     return silences.hung(lambda slot: slot in stopped)
 
 
@@ -52,6 +52,10 @@ def test_a_sign_of_life_starts_the_time_anew():
 def test_workers_that_wait_for_each_other_are_not_blamed():
     assert hanging(*still(s0="exchange", s1="exchange")) == []
     assert hanging(*still(s0="regroup", s1="regroup")) == []
+
+
+def test_all_hang_that_are_blocked_in_connecting_with_a_rank_lost_meanwhile():
+    assert hanging(*still(s0="regroup", s1="regroup"), announced=1) == [0, 1]
 
 
 def test_a_worker_outside_a_step_hangs_only_while_another_waits_for_it():

@@ -125,5 +125,5 @@ CELLS = """
 @needs_fake_gpus
 def test_a_notebook_that_has_asked_for_gpus_or_used_one_launches_on_them():
     """torch has no public name for a process whose forks cannot use GPUs, so a fork is asked."""
-    out = run(CELLS, devices=4, SAMESTEP_TRANSPORT="gloo")
+    out = run(CELLS, devices=4)
     assert out.splitlines() == ["True False", "(2, 'cuda:0', 12.0)", "(1, 'cuda:0', 18.0)"]

@@ -12,10 +12,10 @@ from samestep.errors import PeerLostError
 TIMEOUT = timedelta(seconds=60)
 
 
-def tensors():
+def tensors(device):
     """Of many dtypes, strides and places in memory, some of which need a gradient."""
     base = torch.arange(240, dtype=torch.float32).view(4, 6, 10)
-    return [
+    made = [
         base,
         base.transpose(0, 2),
         base[1:, 2:5, 3],
@@ -27,8 +27,8 @@ def tensors():
         torch.arange(9) > 4,
         torch.view_as_complex(torch.randn(3, 2, generator=torch.Generator().manual_seed(2))).conj(),
         base.clone().requires_grad_(),
-        None,
     ]
+    return [*(tensor.to(device) for tensor in made), None]
 
 
 def form(tensor):
@@ -44,10 +44,12 @@ def hand_round(communicator):
     p2p = connect_stages(communicator, Mesh({"pipe": communicator.world_size}), TIMEOUT)
     following, before = (p2p.rank + 1) % p2p.world_size, (p2p.rank - 1) % p2p.world_size
     for number in range(3):
-        p2p.send(following, tensors(), f"note {number} of {p2p.rank}".encode())
+        p2p.send(following, tensors(communicator.device), f"note {number} of {p2p.rank}".encode())
     came = [p2p.receive(before) for _ in range(3)]
     p2p.settle()
-    return [form(tensor) for tensor in tensors()], [([form(t) for t in got], note.decode()) for got, note in came]
+    return [form(tensor) for tensor in tensors(communicator.device)], [
+        ([form(t) for t in got], note.decode()) for got, note in came
+    ]
 
 
 def fail(communicator):
@@ -68,8 +70,7 @@ def fail(communicator):
 def sums_along(communicator, sizes):
     """What the ranks along each axis say together."""
     communicators = connect_axes(communicator, Mesh(sizes), TIMEOUT)
-    shared = communicators["data"].share(
-        torch.tensor([communicator.rank]) if communicators["data"].rank == 1 else None, 1
-    )
+    own = torch.tensor([communicator.rank], device=communicator.device) if communicators["data"].rank == 1 else None
+    shared = communicators["data"].share(own, 1)
     words = {axis: [row[0] for row in along.gather_words([communicator.rank])] for axis, along in communicators.items()}
     return words, shared.item()

@@ -124,7 +124,7 @@ class Masked(nn.Module):
 
     def forward(self, x):
         if self.mask is None:
-            self.mask = torch.arange(16) % 3 != 0
+            self.mask = torch.arange(16, device=x.device) % 3 != 0
         return torch.tanh(self.linear(x * self.mask))
 
 
@@ -150,9 +150,11 @@ def texts(count):
 
 def loss(model, batch):
     """Noise on what is real, drawn before the model is called, and more of it afterwards."""
-    x = batch[0] + 0.1 * torch.rand(batch[0].shape) if batch[0].is_floating_point() else batch[0]
+    x = batch[0]
+    if x.is_floating_point():
+        x = x + 0.1 * torch.rand(x.shape, device=x.device)
     scores = model(x)
-    scores = scores + 0.01 * torch.rand(scores.shape)
+    scores = scores + 0.01 * torch.rand(scores.shape, device=scores.device)
     return functional.cross_entropy(scores.flatten(0, -2), batch[1].flatten())
 
 
@@ -228,7 +230,7 @@ def train(communicator, name, options):
         "digest": bits(step),
         "steps": [(result.loss.hex(), result.grad_norm.hex(), result.num_samples) for result in results],
         "scores": scores,
-        "outputs": run.predict(model, data).numpy().tobytes(),
+        "outputs": run.predict(model, data).numpy(force=True).tobytes(),
         "ran": dict(ran),
         "parts": [name for stage in own for name in stage.names],
         "held": sum(parameter.numel() for parameter in model.parameters()),

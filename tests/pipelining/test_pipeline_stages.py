@@ -73,18 +73,18 @@ class Drawing(nn.Module):
     """Draws from every generator."""
 
     def forward(self, x):
-        return x + torch.rand(1) + random.random() + np.random.rand() + np.random.randn()
+        return x + torch.rand(1, device=x.device) + random.random() + np.random.rand() + np.random.randn()
 
 
 def test_measuring_leaves_every_generator_as_it_was():
     np.random.randn()  # of a pair, of which the other half is held back
-    options = Pipeline(example=torch.ones(2, 3))
 
     def states():
         return repr((torch.get_rng_state().tolist(), random.getstate(), np.random.get_state(legacy=False)))
 
     def draw(communicator):
-        parts = parts_of(nn.Sequential(Drawing(), nn.Linear(3, 3)))
+        options = Pipeline(example=torch.ones(2, 3, device=communicator.device))
+        parts = parts_of(nn.Sequential(Drawing(), nn.Linear(3, 3)).to(communicator.device))
         before = states()
         cut(nn.Sequential(), parts, options, 2, communicator)
         return before == states()

@@ -72,7 +72,11 @@ def run_adopted(communicator, path, argv, cwd, settings):
     from samestep.scripts.script import adopted  # compiles much of torch, which the workers have at hand
 
     adoption = Adoption(communicator, settings["num_microbatches"], settings["num_devices"])
-    context = adopted(adoption, virtual=True, seed=settings["seed"], wrap=settings["wrap"])
+    virtual = communicator.device.type == "cpu"
+    if not virtual:
+        torch.cuda.init()  # before it is looked at what a script leaves changed
+        torch.cuda.device_count()
+    context = adopted(adoption, virtual=virtual, seed=settings["seed"], wrap=settings["wrap"])
     return _run(path, argv, cwd, context, lambda: tuple(adoption.chunks_run))
 
 
@@ -191,7 +195,9 @@ def _flat(value, path=""):
 
 def _fingerprint():
     """Which objects the places hold that adoption may change."""
-    return {f"{owner.__name__}.{name}": id(value) for owner in OWNERS for name, value in list(vars(owner).items())}
+    places = ((owner, name, value) for owner in OWNERS for name, value in list(vars(owner).items()))
+    # The first use of a GPU sets `torch.cuda._initialized` for good.
+    return {f"{owner.__name__}.{name}": id(value) for owner, name, value in places if name != "_initialized"}
 
 
 @contextmanager

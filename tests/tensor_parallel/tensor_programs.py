@@ -88,15 +88,15 @@ def texts(count):
 
 def loss(model, batch):
     """Of each next token; noise from the generators before and after the model."""
-    scale = 1 + 0.1 * torch.rand(())
+    scale = 1 + 0.1 * torch.rand((), device=batch[0].device)
     scores = model(batch[0]) * scale
-    scores = scores + 0.01 * torch.rand(scores.shape)
+    scores = scores + 0.01 * torch.rand(scores.shape, device=scores.device)
     return functional.cross_entropy(scores.flatten(0, -2), batch[0].roll(-1, 1).flatten())
 
 
 def with_weights(model, batch):
     """Reads a parameter without its module."""
-    return loss(model, batch) + (model.feed_in.weight * torch.ones(WIDTH)).square().sum()
+    return loss(model, batch) + (model.feed_in.weight * torch.ones(WIDTH, device=batch[0].device)).square().sum()
 
 
 LOSSES = {
@@ -156,7 +156,7 @@ def train(communicator, options):
         "ran": seen,
         "held": {key: part.numel() for key, part in held.items()},
         "scores": scored,
-        "outputs": outputs.numpy(),
+        "outputs": outputs.numpy(force=True),
     }
 
 

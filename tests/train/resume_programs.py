@@ -287,11 +287,11 @@ def gan_loop(communicator, folder, first=0, last=None, place=None, saves=True):
     schedule = schedules.StepLR(critic, 3)
 
     def critic_loss(gan, batch):
-        fake = gan["generator"](torch.randn(len(batch[0]), 2)).detach()
+        fake = gan["generator"](torch.randn(len(batch[0]), 2, device=batch[0].device)).detach()
         return (gan["critic"](fake) - gan["critic"](batch[0])).mean()
 
     def generator_loss(gan, batch):
-        return -gan["critic"](gan["generator"](torch.randn(len(batch[0]), 2))).mean()
+        return -gan["critic"](gan["generator"](torch.randn(len(batch[0]), 2, device=batch[0].device))).mean()
 
     steps = [
         run.train_step(gan, critic, critic_loss, scheduler=schedule),

@@ -177,7 +177,7 @@ class Observing(nn.Module):
 def test_buffers_that_the_forward_changes_reach_neither_the_next_microbatch_nor_the_caller(world_size):
     def program(run):
         model = Observing()
-        before = {name: value.clone() for name, value in model.named_buffers()}
+        before = {name: value.clone() for name, value in model.to(run.device).named_buffers()}
         score = run.evaluate(
             model,
             points(),

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 from train_programs import classification, classifier, points
-from worlds import in_turns
+from worlds import DEVICE, in_turns
 
 from samestep.errors import DeterminismError, DeviceError, UsageError
 from samestep.train.run import Run
@@ -118,7 +118,7 @@ def test_the_contract_is_json_and_does_not_hold_the_number_of_devices():
         "num_microbatches": 8,
         "seed": 7,
         "reduction": "ordered",
-        "device_kind": "cpu",
+        "device_kind": DEVICE,
     }
     assert contract["num_threads"] == 1
     assert contract["versions"]["torch"] == torch.__version__

@@ -2,7 +2,9 @@
 
 import json
 import os
+import re
 import sys
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -227,7 +229,8 @@ def train_as_rank(as_json: bool, **job: Any) -> None:
         return
     result = train_recipe(**job)
     if rank == 0:
-        _show(result, f"{len(result['devices'])} devices", as_json=False)
+        counts = Counter(re.sub(r":\d+", "", device) for device in result["devices"])
+        _show(result, ", ".join(f"{count} × {kind}" for kind, count in counts.items()), as_json=False)
 
 
 def _show(result: dict[str, Any], devices: str, as_json: bool) -> None:

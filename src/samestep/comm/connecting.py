@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from samestep.comm.environment import Environment, chosen_transport
 from samestep.comm.group import GroupTransport
+from samestep.comm.heartbeat_page import PAGE_VARIABLE
 from samestep.comm.rendezvous import FIRST_POLL_SECONDS, POLL_SECONDS, rendezvous, roll_call, store_host
 from samestep.comm.shm import segment as segments
 from samestep.comm.shm.segment import NoSegmentError, Segment
@@ -57,15 +58,15 @@ def connect_at(
     by_nodes: bool = True,
 ) -> tuple[Connection, Connection]:
     """Connects ranks that have all reached a store; as `connect`."""
-    # Ranks that connect anew have healed, and go on as they can heal again.
-    has_own_gpu = by_nodes and device.type == "cuda" and have_own_gpus(store, place, device, connect_timeout)
+    has_own_gpu = device.type == "cuda" and have_own_gpus(store, place, device, connect_timeout)
     backend = "nccl" if has_own_gpu else "gloo"
     host = store_host(place)
-    # Only a supervisor that sees all ranks can announce a quorum: no healing over several nodes. Nor over NCCL, where
-    # waiting blocks a stream, not the host: an update may be queued behind an exchange whose peer is lost. If the
-    # exchange is aborted, the update runs on what has arrived of it, which differs from rank to rank.
-    sees_all = host is None and place.local_world_size == place.world_size
-    healing_store = store if sees_all and backend == "gloo" else None
+    # Only a supervisor that sees all ranks can announce a quorum: no healing over several nodes.
+    healing_store = store if host is None and place.local_world_size == place.world_size else None
+    if backend == "nccl" and healing_store is not None and PAGE_VARIABLE in os.environ:
+        # Else NCCL's watchdog would end the ranks that are left, or (by 1 and 2, which users set) abort their transfers
+        # before they know of the loss: their updates would run on what has arrived. The supervisor finds lost ranks.
+        os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
     shared = None
     # Tried first even with NCCL: then it carries the small values in host memory.
     try:
@@ -286,14 +287,18 @@ def _join_group(
     # imports it: after the group is made, that would keep the connections open for good. So it is imported before.
     import torch.distributed.nn.functional  # noqa: F401 - for when it is imported
 
-    dist.init_process_group(
-        backend,
-        store=dist.PrefixStore("group", store),
-        rank=place.rank,
-        world_size=place.world_size,
-        timeout=connect_timeout,
-        device_id=device if backend == "nccl" else None,
-    )
+    store.set_timeout(connect_timeout)  # by which NCCL's ranks find each other, whatever the group's timeout
+    try:
+        dist.init_process_group(
+            backend,
+            store=dist.PrefixStore("group", store),
+            rank=place.rank,
+            world_size=place.world_size,
+            timeout=connect_timeout,
+            device_id=device if backend == "nccl" else None,
+        )
+    finally:
+        store.set_timeout(timeout)
     if connect_timeout != timeout:  # a lost rank must be noticed soon while connecting, a slow one be waited for later
         dist.distributed_c10d._set_pg_timeout(timeout)
 

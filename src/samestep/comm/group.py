@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from samestep.comm.rendezvous import roll_call
-from samestep.comm.transport import Connection, Pending, repeat_to_all
+from samestep.comm.transport import Connection, Pending, repeat_to_all, wait_until
 from samestep.errors import PeerLostError
 
 ROLL_CALL_SECONDS = 5.0
@@ -89,9 +89,18 @@ class GroupTransport(Connection):
         ours = tensor.detach()
         moved = (ours.cpu() if self._through_host else ours).contiguous()
         with self.failures_named():
-            dist.broadcast(moved.view(-1).view(torch.uint8), group=self.group, group_src=source)
+            work = dist.broadcast(moved.view(-1).view(torch.uint8), group=self.group, group_src=source, async_op=True)
+            self.settle(work)
         if moved is not ours:  # strided, or on an accelerator
             ours.copy_(moved)
+
+    def settle(self, work: dist.Work) -> None:
+        """Waits for a transfer; if a rank is lost meanwhile it raises, where its wait would block a stream for ever."""
+        # Not on the stream of the exchange, on which only sums are computed: `Membership.await_exchange` waits for it.
+        stream = self.stream
+        if self.check_lost is not None and stream is not None and torch.cuda.current_stream(stream.device) != stream:
+            wait_until(work.is_completed, self.check_lost, self._timeout)
+        work.wait()
 
     def close(self) -> None:
         """Destroys the process group, and those of the nodes; after an error without waiting for the other ranks."""
@@ -162,5 +171,5 @@ class GroupPending:
         """Waits, and copies what arrived in host memory to the device."""
         with self._transport.failures_named():
             if self._work is not None:
-                self._work.wait()
+                self._transport.settle(self._work)
         return self._received.to(self._device)

@@ -18,6 +18,7 @@ for which another rank can send the state (`give`), receives it, and takes part 
 """
 
 import gc
+import math
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -25,11 +26,12 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import Any, NamedTuple, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from samestep.comm.communicator import Communicator
 from samestep.comm.heartbeat_page import HEALS, READY_TO_JOIN, SHOWS_LIFE, Heartbeat, Quorum
-from samestep.comm.transport import Connection, LocalTransport
+from samestep.comm.transport import Connection, LocalTransport, wait_until
 from samestep.core.mesh import Mesh
 from samestep.core.microbatches import dealt_ranges, microbatch_ranges, num_rounds
 from samestep.errors import PeerLostError, UsageError
@@ -38,6 +40,8 @@ T = TypeVar("T")
 
 QUORUM_POLL_SECONDS = 0.005
 QUORUM_SECONDS = 60.0
+LOOK_SECONDS = 0.05  # between looks at whether a rank has ended
+ENDED_SECONDS = 1.0  # after which a transfer with it does not arrive any more
 
 
 class NewQuorumError(PeerLostError):
@@ -90,7 +94,7 @@ class Membership:
         self.give: Callable[[Communicator, int], None] | None = None
         self.is_late = healing_store is not None  # whether this worker still waits to join
         self.is_dealt = False  # whether microbatches are dealt to the ranks in turn
-        self.needs_all = False  # whether the run cannot go on without any of its ranks
+        self.needs_all = False  # whether each rank has state that no other has
         self.stop = 0  # the signal by which the run is to stop, once all ranks have agreed on it after a step
         self.asks_checkpoint = False  # whether this rank asks for a checkpoint after the next step
         self.checkpoint_agreed = False  # whether a rank asked for one before the last step; the same on all ranks
@@ -99,19 +103,13 @@ class Membership:
         self._noticed: set[str] = set()
         self._own_stop = self._round = 0
         self._one_waits = False  # a late worker is in the quorum, and was not counted in yet
+        self._looked, self._ended_at = 0.0, math.inf  # when a rank was first seen to have ended
         self._slots = tuple(range(communicator.world_size))
         self._num_active = communicator.world_size - spares
         self._shares = None if shares is None else list(shares)
         connection = communicator.transport if isinstance(communicator.transport, Connection) else None
         self._healing_store = healing_store if connection is None else connection.healing_store
         self._axes: dict[str, Communicator] | None = None
-        if connection is not None and connection.stream is not None:
-            if spares:
-                raise UsageError(
-                    "a run over NCCL ends or restarts when a worker is lost, so that none takes its place: leave "
-                    "--spares out, or set SAMESTEP_TRANSPORT=gloo"
-                )
-            self.rely_on_all()
         if self.mesh is not None:
             from samestep.comm.mesh import connect_axes  # not before: it loads half of torch.distributed
 
@@ -162,7 +160,7 @@ class Membership:
         return self._axes[axis]
 
     def rely_on_all(self) -> None:
-        """Turns healing off: the run cannot go on without any of its ranks. Hung ranks are still found."""
+        """Turns healing off: each rank has state that no other has. Hung ranks are still found."""
         if self._num_active < self.world_size:
             raise UsageError(
                 "where the state is sharded over the ranks none can take another's place: leave --spares out, or keep "
@@ -237,6 +235,20 @@ class Membership:
             if self.num_operations > before:
                 return values[0]
 
+    def await_exchange(self) -> None:
+        """Waits until all that this rank has exchanged is there, if the run heals and its waits block a stream alone.
+
+        An operation calls it before it writes anything. A write that is queued behind an exchange cannot be taken back:
+        after a loss the exchange is aborted, and the write runs on what has arrived of it.
+
+        Raises:
+            PeerLostError: a rank was lost meanwhile.
+        """
+        transport = self.communicator.transport
+        if isinstance(transport, Connection) and transport.check_lost is not None:
+            event = torch.cuda.current_stream(self.communicator.device).record_event()
+            wait_until(event.query, transport.check_lost, self.timeout.total_seconds())
+
     def check_here(self) -> None:
         """Raises a `UsageError` if this worker has yet to join the run."""
         if self.is_late:
@@ -298,8 +310,24 @@ class Membership:
         page = self.heartbeat.page
         if page is None or not self.can_heal or self.is_late:
             return
-        if page.number != self.heartbeat.quorum or (self._one_waits and self.give is not None):
+        if self._one_waits and self.give is not None:
+            raise NewQuorumError("a late worker is to be counted in")
+        if page.number != self.heartbeat.quorum:
             raise NewQuorumError("the supervisor has announced another quorum")
+
+    def _check_lost(self) -> None:
+        """Raises if there is another quorum than this one, or a rank has ended: a transfer may never arrive then."""
+        page, control, now = self.heartbeat.page, self.communicator.control, time.monotonic()
+        assert page is not None, "only a supervised run heals"
+        if page.number != self.heartbeat.quorum:
+            raise NewQuorumError("the supervisor has announced another quorum")
+        # A worker that ends early, but with success, is left out by the supervisor once the others connect anew.
+        if now - self._looked >= LOOK_SECONDS:
+            self._looked = now
+            has_ended = isinstance(control, Connection) and control.has_lost()
+            self._ended_at = min(self._ended_at, now) if has_ended else math.inf
+        if now - self._ended_at >= ENDED_SECONDS:
+            raise PeerLostError("another rank has ended, or has left the exchange")
 
     def _heal(self, attempt: Callable[[], T]) -> list[T]:
         """Goes on with the ranks that are left and those that join; the value of the operation if it was behind."""
@@ -346,6 +374,7 @@ class Membership:
         """Closes this rank's ends of all connections, so that transfers of the others with it fail."""
         # The references here are dropped one by one: gloo's connections close when the last one is gone.
         before, alone = self.communicator, LocalTransport()
+        blocks_streams = before.transport.stream is not None
         self.communicator = replace(before, transport=alone, control=alone)
         self.version += 1
         has_group = dist.is_initialized()
@@ -356,6 +385,10 @@ class Membership:
             if isinstance(transport, Connection):
                 transport.abandon()
             del transport
+        if blocks_streams:
+            # What is queued behind aborted transfers still runs, on what has arrived of them: in memory that is free by
+            # now, as are the transfers' results.
+            torch.cuda.synchronize(self.communicator.device)
         if has_group:
             gc.collect()  # gloo closes its sockets when the last operation under way is freed; some lie in cycles
         if not self.is_late:
@@ -399,6 +432,7 @@ class Membership:
             transport, control = reconnect(store, rank, len(slots), self.communicator.device, self.timeout)
         self.communicator = replace(self.communicator, transport=transport, control=control)
         self._let_name_missing(False)
+        self._ended_at = math.inf
         self.ranges = self._divide()
         self.version += 1
 
@@ -427,6 +461,7 @@ class Membership:
         for transport in (self.communicator.transport, self.communicator.control):
             if isinstance(transport, Connection):
                 transport.names_missing = names
+                transport.check_lost = None if names or transport.stream is None else self._check_lost
 
     def _divide(self) -> tuple[range, ...]:
         """The microbatches of each rank: all on the first ranks, none on the spares after them."""

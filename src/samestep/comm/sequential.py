@@ -81,7 +81,8 @@ class SequentialWorld:
 
     def _take(self, call: int, rank: int) -> list[Tensor]:
         """This rank's parts of a call, which are freed after the last rank has taken its own."""
-        parts = [self._sent[call, other][rank] for other in range(self.world_size)]
+        device = self._sent[call, rank][rank].device  # each rank may have one of its own
+        parts = [self._sent[call, other][rank].to(device) for other in range(self.world_size)]
         self._collected[call] += 1
         # Else the parts of a long training would pile up.
         if self._collected[call] == self.world_size:

@@ -5,7 +5,8 @@ Transports exchange; only the `native` reduction lets one add. There are four: `
 `SequentialTransport` (ranks that take turns in one process).
 """
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Protocol
@@ -15,6 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from samestep.errors import DeterminismError, PeerLostError
+
+ARRIVAL_POLL_SECONDS = 20e-6  # much less than a step, and the host has nothing else to do
 
 
 class Pending(Protocol):
@@ -60,7 +63,10 @@ class Transport(Protocol):
         ...
 
     def add(self, tensor: Tensor) -> Pending:
-        """Starts a sum of equally long tensors in an order that the backend chooses: tier `allclose`."""
+        """Starts a sum of equally long tensors in an order that the backend chooses: tier `allclose`.
+
+        It may overwrite `tensor`.
+        """
         ...
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
@@ -88,11 +94,17 @@ class Connection(Transport):
         self.run_size = world_size
         self.healing_store = healing_store
         self.names_missing = True  # whether an error names the ranks that did not answer; false if a supervisor does
+        # Raises if a rank is lost. Set where waiting blocks a stream, which nothing would end then, and the run heals.
+        self.check_lost: Callable[[], None] | None = None
         self._timeout = timeout.total_seconds()
 
     def abandon(self) -> None:
         """Drops the connections after a failure, without waiting for transfers under way; peers' transfers fail."""
         raise NotImplementedError
+
+    def has_lost(self) -> bool:
+        """Whether a rank has closed its transport or ended, if that can be told without an exchange; else false."""
+        return False
 
     def lost(self, missing: Sequence[int]) -> PeerLostError:
         """The error of a transfer that these ranks did not take part in."""
@@ -122,6 +134,19 @@ class Nodes:
         for transport in (self.within, self.between):
             if isinstance(transport, Connection):
                 transport.abandon()
+
+
+def wait_until(has_arrived: Callable[[], bool], check_lost: Callable[[], None], seconds: float) -> None:
+    """Blocks the host until a device has come so far, unless a rank is lost meanwhile."""
+    deadline = time.monotonic() + seconds
+    while not has_arrived():
+        check_lost()
+        if time.monotonic() > deadline:
+            raise PeerLostError(
+                f"an exchange has not arrived within {seconds:g} s, though no rank is known to be lost; if a rank "
+                "needs more time for its microbatches, raise timeout_seconds"
+            )
+        time.sleep(ARRIVAL_POLL_SECONDS)
 
 
 def gather_parts(transport: Transport, part: Tensor, sizes: Sequence[int]) -> Pending:

@@ -176,8 +176,11 @@ def _with_nvidia(bare: Inventory, reading: "nvidia.Reading", environ: Mapping[st
             "The order of unlike GPUs is a guess, nvidia-smi's; set CUDA_DEVICE_ORDER=PCI_BUS_ID to make it certain."
         )
     devices = nvidia.visible(gpus, environ) if known is None else nvidia.match(gpus, known)
+    unknown = "what is in use on the GPUs (memory, load, processes, links)"
     if devices and not reading.is_installed:
-        notes.append(missing("pynvml", "what is in use on the GPUs (memory, load, processes, links)") + ".")
+        notes.append(missing("pynvml", unknown) + ".")
+    elif devices and not gpus:
+        notes.append(f"NVML does not answer, so {unknown} is unknown.")
     if not devices and not gpus:
         notes.append(f"{build} was built for CUDA, and no NVIDIA driver answers.")
     if len(devices) < len(gpus):

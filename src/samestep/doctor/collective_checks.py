@@ -125,7 +125,7 @@ def run_checks(session: Session, quick: bool, about_node: Sequence[Result] = ())
     """Takes part in the checks as one of several ranks; `about_node`: those of its node, if it is the first there."""
     environment = session.environment
     if environment.world_size == 1:
-        session.report(good("ranks", f"one, on {session.device}: there is no other to communicate with"))
+        session.report(good("ranks", f"one, on {session.device.type}: there is no other to communicate with"))
         return
     store = rendezvous(environment, timedelta(seconds=session.seconds))
     named = [replace(result, name=f"{result.name} on {socket.gethostname()}") for result in about_node]

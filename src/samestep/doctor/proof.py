@@ -153,7 +153,7 @@ def _perform(row: Row, selection: Selection) -> dict[str, Any]:
         return {"result": [asdict(each) for each in results]}
     kwargs = {"program": row.program, "seconds": row.seconds, "options": row.options}
     job = Job("function", f"{PROGRAMS}:start", kwargs=kwargs, quiet=True, preload=(PROGRAMS,))
-    policy = Policy(heal=row.survives, max_restarts=int(row.survives), hang_seconds=0)
+    policy = Policy(heal=row.survives, hang_seconds=0)
     outcome = supervise(job, selection, policy=policy, grace_seconds=GRACE_SECONDS)
     if outcome.exit_code:
         return {"failure": outcome.failure or "it was stopped"}

@@ -18,7 +18,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from samestep.comm.communicator import Communicator
-from samestep.comm.environment import read_environment
 from samestep.comm.mesh import join_group
 from samestep.comm.sequential import SequentialTransport, SequentialWorld
 from samestep.data.loader import Loader
@@ -172,13 +171,12 @@ class Kill(StepObserver):
 
 
 def killed(name: str, num_microbatches: int, epochs: int, folder: str) -> Facts:
-    """A training whose last rank is killed; the others go on, or all begin again at the newest checkpoint."""
+    """A training whose last rank is killed; the others go on."""
     run = Run(BATCH, num_microbatches, SEED)
     model, optimizer, options = build(name, run)
-    dies = run.rank == run.world_size - 1 and read_environment().attempt == 0
-    options |= {"observers": [Kill()] if dies else [], "checkpoint_steps": 1}
+    options |= {"observers": [Kill()] if run.rank == run.world_size - 1 else [], "checkpoint_steps": 1}
     with Trainer(run, model, optimizer, run_dir=folder, checkpoint_minutes=None, digest_every=1, **options) as trainer:
-        trainer.fit(data_of(name), epochs, resume="auto")
+        trainer.fit(data_of(name), epochs)
         return {"digest": trainer.digest}
 
 

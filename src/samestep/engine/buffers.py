@@ -210,15 +210,19 @@ class BufferMerge:
         self._versions[: len(tensors)] = [-1 if tensor is None else tensor._version for tensor in tensors]
 
     def _mean_leaf(self, num_samples: int) -> Tensor:
-        """The statistics of one microbatch, times its samples, in one wide flat tensor: by group."""
-        flats, found = self._start_flats, [place.get() for place in self._means]
-        wide = wide_dtype(flats[0].device)
-        leaf = torch.empty(sum(flat.numel() for flat in flats), dtype=wide, device=flats[0].device)
-        for part, group in zip(leaf.split([flat.numel() for flat in flats]), self._groups, strict=True):
-            results = _there(found, group)
-            torch._foreach_copy_(_split(part, [result.shape for result in results]), results)
+        """The statistics of one microbatch, times its samples."""
         # Samples may be normalised in unequal numbers; the division by their sum comes once, after the tree.
-        return leaf.mul_(num_samples)
+        return self._wide([place.get() for place in self._means]).mul_(num_samples)
+
+    def _wide(self, means: Sequence[Tensor | None]) -> Tensor:
+        """Running statistics in one wide flat tensor, by group: one launch a dtype."""
+        sizes = [flat.numel() for flat in self._start_flats]
+        device = self._start_flats[0].device
+        wide = torch.empty(sum(sizes), dtype=wide_dtype(device), device=device)
+        for part, group in zip(wide.split(sizes), self._groups, strict=True):
+            found = _there(means, group)
+            torch._foreach_copy_(_split(part, [mean.shape for mean in found]), found)
+        return wide
 
     def _note_end(self, index: int) -> None:
         """Remembers a microbatch's result in a buffer that has no rule for merging."""
@@ -250,6 +254,10 @@ class BufferMerge:
 
     def _sum_means(self, blocks_by_rank: Sequence[Sequence[Block]]) -> Tensor:
         """The weighted statistics of all microbatches, summed along the tree."""
+        if self._communicator.world_size == 1:
+            total = self._mean_sum.root()
+            assert total is not None, "the only rank has run all microbatches, at least one"
+            return total
         width = sum(flat.numel() for flat in self._start_flats)
         sums = self._mean_sum.sums
         wide = wide_dtype(self._communicator.device)
@@ -261,13 +269,14 @@ class BufferMerge:
         return fold([blocks[k] for k in order], [rows[k] for k in order])
 
     def _write_means(self, merged: Tensor, ok: Tensor | None) -> None:
-        values = merged.split([flat.numel() for flat in self._start_flats])
-        for value, start, group in zip(values, self._start_flats, self._groups, strict=True):
-            # A count of batches is an integer, and its mean over microbatches is one but for rounding.
-            new = (value if start.is_floating_point() else value.round()).to(start.dtype)
-            new = new if ok is None else torch.where(ok, new, start)
+        if ok is not None:
+            merged = torch.where(ok, merged, self._wide(self._starts))
+        parts = merged.split([flat.numel() for flat in self._start_flats])
+        for part, group in zip(parts, self._groups, strict=True):
             targets = _there(self._tensors, group)
-            torch._foreach_copy_(targets, _split(new, [target.shape for target in targets]))
+            # A count of batches is an integer, and its mean over microbatches is one but for rounding.
+            values = part if targets[0].is_floating_point() else part.round()
+            torch._foreach_copy_(targets, _split(values, [target.shape for target in targets]))
 
     def _check_others(self, blocks_by_rank: Sequence[Sequence[Block]]) -> None:
         """Checks that all microbatches left the other buffers alike, and takes the common values."""

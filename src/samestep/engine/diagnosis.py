@@ -8,6 +8,7 @@ import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from types import TracebackType
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from samestep.data.nested import leaves, take_rows
+from samestep.devices.device import gib
 from samestep.errors import DeterminismError, UsageError
 
 NOTHING_FITS, FAILS = 0, -1
@@ -125,8 +127,7 @@ def describe_shortage(rows: Sequence[Sequence[int]], length: int, num_microbatch
     where = f"{which} does not fit in the memory of rank {rank}"
     if len(short) > 1:
         where += f" (nor do others on ranks {', '.join(str(other) for other, _ in short[1:])})"
-    if device.type == "cuda":
-        where += f", {torch.cuda.get_device_properties(device).total_memory / 2**30:.0f} GiB"
+    where += _memory_of(device)
     # One rank for which nothing fits decides; else the rank that needs most microbatches.
     worst = min(row[2] for _, row in short)
     if worst in (NOTHING_FITS, FAILS):
@@ -152,6 +153,21 @@ def describe_lone_shortage(microbatch: int, num_samples: int, rank: int, strateg
         "beside its part of the model: use more microbatches, which are smaller (--num-microbatches; it is part of the "
         f"contract), {LONE_ADVICE[strategy]}"
     )
+
+
+def describe_model_shortage(model: nn.Module, rank: int, device: torch.device) -> str:
+    """The message if the model does not fit before the first step."""
+    size = sum(tensor.numel() * tensor.element_size() for tensor in chain(model.parameters(), model.buffers()))
+    return (
+        f"out of memory: the model, {gib(size)} of parameters and buffers, or its comparison with those of other ranks "
+        f"does not fit in the memory of rank {rank}{_memory_of(device)}: use a smaller model, more devices with "
+        'strategy="sharded" (--strategy sharded: 1/D of it on each), or devices with more memory'
+    )
+
+
+def _memory_of(device: torch.device) -> str:
+    """The memory of a GPU, as part of a sentence; empty for a CPU."""
+    return f", {gib(torch.cuda.get_device_properties(device).total_memory)}" if device.type == "cuda" else ""
 
 
 def describe_update_shortage(optimizer: str, step: int, rank: int) -> str:

@@ -182,6 +182,18 @@ def settle_model(model: nn.Module, device: torch.device) -> None:
             tensor.data = home.copy_(tensor.data)
 
 
+def settle_states(optimizers: Sequence[Optimizer]) -> None:
+    """Moves state that an optimizer, such as Adagrad, made before the model moved to the devices of the parameters."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            counts_too = group.get("fused") or group.get("capturable")  # else kept in host memory, as torch does
+            for parameter in group["params"]:
+                state = optimizer.state.get(parameter, {})
+                for key, value in state.items():
+                    if isinstance(value, Tensor) and value.device != parameter.device and (value.dim() or counts_too):
+                        state[key] = value.to(parameter.device)
+
+
 def _own_tensors(model: nn.Module) -> list[Tensor]:
     """The parameters and buffers that are no DTensors."""
     return [tensor for tensor in chain(model.parameters(), model.buffers()) if not is_dtensor(tensor)]

@@ -29,7 +29,7 @@ from samestep.engine.gradients import divide, scale
 from samestep.engine.losses import GlobalCounts, wide_dtype
 from samestep.engine.microbatches import MicrobatchRunner
 from samestep.engine.observer import HeartbeatObserver, Observers, StepObserver, observers_in_scope
-from samestep.engine.parameters import PurityCheck, named_parameters
+from samestep.engine.parameters import PurityCheck, named_parameters, settle_states
 from samestep.engine.precision import FiniteCheck, LossScale, divisor, left_out_if
 from samestep.engine.result import ADVICE, Agreed, StepResult, StepStats, read_headers, write_header
 from samestep.engine.sharded_state import ShardedState
@@ -93,7 +93,15 @@ class TrainStep:
         _check_trained(named_parameters(model, self.optimizers).values())  # before anything is moved or sharded
         bucket_bytes = config.bucket_bytes or default_bucket_bytes(device.type == "cuda")
         options = ExchangeOptions(bucket_bytes, config.overlap)
-        self.strategy = make_strategy(membership, model, self.optimizers, config.strategy, options)
+        try:
+            self.strategy = make_strategy(membership, model, self.optimizers, config.strategy, options)
+            settle_states(self.optimizers)
+        except (RuntimeError, MemoryError) as error:
+            from samestep.engine.diagnosis import describe_model_shortage, is_out_of_memory
+
+            if not is_out_of_memory(error):
+                raise
+            raise OutOfMemoryError(describe_model_shortage(model, membership.rank, device)) from error
         self.compute = ForwardBackward(membership, model, config, self._scale, self.observers, self.strategy.explain)
         is_watched = is_replicated and membership.num_microbatches > 1
         traces = Traces(membership, model, config.loss_fn) if is_watched else None
@@ -172,6 +180,7 @@ class TrainStep:
             layout.gradients.finish()
             num_flags = len(layout.buffers.touched)
             layout.buffers.exchange(agreed.flags[:num_flags], blocks_by_rank, batch.length)
+            membership.await_exchange()
         except (PeerLostError, OutOfMemoryError):
             self._abandon(layout)
             raise

@@ -135,7 +135,9 @@ def _local(text: str) -> str:
     if selection.kind == "cpu":
         return f"{selection.count}xcpu"
     device = selection.devices[0]
-    kinds = [kind for kind in KINDS.values() if kind.name.partition("-")[0] in device.name.replace(" ", "")]
+    # As a whole word, since an L40S is no L4; a GH200 holds an H200.
+    name = device.name.replace("RTX ", "RTX")
+    kinds = [kind for kind in KINDS.values() if re.search(rf"\bG?{kind.name.partition('-')[0]}\b", name)]
     if not kinds:
         raise UsageError(f"{device.name} is not in the table of devices; name a similar kind, such as {FORMS}")
     nearest = min(kinds, key=lambda kind: abs(kind.memory_bytes - device.memory_total))

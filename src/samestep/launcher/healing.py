@@ -46,9 +46,11 @@ class HangDetector:
         self.timeout_seconds = timeout_seconds
         self._by_slot: dict[int, Silence] = {}
         self._looked: float | None = None
+        self._quorum = 0
 
-    def look(self, beats: Mapping[int, Beat], now: float) -> None:
-        """Records the heartbeats of the living workers, by slot, at a time of `time.monotonic`."""
+    def look(self, beats: Mapping[int, Beat], now: float, quorum: int = 0) -> None:
+        """Records the heartbeats of the living workers, by slot, at a time of `time.monotonic`, in that quorum."""
+        self._quorum = quorum
         elapsed = 0.0 if self._looked is None else min(now - self._looked, MAX_LOOK_SECONDS)
         self._looked = now
         known, self._by_slot = self._by_slot, {}
@@ -78,7 +80,7 @@ class HangDetector:
 
     def _keeps_waiting(self, slot: int) -> bool:
         """Whether a silent worker keeps others waiting, instead of waiting itself."""
-        phase = self._by_slot[slot].beat.phase
+        phase, taken_up = self._by_slot[slot].beat.phase, self._by_slot[slot].beat.quorum
         timeout = self.timeout_seconds
         others = [silence for other, silence in self._by_slot.items() if other != slot]
         regrouping = [s for s in others if s.beat.phase == "regroup" and s.stuck_seconds > timeout]
@@ -89,8 +91,9 @@ class HangDetector:
         if phase == "exchange":
             return bool(regrouping)  # they have broken the exchange, which every living rank has noticed
         if phase == "regroup":
-            # Those that have met in the new quorum have heartbeats while they wait for the last.
-            return any(s.silent_seconds < timeout / 2 for s in regrouping)
+            # Those that have met in the new quorum have heartbeats while they wait for the last. It may be blocked in a
+            # connection to a rank that was lost meanwhile, and all others too: NCCL's has no timeout.
+            return any(s.silent_seconds < timeout / 2 for s in regrouping) or taken_up < self._quorum
         return False
 
 

@@ -266,7 +266,8 @@ class Monitor:
     def _look_for_hangs(self, now: float) -> None:
         """Ends hung workers by SIGABRT, upon which `faulthandler` writes their stacks."""
         living = {worker.slot: worker for worker in self.workers.living}
-        self._hangs.look({slot: self.workers.beat(worker) for slot, worker in living.items()}, now)
+        beats = {slot: self.workers.beat(worker) for slot, worker in living.items()}
+        self._hangs.look(beats, now, self.workers.quorum.number)
         for slot in self._hangs.hung(self._pool.is_stopped):
             living[slot].silent_seconds = self._hangs.silent_seconds(slot)
             living[slot].kill_at = now + ABORT_SECONDS

@@ -46,8 +46,6 @@ def train(**options: Any) -> dict[str, Any]:
     )
     content = recipe.data(DataOptions(config.data, config.data_dir, config.seed, config.options or {}))
     model = recipe.model(content)
-    if config.strategy == "replicate":  # else its parts are moved one after another, as it may not fit
-        model = model.to(run.device)
     settings = optimizer_settings(recipe, config.optimizer, config.lr, config.momentum, config.weight_decay)
     max_grad_norm = recipe.max_grad_norm if config.max_grad_norm is None else config.max_grad_norm
     num_epochs = recipe.epochs if config.epochs is None else config.epochs

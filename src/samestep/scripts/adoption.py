@@ -63,6 +63,7 @@ class Adoption:
     seeding: Any = None  # `seeding.Seeds`
     tutorial: Any = None  # `tutorial_api.TutorialState`
     backward: Any = None  # `backward.Backward`, while gradients pass through chunks
+    line_of_backward: str = ""  # the script's line that called backward, for threads of autograd: one a GPU
     at_first_backward: Callable[[FrameType], None] | None = None  # called with the frame that first calls backward
     own_failure: BaseException | None = None  # raised first on this rank; its traceback has the script's own lines
     # A value that differs from this one was assigned by the script.
@@ -96,6 +97,17 @@ class Adoption:
         """Whether the caller runs on the script's main thread."""
         return threading.get_ident() == self._thread
 
+    @contextmanager
+    def acting_for_script(self) -> Iterator[None]:
+        """Lets a thread of autograd, which has one a GPU, act for the script's main thread: that waits meanwhile."""
+        before = self._thread
+        if self.communicator.device.type != "cpu":  # there a backward runs on the thread that called it
+            self._thread = threading.get_ident()
+        try:
+            yield
+        finally:
+            self._thread = before
+
     def meet(self, what: str, words: Sequence[int] = ()) -> list[list[int]]:
         """Gathers up to `EXTRA_WORDS` integers of each rank, padded with zeros; a barrier named `what`."""
         return self.gather(what, words, None)[0]
@@ -112,7 +124,7 @@ class Adoption:
             return ([padded], [own]) if self.world_size == 1 else self._exchange(what, own, padded)
 
     def _exchange(self, what: str, own: Tensor, padded: list[int]) -> tuple[list[list[int]], list[Tensor]]:
-        line = script_line()
+        line = script_line() or self.line_of_backward
         head = [zlib.crc32(what.encode()), zlib.crc32(line.encode())]
         message = torch.zeros(MESSAGE_BYTES, dtype=torch.uint8)
         message[: HEADER_WORDS * 8] = torch.tensor([*head, own.numel(), *padded]).view(torch.uint8)

@@ -123,6 +123,8 @@ def _errors_shared(adoption: Adoption) -> Iterator[None]:
     if not adoption.may_meet():
         yield
         return
+    if adoption.world_size > 1 and adoption.communicator.device.type != "cpu":
+        adoption.line_of_backward = script_line()
     try:
         yield
     except (Exception, SystemExit) as error:

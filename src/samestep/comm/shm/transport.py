@@ -260,6 +260,10 @@ class SharedTransport(Connection):
             else:
                 self._dropped.append((number, peer))
 
+    def has_lost(self) -> bool:
+        """Whether a rank has closed its transport, or its process has ended."""
+        return any(self._has_left(peer) for peer in self.others)
+
     def _has_left(self, peer: int) -> bool:
         """Whether a rank has closed its transport, or its process has ended."""
         segment = self._mapped()

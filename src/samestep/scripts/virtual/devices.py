@@ -62,7 +62,7 @@ def _patches(registry: DeviceRegistry, mode: TorchFunctionMode) -> list[Patch]:
         *_torchscript(),
         *_autocast(),
         *_checkpointing(),
-        *_scattering(),
+        *scattering(),
         Patch(torch, "Stream", cuda.VirtualStream),
         Patch(torch, "Event", cuda.VirtualEvent),
     ]
@@ -320,7 +320,7 @@ def _checkpointing() -> list[Patch]:
     return [Patch(checkpointing, name, {**known, "default": described})]
 
 
-def _scattering() -> list[Patch]:
+def scattering() -> list[Patch]:
     """`torch.nn.parallel.scatter` and `gather` by differentiable operations; the functions of `comm` are refused."""
     comm = torch.nn.parallel.comm
     names = ("scatter", "gather", "broadcast", "broadcast_coalesced", "reduce_add", "reduce_add_coalesced")

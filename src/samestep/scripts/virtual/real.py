@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from samestep.scripts.adoption import MAX_DEVICES
 from samestep.scripts.patch import Patch, applied
+from samestep.scripts.virtual.devices import scattering
 
 
 def mapped_device(asked: Any, own: torch.device) -> Any:
@@ -97,6 +98,7 @@ def _patches(count: Callable[[], int], device: torch.device, read: Callable[[Any
         Patch(torch.serialization, "default_restore_location", restore_location),
         Patch(torch.accelerator, "device_count", count),
         Patch(torch.accelerator, "set_device_index", set_device),
+        *scattering(),  # by C++ a chunk would go to a GPU of another rank
     ]
     if device.type == "cuda":
         table += _cuda_patches(device, read, count, set_device)

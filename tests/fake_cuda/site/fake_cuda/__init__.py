@@ -6,7 +6,7 @@ With this folder's parent on PYTHONPATH, a Python process has as many GPUs as FA
                           for), "early" (everything else first), "random" (by FAKE_CUDA_SEED)
     FAKE_CUDA_LATE_US     the time in μs before work begins that nobody waits for (20,000)
     FAKE_CUDA_MEMORY_MIB  the memory of a GPU (81,920)
-    FAKE_CUDA_NVML        0 for machines without the management library
+    FAKE_CUDA_NVML        0 for machines without the management library, on which the driver itself answers
 
 `counts` and `host_waits` show what a test may demand.
 """
@@ -63,7 +63,7 @@ class _Finder(importlib.abc.MetaPathFinder):
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """The module's own spec, with a loader that completes it; None for all other modules."""
-        if name not in ("torch", "torch.cuda", "torch.distributed.distributed_c10d", "pynvml"):
+        if name not in ("torch", "torch.cuda", "torch.distributed.distributed_c10d", "pynvml", "ctypes"):
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, path, target)
         if spec is None or not isinstance(spec.loader, importlib.machinery.SourceFileLoader):
@@ -76,10 +76,11 @@ class _Finder(importlib.abc.MetaPathFinder):
 
             cuda.prepare()
             spec.loader = _Loader(spec.loader, cuda.complete)
-        elif name == "pynvml":
+        elif name in ("pynvml", "ctypes"):
             from fake_cuda import nvml
 
-            spec.loader = _Loader(spec.loader, nvml.complete)
+            complete = nvml.complete if name == "pynvml" else nvml.complete_ctypes
+            spec.loader = _Loader(spec.loader, complete)
         else:
             from fake_cuda import nccl
 

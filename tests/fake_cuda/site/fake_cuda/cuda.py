@@ -47,7 +47,7 @@ def prepare() -> None:
         "getDevice": native.current_device,
         "setDevice": native.set_device,
         "exchangeDevice": _exchange,
-        "maybeExchangeDevice": _exchange,
+        "maybeExchangeDevice": lambda device: _exchange(device),  # torch.compile tells the two apart
         "synchronize": native.synchronize,
         "getCurrentStream": lambda device: (native.current_stream(device), device, 1),
         "getDefaultStream": lambda device: (0, device, 1),

@@ -1,0 +1,203 @@
+"""The commands on GPUs, as a user types them: any devices give the bits of others, here those of the CPU too."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import gpus
+import pytest
+from cli_commands import SAMESTEP, samestep, write_table
+
+pytestmark = gpus.needs_fake_gpus
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+TRAIN = ("train", "mlp", "--data", "table.csv", "--epochs", 2, "--global-batch-size", 32)
+
+
+def on(num_gpus, *words, cwd, status=0, **variables):
+    """A command on a machine with so many GPUs; it must end with this status, without a traceback."""
+    done = samestep(*words, cwd=cwd, **gpus.environment(num_gpus, OMP_NUM_THREADS="1", **variables))
+    assert done.returncode == status, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    return done
+
+
+def told(text, word):
+    """The rest of the line that begins with a word."""
+    (line,) = (line for line in text.splitlines() if line.startswith(f"{word} "))
+    return line.removeprefix(word).strip()
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory):
+    """A folder with a run on two of four GPUs, `a`, and its digest."""
+    folder = tmp_path_factory.mktemp("recorded")
+    write_table(folder / "table.csv")
+    every = ("--checkpoint-steps", 4, "--keep", 9, "--digest-every", 1)
+    done = on(4, *TRAIN, *every, "--devices", "0,1", "--run-dir", "a", "--profile", cwd=folder)
+    assert told(done.stdout, "devices") == "cuda:0,cuda:1 (Fake GPU)"
+    return folder, told(done.stdout, "digest"), done.stdout
+
+
+@pytest.fixture
+def folder(recorded):
+    return recorded[0]
+
+
+PLACES = {
+    "all": ((), {}, "cuda:0,cuda:1,cuda:2,cuda:3 (Fake GPU)"),
+    "one": (("--devices", "cuda:3"), {}, "cuda:3 (Fake GPU)"),
+    "visible ones": (("--devices", "auto"), {"CUDA_VISIBLE_DEVICES": "2,0"}, "cuda:0,cuda:1 (Fake GPU)"),
+    "without NVML": (("--devices", "1,3"), {"FAKE_CUDA_NVML": "0"}, "cuda:1,cuda:3 (Fake GPU)"),
+    "workers on the CPU": (("--devices", "cpu:3"), {}, "3 CPU workers"),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_training_ends_in_the_same_bits_on_any_devices(recorded, folder, tmp_path, place):
+    options, variables, devices = PLACES[place]
+    done = on(4, *TRAIN, *options, "--run-dir", tmp_path / "run", cwd=folder, **variables)
+    assert told(done.stdout, "devices") == devices
+    assert told(done.stdout, "digest") == recorded[1]
+
+
+@pytest.mark.parametrize("launcher", ["Slurm", "torchrun"])
+def test_ranks_of_another_launcher_find_their_gpus(recorded, folder, tmp_path, launcher):
+    words = [*map(str, (*TRAIN, "--run-dir", tmp_path / "run"))]
+    if launcher == "torchrun":
+        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "samestep", *words]
+        places = [{}]
+    else:  # each task sees one GPU, its cuda:0
+        command = [*SAMESTEP, *words]
+        step = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2"}
+        step |= {"SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_NODEID": "0", "SLURM_STEP_NODELIST": "localhost"}
+        ranks = ({"SLURM_PROCID": rank, "SLURM_LOCALID": rank, "CUDA_VISIBLE_DEVICES": rank} for rank in "01")
+        places = [{**step, **rank} for rank in ranks]
+    running = [
+        subprocess.Popen(
+            command,
+            cwd=folder,
+            env=gpus.environment(2, OMP_NUM_THREADS="1", **place),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for place in places
+    ]
+    outputs = [process.communicate(timeout=240) for process in running]
+    assert [process.returncode for process in running] == [0] * len(running), outputs
+    assert told(outputs[0][0], "digest") == recorded[1]
+    assert told(outputs[0][0], "devices") == "2 × cuda (Fake GPU)"
+    assert [said for said, _ in outputs[1:]] == [""] * (len(running) - 1)
+
+
+@pytest.mark.parametrize("devices", ["cuda:3", "1,2,3"])
+def test_a_run_goes_on_on_other_gpus_from_its_checkpoint(recorded, folder, tmp_path, devices):
+    resume = ("--resume", "a/checkpoints/step-00000004", "--run-dir", tmp_path / "b")
+    done = on(4, "train", *resume, "--devices", devices, cwd=folder)
+    assert "resumed from step-00000004, epoch 1, step 4" in done.stdout
+    assert told(done.stdout, "digest") == recorded[1]
+
+
+def test_a_run_goes_on_on_cpus_if_other_kernels_are_allowed(recorded, folder, tmp_path):
+    resume = ("train", "--resume", "a/checkpoints/step-00000004", "--run-dir", tmp_path / "b", "--devices", "cpu:1")
+    refused = on(4, *resume, cwd=folder, status=2)
+    assert "device_kind: cuda before, cpu now (decides the kernels)" in refused.stderr
+    assert "--allow-contract-change" in refused.stderr
+    done = on(4, *resume, "--allow-contract-change", cwd=folder)
+    assert "changed since the checkpoint: device_kind: cuda -> cpu" in done.stdout
+    assert told(done.stdout, "digest") == recorded[1], "the kernels of these GPUs are the CPU's"
+
+
+@pytest.mark.parametrize("device", [None, "cuda:3", "cpu"])
+def test_a_step_is_replayed_on_any_device(folder, device):
+    chosen = () if device is None else ("--device", device)
+    done = on(4, "replay", "a", "--step", 6, *chosen, "--json", cwd=folder)
+    found = json.loads(done.stdout)
+    assert found["device"] == (device or "cuda:0")
+    assert found["check"]["same_bits"] is True
+    assert found["check"]["tier"] == ("allclose" if device == "cpu" else "bitwise")
+
+
+def test_a_profile_names_the_phases_and_leaves_a_trace_of_each_rank(recorded, folder):
+    done = on(4, "profile", "a", cwd=folder)
+    for phase in ("data", "compute", "exchange", "update"):
+        assert f"\n{phase} " in done.stdout
+        assert f"\n{phase} " in recorded[2]
+    assert sorted(path.name for path in (folder / "a" / "profile").iterdir()) == ["rank-0.json", "rank-1.json"]
+
+
+def test_an_unchanged_script_prints_the_same_on_gpus_as_on_virtual_ones_of_the_cpu(tmp_path):
+    words = ("--num-microbatches", 4, EXAMPLES / "house_prices.py", "--epochs", 20, "--out", "curves")
+    said = [on(4, "run", "--devices", devices, *words, cwd=tmp_path).stdout for devices in ("cuda:3", "0,1", "cpu:3")]
+    assert "test RMSE" in said[0]
+    assert said[0] == said[1] == said[2]
+
+
+def test_a_program_is_verified_on_one_to_three_gpus_and_on_chosen_ones(folder):
+    recipe = ("mlp", "--data", "table.csv", "--epochs", 1, "--global-batch-size", 32)
+    done = on(3, "verify", *recipe, cwd=folder)
+    assert told(done.stdout, "runs") == "1 twice, 2, 3; 4 runs in all"
+    assert told(done.stdout, "agrees") == "bitwise (every bit is equal)"
+    assert "30 of 30 gradients not zero" in done.stdout
+    done = on(4, "verify", "--devices", "cuda:3,2,cpu:2", "--json", *recipe, cwd=folder)
+    assert json.loads(done.stdout)["agrees"] is True
+
+
+@pytest.mark.parametrize(
+    ("devices", "ranks"), [("0,1", "2 started and met, on cuda"), ("cuda:3", "one, on cuda: there is no other")]
+)
+def test_the_doctor_finds_nothing_bad(folder, devices, ranks):
+    quick = () if devices == "cuda:3" else ("--quick",)
+    done = on(4, "doctor", *quick, "--devices", devices, cwd=folder)
+    assert "all 4 GPUs reach each other" in done.stdout
+    assert ranks in done.stdout
+    assert "nothing is bad" in done.stdout
+
+
+@pytest.mark.parametrize("nvml", ["1", "0"])
+def test_visible_gpus_are_shown_with_torchs_numbers(tmp_path, nvml):
+    variables = {"CUDA_VISIBLE_DEVICES": "2,0", "FAKE_CUDA_NVML": nvml}
+    done = on(4, "devices", cwd=tmp_path, **variables)
+    rows = [line.split()[0] for line in done.stdout.splitlines() if "Fake GPU" in line]
+    assert rows == ["cuda:0", "cuda:1"]
+    assert ("NVML does not answer" in done.stdout) == (nvml == "0")
+    (line,) = on(4, "devices", "--free", 1, cwd=tmp_path, **variables).stdout.splitlines()
+    assert line == "CUDA_VISIBLE_DEVICES=GPU-fa4ec0da-0000-4000-8000-000000000002"
+    found = json.loads(on(4, "devices", "--json", cwd=tmp_path, **variables).stdout)
+    assert [device["uuid"][-1] for device in found["devices"]] == ["2", "0"]
+
+
+def test_an_estimate_for_gpus_of_this_machine_names_those_that_it_knows(tmp_path):
+    done = on(2, "estimate", "lenet", "--devices", "0,1", cwd=tmp_path, status=2)
+    assert "Fake GPU is not in the table of devices; name a similar kind, such as 8xH100" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("devices", "sentence"),
+    [("2", "this machine has 0 (cuda); ask for at most 1, or for CPU workers with cpu:2"), ("cuda:1", "device 1")],
+)
+def test_gpus_that_are_not_there_are_bad_usage(folder, devices, sentence):
+    assert sentence in on(1, *TRAIN, "--devices", devices, cwd=folder, status=2).stderr
+
+
+SHORT = {
+    "the model": ("vgg", 64, ("the model, 0.0 GiB of parameters and buffers", "--strategy sharded")),
+    "a microbatch": (
+        "lenet",
+        6,
+        ("microbatch 0 of 8 (16 samples) does not fit in the memory of rank 0", "as measured"),
+    ),
+}
+
+
+@pytest.mark.parametrize("what", SHORT)
+def test_memory_that_runs_out_is_told_with_what_mends_it(tmp_path, what):
+    recipe, mib, parts = SHORT[what]
+    train = ("train", recipe, "--epochs", 1, "--devices", "0,1", "--run-dir", "run")
+    said = on(2, *train, cwd=tmp_path, status=1, FAKE_CUDA_MEMORY_MIB=str(mib)).stderr
+    assert said.startswith("samestep: error: out of memory: ")
+    for part in parts:
+        assert part in said
