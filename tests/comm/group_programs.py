@@ -627,3 +627,18 @@ def end_without_goodbye(rank, world_size, path, how, pipe):
         work.wait()
     elif how == "under way" and rank == 0:
         dist.all_reduce(torch.ones(300_000), async_op=True)  # which the others never call
+
+
+def die_in_training(rank, world_size, path, pipe):
+    """A process that trains by DistributedDataParallel, until the last rank dies; the error of its backward."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    signal.alarm(100)
+    with group_of(rank, world_size, path):
+        model = DistributedDataParallel(Net())
+        model(batch_of(rank, 0)).sum().backward()
+        if rank == world_size - 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            model(batch_of(rank, 1)).sum().backward()
+        except Exception as error:
+            pipe.send(str(error))

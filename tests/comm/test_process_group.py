@@ -193,3 +193,12 @@ def test_a_program_that_does_not_destroy_its_group_ends_all_the_same(tmp_path, h
         for process, _ in ranks:
             process.join(PATIENCE_SECONDS)
             assert process.exitcode == 0
+
+
+def test_a_rank_that_dies_in_training_is_named_by_the_backward_of_the_others(tmp_path):
+    with processes(3, group_programs.die_in_training, str(tmp_path / "store")) as ranks:
+        for process, pipe in ranks[:2]:
+            assert pipe.poll(PATIENCE_SECONDS)
+            assert "waits for rank 2" in pipe.recv()
+            process.join(PATIENCE_SECONDS)
+            assert process.exitcode == 0  # DistributedDataParallel reads the failed future in C++

@@ -31,6 +31,7 @@ class QueuedWork(dist.Work):
         self._run = run
         self._outputs = outputs
         self._lock = threading.Lock()
+        self._end: torch.futures.Future[Any]
         self._future: torch.futures.Future[Any] | None = None
         self._error: Exception | None = None
         self._is_done = self._is_settled = False
@@ -76,7 +77,10 @@ class QueuedWork(dist.Work):
         """The future of the tensors that it writes."""
         with self._lock:
             if self._future is None:
-                self._future = torch.futures.Future(devices=[*self._devices] or None)
+                self._end = torch.futures.Future(devices=[*self._devices] or None)
+                # An error must come from a callback: `set_exception` sets a value that only Python knows as an error,
+                # and DistributedDataParallel, which reads it in C++, would crash.
+                self._future = self._end.then(self._result_or_error)
             future = self._future
         if self._is_done:
             self._settle()
@@ -111,13 +115,15 @@ class QueuedWork(dist.Work):
         with self._lock:
             if self._future is None or self._is_settled:
                 return
-            self._is_settled, future = True, self._future
+            self._is_settled = True
         with ExitStack() as streams:
             self._enter_streams(streams)
-            if self._error is not None:
-                future.set_exception(self._error)
-            else:
-                future.set_result(self._outputs)
+            self._end.set_result([] if self._error is not None else self._outputs)
+
+    def _result_or_error(self, _: "torch.futures.Future[Any]") -> Any:
+        if self._error is not None:
+            raise self._error
+        return self._outputs
 
     def _enter_streams(self, streams: ExitStack | None) -> None:
         """Makes the queue's streams the current ones; they wait for the caller's."""
