@@ -22,6 +22,7 @@ from torch import Tensor
 from samestep.comm import collectives
 from samestep.comm.collectives import Operation
 from samestep.comm.connecting import connect_process_group
+from samestep.comm.device_token import lent_token
 from samestep.comm.transport import Connection, LocalTransport, Transport
 from samestep.comm.work_queue import NO_TIMEOUT, QueuedWork, WorkQueue
 from samestep.errors import PeerLostError, UsageError
@@ -244,7 +245,8 @@ class OrderedProcessGroup(_Base):  # type: ignore[misc]  # for the same reason
         """Returns when every rank has called it; rank 0 names those that have not within the timeout."""
         if self._gloo is not None:
             self._queue.drain()
-            self._gloo.monitored_barrier(timeout or self._timeout, wait_all_ranks)
+            with lent_token():
+                self._gloo.monitored_barrier(timeout or self._timeout, wait_all_ranks)
 
     def shutdown(self) -> None:
         """Ends the group, after the operations that were called."""
@@ -355,7 +357,8 @@ class PeerWork(dist.Work):
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
         """Waits until the tensor has arrived, or may be overwritten."""
         try:
-            self._work.wait(timeout)
+            with lent_token():
+                self._work.wait(timeout)
         except RuntimeError as error:
             raise self._group.peer_failure(self._rank, error) from error
         if self._received is not None:
