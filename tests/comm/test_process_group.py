@@ -4,25 +4,30 @@ import multiprocessing
 from contextlib import contextmanager
 
 import group_programs
+import group_training
 import pytest
 import torch
 from group_programs import (
     CASES,
-    DDP_VARIANTS,
     FACTOR,
     definition,
     drawn,
     end_without_goodbye,
     in_group,
     same_bits,
-    train_by_hand,
 )
-from worlds import PATIENCE_SECONDS, PRELOADED, in_turns
+from worlds import DEVICE, PATIENCE_SECONDS, PRELOADED, in_turns
 
 from samestep.comm import collectives
 from samestep.comm.collectives import Operation
 
 TRANSPORTS = ["shared", "gloo"]
+
+
+@pytest.fixture
+def ranks_of(worlds):
+    """`ranks_of(n)`: n processes without a default process group, which NCCL's transport has."""
+    return lambda world_size: worlds(world_size, "shared" if DEVICE == "cuda" else "auto")
 
 
 def reduce_in_turns(communicator, name, dtype, numel):
@@ -58,85 +63,88 @@ def test_a_large_tensor_gives_the_same_bits_in_whatever_pieces_it_goes(ranks, pi
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_reductions_through_torch_distributed_have_the_bits_of_the_definition(worlds, tmp_path, ranks, transport):
-    found = worlds(ranks).run(in_group, tmp_path / "store", "reductions", ([5, 1200],), transport)
+def test_reductions_through_torch_distributed_have_the_bits_of_the_definition(ranks_of, tmp_path, ranks, transport):
+    found = ranks_of(ranks).run(in_group, tmp_path / "store", group_programs.reductions, ([5, 1200],), transport)
     assert found == [[]] * ranks
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_collectives_that_move_values_move_every_dtype(worlds, tmp_path, ranks):
-    assert worlds(ranks).run(in_group, tmp_path / "store", "movements", (33,)) == [[]] * ranks
-    assert worlds(ranks).run(in_group, tmp_path / "gloo", "movements", (33,), "gloo") == [[]] * ranks
+def test_collectives_that_move_values_move_every_dtype(ranks_of, tmp_path, ranks):
+    assert ranks_of(ranks).run(in_group, tmp_path / "store", group_programs.movements, (33,)) == [[]] * ranks
+    assert ranks_of(ranks).run(in_group, tmp_path / "gloo", group_programs.movements, (33,), "gloo") == [[]] * ranks
 
 
-def test_eight_ranks_reduce_and_move(worlds, tmp_path):
-    assert worlds(8).run(in_group, tmp_path / "reduce", "reductions", ([40],)) == [[]] * 8
-    assert worlds(8).run(in_group, tmp_path / "move", "movements", (9,)) == [[]] * 8
+def test_eight_ranks_reduce_and_move(ranks_of, tmp_path):
+    assert ranks_of(8).run(in_group, tmp_path / "reduce", group_programs.reductions, ([40],)) == [[]] * 8
+    assert ranks_of(8).run(in_group, tmp_path / "move", group_programs.movements, (9,)) == [[]] * 8
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_memory_of_any_form_is_reduced_and_autograd_sees_no_change(worlds, tmp_path, ranks):
-    for found in worlds(ranks).run(in_group, tmp_path / "store", "strided"):
+def test_memory_of_any_form_is_reduced_and_autograd_sees_no_change(ranks_of, tmp_path, ranks):
+    for found in ranks_of(ranks).run(in_group, tmp_path / "store", group_programs.strided):
         assert all(found.values()), found
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_operations_run_in_the_order_of_their_calls_and_futures_follow(worlds, tmp_path, ranks):
-    assert worlds(ranks).run(in_group, tmp_path / "store", "asynchronous", (60,)) == [True] * ranks
+def test_operations_run_in_the_order_of_their_calls_and_futures_follow(ranks_of, tmp_path, ranks):
+    assert ranks_of(ranks).run(in_group, tmp_path / "store", group_programs.asynchronous, (60,)) == [True] * ranks
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_functional_and_coalesced_forms_find_the_group_by_name(worlds, tmp_path, ranks):
-    assert worlds(ranks).run(in_group, tmp_path / "store", "functional_forms") == [[]] * ranks
+def test_functional_and_coalesced_forms_find_the_group_by_name(ranks_of, tmp_path, ranks):
+    assert ranks_of(ranks).run(in_group, tmp_path / "store", group_programs.functional_forms) == [[]] * ranks
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_objects_barriers_and_sub_groups(worlds, tmp_path, transport):
-    assert worlds(4).run(in_group, tmp_path / "store", "objects", (), transport) == [True] * 4
+def test_objects_barriers_and_sub_groups(ranks_of, tmp_path, transport):
+    assert ranks_of(4).run(in_group, tmp_path / "store", group_programs.objects, (), transport) == [True] * 4
 
 
-def test_sparse_gradients_are_summed(worlds, tmp_path):
-    assert worlds(3).run(in_group, tmp_path / "store", "sparse") == [True] * 3
+def test_sparse_gradients_are_summed(ranks_of, tmp_path):
+    assert ranks_of(3).run(in_group, tmp_path / "store", group_programs.sparse) == [True] * 3
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_ddp_ends_in_the_bits_of_the_tree_however_it_fills_its_buckets(worlds, tmp_path, ranks):
-    by_default, by_hook = train_by_hand(ranks), train_by_hand(ranks, torch.div)
-    for number, variant in enumerate(DDP_VARIANTS):
+def test_ddp_ends_in_the_bits_of_the_tree_however_it_fills_its_buckets(ranks_of, tmp_path, ranks):
+    by_default, by_hook = group_training.train_by_hand(ranks), group_training.train_by_hand(ranks, torch.div)
+    for number, variant in enumerate(group_training.DDP_VARIANTS):
         wanted = by_hook if "hook" in variant else by_default
-        found = worlds(ranks).run(in_group, tmp_path / str(number), "train_ddp", (variant,))
+        found = ranks_of(ranks).run(in_group, tmp_path / str(number), group_training.train_ddp, (variant,))
         assert found == [wanted] * ranks, variant
 
 
-def test_ddp_ends_in_the_same_bits_over_gloo(worlds, tmp_path):
-    assert worlds(3).run(in_group, tmp_path / "store", "train_ddp", ("plain",), "gloo") == [train_by_hand(3)] * 3
+def test_ddp_ends_in_the_same_bits_over_gloo(ranks_of, tmp_path):
+    assert (
+        ranks_of(3).run(in_group, tmp_path / "store", group_training.train_ddp, ("plain",), "gloo")
+        == [group_training.train_by_hand(3)] * 3
+    )
 
 
-def test_sums_in_rank_order_end_in_other_bits(worlds, tmp_path):
-    found = worlds(4).run(in_group, tmp_path / "store", "train_in_rank_order")
+def test_sums_in_rank_order_end_in_other_bits(ranks_of, tmp_path):
+    found = ranks_of(4).run(in_group, tmp_path / "store", group_training.train_in_rank_order)
     assert len({*found}) == 1
-    assert found[0] != train_by_hand(4)
+    assert found[0] != group_training.train_by_hand(4)
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_ddp_accumulates_skips_unused_layers_compresses_and_joins(worlds, tmp_path, ranks):
-    first, *others = worlds(ranks).run(in_group, tmp_path / "store", "train_unevenly")
+def test_ddp_accumulates_skips_unused_layers_compresses_and_joins(ranks_of, tmp_path, ranks):
+    first, *others = ranks_of(ranks).run(in_group, tmp_path / "store", group_training.train_unevenly)
     assert others == [first] * (ranks - 1)
 
 
 @pytest.mark.parametrize(("ranks", "replicas"), [(2, 1), (3, 1), (4, 2)])
-def test_sharded_models_train_exactly_and_are_saved(worlds, tmp_path, ranks, replicas):
+def test_sharded_models_train_exactly_and_are_saved(ranks_of, tmp_path, ranks, replicas):
     arguments = (replicas, tmp_path / "checkpoint")
-    assert worlds(ranks).run(in_group, tmp_path / "store", "train_sharded", arguments) == [True] * ranks
+    assert ranks_of(ranks).run(in_group, tmp_path / "store", group_training.train_sharded, arguments) == [True] * ranks
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_a_distributed_tensor_keeps_its_values_in_every_placement(worlds, tmp_path, ranks):
-    assert worlds(ranks).run(in_group, tmp_path / "store", "redistribute") == [True] * ranks
+def test_a_distributed_tensor_keeps_its_values_in_every_placement(ranks_of, tmp_path, ranks):
+    assert ranks_of(ranks).run(in_group, tmp_path / "store", group_training.redistribute) == [True] * ranks
 
 
-def test_a_call_that_makes_no_sense_is_refused_and_the_group_goes_on(worlds, tmp_path):
-    for messages, after in worlds(2).run(in_group, tmp_path / "store", "refusals"):
+def test_a_call_that_makes_no_sense_is_refused_and_the_group_goes_on(ranks_of, tmp_path):
+    for messages, after in ranks_of(2).run(in_group, tmp_path / "store", group_programs.refusals):
         assert after == 2
         assert "reduction BAND of torch.float32" in messages[0]
         assert "reduction AVG of torch.bool" in messages[1]
@@ -144,8 +152,8 @@ def test_a_call_that_makes_no_sense_is_refused_and_the_group_goes_on(worlds, tmp
         assert "all-gather got tensors of 1 in length; needed: 6" in messages[3]
 
 
-def test_ranks_whose_tensors_differ_are_told_and_the_group_stays_failed(worlds, tmp_path):
-    for first, second in worlds(2).run(in_group, tmp_path / "store", "disagree"):
+def test_ranks_whose_tensors_differ_are_told_and_the_group_stays_failed(ranks_of, tmp_path):
+    for first, second in ranks_of(2).run(in_group, tmp_path / "store", group_programs.disagree):
         assert first == second
         assert "bytes of rank" in first
 
@@ -196,7 +204,7 @@ def test_a_program_that_does_not_destroy_its_group_ends_all_the_same(tmp_path, h
 
 
 def test_a_rank_that_dies_in_training_is_named_by_the_backward_of_the_others(tmp_path):
-    with processes(3, group_programs.die_in_training, str(tmp_path / "store")) as ranks:
+    with processes(3, group_training.die_in_training, str(tmp_path / "store")) as ranks:
         for process, pipe in ranks[:2]:
             assert pipe.poll(PATIENCE_SECONDS)
             assert "waits for rank 2" in pipe.recv()

@@ -133,6 +133,8 @@ def connect_process_group(
         raise PeerLostError(f"rank {rank} met all others, but could not connect to them: {error}") from error
     transport = shared or GroupTransport(None, dist.PrefixStore("calls", store), timeout, gloo=gloo)
     transport.ranks, transport.run_size = ranks, num_processes
+    # A rank that ends at once must not close gloo's connections while others still make them.
+    transport.gather(torch.zeros(1, dtype=torch.uint8)).wait()
     transport.advice = "do all ranks call the same collectives? A rank may be late by {:g} s, the group's timeout"
     return transport, gloo
 
