@@ -27,7 +27,7 @@ VARIANTS = {
     "adopted, 2 processes, 2 microbatches": [*RUN, "--devices", "cpu:2", DATA_PARALLEL],
     "plain Python, 1 process": [sys.executable, DATA_PARALLEL],
     "adopted, 1 process, 1 microbatch": [*RUN, "--devices", "cpu:1", DATA_PARALLEL],
-    "adopted, 1 process, 2 microbatches": [*RUN, "--devices", "cpu:1", "--num-microbatches", "2", DATA_PARALLEL],
+    "adopted, 1 process, 2 microbatches": [*RUN, "--devices", "cpu:1", "--logical-devices", "2", DATA_PARALLEL],
 }
 PAIRS = [
     ("adopted, 2 processes, 2 microbatches", "DDP, 2 processes", 1.15),

@@ -18,6 +18,7 @@ from samestep.version import __version__
 
 if TYPE_CHECKING:
     from samestep.comm.communicator import Communicator
+    from samestep.comm.process_group import register_backend
     from samestep.data.batch import Batch
     from samestep.data.loader import Loader
     from samestep.data.tensors import TensorData
@@ -64,6 +65,7 @@ _HOMES = {
     "data_parallel": "samestep.scripts.parallel",
     "discover": "samestep.devices.inventory",
     "launch": "samestep.launcher.notebook",
+    "register_backend": "samestep.comm.process_group",
     "replicate_params": "samestep.scripts.tutorial_api",
     "select": "samestep.devices.selection",
     "split_and_load": "samestep.scripts.tutorial_api",
@@ -96,6 +98,7 @@ __all__ = [
     "discover",
     "launch",
     "metrics",
+    "register_backend",
     "replicate_params",
     "select",
     "split_and_load",

@@ -76,7 +76,7 @@ def line_of(source, text):
 
 
 def test_microbatches_seed_and_wrap_decide_what_a_script_prints_and_devices_do_not(tmp_path):
-    options = ("--num-microbatches", 3, "--wrap", "net")
+    options = ("--logical-devices", 3, "--wrap", "net")
     path = script(tmp_path, PLAIN)
     one = samestep("run", "--devices", "cpu:1", *options, "--seed", 5, path, "--lr", 1, cwd=tmp_path)
     two = samestep("run", "--devices", "cpu:2", *options, "--seed", 5, path, "--lr", 1, cwd=tmp_path)
@@ -85,9 +85,7 @@ def test_microbatches_seed_and_wrap_decide_what_a_script_prints_and_devices_do_n
     assert one.stdout.startswith("['--lr', '1'] ")
     assert len(one.stdout.splitlines()) == 4
     assert two.stdout == one.stdout
-    other = samestep(
-        "run", "--devices", "cpu:2", "--num-microbatches", 2, *options[2:], "--seed", 5, path, cwd=tmp_path
-    )
+    other = samestep("run", "--devices", "cpu:2", "--logical-devices", 2, *options[2:], "--seed", 5, path, cwd=tmp_path)
     assert other.returncode == 0
     draws, *losses = other.stdout.splitlines()
     assert draws.split("] ")[1] == one.stdout.splitlines()[0].split("] ")[1], "the seed is the same"
@@ -96,7 +94,7 @@ def test_microbatches_seed_and_wrap_decide_what_a_script_prints_and_devices_do_n
 
 def test_what_a_script_raises_on_the_second_process_is_shown_once_with_its_own_lines(tmp_path):
     path = script(tmp_path, RAISING)
-    done = samestep("run", "--devices", "cpu:2", "--num-microbatches", 2, "--seed", 1, path, 1, 3, cwd=tmp_path)
+    done = samestep("run", "--devices", "cpu:2", "--logical-devices", 2, "--seed", 1, path, 1, 3, cwd=tmp_path)
     assert done.returncode == 1
     assert done.stdout == "found []\n[1.0, 2.0]\n", "an adopted script finds no trace of ranks"
     assert done.stderr.count("ValueError: more than two") == 1
@@ -126,7 +124,7 @@ def test_a_script_that_is_not_adopted_finds_its_rank(tmp_path):
 def test_a_name_to_wrap_that_is_never_called_is_an_error_that_says_what_was(tmp_path):
     path = script(tmp_path, PLAIN)
     done = samestep(
-        "run", "--devices", "cpu:2", "--num-microbatches", 2, "--wrap", "model", "--seed", 1, path, cwd=tmp_path
+        "run", "--devices", "cpu:2", "--logical-devices", 2, "--wrap", "model", "--seed", 1, path, cwd=tmp_path
     )
     assert done.returncode == 2
     assert "--wrap model" in done.stderr
@@ -135,7 +133,7 @@ def test_a_name_to_wrap_that_is_never_called_is_an_error_that_says_what_was(tmp_
     assert len(done.stderr.splitlines()) <= 4, done.stderr
 
 
-@pytest.mark.parametrize("option", [("--num-microbatches", "2"), ("--seed", "1"), ("--wrap", "net")])
+@pytest.mark.parametrize("option", [("--seed", "1"), ("--wrap", "net")])
 @pytest.mark.parametrize(
     "source", [pytest.param(NATIVE, id="native"), pytest.param(PLAIN, id="plain, but not to be adopted")]
 )
@@ -143,7 +141,7 @@ def test_options_of_adopted_scripts_are_refused_for_scripts_that_deal_with_ranks
     adopt = ["--no-adopt"] if source is PLAIN else []
     path = script(tmp_path, source)
     said = refused("run", "--devices", "cpu:2", *adopt, *option, path)
-    assert said.startswith("samestep: error: --num-microbatches, --seed and --wrap are for ")
+    assert said.startswith("samestep: error: --seed and --wrap are for ")
     assert len(said.splitlines()) == 1
     if source is NATIVE:
         assert f"train.py, line {line_of(NATIVE, 'init_process_group')}" in said

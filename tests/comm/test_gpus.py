@@ -5,7 +5,7 @@ import sys
 import textwrap
 
 import pytest
-from gpus import environment, needs_fake_gpus, places, run_processes
+from gpus import environment, needs_fake_gpus, places, run_processes, run_ranks, told
 
 pytestmark = needs_fake_gpus
 
@@ -151,3 +151,63 @@ def test_the_axes_of_a_mesh_are_connected_on_gpus_and_on_the_host():
     lines = {"data": [[0, 2], [1, 3], [0, 2], [1, 3]], "pipe": [[0, 1], [0, 1], [2, 3], [2, 3]]}
     for rank, (out, _) in enumerate(outputs):
         assert out.splitlines() == [f"{axis} True {own[rank]} {own[rank]}" for axis, own in lines.items()]
+
+
+ORDERED = """
+    import hashlib
+    import samestep
+    samestep.register_backend()
+    connect()
+    device = torch.device("cuda", rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    found = {}
+    def filled(value):
+        tensor = torch.zeros(300_000, device=device)
+        for _ in range(3):
+            tensor += value / 4  # kernels that have not run yet when the collective is called
+        tensor += value / 4
+        return tensor
+    waited = filled(rank + 1.0)
+    work = dist.all_reduce(waited, async_op=True)
+    work.wait()
+    found["waited"] = (waited * 2).mean().item()
+    future = dist.all_reduce(filled(rank + 2.0), async_op=True).get_future()
+    found["future"] = future.then(lambda done: done.value()[0] * 3).wait().mean().item()
+    gathered = [torch.empty(4, device=device) for _ in range(size)]
+    dist.all_gather(gathered, filled(float(rank))[:4])
+    found["gathered"] = [tensor.mean().item() for tensor in gathered]
+    received = torch.empty(4, device=device)
+    works = [dist.isend(filled(rank * 1.0)[:4], (rank + 1) % size), dist.irecv(received, (rank - 1) % size)]
+    for work in works:
+        work.wait()
+    found["received"] = (received + 1).mean().item()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(30, 50), nn.BatchNorm1d(50), nn.Linear(50, 2)).to(device)
+    model = nn.parallel.DistributedDataParallel(model, device_ids=[device.index])
+    optimizer = torch.optim.AdamW(model.parameters())
+    for step in range(3):
+        inputs = torch.randn(8, 30, generator=torch.Generator().manual_seed(10 * step + rank)).to(device)
+        optimizer.zero_grad()
+        model(inputs).square().sum().backward()
+        optimizer.step()
+    data = b"".join(value.detach().cpu().numpy().tobytes() for value in model.module.parameters())
+    found["model"] = hashlib.sha256(data).hexdigest()
+    dist.destroy_process_group()
+    tell(**found)
+"""
+
+
+@pytest.mark.parametrize("order", ["late", "early"])
+def test_an_ordered_process_group_has_the_same_bits_on_one_gpu_and_on_three(order, tmp_path):
+    by_devices = []
+    for devices in (1, 3):
+        folder = tmp_path / str(devices)
+        folder.mkdir()
+        variables = {"FAKE_CUDA_DEVICES": str(devices), "FAKE_CUDA_ORDER": order}
+        by_devices.append(told(run_ranks(folder, ORDERED, 3, "samestep", **variables)))
+    assert by_devices[0] == by_devices[1]
+    assert len({found["model"] for found in by_devices[0]}) == 1
+    for rank, found in enumerate(by_devices[0]):
+        assert (found["waited"], found["future"]) == (12, 27)
+        assert found["gathered"] == [0, 1, 2]
+        assert found["received"] == (rank - 1) % 3 + 1

@@ -23,7 +23,7 @@ from worlds import World, in_turns  # noqa: E402 - from a folder that was just a
 
 BREAKERS, EXAMPLES = TESTS / "verify" / "breakers", ROOT / "examples"
 CHECKPOINTS = "checkpoints"
-NUM_CHUNKS = ("--num-microbatches", "4")  # of an existing script, on any number of devices
+NUM_CHUNKS = ("--logical-devices", "4")  # of an existing script, on any number of devices
 WRAP = ("--wrap", "model")
 LEDGER_FIELDS = ("step", "epoch", "position", "num_samples", "ids", "loss", "grad_norm", "lr", "skipped")
 

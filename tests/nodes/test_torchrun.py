@@ -151,7 +151,7 @@ def test_a_recipe_on_several_machines_needs_a_run_folder(nodes):
 @pytest.mark.slow
 def test_an_adopted_script_is_shared_out_over_nodes_with_the_same_bits(nodes):
     script = nodes.script(PARALLEL)
-    options = ["--num-microbatches", "4", "--seed", "0"]
+    options = ["--logical-devices", "4", "--seed", "0"]
     one = nodes.run("run", "--devices", "cpu:1", *options, script)
     first, second = nodes.run_all(2, ["run"], ["--devices", "cpu:2", *options, script])
     assert (one.code, first.code, second.code) == (0, 0, 0), first.stderr + second.stderr

@@ -170,7 +170,7 @@ def test_a_script_leaves_its_trace_when_the_environment_asks_for_it(tmp_path):
 @pytest.mark.slow
 def test_an_adopted_script_is_profiled_and_prints_what_it_printed(tmp_path):
     (tmp_path / "script.py").write_text(textwrap.dedent(ADOPTED))
-    words = ("run", "--devices", "cpu:2", "--num-microbatches", 2, "--seed", 1)
+    words = ("run", "--devices", "cpu:2", "--logical-devices", 2, "--seed", 1)
     plain = command(*SAMESTEP, *words, "script.py", cwd=tmp_path)
     done = command(*SAMESTEP, *words, "--profile", "script.py", cwd=tmp_path)
     assert done.returncode == 0, done.stderr

@@ -318,7 +318,7 @@ def test_a_script_may_end_itself(worlds, tmp_path, n, how, ended, stdout):
 
 
 def test_what_one_process_alone_raises_ends_the_others_and_is_what_the_user_sees(tmp_path):
-    command = [sys.executable, "-m", "samestep", "run", "--devices", "cpu:2", "--num-microbatches", "4"]
+    command = [sys.executable, "-m", "samestep", "run", "--devices", "cpu:2", "--logical-devices", "4"]
     ended = subprocess.run(
         [*command, script("raises_on_one_rank")], cwd=tmp_path, capture_output=True, text=True, timeout=120
     )

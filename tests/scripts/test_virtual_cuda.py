@@ -182,7 +182,7 @@ def test_an_accelerator_that_cannot_be_is_an_error(asked):
 def test_factories_and_moves_go_to_the_own_device():
     # "meta" plays the accelerator: it is the one other device that every machine has
     own = torch.device("meta")
-    with own_accelerator(alone(num_devices=3), own):
+    with own_accelerator(lambda: 3, own):
         assert torch.ones(1, device="meta:2").device == own
         assert torch.ones(1).to("meta:1").device == torch.ones(1).to(2).device == own
         assert nn.Linear(1, 1).to("meta:2").weight.device == own
@@ -212,7 +212,7 @@ SCRIPT = """
     from virtual_programs import alone
     from samestep.scripts.virtual.real import own_accelerator
 
-    with own_accelerator(alone(num_devices=4), torch.device("cuda:0")):
+    with own_accelerator(lambda: 4, torch.device("cuda:0")):
         assert torch.cuda.device_count() == 4
         generator = torch.Generator(device="cuda:3").manual_seed(5)
         assert isinstance(generator, torch.Generator) and isinstance(torch.default_generator, torch.Generator)

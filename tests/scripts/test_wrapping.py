@@ -152,7 +152,7 @@ def test_twin_a_script_that_is_not_shared_out_is_noticed_and_told_once_what_it_c
         ("torch.ones(2, requires_grad=True).sum().backward()", ["--wrap NAME", "NAME is a variable or class"]),
         (
             "model = nn.DataParallel(nn.Linear(6, 2), device_ids=[0])\nmodel(torch.ones(4, 6)).sum().backward()",
-            ["wraps model for one device: all 2 processes compute the same", "samestep run --num-microbatches 2"],
+            ["wraps model for one device: all 2 processes compute the same", "samestep run --logical-devices 2"],
         ),
         (FROM_SCRATCH, []),
     ],

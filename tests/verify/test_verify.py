@@ -235,7 +235,7 @@ def test_the_command_says_what_was_compared_and_which_tier_a_recipe_reached(comm
         (["--tier", "close", "mlp"], "--tier"),
         (["--devices", "cpu:1,cpu:1", "mlp"], "different ones"),
         (["--devices", "cpu:2", "mlp"], "two or more"),
-        (["--num-microbatches", "4", "mlp"], "--num-microbatches before a recipe"),
+        (["--logical-devices", "4", "mlp"], "--logical-devices before a recipe"),
         (
             ["mlp", "--devices=1,2"],
             "got --devices after mlp; verify's own options go before the program: samestep verify",

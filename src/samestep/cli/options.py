@@ -84,9 +84,10 @@ class ScriptOptions:
         flags=("--adopt/--no-adopt",),
         show_default=False,
     )
-    num_microbatches: int | None = option(
-        "Of a script of one process: into how many chunks a wrapped forward is cut, on any devices. By default the "
-        "script decides; under verify, the most devices that are compared.",
+    logical_devices: int | None = option(
+        "How many devices SCRIPT sees, on however many there are: as many ranks, or chunks of a wrapped forward. By "
+        "default those that there are, and for a wrapped forward what the script says; under verify, the most that "
+        "are compared.",
         metavar="V",
         min=1,
     )

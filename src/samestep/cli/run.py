@@ -39,7 +39,8 @@ def run(
     A script for one process (plain, or with nn.DataParallel) is adopted: every process runs all of it, and the chunks
     of its wrapped forward are shared out, with the same bits on any number of devices. With --devices cpu:N it finds
     N virtual CUDA devices. A script that deals with ranks itself (init_process_group, samestep.Run) finds the
-    variables that torchrun sets.
+    variables that torchrun sets; with --logical-devices V it is run as V ranks, with the same bits on any number of
+    devices.
     """
     from samestep.comm.environment import read_environment
     from samestep.devices.selection import select
@@ -61,16 +62,24 @@ def run(
     spec = chosen_devices(workers) or "auto"
     selection = select(spec)
     reading = reads_as(program[0], is_module=script.module)
-    asked = {"num_microbatches": script.num_microbatches, "seed": script.seed, "wrap": script.wrap}
+    logical = script.logical_devices
     if script.adopt if script.adopt is not None else reading.kind == "adopted":
         several = spec.startswith("cpu") or selection.count > 1 or torchrun is not None
-        is_virtual = (several or script.num_microbatches is not None) and selection.kind == "cpu"
-        job = _called(job, "samestep.scripts.script", "run_adopted", {**asked, "virtual": is_virtual})
-    elif any(value is not None for value in asked.values()):
+        is_virtual = (several or logical is not None) and selection.kind == "cpu"
+        asked = {"num_microbatches": logical, "seed": script.seed, "wrap": script.wrap, "virtual": is_virtual}
+        job, logical = _called(job, "samestep.scripts.script", "run_adopted", asked), None
+    elif script.seed is not None or script.wrap is not None:
         raise UsageError(
-            f"--num-microbatches, --seed and --wrap are for scripts of one process, and {reading.reason}; set them in "
-            "the script, or give --adopt"
+            f"--seed and --wrap are for scripts of one process, and {reading.reason}; set them in the script, or give "
+            "--adopt"
         )
+    elif logical is not None:
+        if torchrun is not None:
+            raise UsageError(
+                f"got --logical-devices for a script that deals with ranks itself ({reading.reason}) and several "
+                "machines; its logical devices are on one machine: leave --nnodes and the like out"
+            )
+        job = _called(job, "samestep.scripts.logical", "run_logical", {})
     else:
         job = _called(job, "samestep.scripts.spawning", "run_native", {})
     if script.adopt is None and reading.is_both:
@@ -79,7 +88,14 @@ def run(
     if folder is not None:
         selection = profiled(selection, folder)
     if torchrun is None:
-        outcome = supervise(job, selection, num_threads=num_threads, start_method=workers.start_method, policy=policy)
+        outcome = supervise(
+            job,
+            selection,
+            num_threads=num_threads,
+            start_method=workers.start_method,
+            policy=policy,
+            logical_devices=logical,
+        )
     else:
         from samestep.launcher.torchrun import hand_over
 

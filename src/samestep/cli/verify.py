@@ -83,7 +83,7 @@ def verify(
         raise UsageError("verify starts processes itself; call it without torchrun, srun or mpirun")
     _check_order(context, program, script.module)
     selections = _selections(devices)
-    options = {"num_microbatches": script.num_microbatches, "seed": script.seed, "wrap": script.wrap}
+    options = {"logical_devices": script.logical_devices, "seed": script.seed, "wrap": script.wrap}
     chosen = _program(program, script.module, script.adopt, options, selections)
     with (
         ProgramRunner(
@@ -95,7 +95,8 @@ def verify(
         from samestep.verify.verdict import reach_verdict
 
         try:
-            verdict = reach_verdict(runner, tuple(selections), steps, tier, tell)  # type: ignore[arg-type]  # checked
+            required = tier or ("bitwise" if chosen.logical_devices else None)
+            verdict = reach_verdict(runner, tuple(selections), steps, required, tell)  # type: ignore[arg-type]  # checked
         except Stopped as stopped:
             raise typer.Exit(stopped.exit_code) from None
     if as_json:
@@ -173,11 +174,11 @@ def _program(
         raise UsageError(f"there is no script and no recipe {name}; recipes are {', '.join(NAMES)}")
     Job(kind, name)  # checks that it is there
     if not (adopt if adopt is not None else reads_as(name, is_module=module).kind == "adopted"):
-        if given:
+        if given not in ([], ["--logical-devices"]):
             raise UsageError(f"got {', '.join(given)}, for scripts of one process; this one deals with ranks itself")
-        return Program(kind, name, tuple(arguments), None, name)
+        return Program(kind, name, tuple(arguments), None, name, options["logical_devices"])
     adoption = {
-        "num_microbatches": options["num_microbatches"] or max(selection.count for selection in selections.values()),
+        "num_microbatches": options["logical_devices"] or max(selection.count for selection in selections.values()),
         "seed": 0 if options["seed"] is None else options["seed"],
         "wrap": options["wrap"],
         "virtual": all(selection.kind == "cpu" for selection in selections.values()),

@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,6 +25,7 @@ from samestep.comm.shm import segment as segments
 from samestep.comm.shm.segment import NoSegmentError, Segment
 from samestep.comm.shm.transport import SharedTransport
 from samestep.comm.transport import Connection, Nodes
+from samestep.devices.inventory import usable_cores
 from samestep.errors import PeerLostError, UsageError
 
 CONNECT_SECONDS = 10.0
@@ -74,9 +76,7 @@ def connect_at(
         shared = SharedTransport(segment, place.rank, timeout, store, healing_store)
     except NoSegmentError as error:
         if place.transport == "shared":
-            raise UsageError(
-                f"SAMESTEP_TRANSPORT=shared cannot be had: {error}; leave the variable out, or set it to gloo"
-            ) from error
+            raise _no_shared_memory(error) from error
     if shared is not None and backend == "gloo":
         return shared, shared
     try:
@@ -101,6 +101,42 @@ def connect_at(
         transport.abandon()
         raise
     return transport, small
+
+
+def connect_process_group(
+    store: dist.Store, rank: int, ranks: Sequence[int], timeout: timedelta
+) -> tuple[Connection, Any]:
+    """Connects the ranks of a process group of torch: a transport, and gloo for what goes from rank to rank.
+
+    Args:
+        store: of this group, which all of its ranks reach.
+        rank: in the group.
+        ranks: the numbers of the group's ranks in the whole run.
+        timeout: of every operation.
+    """
+    size, chosen = len(ranks), chosen_transport()
+    place = Environment(rank, size, rank, size, store_is_kept=True, transport=chosen)
+    num_processes = max(size, dist.get_world_size() if dist.is_initialized() else 0)
+    shared = None
+    try:
+        # First: this names the ranks that do not come, gloo does not.
+        shared = SharedTransport(_share(dist.PrefixStore("shared", store), place, timeout), rank, timeout)
+        shared.spins = num_processes <= usable_cores()
+    except NoSegmentError as error:
+        if chosen == "shared":
+            raise _no_shared_memory(error) from error
+    try:
+        gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, timeout)
+    except RuntimeError as error:
+        if shared is not None:
+            shared.close()
+        raise PeerLostError(f"rank {rank} met all others, but could not connect to them: {error}") from error
+    transport = shared or GroupTransport(None, dist.PrefixStore("calls", store), timeout, gloo=gloo)
+    transport.ranks, transport.run_size = ranks, num_processes
+    # A rank that ends at once must not close gloo's connections while others still make them.
+    transport.gather(torch.zeros(1, dtype=torch.uint8)).wait()
+    transport.advice = "do all ranks call the same collectives? A rank may be late by {:g} s, the group's timeout"
+    return transport, gloo
 
 
 def have_own_gpus(store: dist.Store, place: Environment, device: torch.device, timeout: timedelta) -> bool:
@@ -242,6 +278,10 @@ def _share(store: dist.Store, place: Environment, timeout: timedelta) -> Segment
             raise NoSegmentError(f"rank {other} says: {word}")
     assert segment is not None, "no rank refused"
     return segment
+
+
+def _no_shared_memory(reason: NoSegmentError) -> UsageError:
+    return UsageError(f"SAMESTEP_TRANSPORT=shared cannot be had: {reason}; leave the variable out, or set it to gloo")
 
 
 def _refusal(place: Environment) -> str:

@@ -4,6 +4,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -20,7 +21,7 @@ LATENCY_BYTES = {"gloo": 256 << 10, "nccl": 1 << 20}
 
 
 class GroupTransport(Connection):
-    """Moves tensors by a torch.distributed process group.
+    """Moves tensors by a torch.distributed process group, or by gloo itself, of which torch knows no group.
 
     Tensors travel as bytes, since gloo lacks some dtypes (bfloat16, unsigned integers) in some collectives. With gloo
     the tensors of an accelerator go through host memory.
@@ -34,15 +35,21 @@ class GroupTransport(Connection):
         timeout: timedelta,
         store_host: int | None = None,
         healing_store: dist.Store | None = None,
+        gloo: Any = None,
     ) -> None:
-        super().__init__(dist.get_rank(group), dist.get_world_size(group), timeout, healing_store)
+        backend: str
+        if gloo is None:
+            rank, world_size, backend = dist.get_rank(group), dist.get_world_size(group), dist.get_backend(group)
+        else:
+            rank, world_size, backend = gloo.rank(), gloo.size(), "gloo"
+        super().__init__(rank, world_size, timeout, healing_store)
         self.group = group
+        self._gloo = gloo
         self._store = store
         self._store_host = store_host
-        self._backend = dist.get_backend(group)
-        self._through_host = self._backend == "gloo"
+        self._through_host = backend == "gloo"
         self._has_failed = False
-        self.latency_bytes = LATENCY_BYTES.get(self._backend, 0)
+        self.latency_bytes = LATENCY_BYTES.get(backend, 0)
 
     def exchange(self, parts: Tensor, sizes: Sequence[int], receive_sizes: Sequence[int]) -> Pending:
         """Starts an all-to-all."""
@@ -52,22 +59,20 @@ class GroupTransport(Connection):
         received = torch.empty(sum(receive_sizes), dtype=parts.dtype, device=parts.device)
         width = parts.element_size()
         with self.failures_named():
-            work = dist.all_to_all_single(
+            work = self._all_to_all(
                 received.view(torch.uint8),
                 parts.contiguous().view(torch.uint8),
                 [size * width for size in receive_sizes],
                 [size * width for size in sizes],
-                group=self.group,
-                async_op=True,
             )
         return GroupPending(self, work, received, parts, device)
 
-    def gather(self, part: Tensor) -> Pending:
+    def gather(self, part: Tensor, sizes: Sequence[int] = ()) -> Pending:
         """Starts an all-gather."""
-        if self._through_host:
+        if self._through_host or sizes:
             # gloo's all-gather passes the parts around a ring, one rank after another; its all-to-all sends them all at
             # once, and was faster at every measured size.
-            return repeat_to_all(self, part, [part.numel()] * self.world_size)
+            return repeat_to_all(self, part, sizes or [part.numel()] * self.world_size)
         received = part.new_empty(part.numel() * self.world_size)
         # The second is the name until torch 2.12, and deprecated since.
         all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -88,8 +93,12 @@ class GroupTransport(Connection):
         """Broadcasts, through host memory with gloo."""
         ours = tensor.detach()
         moved = (ours.cpu() if self._through_host else ours).contiguous()
+        sent = moved.view(-1).view(torch.uint8)
         with self.failures_named():
-            work = dist.broadcast(moved.view(-1).view(torch.uint8), group=self.group, group_src=source, async_op=True)
+            if self._gloo is None:
+                work = dist.broadcast(sent, group=self.group, group_src=source, async_op=True)
+            else:
+                work = self._gloo.broadcast(sent, source)
             self.settle(work)
         if moved is not ours:  # strided, or on an accelerator
             ours.copy_(moved)
@@ -104,6 +113,9 @@ class GroupTransport(Connection):
 
     def close(self) -> None:
         """Destroys the process group, and those of the nodes; after an error without waiting for the other ranks."""
+        if self._gloo is not None:  # closes with the last object that refers to it
+            self._gloo = None
+            return
         # The interpreter sets `last_value` for an exception that ends the program: this rank may have begun an exchange
         # that the others never will.
         if self._has_failed or getattr(sys, "last_value", None) is not None:
@@ -127,6 +139,17 @@ class GroupTransport(Connection):
                 dist.distributed_c10d._abort_process_group()
             else:
                 dist.destroy_process_group()
+
+    def _all_to_all(
+        self, received: Tensor, sent: Tensor, received_sizes: list[int], sizes: list[int]
+    ) -> dist.Work | None:
+        if self._gloo is None:
+            work = dist.all_to_all_single(received, sent, received_sizes, sizes, group=self.group, async_op=True)
+        else:
+            # The second is the name until torch 2.13.
+            all_to_all = getattr(self._gloo, "all_to_all_single", None) or self._gloo.alltoall_base
+            work = all_to_all(received, sent, received_sizes, sizes)
+        return cast(dist.Work | None, work)
 
     @contextmanager
     def failures_named(self) -> Iterator[None]:

@@ -126,9 +126,9 @@ class SequentialTransport:
         self._world.post(call, self.rank, list(parts.clone().split(list(sizes))))
         return SequentialParts(self._world, call, self.rank, list(receive_sizes))
 
-    def gather(self, part: Tensor) -> Pending:
+    def gather(self, part: Tensor, sizes: Sequence[int] = ()) -> Pending:
         """Posts a copy of the part for each rank."""
-        return repeat_to_all(self, part, [part.numel()] * self.world_size)
+        return repeat_to_all(self, part, sizes or [part.numel()] * self.world_size)
 
     def add(self, tensor: Tensor) -> Pending:
         """Sums by rank, from left to right."""

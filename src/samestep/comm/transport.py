@@ -18,6 +18,10 @@ from torch import Tensor
 from samestep.errors import DeterminismError, PeerLostError
 
 ARRIVAL_POLL_SECONDS = 20e-6  # much less than a step, and the host has nothing else to do
+ADVICE = (
+    "do all ranks take the same number of steps? A rank that needs more time than {:g} s for its microbatches needs a "
+    "larger timeout_seconds"
+)
 
 
 class Pending(Protocol):
@@ -58,8 +62,11 @@ class Transport(Protocol):
         """
         ...
 
-    def gather(self, part: Tensor) -> Pending:
-        """Starts an all-gather of equally long parts; the result may alias `part`."""
+    def gather(self, part: Tensor, sizes: Sequence[int] = ()) -> Pending:
+        """Starts an all-gather of parts, whose numbers of elements are `sizes` if they differ.
+
+        The result may alias `part`.
+        """
         ...
 
     def add(self, tensor: Tensor) -> Pending:
@@ -96,6 +103,11 @@ class Connection(Transport):
         self.names_missing = True  # whether an error names the ranks that did not answer; false if a supervisor does
         # Raises if a rank is lost. Set where waiting blocks a stream, which nothing would end then, and the run heals.
         self.check_lost: Callable[[], None] | None = None
+        self.advice = ADVICE  # in the error of a transfer for which a rank is missing
+        self._timeout = timeout.total_seconds()
+
+    def limit_waits(self, timeout: timedelta) -> None:
+        """Sets the timeout of later waits."""
         self._timeout = timeout.total_seconds()
 
     def abandon(self) -> None:
@@ -111,8 +123,7 @@ class Connection(Transport):
         names = ", ".join(str(self.ranks[rank]) for rank in missing)
         return PeerLostError(
             f"rank {self.ranks[self.rank]} of {self.run_size} waits for rank {names}, which has died, has ended, or is "
-            "late: do all ranks take the same number of steps? A rank that needs more time than "
-            f"{self._timeout:g} s for its microbatches needs a larger timeout_seconds",
+            f"late: {self.advice.format(self._timeout)}",
             tuple(self.ranks[rank] for rank in missing),
         )
 
@@ -151,9 +162,7 @@ def wait_until(has_arrived: Callable[[], bool], check_lost: Callable[[], None], 
 
 def gather_parts(transport: Transport, part: Tensor, sizes: Sequence[int]) -> Pending:
     """Starts an all-gather of flat parts with the given numbers of elements, which may differ."""
-    if len(set(sizes)) == 1:
-        return transport.gather(part)
-    return repeat_to_all(transport, part, sizes)
+    return transport.gather(part, () if len(set(sizes)) == 1 else sizes)
 
 
 def repeat_to_all(transport: Transport, part: Tensor, sizes: Sequence[int]) -> Pending:
@@ -201,7 +210,7 @@ class LocalTransport:
         """Returns the parts themselves."""
         return Arrived(parts)
 
-    def gather(self, part: Tensor) -> Pending:
+    def gather(self, part: Tensor, sizes: Sequence[int] = ()) -> Pending:
         """Returns the part itself."""
         return Arrived(part)
 

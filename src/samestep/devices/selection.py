@@ -46,6 +46,20 @@ class Selection:
         """The number of devices, and so of workers."""
         return len(self.devices)
 
+    def label(self, position: int) -> str:
+        """The device at a position, in messages: "CPU worker 1", "cuda:4 (NVIDIA H200)"."""
+        device = self.devices[position]
+        return f"CPU worker {device.index}" if self.kind == "cpu" else f"{device.torch_name} ({device.name})"
+
+    def only(self, *positions: int) -> "Selection":
+        """The selection of the devices at these positions alone."""
+        environment = dict(self.environment)
+        if self.kind != "cpu":  # whose variable hides all GPUs
+            for name, entries in environment.items():
+                environment[name] = ",".join(entries.split(",")[position] for position in positions)
+        devices = tuple(self.devices[position] for position in positions)
+        return replace(self, devices=devices, environment=environment)
+
     @property
     def worker_devices(self) -> tuple[str, ...]:
         """The argument of `torch.device` in each worker, under `environment`: "cuda:0", "cuda:1", …; "cpu" for each."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from samestep.comm.channel import EVENTS_VARIABLE
+from samestep.comm.device_token import TOKEN_VARIABLE
 from samestep.comm.environment import LOOPBACK
 from samestep.comm.heartbeat_page import PAGE_VARIABLE, SLOT_VARIABLE
 from samestep.devices.selection import Selection
@@ -27,6 +28,8 @@ class Assignment:
     num_threads: int
     run_id: str
     variables: Mapping[str, str]  # of the selection
+    device_index: int = 0  # of its device in the selection
+    shares_device: bool = False  # with other ranks, whose token is in the file of the descriptor "devices"
     slot: int = 0  # the worker's index on the page, its own as long as the page lives
     attempt: int = 0  # how often all workers have been restarted
     max_restarts: int = 0
@@ -38,7 +41,7 @@ class Instruction:
     """A worker's place and job, the store's port on the loopback address, and its descriptors by name.
 
     "events", "dump" (for crash dumps) and "page" always exist; "stdout" and "stderr" unless they are inherited;
-    "payload" and "answer" if arguments and result are pickled.
+    "payload" and "answer" if arguments and result are pickled; "devices" if ranks share devices.
     """
 
     assignment: Assignment
@@ -53,24 +56,40 @@ class Instruction:
 
 
 def assign(
-    selection: Selection, num_threads: int, run_id: str, *, attempt: int = 0, max_restarts: int = 0
+    selection: Selection,
+    num_threads: int,
+    run_id: str,
+    *,
+    logical_devices: int | None = None,
+    attempt: int = 0,
+    max_restarts: int = 0,
 ) -> tuple[Assignment, ...]:
-    """The places of all workers, in rank order."""
-    return tuple(
-        Assignment(
-            rank=rank,
-            world_size=selection.count,
-            device_kind=selection.kind,
-            device=_device_label(selection, rank),
-            num_threads=num_threads,
-            run_id=run_id,
-            variables=dict(selection.environment),
-            slot=rank,
-            attempt=attempt,
-            max_restarts=max_restarts,
+    """The places of all workers, in rank order: one a device, or as many as there are logical devices.
+
+    Logical devices are dealt to the devices in contiguous ranges, and a worker then sees its own device alone.
+    """
+    world_size = logical_devices or selection.count
+    places = []
+    for rank in range(world_size):
+        index = rank * selection.count // world_size
+        seen = selection if logical_devices is None else selection.only(index)
+        places.append(
+            Assignment(
+                rank=rank,
+                world_size=world_size,
+                device_kind=selection.kind,
+                device=selection.label(index),
+                num_threads=num_threads,
+                run_id=run_id,
+                variables=dict(seen.environment),
+                device_index=index,
+                shares_device=world_size > selection.count,
+                slot=rank,
+                attempt=attempt,
+                max_restarts=max_restarts,
+            )
         )
-        for rank in range(selection.count)
-    )
+    return tuple(places)
 
 
 def process_variables(selection: Selection, num_threads: int) -> dict[str, str]:
@@ -116,6 +135,8 @@ def worker_variables(instruction: Instruction) -> dict[str, str]:
     }
     if place.joins:
         variables[JOINS_VARIABLE] = "1"
+    if place.shares_device:
+        variables[TOKEN_VARIABLE] = f"{instruction.fds['devices']}:{place.device_index}"
     interface = _loopback()
     if "GLOO_SOCKET_IFNAME" not in os.environ and interface is not None:
         # Without it gloo resolves the host's name, and warns if that has no address.
@@ -127,11 +148,3 @@ def _loopback() -> str | None:
     """The name of the loopback interface, which connects the ranks of one machine."""
     loopback = "lo0" if sys.platform == "darwin" else "lo"
     return loopback if any(name == loopback for _, name in socket.if_nameindex()) else None
-
-
-def _device_label(selection: Selection, rank: int) -> str:
-    """A rank's device in messages: "CPU worker 1", "cuda:4 (NVIDIA H200)"."""
-    if selection.kind == "cpu":
-        return f"CPU worker {rank}"
-    device = selection.devices[rank]
-    return f"{device.torch_name} ({device.name})"

@@ -94,14 +94,20 @@ class Policy:
         if self.replace and self.max_restarts == 0:
             raise UsageError("got --replace, which starts workers again, but no --max-restarts; give it 1 or more")
 
-    def check_devices(self, count: int) -> None:
-        """Checks a number of devices against the policy."""
+    def check_devices(self, count: int, num_workers: int) -> None:
+        """Checks the numbers of devices and workers against the policy."""
         if count < self.min_devices:
             raise UsageError(
                 f"got {count} devices and --min-devices {self.min_devices}; needed: no more than there are"
             )
-        if count > MAX_SLOTS:
-            raise UsageError(f"got {count} devices; one machine runs {MAX_SLOTS} workers at most (--devices)")
+        if num_workers < count:
+            raise UsageError(
+                f"got {num_workers} logical devices and {count} devices; needed: at least one logical device each "
+                "(--logical-devices, --devices)"
+            )
+        if num_workers > MAX_SLOTS:
+            option = "--devices" if num_workers == count else "--logical-devices"
+            raise UsageError(f"got {num_workers} workers; one machine runs {MAX_SLOTS} at most ({option})")
 
 
 @dataclass(frozen=True)

@@ -108,6 +108,14 @@ class Monitor:
             return None
         return Failure.of(self.workers, worker), str((worker.report or {}).get("message", ""))
 
+    @property
+    def failed_device(self) -> int | None:
+        """The position of the device whose worker was killed, hung or met an error of it; None for other failures."""
+        worker = self._culprit()
+        if worker is None or self.is_broken or worker.ended_itself or worker.is_peer_lost:
+            return None
+        return worker.place.device_index
+
     def listen(self, fd: int, handle: Callable[[int], bool], *, own: bool = True) -> None:
         """Calls `handle(fd)` whenever `fd` is readable until it returns False, then closes `fd` if it is `own`."""
         os.set_blocking(fd, False)

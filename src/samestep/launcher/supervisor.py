@@ -9,6 +9,7 @@ import itertools
 import os
 import signal
 import sys
+import tempfile
 import threading
 import uuid
 from collections.abc import Callable, Iterator, Mapping
@@ -27,6 +28,7 @@ from samestep.launcher.job import Job, Outcome, Policy
 from samestep.launcher.monitor import Monitor, make_event
 from samestep.launcher.worker_pool import ServerPool, WorkerPool
 from samestep.launcher.workers import make_log_dir
+from samestep.text import counted
 
 StartMethod = Literal["fork", "spawn"]
 
@@ -42,8 +44,12 @@ def supervise(
     open_pool: Callable[[], WorkerPool] | None = None,
     relay: bool = False,
     fds: Mapping[str, int] | None = None,
+    logical_devices: int | None = None,
 ) -> Outcome:
     """Runs a job on the selected devices, one worker process each, and waits for its end.
+
+    With `logical_devices` there are as many workers, whatever the number of devices. Restarted, they go on without the
+    device on which the first failed, if another is left.
 
     In the main thread, the first SIGINT or SIGTERM lets the workers finish their step if all of them can, else it is
     forwarded to them; a second one kills them.
@@ -52,22 +58,45 @@ def supervise(
     if open_pool is None:
         open_pool = partial(ServerPool.executed, variables, job.preload, method)
     policy = policy or Policy()
-    policy.check_devices(selection.count)
+    num_workers = logical_devices or selection.count
+    policy.check_devices(selection.count, num_workers)
     log_dir = make_log_dir(job.log_dir)
     restarts = Restarts(policy.max_restarts)
     events: list[Mapping[str, Any]] = []
     run_id = uuid.uuid4().hex
-    with stop_requests() as requests, contextlib.closing(Display(job.quiet, job.lines_to)) as display:
+    with (
+        stop_requests() as requests,
+        contextlib.closing(Display(job.quiet, job.lines_to)) as display,
+        _token_file(logical_devices) as tokens,
+    ):
         pool = open_pool()
         for attempt in itertools.count():
             again = False
-            page = HeartbeatPage.create(selection.count)
+            page = HeartbeatPage.create(num_workers)
             attempted = job.restarted() if attempt else job
-            monitor = Monitor(pool, page, display, attempted, policy, restarts, grace_seconds, log_dir, relay, fds)
+            monitor = Monitor(
+                pool,
+                page,
+                display,
+                attempted,
+                policy,
+                restarts,
+                grace_seconds,
+                log_dir,
+                relay,
+                {**(fds or {}), **tokens},
+            )
             try:
                 if requests is not None:
                     monitor.listen_for_stop(requests)
-                for place in assign(selection, num_threads, run_id, attempt=attempt, max_restarts=policy.max_restarts):
+                for place in assign(
+                    selection,
+                    num_threads,
+                    run_id,
+                    logical_devices=logical_devices,
+                    attempt=attempt,
+                    max_restarts=policy.max_restarts,
+                ):
                     monitor.start(place)
                 outcome = monitor.run()
                 events += monitor.events
@@ -79,8 +108,14 @@ def supervise(
                 page.close()
             if not again:
                 break
+            left = selection.count - 1
+            lost = monitor.failed_device if logical_devices is not None and left >= policy.min_devices else None
+            where = ""
+            if lost is not None:
+                where = f" on {counted(left, 'device')}, without {selection.label(lost)}"
+                selection = selection.only(*(index for index in range(selection.count) if index != lost))
             display.notify(
-                f"{outcome.failure}\nsamestep: all workers start again ({restarts.used} of {restarts.limit})"
+                f"{outcome.failure}\nsamestep: all workers start again{where} ({restarts.used} of {restarts.limit})"
             )
             events.append(make_event("restart", attempt=attempt + 1))
             if monitor.is_broken:
@@ -89,6 +124,16 @@ def supervise(
         sentence = f"{restarts.refusal}; when its cause is mended: {job.resume_hint}"
         outcome = replace(outcome, failure=f"{outcome.failure}\n{sentence}")
     return replace(outcome, events=tuple(events))
+
+
+@contextlib.contextmanager
+def _token_file(logical_devices: int | None) -> Iterator[dict[str, int]]:
+    """The descriptor of a file without a name whose locks are the tokens of devices, if ranks may share one."""
+    if logical_devices is None:
+        yield {}
+        return
+    with tempfile.TemporaryFile() as file:
+        yield {"devices": file.fileno()}
 
 
 def resolve_start_method(start_method: str | None, num_threads: int) -> StartMethod:

@@ -33,7 +33,7 @@ class DataParallel(nn.DataParallel[Any]):
         device_ids: as torch's; their number is the number of chunks. All devices by default.
         output_device: as torch's.
         dim: along which tensors are cut and outputs are joined.
-        num_microbatches: the number of chunks on any number of devices; `--num-microbatches` overrides it.
+        num_microbatches: the number of chunks on any number of devices; `--logical-devices` overrides it.
         scatter: "tensors" cuts every tensor by `torch.chunk`, as torch does; "elements" cuts lists by element, for
             images of different sizes.
 

@@ -18,7 +18,7 @@ from samestep.engine.site import is_script_file
 from samestep.errors import PeerLostError, UsageError
 from samestep.launcher.program import run_module, run_script
 from samestep.scripts import backward, output, parallel, seeding, wrapping
-from samestep.scripts.adoption import Adoption, activated, connect_adoption
+from samestep.scripts.adoption import Adoption, activated, connect_adoption, num_visible
 from samestep.scripts.files import patches as files
 from samestep.scripts.loading import choice
 from samestep.scripts.loading.broadcast import Rank0Iterator
@@ -79,7 +79,8 @@ def adopted(
         elif adoption.communicator.device.type != "cpu":
             from samestep.scripts.virtual.real import own_accelerator  # not needed on CPUs
 
-            stack.enter_context(own_accelerator(adoption, adoption.communicator.device))
+            count = functools.partial(num_visible, adoption)
+            stack.enter_context(own_accelerator(count, adoption.communicator.device))
         stack.enter_context(output.script_streams(adoption))
         for part in (output, parallel, backward, seeding, files, choice):
             stack.enter_context(applied(part.patches(adoption)))

@@ -79,7 +79,7 @@ def replicate_params(
 
     Args:
         params: tensors or `nn.Parameter`s in a list, or in nested lists, tuples and dicts.
-        devices: one entry a logical device, or how many there are. `--num-microbatches` overrides their number.
+        devices: one entry a logical device, or how many there are. `--logical-devices` overrides their number.
         adoption: of this process; that of the running script if None.
 
     Returns:

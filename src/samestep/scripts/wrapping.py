@@ -236,7 +236,7 @@ def _hint(world_size: int, frame: FrameType | None) -> str:
     if found is not None and isinstance(found[1], nn.DataParallel):
         return (
             f"{script} wraps {found[0]} for one device: all {world_size} processes compute the same. Say in how many "
-            f"microbatches its batches are cut: samestep run --num-microbatches {world_size} {script} …"
+            f"microbatches its batches are cut: samestep run --logical-devices {world_size} {script} …"
         )
     name = "NAME" if found is None else found[0]
     what = " (NAME is a variable or class of the script)" if found is None else ""

@@ -29,6 +29,7 @@ from samestep.engine.step import TrainStep
 from samestep.errors import UsageError
 from samestep.scripts import parallel
 from samestep.scripts.adoption import Adoption
+from samestep.scripts.logical import run_logical
 from samestep.scripts.patch import applied
 from samestep.scripts.script import run_adopted
 from samestep.scripts.spawning import run_native
@@ -81,6 +82,7 @@ def run_probed(
     target: str,
     argv: Sequence[str],
     adopt: Mapping[str, Any] | None,
+    is_logical: bool,
     folder: str,
     steps: int,
     detail: int | None,
@@ -113,6 +115,8 @@ def run_probed(
         try:
             if adopt is not None:
                 run_adopted(kind, target, argv, **adopt)
+            elif is_logical:
+                run_logical(kind, target, argv)
             else:
                 run_native(kind, target, argv)
         except WatchedEnough:

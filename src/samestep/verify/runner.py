@@ -33,6 +33,7 @@ class Program:
     argv: tuple[str, ...]  # "{folder}" in an argument stands for a new folder of each run
     adopt: Mapping[str, Any] | None  # options of adoption; None for a program that deals with ranks itself
     label: str  # its name in messages
+    logical_devices: int | None = None  # the ranks that it runs as on any devices; None for one a device
 
 
 @dataclass(frozen=True)
@@ -150,6 +151,7 @@ class ProgramRunner(AbstractContextManager["ProgramRunner"]):
             "target": program.target,
             "argv": [text.replace("{folder}", str(folder / "run")) for text in program.argv],
             "adopt": None if program.adopt is None else dict(program.adopt),
+            "is_logical": program.logical_devices is not None,
             "folder": str(folder),
             "steps": spec.steps,
             "detail": spec.detail,
@@ -167,11 +169,13 @@ class ProgramRunner(AbstractContextManager["ProgramRunner"]):
             start_method=self._start_method,
             policy=POLICY,
             open_pool=partial(self._forking_pool, selection) if forks else None,
+            logical_devices=program.logical_devices,
         )
         if outcome.exit_code != 0 and outcome.failure is None:
             raise Stopped(outcome.exit_code)
         failure = None if outcome.exit_code == 0 else _describe(outcome, folder)
-        return read_recording(folder, spec.devices, selection.count, spec.attempt, failure)
+        num_ranks = program.logical_devices or selection.count
+        return read_recording(folder, spec.devices, num_ranks, spec.attempt, failure)
 
     def _forking_pool(self, selection: Selection) -> KeptPool:
         """The fork server; a new one if there is none."""

@@ -100,8 +100,14 @@ class Segment:
         elif size:
             _bytes_of(tensor, start, size).copy_(self._bytes(at, size))
 
+    def view(self, at: int, size: int, dtype: torch.dtype) -> Tensor:
+        """The bytes at byte `at` as a tensor."""
+        if not size:
+            return torch.empty(0, dtype=dtype)
+        return torch.frombuffer(self.memory, dtype=dtype, count=size // dtype.itemsize, offset=at)
+
     def _bytes(self, at: int, size: int) -> Tensor:
-        return torch.frombuffer(self.memory, dtype=torch.uint8, count=size, offset=at)
+        return self.view(at, size, torch.uint8)
 
 
 def copy(target: Tensor, at: int, tensor: Tensor, start: int, size: int) -> None:

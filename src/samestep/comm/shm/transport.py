@@ -10,9 +10,11 @@ import os
 import struct
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 
+import torch
 from torch import Tensor
 from torch.distributed import Store
 
@@ -70,20 +72,20 @@ class SharedTransport(Connection):
         self._marks = WORD * (1 + 2 * world_size)
         self._all_read = struct.pack(f"={world_size}Q", *[1] * world_size)
         # With more ranks than cores, polling would keep the awaited rank from running.
-        self._spin_seconds = SPIN_SECONDS if world_size <= usable_cores() else 0.0
+        self.spins = world_size <= usable_cores()
 
-    def exchange(self, parts: Tensor, sizes: Sequence[int], receive_sizes: Sequence[int]) -> Pending:
+    def exchange(self, parts: Tensor, sizes: Sequence[int], receive_sizes: Sequence[int]) -> "SharedParts":
         """Starts an all-to-all."""
         parts = parts.contiguous()
         layout = exchange_layout(tuple(sizes), parts.element_size(), self.rank)
         return SharedParts(self, self._post(layout, parts).number, parts, layout.own_start, receive_sizes)
 
-    def gather(self, part: Tensor) -> Pending:
+    def gather(self, part: Tensor, sizes: Sequence[int] = ()) -> "SharedParts":
         """Starts an all-gather: one copy in shared memory, which all read."""
         part = part.contiguous()
         numel = part.numel()
         layout = gather_layout(self.world_size, self.rank, 0, numel * part.element_size())
-        return SharedParts(self, self._post(layout, part).number, part, 0, (numel,) * self.world_size)
+        return SharedParts(self, self._post(layout, part).number, part, 0, sizes or (numel,) * self.world_size)
 
     def add(self, tensor: Tensor) -> Pending:
         """Sums by rank, from left to right: tier `allclose`."""
@@ -177,6 +179,23 @@ class SharedTransport(Connection):
 
     def take(self, peer: int, number: int, into: Tensor, start: int, size: int) -> None:
         """Copies a rank's part of an operation that it has posted to a place in a contiguous tensor, and marks it."""
+        at, mark = self._find(peer, number, size)
+        segment = self._mapped()
+        segment.read(at, into, start, size)
+        # After the copy: once all marks are set, the peer may overwrite these bytes.
+        segment.words[mark] = 1
+
+    def look(self, peer: int, number: int, size: int, dtype: torch.dtype) -> tuple[Tensor, int]:
+        """A rank's part of an operation that it has posted, where it lies, and the word to `mark` after reading it."""
+        at, mark = self._find(peer, number, size)
+        return self._mapped().view(at, size, dtype), mark
+
+    def mark(self, word: int) -> None:
+        """Marks a part as read, which the peer may overwrite from now on."""
+        self._mapped().words[word] = 1
+
+    def _find(self, peer: int, number: int, size: int) -> tuple[int, int]:
+        """The first byte of a rank's part of an operation that it has posted, and the word of our mark."""
         segment = self._mapped()
         words, ranks, lane = segment.words, self.world_size, segment.lanes[peer]
         at = lane.outbox + words[lane.ring + number % RING]
@@ -187,9 +206,7 @@ class SharedTransport(Connection):
         sent = words[mine + ranks]
         if sent != size:
             raise unexpected_sizes(self.rank, f"{sent} bytes of rank {peer}", f"{size}")
-        segment.read(at + self._header.size + words[mine], into, start, size)
-        # After the copy: once all marks are set, the peer may overwrite these bytes.
-        words[mine + 2 * ranks] = 1
+        return at + self._header.size + words[mine], mine + 2 * ranks
 
     def wait_for(self, peer: int, number: int) -> None:
         """Waits until a rank has posted an operation."""
@@ -198,8 +215,8 @@ class SharedTransport(Connection):
         if words[at] > number:
             return
         # A wake-up costs some 20 μs and a system call on each side; most waits between equal ranks are shorter.
-        if self._spin_seconds:
-            end = time.perf_counter() + self._spin_seconds
+        if self.spins:
+            end = time.perf_counter() + SPIN_SECONDS
             while time.perf_counter() < end:
                 if words[at] > number:
                     return
@@ -305,6 +322,23 @@ class SharedParts:
             unread.pop()  # only now: if the wait raised, `__del__` must mark the rest
         self._received = received
         return received
+
+    @contextmanager
+    def views(self) -> Iterator[list[Tensor]]:
+        """The parts from rank 0, 1, … where they lie: those of the others in shared memory, for the time of a block."""
+        transport, sent = self._transport, self._sent
+        width, rank = sent.element_size(), transport.rank
+        own = self._own_start // width
+        parts = [sent[own : own + self._sizes[rank]]] * len(self._sizes)
+        marks = []
+        for peer in reversed(self._unread):
+            transport.wait_for(peer, self._number)
+            parts[peer], mark = transport.look(peer, self._number, self._sizes[peer] * width, sent.dtype)
+            marks.append(mark)
+        yield parts
+        for mark in marks:
+            transport.mark(mark)
+        self._unread = []
 
     def __del__(self) -> None:
         if self._unread:  # given up, by an exception: its places in the outboxes of the others must become free

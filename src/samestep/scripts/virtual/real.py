@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from samestep.scripts.adoption import MAX_DEVICES, Adoption, num_visible
+from samestep.scripts.adoption import MAX_DEVICES
 from samestep.scripts.patch import Patch, applied
 from samestep.scripts.virtual.devices import scattering
 
@@ -60,8 +60,8 @@ class OwnMode(TorchFunctionMode):
 
 
 @contextmanager
-def own_accelerator(adoption: Adoption, device: torch.device) -> Iterator[None]:
-    """Shows the script `num_visible(adoption)` accelerators, all of which are this process's own.
+def own_accelerator(count: Callable[[], int], device: torch.device) -> Iterator[None]:
+    """Shows the script `count()` accelerators, all of which are this process's own.
 
     The `device` of a tensor is the real one: `x.to("cuda:3").device` is that of this process.
     """
@@ -71,18 +71,15 @@ def own_accelerator(adoption: Adoption, device: torch.device) -> Iterator[None]:
     def read(asked: Any) -> Any:
         return mapped_device(asked, device)
 
-    with applied(_patches(adoption, device, read)), OwnMode(read):
+    with applied(_patches(count, device, read)), OwnMode(read):
         yield
 
 
-def _patches(adoption: Adoption, device: torch.device, read: Callable[[Any], Any]) -> list[Patch]:
+def _patches(count: Callable[[], int], device: torch.device, read: Callable[[Any], Any]) -> list[Patch]:
     """The names that take an index or count devices; torch's own modules keep counting real devices."""
     restore: Any = torch.serialization.default_restore_location
     context: Any = torch.utils._device.DeviceContext
     init = context.__init__
-
-    def count() -> int:
-        return num_visible(adoption)
 
     def restore_location(storage: Any, location: Any) -> Any:
         name = location.decode() if isinstance(location, bytes) else location
@@ -132,6 +129,8 @@ def _cuda_patches(
 ) -> list[Patch]:
     """The names of torch.cuda, most of whose functions convert a device into an index in one place."""
     index_of: Any = torch.cuda._utils._get_device_index
+    distributed: Any = torch.nn.parallel.distributed
+    index_in_ddp = distributed._get_device_index  # of `device_ids` and `output_device`
     get_state, set_state = torch.cuda.get_rng_state, torch.cuda.set_rng_state
 
     def own_index(asked: Any, optional: bool = False, allow_cpu: bool = False) -> Any:
@@ -141,6 +140,7 @@ def _cuda_patches(
 
     return [
         Patch(torch.cuda._utils, "_get_device_index", own_index, ("torch.cuda", "torch.cuda.memory")),
+        Patch(distributed, "_get_device_index", lambda asked, *rest: index_in_ddp(read(asked), *rest)),
         Patch(torch.cuda, "device_count", count),
         Patch(torch.cuda, "is_available", lambda: count() > 0),
         Patch(torch.cuda, "set_device", set_device),

@@ -254,7 +254,7 @@ def _run_chunks(
                 f"of the {num_rows} rows of wrapped forward {adoption.num_forwards} chunk {work.failed_chunk} "
                 f"(of {chunks.num_chunks})"
             )
-            advice = "cut batches into fewer chunks (--num-microbatches)"
+            advice = "cut batches into fewer chunks (--logical-devices)"
             work.error = explain_lone_sample(error, module, where, advice) or error
 
 

@@ -1,0 +1,173 @@
+"""Logical devices: a script that deals with ranks itself runs as V ranks on the devices that there are.
+
+Each rank is a process. It sees V devices, all of which are its own; whatever backend it asks for, its process groups
+are those of `comm.process_group`, which add along the tree of all ranks.
+"""
+
+import functools
+import os
+import sys
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import distributed_c10d as c10d
+from torch.utils.data import DataLoader
+
+from samestep.comm.device_token import hold_token, lent_token, shares_device
+from samestep.comm.environment import read_environment
+from samestep.comm.process_group import NAME, OrderedProcessGroup, register_backend
+from samestep.devices.inventory import usable_cores
+from samestep.scripts.adoption import VISIBLE_DEVICES
+from samestep.scripts.patch import Patch, applied
+from samestep.scripts.spawning import run_native
+from samestep.train.determinism import own_device
+
+C10D = (c10d.__name__,)  # the module that the names of torch.distributed are from
+NO_DETERMINISTIC = " does not have a deterministic implementation"
+BENCHMARK = "cudnn.benchmark stays off: it chooses kernels by their time, and bits with them"
+_told: set[str] = set()
+
+
+def run_logical(kind: str, target: str, argv: Sequence[str]) -> None:
+    """Runs a script (kind "script") or a module (kind "module") as one logical rank: the entry of workers."""
+    place = read_environment()
+    device = own_device(None, place)
+    register_backend()
+    torch.set_num_threads(place.num_threads or 1)
+    with ExitStack() as stack:
+        stack.enter_context(_deterministic())
+        stack.enter_context(applied([*_process_groups(), *_loaders(place.world_size)]))
+        if device.type != "cpu":
+            from samestep.scripts.virtual.real import own_accelerator  # not needed on CPUs
+
+            stack.enter_context(own_accelerator(lambda: place.local_world_size, device))
+            os.environ[VISIBLE_DEVICES] = ",".join(map(str, range(place.local_world_size)))  # CUDA has read its own
+        run_native(kind, target, argv)
+
+
+def _process_groups() -> list[Patch]:
+    """The functions that make process groups, and those that tell their backend."""
+    asked: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+    make, make_group, backend_of = dist.init_process_group, dist.new_group, dist.get_backend
+
+    @functools.wraps(make)
+    def init_process_group(backend: str | None = None, *args: Any, **options: Any) -> None:
+        options.pop("device_id", None)  # of which there may be fewer than the script knows
+        make(NAME, *args, **options)
+        asked[dist.group.WORLD] = _name_of(backend)
+        hold_token(dist.get_rank())
+
+    @functools.wraps(make_group)
+    def new_group(
+        ranks: Any = None, timeout: Any = None, backend: str | None = None, *args: Any, **options: Any
+    ) -> Any:
+        options.pop("pg_options", None)
+        with lent_token():
+            group = make_group(ranks, timeout, NAME, *args, **options)
+        if isinstance(group, dist.ProcessGroup):
+            asked[group] = _name_of(backend) if backend else get_backend()
+        return group
+
+    @functools.wraps(backend_of)
+    def get_backend(group: Any = None) -> Any:
+        found = backend_of(group)
+        return asked.get(group or dist.group.WORLD, found)
+
+    return [
+        Patch(OrderedProcessGroup, "allreduce", _lending_after_backward(OrderedProcessGroup.allreduce)),
+        Patch(dist, "init_process_group", init_process_group, C10D),
+        Patch(dist, "new_group", new_group, (*C10D, "torch.distributed.device_mesh")),
+        Patch(dist, "get_backend", get_backend, (*C10D, "torch.distributed.device_mesh")),
+        Patch(dist, "is_nccl_available", torch.cuda.is_available, C10D),
+    ]
+
+
+def _lending_after_backward(inner: Callable[..., Any]) -> Callable[..., Any]:
+    """All-reduces of a backward are waited for at its end, where DistributedDataParallel waits for their futures.
+
+    Its wait, in C++, would keep the token. The engine calls back in the order of the calls, so this wait comes first.
+    """
+    pending: dict[int, list[Any]] = {}
+
+    def wait_for_all(backward: int) -> None:
+        for work in pending.pop(backward):
+            work.wait()
+
+    @functools.wraps(inner)
+    def allreduce(group: Any, *args: Any, **options: Any) -> Any:
+        work, backward = inner(group, *args, **options), torch._C._current_graph_task_id()
+        if backward != -1 and shares_device():
+            if backward not in pending:
+                engine: Any = torch.autograd.Variable._execution_engine
+                engine.queue_callback(functools.partial(wait_for_all, backward))
+            pending.setdefault(backward, []).append(work)
+        return work
+
+    return allreduce
+
+
+def _name_of(backend: str | None) -> str:
+    """The backend that a script takes its group for: its word, or the usual one of its device."""
+    if backend and ":" not in backend:
+        return backend.lower()
+    return "nccl" if torch.cuda.is_available() else "gloo"
+
+
+def _loaders(world_size: int) -> list[Patch]:
+    """Says how many loader workers all ranks have, once, if they are more than cores."""
+    inner: Any = DataLoader.__init__
+
+    @functools.wraps(inner)
+    def init(loader: Any, *args: Any, **options: Any) -> None:
+        inner(loader, *args, **options)
+        total, cores = world_size * loader.num_workers, usable_cores()
+        if total > cores:
+            _tell(f"{world_size} ranks with {loader.num_workers} loader workers each are {total} on {cores} cores")
+
+    return [Patch(DataLoader, "__init__", init)]
+
+
+@contextmanager
+def _deterministic() -> Iterator[None]:
+    """Deterministic kernels where there are some; an operation without one is named once, with its module."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # a pass over memory for nothing
+    cudnn: Any = torch.backends.cudnn
+    cudnn.benchmark = False
+    fixed = property(lambda _: False, lambda _, asked: _tell(BENCHMARK) if asked else None)
+    show, named = warnings.showwarning, set()
+
+    def named_once(message: Any, *args: Any, **options: Any) -> None:
+        operation = str(message).partition(NO_DETERMINISTIC)[0]
+        if operation == str(message):
+            show(message, *args, **options)
+        elif operation not in named:
+            named.add(operation)
+            _tell(f"{operation}{NO_DETERMINISTIC}{_in_module(sys._getframe(1))}: bits may differ from run to run")
+
+    with applied([Patch(type(cudnn), "benchmark", fixed), Patch(warnings, "showwarning", named_once)]):
+        yield
+
+
+def _in_module(frame: FrameType | None) -> str:
+    """The innermost module whose forward runs, as the end of a sentence; empty in a backward."""
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, nn.Module):
+            return f", in {type(owner).__name__}"
+        frame = frame.f_back
+    return ""
+
+
+def _tell(text: str) -> None:
+    """Prints a line to rank 0's stderr, once."""
+    if text not in _told and os.environ.get("RANK") == "0":
+        print(f"samestep: {text}", file=sys.stderr, flush=True)
+    _told.add(text)

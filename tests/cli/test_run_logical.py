@@ -1,0 +1,175 @@
+"""`samestep run --logical-devices` of scripts that deal with ranks: the same bits on any number of devices."""
+
+import json
+import textwrap
+
+import gpus
+import pytest
+import torch
+from cli_commands import samestep
+
+TRAINING = """
+    import json, os, signal, sys
+    import torch, torch.distributed as dist
+    from torch import nn
+    from torch.nn.parallel import DistributedDataParallel
+    from torch.utils.data import DataLoader, TensorDataset
+    from torch.utils.data.distributed import DistributedSampler
+
+    options = json.loads(sys.argv[1])
+    rank, world_size, local = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+    on_gpu = torch.cuda.is_available()
+    if on_gpu:
+        torch.cuda.set_device(local)
+    dist.init_process_group("nccl" if on_gpu else "gloo")
+    device = torch.device("cuda", local) if on_gpu else torch.device("cpu")
+    place = os.environ.get("SAMESTEP_TOKEN", "").rpartition(":")[2] or rank  # the device that it really has
+    seed = rank + world_size * int(place if options.get("leak") else 0)
+    torch.manual_seed(seed)  # dropout of its own on each rank; DistributedDataParallel makes the models equal
+    model = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 3))
+    model = nn.SyncBatchNorm.convert_sync_batchnorm(model) if options.get("sync") else model
+    model = DistributedDataParallel(model.to(device), device_ids=[local] if on_gpu else None, bucket_cap_mb=0.001)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    drawn = torch.Generator().manual_seed(1)
+    data = TensorDataset(torch.randn(96, 6, generator=drawn), torch.randint(3, (96,), generator=drawn))
+    sampler = DistributedSampler(data, shuffle=True)
+    loader = DataLoader(data, batch_size=4, sampler=sampler)
+    first, saved = 0, "checkpoint.pt"
+    if os.path.exists(saved):
+        state = torch.load(saved, map_location=device)
+        first = state["epoch"]
+        model.load_state_dict(state["model"]), optimizer.load_state_dict(state["optimizer"])
+    dist.barrier()
+    for epoch in range(first, 3):
+        torch.manual_seed(100 * epoch + seed)
+        sampler.set_epoch(epoch)
+        for x, y in loader:
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(model(x.to(device)), y.to(device))
+            loss.backward()
+            optimizer.step()
+        if epoch == 1 and options.get("killed") == rank and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            os.kill(os.getpid(), signal.SIGKILL)
+        losses = [torch.zeros((), device=device) for _ in range(world_size)]
+        dist.all_gather(losses, loss.detach())
+        if rank == 0:
+            print(epoch, [each.item().hex() for each in losses], flush=True)
+            state = {"epoch": epoch + 1, "model": model.state_dict(), "optimizer": optimizer.state_dict()}
+            torch.save(state, saved + ".new")
+            os.replace(saved + ".new", saved)
+        dist.barrier()
+    facts = {
+        "backend": dist.get_backend(), "count": torch.cuda.device_count(), "device": str(model.device),
+        "visible": os.environ.get("CUDA_VISIBLE_DEVICES"), "size": dist.get_world_size(),
+    }
+    print("rank", rank, json.dumps(facts), flush=True)
+    dist.destroy_process_group()
+"""
+
+
+def trained(folder, devices, logical=4, words=(), environment=None, **options):
+    """What a run of the training prints, its messages, and the state that it saves."""
+    folder.mkdir()
+    (folder / "train.py").write_text(textwrap.dedent(TRAINING))
+    command = ["run", "--devices", devices, "--logical-devices", logical, *words, "train.py", json.dumps(options)]
+    done = samestep(*command, cwd=folder, **(environment or {}))
+    assert done.returncode == 0, done.stderr
+    state = torch.load(folder / "checkpoint.pt", map_location="cpu")
+    moments = [value for each in state["optimizer"]["state"].values() for value in each.values()]
+    return done.stdout, done.stderr, [tensor.numpy().tobytes() for tensor in (*state["model"].values(), *moments)]
+
+
+def test_four_ranks_give_the_same_bits_on_one_two_three_and_four_devices(tmp_path):
+    runs = {count: trained(tmp_path / str(count), f"cpu:{count}") for count in (1, 2, 3, 4)}
+    printed, messages, state = runs[1]
+    assert len(printed.splitlines()) == 4
+    facts = json.loads(printed.splitlines()[-1].removeprefix("rank 0 "))
+    assert (facts["size"], facts["backend"], facts["device"]) == (4, "gloo", "cpu")
+    assert "Traceback" not in messages
+    assert all((run[0], run[2]) == (printed, state) for run in runs.values())
+    other = trained(tmp_path / "three ranks", "cpu:1", logical=3)
+    assert other[0] != printed, "the number of logical devices is part of the training"
+
+
+def test_a_script_that_lets_its_real_device_into_a_seed_is_found_out(tmp_path):
+    runs = [trained(tmp_path / str(count), f"cpu:{count}", leak=True) for count in (1, 2)]
+    assert runs[0][2] != runs[1][2]
+
+
+def test_after_a_death_all_ranks_start_again_on_the_devices_that_are_left(tmp_path):
+    undisturbed = trained(tmp_path / "undisturbed", "cpu:1")
+    printed, messages, state = trained(tmp_path / "killed", "cpu:2", words=("--max-restarts", 1), killed=3)
+    assert "rank 3 on CPU worker 1 was ended by SIGKILL" in messages
+    assert "all workers start again on 1 device, without CPU worker 1 (1 of 1)" in messages
+    assert state == undisturbed[2]
+    assert printed.splitlines()[-2:] == undisturbed[0].splitlines()[-2:]
+
+
+@gpus.needs_fake_gpus
+def test_a_script_for_four_gpus_runs_on_one_and_on_two(tmp_path):
+    runs = [trained(tmp_path / each, each, environment=gpus.environment(4)) for each in ("0,", "1,3", "0,1,2,3")]
+    printed, _, state = runs[0]
+    facts = json.loads(printed.splitlines()[-1].removeprefix("rank 0 "))
+    assert facts == {"backend": "nccl", "count": 4, "device": "cuda:0", "visible": "0,1,2,3", "size": 4}
+    assert all((run[0], run[2]) == (printed, state) for run in runs)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--devices", "cpu:3", "--logical-devices", "2"), "got 2 logical devices and 3 devices; needed: at least one"),
+        (("--devices", "cpu:1", "--logical-devices", "2000"), "one machine runs 1024 at most (--logical-devices)"),
+        (("--logical-devices", "4", "--nnodes", "2", "--rdzv-endpoint", "localhost:0"), "on one machine"),
+    ],
+)
+def test_logical_devices_that_cannot_be_are_refused(tmp_path, words, message):
+    (tmp_path / "train.py").write_text("import torch.distributed as dist\ndist.init_process_group()\n")
+    done = samestep("run", *words, "train.py", cwd=tmp_path)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+REPORTING = """
+    import os, sys, time, warnings
+    import torch, torch.distributed as dist
+    from torch import nn
+    from torch.utils.data import DataLoader
+
+    class Flatten(nn.Module):
+        def forward(self, x):
+            warnings.warn("put_ does not have a deterministic implementation, but you set ...")
+            return x
+
+    dist.init_process_group("gloo")
+    torch.backends.cudnn.benchmark = True
+    print("benchmark", torch.backends.cudnn.benchmark, flush=True)
+    for _ in range(2):
+        Flatten()(torch.zeros(1))
+        DataLoader([1], num_workers=64)
+    if len(sys.argv) > 1:
+        dist.destroy_process_group()
+        if os.environ["RANK"] == "0":
+            while not os.path.exists("there"):  # polls, and never meets the other rank
+                pass
+        else:
+            open("there", "w").close()
+"""
+
+
+def test_what_would_depend_on_the_machine_is_fixed_or_named_once(tmp_path):
+    (tmp_path / "train.py").write_text(textwrap.dedent(REPORTING))
+    done = samestep("run", "--devices", "cpu:1", "--logical-devices", 2, "train.py", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (0, "benchmark False\n"), done.stderr
+    for line in (
+        "put_ does not have a deterministic implementation, in Flatten: bits may differ from run to run",
+        "cudnn.benchmark stays off",
+        "2 ranks with 64 loader workers each are 128 on ",
+    ):
+        assert done.stderr.count(f"samestep: {line}") == 1, done.stderr
+
+
+def test_a_rank_that_polls_for_another_of_its_device_does_not_hang(tmp_path):
+    (tmp_path / "train.py").write_text(textwrap.dedent(REPORTING))
+    done = samestep("run", "--devices", "cpu:1", "--logical-devices", 2, "train.py", "polls", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,428 @@
+"""Programs on the ordered process group, which every rank of a world runs, or processes that find each other."""
+
+import contextlib
+import os
+import signal
+import time
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+from worlds import device_of
+
+from samestep.comm.process_group import GroupError, register_backend
+
+FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+COMPLEX = [torch.complex64, torch.complex128]
+INTEGERS = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64]
+BITS = ("BAND", "BOR", "BXOR")
+CASES = [
+    *[(name, dtype) for dtype in FLOATS for name in ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "PREMUL_SUM")],
+    *[(name, dtype) for dtype in COMPLEX for name in ("SUM", "AVG", "PRODUCT")],
+    *[(name, dtype) for dtype in INTEGERS for name in ("SUM", "PRODUCT", "MIN", "MAX", *BITS)],
+    *[("AVG", dtype) for dtype in INTEGERS[:5]],
+    *[(name, torch.bool) for name in ("SUM", "PRODUCT", "MIN", "MAX", *BITS)],
+]
+FACTOR = 0.3
+
+
+def drawn(rank, numel, dtype, seed=0):
+    """A rank's values, of very different magnitudes: another order of additions gives other bits."""
+    generator = torch.Generator().manual_seed(1000 * seed + rank)
+    if dtype.is_complex:
+        parts = [drawn(rank, numel, torch.float64, 2 * seed + part + 7) for part in (0, 1)]
+        return torch.complex(*parts).to(dtype)
+    if dtype.is_floating_point:
+        exponents = torch.randint(-3, 4, (numel,), generator=generator)
+        return (torch.randn(numel, generator=generator, dtype=torch.float64) * 10.0**exponents).to(dtype)
+    width = torch.empty(0, dtype=dtype).element_size()
+    values = torch.randint(0, 2 if dtype == torch.bool else 256, (numel * width,), generator=generator)
+    return values.to(torch.uint8).view(dtype)
+
+
+def plain_tree(values, combine):
+    """The definition: n values are split at the largest power of two below n."""
+    if len(values) == 1:
+        return values[0]
+    half = 1 << (len(values) - 1).bit_length() - 1
+    return combine(plain_tree(values[:half], combine), plain_tree(values[half:], combine))
+
+
+def python_integers(values, name):
+    """The fold of integers as Python calculates it, modulo their width."""
+    bits = 8 * values[0].element_size()
+    combine = {
+        "SUM": lambda a, b: a + b,
+        "PRODUCT": lambda a, b: a * b,
+        "MIN": min,
+        "MAX": max,
+        "BAND": lambda a, b: a & b,
+        "BOR": lambda a, b: a | b,
+        "BXOR": lambda a, b: a ^ b,
+    }[name]
+    dtype = values[0].dtype
+    low = 0 if not dtype.is_signed else -(1 << bits - 1)
+    columns = zip(*[value.tolist() for value in values], strict=True)
+    found = [(plain_tree(list(column), combine) - low) % (1 << bits) + low for column in columns]
+    return torch.tensor(found, dtype=dtype)
+
+
+def multiply(left, right):
+    """The product; of complex numbers by parts, each operation rounded."""
+    if not left.is_complex():
+        return left * right
+    real = left.real * right.real - left.imag * right.imag
+    return torch.complex(real, left.real * right.imag + left.imag * right.real)
+
+
+def definition(values, name):
+    """What a reduction of the ranks' values must give, to the bit."""
+    dtype = values[0].dtype
+    if dtype in INTEGERS and name != "AVG":
+        return python_integers(values, name)
+    if name == "PREMUL_SUM":
+        return definition([value * FACTOR for value in values], "SUM")
+    if name == "AVG":
+        total = definition(values, "SUM")
+        if dtype in INTEGERS:
+            return torch.div(total, len(values), rounding_mode="trunc")
+        if dtype.is_complex:
+            return torch.complex(total.real / len(values), total.imag / len(values))
+        return total / len(values)
+    combine = {
+        "SUM": torch.add,
+        "PRODUCT": multiply,
+        "MIN": torch.minimum,
+        "MAX": torch.maximum,
+        "BAND": torch.bitwise_and,
+        "BOR": torch.bitwise_or,
+        "BXOR": torch.bitwise_xor,
+    }[name]
+    return plain_tree(values, combine)
+
+
+def same_bits(ours, other):
+    """Whether two tensors are equal to the bit: NaN is itself, and 0 is not -0."""
+    ours, other = (tensor.contiguous().cpu() for tensor in (ours, other))
+    return ours.dtype == other.dtype and torch.equal(ours.view(-1).view(torch.uint8), other.view(-1).view(torch.uint8))
+
+
+def torch_operation(name):
+    """The operation as torch names it."""
+    return dist._make_nccl_premul_sum(FACTOR) if name == "PREMUL_SUM" else getattr(dist.ReduceOp, name)
+
+
+@contextlib.contextmanager
+def group_of(rank, world_size, path, seconds=120, backend="samestep", transport="auto"):
+    """The default process group of these ranks, until the end."""
+    register_backend()
+    store = dist.FileStore(str(path), world_size)
+    before = os.environ.get("SAMESTEP_TRANSPORT")
+    os.environ["SAMESTEP_TRANSPORT"] = transport
+    try:
+        dist.init_process_group(
+            backend, store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=seconds)
+        )
+        yield
+    finally:
+        if before is None:
+            del os.environ["SAMESTEP_TRANSPORT"]
+        else:
+            os.environ["SAMESTEP_TRANSPORT"] = before
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def in_group(communicator, path, program, args=(), transport="auto"):
+    """Runs a program of ranks on every rank, in an ordered process group."""
+    with group_of(communicator.rank, communicator.world_size, path, transport=transport):
+        return program(communicator.rank, communicator.world_size, *args)
+
+
+def reductions(rank, ranks, numels):
+    """Every operation on every dtype, by each collective that reduces; those that are wrong."""
+    wrong = []
+    device = device_of(rank)
+    for name, dtype in CASES:
+        for numel in numels:
+            values = [drawn(other, numel * ranks, dtype) for other in range(ranks)]
+            ours = values[rank].to(device)
+            operation = torch_operation(name)
+            whole = definition(values, name)
+            part = whole[rank * numel : (rank + 1) * numel]
+            group = dist.group.WORLD
+            options = dist.AllreduceOptions()
+            options.reduceOp = operation
+            found = {}
+            reduced = ours.clone()
+            group.allreduce([reduced], options).wait()  # not dist.all_reduce, which refuses some complex ones
+            found["all_reduce"] = reduced, whole
+            if not dtype.is_complex:
+                root = (rank + 1) * 0 + ranks - 1
+                reduced = ours.clone()
+                dist.reduce(reduced, root, op=operation)
+                found["reduce"] = reduced, whole if rank == root else values[rank]
+                output = torch.empty(numel, dtype=dtype, device=device)
+                dist.reduce_scatter_tensor(output, ours.clone(), op=operation)
+                found["reduce_scatter_tensor"] = output, part
+                output = torch.empty(numel, dtype=dtype, device=device)
+                dist.reduce_scatter(output, list(ours.clone().chunk(ranks)), op=operation)
+                found["reduce_scatter"] = output, part
+            wrong += [(name, dtype, numel, kind) for kind, (got, wanted) in found.items() if not same_bits(got, wanted)]
+    return wrong
+
+
+def movements(rank, ranks, numel):
+    """Every collective that only moves values, on every dtype; those that are wrong."""
+    wrong, device = [], device_of(rank)
+
+    def check(kind, got, wanted):
+        if len(got) != len(wanted) or not all(same_bits(a, b) for a, b in zip(got, wanted, strict=True)):
+            wrong.append((kind, dtype))
+
+    for dtype in [*FLOATS, *COMPLEX, *INTEGERS, torch.bool]:
+        values = [drawn(other, numel, dtype) for other in range(ranks)]
+        ours = values[rank].to(device)
+
+        def empty(count=numel, dtype=dtype):
+            return torch.zeros(count, dtype=dtype, device=device)
+
+        for root in range(ranks):
+            sent = ours.clone()
+            dist.broadcast(sent, root)
+            check("broadcast", [sent], [values[root]])
+            outputs = [empty() for _ in range(ranks)] if rank == root else None
+            dist.gather(ours, outputs, root)
+            check("gather", outputs or [], values if rank == root else [])
+            into = empty()
+            dist.scatter(into, [value.to(device) for value in values] if rank == root else None, root)
+            check("scatter", [into], [values[rank]])
+        outputs = [empty() for _ in range(ranks)]
+        dist.all_gather(outputs, ours)
+        check("all_gather", outputs, values)
+        into = empty(numel * ranks)
+        dist.all_gather_into_tensor(into, ours)
+        check("all_gather_into_tensor", [into], [torch.cat(values)])
+        sizes = [[(3 * a + 5 * b) % 7 for b in range(ranks)] for a in range(ranks)]  # some are 0
+        blocks = [[drawn(10 * a + b, sizes[a][b], dtype, 3) for b in range(ranks)] for a in range(ranks)]
+        outputs = [empty(sizes[a][rank]) for a in range(ranks)]
+        dist.all_to_all(outputs, [block.to(device) for block in blocks[rank]])
+        check("all_to_all", outputs, [blocks[a][rank] for a in range(ranks)])
+        into = empty(sum(sizes[a][rank] for a in range(ranks)))
+        counts = [sizes[a][rank] for a in range(ranks)]
+        dist.all_to_all_single(into, torch.cat(blocks[rank]).to(device), counts, sizes[rank])
+        check("all_to_all_single", [into], [torch.cat([blocks[a][rank] for a in range(ranks)])])
+        if ranks > 1:
+            after, before = (rank + 1) % ranks, (rank - 1) % ranks
+            into, other = empty(), empty()
+            works = dist.batch_isend_irecv([dist.P2POp(dist.isend, ours, after), dist.P2POp(dist.irecv, into, before)])
+            for work in works:
+                work.wait()
+            check("batch_isend_irecv", [into], [values[before]])
+            work = dist.isend(ours, after, tag=5)
+            if ranks == 2:
+                assert dist.recv(other, tag=5) == before  # from any rank
+            else:
+                dist.recv(other, before, tag=5)
+            work.wait()
+            check("send and recv", [other], [values[before]])
+    return wrong
+
+
+def strided(rank, ranks):
+    """Collectives on memory that is not contiguous, empty, or of no dimension; those that are wrong."""
+    device = device_of(rank)
+    values = [drawn(other, 12, torch.float32).view(3, 4) for other in range(ranks)]
+    wanted = definition(values, "SUM")
+    turned = values[rank].clone().to(device).t()
+    dist.all_reduce(turned)
+    scalar = torch.tensor(float(rank), device=device)
+    dist.all_reduce(scalar)
+    empty = torch.empty(0, 3, device=device)
+    dist.all_reduce(empty)
+    outputs = [torch.empty(4, 3, device=device).t() for _ in range(ranks)]
+    dist.all_gather(outputs, values[rank].to(device))
+    none = [torch.empty(0, device=device) for _ in range(ranks)]
+    dist.all_gather(none, torch.empty(0, device=device))
+    leaf = torch.ones(3, device=device, requires_grad=True)
+    (leaf * 2).sum().backward()
+    version = leaf._version
+    dist.broadcast(leaf, 0)
+    return {
+        "strided": same_bits(turned.t(), wanted),
+        "scalar": float(scalar) == sum(range(ranks)),
+        "gathered": all(same_bits(output, value) for output, value in zip(outputs, values, strict=True)),
+        "unseen by autograd": leaf._version == version,
+    }
+
+
+def asynchronous(rank, ranks, count):
+    """Many operations under way, synchronous ones between them, futures with callbacks; the sums in order."""
+    tensors = [torch.full((1 + 5000 * (number % 3),), float(number)) for number in range(count)]
+    works = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
+    first = works[0].get_future()
+    chained = first.then(lambda future: future.value()[0] * 2)
+    between = torch.ones(1)
+    dist.all_reduce(between)
+    assert all(work.is_completed() for work in works)  # those before a synchronous one are done
+    futures = [work.get_future() for work in works]
+    after = [work.wait() for work in reversed(works)]
+    assert all(after)
+    assert all(future.done() for future in futures)
+    assert works[0].is_success()
+    assert works[0].exception() is None
+    assert works[1].result()[0] is tensors[1]
+    # A callback may call operations, and wait for them: as comm hooks do.
+    late = dist.all_reduce(torch.ones(2), async_op=True).get_future()
+
+    def again(future):
+        value = future.value()[0]
+        dist.all_reduce(value)
+        return value
+
+    assert float(late.then(again).wait()[0]) == ranks * ranks
+    assert float(between) == ranks
+    assert float(chained.wait()[0]) == 0
+    return [float(tensor[-1]) for tensor in tensors] == [float(number * ranks) for number in range(count)]
+
+
+def functional_forms(rank, ranks):
+    """Functional collectives by group name, coalesced forms, and gradients through collectives; those that fail."""
+    world = dist.group.WORLD
+    ours = torch.full((ranks * 2,), float(rank + 1))
+    total = ranks * (ranks + 1) / 2
+    found = {
+        "all_reduce": functional.all_reduce(ours, "sum", world)[0] == total,
+        "average": functional.all_reduce(ours, "avg", world)[0] == total / ranks,
+        "reduce_scatter": functional.reduce_scatter_tensor(ours, "sum", 0, world).tolist() == [total] * 2,
+        "all_gather": functional.all_gather_tensor(ours[:1], 0, world).tolist() == [1.0 + r for r in range(ranks)],
+        "all_to_all": functional.all_to_all_single(ours, None, None, world)[-1] == ranks,
+        "broadcast": functional.broadcast(ours, 0, world)[0] == 1,
+    }
+    summed = functional.all_reduce_coalesced([ours, ours * 2], "sum", world)
+    found["all_reduce_coalesced"] = [float(each[0]) for each in summed] == [total, 2 * total]
+    gathered = functional.all_gather_into_tensor_coalesced([ours[:1], ours[:2] * 2], world)
+    found["all_gather_coalesced"] = [each.numel() for each in gathered] == [ranks, 2 * ranks]
+    scattered = functional.reduce_scatter_tensor_coalesced([ours, ours * 2], "sum", [0, 0], world)
+    found["reduce_scatter_coalesced"] = [float(each[0]) for each in scattered] == [total, 2 * total]
+    with dist._coalescing_manager() as manager:
+        several = [ours.clone(), (ours * 3).clone()]
+        for each in several:
+            dist.all_reduce(each)
+    del manager
+    found["coalescing manager"] = [float(each[0]) for each in several] == [total, 3 * total]
+    leaf = torch.ones(2, requires_grad=True)
+    gathered = functional.all_gather_tensor_autograd(leaf * (rank + 1), 0, world)
+    (gathered * 1).sum().backward()  # torch 2.10 wants a contiguous gradient
+    found["gradient"] = leaf.grad.tolist() == [float(ranks * (rank + 1))] * 2
+    return [name for name, right in found.items() if not right]
+
+
+def objects(rank, ranks):
+    """Object collectives, barriers and sub-groups; what this rank got."""
+    gathered, scattered, sent = [None] * ranks, [None], [None if rank else {"from": 0}]
+    dist.all_gather_object(gathered, {"rank": rank, "text": "x" * (rank * 1000)})
+    dist.broadcast_object_list(sent)
+    dist.scatter_object_list(scattered, [f"for {other}" for other in range(ranks)] if rank == 0 else None)
+    on_root = [None] * ranks if rank == ranks - 1 else None
+    dist.gather_object(rank, on_root, ranks - 1)
+    dist.barrier()
+    dist.group.WORLD.monitored_barrier(timedelta(seconds=60))
+    host = dist.new_group(backend="gloo")
+    dist.monitored_barrier(host, timedelta(seconds=60))
+    halves = [list(range(ranks // 2)), list(range(ranks // 2, ranks))]
+    ours = next(number for number, half in enumerate(halves) if rank in half)
+    groups = [dist.new_group(half) for half in halves]
+    value = torch.tensor([float(rank)])
+    dist.all_reduce(value, group=groups[ours])
+    assert dist.get_backend(groups[ours]) == "samestep"
+    dist.destroy_process_group(groups[ours])
+    assert [each["rank"] for each in gathered] == list(range(ranks))
+    assert sent == [{"from": 0}]
+    assert scattered == [f"for {rank}"]
+    assert on_root == (list(range(ranks)) if rank == ranks - 1 else None)
+    return float(value) == sum(halves[ours])
+
+
+def sparse(rank, ranks):
+    """The sum of sparse tensors: whether it is the sum of dense ones."""
+    index = torch.tensor([[rank, ranks, rank]])
+    ours = torch.sparse_coo_tensor(index, torch.tensor([[1.0, 2.0], [0.1 * rank, 0.2], [3.0, 4.0]]), (ranks + 2, 2))
+    values = [torch.zeros(ranks + 2, 2) for _ in range(ranks)]
+    dist.all_gather(values, ours.to_dense())
+    dist.all_reduce(ours)
+    return torch.allclose(ours.to_dense(), sum(values))
+
+
+def refusals(rank, ranks):
+    """What is refused before anything is sent, after which the group still works."""
+    messages = []
+    calls = [
+        lambda: dist.all_reduce(torch.ones(1), op=dist.ReduceOp.BAND),
+        lambda: dist.all_reduce(torch.ones(1, dtype=torch.bool), op=dist.ReduceOp.AVG),
+        lambda: dist.all_to_all_single(torch.ones(ranks + 1), torch.ones(ranks + 1)),
+        lambda: dist.group.WORLD.all_gather_single_coalesced([torch.ones(1)], [torch.ones(3)]),
+    ]
+    for call in calls:
+        try:
+            call()
+        except ValueError as error:
+            messages.append(str(error))
+    one = torch.ones(1)
+    dist.all_reduce(one)
+    return messages, float(one)
+
+
+def disagree(rank, ranks):
+    """Ranks whose tensors differ in length; the error, and that of the next operation."""
+    errors = []
+    for _ in range(2):
+        try:
+            dist.all_reduce(torch.ones(3 + rank))
+        except Exception as error:
+            errors.append(f"{type(error).__name__}: {error}")
+    return errors
+
+
+def be_left(rank, world_size, path, how, seconds, pipe):
+    """A process whose last rank dies, sleeps or leaves instead of calling what the others call; their errors."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    signal.alarm(100)
+    with group_of(rank, world_size, path, seconds):
+        dist.all_reduce(torch.ones(1))
+        if rank == world_size - 1:
+            if how == "die":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if how == "leave":
+                dist.destroy_process_group()
+                pipe.send(None)
+                return
+            time.sleep(4 * seconds)
+            pipe.send(None)
+            return
+        started, errors = time.monotonic(), []
+        works = [
+            lambda: dist.all_reduce(torch.ones(200_000), async_op=True),
+            lambda: dist.broadcast(torch.ones(1), world_size - 1, async_op=True),
+            lambda: dist.irecv(torch.ones(1), world_size - 1),
+        ]
+        for start in works[2:] if how == "no message" else works[:2]:
+            try:
+                start().wait()
+            except (GroupError, RuntimeError) as error:
+                errors.append((isinstance(error, GroupError), str(error), error.ranks))
+        pipe.send((errors, time.monotonic() - started))
+
+
+def end_without_goodbye(rank, world_size, path, how, pipe):
+    """A process that ends with its group open; operations may be under way."""
+    signal.alarm(100)
+    pipe.send(os.getpid())
+    register_backend()
+    dist.init_process_group("samestep", store=dist.FileStore(str(path), world_size), rank=rank, world_size=world_size)
+    work = dist.all_reduce(torch.ones(300_000), async_op=True)
+    if how == "waits":
+        work.wait()
+    elif how == "under way" and rank == 0:
+        dist.all_reduce(torch.ones(300_000), async_op=True)  # which the others never call

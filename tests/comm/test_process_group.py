@@ -1,0 +1,212 @@
+"""The ordered process group: every collective to the bit, what trains on it, and ranks that go."""
+
+import multiprocessing
+from contextlib import contextmanager
+
+import group_programs
+import group_training
+import pytest
+import torch
+from group_programs import (
+    CASES,
+    FACTOR,
+    definition,
+    drawn,
+    end_without_goodbye,
+    in_group,
+    same_bits,
+)
+from worlds import DEVICE, PATIENCE_SECONDS, PRELOADED, in_turns
+
+from samestep.comm import collectives
+from samestep.comm.collectives import Operation
+
+TRANSPORTS = ["shared", "gloo"]
+
+
+@pytest.fixture
+def ranks_of(worlds):
+    """`ranks_of(n)`: n processes without a default process group, which NCCL's transport has."""
+    return lambda world_size: worlds(world_size, "shared" if DEVICE == "cuda" else "auto")
+
+
+def reduce_in_turns(communicator, name, dtype, numel):
+    """All reductions of one operation, without processes: this rank's results, and what they must be."""
+    rank, ranks, transport = communicator.rank, communicator.world_size, communicator.transport
+    values = [drawn(other, numel, dtype) for other in range(ranks)]
+    operation = Operation(name, FACTOR)
+    whole = definition(values, name)
+    reduced, at_root = values[rank].clone(), values[rank].clone()
+    collectives.all_reduce(transport, reduced, operation)
+    collectives.reduce(transport, at_root, ranks - 1, operation)
+    sizes = [numel // ranks] * (ranks - 1) + [numel - numel // ranks * (ranks - 1)]
+    part = torch.empty(sizes[rank], dtype=dtype)
+    collectives.reduce_scatter(transport, values[rank].clone(), sizes, part, operation)
+    root = whole if rank == ranks - 1 else values[rank]
+    return [(reduced, whole), (at_root, root), (part, whole.split(sizes)[rank])]
+
+
+@pytest.mark.parametrize("ranks", range(1, 9))
+def test_every_reduction_of_every_dtype_is_the_fold_along_the_tree(ranks):
+    for name, dtype in CASES:
+        for results in in_turns(ranks, reduce_in_turns, name, dtype, 77):
+            assert all(same_bits(got, wanted) for got, wanted in results), (name, dtype)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+@pytest.mark.parametrize("piece_bytes", [4096, 100_000, 1 << 30])
+def test_a_large_tensor_gives_the_same_bits_in_whatever_pieces_it_goes(ranks, piece_bytes, monkeypatch):
+    monkeypatch.setattr(collectives, "PIECE_BYTES", piece_bytes)
+    for results in in_turns(ranks, reduce_in_turns, "SUM", torch.float32, 70_001):
+        assert all(same_bits(got, wanted) for got, wanted in results)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_reductions_through_torch_distributed_have_the_bits_of_the_definition(ranks_of, tmp_path, ranks, transport):
+    found = ranks_of(ranks).run(in_group, tmp_path / "store", group_programs.reductions, ([5, 1200],), transport)
+    assert found == [[]] * ranks
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_collectives_that_move_values_move_every_dtype(ranks_of, tmp_path, ranks):
+    assert ranks_of(ranks).run(in_group, tmp_path / "store", group_programs.movements, (33,)) == [[]] * ranks
+    assert ranks_of(ranks).run(in_group, tmp_path / "gloo", group_programs.movements, (33,), "gloo") == [[]] * ranks
+
+
+def test_eight_ranks_reduce_and_move(ranks_of, tmp_path):
+    assert ranks_of(8).run(in_group, tmp_path / "reduce", group_programs.reductions, ([40],)) == [[]] * 8
+    assert ranks_of(8).run(in_group, tmp_path / "move", group_programs.movements, (9,)) == [[]] * 8
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_memory_of_any_form_is_reduced_and_autograd_sees_no_change(ranks_of, tmp_path, ranks):
+    for found in ranks_of(ranks).run(in_group, tmp_path / "store", group_programs.strided):
+        assert all(found.values()), found
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_operations_run_in_the_order_of_their_calls_and_futures_follow(ranks_of, tmp_path, ranks):
+    assert ranks_of(ranks).run(in_group, tmp_path / "store", group_programs.asynchronous, (60,)) == [True] * ranks
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_functional_and_coalesced_forms_find_the_group_by_name(ranks_of, tmp_path, ranks):
+    assert ranks_of(ranks).run(in_group, tmp_path / "store", group_programs.functional_forms) == [[]] * ranks
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_objects_barriers_and_sub_groups(ranks_of, tmp_path, transport):
+    assert ranks_of(4).run(in_group, tmp_path / "store", group_programs.objects, (), transport) == [True] * 4
+
+
+def test_sparse_gradients_are_summed(ranks_of, tmp_path):
+    assert ranks_of(3).run(in_group, tmp_path / "store", group_programs.sparse) == [True] * 3
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_ddp_ends_in_the_bits_of_the_tree_however_it_fills_its_buckets(ranks_of, tmp_path, ranks):
+    by_default, by_hook = group_training.train_by_hand(ranks), group_training.train_by_hand(ranks, torch.div)
+    for number, variant in enumerate(group_training.DDP_VARIANTS):
+        wanted = by_hook if "hook" in variant else by_default
+        found = ranks_of(ranks).run(in_group, tmp_path / str(number), group_training.train_ddp, (variant,))
+        assert found == [wanted] * ranks, variant
+
+
+def test_ddp_ends_in_the_same_bits_over_gloo(ranks_of, tmp_path):
+    assert (
+        ranks_of(3).run(in_group, tmp_path / "store", group_training.train_ddp, ("plain",), "gloo")
+        == [group_training.train_by_hand(3)] * 3
+    )
+
+
+def test_sums_in_rank_order_end_in_other_bits(ranks_of, tmp_path):
+    found = ranks_of(4).run(in_group, tmp_path / "store", group_training.train_in_rank_order)
+    assert len({*found}) == 1
+    assert found[0] != group_training.train_by_hand(4)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ddp_accumulates_skips_unused_layers_compresses_and_joins(ranks_of, tmp_path, ranks):
+    first, *others = ranks_of(ranks).run(in_group, tmp_path / "store", group_training.train_unevenly)
+    assert others == [first] * (ranks - 1)
+
+
+@pytest.mark.parametrize(("ranks", "replicas"), [(2, 1), (3, 1), (4, 2)])
+def test_sharded_models_train_exactly_and_are_saved(ranks_of, tmp_path, ranks, replicas):
+    arguments = (replicas, tmp_path / "checkpoint")
+    assert ranks_of(ranks).run(in_group, tmp_path / "store", group_training.train_sharded, arguments) == [True] * ranks
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_distributed_tensor_keeps_its_values_in_every_placement(ranks_of, tmp_path, ranks):
+    assert ranks_of(ranks).run(in_group, tmp_path / "store", group_training.redistribute) == [True] * ranks
+
+
+def test_a_call_that_makes_no_sense_is_refused_and_the_group_goes_on(ranks_of, tmp_path):
+    for messages, after in ranks_of(2).run(in_group, tmp_path / "store", group_programs.refusals):
+        assert after == 2
+        assert "reduction BAND of torch.float32" in messages[0]
+        assert "reduction AVG of torch.bool" in messages[1]
+        assert "3 rows for 2 ranks" in messages[2]
+        assert "all-gather got tensors of 1 in length; needed: 6" in messages[3]
+
+
+def test_ranks_whose_tensors_differ_are_told_and_the_group_stays_failed(ranks_of, tmp_path):
+    for first, second in ranks_of(2).run(in_group, tmp_path / "store", group_programs.disagree):
+        assert first == second
+        assert "bytes of rank" in first
+
+
+@contextmanager
+def processes(world_size, program, *arguments):
+    """Ranks that are processes of their own; yields them and their pipes, and ends those that are left."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    started = []
+    try:
+        for rank in range(world_size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=program, args=(rank, world_size, *arguments, theirs))
+            process.start()
+            theirs.close()
+            started.append((process, ours))
+        yield started
+    finally:
+        for process, _ in started:
+            process.kill()
+            process.join()
+
+
+@pytest.mark.parametrize("how", ["die", "leave", "be late", "no message"])
+def test_a_rank_that_does_not_come_is_named_and_nobody_hangs(tmp_path, how):
+    seconds = 3
+    with processes(3, group_programs.be_left, str(tmp_path / "store"), how, seconds) as ranks:
+        for process, pipe in ranks[:2]:
+            assert pipe.poll(PATIENCE_SECONDS)
+            errors, took = pipe.recv()
+            assert errors
+            for is_named, message, missing in errors:
+                assert is_named
+                assert missing == (2,), message
+                assert "waits for rank 2" in message
+            assert took < (seconds if how in ("die", "leave") else 10 * seconds)
+            process.join(PATIENCE_SECONDS)
+            assert process.exitcode == 0
+
+
+@pytest.mark.parametrize("how", ["waits", "forgets", "under way"])
+def test_a_program_that_does_not_destroy_its_group_ends_all_the_same(tmp_path, how):
+    with processes(2, end_without_goodbye, str(tmp_path / "store"), how) as ranks:
+        for process, _ in ranks:
+            process.join(PATIENCE_SECONDS)
+            assert process.exitcode == 0
+
+
+def test_a_rank_that_dies_in_training_is_named_by_the_backward_of_the_others(tmp_path):
+    with processes(3, group_training.die_in_training, str(tmp_path / "store")) as ranks:
+        for process, pipe in ranks[:2]:
+            assert pipe.poll(PATIENCE_SECONDS)
+            assert "waits for rank 2" in pipe.recv()
+            process.join(PATIENCE_SECONDS)
+            assert process.exitcode == 0  # DistributedDataParallel reads the failed future in C++
