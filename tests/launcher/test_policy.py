@@ -49,9 +49,9 @@ def test_a_policy_that_cannot_be_is_refused(values, said):
 
 
 def test_more_devices_than_there_are_cannot_be_the_least_number():
-    Policy(min_devices=2).check_devices(2)
+    Policy(min_devices=2).check_devices(2, 2)
     with pytest.raises(UsageError, match="--min-devices 3"):
-        Policy(min_devices=3).check_devices(2)
+        Policy(min_devices=3).check_devices(2, 2)
 
 
 def test_the_command_refuses_it_too_and_starts_nothing(starter):
