@@ -88,7 +88,7 @@ clean:
 # torch first and by its exact version: another package that asks for "torch" must find it there.
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "samestep needs Python 3.11 or newer, this is " + sys.version.split()[0] + ": make PYTHON=python3.11 ...")'
-	@echo "setting up .venv: about 1.5 GB, a few minutes"
+	@echo "setting up .venv: about 2 GB, a few minutes"
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
