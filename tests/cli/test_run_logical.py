@@ -36,7 +36,7 @@ TRAINING = """
     loader = DataLoader(data, batch_size=4, sampler=sampler)
     first, saved = 0, "checkpoint.pt"
     if os.path.exists(saved):
-        state = torch.load(saved, map_location=device)
+        state = torch.load(saved, map_location=device, weights_only=True)
         first = state["epoch"]
         model.load_state_dict(state["model"]), optimizer.load_state_dict(state["optimizer"])
     dist.barrier()
@@ -74,7 +74,7 @@ def trained(folder, devices, logical=4, words=(), environment=None, **options):
     command = ["run", "--devices", devices, "--logical-devices", logical, *words, "train.py", json.dumps(options)]
     done = samestep(*command, cwd=folder, **(environment or {}))
     assert done.returncode == 0, done.stderr
-    state = torch.load(folder / "checkpoint.pt", map_location="cpu")
+    state = torch.load(folder / "checkpoint.pt", map_location="cpu", weights_only=True)
     moments = [value for each in state["optimizer"]["state"].values() for value in each.values()]
     return done.stdout, done.stderr, [tensor.numpy().tobytes() for tensor in (*state["model"].values(), *moments)]
 
