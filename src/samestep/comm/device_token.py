@@ -75,7 +75,7 @@ class DeviceToken:
         """Hands over for a rank that waits unannounced, by sleeping or by polling."""
         clock, used, num_waits, num_taken = time.monotonic(), time.process_time(), -1, 0
         while True:
-            time.sleep(LOOK_SECONDS)
+            time.sleep(LOOK_SECONDS if self._holds else 10 * LOOK_SECONDS)  # a rank that sleeps is to cost nothing
             before, clock = clock, time.monotonic()
             before_used, used = used, time.process_time()
             is_idle = used - before_used < IDLE_SHARE * (clock - before) and not _has_runnable_thread()
