@@ -19,7 +19,7 @@ from importlib.machinery import PathFinder
 def find_spec(name, path=None, target=None, real=PathFinder.find_spec):
     return None if name.partition(".")[0] in {sorted(EXTRAS)!r} else real(name, path, target)
 
-PathFinder.find_spec = find_spec
+PathFinder.find_spec = staticmethod(find_spec)
 """
 
 

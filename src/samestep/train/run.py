@@ -7,6 +7,7 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from weakref import finalize
 
 import torch
 from torch import nn
@@ -162,8 +163,7 @@ class Run:
             keep_profile(heartbeat, Path(folder), environment)
         self._grid, self._timeout = grid, timeout
         self._device_mesh: DeviceMesh | None = None
-        self._until_end = ExitStack()
-        self._stops_by_itself = False
+        self._give_signals_back: Callable[[], object] | None = None
         self._num_streams = 0
         self._sharded: dict[nn.Module, Strategy] = {}  # the strategies of models with sharded parameters
         self._has_steps = False
@@ -204,9 +204,10 @@ class Run:
         A loop of your own checks it after each step, saves its state and ends; `Trainer` does so by itself. After the
         first access the first request does not end the process any more, the second does.
         """
-        if not self._stops_by_itself:
-            self._stops_by_itself = True
-            self._until_end.enter_context(stopping_on_request(self.membership))
+        if self._give_signals_back is None:
+            until_end = ExitStack()
+            until_end.enter_context(stopping_on_request(self.membership))
+            self._give_signals_back = finalize(self, until_end.close)  # before the interpreter drops its modules
         if self.membership.stop == 0:
             return False
         self.membership.heartbeat.set_flags(self.membership.heartbeat.flags | LEAVES_EARLY)
@@ -541,7 +542,9 @@ class Run:
         restore_generators(state["generators"], self.device)
 
     def close(self) -> None:
-        """Closes the connections; without a call this happens when the process ends."""
+        """Closes the connections, and gives signals back; without a call this happens when the process ends."""
+        if self._give_signals_back is not None:
+            self._give_signals_back()
         atexit.unregister(self.membership.close)
         self.membership.close()
 
