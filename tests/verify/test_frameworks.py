@@ -19,7 +19,11 @@ MENDS = {
     },
     "lightning": {"global_batch": "trainer.world_size", "batchnorm": "Trainer(sync_batchnorm=True)"},
     "fabric": {"sampler": "drop_last=True"},
-    "transformers": {"global_batch": "per_device_train_batch_size", "dropout": "hidden_dropout_prob"},
+    "transformers": {
+        "global_batch": "per_device_train_batch_size",
+        "dropout": "resid_pdrop",
+        "mean_of_means": "average_tokens_across_devices=True",
+    },
 }
 """The causes in each script, and what their mends name; with the argument `mended` the script has these mends."""
 

@@ -1,56 +1,52 @@
-"""The Trainer of transformers, as its documentation writes a fine-tuning; the model is made here, from a config."""
+"""The Trainer of transformers, as its documentation writes a training: a GPT-2 that is made here, on sequences.
+
+The pixels of a digit, 17 shades, are its tokens. The white ones at its end are padding, which the loss leaves out.
+"""
 
 import sys
 import tempfile
 
 import digits
 import torch
-from transformers import Trainer, TrainingArguments, ViTConfig, ViTForImageClassification
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
 MENDED = "mended" in sys.argv
 
 
-class Digits(torch.utils.data.Dataset):
+class Pixels(torch.utils.data.Dataset):
     def __init__(self, start, end):
-        images, self.labels = digits.load(start, end)
-        self.images = images.view(-1, 1, 8, 8)
+        images, _ = digits.load(start, end)
+        self.tokens = (images * 16).long()
+        self.mask = self.tokens.flip(1).cumsum(1).flip(1) > 0
 
     def __len__(self):
-        return len(self.labels)
+        return len(self.tokens)
 
     def __getitem__(self, index):
-        return {"pixel_values": self.images[index], "labels": self.labels[index]}
+        tokens, mask = self.tokens[index], self.mask[index]
+        return {"input_ids": tokens, "attention_mask": mask.long(), "labels": tokens.where(mask, -100)}
 
 
 def main():
     dropout = 0.0 if MENDED else 0.1
-    config = ViTConfig(
-        image_size=8,
-        patch_size=4,
-        num_channels=1,
-        hidden_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        intermediate_size=32,
-        hidden_dropout_prob=dropout,
-        num_labels=10,
-    )
+    config = GPT2Config(vocab_size=17, n_positions=64, n_embd=16, n_layer=1, n_head=2, resid_pdrop=dropout)
+    config.embd_pdrop = config.attn_pdrop = 0.0
     with tempfile.TemporaryDirectory() as folder:
         args = TrainingArguments(
             output_dir=folder,
             use_cpu=True,
-            per_device_train_batch_size=24,
+            per_device_train_batch_size=12,
+            gradient_accumulation_steps=2,
+            average_tokens_across_devices=MENDED,
             num_train_epochs=2,
-            learning_rate=1e-3,
             report_to="none",
             save_strategy="no",
             disable_tqdm=True,
         )
         if MENDED:
-            args.per_device_train_batch_size = 24 // args.world_size
+            args.per_device_train_batch_size = 12 // args.world_size
         torch.manual_seed(42)
-        model = ViTForImageClassification(config)
-        trainer = Trainer(model=model, args=args, train_dataset=Digits(0, 192))
+        trainer = Trainer(model=GPT2LMHeadModel(config), args=args, train_dataset=Pixels(0, 192))
         trainer.train()
 
 
