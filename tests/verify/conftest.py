@@ -24,11 +24,11 @@ def pool():
 
 @pytest.fixture
 def runner_of(pool):
-    """`runner_of(path, *arguments, devices=…, adopt=…)`: a runner for a script."""
+    """`runner_of(path, *arguments, devices=…, adopt=…, logical=…)`: a runner for a script."""
     with ExitStack() as stack:
 
-        def make(path, *arguments, devices=("cpu:1", "cpu:2"), adopt=None):
-            program = Program("script", str(path), tuple(map(str, arguments)), adopt, str(path))
+        def make(path, *arguments, devices=("cpu:1", "cpu:2"), adopt=None, logical=None):
+            program = Program("script", str(path), tuple(map(str, arguments)), adopt, str(path), logical)
             selections = {name: select(name) for name in devices}
             return stack.enter_context(ProgramRunner(program, selections, hang_seconds=60.0, pool=pool))
 
@@ -37,10 +37,11 @@ def runner_of(pool):
 
 @pytest.fixture
 def verdict_on(runner_of):
-    """`verdict_on(path, *arguments, devices=…, steps=…, tier=…, adopt=…)`: the verdict on a script."""
+    """`verdict_on(path, *arguments, devices=…, steps=…, tier=…, adopt=…, logical=…)`: a verdict."""
 
-    def reach(path, *arguments, devices=("cpu:1", "cpu:2"), steps=4, tier=None, adopt=None):
-        return reach_verdict(runner_of(path, *arguments, devices=devices, adopt=adopt), devices, steps, tier)
+    def reach(path, *arguments, devices=("cpu:1", "cpu:2"), steps=4, tier=None, adopt=None, logical=None):
+        runner = runner_of(path, *arguments, devices=devices, adopt=adopt, logical=logical)
+        return reach_verdict(runner, devices, steps, tier)
 
     return reach
 

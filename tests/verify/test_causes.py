@@ -3,12 +3,14 @@
 import json
 import random
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.parallel.distributed import _DDPSink
 from torch.optim import optimizer as hooks
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -128,6 +130,9 @@ def test_what_a_program_divides_its_loss_by_is_read_from_its_graph():
         (x.view(2, 3).mean(0).sum() / 3, 3),
     ):
         assert divisor(loss)[1] == count
+    module = SimpleNamespace(_ddp_sink_clone=True)  # of it DistributedDataParallel's sink asks no more in a forward
+    _, passed = _DDPSink.apply(lambda: module, 2 * x, total / 5)
+    assert divisor(passed / 1)[1] == 5
     for loss in (total, F.mse_loss(x, weights), x.mean() + total, total / x.sum(), x, weights.mean(), [total / 2]):
         assert divisor(loss) is None
 

@@ -7,9 +7,11 @@ import sys
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import DataLoader, TensorDataset
 
 from samestep.verify.runner import RunSpec
-from samestep.verify.watching.batches import look_at
+from samestep.verify.watching.batches import Batches, look_at
+from samestep.verify.wrapping import wrapped
 
 PROGRAM = """
     import sys
@@ -147,3 +149,40 @@ def test_of_a_step_by_a_closure_the_gradients_are_its_own_and_the_samples_of_an_
     lines = recording.steps[0]
     assert [line["num_samples"] for line in lines] == [4, 4]
     assert all(size for line in lines for group in line["gradients"] for size in group["norm"])
+
+
+def one_ahead(batches):
+    """Batches as a framework gives them that has to know which one is the last."""
+    waiting = None
+    for batch in batches:
+        if waiting is not None:
+            yield waiting
+        waiting = batch
+    yield waiting
+
+
+def in_pairs(batches):
+    """Batches as a framework gives them that counts the tokens of all batches of a step first."""
+    batches = iter(batches)
+    for batch in batches:
+        yield from (batch, next(batches))
+
+
+@pytest.mark.parametrize(
+    ("ahead", "num_steps"), [(iter, 1), (one_ahead, 1), (in_pairs, 2)], ids=("plain", "one ahead", "in pairs")
+)
+def test_a_batch_counts_for_the_backward_of_its_own_forward_whatever_was_taken_ahead(ahead, num_steps):
+    batches, model, taken = Batches(), torch.nn.Linear(3, 1), []
+    data, held_out = (TensorDataset(torch.randn(16, 3), torch.randn(16)) for _ in range(2))
+    with wrapped(*batches.wraps()):
+        for _ in range(2):
+            for number, (x, y) in enumerate(ahead(DataLoader(data, batch_size=4)), 1):
+                loss = (model(x).squeeze(1) - y).square().mean()
+                batches.note_backward()
+                loss.backward()
+                if number % num_steps == 0:
+                    taken.append(batches.take()["ids"])
+            for x, _ in DataLoader(held_out, batch_size=4):
+                model(x)  # an evaluation that does not switch gradients off
+    size = 4 * num_steps
+    assert taken == 2 * [list(range(start, start + size)) for start in range(0, 16, size)]

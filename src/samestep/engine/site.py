@@ -33,6 +33,8 @@ def _library_roots() -> tuple[str, ...]:
         paths["purelib"],
         paths["platlib"],
         *site.getsitepackages(),
+        # those of the user (`pip install --user`), of PYTHONPATH and of .pth files
+        *(entry for entry in sys.path if os.path.basename(entry) in ("site-packages", "dist-packages")),
     )
     # With the separator, so that a folder whose name merely begins alike is the user's; <stdin> is the user's, too.
     return (*(f"{root}{os.sep}" for root in found), "<frozen", "<string>", "<__")

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 
 from samestep.errors import WorkerError
 from samestep.verify.causes.evidence import Cause, Evidence
+from samestep.verify.causes.frameworks import advice_on
 from samestep.verify.causes.table import CAUSES
 from samestep.verify.compare import TIERS, Difference, Tier, Tolerance, first_difference, reached
 from samestep.verify.place import Place, first_place
@@ -137,7 +138,7 @@ class _Inquiry:
             if cause not in self.base and (only_rounding or not cause.bits_only):
                 sign = cause.suspect(evidence)
                 if sign is not None:
-                    found[cause] = Named(cause.key, cause.title, sign, cause.advice)
+                    found[cause] = Named(cause.key, cause.title, sign, advice_on(cause, evidence))
         return found
 
     def _confirm(self, pair: Pair, suspects: list[Cause], steps: int) -> list[Cause]:

@@ -293,8 +293,8 @@ def _kept(value: Any) -> tuple[Any, Tensor | None]:
 DROPOUT = Cause(
     "dropout",
     "dropout follows each device's own stream of random numbers",
-    "Nothing in DistributedDataParallel mends it; samestep.Run and samestep run seed every generator by (seed, step, "
-    "microbatch), so that masks do not depend on the devices.",
+    "Nothing in DistributedDataParallel mends it: samestep run --logical-devices V runs the script as V ranks on any "
+    "devices, with the masks of V ranks; samestep.Run seeds every generator by (seed, step, microbatch).",
     _suspect_dropout,
     _without_dropout,
 )

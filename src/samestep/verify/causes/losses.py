@@ -89,6 +89,7 @@ def divisor(loss: Any) -> tuple[str, float] | None:
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         return None
     node: Any = loss.grad_fn
+    output = loss.output_nr
     path, count = [], 1.0
     for _ in range(MAX_NODES):
         if node is None:
@@ -98,7 +99,10 @@ def divisor(loss: Any) -> tuple[str, float] | None:
             path.append(kind)
             count *= int(node._saved_self_sym_numel)
             break
-        following = [next_node for next_node, _ in node.next_functions if next_node is not None]
+        if kind == "_DDPSink":  # DistributedDataParallel passes the outputs of its module through, one by one
+            node, output = node.next_functions[output]
+            continue
+        following = [edge for edge in node.next_functions if edge[0] is not None]
         if kind not in ("Div", *PASSED) or len(following) != 1:
             break
         factor = _constant(node) if kind in ("Div", "Mul") else None
@@ -107,7 +111,7 @@ def divisor(loss: Any) -> tuple[str, float] | None:
         if factor is not None and (kind == "Div" or 0 < factor < 1):
             path.append(kind)
             count *= factor if kind == "Div" else 1 / factor
-        node = following[0]
+        node, output = following[0]
     return (".".join(path), count) if path and count > 0 else None
 
 

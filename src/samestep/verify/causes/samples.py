@@ -1,6 +1,8 @@
 """Causes in the choice of samples: how many make a step, in which order they come, and whether each is taken once."""
 
+import gc
 import random
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -8,7 +10,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+)
 
 from samestep.comm.environment import read_environment
 from samestep.verify.causes.evidence import Cause, Evidence, by_step, on_devices
@@ -70,9 +79,19 @@ def _with_one_global_batch() -> AbstractContextManager[None]:
 
     def init(inner: Any, self: Any, dataset: Any, batch_size: int | None = 1, *args: Any, **kwargs: Any) -> None:
         own = batch_size is not None and kwargs.get("batch_sampler") is None and len(args) < 3
-        inner(self, dataset, share if own else batch_size, *args, **kwargs)
+        batch = GLOBAL_BATCH if own and _is_split_later() else share
+        inner(self, dataset, batch if own else batch_size, *args, **kwargs)
 
     return wrapped(Wrap(DataLoader, "__init__", init))
+
+
+def _is_split_later() -> bool:
+    """Whether an Accelerator splits each batch of a DataLoader over the devices: `split_batches=True`."""
+    accelerate: Any = sys.modules.get("accelerate.accelerator")
+    if accelerate is None:
+        return False
+    makers = (thing for thing in gc.get_objects() if issubclass(type(thing), accelerate.Accelerator))
+    return any(maker.split_batches for maker in makers)
 
 
 def _suspect_order(evidence: Evidence) -> str | None:
@@ -88,7 +107,10 @@ def _suspect_order(evidence: Evidence) -> str | None:
         shuffling = [
             {str(fact["type"]) for fact in run.facts("sampler", 0) if fact["shuffles"]} for run in (first, other)
         ]
-        if shuffling[0] != shuffling[1]:  # if steps differ in their number of samples too, they do not show it
+        count = _parted(first, other)
+        if count:  # steps differ in their number of samples too, and do not show it one by one
+            return f"the first {count} samples on {on_devices(other)} are others than on {on_devices(first)}"
+        if shuffling[0] != shuffling[1]:
             pairs = zip(shuffling, (first, other), strict=True)
             parts = [f"{' and '.join(sorted(names)) or 'nothing'} on {on_devices(run)}" for names, run in pairs]
             return f"samples are shuffled by {', by '.join(parts)}"
@@ -106,6 +128,23 @@ def _differ(first: Recording, other: Recording, step: int) -> bool:
                 return False
             verdicts.append(sets[0] != sets[1])
     return bool(verdicts) and all(verdicts)
+
+
+def _parted(first: Recording, other: Recording) -> int:
+    """The smallest number of samples after which two runs have taken others, at the end of a step; 0 if none."""
+    taken = [dict(_taken(run)) for run in (first, other)]
+    return next((count for count in sorted(taken[0].keys() & taken[1].keys()) if taken[0][count] != taken[1][count]), 0)
+
+
+def _taken(run: Recording) -> Iterator[tuple[int, Counter[int]]]:
+    """After each step how many samples a run has taken in all, and how often each; none once ids are not known."""
+    total: Counter[int] = Counter()
+    for step in range(run.num_steps):
+        new = run.samples(step)
+        if new is None:
+            return
+        total = total + new
+        yield total.total(), total
 
 
 def _sampler_of(run: Recording) -> str:
@@ -158,11 +197,25 @@ def _suspect_sampler(evidence: Evidence) -> str | None:
                 f"{fact['type']} gave {fact['given']} samples an epoch on {on_devices(run)}, of a dataset of "
                 f"{fact['samples']}: {what}"
             )
+    for run in evidence.shared if evidence.is_ddp else ():
+        lengths = {int(fact["samples"]) for fact in run.facts("sampler", 0)}
+        before = 0
+        for step, (count, taken) in enumerate(_taken(run)):
+            length = len(taken)
+            if before < length < count and length in lengths:  # the whole dataset, and some of it again
+                return (
+                    f"in step {step} on {on_devices(run)} the epoch of {length} samples ended, and {count - length} of "
+                    "them were taken twice"
+                )
+            before = count
     return None
 
 
 def _with_divisible_datasets() -> AbstractContextManager[None]:
-    """Samplers leave out the last samples of a dataset, so many that any small number of devices divides the rest."""
+    """Samplers leave out the last samples of a dataset, so many that any small number of devices divides the rest.
+
+    Of batches the last is left out if it is smaller: it would be filled up with samples that were taken before.
+    """
 
     def cut(inner: Callable[..., Iterator[int]], sampler: Any) -> Iterator[int]:
         indices = list(inner(sampler))
@@ -176,7 +229,15 @@ def _with_divisible_datasets() -> AbstractContextManager[None]:
             indices = torch.randperm(length, generator=generator).tolist()
         return iter(indices[: divisible(length)][sampler.rank :: sampler.num_replicas])
 
+    def whole(inner: Callable[..., Iterator[list[int]]], batches: Any) -> Iterator[list[int]]:
+        size = 0
+        for batch in inner(batches):
+            size = size or len(batch)
+            if len(batch) == size:
+                yield batch
+
     return wrapped(
+        Wrap(BatchSampler, "__iter__", whole),
         Wrap(SequentialSampler, "__iter__", cut),
         Wrap(RandomSampler, "__iter__", cut),
         Wrap(DistributedSampler, "__iter__", cut_distributed),
@@ -231,8 +292,8 @@ ORDER = Cause(
 SAMPLER = Cause(
     "sampler",
     "the sampler pads or drops samples to make the shares equal",
-    "Make the dataset's length a multiple of the number of devices, or use samestep.Run, whose loader takes each "
-    "sample once an epoch.",
+    "Give the DataLoader drop_last=True, or make the dataset's length a multiple of the number of devices; the loader "
+    "of samestep.Run takes each sample once an epoch.",
     _suspect_sampler,
     _with_divisible_datasets,
 )

@@ -7,7 +7,7 @@ causes has its own wraps (`listen`), whose facts its causes' `suspect` reads.
 from typing import Any
 
 from samestep.scripts.patch import Patch
-from samestep.verify.causes import datasets, forward, losses, machine, rounding, samples, updates
+from samestep.verify.causes import datasets, forward, frameworks, losses, machine, rounding, samples, updates
 from samestep.verify.causes.evidence import Cause
 from samestep.verify.causes.facts import Facts
 from samestep.verify.wrapping import patches_for
@@ -50,7 +50,7 @@ class Recorder:
 
     def patches(self) -> list[Patch]:
         """The patches of all families; they enclose whatever is in place when this is called."""
-        families = (forward, datasets, samples, losses, updates, machine, rounding)
+        families = (forward, datasets, samples, losses, updates, machine, rounding, frameworks)
         wraps = [wrap for family in families for wrap in family.listen(self._facts)]
         return patches_for(wraps, in_compiled=False)
 

@@ -1,0 +1,99 @@
+"""Mends in the words of the framework whose loop takes the steps: its option, if the general advice names torch's."""
+
+import sys
+from types import FrameType
+
+from samestep.verify.causes.evidence import Cause, Evidence
+from samestep.verify.causes.facts import Facts
+from samestep.verify.wrapping import Wrap
+
+PACKAGES = {  # whose code calls the optimizer, by the beginning of its modules' names
+    "transformers.trainer.": "transformers",
+    "trl.": "transformers",
+    "lightning.pytorch.": "Lightning",
+    "pytorch_lightning.": "Lightning",
+    "lightning.fabric.": "Fabric",
+    "lightning_fabric.": "Fabric",
+    "accelerate.": "Accelerate",
+}
+_DROP_LAST = (
+    "Give the DataLoader drop_last=True, or make the dataset's length a multiple of the global batch: {} repeats "
+    "samples to give every device as many."
+)
+MENDS = {
+    ("Accelerate", "global_batch"): "Accelerator(dataloader_config=DataLoaderConfiguration(split_batches=True)): the "
+    "DataLoader's batch_size is then that of all devices together, not of each.",
+    ("Accelerate", "learning_rate"): "The prepared scheduler steps once for every device: let batches be split, "
+    "Accelerator(dataloader_config=DataLoaderConfiguration(split_batches=True)), or give Accelerator "
+    "step_scheduler_with_optimizer=False; and scale the rate by no num_processes.",
+    ("Accelerate", "order"): "DataLoaderConfiguration(use_seedable_sampler=True): without it one device shuffles by "
+    "torch's global generator, and several by one of Accelerate's.",
+    ("Accelerate", "sampler"): _DROP_LAST.format("even_batches"),
+    (
+        "Accelerate",
+        "metrics",
+    ): "accelerator.gather_for_metrics((predictions, references)), which leaves out "
+    "repeated samples, and one division of sums at the end.",
+    (
+        "Accelerate",
+        "local_clip",
+    ): "accelerator.clip_grad_norm_(model.parameters(), max_norm) after accelerator.backward.",
+    ("Accelerate", "mean_of_means"): "Divide the sum of the loss by the count of all devices: "
+    "accelerator.gather(count).sum(), times accelerator.num_processes.",
+    ("Accelerate", "unseeded"): "accelerate.utils.set_seed(42), before the model is made.",
+    (
+        "Lightning",
+        "global_batch",
+    ): "Give the DataLoader batch_size // trainer.world_size: Lightning's batch_size is that of each device.",
+    ("Lightning", "batchnorm"): "Trainer(sync_batchnorm=True), or GroupNorm or LayerNorm.",
+    ("Lightning", "sampler"): _DROP_LAST.format("the DistributedSampler that the Trainer puts in"),
+    ("Lightning", "order"): "L.seed_everything(42, workers=True), and strategy='ddp' on one device too, so that the "
+    "Trainer puts in a DistributedSampler on any number of them.",
+    ("Lightning", "metrics"): "Log a torchmetrics object, which adds up sums and counts over the devices, instead of a "
+    "mean with self.log(…, sync_dist=True).",
+    ("Lightning", "unseeded"): "L.seed_everything(42, workers=True), before the model is made.",
+    ("Fabric", "global_batch"): "Give the DataLoader batch_size // fabric.world_size: in fabric.setup_dataloaders "
+    "batch_size is that of each device.",
+    ("Fabric", "sampler"): _DROP_LAST.format("the DistributedSampler of fabric.setup_dataloaders"),
+    ("Fabric", "order"): "fabric.seed_everything(42), and strategy='ddp' on one device too, so that "
+    "fabric.setup_dataloaders puts in a DistributedSampler on any number of them.",
+    ("Fabric", "metrics"): "fabric.all_reduce(…, reduce_op='sum') of the sum and of the count, and one division.",
+    ("Fabric", "local_clip"): "fabric.clip_gradients(model, optimizer, max_norm=…) after fabric.backward.",
+    ("Fabric", "unseeded"): "fabric.seed_everything(42), before the model is made.",
+    ("transformers", "global_batch"): "TrainingArguments(per_device_train_batch_size=BATCH // world_size), or as many "
+    "times fewer gradient_accumulation_steps as there are more devices.",
+    (
+        "transformers",
+        "sampler",
+    ): "TrainingArguments(dataloader_drop_last=True): else samples are repeated to give every device as many.",
+    ("transformers", "dropout"): "Set the config's dropout probabilities (hidden_dropout_prob, "
+    "attention_probs_dropout_prob, resid_pdrop, …) to 0; or run it by samestep run --logical-devices V, whose V ranks "
+    "draw the same masks on any devices.",
+    ("transformers", "mean_of_means"): "TrainingArguments(average_tokens_across_devices=True), with a model or "
+    "compute_loss_func that divides by num_items_in_batch.",
+    ("transformers", "unseeded"): "transformers.set_seed(42), before the model is made.",
+}
+"""By framework and key of the cause."""
+
+
+def listen(facts: Facts) -> list[Wrap]:
+    """Records which framework takes the steps: the outermost one on the stack of the optimizer's step."""
+
+    def look() -> None:
+        found = ""
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None:
+            module = f"{frame.f_globals.get('__name__', '')}."
+            found = next((name for prefix, name in PACKAGES.items() if module.startswith(prefix)), found)
+            frame = frame.f_back
+        if found:
+            facts.add_once("framework", of=found)
+
+    facts.at_step.append(look)
+    return []
+
+
+def advice_on(cause: Cause, evidence: Evidence) -> str:
+    """The mend of a cause, in the words of the framework that the program uses if it has some."""
+    used = next((str(fact["of"]) for _, _, fact in evidence.facts("framework")), "")
+    return MENDS.get((used, cause.key), cause.advice)

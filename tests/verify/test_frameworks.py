@@ -1,0 +1,74 @@
+"""`samestep verify` on scripts of the frameworks, as their documentation writes them."""
+
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+SCRIPTS = Path(__file__).resolve().parent / "frameworks"
+NEEDED = {"accelerate": "accelerate", "lightning": "lightning", "fabric": "lightning", "transformers": "transformers"}
+STEPS = 3
+
+MENDS = {
+    "ddp": {"global_batch": "batch_size // world_size", "batchnorm": "GroupNorm", "learning_rate": "the schedule"},
+    "accelerate": {
+        "global_batch": "DataLoaderConfiguration(split_batches=True)",
+        "order": "use_seedable_sampler=True",
+        "dropout": "samestep run --logical-devices V",
+        "learning_rate": "split_batches=True",
+    },
+    "lightning": {"global_batch": "trainer.world_size", "batchnorm": "Trainer(sync_batchnorm=True)"},
+    "fabric": {"sampler": "drop_last=True"},
+    "transformers": {
+        "global_batch": "per_device_train_batch_size",
+        "dropout": "resid_pdrop",
+        "mean_of_means": "average_tokens_across_devices=True",
+    },
+}
+"""The causes in each script, and what their mends name; with the argument `mended` the script has these mends."""
+
+
+def script(name):
+    for package in ("sklearn", *filter(None, [NEEDED.get(name)])):
+        if find_spec(package) is None:  # not imported here: it would change the environment
+            pytest.skip(f"{package} is not installed: pip install samestep[frameworks,recipes]")
+    return SCRIPTS / f"{name}_digits.py"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MENDS)
+def test_the_causes_in_a_script_of_a_framework_are_named_with_mends_in_its_own_words(verdict_on, name):
+    verdict = verdict_on(script(name), steps=STEPS)
+    assert verdict.family == "ddp"
+    assert verdict.difference.quantity == "samples"
+    assert verdict.difference.step == (2 if name == "fabric" else 0)
+    mends = {cause.key: cause.advice for cause in verdict.causes}
+    assert mends.keys() == MENDS[name].keys()
+    assert all(words in mends[key] for key, words in MENDS[name].items())
+    assert verdict.unexplained is None
+
+
+@pytest.mark.slow
+def test_samples_that_accelerate_repeats_to_make_batches_even_are_found(verdict_on):
+    verdict = verdict_on(script("accelerate"), "mended", "uneven", steps=STEPS)
+    assert verdict.difference.step == 2
+    assert [cause.key for cause in verdict.causes] == ["sampler"]
+    assert "drop_last=True" in verdict.causes[0].advice
+    assert "11 of them were taken twice" in verdict.causes[0].evidence
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MENDS)
+def test_once_mended_a_script_of_a_framework_is_equal_up_to_rounding(verdict_on, name):
+    verdict = verdict_on(script(name), "mended", steps=STEPS)
+    assert verdict.agrees, verdict
+    assert verdict.reached == "allclose"
+    assert verdict.compared.samples == STEPS * (48 if name == "ddp" else 24)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MENDS)
+def test_as_logical_devices_a_script_of_a_framework_is_equal_to_the_bit(verdict_on, name):
+    verdict = verdict_on(script(name), logical=2, steps=STEPS, tier="bitwise")
+    assert verdict.agrees, verdict
+    assert verdict.reached == "bitwise"
