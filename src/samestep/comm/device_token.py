@@ -32,7 +32,7 @@ class DeviceToken:
         self._fd, self._index, self._rank = fd, index, rank
         self._process = os.getpid()
         self._num_waits = 0  # of `lent`
-        self._is_idle = False
+        self._is_idle = self._is_lent = False
         self.acquire()
         threading.Thread(target=self._watch, name="samestep device token", daemon=True).start()
 
@@ -51,10 +51,12 @@ class DeviceToken:
     def lent(self) -> Iterator[None]:
         """Hands the token over during a block."""
         self._num_waits += 1
+        self._is_lent = True
         self.release()
         try:
             yield
         finally:
+            self._is_lent = False
             self.acquire()
 
     def _watch(self) -> None:
@@ -62,6 +64,9 @@ class DeviceToken:
         clock, used, num_waits, held_since, num_taken = time.monotonic(), time.process_time(), -1, 0.0, 0
         while True:
             time.sleep(LOOK_SECONDS)
+            if self._is_lent:  # it has no token to hand over, and must not take it
+                clock, used = time.monotonic(), time.process_time()
+                continue
             now, now_used = time.monotonic(), time.process_time()
             is_idle = now_used - used < IDLE_SHARE * (now - clock) and not _has_runnable_thread()
             clock, used = now, now_used
