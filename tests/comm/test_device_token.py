@@ -1,5 +1,6 @@
 """The token of a device: one of its ranks computes at a time, and no wait keeps the others from it."""
 
+import fcntl
 import itertools
 import multiprocessing
 import os
@@ -33,6 +34,7 @@ def start():
             started[-1].start()
             return started[-1], ours
 
+        start_one.fd = file.fileno()
         yield start_one
         for process in started:
             process.kill()
@@ -129,6 +131,23 @@ def test_a_rank_that_polls_hands_over_now_and_then_and_is_named(start, monkeypat
     holder.kill()
     holder.join()
     assert capfd.readouterr().err.count("samestep: rank 0 has computed for ") == 1
+
+
+def compute_while_lent(token, told):
+    with token.lent():
+        told.send("lent")
+        compute(0.4)
+        told.send("done")
+        told.recv()
+
+
+def test_a_rank_takes_no_token_while_it_has_lent_it(start, monkeypatch):
+    monkeypatch.setattr(device_token, "HOLD_SECONDS", 0.05)
+    _, pipe = start(compute_while_lent)
+    assert pipe.recv() == "lent"
+    while not pipe.poll():
+        fcntl.lockf(start.fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, 0)  # raises if it has it
+        fcntl.lockf(start.fd, fcntl.LOCK_UN, 1, 0)
 
 
 def test_without_the_variable_there_is_no_token(monkeypatch):

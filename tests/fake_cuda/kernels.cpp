@@ -22,6 +22,7 @@
 #include <c10/core/DeviceGuard.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <mutex>
 #include <set>
 #include <sstream>
@@ -156,8 +157,7 @@ void each_tensor(const IValue& value, const F& see) {
 
 // Operations whose CUDA kernels take indices from the host.
 const std::set<std::string> MAY_MIX = {"aten::index.Tensor", "aten::index_put_", "aten::_index_put_impl_",
-                                       "aten::_unsafe_index.Tensor", "aten::_unsafe_index_put", "aten::index_put",
-                                       "aten::_foreach_copy_", "aten::_foreach_copy"};
+                                       "aten::_unsafe_index.Tensor", "aten::_unsafe_index_put", "aten::index_put"};
 
 // Operations whose CPU kernels give results of other dtypes than CUDA's, which the meta kernels foresee.
 const std::set<std::string> HAS_OWN_FORM = {"aten::native_batch_norm"};
@@ -287,6 +287,17 @@ bool foresee(const c10::OperatorHandle& op, const std::vector<IValue>& given, st
   return true;
 }
 
+// Copies a list of tensors one by one, as torch does where they are not all on one device.
+bool copies_lists(const std::vector<IValue>& given) {
+  const auto targets = given[0].toTensorVector(), sources = given[1].toTensorVector();
+  const auto is_elsewhere = [&](const Tensor& tensor) { return tensor.device() != targets[0].device(); };
+  if (std::none_of(targets.begin(), targets.end(), is_elsewhere) &&
+      std::none_of(sources.begin(), sources.end(), is_elsewhere))
+    return false;
+  for (size_t k = 0; k < targets.size(); ++k) targets[k].copy_(sources[k], given[2].toBool());
+  return true;
+}
+
 void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const auto& schema = op.schema();
   const auto name = toString(schema.operator_name());
@@ -294,6 +305,8 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const size_t count = schema.arguments().size();
   std::vector<IValue> given(stack->end() - count, stack->end());
   stack->erase(stack->end() - count, stack->end());
+
+  if (name == "aten::_foreach_copy_" && copies_lists(given)) return;
 
   std::optional<Device> device;
   bool has_host = false;

@@ -146,3 +146,31 @@ def test_batchnorm_in_bfloat16_alone_gives_the_bits_of_the_cpu():
         print(all(map(torch.equal, *outputs)))
     """
     assert run(program).split() == ["True"]
+
+
+def test_lists_of_which_some_are_on_the_host_are_copied_there_too():
+    program = """
+        import torch
+        targets = [torch.zeros(2), torch.zeros((), device="cuda"), torch.zeros(())]
+        torch._foreach_copy_(targets, [torch.ones(2, device="cuda"), torch.tensor(3.0), torch.tensor(4.0)])
+        print([target.tolist() for target in targets])
+    """
+    assert run(program).strip() == "[[1.0, 1.0], 3.0, 4.0]"
+
+
+@pytest.mark.parametrize("layer", ["LSTM", "GRU"])
+@pytest.mark.parametrize("bias", [True, False])
+def test_recurrent_layers_give_the_results_and_gradients_of_the_cpu(layer, bias):
+    program = f"""
+        import torch
+        torch.manual_seed(0)
+        layer, x = torch.nn.{layer}(3, 4, bias={bias}).double(), torch.randn(5, 2, 3).double()
+        found = []
+        for device in ("cpu", "cuda"):
+            layer.to(device).zero_grad()
+            output, state = layer(x.to(device))
+            (output.square().sum() + torch.stack([*state]).sum()).backward()
+            found.append([output.detach().cpu(), *(p.grad.cpu().clone() for p in layer.parameters())])
+        print(all(map(torch.allclose, *found)))
+    """
+    assert run(program).strip() == "True"

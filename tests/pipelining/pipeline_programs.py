@@ -391,13 +391,13 @@ def refusal(communicator, name, options):
         model = MODELS[name]()
         optimizer = options.get("optimizer", torch.optim.SGD)(model.parameters(), lr=0.1)
         strategy = options.get("strategy", Pipeline(**options.get("pipeline", {})))
-        before = [parameter.detach().clone() for parameter in model.parameters()]
+        before = [parameter.detach().cpu().clone() for parameter in model.parameters()]
         step = run.train_step(model, optimizer, options.get("loss", loss), strategy=strategy, **options.get("more", {}))
         for batch in run.loader(images(24)):
             step(batch)
     except SamestepError as error:
         if type(error) is NonFiniteError:
-            left = [parameter for parameter in model.parameters() if parameter.numel()]
+            left = [parameter.cpu() for parameter in model.parameters() if parameter.numel()]
             assert all(any(torch.equal(parameter, start) for start in before) for parameter in left)
         return f"{type(error).__name__}: {error}"
     return "nothing"

@@ -223,6 +223,7 @@ def _put_back(cwd):
             handler.close()
         logging.root.handlers[:] = handlers
         logging.root.setLevel(level)
+        torch.set_default_device(None)
         torch.set_default_dtype(torch.float32)
         torch.set_grad_enabled(True)
 

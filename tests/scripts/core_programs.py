@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from worlds import device_of
 
 from samestep.errors import SamestepError
 from samestep.scripts.adoption import Adoption
@@ -99,16 +100,16 @@ class Moody(nn.Module):
         }[self.case]
 
 
-def whole_numbers(seed):
+def whole_numbers(seed, device):
     """A source of small whole numbers as float64: sums and products of them are exact, in any order."""
     generator = torch.Generator().manual_seed(seed)
-    return lambda *shape: torch.randint(-3, 4, shape, generator=generator).double()
+    return lambda *shape: torch.randint(-3, 4, shape, generator=generator).double().to(device)
 
 
-def normal_numbers(seed):
+def normal_numbers(seed, device):
     """A source of float32 numbers whose sums round."""
     generator = torch.Generator().manual_seed(seed)
-    return lambda *shape: torch.randn(shape, generator=generator)
+    return lambda *shape: torch.randn(shape, generator=generator).to(device)
 
 
 SOURCES = {"whole": whole_numbers, "normal": normal_numbers}
@@ -124,7 +125,7 @@ def left_sum(communicator, ranges, likes, pieces):
     """Adds up from the left on each rank, then over the ranks: another order than the tree's."""
     totals = []
     for like, column in zip(likes, pieces, strict=True):
-        total = torch.zeros(like.numel(), dtype=like.dtype)
+        total = torch.zeros(like.numel(), dtype=like.dtype, device=like.device)
         for piece in column:
             if piece is not None:
                 total += piece.reshape(-1)
@@ -138,7 +139,8 @@ def own_join(adoption, ranges, items, pieces):
     """Puts zeros where the other ranks' pieces belong."""
     wholes = []
     for item, column in zip(items, pieces, strict=True):
-        rows = [torch.zeros(item.piece_shape(chunk), dtype=item.dtype) for chunk in range(ranges[-1].stop)]
+        place = {"dtype": item.dtype, "device": adoption.communicator.device}
+        rows = [torch.zeros(item.piece_shape(chunk), **place) for chunk in range(ranges[-1].stop)]
         for chunk, piece in zip(ranges[adoption.rank], column, strict=True):
             rows[chunk] = piece.detach()
         wholes.append(item.joined(rows))
@@ -159,13 +161,13 @@ def bits(tensors):
 
 
 def _bits(tensor):
-    plain = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
     return str(tensor.dtype), tuple(tensor.shape), plain.view(torch.uint8).numpy().tobytes()
 
 
-def cubic_derivatives(forward, source, num_rows):
+def cubic_derivatives(forward, device, source, num_rows):
     """First and second derivatives of a polynomial with respect to all there is."""
-    values = SOURCES[source](3)
+    values = SOURCES[source](3, device)
     module, x, scale, unrelated = Cubic(values), values(num_rows, WIDTH), values(), values(num_rows, 2)
     with torch.no_grad():
         scale += 4
@@ -181,9 +183,9 @@ def cubic_derivatives(forward, source, num_rows):
     return bits(values)
 
 
-def blend_gradients(forward, source, num_rows):
+def blend_gradients(forward, device, source, num_rows):
     """Gradients of parameters of several dtypes, some of which not every chunk uses."""
-    values = SOURCES[source](7)
+    values = SOURCES[source](7, device)
     module, x = Blend(values), values(num_rows, WIDTH)
     x[:, 0] = 1
     x[0, 0] = 3
@@ -191,18 +193,18 @@ def blend_gradients(forward, source, num_rows):
     return bits([p.grad for p in module.parameters()])
 
 
-def wide_gradients(forward, source, num_rows, width):
+def wide_gradients(forward, device, source, num_rows, width):
     """A result and gradients of a chosen size."""
-    values = SOURCES[source](9)
+    values = SOURCES[source](9, device)
     module, x = Wide(values, width), values(num_rows, WIDTH).requires_grad_()
     result = forward(module, x)
     (result * result.detach()).sum().backward()
     return bits([result, x.grad, *[p.grad for p in module.parameters()]])
 
 
-def converted(forward, num_rows):
+def converted(forward, device, num_rows):
     """Results of many dtypes, by name."""
-    result = forward(Converting(), torch.arange(float(2 * num_rows)).view(num_rows, 2))
+    result = forward(Converting(), torch.arange(float(2 * num_rows), device=device).view(num_rows, 2))
     return dict(zip(result, bits(result.values()), strict=True))
 
 
@@ -214,19 +216,20 @@ def on_ranks(communicator, program, num_microbatches, args, breaker=None):
         return chunked_forward(adoption, module, inputs, {}, num_microbatches=num_microbatches)
 
     with applied([BREAKERS[breaker]] if breaker else []):
-        result = globals()[program](forward, *args)
+        result = globals()[program](forward, communicator.device, *args)
     return result, adoption.chunks_run
 
 
 def plainly(program, *args):
     """The same in one piece, by PyTorch alone."""
-    return globals()[program](lambda module, *inputs: module(*inputs), *args)
+    return globals()[program](lambda module, *inputs: module(*inputs), device_of(0), *args)
 
 
 def moody(communicator, case, num_microbatches, num_rows):
     """The result or error of chunks that return different structures, and whether the next forward works."""
-    adoption, module = Adoption(communicator), Moody(case)
-    x = torch.zeros(num_rows, WIDTH)
+    adoption, device = Adoption(communicator), communicator.device
+    module, other = Moody(case).to(device), Moody("named").to(device)
+    x = torch.zeros(num_rows, WIDTH, device=device)
     x[-1, 0] = MARK
     answer: Any = None
     try:
@@ -234,7 +237,7 @@ def moody(communicator, case, num_microbatches, num_rows):
         answer = type(result).__name__, [type(entry).__name__ for entry in result]
     except SamestepError as error:
         answer = type(error).__name__, str(error)
-    after = chunked_forward(adoption, Moody("named"), (x,), {}, num_microbatches=num_microbatches)
+    after = chunked_forward(adoption, other, (x,), {}, num_microbatches=num_microbatches)
     return answer, after.left.tolist() == (x @ module.weight).tolist()
 
 
@@ -259,14 +262,14 @@ class Restless(nn.Module):
 
 def restless(communicator):
     """The results and the leftovers of a forward that writes attributes, also when it fails."""
-    adoption, module = Adoption(communicator), Restless()
+    adoption, module = Adoption(communicator), Restless().to(communicator.device)
     names, children = set(vars(module.layer)), list(module._modules)
+    x = torch.ones(4, WIDTH, device=communicator.device)
     values = []
     for fail in (False, True, False):
         with contextlib.suppress(ArithmeticError):
-            module_input = (torch.ones(4, WIDTH), fail)
-            values.append(chunked_forward(adoption, module, module_input, {}, num_microbatches=4))
-    plain = module.layer(torch.ones(4, WIDTH))
+            values.append(chunked_forward(adoption, module, (x, fail), {}, num_microbatches=4))
+    plain = module.layer(x)
     return {
         "the first call, in every chunk": [torch.equal(value, plain) for value in values],
         "left": (module.num_calls, module.seen, set(vars(module.layer)) == names, list(module._modules) == children),

@@ -47,8 +47,8 @@ def test_hand_written_sgd_ends_in_the_same_bits_on_every_number_of_processes(wor
 
 def test_hand_written_sgd_is_that_of_a_plain_loop(worlds):
     result = worlds(2).run(train, 4, SIZES)[0]
-    params = [p.requires_grad_() for p in parameters()]
-    for batch, loss in zip(data(SIZES), result["losses"], strict=True):
+    params = [p.requires_grad_() for p in parameters("cpu")]
+    for batch, loss in zip(data(SIZES, "cpu"), result["losses"], strict=True):
         total = loss_of(params, batch)
         assert float.fromhex(loss) == pytest.approx(total.item(), rel=1e-5)  # up to 32 float32 terms, another order
         gradients = torch.autograd.grad(total, params)

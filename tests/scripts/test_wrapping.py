@@ -6,6 +6,7 @@ import pytest
 import torch
 from adopting import Bits, run
 from torch import nn
+from worlds import DEVICE, cpu_only
 
 from samestep.comm.communicator import Communicator
 from samestep.comm.transport import LocalTransport
@@ -33,7 +34,7 @@ class Net(nn.Module):
         return self.head(self.body(x))
 
 def digest(module):
-    return hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in module.parameters())).hexdigest()
+    return hashlib.sha256(b"".join(p.detach().cpu().numpy().tobytes() for p in module.parameters())).hexdigest()
 
 def batches():
     for _ in range(3):
@@ -97,7 +98,8 @@ def train(worlds, tmp_path):
 
     def train(n, body, wrap=None, num_microbatches=4):
         path = tmp_path / "train.py"
-        path.write_text(dedent(PRELUDE + dedent(body)))
+        lead = "" if DEVICE == "cpu" else f"import torch\ntorch.set_default_device({DEVICE!r})\n"
+        path.write_text(lead + PRELUDE + dedent(body))
         return run(worlds, n, path, num_microbatches, cwd=tmp_path, wrap=wrap)
 
     return train
@@ -288,11 +290,18 @@ ON_A_DEVICE = """
 """
 
 
-@pytest.mark.parametrize(("n", "device"), [(1, "cpu"), (2, "cpu"), (2, "cuda:1")])
+@pytest.mark.parametrize(
+    ("n", "device"),
+    [pytest.param(n, "cpu", marks=cpu_only("in a run on GPUs it is refused")) for n in (1, 2)] + [(2, "cuda:1")],
+)
 def test_a_model_has_its_inputs_and_outputs_where_it_is(train, n, device):
     outcomes = train(n, ON_A_DEVICE.format(device=device), "model")
     assert [outcome.error for outcome in outcomes] == [""] * n, outcomes[0].message
-    assert outcomes[0].stdout == f"inside {device} {device}\n" * 4 + f"{device} {device}\n"
+    chunks = [device] * 4 if DEVICE == "cpu" else ["cuda:0", "cuda:0", "cuda:1", "cuda:1"]  # those of the ranks
+    assert outcomes[0].stdout.splitlines() == [
+        *(f"inside {seen} {seen}" for seen in chunks),
+        f"{chunks[0]} {chunks[0]}",
+    ]
 
 
 def test_a_model_on_the_cpu_is_refused_where_the_run_is_on_gpus():

@@ -11,20 +11,21 @@ from samestep.scripts.wrapped.chunks import deal
 FEATURES, CLASSES = 6, 3
 
 
-def data(sizes):
+def data(sizes, device):
     """Batches of the given sizes."""
     generator = torch.Generator().manual_seed(4)
-    return [
-        {"x": torch.randn(n, FEATURES, generator=generator), "y": torch.randint(CLASSES, (n,), generator=generator)}
+    pairs = [
+        (torch.randn(n, FEATURES, generator=generator), torch.randint(CLASSES, (n,), generator=generator))
         for n in sizes
     ]
+    return [{"x": x.to(device), "y": y.to(device)} for x, y in pairs]
 
 
-def parameters():
+def parameters(device):
     """A small network as a list of parameters, with one above the size of a small message."""
     generator = torch.Generator().manual_seed(5)
     shapes = [(FEATURES, 2500), (2500,), (2500, CLASSES), (CLASSES,)]
-    return [torch.randn(*shape, generator=generator) * 0.1 for shape in shapes]
+    return [torch.randn(*shape, generator=generator).to(device) * 0.1 for shape in shapes]
 
 
 def loss_of(params, batch):
@@ -35,15 +36,15 @@ def loss_of(params, batch):
 
 def bits(tensors):
     """Bytes of tensors."""
-    return [tensor.detach().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes() for tensor in tensors]
+    return [tensor.detach().cpu().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes() for tensor in tensors]
 
 
 def train(communicator, devices, sizes, together=True, even_split=False, breaker=None):
     """A few steps of hand-written SGD: the losses, the parameters' bits, and the rows that this rank had."""
-    adoption = Adoption(communicator)
-    replicas = replicate_params(parameters(), devices, adoption=adoption)
+    adoption, device = Adoption(communicator), communicator.device
+    replicas = replicate_params(parameters(device), devices, adoption=adoption)
     losses, rows = [], []
-    for batch in data(sizes):
+    for batch in data(sizes, device):
         parts = split_and_load(batch, devices, even_split, adoption=adoption)
         rows.append([len(part["x"]) for part in parts])
         totals = []
@@ -99,9 +100,10 @@ def sum_values(communicator, num_devices, dtype_name, shape):
     adoption = Adoption(communicator)
     replicate_params([torch.zeros(1)], num_devices, adoption=adoption)
     generator = torch.Generator().manual_seed(6)
-    everyone = [(torch.randn(shape, generator=generator) * 100).to(dtype) for _ in range(num_devices)]
+    numbers = [torch.randn(shape, generator=generator) * 100 for _ in range(num_devices)]
+    everyone = [value.to(communicator.device, dtype) for value in numbers]
     mine = deal(num_devices, communicator.world_size)[communicator.rank]
-    ghost = torch.full(shape, 7, dtype=dtype)
+    ghost = torch.full(shape, 7, dtype=dtype, device=communicator.device)
     ours = [everyone[k].clone() for k in mine] or [ghost]
     allreduce(ours, adoption=adoption)
     counter = TreeSum(torch.add)

@@ -110,7 +110,7 @@ def ask_to_stop_after(trainer, step):
 
     def asking(model, batch, *more):
         if trainer.step.num_steps + 1 == step and trainer.run.rank == 0:
-            trainer.run.membership.ask_to_stop(15)
+            trainer.run.membership.heartbeat.ask_to_stop(15)
         return loss_fn(model, batch, *more)
 
     trainer.step.compute.loss_fn = asking

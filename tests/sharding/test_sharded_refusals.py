@@ -4,7 +4,7 @@ import pytest
 import torch
 from sharded_programs import Chain, classify, frozen_later, refused, table
 from torch import nn
-from worlds import in_turns
+from worlds import cpu_only, in_turns
 
 import samestep
 from samestep.engine.sharding.wrapping import check_parameters, choose_modules
@@ -24,6 +24,7 @@ def test_optimizers_that_need_the_whole_of_a_parameter_are_refused_on_any_number
             assert "AdamW" in sentence
 
 
+@cpu_only("the kernels of GPUs round alike, wherever a part ends")
 def test_fused_optimizers_on_a_cpu_are_refused_where_parts_end_anywhere(worlds):
     (sentence,) = worlds(1).run(refused, "sharded", {"optimizer": "fused"})
     assert "fused=True rounds on a CPU by the limits of a tensor" in sentence

@@ -124,7 +124,7 @@ def make(communicator, options):
         model.feed_in.requires_grad_(False)
     mesh = None if o["plan"] is None else run.mesh["tensor"]
     if o.get("own_mesh"):
-        mesh = init_device_mesh("cpu", (communicator.world_size,))
+        mesh = init_device_mesh(communicator.device.type, (communicator.world_size,))
     optimizer = OPTIMIZERS[o["optimizer"]](model.parameters())
     if mesh is not None:
         parallelize_module(model, mesh, PLANS[o["plan"]])

@@ -6,7 +6,7 @@ from functools import cache
 import numpy as np
 import pytest
 from tensor_programs import mesh_of, train, unfrozen
-from worlds import in_turns
+from worlds import cpu_only, in_turns
 
 TENSOR_2, GRID, GRID_OF_6 = {"tensor": 2}, {"data": 2, "tensor": 2}, {"data": 3, "tensor": 2}
 # Some steps in single precision: what differs is the order in which some tens of products are added up, which moves a
@@ -110,6 +110,7 @@ def test_every_plan_has_the_same_bits_on_any_number_of_ranks_along_data(parallel
     check_bits_along_data(parallel, mesh, CASES[case])
 
 
+@cpu_only("gloo has no reduce-scatter of tensors on GPUs")
 def test_ranks_that_talk_by_gloo_give_the_same_bits(worlds, parallel):
     got = worlds(2, "gloo").run(train, {**CASES["positions"], "mesh": TENSOR_2})
     assert all(same_bits(each, parallel(TENSOR_2, CASES["positions"])[0]) for each in got)

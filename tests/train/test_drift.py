@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn import functional
-from worlds import in_turns
+from worlds import DEVICE, in_turns
 
 from samestep.comm.mesh import close_mesh
 from samestep.data.randomness import Generators
@@ -42,7 +42,7 @@ class DrawingLogger:
         self.drawn = []
 
     def log(self, step, scalars):
-        self.drawn.append((torch.rand(1).item(), np.random.standard_normal(), random.random()))
+        self.drawn.append((torch.rand(1, device=DEVICE).item(), np.random.standard_normal(), random.random()))
 
     def close(self):
         self.log(0, {})

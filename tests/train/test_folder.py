@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 from train_programs import make_trainer, points
-from worlds import in_turns
+from worlds import cpu_only, in_turns
 
 from samestep.errors import RunFolderError, UsageError
 from samestep.train.atomic_io import append_whole, replacing, write_json
@@ -147,6 +147,7 @@ def killed_after(number, folder):
     return code != 0
 
 
+@cpu_only("it forks this process, which CUDA does not survive")
 def test_a_run_that_is_killed_at_any_point_of_its_start_is_begun_anew_by_auto(tmp_path, refused, capsys):
     [digest] = in_turns(1, start, tmp_path / "whole", None)
     states, number = set(), 1

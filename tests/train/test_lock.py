@@ -13,7 +13,7 @@ from started_programs import SECONDS, Programs
 from samestep.errors import UsageError
 from samestep.train.paths import LOCK_FILE, create_folder, is_locked, take_lock
 
-# Waits in step 3 of 12 until the file "go" is there; "careless" takes no lock.
+# Waits in step 4 of 12, the first of an epoch, until the file "go" is there; "careless" takes no lock.
 PROGRAM = """
 import sys, time
 from pathlib import Path
@@ -41,7 +41,7 @@ model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.2), nn.Linear(8, 1))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 def loss(model, batch):
-    if trainer.step.num_steps == 3:
+    if trainer.step.num_steps == 4:
         Path("at-work").touch()
         while "waits" in sys.argv and not Path("go").exists():
             time.sleep(0.01)

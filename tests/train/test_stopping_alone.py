@@ -144,9 +144,9 @@ def membership():
 def test_the_first_request_is_noted_and_the_second_is_the_system_s(signum, capfd):
     ours, before = membership(), signal.getsignal(signum)
     with stopping_on_request(ours):
-        assert ours.stop_asked == 0
+        assert ours.heartbeat.stop_asked == 0
         os.kill(os.getpid(), signum)
-        assert ours.stop_asked == signum
+        assert ours.heartbeat.stop_asked == signum
         assert signal.getsignal(signum) == before
     assert signal.getsignal(signum) == before
     assert capfd.readouterr().err == "samestep: stopping after this step; once more to end at once\n"
@@ -207,7 +207,7 @@ def test_a_program_that_handles_a_signal_itself_is_left_alone():
             os.kill(os.getpid(), signal.SIGTERM)
     finally:
         signal.signal(signal.SIGTERM, before)
-    assert (heard, ours.stop_asked) == ([True], 0)
+    assert (heard, ours.heartbeat.stop_asked) == ([True], 0)
 
 
 def test_elsewhere_than_in_the_main_thread_signals_are_left_alone():

@@ -187,9 +187,19 @@ class Heartbeat:
         self.step = 0
         self.phase = "start"
         self.on_phase: Callable[[str, str], None] | None = None
+        self._stop = 0
         self._since = time.perf_counter()
         self._seconds: dict[str, float] = {}
         self.enter("start")
+
+    @property
+    def stop_asked(self) -> int:
+        """The signal by which the run is to stop, as far as this worker has received it; 0 for none."""
+        return self._stop or (0 if self.page is None else self.page.stop)
+
+    def ask_to_stop(self, signum: int) -> None:
+        """Requests that the run stops after the step under way; may be called from a signal handler."""
+        self._stop = signum
 
     def enter(self, phase: str) -> str:
         """Begins a phase, one of `PHASES`, and returns the one before; in the same phase it only posts a beat."""

@@ -24,16 +24,17 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from samestep.comm.communicator import Communicator
 from samestep.comm.heartbeat_page import HEALS, READY_TO_JOIN, SHOWS_LIFE, Heartbeat, Quorum
+from samestep.comm.rendezvous import Report, all_admit, roll_call
 from samestep.comm.transport import Connection, LocalTransport, wait_until
 from samestep.core.mesh import Mesh
-from samestep.core.microbatches import dealt_ranges, microbatch_ranges, num_rounds
+from samestep.core.microbatches import dealt_ranges, microbatch_ranges, num_rounds, ranges_of_slots
 from samestep.errors import PeerLostError, UsageError
 
 T = TypeVar("T")
@@ -46,14 +47,6 @@ ENDED_SECONDS = 1.0  # after which a transfer with it does not arrive any more
 
 class NewQuorumError(PeerLostError):
     """The supervisor has announced another quorum than the one that this rank works in."""
-
-
-class Report(NamedTuple):
-    """A rank's report when a quorum is taken up; in the store its three numbers as text."""
-
-    operations: int  # carried out so far; -1 for a rank that joins, which has no state yet
-    admits: int = 0  # whether a rank may join before the next operation
-    stop: int = 0  # the signal by which the run is to stop; 0 for none
 
 
 class Membership:
@@ -101,12 +94,11 @@ class Membership:
         # Called with the name by which the script asks for its rank; None while it may.
         self.on_rank_asked: Callable[[str], None] | None = None
         self._noticed: set[str] = set()
-        self._own_stop = self._round = 0
+        self._round = 0  # in which a quorum is taken up
         self._one_waits = False  # a late worker is in the quorum, and was not counted in yet
         self._looked, self._ended_at = 0.0, math.inf  # when a rank was first seen to have ended
         self._slots = tuple(range(communicator.world_size))
-        self._num_active = communicator.world_size - spares
-        self._shares = None if shares is None else list(shares)
+        self.will_share(communicator.world_size - spares, shares)
         connection = communicator.transport if isinstance(communicator.transport, Connection) else None
         self._healing_store = healing_store if connection is None else connection.healing_store
         self._axes: dict[str, Communicator] | None = None
@@ -192,23 +184,12 @@ class Membership:
     def to_fetch(self, num_leaves: int) -> range:
         """The microbatches whose samples this rank needs, of so many that hold samples.
 
-        They are its own; if it has none and they are dealt in turn, the first: it runs along with the other ranks,
-        which need its part of the model.
+        They are its own; if it has none and they are dealt in turn, the first: FSDP2 needs every rank in every round.
         """
         mine = self.executed
-        # FSDP2's collectives need every rank in every round.
         if self.is_dealt and mine.start >= num_leaves:
             return range(1)
         return range(mine.start, min(mine.stop, num_leaves), mine.step)
-
-    @property
-    def stop_asked(self) -> int:
-        """The signal by which the run is to stop, as far as this rank has received it; 0 for none."""
-        return self._own_stop or (0 if self.heartbeat.page is None else self.heartbeat.page.stop)
-
-    def ask_to_stop(self, signum: int) -> None:
-        """Requests that the run stops after the step under way; may be called from a signal handler."""
-        self._own_stop = signum
 
     @property
     def can_heal(self) -> bool:
@@ -249,14 +230,6 @@ class Membership:
             event = torch.cuda.current_stream(self.communicator.device).record_event()
             wait_until(event.query, transport.check_lost, self.timeout.total_seconds())
 
-    def check_here(self) -> None:
-        """Raises a `UsageError` if this worker has yet to join the run."""
-        if self.is_late:
-            raise UsageError(
-                "this worker replaces a lost one, but a loop of your own cannot receive the state: leave --replace "
-                "out (those that are left go on by themselves), or use Trainer"
-            )
-
     def notice(self, text: str) -> None:
         """Prints a non-empty text about the run once, on rank 0, to stderr."""
         if text and text not in self._noticed:
@@ -265,7 +238,7 @@ class Membership:
                 print(f"samestep: {text}", file=sys.stderr, flush=True)
 
     def will_share(self, num_active: int, shares: Sequence[float] | None) -> None:
-        """Sets how the ranks that this late worker joins, alone so far, divide the microbatches."""
+        """Sets how the ranks, for a late worker those that it joins, divide the microbatches."""
         self._num_active = num_active
         self._shares = None if shares is None else list(shares)
 
@@ -285,7 +258,7 @@ class Membership:
             quorum = page.quorum()
             try:
                 reports = self._exchange_reports(quorum, Report(-1))
-                if not _all_admit(reports):  # as in `_heal`, which goes to its next round then
+                if not all_admit(reports):  # as in `_heal`, which goes to its next round then
                     self._round += 1
                     continue
                 self._form("all", quorum, quorum.slots)
@@ -357,7 +330,7 @@ class Membership:
                     self.stop = next(report.stop for report in present.values() if report.operations == most.operations)
                     self.heartbeat.enter("regroup")
                     self._drop_connections()
-                members = quorum.slots if _all_admit(reports) else tuple(present)
+                members = quorum.slots if all_admit(reports) else tuple(present)
                 self._form("all", quorum, members)
                 if len(members) > len(present) and self.give is not None:
                     self.give(self.communicator, _source(quorum, reports))
@@ -448,8 +421,6 @@ class Membership:
             if page.number != quorum.number:
                 raise NewQuorumError("another rank was lost meanwhile")
 
-        from samestep.comm.rendezvous import roll_call  # as above
-
         # Without a time limit: the supervisor announces another quorum if one of them is lost, and `check` raises then.
         calls = dist.PrefixStore("words", store)
         missing = roll_call(calls, slots.index(self.heartbeat.slot), len(slots), 1e9, None, word, check)
@@ -471,21 +442,7 @@ class Membership:
             by_data = microbatch_ranges(self.num_microbatches, self.mesh.sizes["data"], self._shares)
             silent = self.mesh.num_inner - 1
             return tuple(r for mine in by_data for r in (mine, *[range(mine.stop, mine.stop)] * silent))
-        num_active = min(self._num_active, len(self._slots))
-        shares = None
-        if self._shares is not None:  # by slot, which stays; a late worker does as much as the average
-            average = sum(self._shares) / len(self._shares)
-            shares = [self._shares[s] if s < len(self._shares) else average for s in self._slots[:num_active]]
-        # Empty, but in its place: ranges by rank stay in the order of the microbatches.
-        rest = range(self.num_microbatches, self.num_microbatches)
-        ranges = microbatch_ranges(self.num_microbatches, num_active, shares)
-        return ranges + (rest,) * (len(self._slots) - num_active)
-
-
-def _all_admit(reports: dict[int, Report]) -> bool:
-    """Whether all are before the same operation, and a rank may join there."""
-    present = [report for report in reports.values() if report.operations >= 0]
-    return len({report.operations for report in present}) == 1 and all(report.admits for report in present)
+        return ranges_of_slots(self.num_microbatches, self._slots, self._num_active, self._shares)
 
 
 def _source(quorum: Quorum, reports: dict[int, Report]) -> int:

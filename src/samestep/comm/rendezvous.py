@@ -4,8 +4,9 @@ import contextlib
 import errno
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
+from typing import NamedTuple
 
 import torch.distributed as dist
 
@@ -15,6 +16,20 @@ from samestep.errors import PeerLostError, UsageError
 FIRST_POLL_SECONDS, POLL_SECONDS = 0.0005, 0.02
 BACKLOG = 1024
 LOOPBACKS = ("localhost", "ip6-localhost", "::1")
+
+
+class Report(NamedTuple):
+    """A rank's report when a quorum is taken up; in the store its three numbers as text."""
+
+    operations: int  # carried out so far; -1 for a rank that joins, which has no state yet
+    admits: int = 0  # whether a rank may join before the next operation
+    stop: int = 0  # the signal by which the run is to stop; 0 for none
+
+
+def all_admit(reports: Mapping[int, Report]) -> bool:
+    """Whether all ranks that have a state are before the same operation, and a rank may join there."""
+    present = [report for report in reports.values() if report.operations >= 0]
+    return len({report.operations for report in present}) == 1 and all(report.admits for report in present)
 
 
 def rendezvous(environment: Environment, timeout: timedelta) -> dist.Store:

@@ -52,6 +52,19 @@ def microbatch_ranges(
     return _weighted_ranges(num_microbatches, shares)
 
 
+def ranges_of_slots(
+    num_microbatches: int, slots: Sequence[int], num_active: int, shares: Sequence[float] | None
+) -> tuple[range, ...]:
+    """The microbatches of the workers in some slots: all on the first `num_active`, none on the spares after them."""
+    num_active = min(num_active, len(slots))
+    if shares is not None:  # by slot, which stays; a late worker does as much as the average
+        average = sum(shares) / len(shares)
+        shares = [shares[slot] if slot < len(shares) else average for slot in slots[:num_active]]
+    # Empty, but in its place: ranges by rank stay in the order of the microbatches.
+    rest = range(num_microbatches, num_microbatches)
+    return microbatch_ranges(num_microbatches, num_active, shares) + (rest,) * (len(slots) - num_active)
+
+
 def dealt_ranges(num_microbatches: int, world_size: int) -> tuple[range, ...]:
     """The microbatches of each rank if they are dealt in turn: rank r has r, r + D, r + 2D, …"""
     # In round k the ranks execute the adjacent microbatches kD … kD + D - 1, so the rank that receives the gradients of

@@ -221,7 +221,9 @@ class TrainStep:
         flags = [*layout.buffers.touched, *gradients.used]
         first = self._unread[0][0] if self._unread else None
         failed = first.step + 1 if first is not None and first.is_there and not first.is_good else 0
-        agreed = Agreed(membership.stop_asked, shortage is not None, membership.asks_checkpoint, flags, failed)
+        agreed = Agreed(
+            membership.heartbeat.stop_asked, shortage is not None, membership.asks_checkpoint, flags, failed
+        )
         if membership.world_size > 1:
             gradients.start()
             header = write_header(batch, self.num_steps, agreed)
@@ -345,7 +347,11 @@ class TrainStep:
 
     def _check_process(self) -> None:
         """Raises if something that decides the bits has changed, or if this rank alone would repeat a step."""
-        self.membership.check_here()
+        if self.membership.is_late:
+            raise UsageError(
+                "this worker replaces a lost one, but a loop of your own cannot receive the state: leave --replace "
+                "out (those that are left go on by themselves), or use Trainer"
+            )
         if self._failed:
             raise DeterminismError(
                 f"step {self.num_steps} failed on rank {self.communicator.rank}, and its exception was caught: a step "

@@ -35,7 +35,7 @@ def stopping_on_request(membership: Membership) -> Iterator[None]:
 
     def request(signum: int, _frame: FrameType | None) -> None:
         signal.signal(signum, ours[signal.Signals(signum)])
-        membership.ask_to_stop(signum)
+        heartbeat.ask_to_stop(signum)
         if membership.rank == 0:
             os.write(2, b"samestep: stopping after this step; once more to end at once\n")  # print may be under way
 
