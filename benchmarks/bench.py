@@ -1,6 +1,6 @@
 """The time of a step: samestep and its peers on four workloads, in interleaved rounds, compared with the limit.
 
-    python benchmarks/bench.py [--workloads W1,W2] [--processes 1,2,4] [--entrants limit,plain,samestep] [--quick]
+    python benchmarks/bench.py [--workloads W1,W2] [--processes 1,2,4,8] [--entrants limit,plain,samestep] [--quick]
     python benchmarks/bench.py --against COMMIT     samestep at that commit takes its turns beside samestep as it is
 
 Each entrant is started once for a workload and then runs in turns with all others, so that noise of the machine affects
@@ -160,7 +160,8 @@ def read_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Reads the command line; refuses bad values before anything starts."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workloads", type=_list_of(WORKLOADS), default=list(WORKLOADS), metavar="NAMES")
-    parser.add_argument("--processes", type=_list_of({"1": 1, "2": 2, "4": 4}), default=[1, 2, 4], metavar="COUNTS")
+    counts = {str(count): count for count in (1, 2, 4, 8)}
+    parser.add_argument("--processes", type=_list_of(counts), default=[*counts.values()], metavar="COUNTS")
     parser.add_argument("--entrants", type=_list_of(BY_NAME), default=[e.name for e in ROSTER], metavar="NAMES")
     parser.add_argument("--rounds", type=int, help=f"{FULL['rounds']} by default")
     parser.add_argument("--quick", action="store_true", help="one round of a few steps: does it all run?")

@@ -11,14 +11,13 @@ as buckets of DistributedDataParallel are.
 import argparse
 import json
 import multiprocessing
-import os
-import platform
 import statistics
 import tempfile
 import time
 from datetime import timedelta
 from pathlib import Path
 
+import facts
 import torch
 import torch.distributed as dist
 
@@ -126,8 +125,8 @@ def main():
             rows.append(row)
             print(show(row), flush=True)
     if options.json:
-        machine = {"cores": len(os.sched_getaffinity(0)), "machine": platform.machine()}
-        options.json.write_text(json.dumps({**machine, "rounds": options.rounds, "rows": rows}, indent=1) + "\n")
+        found = {"machine": facts.machine(), "rounds": options.rounds, "rows": rows}
+        options.json.write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 LIMIT, LIMIT_IN_8 = "limit", "limit-8"
 DEFAULT = "samestep"
+LOGICAL = "logical"
 
 Start = Callable[[int], list[str]]
 
@@ -102,6 +103,11 @@ def _samestep(num_processes: int) -> list[str]:
     return [sys.executable, "-m", "samestep", "run", *options]
 
 
+def _logical(num_ranks: int) -> list[str]:
+    options = ["--devices", "cpu:2", "--logical-devices", str(num_ranks), "--hang-seconds", "0"]
+    return [sys.executable, "-m", "samestep", "run", *options]
+
+
 def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -118,7 +124,7 @@ ROSTER = (
     Entrant(LIMIT, "limit", "limit", torchrun, role="limit"),
     Entrant(LIMIT_IN_8, "limit, in 8 micro-batches", "limit", torchrun, options=("--micro-batches", "8"), role="limit"),
     Entrant("tensor", "raw loop, data in one tensor", "tensor_loop", torchrun),
-    Entrant("plain", "PyTorch tutorial (DataLoader, DDP)", "plain", torchrun),
+    Entrant("plain", "PyTorch tutorial (DataLoader, DDP)", "plain", torchrun, counts=(1, 2, 8)),
     Entrant("accelerate", "Accelerate", "accelerate_loop", _accelerate, "accelerate"),
     Entrant("lightning", "Lightning Trainer", "lightning_trainer", _python, "lightning"),
     Entrant("fabric", "Lightning Fabric", "fabric_loop", _python, "lightning"),
@@ -136,6 +142,7 @@ ROSTER = (
         "--reduction",
         "native",
     ),
+    Entrant(LOGICAL, "DDP, logical devices on 2", "plain", _logical, "samestep", counts=(2, 8), role="ours"),
     ours("samestep-native", "samestep, 8 microbatches, native", (2, 4), "--reduction", "native"),
 )
 BY_NAME = {entrant.name: entrant for entrant in ROSTER}

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from roster import BY_NAME, DEFAULT, LIMIT, LIMIT_IN_8
+from roster import BY_NAME, DEFAULT, LIMIT, LIMIT_IN_8, LOGICAL
 
 Who = tuple[str, int]
 BEST_PEER = "best peer"
@@ -48,6 +48,8 @@ TARGETS = (
     Target("1 device, 1 microbatch / best peer", ("samestep-v1", 1), (BEST_PEER, 1), LARGE, 1.0),
     Target("2 devices, 2 microbatches / limit without communication", ("samestep-v2", 2), (LIMIT, 2), LARGE, 1.05),
     Target("2 devices, 2 microbatches / DDP", ("samestep-v2", 2), ("plain", 2), LARGE, 1.0),
+    Target("DDP as 2 logical devices on 2 / torchrun", (LOGICAL, 2), ("plain", 2), ("W1", "W3"), 1.05),
+    Target("DDP as 8 logical devices on 2 / torchrun", (LOGICAL, 8), ("plain", 8), ("W1", "W3"), 1.15),
     Target("1 device, default / best peer's one process", (DEFAULT, 1), (BEST_PEER, 1), LARGE, 1.0),
     Target("2 devices, default / best peer's two processes", (DEFAULT, 2), (BEST_PEER, 2), LARGE, 1.0),
     Target("2 devices, default / best peer's one process", (DEFAULT, 2), (BEST_PEER, 1), LARGE, 1.0),

@@ -38,12 +38,15 @@ VARIANTS = {
     "samestep-4": ("samestep run, 4 workers", "samestep", 4),
     "torchrun-4": ("torchrun (DDP), 4 workers", "plain", 4),
     "samestep-8": ("samestep run, 8 workers", "samestep", 8),
+    "logical-8": ("samestep run --logical-devices 8 (DDP), 2 devices", "logical", 8),
     "torchrun-8": ("torchrun (DDP), 8 workers", "plain", 8),
 }
 TARGETS = (
     ("start to first step, 8 workers", "samestep-8", "torchrun-8", "seconds", 0.25),
     ("start to first step, 2 workers", "samestep-2", "torchrun-2", "seconds", 0.6),
     ("memory, 8 workers", "samestep-8", "torchrun-8", "megabytes", 0.3),
+    ("start to first step, 8 ranks of DDP", "logical-8", "torchrun-8", "seconds", 0.33),
+    ("memory, 8 ranks of DDP", "logical-8", "torchrun-8", "megabytes", 0.5),
 )
 
 

@@ -15,14 +15,14 @@ are what a message costs: the constant `LATENCY_BYTES` of the transport.
 import argparse
 import json
 import multiprocessing
-import os
-import platform
 import statistics
 import tempfile
 import time
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
+
+import facts
 
 SIZES = (1 << 10, 16 << 10, 256 << 10, 4 << 20, 64 << 20)
 FORM_SIZES = tuple(1 << power for power in range(11, 22))
@@ -220,8 +220,8 @@ def main():
             rows.append(row)
             print(show_row(row), flush=True)
     if options.json:
-        machine = {"cores": len(os.sched_getaffinity(0)), "machine": platform.machine()}
-        options.json.write_text(json.dumps({**machine, "rounds": options.rounds, "rows": rows}, indent=1) + "\n")
+        found = {"machine": facts.machine(), "rounds": options.rounds, "rows": rows}
+        options.json.write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

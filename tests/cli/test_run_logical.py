@@ -1,13 +1,18 @@
 """`samestep run --logical-devices` of scripts that deal with ranks: the same bits on any number of devices."""
 
+import contextlib
 import json
+import random
 import re
+import subprocess
 import textwrap
+import time
 
 import gpus
+import psutil
 import pytest
 import torch
-from cli_commands import samestep
+from cli_commands import SAMESTEP, samestep
 
 TRAINING = """
     import json, os, signal, sys
@@ -22,6 +27,9 @@ TRAINING = """
     on_gpu = torch.cuda.is_available()
     if on_gpu:
         torch.cuda.set_device(local)
+    if "pids" in options:
+        with open(f"{options['pids']}-{os.environ['TORCHELASTIC_RESTART_COUNT']}-{rank}", "w") as file:
+            file.write(str(os.getpid()))
     dist.init_process_group("nccl" if on_gpu else "gloo")
     device = torch.device("cuda", local) if on_gpu else torch.device("cpu")
     place = os.environ.get("SAMESTEP_TOKEN", "").rpartition(":")[2] or rank  # the device that it really has
@@ -37,7 +45,7 @@ TRAINING = """
     loader = DataLoader(data, batch_size=4, sampler=sampler)
     first, saved = 0, "checkpoint.pt"
     if os.path.exists(saved):
-        state = torch.load(saved, map_location=device)
+        state = torch.load(saved, map_location=device, weights_only=True)
         first = state["epoch"]
         model.load_state_dict(state["model"]), optimizer.load_state_dict(state["optimizer"])
     dist.barrier()
@@ -75,9 +83,14 @@ def trained(folder, devices, logical=4, words=(), environment=None, **options):
     command = ["run", "--devices", devices, "--logical-devices", logical, *words, "train.py", json.dumps(options)]
     done = samestep(*command, cwd=folder, **(environment or {}))
     assert done.returncode == 0, done.stderr
-    state = torch.load(folder / "checkpoint.pt", map_location="cpu")
+    return done.stdout, done.stderr, saved_state(folder)
+
+
+def saved_state(folder):
+    """The bytes of all tensors that the training saved."""
+    state = torch.load(folder / "checkpoint.pt", map_location="cpu", weights_only=True)
     moments = [value for each in state["optimizer"]["state"].values() for value in each.values()]
-    return done.stdout, done.stderr, [tensor.numpy().tobytes() for tensor in (*state["model"].values(), *moments)]
+    return [tensor.numpy().tobytes() for tensor in (*state["model"].values(), *moments)]
 
 
 def test_four_ranks_give_the_same_bits_on_one_two_three_and_four_devices(tmp_path):
@@ -106,6 +119,58 @@ def test_after_a_death_all_ranks_start_again_on_the_devices_that_are_left(tmp_pa
     assert printed.splitlines()[-2:] == undisturbed[0].splitlines()[-2:]
 
 
+def killed_at_random(folder, draw):
+    """A run on 2 to 4 devices; up to as many deaths less one, of a rank or of all ranks of a device, from outside.
+
+    Returns the number of deaths, the messages and the state that is saved.
+    """
+    folder.mkdir()
+    (folder / "train.py").write_text(textwrap.dedent(TRAINING))
+    devices, logical = draw.randint(2, 4), 4
+    words = ["--devices", f"cpu:{devices}", "--logical-devices", str(logical), "--max-restarts", str(devices - 1)]
+    command = [*SAMESTEP, "run", *words, "train.py", json.dumps({"pids": "pid"})]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    kills = 0
+    with subprocess.Popen(command, cwd=folder, **pipes) as run:
+        for attempt in range(devices - 1):
+            numbers = {folder / f"pid-{attempt}-{rank}": rank for rank in range(logical)}
+            while not all(path.exists() and path.read_text() for path in numbers) and run.poll() is None:
+                time.sleep(0.01)
+            time.sleep(draw.uniform(0, 0.6))
+            left = devices - attempt
+            device = draw.randrange(left)
+            those = [rank for rank in range(logical) if rank * left // logical == device]
+            for rank in draw.choice([those, [draw.choice(those)]]):
+                try:
+                    process = psutil.Process(int((folder / f"pid-{attempt}-{rank}").read_text()))
+                    if process.cwd() == str(folder):
+                        process.kill()
+                except (OSError, psutil.Error):
+                    continue  # it has ended
+                kills = attempt + 1
+            if kills <= attempt:
+                break
+        messages = run.communicate(timeout=240)[1]
+    assert run.returncode == 0, messages
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            assert process.cwd() != str(folder), f"{process} is left behind"
+    return kills, messages, saved_state(folder)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chunk", range(10))
+def test_a_run_whose_ranks_are_killed_at_random_ends_in_the_bits_of_the_undisturbed(chunk, tmp_path):
+    state, restarts = trained(tmp_path / "undisturbed", "cpu:1")[2], 0
+    for index in range(10):
+        seed = 10 * chunk + index
+        kills, messages, ended = killed_at_random(tmp_path / str(index), random.Random(seed))
+        assert ended == state, f"seed {seed}: {messages}"
+        restarts += messages.count("all workers start again")
+        assert messages.count("all workers start again") <= kills, f"seed {seed}: {messages}"
+    assert restarts > 5  # a rank that is killed after its script's end has ended well
+
+
 @gpus.needs_fake_gpus
 def test_a_script_for_four_gpus_runs_on_one_and_on_two(tmp_path):
     runs = [trained(tmp_path / each, each, environment=gpus.environment(4)) for each in ("0,", "1,3", "0,1,2,3")]
@@ -120,7 +185,6 @@ def test_a_script_for_four_gpus_runs_on_one_and_on_two(tmp_path):
     [
         (("--devices", "cpu:3", "--logical-devices", "2"), "got 2 logical devices and 3 devices; needed: at least one"),
         (("--devices", "cpu:1", "--logical-devices", "2000"), "one machine runs 1024 at most (--logical-devices)"),
-        (("--logical-devices", "4", "--nnodes", "2", "--rdzv-endpoint", "localhost:0"), "on one machine"),
     ],
 )
 def test_logical_devices_that_cannot_be_are_refused(tmp_path, words, message):

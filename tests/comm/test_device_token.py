@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import signal
 import tempfile
+import threading
 import time
 
 import pytest
@@ -58,6 +59,32 @@ def test_ranks_of_a_device_compute_one_at_a_time(start):
     found = sorted(pipe.recv() for _, pipe in pairs for _ in range(4))
     assert len(found) == 12
     assert all(before[1] <= after[0] for before, after in itertools.pairwise(found))
+
+
+def wait_in_threads(token, told):
+    def wait_often():
+        for _ in range(300):
+            with token.lent():
+                time.sleep(0.0001)
+
+    def attempt(done):
+        try:
+            wait_often()
+        except OSError as error:
+            done.append(str(error))
+
+    refusals = []
+    threads = [threading.Thread(target=attempt, args=(refusals,)) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    told.send(refusals)
+
+
+def test_threads_that_wait_at_the_same_time_are_not_taken_for_a_deadlock(start):
+    pipes = [start(wait_in_threads, number)[1] for number in range(4)]
+    assert [pipe.recv() for pipe in pipes] == [[]] * 4
 
 
 def hold(token, told):

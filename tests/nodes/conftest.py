@@ -73,13 +73,13 @@ class Nodes(Marked):
     def run(self, *arguments, **variables):
         return self.end_of(self.start(*arguments, **variables))
 
-    def start_all(self, count, before, after):
+    def start_all(self, count, before, after, **variables):
         """Starts `samestep BEFORE --nnodes COUNT … AFTER` on so many nodes, which have numbers."""
         meeting = ["--nnodes", str(count), "--master-addr", "localhost", "--master_port", str(self.port)]
-        return [self.start(*before, *meeting, "--node-rank", str(rank), *after) for rank in range(count)]
+        return [self.start(*before, *meeting, "--node-rank", str(rank), *after, **variables) for rank in range(count)]
 
-    def run_all(self, count, before, after):
-        return [self.end_of(process) for process in self.start_all(count, before, after)]
+    def run_all(self, count, before, after, **variables):
+        return [self.end_of(process) for process in self.start_all(count, before, after, **variables)]
 
 
 @pytest.fixture

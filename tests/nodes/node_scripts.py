@@ -53,6 +53,31 @@ print("digest", sum(p.double().sum().item() for p in model.parameters()).hex())
 """
 """A script for one process with nn.DataParallel."""
 
+RANKS = """
+import os
+import torch, torch.distributed as dist
+from torch import nn
+
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+torch.manual_seed(rank)
+model = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(8, 64), nn.Dropout(0.2), nn.Linear(64, 1)))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(3):
+    loss = (model(torch.randn(16, 8)) - 1).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+places = [None] * dist.get_world_size()
+place = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]), os.environ.get("SAMESTEP_TOKEN", "")[-2:]
+dist.all_gather_object(places, place)
+if rank == 0:
+    print("places", places)
+    print("digest", sum(p.double().sum().item() for p in model.parameters()).hex())
+dist.destroy_process_group()
+"""
+"""A script with DistributedDataParallel; it says where its ranks are."""
+
 FAILING = """
 import os, sys, time
 import torch, torch.distributed as dist

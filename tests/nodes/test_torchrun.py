@@ -6,12 +6,12 @@ import signal
 import sys
 
 import pytest
-from node_scripts import FAILING, PARALLEL, SMALL, TRAINER
+from node_scripts import FAILING, PARALLEL, RANKS, SMALL, TRAINER
 
 from samestep.cli.options import NodeOptions, WorkerOptions, chosen_devices, chosen_torchrun
 from samestep.comm.environment import torchrun_defaults
 from samestep.errors import UsageError
-from samestep.launcher.job import Policy, parse_max_nodes
+from samestep.launcher.job import Policy, parse_nodes
 
 PET = {
     "PET_NNODES": "2",
@@ -39,15 +39,15 @@ def alone(nodes, script):
     return ended
 
 
-@pytest.mark.parametrize(("text", "count"), [("1", 1), ("2", 2), ("1:4", 4)])
-def test_nnodes_is_a_number_or_two(text, count):
-    assert parse_max_nodes(text) == count
+@pytest.mark.parametrize(("text", "numbers"), [("1", (1, 1)), ("2", (2, 2)), ("1:4", (1, 4))])
+def test_nnodes_is_a_number_or_two(text, numbers):
+    assert parse_nodes(text) == numbers
 
 
 @pytest.mark.parametrize("text", ["0", "3:2", "two", "1:2:3", "", "-1"])
 def test_nnodes_that_cannot_be_is_a_sentence(text):
     with pytest.raises(UsageError, match="--nnodes"):
-        parse_max_nodes(text)
+        parse_nodes(text)
 
 
 def test_torchrun_gets_its_options_and_the_backend_that_needs_no_number():
@@ -55,7 +55,7 @@ def test_torchrun_gets_its_options_and_the_backend_that_needs_no_number():
     assert given(nnodes="1", node_rank=0) is None
     found = given(nnodes="1:4", rdzv_endpoint="node1:29500", rdzv_id="x")
     options = {"nnodes": "1:4", "rdzv-endpoint": "node1:29500", "rdzv-id": "x", "rdzv-backend": "c10d"}
-    assert (found.options, found.max_nodes) == (options, 4)
+    assert (found.options, found.min_nodes, found.max_nodes) == (options, 1, 4)
     assert "rdzv-backend" not in given(nnodes="2", node_rank=1, rdzv_endpoint="node1").options
     assert given(rdzv_endpoint="node1").max_nodes == 1
 
@@ -157,6 +157,33 @@ def test_an_adopted_script_is_shared_out_over_nodes_with_the_same_bits(nodes):
     assert (one.code, first.code, second.code) == (0, 0, 0), first.stderr + second.stderr
     assert first.digest == one.digest
     assert second.stdout == ""
+
+
+def test_logical_devices_are_dealt_to_the_machines_with_the_same_bits(nodes):
+    script = nodes.script(RANKS)
+    options = ["--logical-devices", "4"]
+    one = nodes.run("run", "--devices", "cpu:1", *options, script)
+    first, second = nodes.run_all(2, ["run"], ["--devices", "cpu:1", *options, script], SAMESTEP_TRANSPORT="gloo")
+    assert (one.code, first.code, second.code) == (0, 0, 0), first.stderr + second.stderr
+    assert f"places {[(0, 2, ':0'), (1, 2, ':0')] * 2}" in first.stdout
+    assert first.digest == one.digest
+    assert second.stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("nnodes", "logical", "devices", "message"),
+    [
+        ("2", "3", "cpu:1", "got --logical-devices 3 and --nnodes 2; needed: one number of machines"),
+        ("1:2", "4", "cpu:1", "got --logical-devices 4 and --nnodes 1:2; needed: one number of machines"),
+        ("2", "4", "cpu:3", "got 2 logical devices and 3 devices; needed: at least one logical device each"),
+    ],
+)
+def test_logical_devices_that_cannot_be_dealt_to_the_machines_are_refused(nodes, nnodes, logical, devices, message):
+    script = nodes.script(RANKS)
+    meeting = ["--nnodes", nnodes, "--rdzv-endpoint", nodes.endpoint, "--devices", devices]
+    ended = nodes.run("run", *meeting, "--logical-devices", logical, script)
+    assert ended.code == 2
+    assert message in ended.stderr
 
 
 @pytest.mark.slow

@@ -172,7 +172,7 @@ def _parameter(each: Field[Any], kind: Any, only_given: bool) -> inspect.Paramet
 def chosen_torchrun(policy: "Policy", start_method: str | None, nodes: NodeOptions) -> "Torchrun | None":
     """torchrun's options, from these and the variables that stand for them; None for this machine alone."""
     from samestep.comm.environment import read_environment, torchrun_defaults
-    from samestep.launcher.job import Policy, Torchrun, parse_max_nodes
+    from samestep.launcher.job import Policy, Torchrun, parse_nodes
 
     options = {name: str(value) for name, value in asdict(nodes).items() if value is not None}
     launcher = read_environment().launcher
@@ -185,7 +185,7 @@ def chosen_torchrun(policy: "Policy", start_method: str | None, nodes: NodeOptio
             )
         return None
     known = {**(torchrun_defaults() if launcher == "none" else {}), **options}
-    max_nodes = parse_max_nodes(known.get("nnodes", "1"))
+    min_nodes, max_nodes = parse_nodes(known.get("nnodes", "1"))
     if max_nodes == 1 and "rdzv_endpoint" not in known:
         return None
     if not known.keys() & {"rdzv_endpoint", "master_addr"}:
@@ -197,7 +197,7 @@ def chosen_torchrun(policy: "Policy", start_method: str | None, nodes: NodeOptio
         )
     if "rdzv_endpoint" in options and not known.keys() & {"rdzv_backend", "node_rank"}:
         options["rdzv_backend"] = "c10d"  # torchrun's default, static, takes a machine without a number for number 0
-    return Torchrun({name.replace("_", "-"): value for name, value in options.items()}, max_nodes)
+    return Torchrun({name.replace("_", "-"): value for name, value in options.items()}, min_nodes, max_nodes)
 
 
 def chosen_devices(workers: WorkerOptions) -> str | None:

@@ -74,11 +74,6 @@ def run(
             "--adopt (--seed goes with --logical-devices, too)"
         )
     elif logical is not None:
-        if torchrun is not None:
-            raise UsageError(
-                f"got --logical-devices for a script that deals with ranks itself ({reading.reason}) and several "
-                "machines; its logical devices are on one machine: leave --nnodes and the like out"
-            )
         job = _called(job, "samestep.scripts.logical", "run_logical", {"seed": script.seed})
     else:
         job = _called(job, "samestep.scripts.spawning", "run_native", {})
@@ -99,7 +94,7 @@ def run(
     else:
         from samestep.launcher.torchrun import hand_over
 
-        outcome = hand_over(job, selection, torchrun, num_threads, policy.max_restarts)
+        outcome = hand_over(job, selection, torchrun, num_threads, policy, logical)
     if folder is not None and torchrun is None:
         print_traces(folder, to_stderr=True)
     if outcome.failure is not None:

@@ -150,7 +150,7 @@ def _train_by_workers(
 
         kwargs = {"as_json": as_json, **config.as_json()}
         work = replace(work, target="samestep.cli.train:train_as_rank", kwargs=kwargs)
-        outcome = hand_over(work, selection, torchrun, num_threads, policy.max_restarts)
+        outcome = hand_over(work, selection, torchrun, num_threads, policy)
         if outcome.failure is not None:
             typer.echo(f"samestep: error: {outcome.failure}", err=True)
         raise typer.Exit(outcome.exit_code)

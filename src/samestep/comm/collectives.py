@@ -5,6 +5,7 @@ Every operation but a copy is a fold of the ranks' tensors, element by element, 
 where the ranks run. A large tensor goes in pieces: those of the next are under way while one is added.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -36,28 +37,16 @@ def _multiply(left: Tensor, right: Tensor, out: Tensor) -> None:
     out.copy_(torch.complex(real, imaginary))
 
 
-def _add(left: Tensor, right: Tensor, out: Tensor) -> None:
-    torch.add(left, right, out=out)
-
-
-def _minimum(left: Tensor, right: Tensor, out: Tensor) -> None:
-    torch.minimum(left, right, out=out)
-
-
-def _maximum(left: Tensor, right: Tensor, out: Tensor) -> None:
-    torch.maximum(left, right, out=out)
-
-
-_FOLDS: dict[str, Callable[[Tensor, Tensor, Tensor], Any]] = {
-    "SUM": _add,
-    "AVG": _add,
-    "PREMUL_SUM": _add,
+_FOLDS: dict[str, Callable[..., Any]] = {
+    "SUM": torch.add,
+    "AVG": torch.add,
+    "PREMUL_SUM": torch.add,
     "PRODUCT": _multiply,
-    "MIN": _minimum,
-    "MAX": _maximum,
-    "BAND": lambda left, right, out: torch.bitwise_and(left, right, out=out),
-    "BOR": lambda left, right, out: torch.bitwise_or(left, right, out=out),
-    "BXOR": lambda left, right, out: torch.bitwise_xor(left, right, out=out),
+    "MIN": torch.minimum,
+    "MAX": torch.maximum,
+    "BAND": torch.bitwise_and,
+    "BOR": torch.bitwise_or,
+    "BXOR": torch.bitwise_xor,
 }
 # torch does not calculate with these. Sums, products and bits are those of the signed integers.
 _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
@@ -128,7 +117,7 @@ class Operation:
                 target = right[0]
             else:
                 target = spare.pop() if spare else torch.empty_like(total)
-            combine(left[0], right[0], target)
+            combine(left[0], right[0], out=target)
             if left[1] and right[1]:
                 spare.append(right[0])
             return target, True
@@ -294,8 +283,6 @@ def all_reduce_sparse(transport: Transport, tensor: Tensor, operation: Operation
 
 def _all_of_uneven(transport: Transport, rows: Tensor, counts: Sequence[int]) -> list[Tensor]:
     """The rows of every rank, of which there are so many."""
-    ranks, width = transport.world_size, rows[:1].numel() or int(torch.tensor(rows.shape[1:]).prod())
-    sent = rows.reshape(-1)
-    sizes = [count * width for count in counts]
-    received = transport.exchange(sent.repeat(ranks), [sent.numel()] * ranks, sizes).wait()
+    sizes = [count * math.prod(rows.shape[1:]) for count in counts]
+    received = gather_parts(transport, rows.reshape(-1), sizes).wait()
     return [part.view(count, *rows.shape[1:]) for part, count in zip(received.split(sizes), counts, strict=True)]

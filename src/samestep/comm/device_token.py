@@ -31,64 +31,85 @@ class DeviceToken:
     def __init__(self, fd: int, index: int, rank: int) -> None:
         self._fd, self._index, self._rank = fd, index, rank
         self._process = os.getpid()
-        self._num_waits = 0  # of `lent`
-        self._is_idle = False
+        # One thread asks the kernel at a time: of two that wait, the one can get the lock while the other still waits
+        # behind another process, which is then refused its own request as a deadlock.
+        self._asking = threading.Lock()
+        self._holds = False
+        self._held_since = 0.0
+        self._num_waits = 0  # calls of `lent`
+        self._waiting: list[None] = []  # an item for each thread inside `lent`
         self.acquire()
         threading.Thread(target=self._watch, name="samestep device token", daemon=True).start()
 
     def acquire(self) -> None:
         """Waits until this rank holds the token."""
         if os.getpid() == self._process:  # a data worker computes beside its rank
-            fcntl.lockf(self._fd, fcntl.LOCK_EX, 1, self._index)
-            self._is_idle = False
+            with self._asking:
+                if not self._holds:
+                    fcntl.lockf(self._fd, fcntl.LOCK_EX, 1, self._index)
+                    self._take()
+
+    def _take(self) -> None:
+        self._holds, self._held_since = True, time.monotonic()
 
     def release(self) -> None:
         """Hands the token over."""
-        if os.getpid() == self._process:
-            fcntl.lockf(self._fd, fcntl.LOCK_UN, 1, self._index)
+        if os.getpid() == self._process and self._holds:  # else another thread may be waiting for it
+            with self._asking:
+                self._holds = False
+                fcntl.lockf(self._fd, fcntl.LOCK_UN, 1, self._index)
 
     @contextmanager
     def lent(self) -> Iterator[None]:
         """Hands the token over during a block."""
         self._num_waits += 1
+        self._waiting.append(None)
         self.release()
         try:
             yield
         finally:
+            self._waiting.pop()
             self.acquire()
 
     def _watch(self) -> None:
         """Hands over for a rank that waits unannounced, by sleeping or by polling."""
-        clock, used, num_waits, held_since, num_taken = time.monotonic(), time.process_time(), -1, 0.0, 0
+        clock, used, num_waits, num_taken = time.monotonic(), time.process_time(), -1, 0
         while True:
-            time.sleep(LOOK_SECONDS)
-            now, now_used = time.monotonic(), time.process_time()
-            is_idle = now_used - used < IDLE_SHARE * (now - clock) and not _has_runnable_thread()
-            clock, used = now, now_used
+            time.sleep(LOOK_SECONDS if self._holds else 10 * LOOK_SECONDS)  # a rank that sleeps is to cost nothing
+            before, clock = clock, time.monotonic()
+            before_used, used = used, time.process_time()
+            is_idle = used - before_used < IDLE_SHARE * (clock - before) and not _has_runnable_thread()
             if self._num_waits != num_waits:
-                num_waits, held_since, num_taken = self._num_waits, now, 0
-            if is_idle and not self._is_idle:
-                self._is_idle = True
+                num_waits, num_taken = self._num_waits, 0
+            if not self._holds:
+                if not is_idle and not self._waiting:
+                    self.acquire()  # the rank computes in the meantime
+                    if self._waiting:
+                        self.release()
+            elif self._held_since > before:
+                continue  # the rank may have waited for the token
+            elif is_idle:
                 self.release()
-            elif self._is_idle and not is_idle:
-                self.acquire()  # the rank computes in the meantime
-            elif not is_idle and now - held_since > HOLD_SECONDS:
-                held_since = now
-                if self._is_taken_at_once():
-                    num_taken += 1
-                    if num_taken == NAMED_AFTER:
-                        self._name_polling()
+            elif clock - self._held_since > HOLD_SECONDS and self._is_taken_at_once():
+                num_taken += 1
+                if num_taken == NAMED_AFTER:
+                    self._name_polling()
 
     def _is_taken_at_once(self) -> bool:
         """Whether another rank takes the token when it is free for a moment."""
         self.release()
         time.sleep(LOOK_SECONDS / 10)
-        try:
-            fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, self._index)
-        except OSError:
-            self.acquire()
-            return True
-        return False
+        with self._asking:
+            if not self._holds:
+                try:
+                    fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, self._index)
+                except OSError:
+                    pass
+                else:
+                    self._take()
+        was_taken = not self._holds
+        self.acquire()
+        return was_taken
 
     def _name_polling(self) -> None:
         seconds = NAMED_AFTER * HOLD_SECONDS

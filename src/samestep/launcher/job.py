@@ -112,19 +112,30 @@ class Policy:
 
 @dataclass(frozen=True)
 class Torchrun:
-    """torchrun's options for several machines, by their names with hyphens, and the largest number of machines."""
+    """torchrun's options for several machines, by their names with hyphens, and how many machines there may be."""
 
     options: Mapping[str, str]
+    min_nodes: int
     max_nodes: int
 
+    def ranks_each(self, logical_devices: int) -> int:
+        """The number of logical devices of each machine."""
+        if self.min_nodes < self.max_nodes or logical_devices % self.max_nodes:
+            nodes = f"{self.min_nodes}:{self.max_nodes}" if self.min_nodes < self.max_nodes else self.max_nodes
+            raise UsageError(
+                f"got --logical-devices {logical_devices} and --nnodes {nodes}; needed: one number of machines, each "
+                "of which gets as many logical devices as the others"
+            )
+        return logical_devices // self.max_nodes
 
-def parse_max_nodes(text: str) -> int:
-    """The largest number of machines that "2" or "1:4" allows."""
+
+def parse_nodes(text: str) -> tuple[int, int]:
+    """The smallest and the largest number of machines that "2" or "1:4" allows."""
     found = re.fullmatch(r"(\d+)(?::(\d+))?", text.strip())
     low, high = (0, 0) if found is None else (int(found[1]), int(found[2] or found[1]))
     if not 1 <= low <= high:
         raise UsageError(f"got --nnodes {text}; needed: a number of 1 or more, such as 2, or two, such as 1:4")
-    return high
+    return low, high
 
 
 @dataclass(frozen=True)

@@ -108,12 +108,9 @@ def supervise(
                 page.close()
             if not again:
                 break
-            left = selection.count - 1
-            lost = monitor.failed_device if logical_devices is not None and left >= policy.min_devices else None
             where = ""
-            if lost is not None:
-                where = f" on {counted(left, 'device')}, without {selection.label(lost)}"
-                selection = selection.only(*(index for index in range(selection.count) if index != lost))
+            if logical_devices is not None:
+                selection, where = _without(selection, monitor.failed_device, policy)
             display.notify(
                 f"{outcome.failure}\nsamestep: all workers start again{where} ({restarts.used} of {restarts.limit})"
             )
@@ -124,6 +121,15 @@ def supervise(
         sentence = f"{restarts.refusal}; when its cause is mended: {job.resume_hint}"
         outcome = replace(outcome, failure=f"{outcome.failure}\n{sentence}")
     return replace(outcome, events=tuple(events))
+
+
+def _without(selection: Selection, failed: int | None, policy: Policy) -> tuple[Selection, str]:
+    """The selection without a device, unless another is not left, and the words that say so."""
+    left = selection.count - 1
+    if failed is None or left < policy.min_devices:
+        return selection, ""
+    words = f" on {counted(left, 'device')}, without {selection.label(failed)}"
+    return selection.only(*(index for index in range(selection.count) if index != failed)), words
 
 
 @contextlib.contextmanager

@@ -11,26 +11,41 @@ import socket
 import sys
 import tempfile
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from samestep.comm.environment import read_environment
+from samestep.comm.device_token import TOKEN_VARIABLE
+from samestep.comm.environment import Environment, read_environment
 from samestep.devices.selection import Selection
 from samestep.errors import UsageError
 from samestep.launcher import process_tree
 from samestep.launcher.assignment import process_variables
 from samestep.launcher.failures import describe_ending, explain_exception, report_exception
-from samestep.launcher.job import Job, Outcome, Torchrun
+from samestep.launcher.job import Job, Outcome, Policy, Torchrun
 from samestep.launcher.program import run_program
 from samestep.launcher.worker import exit_code_of, leave
 from samestep.launcher.workers import begin_log, make_log_dir
 
+TOKENS = "tokens"  # a file beside torchrun's logs
 STOP_CODES = tuple(128 + signum for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
 PEER_LOST_SECONDS = 0.5  # torchrun polls every tenth of a second, and reports the worker whose end it finds first
 
 
-def hand_over(job: Job, selection: Selection, torchrun: Torchrun, num_threads: int, max_restarts: int) -> Outcome:
-    """Runs a job on the devices of this and the other machines, and waits for its end."""
+def hand_over(
+    job: Job,
+    selection: Selection,
+    torchrun: Torchrun,
+    num_threads: int,
+    policy: Policy,
+    logical_devices: int | None = None,
+) -> Outcome:
+    """Runs a job on the devices of this and the other machines, and waits for its end.
+
+    With `logical_devices` there are as many workers on all machines together, equally many on each.
+    """
+    num_workers = selection.count if logical_devices is None else torchrun.ranks_each(logical_devices)
+    policy.check_devices(selection.count, num_workers)
     make_log_dir(job.log_dir)
     variables = {"SAMESTEP_DEVICE_KIND": selection.kind, "SAMESTEP_THREADS": str(num_threads)}
     os.environ.update({**process_variables(selection, num_threads), **variables})
@@ -42,8 +57,12 @@ def hand_over(job: Job, selection: Selection, torchrun: Torchrun, num_threads: i
 
     worker = [sys.executable, "-P", "-u", "-m", "samestep.launcher.torchrun", json.dumps(asdict(job))]
     with tempfile.TemporaryDirectory(prefix="samestep-torchrun-") as folder:  # torchrun would leave its own behind
-        given = {**torchrun.options, "nproc-per-node": selection.count, "max-restarts": max_restarts, "log-dir": folder}
-        options = [f"--{name}={value}" for name, value in given.items()]
+        if logical_devices is not None:
+            Path(folder, TOKENS).touch()
+            own = [dict(selection.only(index).environment) for index in range(selection.count)]
+            worker.append(json.dumps({"tokens": str(Path(folder, TOKENS)), "variables": own}))
+        given = {**torchrun.options, "nproc-per-node": num_workers, "max-restarts": policy.max_restarts}
+        options = [f"--{name}={value}" for name, value in {**given, "log-dir": folder}.items()]
         try:
             run.run(run.parse_args([*options, "--no-python", *worker]))
         except ChildFailedError as error:
@@ -63,13 +82,15 @@ def hand_over(job: Job, selection: Selection, torchrun: Torchrun, num_threads: i
 
 
 def main() -> None:
-    """One worker, started by torchrun; its argument is the job as JSON."""
+    """One worker, started by torchrun; its arguments are JSON: the job, and the devices of logical ones."""
     process_tree.end_with_parent(os.getppid(), signal.SIGKILL)  # else it would outlive an agent that is killed
     place, job = read_environment(), Job.from_json(json.loads(sys.argv[1]))
     terminal = open(os.dup(2), "w", buffering=1, encoding="utf-8", errors="replace")  # noqa: SIM115 - until the end
     log = None if job.log_dir is None or place.rank == 0 else str(Path(job.log_dir) / f"rank-{place.rank}.log")
     if place.rank > 0:
         _redirect(log, anew=place.attempt == 0)
+    if len(sys.argv) > 2:
+        _settle(place, **json.loads(sys.argv[2]))
     report = None
     try:
         run_program(job.restarted() if place.attempt else job, {})
@@ -89,6 +110,14 @@ def main() -> None:
         if report["peer_lost"]:
             time.sleep(PEER_LOST_SECONDS)
     leave(code)
+
+
+def _settle(place: Environment, tokens: str, variables: Sequence[Mapping[str, str]]) -> None:
+    """Gives a logical device its device of this machine, and the file of the devices' tokens."""
+    index = place.local_rank * len(variables) // place.local_world_size
+    os.environ.update(variables[index])
+    if place.local_world_size > len(variables):
+        os.environ[TOKEN_VARIABLE] = f"{os.open(tokens, os.O_RDWR)}:{index}"
 
 
 def _redirect(log: str | None, *, anew: bool) -> None:
