@@ -1,7 +1,7 @@
 """Scripts of the frameworks, as their documentation writes them: four ranks give the same bits on 1 to 4 devices.
 
-They are in `frameworks/`, on scanned digits and texts that scikit-learn has. What runs on whole numbers, whose sums are
-exact in every order, must end in the bits that torchrun gives with four processes, too.
+They are in `frameworks/`, on scanned digits and texts that come with scikit-learn. What runs on whole numbers, whose
+sums are exact in every order, must end in the bits that torchrun gives with four processes, too.
 """
 
 import hashlib

@@ -6,7 +6,7 @@ import sys
 import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
-from sklearn.datasets import load_digits
+from data import load_digits
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -17,7 +17,7 @@ accelerator = Accelerator(gradient_accumulation_steps=2)
 set_seed(7, device_specific=not is_exact)
 accelerator.print(accelerator.distributed_type, accelerator.num_processes, "processes")
 
-x, y = load_digits(return_X_y=True)
+x, y = load_digits()
 x, y = torch.tensor(x, dtype=torch.float64 if is_exact else torch.float32), torch.tensor(y)
 train_loader = DataLoader(TensorDataset(x[:450], y[:450]), batch_size=8, shuffle=True)
 test_loader = DataLoader(TensorDataset(x[450:600], y[450:600]), batch_size=16)

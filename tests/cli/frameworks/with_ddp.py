@@ -7,7 +7,7 @@ from functools import reduce
 
 import torch
 import torch.distributed as dist
-from sklearn.datasets import load_digits
+from data import load_digits
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.algorithms.join import Join
@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
-pixels, labels = load_digits(return_X_y=True)
+pixels, labels = load_digits()
 on_gpu = torch.cuda.is_available()
 device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
 pixels, labels = torch.tensor(pixels)[:640].to(device), torch.tensor(labels)[:640].to(device)

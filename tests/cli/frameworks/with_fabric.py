@@ -1,8 +1,8 @@
 """Lightning Fabric: a loop of one's own, with metrics of torchmetrics over all ranks."""
 
 import torch
+from data import load_digits
 from lightning.fabric import Fabric
-from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric, MetricCollection
@@ -12,7 +12,7 @@ fabric = Fabric(accelerator="auto", devices=4, strategy="ddp")
 fabric.launch()
 fabric.seed_everything(7 + fabric.global_rank)
 
-x, y = load_digits(return_X_y=True)
+x, y = load_digits()
 data = TensorDataset(torch.tensor(x, dtype=torch.float32) / 16, torch.tensor(y))
 with fabric.rank_zero_first():
     train, test = torch.utils.data.random_split(data, [1400, 397], torch.Generator().manual_seed(3))

@@ -6,13 +6,13 @@ import sys
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as checkpoints
-from sklearn.datasets import load_digits
+from data import load_digits
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-pixels, labels = load_digits(return_X_y=True)
+pixels, labels = load_digits()
 device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else torch.device("cpu")
 if device.type == "cuda":
     torch.cuda.set_device(device)

@@ -2,9 +2,9 @@
 
 import lightning as L
 import torch
+from data import load_digits
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
-from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
@@ -12,7 +12,7 @@ from torchmetrics.classification import MulticlassAccuracy
 
 class Digits(L.LightningDataModule):
     def setup(self, stage):
-        x, y = load_digits(return_X_y=True)
+        x, y = load_digits()
         data = TensorDataset(torch.tensor(x, dtype=torch.float32) / 16, torch.tensor(y))
         self.train, self.validation = torch.utils.data.random_split(data, [1400, 397])
 

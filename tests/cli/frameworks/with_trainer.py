@@ -1,8 +1,8 @@
 """The Trainer of transformers: a small BERT reads scanned digits as sentences of pixels."""
 
 import numpy as np
+from data import load_digits
 from datasets import Dataset
-from sklearn.datasets import load_digits
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
@@ -12,7 +12,7 @@ from transformers import (
 )
 
 set_seed(7)
-pixels, labels = load_digits(return_X_y=True)
+pixels, labels = load_digits()
 rows = [
     {"input_ids": picture.astype(int).tolist(), "label": int(label)}
     for picture, label in zip(pixels[:150], labels[:150], strict=True)

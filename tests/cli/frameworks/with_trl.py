@@ -1,14 +1,13 @@
 """TRL's SFTTrainer: a small Llama with a tokenizer of its own learns the descriptions of scikit-learn's data sets."""
 
+from data import load_texts
 from datasets import Dataset
-from sklearn.datasets import load_breast_cancer, load_diabetes, load_digits, load_iris, load_wine
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, set_seed
 from trl import SFTConfig, SFTTrainer
 
 set_seed(7)
-texts = [load().DESCR for load in (load_breast_cancer, load_diabetes, load_digits, load_iris, load_wine)]
-paragraphs = [part for text in texts for part in text.split("\n\n") if len(part) > 40]
+paragraphs = [part for text in load_texts() for part in text.split("\n\n") if len(part) > 40]
 
 tokenizer = Tokenizer(models.BPE())
 tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
