@@ -3,6 +3,7 @@
 import contextlib
 import json
 import random
+import re
 import subprocess
 import textwrap
 import time
@@ -198,6 +199,7 @@ REPORTING = """
     import os, sys, time, warnings
     import torch, torch.distributed as dist
     from torch import nn
+    from torch.distributed.device_mesh import init_device_mesh
     from torch.utils.data import DataLoader
 
     class Flatten(nn.Module):
@@ -205,9 +207,9 @@ REPORTING = """
             warnings.warn("put_ does not have a deterministic implementation, but you set ...")
             return x
 
-    dist.init_process_group("gloo")
+    init_device_mesh("cpu", (2,))  # makes the process group
     torch.backends.cudnn.benchmark = True
-    print("benchmark", torch.backends.cudnn.benchmark, flush=True)
+    print(type(dist.group.WORLD).__name__, "benchmark", torch.backends.cudnn.benchmark, flush=True)
     for _ in range(2):
         Flatten()(torch.zeros(1))
         DataLoader([1], num_workers=64)
@@ -224,7 +226,7 @@ REPORTING = """
 def test_what_would_depend_on_the_machine_is_fixed_or_named_once(tmp_path):
     (tmp_path / "train.py").write_text(textwrap.dedent(REPORTING))
     done = samestep("run", "--devices", "cpu:1", "--logical-devices", 2, "train.py", cwd=tmp_path)
-    assert (done.returncode, done.stdout) == (0, "benchmark False\n"), done.stderr
+    assert (done.returncode, done.stdout) == (0, "OrderedProcessGroup benchmark False\n"), done.stderr
     for line in (
         "put_ does not have a deterministic implementation, in Flatten: bits may differ from run to run",
         "cudnn.benchmark stays off",
@@ -237,3 +239,35 @@ def test_a_rank_that_polls_for_another_of_its_device_does_not_hang(tmp_path):
     (tmp_path / "train.py").write_text(textwrap.dedent(REPORTING))
     done = samestep("run", "--devices", "cpu:1", "--logical-devices", 2, "train.py", "polls", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
+
+
+UNSEEDED = """
+    import random
+    import numpy, torch, torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    drawn = [None] * dist.get_world_size()
+    dist.all_gather_object(drawn, (torch.rand(1).item(), random.random(), float(numpy.random.rand())))
+    if dist.get_rank() == 0:
+        print(*[number for ranks in drawn for number in ranks])
+    dist.destroy_process_group()
+"""
+
+
+def test_an_unseeded_script_draws_other_numbers_on_each_rank_and_can_be_repeated(tmp_path):
+    (tmp_path / "train.py").write_text(textwrap.dedent(UNSEEDED))
+
+    def run(devices, *words):
+        words = ("run", "--devices", devices, "--logical-devices", 2, *words, "train.py")
+        done = samestep(*words, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        return done
+
+    first = run("cpu:1")
+    assert len({*first.stdout.split()}) == 6
+    (seed,) = re.findall(
+        r"samestep: the script sets no seed; this run used (\d+) \(--seed \1 repeats it\)", first.stderr
+    )
+    again = run("cpu:2", "--seed", seed)
+    assert again.stdout == first.stdout
+    assert "sets no seed" not in again.stderr

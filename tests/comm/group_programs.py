@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import random
 import signal
 import time
 from datetime import timedelta
@@ -285,6 +286,35 @@ def asynchronous(rank, ranks, count):
     assert float(between) == ranks
     assert float(chained.wait()[0]) == 0
     return [float(tensor[-1]) for tensor in tensors] == [float(number * ranks) for number in range(count)]
+
+
+def nested(rank, ranks, count):
+    """Operations whose callbacks call others and wait for them, as PowerSGD's hook does; the sums of all, in order."""
+    sizes = random.Random(rank)  # of pauses: the ranks' callbacks run at different times
+    found = []
+
+    def called_by(number):
+        def callback(future):
+            time.sleep(sizes.random() / 500)
+            inner = future.value()[0] * (number + 1)
+            return dist.all_reduce(inner, async_op=True).get_future().wait()[0]
+
+        return callback
+
+    def chained_after(number):
+        def callback(future):
+            return dist.all_reduce(future.value() + number, async_op=True).get_future().wait()[0]
+
+        return callback
+
+    for number in range(count):
+        future = dist.all_reduce(torch.ones(3), async_op=True).get_future().then(called_by(number))
+        found.append(future.then(chained_after(number)))
+        time.sleep(sizes.random() / 500)
+    between = torch.ones(1)
+    dist.all_reduce(between)
+    wanted = [float((ranks * (number + 1) * ranks + number) * ranks) for number in range(count)]
+    return float(between) == ranks and [float(future.wait()[0]) for future in found] == wanted
 
 
 def functional_forms(rank, ranks):

@@ -90,6 +90,11 @@ def test_operations_run_in_the_order_of_their_calls_and_futures_follow(ranks_of,
     assert ranks_of(ranks).run(in_group, tmp_path / "store", group_programs.asynchronous, (60,)) == [True] * ranks
 
 
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_a_callback_calls_operations_and_waits_for_them_in_the_same_order_on_every_rank(ranks_of, tmp_path, ranks):
+    assert ranks_of(ranks).run(in_group, tmp_path / "store", group_programs.nested, (25,)) == [True] * ranks
+
+
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_functional_and_coalesced_forms_find_the_group_by_name(ranks_of, tmp_path, ranks):
     assert ranks_of(ranks).run(in_group, tmp_path / "store", group_programs.functional_forms) == [[]] * ranks

@@ -134,6 +134,15 @@ def test_ddp_native_is_one_process_where_nobody_started_more(tmp_path):
     assert list(torch.load(tmp_path / "net.pt")) == ["0.weight", "0.bias", "2.weight", "2.bias"]
 
 
+def test_ddp_accelerate_is_one_process_where_nobody_started_more(tmp_path):
+    pytest.importorskip("accelerate")
+    said = run_script("ddp_accelerate", ["--epochs", 3, "--save", "net.pt"], tmp_path)
+    learns(said, 3)
+    assert numbers(said, "accuracy")[-1] > 0.7
+    assert numbers(said, "processes") == [1, 1, 1]
+    assert list(torch.load(tmp_path / "net.pt")) == ["0.weight", "0.bias", "3.weight", "3.bias"]
+
+
 def test_model_parallel_gives_by_hand_the_bits_that_it_gives_by_a_pipeline_of_whole_batches(tmp_path):
     options = ["--samples", 200, "--batch-size", 30, "--epochs", 2]
     said = run_script("model_parallel", [*options, "--save", "hand.pt"], tmp_path)

@@ -143,3 +143,13 @@ def test_the_command_leaves_a_script_with_processes_of_its_own_alone(tmp_path):
     assert len(losses) == 2
     assert float(losses[1]) < float(losses[0])
     assert (tmp_path / "net.pt").is_file()
+
+
+def test_four_processes_of_accelerate_give_the_same_bits_on_one_device_and_on_two(tmp_path):
+    pytest.importorskip("accelerate")
+    arguments = ["--logical-devices", 4, FOLDER / "ddp_accelerate.py", "--epochs", 2, "--save"]
+    said = [command(tmp_path, "run", "--devices", f"cpu:{n}", *arguments, f"{n}.pt") for n in (1, 2)]
+    assert said[0] == said[1]
+    assert said[0].count(", processes 4\n") == 2
+    one, two = (torch.load(tmp_path / f"{n}.pt") for n in (1, 2))
+    assert all(torch.equal(one[name], two[name]) for name in one)

@@ -174,3 +174,30 @@ def test_recurrent_layers_give_the_results_and_gradients_of_the_cpu(layer, bias)
         print(all(map(torch.allclose, *found)))
     """
     assert run(program).strip() == "True"
+
+
+def test_the_operations_of_sync_batch_norm_are_those_of_batch_norm():
+    program = """
+        import torch
+        from torch.nn import functional
+        torch.manual_seed(0)
+        x, grad, weight, bias = torch.randn(6, 4, 3, dtype=torch.float64), torch.randn(6, 4, 3), *torch.randn(2, 4)
+        grad, weight, bias = (value.double() for value in (grad, weight, bias))
+        running = [torch.zeros(4).double(), torch.ones(4).double()]
+        leaves = [value.clone().requires_grad_() for value in (x, weight, bias)]
+        wanted = functional.batch_norm(leaves[0], *running, *leaves[1:], training=True)
+        wanted.backward(grad)
+        x, grad, weight, bias = (value.cuda() for value in (x, grad, weight, bias))
+        on_gpu = [torch.zeros(4).double().cuda(), torch.ones(4).double().cuda()]
+        parts = [torch.batch_norm_stats(part, 1e-5) for part in x.split([2, 4])]  # of two ranks
+        counts = torch.tensor([6.0, 12.0], dtype=torch.float64).cuda()
+        means, invstds = (torch.stack(each) for each in zip(*parts))
+        mean, invstd = torch.batch_norm_gather_stats_with_counts(x, means, invstds, *on_gpu, 0.1, 1e-5, counts)
+        found = torch.batch_norm_elemt(x, weight, bias, mean, invstd, 1e-5)
+        sums = torch.batch_norm_backward_reduce(grad, x, mean, invstd, weight, True, True, True)
+        counts = torch.tensor([6, 12], dtype=torch.int32).cuda()
+        of_input = torch.batch_norm_backward_elemt(grad, x, mean, invstd, weight, sums[0], sums[1], counts)
+        pairs = zip([wanted, *running, *(leaf.grad for leaf in leaves)], [found, *on_gpu, of_input, *sums[2:]])
+        print(all(torch.allclose(one, other.cpu(), rtol=1e-12) for one, other in pairs))  # sums in another order
+    """
+    assert run(program).split() == ["True"]

@@ -92,7 +92,8 @@ class ScriptOptions:
         min=1,
     )
     seed: int | None = option(
-        "Of a script of one process: seeds every generator at its start; by default a random seed, under verify 0."
+        "Seeds every generator at the start of a script of one process, and of each logical device, with a number of "
+        "its own; by default a random seed, under verify 0."
     )
 
 

@@ -68,13 +68,13 @@ def run(
         is_virtual = (several or logical is not None) and selection.kind == "cpu"
         asked = {"num_microbatches": logical, "seed": script.seed, "wrap": script.wrap, "virtual": is_virtual}
         job, logical = _called(job, "samestep.scripts.script", "run_adopted", asked), None
-    elif script.seed is not None or script.wrap is not None:
+    elif script.wrap is not None or (script.seed is not None and logical is None):
         raise UsageError(
             f"--seed and --wrap are for scripts of one process, and {reading.reason}; set them in the script, or give "
-            "--adopt"
+            "--adopt (--seed goes with --logical-devices, too)"
         )
     elif logical is not None:
-        job = _called(job, "samestep.scripts.logical", "run_logical", {})
+        job = _called(job, "samestep.scripts.logical", "run_logical", {"seed": script.seed})
     else:
         job = _called(job, "samestep.scripts.spawning", "run_native", {})
     if script.adopt is None and reading.is_both:

@@ -3,6 +3,9 @@
 A synchronous operation runs in the thread that calls it, after those before it; a thread of the queue runs the
 asynchronous ones. A thread that waits for an operation which has not begun runs it by itself, and what is before it:
 another thread would have to be woken first.
+
+An operation's turn ends when the callbacks of its future have run, and an operation that one of them calls runs within
+it, at once: else its place among those of other threads would be another one on every rank.
 """
 
 import threading
@@ -37,6 +40,7 @@ class QueuedWork(dist.Work):
         self._future: torch.futures.Future[Any] | None = None
         self._error: Exception | None = None
         self._is_done = self._is_settled = False
+        self.is_published = False
         self._tensors = [tensor for tensor in tensors if tensor.is_cuda]
         self._devices = sorted({tensor.device for tensor in self._tensors}, key=str) if self._tensors else []
         # The streams on which the caller's kernels write the tensors, up to now.
@@ -48,8 +52,6 @@ class QueuedWork(dist.Work):
         self._queue.complete(self, timeout.total_seconds())
         if self._error is not None:
             raise self._error
-        if self._future is not None:  # another thread may still be about to complete it
-            self._future.wait()
         for device, event in zip(self._devices, self._after, strict=True):
             torch.cuda.current_stream(device).wait_event(event)
         return True
@@ -102,10 +104,11 @@ class QueuedWork(dist.Work):
         self._is_done = True
 
     def publish(self) -> None:
-        """Completes the future, whose callbacks may call further operations."""
+        """Completes the future, whose callbacks may call further operations; ends the turn."""
         # What it refers to must not outlive it: tensors, above all.
         self._run = _nothing
         self._settle()
+        self.is_published = True
 
     def fail(self, error: Exception) -> None:
         """Ends an operation that will not run."""
@@ -143,7 +146,8 @@ class WorkQueue:
     def __init__(self, name: str) -> None:
         self._name = name
         self._waiting: deque[QueuedWork] = deque()
-        self._turn = threading.Lock()
+        self._turn = threading.RLock()
+        self._in_turn: int | None = None  # the thread that has the turn
         self._calls = threading.Semaphore(0)
         self._thread: threading.Thread | None = None
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
@@ -154,24 +158,29 @@ class WorkQueue:
         work = QueuedWork(self, run, outputs, tensors)
         if self._closed is not None:
             work.fail(self._closed)
+        elif self._in_turn == threading.get_ident():
+            work.execute()  # called by a callback
+            work.publish()
         else:
             self._waiting.append(work)
         if not is_async:
             work.wait()
-        elif self._closed is None:
+        elif not work.is_published:
             self._start()
             self._calls.release()
         return work
 
     def complete(self, work: QueuedWork, seconds: float) -> None:
-        """Returns once an operation is done; runs it, and those before it, unless another thread does."""
-        if work.is_completed():
+        """Returns once an operation and its callbacks are done; runs it, and those before it, unless a thread does."""
+        if work.is_published:
             return
         with lent_token():
             if seconds > 0:  # its own limit: it must not be this thread that is blocked
                 self._await(work, seconds)
             while not work.is_completed():
                 self._run_next(work)
+            with self._turn:  # in which another thread may run the callbacks
+                pass
 
     def stream(self, device: torch.device) -> torch.cuda.Stream:
         """The stream of the queue on a device."""
@@ -202,8 +211,12 @@ class WorkQueue:
             if not self._waiting or (wanted is not None and wanted.is_completed()):
                 return
             work = self._waiting.popleft()
-            work.execute()
-        work.publish()  # after the turn: a callback of the future may call the next operation, and wait for it
+            outer, self._in_turn = self._in_turn, threading.get_ident()
+            try:
+                work.execute()
+                work.publish()
+            finally:
+                self._in_turn = outer
 
     def _await(self, work: QueuedWork, seconds: float) -> None:
         self._start()

@@ -9,6 +9,7 @@ import os
 import sys
 import warnings
 import weakref
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from types import FrameType
@@ -23,6 +24,8 @@ from torch.utils.data import DataLoader
 from samestep.comm.device_token import hold_token, lent_token, shares_device
 from samestep.comm.environment import read_environment
 from samestep.comm.process_group import NAME, OrderedProcessGroup, register_backend
+from samestep.core.seeds import derive_seed
+from samestep.data.randomness import seed_process
 from samestep.devices.inventory import usable_cores
 from samestep.scripts.adoption import VISIBLE_DEVICES
 from samestep.scripts.patch import Patch, applied
@@ -30,12 +33,13 @@ from samestep.scripts.spawning import run_native
 from samestep.train.determinism import own_device
 
 C10D = (c10d.__name__,)  # the module that the names of torch.distributed are from
+MESH = "torch.distributed.device_mesh"  # has some of them, too: a mesh makes the first group if there is none
 NO_DETERMINISTIC = " does not have a deterministic implementation"
 BENCHMARK = "cudnn.benchmark stays off: it chooses kernels by their time, and bits with them"
 _told: set[str] = set()
 
 
-def run_logical(kind: str, target: str, argv: Sequence[str]) -> None:
+def run_logical(kind: str, target: str, argv: Sequence[str], seed: int | None = None) -> None:
     """Runs a script (kind "script") or a module (kind "module") as one logical rank: the entry of workers."""
     place = read_environment()
     device = own_device(None, place)
@@ -49,7 +53,27 @@ def run_logical(kind: str, target: str, argv: Sequence[str]) -> None:
 
             stack.enter_context(own_accelerator(lambda: place.local_world_size, device))
             os.environ[VISIBLE_DEVICES] = ",".join(map(str, range(place.local_world_size)))  # CUDA has read its own
+        stack.enter_context(_seeded(place.rank, seed))
         run_native(kind, target, argv)
+
+
+@contextmanager
+def _seeded(rank: int, seed: int | None) -> Iterator[None]:
+    """Seeds this rank's generators: forks of one process would draw the same. A seed that was drawn is named."""
+    number = zlib.crc32(os.environ.get("TORCHELASTIC_RUN_ID", "").encode()) if seed is None else seed
+    is_set, inner = seed is not None, torch.manual_seed
+
+    @functools.wraps(inner)
+    def manual_seed(*args: Any, **options: Any) -> torch.Generator:
+        nonlocal is_set
+        is_set = True
+        return inner(*args, **options)
+
+    seed_process(derive_seed(number, rank))
+    with applied([Patch(torch, "manual_seed", manual_seed, ("torch.random",))]):
+        yield
+    if not is_set:
+        _tell(f"the script sets no seed; this run used {number} (--seed {number} repeats it)")
 
 
 def _process_groups() -> list[Patch]:
@@ -82,9 +106,9 @@ def _process_groups() -> list[Patch]:
 
     return [
         Patch(OrderedProcessGroup, "allreduce", _lending_after_backward(OrderedProcessGroup.allreduce)),
-        Patch(dist, "init_process_group", init_process_group, C10D),
-        Patch(dist, "new_group", new_group, (*C10D, "torch.distributed.device_mesh")),
-        Patch(dist, "get_backend", get_backend, (*C10D, "torch.distributed.device_mesh")),
+        Patch(dist, "init_process_group", init_process_group, (*C10D, MESH)),
+        Patch(dist, "new_group", new_group, (*C10D, MESH)),
+        Patch(dist, "get_backend", get_backend, (*C10D, MESH)),
         Patch(dist, "is_nccl_available", torch.cuda.is_available, C10D),
     ]
 

@@ -5,7 +5,7 @@
 | module | patches |
 |---|---|
 | `virtual/` (without GPUs) | torch.cuda, torch.accelerator, autocast, autograd, generators, loaders, files, threads |
-| `virtual/real` (with GPUs) | device counts and indices of torch.cuda and torch.accelerator |
+| `virtual/real` (with GPUs) | counts and indices of torch.cuda and torch.accelerator; DTensor's generator |
 | `output` | the line that a warning names |
 | `parallel` | nn.DataParallel, nn.parallel.{data_parallel, replicate, parallel_apply} |
 | `backward` | torch.autograd.{backward, grad} |

@@ -20,6 +20,7 @@ from functools import partial
 from multiprocessing.process import BaseProcess
 from typing import Any, NoReturn
 
+from samestep.comm.environment import read_environment
 from samestep.errors import UsageError
 from samestep.launcher.program import run_module, run_script
 from samestep.scripts.patch import Patch, applied
@@ -27,12 +28,16 @@ from samestep.scripts.patch import Patch, applied
 REFUSED = 173  # the exit code of a child that stopped before it would wait; no signal's, and hardly a script's
 OTHER_GROUPS = ("horovod.torch", "mpi4py.MPI")  # whose processes exchange gradients without torch's process groups
 RENDEZVOUS = "torch.distributed.rendezvous"
+ON_CPUS = "ACCELERATE_USE_CPU"  # read by Accelerate, and by the Trainers of transformers and TRL
 Place = tuple[str, str, str]
 Started = list[tuple[BaseProcess, str]]
 
 
 def run_native(kind: str, target: str, argv: Sequence[str]) -> None:
     """Runs a script that deals with ranks itself: the entry of `samestep run`'s workers."""
+    place = read_environment()
+    if place.device_kind == "cpu" and place.world_size > 1:
+        os.environ.setdefault(ON_CPUS, "true")  # as `accelerate launch --cpu` does: without it every process is alone
     with watching_children(target), applied(_first_backward(target)):
         if kind == "module":
             run_module(target, tuple(argv))
@@ -91,20 +96,12 @@ def _why_alone() -> str:
     """Why the processes do not train together; empty where a process group, samestep or other means connect them."""
     import torch.distributed as dist
 
-    trainers = sys.modules.get("transformers.trainer")
-    if trainers is not None and any(trainer.args.world_size == 1 for trainer in _objects(trainers.Trainer)):
-        return "has a Trainer of transformers that takes its process for the only one"
     if not dist.is_available() or dist.is_initialized() or any(name in sys.modules for name in OTHER_GROUPS):
         return ""
     ours = sys.modules.get("samestep.comm.communicator")
-    if ours is not None and any(_objects(ours.Communicator)):
+    if ours is not None and any(issubclass(type(thing), ours.Communicator) for thing in gc.get_objects()):
         return ""
     return "has started no process group before its first backward"
-
-
-def _objects(kind: type) -> Iterator[Any]:
-    """The objects of a class that there are."""
-    return (thing for thing in gc.get_objects() if issubclass(type(thing), kind))
 
 
 def _mend_alone(world_size: str) -> str:
@@ -114,8 +111,6 @@ def _mend_alone(world_size: str) -> str:
     one = "1" if torch.accelerator.is_available() else "cpu:1"
     if {"lightning", "pytorch_lightning", "lightning_fabric"} & sys.modules.keys():
         mend = f'give Lightning strategy="ddp" and devices={world_size}'
-    elif "transformers.trainer" in sys.modules:
-        mend = "for CPU workers give TrainingArguments use_cpu=True (--use_cpu)"
     else:
         mend = "samestep run --adopt shares one training out, or start a process group in the script"
     return (

@@ -116,7 +116,7 @@ def run_probed(
             if adopt is not None:
                 run_adopted(kind, target, argv, **adopt)
             elif is_logical:
-                run_logical(kind, target, argv)
+                run_logical(kind, target, argv, seed=0)
             else:
                 run_native(kind, target, argv)
         except WatchedEnough:

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
@@ -102,6 +103,12 @@ def _patches(count: Callable[[], int], device: torch.device, read: Callable[[Any
     ]
     if device.type == "cuda":
         table += _cuda_patches(device, read, count, set_device)
+    if dist.is_available():
+        from torch.distributed.tensor import _random  # the generator of distributed tensors, which no mode sees
+
+        table.append(
+            Patch(_random, "_resolve_device", lambda device_mesh: read(torch.device(device_mesh.device_type, 0)))
+        )
     return table
 
 

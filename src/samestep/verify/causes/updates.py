@@ -228,9 +228,8 @@ LEARNING_RATE = Cause(
 ALONE = Cause(
     "alone",
     "every process trains a model of its own: gradients are not exchanged",
-    "Have the program start a process group: Trainer(strategy='ddp', devices=N) in Lightning, use_cpu=True for the "
-    "Trainer of transformers on CPUs, DistributedDataParallel in a loop of your own; or, if it is written for one "
-    "process, adopt it: --adopt.",
+    "Have the program start a process group: Trainer(strategy='ddp', devices=N) in Lightning, "
+    "DistributedDataParallel in a loop of your own; or, if it is written for one process, adopt it: --adopt.",
     _suspect_alone,
     _with_exchange,
 )

@@ -1,0 +1,119 @@
+"""Scripts of the frameworks, as their documentation writes them: four ranks give the same bits on 1 to 4 devices.
+
+They are in `frameworks/`, on scanned digits and texts that come with scikit-learn. What runs on whole numbers, whose
+sums are exact in every order, must end in the bits that torchrun gives with four processes, too.
+"""
+
+import hashlib
+import importlib.util
+import re
+import shutil
+import sys
+from pathlib import Path
+
+import gpus
+import pytest
+from cli_commands import samestep
+
+PROGRAMS = Path(__file__).parent / "frameworks"
+EXACT = ("plain", "accumulation", "join")
+SCRIPTS = {
+    "accelerate": (),
+    "trainer": (),
+    "lightning": (),
+    "fabric": (),
+    "ddp": (*EXACT, "hook", "power_sgd", "zero"),
+    "fsdp": (),
+    "trl": (),
+}
+PACKAGES = {"accelerate": ("accelerate",), "trainer": ("transformers", "datasets"), "trl": ("trl",)}
+PACKAGES |= dict.fromkeys(("lightning", "fabric"), ("lightning", "torchmetrics"))
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4")
+AS_OURS = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}  # what samestep run sets
+CLOCKS = re.compile(r"""['"]?\w+_(runtime|per_second)['"]?: ['"]?[\d.e+-]+['"]?,?\s*""")
+UNIQUE = (".metadata", "README.md")  # a checkpoint's identity; a page with versions
+
+
+def _slow(*values):
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+def outcome(folder, name, arguments, devices, **variables):
+    """What four ranks print and save: on so many CPU workers, on GPUs ("0,1"), or under torchrun (None).
+
+    Runs that are compared have the same folder, whose name may be in a checkpoint.
+    """
+    for package in PACKAGES.get(name, ()):
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"{package} is not installed (the extra frameworks)")
+    folder = folder / "run"
+    folder.mkdir()
+    program = (PROGRAMS / f"with_{name}.py", *arguments)
+    if devices is None:
+        done = samestep(*program, cwd=folder, command=TORCHRUN, **AS_OURS)
+    else:
+        devices = f"cpu:{devices}" if isinstance(devices, int) else devices
+        done = samestep("run", "--logical-devices", 4, "--devices", devices, *program, cwd=folder, **variables)
+    assert done.returncode == 0, done.stderr
+    assert "trains on its own" not in done.stderr
+    paths = [path for path in folder.rglob("*") if path.is_file() and path.name not in UNIQUE]
+    saved = {str(path.relative_to(folder)): _digest(path) for path in paths}
+    assert saved
+    shutil.rmtree(folder)
+    return CLOCKS.sub("", done.stdout), saved
+
+
+def _digest(path):
+    content = path.read_bytes()
+    if path.suffix in (".json", ".csv"):
+        content = CLOCKS.sub("", content.decode()).encode()
+    return hashlib.sha256(content).hexdigest()
+
+
+@pytest.fixture(scope="module")
+def on_one(tmp_path_factory):
+    """The outcome of a script on one device; each runs once, in the folder in which all its runs are."""
+    known = {}
+
+    def look_up(name):
+        if name not in known:
+            folder = tmp_path_factory.mktemp(name)
+            known[name] = folder, outcome(folder, name, SCRIPTS[name], 1)
+        return known[name]
+
+    return look_up
+
+
+@pytest.mark.parametrize("devices", [2, _slow(3), _slow(4)])
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_four_ranks_print_and_save_the_same_on_any_number_of_devices(on_one, name, devices):
+    folder, (printed, saved) = on_one(name)
+    also_printed, also_saved = outcome(folder, name, SCRIPTS[name], devices)
+    assert also_printed == printed
+    assert also_saved == saved
+
+
+@pytest.mark.parametrize(("name", "arguments"), [_slow("accelerate", ("exact",)), ("ddp", EXACT), ("fsdp", ("exact",))])
+def test_exact_sums_end_in_the_bits_of_torchrun_with_four_processes(tmp_path, name, arguments):
+    ours, theirs = (outcome(tmp_path, name, arguments, devices) for devices in (2, None))
+    assert ours == theirs
+
+
+def test_a_real_device_in_a_seed_and_sums_device_by_device_are_found_out(tmp_path):
+    twins = ("leak", "by_device")
+    one, two = (outcome(tmp_path, "ddp", twins, count, NUM_DEVICES=str(count)) for count in (1, 2))
+    assert one[1].keys() == two[1].keys() == {"leak.pt", "hook.pt"}
+    assert all(one[1][path] != two[1][path] for path in one[1])
+
+
+@gpus.needs_fake_gpus
+@pytest.mark.parametrize("name", ["accelerate", "fsdp", _slow("trainer"), _slow("lightning")])
+def test_a_script_for_four_gpus_runs_on_two(tmp_path, name):
+    runs = [outcome(tmp_path, name, (), each, **gpus.environment(4)) for each in ("0,1", "0,1,2,3")]
+    assert runs[0] == runs[1]
+
+
+@gpus.needs_fake_gpus
+def test_sync_batch_norm_sees_the_batches_of_all_ranks(tmp_path):
+    runs = [outcome(tmp_path, "ddp", ("sync_batch_norm",), each, **gpus.environment(4)) for each in ("0,", "1,3")]
+    assert runs[0] == runs[1]
