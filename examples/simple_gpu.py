@@ -1,10 +1,9 @@
 """Training on a GPU, if there is one: a plain script that wraps nothing and knows one device.
 
-SimpleNet learns digits, from scikit-learn. samestep can share its model out all the same, if told which variable holds
-it:
+SimpleNet learns digits, from scikit-learn. samestep shares out the model that the optimizer trains all the same:
 
     python examples/simple_gpu.py
-    samestep run --devices cpu:4 --wrap model examples/simple_gpu.py
+    samestep run --devices cpu:4 examples/simple_gpu.py
 """
 
 import argparse

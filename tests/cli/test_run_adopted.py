@@ -147,6 +147,15 @@ def test_options_of_adopted_scripts_are_refused_for_scripts_that_deal_with_ranks
         assert f"train.py, line {line_of(NATIVE, 'init_process_group')}" in said
 
 
+@pytest.mark.parametrize("command", [("run", "--devices", "cpu:2"), ("verify", "--devices", "cpu:1,cpu:2")])
+@pytest.mark.parametrize("source", ["import samestep\nrun = samestep.Run()", "from samestep import Trainer"])
+def test_logical_devices_are_refused_for_a_script_that_uses_samestep_itself(tmp_path, refused, command, source):
+    path = script(tmp_path, f"import os\nrank = os.environ['RANK']\n{source}\n")
+    said = refused(*command, "--logical-devices", 4, path)
+    assert "got --logical-devices 4 for a script that uses samestep itself (train.py, line " in said
+    assert "samestep.Run(num_microbatches=4)" in said
+
+
 LOST = """
     import os, signal
 

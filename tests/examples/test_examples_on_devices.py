@@ -25,7 +25,6 @@ EXAMPLES = {
     "simple_gpu": ["--epochs", 2, "--samples", 100],
     "detection": ["--epochs", 2, "--samples", 12, "--batch-size", 7],
 }
-WRAPS = {"simple_gpu": "model"}
 
 
 @dataclass(frozen=True)
@@ -47,7 +46,7 @@ def run(worlds, world_size, name, folder, num_microbatches=NUM_MICROBATCHES):
     folder = folder / f"{world_size} processes, {num_microbatches} microbatches"
     folder.mkdir()
     arguments = [*EXAMPLES[name], "--save", "saved.pt"]
-    results = worlds(world_size).run(run_example, name, arguments, folder, num_microbatches, WRAPS.get(name))
+    results = worlds(world_size).run(run_example, name, arguments, folder, num_microbatches)
     lines = re.sub(r", \d+\.\d s$", "", results[0][0], flags=re.MULTILINE).splitlines()
     saved = torch.load(folder / "saved.pt")
     values = list(saved.values()) if isinstance(saved, dict) else leaves(saved)

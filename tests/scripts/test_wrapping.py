@@ -1,4 +1,4 @@
-"""Scripts that wrap nothing: a module is shared out by its name, or a hint says that one could be."""
+"""Scripts that wrap nothing: a module is shared out by its name, or a hint says that one could be named."""
 
 from textwrap import dedent
 
@@ -10,11 +10,11 @@ from worlds import DEVICE, cpu_only
 
 from samestep.comm.communicator import Communicator
 from samestep.comm.transport import LocalTransport
-from samestep.errors import DeterminismError, UsageError
+from samestep.errors import UsageError
 from samestep.scripts import wrapping
 from samestep.scripts.adoption import Adoption
 from samestep.scripts.parallel import DataParallel
-from samestep.scripts.wrapping import wrapped
+from samestep.scripts.wrapping import shared_out
 
 STEPS = 3
 PRELUDE = """
@@ -132,16 +132,27 @@ def test_the_named_module_is_shared_out_and_ends_in_the_same_bits(train, body, n
         assert outcomes[0].stderr == "", "there is nothing to hint at"
 
 
-def test_twin_a_script_that_is_not_shared_out_is_noticed_and_told_once_what_it_could_wrap(train):
-    (shared,) = train(1, PLAIN, "model")
-    for body, name in ((PLAIN, "model"), (IN_A_FUNCTION, "network"), (IN_A_CLASS, "trainer.model")):
-        first, second = train(2, body)
-        assert first.chunks == second.chunks == ()
-        assert first.result != shared.result
-        assert first.stderr.count("wraps no model: all 2 processes compute the same.") == 1
-        assert f"samestep run --wrap {name} train.py …" in first.stderr
-        assert second.stderr == ""
-    assert train(1, PLAIN)[0].stderr == ""
+BY_HAND = """
+model = Net()
+for x, y in batches():
+    nn.CrossEntropyLoss()(model(x), y).backward()
+    with torch.no_grad():
+        for p in model.parameters():
+            p -= 0.5 * p.grad
+            p.grad = None
+RESULT = digest(model)
+"""
+
+
+def test_twin_a_script_without_an_optimizer_is_not_shared_out_and_told_once_what_it_could_name(train):
+    (shared,) = train(1, BY_HAND, "model")
+    first, second = train(2, BY_HAND)
+    assert first.chunks == second.chunks == ()
+    assert first.result != shared.result
+    assert first.stderr.count("has most of an optimizer's parameters: all 2 processes compute the same.") == 1
+    assert "samestep run --wrap model train.py …" in first.stderr
+    assert second.stderr == ""
+    assert train(1, BY_HAND)[0].stderr == ""
 
 
 @pytest.mark.parametrize(
@@ -181,7 +192,7 @@ def test_a_compiled_module_goes_by_the_name_of_either():
     fast = torch.compile(model, backend="eager")
     for name in ("model", "fast", "Linear"):
         adoption = alone()
-        with wrapped(adoption, name):
+        with shared_out(adoption, name):
             fast(torch.ones(8, 6))
         assert len(adoption.chunks_run) == 4, name
 
@@ -190,6 +201,7 @@ def test_with_one_microbatch_the_module_is_simply_called(train):
     (outcome,) = train(1, PLAIN, "model", 1)
     assert outcome.chunks == ()
     assert outcome.result == train(1, PLAIN, None, 1)[0].result
+    assert train(2, PLAIN, None, 1)[0].stderr == "", "that is what the user asked for"
 
 
 def test_a_module_that_is_wrapped_already_is_left_to_its_wrapper(train):
@@ -226,17 +238,17 @@ def test_a_script_that_fails_before_the_name_is_met_keeps_its_own_error(train):
 
 @pytest.mark.parametrize("name", ["", "my model", "model.", "1x", "model[0]", "model:", "model:x", "model:1.0", ":1"])
 def test_a_text_that_can_be_no_name_is_refused(name):
-    with pytest.raises(UsageError, match="give a variable or class of the script"), wrapped(alone(), name):
+    with pytest.raises(UsageError, match="give a variable or class of the script"), shared_out(alone(), name):
         pass
 
 
 def test_modules_inside_a_chunk_are_called_without_a_look_at_the_stack(monkeypatch):
     adoption = alone()
     looked = []
-    real = wrapping._is_meant
-    monkeypatch.setattr(wrapping, "_is_meant", lambda *args: looked.append(args) or real(*args))
+    real = wrapping.is_meant
+    monkeypatch.setattr(wrapping, "is_meant", lambda *args: looked.append(args) or real(*args))
     model = nn.Sequential(nn.Linear(6, 3), nn.ReLU(), nn.Linear(3, 3))
-    with wrapped(adoption, "model"):
+    with shared_out(adoption, "model"):
         model(torch.ones(8, 6))
     assert len(adoption.chunks_run) == 4
     assert len(looked) == 1
@@ -306,7 +318,7 @@ def test_a_model_has_its_inputs_and_outputs_where_it_is(train, n, device):
 
 def test_a_model_on_the_cpu_is_refused_where_the_run_is_on_gpus():
     model = nn.Linear(3, 2)
-    with pytest.raises(UsageError, match="model is on the CPU and the run on cuda"), wrapped(alone("cuda"), "model"):
+    with pytest.raises(UsageError, match="model is on the CPU and the run on cuda"), shared_out(alone("cuda"), "model"):
         model(torch.ones(8, 3))
 
 
@@ -349,37 +361,4 @@ def test_batches_along_another_dim_give_what_the_script_alone_gives(train):
         torch.testing.assert_close(ours.tensor(), value.tensor(), rtol=1e-9, atol=1e-12, msg=path)  # another sum
     for outcome in train(2, TIME_MAJOR, "model"):
         assert outcome.error == "UsageError"
-        assert "--wrap NAME:DIM" in outcome.message
-
-
-@pytest.mark.parametrize(("rows", "is_told"), [(4, True), (35, False)])
-def test_inputs_of_different_sizes_are_told_once_how_they_are_cut(train, rows, is_told):
-    body = """
-    class Net(nn.Module):
-        def forward(self, x, hidden):
-            return x.sum() + hidden.sum()
-
-    model = Net()
-    for _ in range(2):
-        model(torch.ones(35, 20), torch.ones({rows}, 20))
-    """
-    text = (
-        "samestep: --wrap model cuts inputs of shape [35, 20], [4, 20] along dim 0 into 4 microbatches; if their batch "
-        "lies along another, name it: --wrap model:1\n"
-    )
-    outcomes = train(2, dedent(body).format(rows=rows), "model")
-    assert [outcome.stderr for outcome in outcomes] == [text if is_told else "", ""]
-
-
-@pytest.mark.parametrize(("error", "is_told"), [("ValueError", True), ("DeterminismError", False)])
-def test_what_a_chunk_raises_is_followed_by_how_the_inputs_were_cut(error, is_told):
-    class Policy(nn.Module):
-        def forward(self, state):
-            raise {"ValueError": ValueError, "DeterminismError": DeterminismError}[error](state.shape)
-
-    model = Policy()
-    with pytest.raises((ValueError, DeterminismError)) as raised, wrapped(alone(), "model"):
-        model(torch.ones(4))
-    notes = getattr(raised.value, "__notes__", [])
-    assert len(notes) == is_told
-    assert not is_told or "--wrap model cuts inputs of shape [4] along dim 0 into 4 microbatches" in notes[0]
+        assert "--wrap model:1" in outcome.message

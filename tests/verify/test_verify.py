@@ -152,7 +152,7 @@ PLAIN = """
     [
         (parallel(lr="0.0"), None, "no parameter changed"),
         ("print('nothing to do')", None, "no optimizer took a step"),
-        (PLAIN, ADOPTED, "--wrap"),
+        (PLAIN.replace("model(", "model.forward("), ADOPTED, "--wrap"),
     ],
     ids=("nothing is learned", "no step", "nothing is shared out"),
 )

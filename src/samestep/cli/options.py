@@ -75,7 +75,8 @@ class ScriptOptions:
 
     module: bool = option("SCRIPT is a module, as in `python -m`.", False, flags=("-m", "--module"))
     wrap: str | None = option(
-        "Share out this variable or class of a script that wraps nothing itself; its batches lie along DIM, or 0.",
+        "Of a script that wraps nothing itself: share out this variable or class, not the module that its optimizer "
+        "trains; its batches lie along DIM, or 0.",
         metavar="NAME[:DIM]",
     )
     adopt: bool | None = option(

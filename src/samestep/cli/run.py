@@ -37,10 +37,10 @@ def run(
     """Runs SCRIPT in one process a device, as `python SCRIPT ARGS` would. Options go before SCRIPT.
 
     A script for one process (plain, or with nn.DataParallel) is adopted: every process runs all of it, and the chunks
-    of its wrapped forward are shared out, with the same bits on any number of devices. With --devices cpu:N it finds
-    N virtual CUDA devices. A script that deals with ranks itself (init_process_group, samestep.Run) finds the
-    variables that torchrun sets; with --logical-devices V it is run as V ranks, with the same bits on any number of
-    devices.
+    of its wrapped forward, or of that of the module which its optimizer trains, are shared out, with the same bits on
+    any number of devices. With --devices cpu:N it finds N virtual CUDA devices. A script that deals with ranks itself
+    (init_process_group, samestep.Run) finds the variables that torchrun sets; with --logical-devices V it is run as V
+    ranks, with the same bits on any number of devices.
     """
     from samestep.comm.environment import read_environment
     from samestep.devices.selection import select
@@ -74,6 +74,7 @@ def run(
             "--adopt (--seed goes with --logical-devices, too)"
         )
     elif logical is not None:
+        reading.check_logical_devices(logical)
         job = _called(job, "samestep.scripts.logical", "run_logical", {"seed": script.seed})
     else:
         job = _called(job, "samestep.scripts.spawning", "run_native", {})

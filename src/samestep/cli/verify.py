@@ -173,7 +173,9 @@ def _program(
     if not module and not Path(name).suffix and not Path(name).exists():
         raise UsageError(f"there is no script and no recipe {name}; recipes are {', '.join(NAMES)}")
     Job(kind, name)  # checks that it is there
-    if not (adopt if adopt is not None else reads_as(name, is_module=module).kind == "adopted"):
+    reading = reads_as(name, is_module=module)
+    if not (adopt if adopt is not None else reading.kind == "adopted"):
+        reading.check_logical_devices(options["logical_devices"])
         if given not in ([], ["--logical-devices"]):
             raise UsageError(f"got {', '.join(given)}, for scripts of one process; this one deals with ranks itself")
         return Program(kind, name, tuple(arguments), None, name, options["logical_devices"])

@@ -56,6 +56,7 @@ class Adoption:
     mark: Callable[[Tensor, int], Tensor] = lambda tensor, index: tensor
     # Makes a virtual device current for a block; does nothing on real devices.
     on_device: Callable[[int], AbstractContextManager[Any]] = lambda index: nullcontext()
+    wraps_itself: bool = False  # whether the script has wrapped or replicated a module
     in_chunk: bool = False  # a chunk of a wrapped forward runs: nothing nested in it is split over the ranks again
     chunks_run: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=KEPT_CHUNKS))  # (forward, chunk)
     num_forwards: int = 0

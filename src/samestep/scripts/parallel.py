@@ -151,6 +151,7 @@ def _parts(adoption: Adoption) -> list[Patch]:
     def replicate(network: nn.Module, devices: Sequence[int | torch.device], detach: bool = False) -> list[Replica]:
         if detach and torch.is_grad_enabled():
             raise UsageError("got replicate(…, detach=True); needed: call it inside torch.no_grad() instead")
+        adoption.wraps_itself = True
         return [Replica(network, _index(device)) for device in devices]
 
     def parallel_apply(
@@ -198,6 +199,7 @@ def _set_devices(
     wrapper.device_ids = ids
     if not ids:
         return
+    adoption.wraps_itself = True
     wrapper.dim = dim
     wrapper.output_device = ids[0] if output_device is None else _index(output_device)
     kind = adoption.communicator.device.type
@@ -242,6 +244,7 @@ def _data_parallel(
     ids = list(range(num_visible(adoption))) if device_ids is None else [_index(device) for device in device_ids]
     if not ids:
         raise UsageError("got device_ids=[] (or there is no device); give one id a chunk, or None for all devices")
+    adoption.wraps_itself = True
     return chunked_forward(
         adoption,
         module,

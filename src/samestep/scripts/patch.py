@@ -13,7 +13,7 @@
 | `files/patches` | open, os, shutil, tempfile, subprocess, input, downloads, and libraries that write files |
 | `loading/choice` | DataLoader.__iter__ |
 | `script` | torch.distributed: the run's own process group is hidden; with a profile, functions of this package |
-| `wrapping` | nn.Module.__call__, with `--wrap` |
+| `wrapping` | nn.Module.__call__, Optimizer.__init__ |
 
 `spawning` patches multiprocessing and torch's rendezvous in scripts that deal with ranks themselves.
 """

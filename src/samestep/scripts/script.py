@@ -85,10 +85,7 @@ def adopted(
         for part in (output, parallel, backward, seeding, files, choice):
             stack.enter_context(applied(part.patches(adoption)))
         stack.enter_context(applied(_process_group(adoption)))
-        if wrap is None:
-            wrapping.hint_at_wrapping(adoption)
-        else:
-            stack.enter_context(wrapping.wrapped(adoption, wrap))
+        stack.enter_context(wrapping.shared_out(adoption, wrap))
         stack.enter_context(seeding.seeded(adoption, seed))
         yield
 

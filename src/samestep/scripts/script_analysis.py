@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from samestep.errors import UsageError
+
 MAX_FILES = 200
 RANK_VARIABLES = frozenset({"RANK", "LOCAL_RANK", "WORLD_SIZE"})
 STARTERS = frozenset({"init_process_group", "init_device_mesh"})
@@ -25,6 +27,7 @@ FRAMEWORKS = frozenset(
 TRAINERS = {"samestep": ("Run", "Trainer", "launch"), "transformers": ("Trainer", "Seq2SeqTrainer")}
 NOT_FOLLOWED = frozenset({"samestep", "torch"})
 OWN_HOMES = ("samestep.train", "samestep.engine", "samestep.launcher")
+OWN_SIGNS = ("uses samestep.", "imports samestep.")
 WRAPPERS = frozenset({"DataParallel", "data_parallel"})
 
 
@@ -37,6 +40,16 @@ class Reading:
     kind: Literal["adopted", "native"]
     reason: str  # the sign by which it was recognised
     is_both: bool = False  # whether a native script also has a DataParallel, which --adopt would share out
+    own: str = ""  # the sign of a script that uses samestep's own Run, Trainer or launch
+
+    def check_logical_devices(self, count: int | None) -> None:
+        """Raises for `--logical-devices` of a script whose run has microbatches of its own."""
+        if count is not None and self.own:
+            raise UsageError(
+                f"got --logical-devices {count} for a script that uses samestep itself ({self.own}): its microbatches "
+                f"already give the same bits on any number of devices. Leave the option out, and set "
+                f"samestep.Run(num_microbatches={count}) in the script if you mean their number"
+            )
 
 
 @dataclass(frozen=True)
@@ -71,6 +84,7 @@ class Evidence:
 
     native: str = ""
     wrapper: str = ""
+    own: str = ""
 
 
 def reads_as(target: str | Path, *, is_module: bool = False) -> Reading:
@@ -91,9 +105,10 @@ def reads_as(target: str | Path, *, is_module: bool = False) -> Reading:
             f"{evidence.native}, so it deals with its ranks itself; it also has {evidence.wrapper}, which "
             "samestep run --adopt shares out instead",
             is_both=True,
+            own=evidence.own,
         )
     if evidence.native:
-        return Reading("native", f"{evidence.native}, so it deals with its ranks itself")
+        return Reading("native", f"{evidence.native}, so it deals with its ranks itself", own=evidence.own)
     if evidence.wrapper:
         return Reading("adopted", f"it has {evidence.wrapper}, and starts no process group")
     files = "its file" if num_files == 1 else f"any of its {num_files} files"
@@ -183,10 +198,12 @@ def _look(source: Source, folder: Folder, evidence: Evidence) -> None:
     aliases = _aliases(source)
     optional = _optional_imports(source)
     for node in source.nodes:
-        if not evidence.native:
+        if not evidence.native or not evidence.own:
             sign = _native_sign(node, aliases, folder, node in optional)
             if sign:
-                evidence.native = f"{_place(source, node)}, {sign}"
+                evidence.native = evidence.native or f"{_place(source, node)}, {sign}"
+            if sign.startswith(OWN_SIGNS):
+                evidence.own = evidence.own or f"{_place(source, node)}, {sign}"
         if not evidence.wrapper:
             used = [node.func] if isinstance(node, ast.Call) else node.bases if isinstance(node, ast.ClassDef) else []
             wrapper = next((name for part in used if (name := _meaning(part, aliases)) in WRAPPERS), "")

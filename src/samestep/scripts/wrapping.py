@@ -1,238 +1,398 @@
-"""`--wrap`: splits the forward of a module that a script does not wrap itself; and the hint that suggests it."""
+"""Plain scripts: the forward of a module that the script does not wrap is split over the ranks all the same.
 
+The module is the one that `--wrap` names, else the root that an optimizer trains: at the first forward that needs
+gradients, a module that no other calls and that has most of the optimizer's parameters. Its results are those of the
+whole batch; `wrapped.compare` refuses a module for which they cannot be.
+"""
+
+import functools
 import itertools
 import re
 import sys
+import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache, cached_property
 from pathlib import Path
-from types import CodeType, FrameType
-from typing import Any
+from types import FrameType
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import nn
-from torch.nn.parameter import UninitializedParameter
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim import Optimizer
 
 from samestep.data.nested import leaves
-from samestep.engine.site import is_script_file
-from samestep.errors import SamestepError, UsageError
+from samestep.engine.diagnosis import explain_lone_sample
+from samestep.errors import UsageError
 from samestep.scripts import seeding
-from samestep.scripts.adoption import Adoption, num_visible
+from samestep.scripts.adoption import Adoption
+from samestep.scripts.naming import Wrap, described, is_meant, largest_module, never_met
 from samestep.scripts.patch import Patch, applied
 
-MAX_SEEN = 12
-_ABSENT = object()
+if TYPE_CHECKING:
+    from samestep.scripts.wrapped.chunks import Chunks
+    from samestep.scripts.wrapped.compare import Comparison
+
+MAX_COMPARED = 10  # of forwards with arguments of one form, until rules that cannot be told apart are left so
+PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, np.ndarray, np.generic)
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 @dataclass
-class Wrap:
-    """The module that `--wrap` names, and the modules called so far."""
+class Known:
+    """What the comparison found for arguments of one form."""
 
-    name: str  # a class, or a variable, with dots for its attributes: "Net", "model", "trainer.model", "self.net"
-    dim: int = 0  # along which its inputs are cut and its results are joined
-    is_met: bool = False  # whether a module of that name was called
-    # variables and classes of other modules called until then, by id
-    seen: dict[int, str] = field(default_factory=dict)
-
-    @cached_property
-    def path(self) -> tuple[str, list[str]]:
-        """The variable and the attributes after it."""
-        head, *rest = self.name.split(".")
-        return head, rest
+    comparison: "Comparison | None"  # None: the module is called whole, which only a forward without gradients may be
+    num_compared: int = 1
 
 
-@cache
-def _kind_of(code: CodeType, variable: str) -> str:
-    """The kind of code on the stack: "local" or "global" (the script's own), "nested" (a module's call), or "other".
+@dataclass
+class Plain:
+    """State of a plain script: which modules are shared out, and how."""
 
-    A function's locals are read only if it has one of the name: up to Python 3.12 reading them copies all, and keeps
-    them alive.
-    """
-    if code is nn.Module._call_impl.__code__:
-        return "nested"
-    if not is_script_file(code.co_filename):
-        return "other"
-    is_local = variable in {*code.co_varnames, *code.co_cellvars, *code.co_freevars}
-    return "local" if is_local else "global"
+    adoption: Adoption
+    wrap: Wrap | None  # the module that the user named
+    num_microbatches: int
+    optimizers: weakref.WeakSet[Optimizer] = field(default_factory=weakref.WeakSet)
+    roots: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
+    others: weakref.WeakKeyDictionary[nn.Module, int] = field(default_factory=weakref.WeakKeyDictionary)
+    known: weakref.WeakKeyDictionary[nn.Module, dict[Any, Known]] = field(default_factory=weakref.WeakKeyDictionary)
+    running: nn.Module | None = None  # whose chunks run
+    depth: int = 0  # of the call that runs
+    num_called: int = 0  # modules that the script called itself
+    is_told: bool = False  # whether the user was told why nothing is shared out
+
+    @property
+    def dim(self) -> int:
+        """Along which inputs are cut and results are joined."""
+        return 0 if self.wrap is None else self.wrap.dim
+
+    def is_meant(self, module: nn.Module, frame: FrameType) -> bool:
+        """Whether a call that this frame makes is to be split."""
+        if self.wrap is not None:
+            return is_meant(module, self.wrap, frame)
+        if self.depth or self.adoption.wraps_itself:
+            return False
+        return module in self.roots or (torch.is_grad_enabled() and self._is_root(module))
+
+    def _is_root(self, module: nn.Module) -> bool:
+        """Whether most of an optimizer's parameters are the module's; those of a wrapper are left to it."""
+        from samestep.scripts.wrapped.replicas import uninitialized
+
+        if self.others.get(module) == len(self.optimizers):
+            return False
+        own = {id(parameter) for parameter in module.parameters() if parameter.requires_grad}
+        if own and not uninitialized(module):
+            is_wrapped = any(isinstance(child, nn.DataParallel) for child in module.modules())
+            if not is_wrapped and any(_has_most(own, optimizer) for optimizer in self.optimizers):
+                return True
+            self.others[module] = len(self.optimizers)
+        return False
+
+
+def _has_most(own: set[int], optimizer: Optimizer) -> bool:
+    sizes = [
+        (parameter.numel(), id(parameter) in own) for group in optimizer.param_groups for parameter in group["params"]
+    ]
+    num_own = sum(size for size, is_own in sizes if is_own)
+    return bool(2 * num_own > sum(size for size, _ in sizes))
 
 
 @contextmanager
-def wrapped(adoption: Adoption, name: str) -> Iterator[None]:
-    """Splits calls of the module of that name over the ranks, as if `DataParallel` wrapped it.
+def shared_out(adoption: Adoption, name: str | None) -> Iterator[None]:
+    """Splits calls of the module of that name over the ranks; without a name, of the roots that optimizers train.
 
-    A call counts where the module's class has the name, or where a frame of the script's own on the stack has a
+    A call counts for a name where the module's class has it, or where a frame of the script's own on the stack has a
     variable of that name (local, or global) that is this very module.
     """
+    plain = Plain(adoption, _parsed(name), adoption.num_microbatches or adoption.num_devices)
+    adoption.at_first_backward = functools.partial(_at_first_backward, plain)
+    if name is None and plain.num_microbatches == 1:
+        yield
+        return
+    init: Any = Optimizer.__init__
+
+    @functools.wraps(init)
+    def noted_init(optimizer: Any, *args: Any, **options: Any) -> None:
+        init(optimizer, *args, **options)
+        plain.optimizers.add(optimizer)
+
+    patches = [
+        Patch(nn.Module, "__call__", _sharing_call(plain, nn.Module.__call__)),
+        Patch(Optimizer, "__init__", noted_init),
+    ]
+    with applied(patches):
+        try:
+            yield
+        except SystemExit as stop:
+            if stop.code in (None, 0):
+                _at_end(plain)
+            raise
+        _at_end(plain)
+
+
+def _parsed(name: str | None) -> Wrap | None:
+    """The option's value."""
+    if name is None:
+        return None
     path, colon, dim = name.partition(":")
     if not all(part.isidentifier() for part in path.split(".")) or (colon and not re.fullmatch(r"-?\d", dim)):
         raise UsageError(
             f"got --wrap {name!r}; give a variable or class of the script, such as model or trainer.model, and the dim "
             "of its batches where that is not 0, as in model:1"
         )
-    wrap = Wrap(path, int(dim or 0))
+    return Wrap(path, int(dim or 0))
 
-    def look(_: FrameType) -> None:
+
+def _at_first_backward(plain: Plain, frame: FrameType) -> None:
+    """Says at the first backward if nothing is shared out yet."""
+    adoption, wrap = plain.adoption, plain.wrap
+    if wrap is not None:
         if not wrap.is_met:
-            adoption.notice(_never_met(wrap, "so far the script has called"))
-
-    adoption.at_first_backward = look
-    with applied([Patch(nn.Module, "__call__", _sharing_call(adoption, wrap, nn.Module.__call__))]):
-        try:
-            yield
-        except SystemExit as stop:
-            if stop.code in (None, 0) and not wrap.is_met:
-                raise UsageError(_never_met(wrap)) from None
-            raise
-        if not wrap.is_met:
-            raise UsageError(_never_met(wrap))
-
-
-def hint_at_wrapping(adoption: Adoption) -> None:
-    """Prints a hint at the first backward if the script splits nothing, so that all processes do the same."""
-    if adoption.world_size == 1:
-        return
-
-    def look(frame: FrameType) -> None:
+            adoption.notice(never_met(wrap, "so far the script has called"))
+    elif adoption.world_size > 1:
         seeding.notice_seed(adoption)
-        if adoption.num_forwards == 0 and adoption.tutorial is None:
+        is_whole = adoption.num_microbatches == 1  # as the user asked
+        if adoption.num_forwards == 0 and adoption.tutorial is None and not (plain.is_told or is_whole):
             adoption.notice(_hint(adoption.world_size, frame))
 
-    adoption.at_first_backward = look
+
+def _at_end(plain: Plain) -> None:
+    """Raises for a name that was never called; says if no forward needed gradients."""
+    adoption = plain.adoption
+    if plain.wrap is not None:
+        if not plain.wrap.is_met:
+            raise UsageError(never_met(plain.wrap))
+    elif plain.num_called and adoption.world_size > 1 and not (plain.roots or adoption.at_first_backward is None):
+        adoption.notice(
+            f"{_script()} trains nothing: no forward was shared out, and all {adoption.world_size} processes computed "
+            "the same"
+        )
 
 
-def _sharing_call(adoption: Adoption, wrap: Wrap, original: Callable[..., Any]) -> Callable[..., Any]:
+def _sharing_call(plain: Plain, original: Callable[..., Any]) -> Callable[..., Any]:
     """The replacement of `nn.Module.__call__`."""
+    adoption = plain.adoption
 
     def call(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-        if adoption.in_chunk or not adoption.may_meet() or not _is_meant(module, wrap, sys._getframe(1)):
+        if adoption.in_chunk:
+            return _in_chunk(plain, original, module, args, kwargs)
+        if not adoption.may_meet():
             return original(module, *args, **kwargs)
-        is_first, wrap.is_met = not wrap.is_met, True
-        from samestep.scripts.wrapped.forward import chunked_forward
-
-        num_microbatches = adoption.num_microbatches or num_visible(adoption)
-        if num_microbatches <= 1 or isinstance(module, nn.DataParallel):  # which shares its own forward out
-            return original(module, *args, **kwargs)
-        index = _device_index(adoption, wrap, module, args, kwargs)
-        if is_first and len(set(_sizes(wrap, args, kwargs))) > 1:
-            adoption.notice(_cut_in_words(wrap, num_microbatches, args, kwargs))
+        plain.num_called += 1
+        frame = sys._getframe(1)
+        meant = plain.is_meant(module, frame)
+        plain.depth += 1
         try:
-            return chunked_forward(
-                adoption,
-                module,
-                args,
-                kwargs,
-                dim=wrap.dim,
-                num_microbatches=num_microbatches,
-                device_ids=[index],
-                output_device=index,
-            )
-        except Exception as error:
-            if not isinstance(error, SamestepError) and _sizes(wrap, args, kwargs):
-                error.add_note(f"samestep: {_cut_in_words(wrap, num_microbatches, args, kwargs)}")
-            raise
+            if not meant:
+                return original(module, *args, **kwargs)
+            if plain.wrap is not None:
+                plain.wrap.is_met = True
+            if plain.num_microbatches <= 1 or isinstance(module, nn.DataParallel):  # which shares its own forward out
+                return original(module, *args, **kwargs)
+            return _share(plain, original, module, args, kwargs, frame)
+        finally:
+            plain.depth -= 1
 
     return call
 
 
-def _tensors(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:
-    return (leaf for leaf in leaves([args, kwargs]) if isinstance(leaf, torch.Tensor))
+def _in_chunk(
+    plain: Plain, original: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """A call inside a chunk: the shared module's own, without objects that cannot be joined, or a nested one."""
+    if module is not plain.running:
+        return original(module, *args, **kwargs)
+    from samestep.scripts.wrapped.compare import without_objects
+
+    plain.running = None
+    try:
+        return without_objects(original(module, *args, **kwargs))
+    finally:
+        plain.running = module
 
 
-def _device_index(
-    adoption: Adoption, wrap: Wrap, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> int:
+def _share(
+    plain: Plain,
+    original: Callable[..., Any],
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    frame: FrameType,
+) -> Any:
+    """A call of a module to be shared out: its hooks see the whole batch, its forward runs in chunks."""
+    from samestep.scripts.wrapped.chunks import cut
+    from samestep.scripts.wrapped.compare import holds_tensors
+
+    adoption = plain.adoption
+    trains = torch.is_grad_enabled() and any(parameter.requires_grad for parameter in module.parameters())
+    foreign = [leaf for leaf in leaves([args, kwargs]) if not isinstance(leaf, (torch.Tensor, *PLAIN))]
+    if foreign and not trains:  # a cache, say, that the forward fills
+        return original(module, *args, **kwargs)
+    opaque = [type(leaf).__name__ for leaf in foreign if holds_tensors(leaf)]
+    if opaque:
+        name = described(module, frame)
+        raise UsageError(_refusal(name, f"it gets a whole {opaque[0]}, whose tensors are no inputs of their own"))
+    with torch._C.DisableTorchFunction():  # virtual devices do not matter here
+        chunks = cut(args, kwargs, plain.num_microbatches, plain.dim, "batch")
+    num_rows = sum(chunks.num_rows(chunk) for chunk in range(chunks.num_chunks))
+    if chunks.num_chunks <= 1 or not num_rows or not any(leaf.sizes for leaf in chunks.leaves):
+        if trains and adoption.world_size > 1:
+            plain.is_told = True
+            adoption.notice(
+                f"{described(module, frame)} got a batch of {num_rows} row, which is not shared out: all "
+                f"{adoption.world_size} processes compute the same"
+            )
+        return original(module, *args, **kwargs)
+    index = _device_index(plain, module, chunks)
+    comparison = None if index is None else _compared(plain, module, chunks, trains, frame)
+    if index is None or comparison is None:
+        return original(module, *args, **kwargs)
+    own = module.__dict__.get("forward")
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        from samestep.scripts.wrapped.forward import chunked_forward
+
+        with _bare(module, own):
+            plain.running = module
+            try:
+                result = chunked_forward(
+                    adoption,
+                    module,
+                    args,
+                    kwargs,
+                    dim=plain.dim,
+                    num_microbatches=plain.num_microbatches,
+                    scatter="batch",
+                    device_ids=[index],
+                    output_device=index,
+                )
+            finally:
+                plain.running = None
+        return comparison.joined(result, chunks, plain.dim)
+
+    if not any(getattr(module, name) for name in HOOKS):
+        return forward(*args, **kwargs)
+    module.__dict__["forward"] = forward
+    try:
+        return original(module, *args, **kwargs)
+    finally:
+        del module.__dict__["forward"]
+        if own is not None:
+            module.__dict__["forward"] = own
+
+
+@contextmanager
+def _bare(module: nn.Module, own_forward: Any) -> Iterator[None]:
+    """Runs chunks of a module without its hooks, which see the whole batch, and with its own forward."""
+    before = {name: module.__dict__[name] for name in ("forward", *HOOKS) if name in module.__dict__}
+    module.__dict__.update({name: OrderedDict() for name in HOOKS})
+    module.__dict__.pop("forward", None)
+    if own_forward is not None:
+        module.__dict__["forward"] = own_forward
+    try:
+        yield
+    finally:
+        module.__dict__.pop("forward", None)
+        module.__dict__.update(before)
+
+
+def _compared(plain: Plain, module: nn.Module, chunks: "Chunks", trains: bool, frame: FrameType) -> "Comparison | None":
+    """How the results are joined; None if the module is to be called whole. A new form of arguments is compared."""
+    from samestep.scripts.wrapped.compare import Unlike, compare
+
+    tensors = tuple((leaf.value.ndim, leaf.value.dtype, bool(leaf.sizes)) for leaf in chunks.leaves)
+    form = (module.training, trains, _form(chunks.template), tensors)
+    forms = plain.known.setdefault(module, {})
+    known = forms.get(form)
+    if known is not None:
+        before = known.comparison
+        if before is None or known.num_compared >= MAX_COMPARED or before.is_clear(chunks):
+            return before
+    name = described(module, frame) if plain.wrap is None else plain.wrap.name
+    found: Comparison | None = None
+    try:
+        found = compare(plain.adoption, module, chunks, plain.dim)
+    except Unlike as reason:
+        if plain.adoption.wraps_itself:
+            return None
+        where, advice = f"a microbatch of {name}", "cut batches into fewer microbatches (--logical-devices)"
+        lone = reason.__cause__ and explain_lone_sample(reason.__cause__, module, where, advice)
+        if lone:
+            raise lone from None
+        if trains:
+            raise UsageError(_refusal(name, str(reason))) from None
+        plain.adoption.notice(f"{name} is called whole without gradients: cut into microbatches {reason}")
+    if plain.adoption.wraps_itself:  # by a function that the comparison has called
+        return None
+    if known is None or known.comparison is None or found is None:
+        forms[form] = Known(found)
+    else:
+        known.comparison.narrow(found)
+        known.num_compared += 1
+        found = known.comparison
+    if plain.wrap is None and module not in plain.roots:
+        plain.roots.add(module)
+        plain.adoption.notice(_announcement(plain, module, name))
+    return found
+
+
+def _form(value: Any) -> Any:
+    """What two calls with equal effects on the structure of results have in common in their arguments."""
+    if value is None or isinstance(value, bool | str):
+        return value
+    if isinstance(value, Mapping):
+        return tuple((key, _form(entry)) for key, entry in value.items())
+    if isinstance(value, list | tuple):
+        return type(value).__name__, *map(_form, value)
+    return type(value).__name__
+
+
+def _device_index(plain: Plain, module: nn.Module, chunks: "Chunks") -> int | None:
     """The device on which the script has a module: its first tensor's, or its first input's; -1 is the host."""
-    tensors = itertools.chain(module.parameters(), module.buffers(), _tensors(args, kwargs))
+    tensors = itertools.chain(module.parameters(), module.buffers(), (leaf.value for leaf in chunks.leaves))
     device = next((tensor.device for tensor in tensors), torch.device("cpu"))
-    own = adoption.communicator.device.type
-    if device.type == "cpu" and own != "cpu":
-        raise UsageError(f"{wrap.name} is on the CPU and the run on {own}; needed: move it there, or --devices cpu:N")
-    return -1 if device.type == "cpu" else device.index or 0
+    own = plain.adoption.communicator.device.type
+    if device.type != "cpu":
+        return device.index or 0
+    if own == "cpu":
+        return -1
+    if plain.wrap is None:
+        return None
+    raise UsageError(f"{plain.wrap.name} is on the CPU and the run on {own}; needed: move it there, or --devices cpu:N")
 
 
-def _sizes(wrap: Wrap, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[int]:
-    """The sizes of the inputs along the dim that is cut."""
-    return [tensor.shape[wrap.dim] for tensor in _tensors(args, kwargs) if -tensor.ndim <= wrap.dim < tensor.ndim]
+def _script() -> str:
+    return Path(getattr(sys.modules["__main__"], "__file__", None) or "the script").name
 
 
-def _cut_in_words(wrap: Wrap, num_microbatches: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
-    """A text about the cut of the inputs."""
-    shapes = [list(tensor.shape) for tensor in _tensors(args, kwargs) if tensor.ndim][:MAX_SEEN]
+def _announcement(plain: Plain, module: nn.Module, name: str) -> str:
+    """The line that says which module is shared out, and how."""
+    count = plain.num_microbatches
+    text = f"{name}, which an optimizer trains, is shared out in {count} microbatches"
+    if plain.adoption.num_microbatches is None:
+        text += f", one a device; --logical-devices {count} gives the same bits on any number of devices"
+    if any(isinstance(child, _BatchNorm) and child.training for child in module.modules()):
+        text += "; BatchNorm normalises by each microbatch, and its running statistics are the mean over them"
+    return text
+
+
+def _refusal(name: str, reason: str) -> str:
+    """The message about a module that gives other results in microbatches."""
+    variable = name.partition(" ")[0]
     return (
-        f"--wrap {wrap.name} cuts inputs of shape {', '.join(map(str, shapes))} along dim {wrap.dim} into "
-        f"{num_microbatches} microbatches; if their batch lies along another, name it: --wrap {wrap.name}:1"
+        f"{name} cannot be shared out: cut into microbatches {reason}. Compute what needs the whole batch outside of "
+        f"the module; or name the dim of the batch (--wrap {variable}:1) or the part to share out (--wrap "
+        f"{variable}.PART); or share nothing out (--logical-devices 1)"
     )
 
 
-def _is_meant(module: nn.Module, wrap: Wrap, frame: FrameType | None) -> bool:
-    """Whether a call that this frame makes is of the module to wrap; until one is, notes other modules."""
-    kind = type(module)
-    compiled = module._modules.get("_orig_mod") if kind.__name__ == "OptimizedModule" else None
-    if wrap.name in (kind.__name__, type(compiled).__name__):
-        return True
-    meant = (id(module), id(kind)) if compiled is None else (id(module), id(compiled), id(type(compiled)))
-    head, rest = wrap.path
-    caller, is_nested, looked_in = frame, False, None
-    while frame is not None:
-        sort = _kind_of(frame.f_code, head)
-        value = _ABSENT
-        if sort == "local":
-            value = frame.f_locals.get(head, _ABSENT)
-        elif sort == "nested":
-            is_nested = True
-        if value is _ABSENT and sort in ("local", "global") and frame.f_globals is not looked_in:
-            looked_in = frame.f_globals
-            value = looked_in.get(head, _ABSENT)
-        if value is not _ABSENT:
-            for attribute in rest:
-                value = getattr(value, attribute, _ABSENT)
-            if id(value) in meant:
-                return True
-        frame = frame.f_back
-    if not wrap.is_met and not is_nested and len(wrap.seen) < MAX_SEEN and id(module) not in wrap.seen:
-        wrap.seen[id(module)] = _described(module, caller)
-    return False
-
-
-def _script_variables(frame: FrameType | None) -> Iterator[tuple[str, Any]]:
-    """The variables of all frames of the script's own on the stack, from the innermost, and their modules' globals."""
-    while frame is not None:
-        if is_script_file(frame.f_code.co_filename):
-            yield from list(frame.f_locals.items())
-            yield from list(frame.f_globals.items())
-        frame = frame.f_back
-
-
-def _described(module: nn.Module, frame: FrameType | None) -> str:
-    """A module by its name in the script: "criterion (CrossEntropyLoss)", or its class alone."""
-    kind = type(module).__name__
-    names = [name for name, value in _script_variables(frame) if value is module]
-    if not names:
-        names = [
-            f"{name}.{key}"
-            for name, value in _script_variables(frame)
-            for key, part in _attributes(value).items()
-            if part is module
-        ]
-    return f"{names[0]} ({kind})" if names else kind
-
-
-def _never_met(wrap: Wrap, called_so_far: str = "the script called") -> str:
-    """The message about a name that no call had."""
-    called = ", ".join(dict.fromkeys(wrap.seen.values())) or "none"
-    return (
-        f"got --wrap {wrap.name}, and {called_so_far} no module of that name. Modules that it called: {called}. Give "
-        "the variable or the class of one of them; only calls such as model(x) count, not model.forward(x) or other "
-        "methods"
-    )
-
-
-def _hint(world_size: int, frame: FrameType | None) -> str:
+def _hint(world_size: int, frame: FrameType) -> str:
     """The hint for a script whose processes all do the same."""
-    script = Path(getattr(sys.modules["__main__"], "__file__", None) or "the script").name
-    found = _largest_module(frame)
+    script, found = _script(), largest_module(frame)
     if found is not None and isinstance(found[1], nn.DataParallel):
         return (
             f"{script} wraps {found[0]} for one device: all {world_size} processes compute the same. Say in how many "
@@ -241,36 +401,6 @@ def _hint(world_size: int, frame: FrameType | None) -> str:
     name = "NAME" if found is None else found[0]
     what = " (NAME is a variable or class of the script)" if found is None else ""
     return (
-        f"{script} wraps no model: all {world_size} processes compute the same. Name the module to share out: "
-        f"samestep run --wrap {name} {script} …{what}"
+        f"{script} called no module that has most of an optimizer's parameters: all {world_size} processes compute the "
+        f"same. Name the module to share out: samestep run --wrap {name} {script} …{what}"
     )
-
-
-def _largest_module(frame: FrameType | None) -> tuple[str, nn.Module] | None:
-    """The module with the most parameters among the script's variables, else among their attributes, and its name."""
-    variables = {name: value for name, value in reversed(list(_script_variables(frame))) if not name.startswith("_")}
-    found = {name: value for name, value in variables.items() if isinstance(value, nn.Module)}
-    if not any(_num_elements(module) for module in found.values()):
-        found = {
-            f"{name}.{key}": part
-            for name, value in variables.items()
-            for key, part in _attributes(value).items()
-            if isinstance(part, nn.Module)
-        }
-    name = max(found, key=lambda each: _num_elements(found[each]), default=None)
-    return None if name is None or not _num_elements(found[name]) else (name, found[name])
-
-
-def _attributes(value: Any) -> Mapping[str, Any]:
-    """The parts of a module, or the attributes of an object of a class of the script's own; none of anything else."""
-    if isinstance(value, nn.Module):
-        return value._modules
-    home = sys.modules.get(type(value).__module__)
-    if isinstance(value, type) or not is_script_file(getattr(home, "__file__", None) or "<frozen"):
-        return {}
-    attributes = getattr(value, "__dict__", {})
-    return attributes if isinstance(attributes, dict) else {}
-
-
-def _num_elements(module: nn.Module) -> int:
-    return sum(p.numel() for p in module.parameters() if not isinstance(p, UninitializedParameter))

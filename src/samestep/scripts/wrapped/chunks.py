@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from samestep.core.microbatches import microbatch_ranges
+from samestep.data.nested import leaves as entries_of
 from samestep.data.nested import map_entries
 from samestep.errors import UsageError
 
@@ -43,7 +44,7 @@ def take_apart(value: Any, is_leaf: Callable[[Any], bool], *, dataclasses: bool 
         if dataclasses and is_dataclass(entry) and not isinstance(entry, type | dict):
             values = {field.name: visit(getattr(entry, field.name)) for field in fields(entry) if field.init}
             return DataclassTemplate(type(entry), values)
-        return _map_container(visit, entry)
+        return map_entries(visit, entry) if dataclasses else _map_container(visit, entry)
 
     return leaves, visit(value)
 
@@ -56,7 +57,10 @@ def put_together(template: Any, leaves: Sequence[Any]) -> Any:
             return leaves[entry.index]
         if type(entry) is DataclassTemplate:
             return entry.cls(**{name: visit(value) for name, value in entry.values.items()})
-        return _map_container(visit, entry)
+        if isinstance(entry, Mapping) and not isinstance(entry, dict):
+            has_slots = any(type(leaf) in (Slot, DataclassTemplate) for leaf in entries_of(entry))
+            return map_entries(visit, entry) if has_slots else entry
+        return map_entries(visit, entry)
 
     return visit(template)
 
@@ -76,7 +80,7 @@ class Leaf:
     """A tensor or list that is cut."""
 
     value: Any  # a tensor, or with `scatter="elements"` a list
-    sizes: tuple[int, ...]  # rows or elements of each chunk; empty for a 0-d tensor, which every chunk gets whole
+    sizes: tuple[int, ...]  # rows or elements of each chunk; empty for a tensor that every chunk gets whole
     dim: int  # along which dim
 
 
@@ -105,12 +109,25 @@ class Chunks:
 
 
 def cut(args: tuple[Any, ...], kwargs: Mapping[str, Any], num_microbatches: int, dim: int, scatter: str) -> Chunks:
-    """Plans the cut: `scatter="tensors"` is torch's rule, "elements" cuts lists by element, tensors along `dim`."""
+    """Plans the cut: `scatter="tensors"` is torch's rule, "elements" cuts lists by element, tensors along `dim`.
+
+    With "batch" the first tensor has the batch, and each chunk gets tensors of another size along `dim` whole.
+    """
     by_element = scatter == "elements"
     values, template = take_apart(
-        (args, dict(kwargs)), lambda value: is_tensor(value) or (by_element and isinstance(value, list))
+        (args, dict(kwargs)),
+        lambda value: is_tensor(value) or (by_element and isinstance(value, list)),
+        dataclasses=scatter == "batch",
     )
-    leaves = tuple(_leaf(value, num_microbatches, dim) for value in values)
+    if scatter == "batch":
+        sizes = [value.shape[dim] if -value.ndim <= dim < value.ndim else None for value in values]
+        batch_size = next((size for size in sizes if size is not None), None)
+        leaves = tuple(
+            _leaf(value, num_microbatches, dim) if size is not None and size == batch_size else _whole(value)
+            for value, size in zip(values, sizes, strict=True)
+        )
+    else:
+        leaves = tuple(_leaf(value, num_microbatches, dim) for value in values)
     counts = {len(leaf.sizes) for leaf in leaves if leaf.sizes}
     if len(counts) > 1:
         raise UsageError(_disagreement(leaves, num_microbatches, dim))
@@ -154,14 +171,20 @@ def _leaf(value: Any, num_microbatches: int, dim: int) -> Leaf:
         return Leaf(value, chunk_sizes(len(value), num_microbatches), 0)
     _check_dense(value)
     if value.ndim == 0:
-        return Leaf(value, (), 0)
+        return _whole(value)
     if not -value.ndim <= dim < value.ndim:
         raise UsageError(
             f"got a tensor of shape {list(value.shape)} to cut along dim={dim}, which it does not have; "
-            "pass it as a plain number, or choose another dim (DataParallel(..., dim=…), --wrap NAME:DIM)"
+            "pass it as a plain number, or choose another dim (DataParallel(..., dim=…))"
         )
     dim %= value.ndim
     return Leaf(value, chunk_sizes(value.shape[dim], num_microbatches), dim)
+
+
+def _whole(value: Tensor) -> Leaf:
+    """A tensor that every chunk gets whole."""
+    _check_dense(value)
+    return Leaf(value, (), 0)
 
 
 def _check_dense(value: Tensor) -> None:
@@ -186,7 +209,7 @@ def _disagreement(leaves: Sequence[Leaf], num_microbatches: int, dim: int) -> st
     return (
         f"the inputs of the wrapped forward do not split alike along dim={dim} over {num_microbatches} microbatches: "
         f"{'; '.join(parts)}. torch's DataParallel would silently leave rows out here. The batch must lie along the "
-        "same dim of every tensor, which is 0 unless DataParallel(..., dim=…) or --wrap NAME:DIM says otherwise: a "
+        "same dim of every tensor, which is 0 unless DataParallel(..., dim=…) says otherwise: a "
         "recurrent network's hidden state [layers, batch, hidden], for one, must be passed "
         "as [batch, layers, hidden] and transposed inside the forward, or made there"
     )

@@ -1,0 +1,385 @@
+"""Comparison of a module's results on a whole batch with those on its microbatches, before its forward is cut.
+
+Both run without gradients, once for each form of the arguments, on every rank alike. Random draws and BatchNorm are
+neutral meanwhile: they depend on the microbatch by design. What remains equal can be joined, each tensor by a rule that
+the comparison finds: rows one after another, or a mean or a sum over the microbatches, as of a loss.
+"""
+
+import io
+import itertools
+import math
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from samestep.data.nested import leaves as entries_of
+from samestep.engine.site import is_script_file
+from samestep.scripts import output
+from samestep.scripts.adoption import Adoption
+from samestep.scripts.patch import Patch, applied
+from samestep.scripts.wrapped.chunks import Chunks, is_tensor, put_together, take_apart
+from samestep.scripts.wrapped.replicas import Attributes, OwnGenerators
+from samestep.scripts.wrapped.results import describe
+
+IGNORED = (-100, -1, 0)  # labels that losses leave out: of transformers, of nanoGPT, and of padding or a mask
+TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 5e-2}
+TF32_TOLERANCE = 1e-2
+NEAREST = 4  # how many times the error of the best rule another one may have
+COUNTED_DIMS = 2  # of labels and masks
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+OBJECT_DEPTH = 3
+
+
+class Unlike(Exception):
+    """The results on microbatches cannot be joined to those on the whole batch; the text says why."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How a result's tensor on the whole batch comes of those on the microbatches."""
+
+    kind: str  # "rows": joined; "same": equal in all; "sum"; "mean", weighted by `counts`
+    # The weights of a mean: rows, or the entries of this leaf of the arguments that are not `ignored`.
+    leaf: int | None = None
+    ignored: int = 0
+    is_shifted: bool = False  # without the first entry of each row, as of labels that a causal model shifts
+
+    def weights(self, chunks: Chunks) -> list[int]:
+        """The weight of each chunk, divided by the greatest common divisor: bits depend on proportions alone."""
+        if self.kind == "sum":
+            return [1] * chunks.num_chunks
+        if self.leaf is None:
+            counts = [chunks.num_rows(chunk) for chunk in range(chunks.num_chunks)]
+        else:
+            leaf = chunks.leaves[self.leaf]
+            counted = leaf.value.movedim(leaf.dim, 0) != self.ignored
+            counted = (counted[..., 1:] if self.is_shifted else counted).reshape(len(counted), -1)
+            by_row = counted.sum(1).tolist()
+            ends = list(itertools.accumulate(leaf.sizes))
+            counts = [sum(by_row[end - size : end]) for size, end in zip(leaf.sizes, ends, strict=True)]
+        divisor = math.gcd(*counts)
+        return [count // divisor for count in counts] if divisor else counts
+
+
+@dataclass
+class Comparison:
+    """The rules that are left for each tensor of the results; one where the comparison could tell them apart."""
+
+    rules: list[list[Rule]]
+    ndims: list[int]  # of each tensor
+
+    def is_clear(self, chunks: Chunks) -> bool:
+        """Whether all rules that are left for a tensor give the same on these chunks."""
+        return all(
+            len(rules) == 1 or len({(rule.kind == "sum", *rule.weights(chunks)) for rule in rules}) == 1
+            for rules in self.rules
+        )
+
+    def narrow(self, other: "Comparison") -> None:
+        """Keeps the rules that hold in another comparison too."""
+        pairs = zip(self.rules, other.rules, strict=True)
+        self.rules = [[rule for rule in ours if rule in theirs] or theirs for ours, theirs in pairs]
+
+    def joined(self, result: Any, chunks: Chunks, dim: int) -> Any:
+        """The results on the whole batch, of those that `chunked_forward` put one after another."""
+        leaves, template = take_apart(result, is_tensor, dataclasses=True)
+        if len(leaves) != len(self.rules):
+            raise Unlike("it returns other tensors than in an earlier forward with like arguments")
+        return put_together(
+            template,
+            [
+                leaf if rules[0].kind == "rows" else _combined(leaf, rules[0], chunks, dim if ndim else None)
+                for leaf, rules, ndim in zip(leaves, self.rules, self.ndims, strict=True)
+            ],
+        )
+
+
+class Withheld:
+    """An object among a forward's results that has tensors of one microbatch: it cannot be joined, only passed on."""
+
+    def __init__(self, name: str) -> None:
+        self.__dict__["_name"] = name
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise AttributeError(
+            f"got .{name} of a {self._name} that a shared out forward returned, which has the tensors of one "
+            "microbatch; needed: a forward that returns the tensors, or --logical-devices 1, which shares nothing out"
+        )
+
+
+def without_objects(result: Any) -> Any:
+    """A result with a `Withheld` for each object that holds tensors and is no container, such as a cache."""
+
+    def visit(entry: Any) -> Any:
+        return Withheld(type(entry).__name__) if holds_tensors(entry) else entry
+
+    leaves, template = take_apart(result, lambda entry: is_tensor(entry) or holds_tensors(entry), dataclasses=True)
+    return put_together(template, [leaf if is_tensor(leaf) else visit(leaf) for leaf in leaves])
+
+
+def holds_tensors(value: Any, depth: int = OBJECT_DEPTH) -> bool:
+    """Whether an object that is no container has tensors in its attributes."""
+    attributes = getattr(value, "__dict__", None)
+    if (
+        isinstance(value, Tensor | list | tuple | dict | type | nn.Module)
+        or not isinstance(attributes, dict)
+        or not depth
+    ):
+        return False
+    if hasattr(type(value), "__dataclass_fields__"):
+        return False
+    return any(
+        isinstance(part, Tensor) or holds_tensors(part, depth - 1)
+        for entry in attributes.values()
+        for part in entries_of(entry)
+    )
+
+
+def compare(adoption: Adoption, module: nn.Module, chunks: Chunks, dim: int) -> Comparison:
+    """Finds the rules by which a module's results are joined; raises `Unlike` if there are none.
+
+    Where memory does not hold the results of the whole batch, its first and last microbatch stand for it.
+    """
+    numbers = range(chunks.num_chunks)
+    with _isolated(adoption, module) as run:
+        try:
+            whole = run(*_arguments(chunks, numbers))
+        except torch.OutOfMemoryError:
+            numbers = range(0, chunks.num_chunks, chunks.num_chunks - 1)
+            whole = run(*_arguments(chunks, numbers))
+        try:
+            parts = [run(*_arguments(chunks, [number])) for number in numbers]
+        except Exception as error:
+            raise Unlike(f"on a microbatch it raises {type(error).__name__}: {error}") from error
+    part = _selected(chunks, numbers)
+    wholes, template = take_apart(whole, is_tensor, dataclasses=True)
+    columns: list[list[Tensor]] = [[] for _ in wholes]
+    for each in parts:
+        leaves, its_template = take_apart(each, is_tensor, dataclasses=True)
+        if len(leaves) != len(wholes) or describe(its_template) != describe(template):
+            raise Unlike("it returns a structure, a number or a text that depends on the microbatch")
+        for column, leaf in zip(columns, leaves, strict=True):
+            column.append(leaf)
+    candidates = _candidates(module, chunks)
+    with torch._C.DisableTorchFunction():  # virtual devices do not matter here
+        pairs = zip(wholes, columns, strict=True)
+        rules = [_rules(leaf, column, candidates, part, dim) for leaf, column in pairs]
+    return Comparison(rules, [leaf.ndim for leaf in wholes])
+
+
+def _arguments(chunks: Chunks, numbers: Sequence[int]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of some of the chunks, together."""
+    pieces = []
+    for leaf in chunks.leaves:
+        rows = leaf.value.split(list(leaf.sizes), leaf.dim) if leaf.sizes else ()
+        taken = [rows[number] for number in numbers] if rows else [leaf.value]
+        piece = (taken[0].clone() if len(taken) == 1 else torch.cat(taken, leaf.dim)).detach()
+        pieces.append(piece.requires_grad_(leaf.value.requires_grad))
+    return chunks.arguments(pieces)
+
+
+def _selected(chunks: Chunks, numbers: Sequence[int]) -> Callable[[Rule], list[int]]:
+    """The weights of some of the chunks by a rule."""
+
+    def weights(rule: Rule) -> list[int]:
+        of_all = rule.weights(chunks)
+        return [of_all[number] for number in numbers]
+
+    return weights
+
+
+def _candidates(module: nn.Module, chunks: Chunks) -> list[Rule]:
+    """The rules that a mean or sum over the batch may follow, the most likely first."""
+    shifts = (True, False) if type(module).__name__.endswith(("ForCausalLM", "LMHeadModel")) else (False, True)
+    counted = [
+        Rule("mean", number, ignored, is_shifted)
+        for ignored in IGNORED
+        for is_shifted in shifts
+        for number, leaf in reversed(list(enumerate(chunks.leaves)))
+        if leaf.sizes and leaf.value.ndim <= COUNTED_DIMS
+        if ignored == 0 or not leaf.value.is_floating_point()
+        if leaf.value.ndim > 1 or not is_shifted
+    ]
+    by_label = [rule for rule in counted if rule.ignored != 0]
+    return [*by_label, Rule("mean"), *[rule for rule in counted if rule.ignored == 0], Rule("sum")]
+
+
+def _rules(
+    whole: Tensor, parts: list[Tensor], candidates: list[Rule], weights: Callable[[Rule], list[int]], dim: int
+) -> list[Rule]:
+    """The rules by which the parts of one tensor give the whole; raises `Unlike` if there are none."""
+    shapes = {tuple(part.shape) for part in parts}
+    if -whole.ndim <= dim < whole.ndim and len({_without(shape, dim) for shape in shapes}) == 1:
+        joined = torch.cat(parts, dim)
+        if joined.shape == whole.shape and _error(joined, whole) <= _tolerance(whole):
+            return [Rule("rows")]
+    if shapes == {tuple(whole.shape)}:
+        stacked = torch.stack(parts)
+        if not (whole.is_floating_point() or whole.is_complex()):
+            totals = {"same": parts[0], "sum": stacked.sum(0).to(whole.dtype)}
+            if all(torch.equal(part, whole) for part in parts):
+                return [Rule("same")]
+            if torch.equal(totals["sum"], whole):
+                return [Rule("sum")]
+        else:
+            errors = [(rule, _error(_weighted(stacked, weights(rule), rule), whole)) for rule in candidates]
+            best = min(error for _, error in errors)
+            if best <= _tolerance(whole):
+                limit = NEAREST * max(best, torch.finfo(whole.dtype).eps)
+                return [rule for rule, error in errors if error <= limit]
+    shape = list(whole.shape)
+    if shape:
+        raise Unlike(
+            f"its result of shape {shape} has other values if the batch is cut: rows depend on each other (a statistic "
+            "or loss over the batch), or the batch lies along another dim"
+        )
+    raise Unlike(
+        f"it returns {', '.join(f'{part.item():.6g}' for part in parts)}, and for the whole batch {whole.item():.6g}: "
+        "neither their sum nor their mean, by rows or by labels that are not ignored (a loss over pairs of rows, or "
+        "divided by a count that no input shows)"
+    )
+
+
+def _without(shape: tuple[int, ...], dim: int) -> tuple[int, ...]:
+    sizes = list(shape)
+    del sizes[dim]
+    return tuple(sizes)
+
+
+def _error(found: Tensor, whole: Tensor) -> float:
+    """The largest difference between two tensors of a shape, relative to their largest number."""
+    if not whole.numel():
+        return 0.0
+    wide = torch.promote_types(whole.dtype, torch.float32)
+    found, whole = found.to(wide), whole.to(wide)
+    difference = torch.where((found == whole) | (found.isnan() & whole.isnan()), 0.0, (found - whole).abs())
+    finite = torch.where(whole.isfinite(), whole, 0.0).abs().max()
+    error = float(difference.max() / finite) if finite else float(difference.max())
+    return math.inf if math.isnan(error) else error
+
+
+def _tolerance(whole: Tensor) -> float:
+    """The largest difference that rounding explains: that of the lowest precision in the forward."""
+    device = whole.device.type
+    if torch.is_autocast_enabled(device):
+        return max(TOLERANCES.get(kind, 0.0) for kind in (whole.dtype, torch.get_autocast_dtype(device)))
+    if device == "cuda" and whole.dtype == torch.float32:
+        return TF32_TOLERANCE
+    return TOLERANCES.get(whole.dtype, 0.0)
+
+
+def _combined(leaf: Tensor, rule: Rule, chunks: Chunks, dim: int | None) -> Tensor:
+    """The whole of a tensor whose parts `chunked_forward` joined along `dim`, or stacked if they are 0-d."""
+    stacked = leaf if dim is None else leaf.unflatten(dim, (chunks.num_chunks, -1)).movedim(dim, 0)
+    return stacked[0] if rule.kind == "same" else _weighted(stacked, rule.weights(chunks), rule)
+
+
+def _weighted(stacked: Tensor, weights: Sequence[int], rule: Rule) -> Tensor:
+    """The mean or sum of tensors over dim 0; one of weight 0, such as a mean over no labels, has no part in it."""
+    wide = torch.promote_types(stacked.dtype, torch.float32)
+    if rule.kind == "sum":
+        return stacked.to(wide if stacked.is_floating_point() else stacked.dtype).sum(0).to(stacked.dtype)
+    by_chunk = stacked.new_tensor(weights, dtype=wide).view(-1, *[1] * (stacked.ndim - 1))
+    counted = torch.where(by_chunk > 0, stacked.to(wide), 0.0)
+    return ((counted * by_chunk).sum(0) / sum(weights)).to(stacked.dtype)
+
+
+@contextmanager
+def _isolated(adoption: Adoption, module: nn.Module) -> Iterator[Callable[..., Any]]:
+    """Gives a function that calls the module and leaves no trace: neither attributes, buffers, output nor draws."""
+    inner = module._modules.get("_orig_mod") if type(module).__name__ == "OptimizedModule" else None
+    model = module if inner is None else inner
+    children = list(model.modules())
+
+    def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        before = [Attributes(child) for child in children]
+        buffers = [dict(child._buffers) for child in children]
+        adoption.generators.seed(0)
+        try:
+            for child in children:
+                for name in HOOKS:
+                    table = OrderedDict((k, hook) for k, hook in getattr(child, name).items() if not _by_script(hook))
+                    child.__dict__[name] = table
+                child.__dict__["_compiled_call_impl"] = None
+                for key, buffer in child._buffers.items():
+                    child._buffers[key] = None if buffer is None else buffer.clone()
+            return without_objects(model(*args, **kwargs))
+        finally:
+            for child, attributes, kept in zip(children, before, buffers, strict=True):
+                attributes.put_back(child, "")
+                child._buffers.update(kept)
+
+    torch_call: Any = nn.Module._wrapped_call_impl
+    with ExitStack() as stack:
+        stack.enter_context(adoption.on_this_rank())
+        stack.enter_context(OwnGenerators(model).preserved())
+        stack.enter_context(adoption.generators.preserved())
+        stack.enter_context(applied([Patch(nn.Module, "__call__", torch_call)]))
+        stack.enter_context(output.captured())
+        stack.enter_context(redirect_stdout(io.StringIO()))
+        stack.enter_context(redirect_stderr(io.StringIO()))
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(_Neutral())  # type: ignore[no-untyped-call]
+        yield run
+
+
+def _by_script(hook: Any) -> bool:
+    """Whether a hook is the script's own: it may count or keep what it sees; those of libraries may be needed."""
+    function = getattr(hook, "func", hook)  # of a partial
+    code = getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
+    return code is None or is_script_file(code.co_filename)
+
+
+@cache
+def _arguments_of(operation: Any) -> dict[str, int]:
+    """The positions of an operation's arguments, by their names."""
+    return {argument.name: number for number, argument in enumerate(operation._schema.arguments)}
+
+
+class _Neutral(TorchDispatchMode):
+    """Makes draws constant and BatchNorm use its running statistics: neither tells a batch from its parts."""
+
+    def __torch_dispatch__(
+        self, operation: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        places, given = _arguments_of(operation), list(args)
+        named = kwargs or {}
+
+        def assign(name: str, value: Any) -> None:
+            if places[name] < len(given):
+                given[places[name]] = value
+            else:
+                named[name] = value
+
+        for name in ("dropout_p", "dropout"):
+            if name in places:
+                assign(name, 0.0)
+        if "training" in places and "running_mean" in places and "batch_norm" in str(operation):
+            channels = given[0].shape[1]
+            like = given[1] if given[1] is not None else given[0]
+            for name, default in (("running_mean", 0.0), ("running_var", 1.0)):
+                if given[places[name]] is None:
+                    assign(name, like.new_full((channels,), default))
+            assign("training", False)
+        elif torch.Tag.nondeterministic_seeded in operation.tags:
+            if operation.overloadpacket is torch.ops.aten.native_dropout:
+                return given[0].clone(), torch.ones_like(given[0], dtype=torch.bool)
+            drawn = operation(*given, **named)
+            for leaf in tree_leaves(drawn):
+                if isinstance(leaf, Tensor):
+                    leaf.fill_(0.5 if leaf.is_floating_point() else 0)
+            return drawn
+        return operation(*given, **named)

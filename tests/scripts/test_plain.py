@@ -1,0 +1,400 @@
+"""Plain scripts: the module that an optimizer trains is found, compared and shared out, or refused by name."""
+
+from textwrap import dedent
+
+import pytest
+import torch
+from adopting import Bits, run
+from torch import nn
+
+from samestep.comm.communicator import Communicator
+from samestep.comm.transport import LocalTransport
+from samestep.errors import UsageError
+from samestep.scripts.adoption import Adoption
+from samestep.scripts.wrapped import compare
+from samestep.scripts.wrapping import shared_out
+
+PRELUDE = """
+from dataclasses import dataclass
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+torch.manual_seed(1)
+torch.set_default_dtype(torch.float64)
+RESULT = {"losses": []}
+
+def batches(count=3, rows=14):
+    draws = torch.Generator().manual_seed(2)
+    for _ in range(count):
+        yield torch.randn(rows, 6, generator=draws), torch.randint(3, (rows,), generator=draws)
+"""
+MNIST = """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv1, self.conv2 = nn.Conv2d(1, 4, 3, 1), nn.Conv2d(4, 4, 3, 1)
+        self.dropout1, self.fc1, self.fc2 = nn.Dropout({dropout}), nn.Linear(16, 8), nn.Linear(8, 10)
+
+    def forward(self, x):
+        x = F.relu(self.conv2(F.relu(self.conv1(x))))
+        x = self.dropout1(torch.flatten(F.max_pool2d(x, 2), 1))
+        return F.log_softmax(self.fc2(F.relu(self.fc1(x))), dim=1)
+
+def train(model, optimizer):
+    model.train()
+    for step in range(3):
+        data, target = torch.randn(10, 1, 8, 8), torch.randint(10, (10,))
+        optimizer.zero_grad()
+        loss = F.nll_loss(model(data), target)
+        loss.backward()
+        optimizer.step()
+        RESULT["losses"].append(loss.item())
+
+def test(model):
+    model.eval()
+    with torch.no_grad():
+        return F.nll_loss(model(torch.randn(9, 1, 8, 8)), torch.randint(10, (9,)), reduction="sum").item()
+
+model = Net()
+optimizer = torch.optim.Adadelta(model.parameters(), lr=1.0)
+scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.7)
+for epoch in range(2):
+    train(model, optimizer)
+    RESULT[f"tested {epoch}"] = test(model)
+    scheduler.step()
+RESULT["state"] = model.state_dict()
+"""
+STRUCTURES = """
+@dataclass
+class Output:
+    scores: torch.Tensor
+    parts: dict
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.Linear(6, 8), nn.Linear(8, 3)
+
+    def forward(self, batch, labels=None, scale=None):
+        h = torch.tanh(self.body(batch["x"]))
+        return Output(self.head(h) * scale, {"mean": (h.square().mean(), h.mean(0)), "rows": [h, None, "text"]})
+
+model = Net()
+seen = []
+model.register_forward_hook(lambda module, inputs, output: seen.append(output.scores.shape[0]))
+model.body.weight.register_hook(lambda gradient: gradient.clamp(-1, 1))
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+for number, (x, y) in enumerate(batches(4)):
+    output = model({"x": x}, scale=torch.full((1, 3), 2.0))
+    loss = F.cross_entropy(output.scores, y) + output.parts["mean"][0] + output.parts["mean"][1].square().sum()
+    (loss / 2).backward()
+    if number % 2:
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    RESULT["losses"].append(loss.item())
+torch.save(model.state_dict(), "saved.pt")
+again = Net()
+again.load_state_dict(torch.load("saved.pt"))
+RESULT["state"], RESULT["seen"] = again.state_dict(), tuple(seen)
+"""
+GAN = """
+G = nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 6))
+D = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 1))
+of_g, of_d = torch.optim.Adam(G.parameters(), lr=0.01), torch.optim.Adam(D.parameters(), lr=0.01)
+for x, _ in batches():
+    fake = G(x[:, :2])
+    of_d.zero_grad()
+    loss_d = F.softplus(-D(x)).mean() + F.softplus(D(fake.detach())).mean()
+    loss_d.backward()
+    of_d.step()
+    of_g.zero_grad()
+    loss_g = F.softplus(-D(fake)).mean()
+    loss_g.backward()
+    of_g.step()
+    RESULT["losses"] += [loss_d.item(), loss_g.item()]
+RESULT["G"], RESULT["D"] = G.state_dict(), D.state_dict()
+"""
+LOSS_INSIDE = """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(11, 8), nn.Linear(8, 11)
+
+    def forward(self, ids, labels, count=None):
+        scores = self.head(self.embedding(ids))
+        kind = "mean" if count is None else "sum"
+        loss = F.cross_entropy(scores[:, :-1].reshape(-1, 11), labels[:, 1:].reshape(-1), reduction=kind)
+        return {{"loss": loss if count is None else loss / count, "scores": scores}}
+
+model = Net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+draws = torch.Generator().manual_seed(2)
+for step in range(4):
+    ids = torch.randint(11, (7, 5), generator=draws)
+    ends = torch.randint(2, 6, (7, 1), generator=draws) if step else 5
+    labels = ids.masked_fill(torch.arange(5) >= ends, -100)
+    if step == 3:
+        labels[:2] = -100
+    loss = model(ids, labels, {count})["loss"]
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    RESULT["losses"].append(loss.item())
+RESULT["state"] = model.state_dict()
+"""
+SCRIPTS = {
+    "mnist": MNIST.replace("{dropout}", "0.0"),
+    "structures": STRUCTURES,
+    "gan": GAN,
+    "mean over labels": LOSS_INSIDE.format(count="None"),
+    "sum by a count": LOSS_INSIDE.format(count="int((labels[:, 1:] != -100).sum())"),
+}
+
+
+@pytest.fixture
+def train(worlds, tmp_path):
+    """`train(n, body, …)`: the outcomes of a script on n processes."""
+
+    def train(n, body, num_microbatches=4, prelude=PRELUDE):
+        path = tmp_path / "train.py"
+        path.write_text(dedent(prelude) + dedent(body))
+        return run(worlds, n, path, num_microbatches, cwd=tmp_path)
+
+    return train
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_plain_loop_ends_in_the_same_bits_on_all_devices_and_in_the_values_of_the_loop_alone(train, name):
+    (plain,) = train(1, SCRIPTS[name], 1)
+    assert not plain.error, plain.message
+    (reference,) = train(1, SCRIPTS[name])
+    assert not reference.error, reference.message
+    assert reference.chunks
+    for n in (2, 3, 4):
+        outcomes = train(n, SCRIPTS[name])
+        assert all(outcome.result == reference.result for outcome in outcomes), outcomes[0].message
+        assert sorted(chunk for outcome in outcomes for chunk in outcome.chunks) == sorted(reference.chunks)
+    assert reference.result.keys() == plain.result.keys()
+    for path, value in plain.result.items():
+        ours = reference.result[path]
+        if isinstance(value, Bits):
+            torch.testing.assert_close(ours.tensor(), value.tensor(), rtol=1e-8, atol=1e-10, msg=path)  # another sum
+        else:
+            assert ours == value, path
+
+
+def test_dropout_is_that_of_the_microbatch_on_all_devices(train):
+    results = [train(n, MNIST.replace("{dropout}", "0.5"))[0] for n in (1, 3)]
+    assert not results[0].error, results[0].message
+    assert results[0].result == results[1].result
+    assert results[0].result != train(1, MNIST.replace("{dropout}", "0.5"), 1)[0].result, (
+        "masks are those of the microbatches"
+    )
+
+
+def test_one_line_says_which_module_is_shared_out_and_what_becomes_of_batchnorm(train):
+    body = """
+    model = nn.Sequential(nn.Linear(6, 4), nn.{norm}, nn.Linear(4, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for x, y in batches(2, {rows}):
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    """
+    first, second = train(2, dedent(body).format(norm="BatchNorm1d(4)", rows=12), None)
+    assert first.stderr == (
+        "samestep: model (Sequential), which an optimizer trains, is shared out in 2 microbatches, one a device; "
+        "--logical-devices 2 gives the same bits on any number of devices; BatchNorm normalises by each microbatch, "
+        "and its running statistics are the mean over them\n"
+    )
+    assert second.stderr == ""
+    (alone,) = train(1, dedent(body).format(norm="LayerNorm(4)", rows=12), 3)
+    assert alone.stderr == "samestep: model (Sequential), which an optimizer trains, is shared out in 3 microbatches\n"
+    row = train(2, dedent(body).format(norm="LayerNorm(4)", rows=1))[0]
+    assert row.stderr.startswith("samestep: model (Sequential) got a batch of 1 row, which is not shared out: all 2 ")
+    assert row.stderr.count("\n") == 1
+    assert row.chunks == ()
+
+
+def test_a_script_that_trains_nothing_runs_as_it_is_and_says_so(train):
+    body = "model = nn.Linear(6, 3)\nfor x, _ in batches():\n    with torch.no_grad():\n        print(model(x).shape)\n"
+    outcomes = train(2, body)
+    assert outcomes[0].stdout == "torch.Size([14, 3])\n" * 3
+    assert "trains nothing: no forward was shared out" in outcomes[0].stderr
+    assert all(outcome.chunks == () for outcome in outcomes)
+
+
+REFUSED = {
+    "a loss over pairs": (
+        "x = F.normalize(self.layer(x), dim=1)\n        return F.cross_entropy(x @ x.T, torch.arange(len(x)))",
+        "neither their sum nor their mean",
+    ),
+    "a statistic over the batch": ("return self.layer(x - x.mean(0))", "rows depend on each other"),
+    "a batch along another dim": ("return self.layer(x).cumsum(0)", "the batch lies along another dim"),
+    "a fixed batch": ("return self.layer(x.view(14, 6))", "on a microbatch it raises RuntimeError"),
+    "a number of the batch": ("return self.layer(x), len(x)", "depends on the microbatch"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_module_that_needs_the_whole_batch_is_refused_by_name_before_it_trains(train, name):
+    forward, reason = REFUSED[name]
+    body = f"""
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+
+    def forward(self, x):
+        {forward}
+
+model = Net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for x, _ in batches():
+    result = model(x)
+    (result[0] if isinstance(result, tuple) else result).sum().backward()
+    optimizer.step()
+RESULT["state"] = model.state_dict()
+"""
+    for n in (1, 2):
+        for outcome in train(n, body):
+            assert outcome.error == "UsageError", outcome.result
+            assert outcome.message.startswith("model (Net) cannot be shared out: ")
+            assert reason in outcome.message
+            assert "--logical-devices 1" in outcome.message
+    assert not train(2, body, 1)[0].error, "the mend that the message names"
+
+
+def alone():
+    transport = LocalTransport()
+    return Adoption(Communicator(torch.device("cpu"), transport, transport), 4)
+
+
+class Tokens(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(6, 5)
+
+    def forward(self, x, labels):
+        return nn.functional.cross_entropy(self.head(x).view(-1, 5), labels.view(-1))
+
+
+def loss_of_tokens(is_shared):
+    torch.manual_seed(3)
+    model, x, labels = Tokens(), torch.randn(8, 4, 6), torch.randint(5, (8, 4))
+    labels[:3, 1:] = -100
+    if not is_shared:
+        return model(x, labels)
+    with shared_out(alone(), None):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        loss = model(x, labels)
+        loss.backward()
+    assert optimizer.param_groups
+    return loss
+
+
+def test_twin_a_mean_of_means_is_another_loss_and_no_rule_that_the_comparison_accepts(monkeypatch):
+    plain = loss_of_tokens(False)
+    torch.testing.assert_close(loss_of_tokens(True), plain)
+    monkeypatch.setattr(compare.Rule, "weights", lambda rule, chunks: [1] * chunks.num_chunks)
+    with pytest.raises(UsageError, match="neither their sum nor their mean"):
+        loss_of_tokens(True)
+
+
+def test_the_comparison_leaves_no_trace():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.norm, self.calls = nn.Linear(6, 3), nn.BatchNorm1d(3), 0
+
+        def forward(self, x):
+            self.calls += 1
+            return nn.functional.dropout(self.norm(self.layer(x)))
+
+    def trained(compared):
+        torch.manual_seed(5)
+        adoption, model, seen = alone(), Net(), []
+        model.layer.register_forward_hook(lambda *_: seen.append(1))
+        with shared_out(adoption, None):
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            for step in range(2):
+                if step or compared:
+                    model(torch.ones(8, 6)).sum().backward()
+                    optimizer.step()
+        return adoption.chunks_run, len(seen), model.norm.num_batches_tracked.item(), torch.rand(2).tolist()
+
+    torch.manual_seed(5)
+    Net()
+    chunks, hooked, tracked, drawn = trained(True)
+    assert (len(chunks), hooked, tracked) == (8, 8, 2)
+    assert drawn == trained(False)[3], "wrapped forwards and comparisons restore the generators"
+
+
+def test_a_module_that_shares_a_part_of_itself_out_is_left_to_that(train):
+    body = """
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.main = nn.Linear(6, 3)
+
+        def forward(self, x):
+            return nn.parallel.data_parallel(self.main, x, [0, 1]).sum(0, keepdim=True)
+
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for x, _ in batches():
+        model(x).sum().backward()
+        optimizer.step()
+    """
+    (outcome,) = train(1, body)
+    assert not outcome.error, outcome.message
+    assert len(outcome.chunks) == 12
+    assert outcome.stderr == ""
+
+
+TRANSFORMERS = """
+import torch, transformers
+from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel
+
+torch.manual_seed(1)
+RESULT = {{"losses": []}}
+if "{name}" == "gpt2":
+    size = {{"n_positions": 16, "n_embd": 16, "n_layer": 2, "n_head": 2}}
+    drops = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=50, bos_token_id=1, eos_token_id=1, **size, **drops))
+else:
+    size = {{"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}}
+    drops = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)
+    model = BertForMaskedLM(BertConfig(vocab_size=50, max_position_embeddings=16, **size, **drops))
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+for step in range(3):
+    ids = torch.randint(50, (7, 12))
+    mask = (torch.arange(12) < torch.randint(3, 13, (7, 1))).long() if step else torch.ones_like(ids)
+    labels = ids.masked_fill(mask == 0, -100)
+    options = {options}
+    output = model(input_ids=ids, attention_mask=mask, labels=labels, **options)
+    optimizer.zero_grad()
+    output.loss.backward()
+    optimizer.step()
+    RESULT["losses"].append(output.loss.item())
+RESULT["kind"] = (type(output).__name__, tuple(output.logits.shape))
+"""
+ITEMS = '{"num_items_in_batch": (labels[:, 1:] != -100).sum()}'
+
+
+@pytest.mark.parametrize(("name", "options"), [("gpt2", "{}"), ("gpt2", ITEMS), ("bert", "{}")])
+def test_losses_that_models_of_transformers_return_are_those_of_the_whole_batch(train, name, options):
+    pytest.importorskip("transformers")
+    body = TRANSFORMERS.format(name=name, options=options)
+    (plain,), *shared = (train(n, body, count, "") for n, count in ((1, 1), (1, 3), (2, 3)))
+    assert not plain.error, plain.message
+    assert len(shared[0][0].chunks) == 9, shared[0][0].message
+    for outcomes in shared:
+        assert all(outcome.result == shared[0][0].result for outcome in outcomes), outcomes[0].message
+    for path, value in plain.result.items():
+        ours = shared[0][0].result[path]
+        if isinstance(value, Bits):
+            torch.testing.assert_close(ours.tensor(), value.tensor(), rtol=1e-5, atol=1e-6)  # float32, another sum
+        else:
+            assert ours == value
