@@ -31,7 +31,7 @@ from workloads import WORKLOADS
 RESULTS = Path(__file__).parent / "results"
 BUSY_PERCENT = 5.0
 CALIBRATION_STEPS = 3
-MIN_STEPS = 3
+MIN_STEPS = 3  # for each process: those that share a core end a step up to a step apart
 QUICK = {"rounds": 1, "turn_seconds": 0.05, "steps_an_epoch": 40}
 FULL = {"rounds": 9, "turn_seconds": 0.4, "steps_an_epoch": 200}
 
@@ -140,7 +140,8 @@ def take_rounds(
             try:
                 if number < 0:
                     found = contestant.take_turn(CALIBRATION_STEPS)
-                    num_steps = max(MIN_STEPS, round(options.turn_seconds * 1e6 / found))
+                    least = MIN_STEPS * contestant.num_processes
+                    num_steps = max(least, round(options.turn_seconds * 1e6 / found))
                     measured[contestant] = (num_steps, [])
                 else:
                     num_steps, values = measured[contestant]
