@@ -1,4 +1,4 @@
-"""How fast is an adopted script? The LeNet DataParallel script under `samestep run`, against DDP and plain Python.
+"""How fast is an adopted script? LeNet with DataParallel, and without, under `samestep run`, against DDP and Python.
 
     python benchmarks/adopted.py [--rounds 5] [--json FILE]
 
@@ -25,12 +25,14 @@ RUN = [sys.executable, "-m", "samestep", "run"]
 VARIANTS = {
     "DDP, 2 processes": [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", DDP],
     "adopted, 2 processes, 2 microbatches": [*RUN, "--devices", "cpu:2", DATA_PARALLEL],
+    "plain, 2 processes, 2 microbatches": [*RUN, "--devices", "cpu:2", DATA_PARALLEL, "plain"],
     "plain Python, 1 process": [sys.executable, DATA_PARALLEL],
     "adopted, 1 process, 1 microbatch": [*RUN, "--devices", "cpu:1", DATA_PARALLEL],
     "adopted, 1 process, 2 microbatches": [*RUN, "--devices", "cpu:1", "--logical-devices", "2", DATA_PARALLEL],
 }
 PAIRS = [
     ("adopted, 2 processes, 2 microbatches", "DDP, 2 processes", 1.15),
+    ("plain, 2 processes, 2 microbatches", "DDP, 2 processes", None),
     ("adopted, 1 process, 1 microbatch", "plain Python, 1 process", 1.05),
     ("adopted, 1 process, 2 microbatches", "plain Python, 1 process", None),
 ]

@@ -1,4 +1,6 @@
-"""LeNet under `nn.DataParallel`, as its users write it."""
+"""LeNet under `nn.DataParallel`, as its users write it; with the argument `plain` without it."""
+
+import sys
 
 import torch
 from lenet import BATCH_SIZE, Clock, LeNet, made_up_images
@@ -7,7 +9,9 @@ from torch.utils.data import DataLoader
 
 torch.manual_seed(0)
 device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
-model = nn.DataParallel(LeNet()).to(device)
+model = LeNet().to(device)
+if "plain" not in sys.argv:
+    model = nn.DataParallel(model)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 criterion = nn.CrossEntropyLoss()
 loader = DataLoader(made_up_images(), batch_size=BATCH_SIZE, shuffle=True)
