@@ -6,6 +6,7 @@ import pytest
 import torch
 from adopting import Bits, run
 from torch import nn
+from worlds import DEVICE
 
 from samestep.comm.communicator import Communicator
 from samestep.comm.transport import LocalTransport
@@ -25,7 +26,7 @@ torch.set_default_dtype(torch.float64)
 RESULT = {"losses": []}
 
 def batches(count=3, rows=14):
-    draws = torch.Generator().manual_seed(2)
+    draws = torch.Generator(torch.get_default_device()).manual_seed(2)
     for _ in range(count):
         yield torch.randn(rows, 6, generator=draws), torch.randint(3, (rows,), generator=draws)
 """
@@ -130,7 +131,7 @@ class Net(nn.Module):
 
 model = Net()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-draws = torch.Generator().manual_seed(2)
+draws = torch.Generator(torch.get_default_device()).manual_seed(2)
 for step in range(4):
     ids = torch.randint(11, (7, 5), generator=draws)
     ends = torch.randint(2, 6, (7, 1), generator=draws) if step else 5
@@ -159,7 +160,8 @@ def train(worlds, tmp_path):
 
     def train(n, body, num_microbatches=4, prelude=PRELUDE):
         path = tmp_path / "train.py"
-        path.write_text(dedent(prelude) + dedent(body))
+        on_device = f"import torch\ntorch.set_default_device({DEVICE!r})\n"
+        path.write_text(on_device + dedent(prelude) + dedent(body))
         return run(worlds, n, path, num_microbatches, cwd=tmp_path)
 
     return train

@@ -1,7 +1,7 @@
 """`samestep run`: an existing script or module on all devices."""
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -17,7 +17,8 @@ from samestep.cli.options import (
 from samestep.cli.profile import Profile, ProfileDir, print_traces, profiled
 from samestep.launcher.job import Job, Policy
 
-"""The command is registered with these: everything after SCRIPT belongs to the script."""
+if TYPE_CHECKING:
+    from samestep.scripts.script_analysis import Reading
 
 
 @with_options
@@ -62,22 +63,9 @@ def run(
     spec = chosen_devices(workers) or "auto"
     selection = select(spec)
     reading = reads_as(program[0], is_module=script.module)
-    logical = script.logical_devices
-    if script.adopt if script.adopt is not None else reading.kind == "adopted":
-        several = spec.startswith("cpu") or selection.count > 1 or torchrun is not None
-        is_virtual = (several or logical is not None) and selection.kind == "cpu"
-        asked = {"num_microbatches": logical, "seed": script.seed, "wrap": script.wrap, "virtual": is_virtual}
-        job, logical = _called(job, "samestep.scripts.script", "run_adopted", asked), None
-    elif script.wrap is not None or (script.seed is not None and logical is None):
-        raise UsageError(
-            f"--seed and --wrap are for scripts of one process, and {reading.reason}; set them in the script, or give "
-            "--adopt (--seed goes with --logical-devices, too)"
-        )
-    elif logical is not None:
-        reading.check_logical_devices(logical)
-        job = _called(job, "samestep.scripts.logical", "run_logical", {"seed": script.seed})
-    else:
-        job = _called(job, "samestep.scripts.spawning", "run_native", {})
+    are_several = spec.startswith("cpu") or selection.count > 1 or torchrun is not None
+    is_virtual = selection.kind == "cpu" and (are_several or script.logical_devices is not None)
+    job, logical = _as_read(job, script, reading, is_virtual)
     if script.adopt is None and reading.is_both:
         typer.echo(f"samestep: {program[0]}: {reading.reason}", err=True)
     folder = profile_dir or (Path(PROFILE_FOLDER) if profile else None)
@@ -103,8 +91,26 @@ def run(
     raise typer.Exit(outcome.exit_code)
 
 
-def _called(job: "Job", module: str, function: str, options: dict[str, Any]) -> "Job":
-    """The job that runs another one's script by a function of adoption."""
+def _as_read(job: Job, script: ScriptOptions, reading: "Reading", is_virtual: bool) -> tuple[Job, int | None]:
+    """The job that runs a script as it was read, and how many ranks there are if not one a device."""
+    from samestep.errors import UsageError
 
+    logical = script.logical_devices
+    if script.adopt if script.adopt is not None else reading.kind == "adopted":
+        asked = {"num_microbatches": logical, "seed": script.seed, "wrap": script.wrap, "virtual": is_virtual}
+        return _called(job, "samestep.scripts.script", "run_adopted", asked), None
+    if script.wrap is not None or (script.seed is not None and logical is None):
+        raise UsageError(
+            f"--seed and --wrap are for scripts of one process, and {reading.reason}; set them in the script, or give "
+            "--adopt (--seed goes with --logical-devices, too)"
+        )
+    if logical is None:
+        return _called(job, "samestep.scripts.spawning", "run_native", {}), None
+    reading.check_logical_devices(logical)
+    return _called(job, "samestep.scripts.logical", "run_logical", {"seed": script.seed}), logical
+
+
+def _called(job: Job, module: str, function: str, options: dict[str, Any]) -> Job:
+    """The job that runs another one's script by a function of adoption."""
     kwargs = {"kind": job.kind, "target": job.target, "argv": list(job.argv), **options}
     return Job("function", f"{module}:{function}", kwargs=kwargs, log_dir=job.log_dir, preload=(module,))
