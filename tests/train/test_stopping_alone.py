@@ -27,7 +27,7 @@ seconds, resume = float(sys.argv[1]), sys.argv[2] if len(sys.argv) > 2 else None
 run = samestep.Run(global_batch_size=10, num_microbatches=4, seed=1)
 x = torch.randn(60, 4)
 model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.2), nn.Linear(8, 1))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
 
 
 def loss(model, batch):

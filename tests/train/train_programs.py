@@ -92,7 +92,7 @@ def evaluate_with_draws(communicator, noisy=True):
         return functional.dropout(model(batch[0]), 0.5) + float(np.random.rand())
 
     def noise(output, batch):
-        return output[:, 0] * torch.rand(len(output)) * random.random()
+        return output[:, 0] * torch.rand(len(output)).to(output.device) * random.random()
 
     scores = run.evaluate(model, points(), {"noise": noise}, forward=forward) if noisy else {}
     return scores, torch.rand(1).item(), float(np.random.rand()), random.random()
