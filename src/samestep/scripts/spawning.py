@@ -34,6 +34,7 @@ NO_GPU = (
     'or let it use the CPU, and backend="gloo"'
 )
 ON_CPUS = "ACCELERATE_USE_CPU"  # read by Accelerate, and by the Trainers of transformers and TRL
+DEVICES_ON_CPUS = ("LT_DEVICES", "PL_TRAINER_DEVICES")  # read by Lightning's Fabric and Trainer, whose default is one
 Place = tuple[str, str, str]
 Started = list[tuple[BaseProcess, str]]
 
@@ -42,7 +43,9 @@ def run_native(kind: str, target: str, argv: Sequence[str]) -> None:
     """Runs a script that deals with ranks itself: the entry of `samestep run`'s workers."""
     place = read_environment()
     if place.device_kind == "cpu" and place.world_size > 1:
-        os.environ.setdefault(ON_CPUS, "true")  # as `accelerate launch --cpu` does: without it every process is alone
+        # As `accelerate launch --cpu` and `fabric run` do: without these every process is alone.
+        for name, value in (ON_CPUS, "true"), *((each, str(place.local_world_size)) for each in DEVICES_ON_CPUS):
+            os.environ.setdefault(name, value)
     run = run_module if kind == "module" else run_script
     with watching_children(target), applied(_first_backward(target)):
         try:
