@@ -195,6 +195,16 @@ def test_logical_devices_that_cannot_be_are_refused(tmp_path, words, message):
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize("words", [("--logical-devices", 2), ()])
+def test_a_script_that_insists_on_gpus_is_told_that_cpu_workers_have_none(tmp_path, words):
+    lines = ("import os, torch, torch.distributed as dist", "torch.cuda.set_device(int(os.environ['LOCAL_RANK']))")
+    (tmp_path / "train.py").write_text("\n".join((*lines, "dist.init_process_group('nccl')")))
+    done = samestep("run", "--devices", "cpu:2", *words, "train.py", cwd=tmp_path)
+    assert done.returncode == 1
+    assert "line 2, in <module>" in done.stderr
+    assert "CPU workers show it no GPU: choose GPUs (--devices)" in done.stderr
+
+
 REPORTING = """
     import os, sys, time, warnings
     import torch, torch.distributed as dist

@@ -158,6 +158,18 @@ options = dict(logger=False, enable_checkpointing=False, enable_progress_bar=Fal
 trainer = lightning.Trainer(max_epochs=1, accelerator="cpu", **options{more})
 trainer.fit(Net(), torch.utils.data.DataLoader(torch.randn(8, 3), 2))
 """
+FABRIC = """
+import torch, warnings
+from lightning.fabric import Fabric
+warnings.simplefilter("ignore")
+
+fabric = Fabric({more})
+fabric.launch()
+model = torch.nn.Linear(3, 1)
+model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), 0.1))
+fabric.backward(model(torch.ones(4, 3)).mean())
+assert fabric.world_size == 2
+"""
 TRANSFORMERS = """
 import torch
 from transformers import Trainer, TrainingArguments
@@ -196,8 +208,11 @@ def test_processes_that_are_connected_or_alone_are_told_nothing(tmp_path, before
 @pytest.mark.parametrize(
     ("package", "source", "more", "said"),
     [
-        ("lightning", LIGHTNING, "", 'give Lightning strategy="ddp" and devices=2'),
+        ("lightning", LIGHTNING, ', devices="auto"', 'give Lightning strategy="ddp" and devices=2'),
         ("lightning", LIGHTNING, ', strategy="ddp", devices=2', None),
+        ("lightning", LIGHTNING, "", None),
+        ("lightning", FABRIC, "", None),
+        ("lightning", FABRIC, 'strategy="ddp"', None),
         ("transformers", TRANSFORMERS, "", None),
     ],
 )

@@ -219,6 +219,11 @@ def test_rounding_that_grows_fast_in_a_program_is_allowed_what_it_was_seen_to_do
     assert first_difference(ours, far, "allclose", Tolerance(ours, response=(ours, nudged))) is not None
 
 
+@pytest.mark.parametrize("family", ["ddp", "api"])
+def test_the_samples_of_all_ranks_are_counted_once(family):
+    assert count_compared([recording(2, family)]).samples == NUM_STEPS * 4
+
+
 def test_a_model_without_gradients_proves_nothing():
     def dead(line):
         line["gradients"][0].update(norm=[0.0], summary=[vector(0.0)])

@@ -28,7 +28,13 @@ from samestep.scripts.patch import Patch, applied
 REFUSED = 173  # the exit code of a child that stopped before it would wait; no signal's, and hardly a script's
 OTHER_GROUPS = ("horovod.torch", "mpi4py.MPI")  # whose processes exchange gradients without torch's process groups
 RENDEZVOUS = "torch.distributed.rendezvous"
+GPU_WORDS = ("CUDA", "_cuda_", "NVIDIA", "NCCL")  # in torch's errors without a GPU, also if built without CUDA
+NO_GPU = (
+    "samestep: this script deals with its ranks itself, and CPU workers show it no GPU: choose GPUs (--devices), "
+    'or let it use the CPU, and backend="gloo"'
+)
 ON_CPUS = "ACCELERATE_USE_CPU"  # read by Accelerate, and by the Trainers of transformers and TRL
+DEVICES_ON_CPUS = ("LT_DEVICES", "PL_TRAINER_DEVICES")  # read by Lightning's Fabric and Trainer, whose default is one
 Place = tuple[str, str, str]
 Started = list[tuple[BaseProcess, str]]
 
@@ -37,12 +43,17 @@ def run_native(kind: str, target: str, argv: Sequence[str]) -> None:
     """Runs a script that deals with ranks itself: the entry of `samestep run`'s workers."""
     place = read_environment()
     if place.device_kind == "cpu" and place.world_size > 1:
-        os.environ.setdefault(ON_CPUS, "true")  # as `accelerate launch --cpu` does: without it every process is alone
+        # As `accelerate launch --cpu` and `fabric run` do: without these every process is alone.
+        for name, value in (ON_CPUS, "true"), *((each, str(place.local_world_size)) for each in DEVICES_ON_CPUS):
+            os.environ.setdefault(name, value)
+    run = run_module if kind == "module" else run_script
     with watching_children(target), applied(_first_backward(target)):
-        if kind == "module":
-            run_module(target, tuple(argv))
-        else:
-            run_script(target, tuple(argv))
+        try:
+            run(target, tuple(argv))
+        except Exception as error:
+            if place.device_kind == "cpu" and any(word in str(error) for word in GPU_WORDS):
+                error.add_note(NO_GPU)
+            raise
 
 
 @contextmanager

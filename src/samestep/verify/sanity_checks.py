@@ -27,7 +27,8 @@ def count_compared(recordings: Sequence[Recording]) -> Compared:
     steps = min(recording.num_steps for recording in recordings)
     lines = reference.steps[0][:steps] if reference.steps else ()
     norms = [norm for line in lines for group in line["gradients"] for norm in group["norm"] if norm is not None]
-    counts = [line["num_samples"] for line in lines]
+    ranks = reference.steps if reference.family == "ddp" else reference.steps[:1]  # else each rank knows them all
+    counts = [line["num_samples"] for rank in ranks for line in rank[:steps]]
     return Compared(
         steps=steps,
         parameters=sum(len(line["names"]) for line in reference.lines("parameters")),
