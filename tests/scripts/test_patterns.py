@@ -5,6 +5,7 @@ many cases, whose results are apart by name.
 """
 
 import random
+import re
 import subprocess
 import sys
 from dataclasses import dataclass, replace
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from adopting import Bits, run, run_reference
+from worlds import DEVICE, cpu_only
 
 FOLDER = Path(__file__).parent / "patterns"
 
@@ -93,7 +95,10 @@ def check_same(outcomes, expected):
         differing = [path for path in expected.result if outcome.result.get(path) != expected.result[path]]
         assert outcome.result.keys() == expected.result.keys()
         assert not differing, f"rank {rank} has other bits in {differing}"
-    assert outcomes[0].stdout == expected.stdout
+    # Which GPU a chunk is on, which a forward may print, depends on their number.
+    hidden = r"cuda:\d( \d)?" if DEVICE == "cuda" else "$^"
+    ours, theirs = (re.sub(hidden, "cuda", text) for text in (outcomes[0].stdout, expected.stdout))
+    assert ours == theirs
 
 
 def check_chunks(outcomes, expected):
@@ -131,6 +136,7 @@ def test_processes_do_not_change_the_bits_or_the_prints(worlds, tmp_path, alone,
         check_chunks(outcomes, alone(name))
 
 
+@cpu_only("the reference is on virtual devices, whose random numbers are other ones")
 @pytest.mark.parametrize("name", [name for name in PATTERNS if PATTERNS[name].in_reference])
 def test_one_process_computes_to_the_bit_what_the_reference_does(worlds, tmp_path, alone, name):
     pattern, ours = PATTERNS[name], alone(name)
@@ -178,7 +184,8 @@ def test_the_comparison_notices_a_chunk_that_ran_twice_or_never(alone):
 @pytest.mark.parametrize(
     ("name", "lines"),
     [
-        ("modules", ["empty [0, 3] True", "loss on cuda:1 gradient on cuda:0", "negative entries left: True"]),
+        ("modules", ["empty [0, 3] True", "negative entries left: True"]),
+        pytest.param("modules", ["loss on cuda:1 gradient on cuda:0"], marks=cpu_only("one process has one GPU")),
         ("modules", ["without a gradient: ['module.spare.weight', 'module.spare.bias']"]),
         ("gradients", ["0 alive", "torch.float16"]),
         ("draws", ["the same draws: True"]),
@@ -253,7 +260,7 @@ def test_only_the_first_process_writes_files(worlds, tmp_path, alone):
     saved = torch.load(tmp_path / "checkpoints" / "last.pth.tar", weights_only=True)  # in plain PyTorch
     assert list(saved["state_dict"]) == ["module.0.weight", "module.0.bias", "module.2.weight", "module.2.bias"]
     assert {type(value) for value in saved["state_dict"].values()} == {torch.Tensor}
-    assert {value.device.type for value in saved["state_dict"].values()} == {"cpu"}
+    assert {value.device.type for value in saved["state_dict"].values()} == {DEVICE}
 
 
 REFUSED = {

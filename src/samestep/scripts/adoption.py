@@ -64,6 +64,7 @@ class Adoption:
     seeding: Any = None  # `seeding.Seeds`
     tutorial: Any = None  # `tutorial_api.TutorialState`
     backward: Any = None  # `backward.Backward`, while gradients pass through chunks
+    backward_thread: str = ""  # the script's thread that calls backward, if it is not the main one
     line_of_backward: str = ""  # the script's line that called backward, for threads of autograd: one a GPU
     at_first_backward: Callable[[FrameType], None] | None = None  # called with the frame that first calls backward
     own_failure: BaseException | None = None  # raised first on this rank; its traceback has the script's own lines

@@ -36,13 +36,13 @@ class Backward:
     """A backward that runs through the chunks of a region."""
 
     put_back: Callable[[], None] | None  # puts the module's own buffers back
-    state: int  # checksum of torch's generator when it began
+    state: int  # checksum of torch's generators when it began
 
 
 def begin_backward(adoption: Adoption, guard: Callable[[], Callable[[], None]] | None) -> None:
     """Marks the start of the chunks' backward; called at the end of the region, where gradients enter it."""
     if adoption.backward is None:
-        adoption.backward = Backward(guard() if guard is not None else None, generator_state())
+        adoption.backward = Backward(guard() if guard is not None else None, _generators_state(adoption))
         adoption.in_chunk = True
 
 
@@ -55,16 +55,16 @@ def end_backward(adoption: Adoption) -> bool:
     adoption.in_chunk = False
     if backward.put_back is not None:
         backward.put_back()
-    return backward.state != generator_state()
+    return backward.state != _generators_state(adoption)
 
 
 def meet_in_backward(adoption: Adoption, error: BaseException | None = None) -> None:
     """Synchronizes the ranks when their chunks' gradients are complete; an error of one rank is raised on all."""
     drew = end_backward(adoption)
-    if adoption.communicator.device.type == "cpu" and not adoption.is_own_thread():
+    if adoption.backward_thread:
         raise DeterminismError(
-            f"backward was called on the thread {threading.current_thread().name}; the ranks can meet only on the "
-            "script's main thread: call it there"
+            f"backward was called on the thread {adoption.backward_thread}; the ranks can meet only on the script's "
+            "main thread: call it there"
         )
     rows = adoption.meet("the backward of a wrapped forward", [OK if error is None else RAISED, int(drew)])
     failed = [rank for rank, row in enumerate(rows) if row[0] == RAISED]
@@ -95,6 +95,12 @@ def generator_state() -> int:
     return zlib.crc32(torch.default_generator.get_state().numpy().tobytes())
 
 
+def _generators_state(adoption: Adoption) -> int:
+    """The same of all of torch's generators, that of the device included."""
+    states = [generator.get_state().numpy().tobytes() for generator in adoption.generators.of_torch]
+    return zlib.crc32(b"".join(states))
+
+
 def patches(adoption: Adoption) -> list[Patch]:
     """Patches of `torch.autograd.backward` and `grad`: check the roots, and raise a rank's error on all ranks."""
     calls = count(1)
@@ -121,7 +127,8 @@ def patches(adoption: Adoption) -> list[Patch]:
 def _errors_shared(adoption: Adoption) -> Iterator[None]:
     """Raises an error of the script's backward on all ranks; leaves alone one nested in another or in a chunk."""
     if not adoption.may_meet():
-        yield
+        with _noted_thread(adoption):
+            yield
         return
     if adoption.world_size > 1 and adoption.communicator.device.type != "cpu":
         adoption.line_of_backward = script_line()
@@ -133,6 +140,20 @@ def _errors_shared(adoption: Adoption) -> Iterator[None]:
         raise
     finally:
         end_backward(adoption)
+
+
+@contextmanager
+def _noted_thread(adoption: Adoption) -> Iterator[None]:
+    """Notes the thread of the script's own, beside its main one, on which it calls backward; not one of autograd."""
+    thread = threading.current_thread()
+    if adoption.in_chunk or adoption.is_own_thread() or thread.name.startswith("Dummy-"):
+        yield
+        return
+    adoption.backward_thread = thread.name
+    try:
+        yield
+    finally:
+        adoption.backward_thread = ""
 
 
 def _check_roots(adoption: Adoption, calls: Iterator[int], roots: Any) -> None:

@@ -102,7 +102,7 @@ def parameter_in_a_list():
 
 @case
 def modules_in_a_list():
-    run(lambda net, x: net.blocks[0](net.fc(x)), blocks=[nn.Linear(4, 4)])
+    run(lambda net, x: net.blocks[0](net.fc(x)), blocks=[nn.Linear(4, 4).cuda()])
 
 
 @case
