@@ -154,6 +154,29 @@ def test_a_loss_that_leaves_the_model_in_evaluation_mode_reaches_its_own_microba
         assert in_turns(world_size, train, make, loss) == [expected] * world_size
 
 
+def penalised(model, batch):
+    body, head = model
+    z = body(batch[0])
+    hidden = head(z)
+    total = (hidden * hidden * z[:, :1]).sum() + 3 * (hidden * hidden).sum()
+    first = torch.autograd.grad(total, [z, *head.parameters()], create_graph=True)
+    return total / 10 + sum(gradient.square().sum() for gradient in first) / 100
+
+
+def penalised_after(communicator, num_passes):
+    x = torch.ones(1, device=communicator.device, requires_grad=True)
+    y = x
+    for _ in range(1_000):
+        y = y * x
+    for _ in range(num_passes):  # of which each numbers thousands of operations: on a GPU, by a thread of autograd
+        torch.autograd.grad(y, x, create_graph=True)
+    return train(communicator, lambda: nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 1)), penalised, num_steps=1)
+
+
+def test_second_derivatives_do_not_depend_on_what_ran_before():
+    assert in_turns(1, penalised_after, 0) == in_turns(1, penalised_after, 30)
+
+
 def test_a_count_that_16_bits_cannot_hold_divides_all_the_same():
     def program(communicator, factor):
         def loss(model, batch):

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from worlds import device_of
 
+from samestep.engine.forward_backward import backward_on_this_thread
 from samestep.errors import SamestepError
 from samestep.scripts.adoption import Adoption
 from samestep.scripts.patch import Patch, applied
@@ -216,7 +217,7 @@ def on_ranks(communicator, program, num_microbatches, args, breaker=None):
     def forward(module, *inputs):
         return chunked_forward(adoption, module, inputs, {}, num_microbatches=num_microbatches)
 
-    with applied([BREAKERS[breaker]] if breaker else []):
+    with applied([BREAKERS[breaker]] if breaker else []), backward_on_this_thread(communicator.device):
         result = globals()[program](forward, communicator.device, *args)
     return result, adoption.chunks_run
 

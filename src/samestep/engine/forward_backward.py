@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.grad_mode import set_multithreading_enabled
 
 from samestep.comm.membership import Membership
 from samestep.data.batch import Batch
@@ -18,6 +19,16 @@ from samestep.errors import LossError, UsageError
 
 MOST_WEIGHTS = 64  # whose tensors are kept
 _PLAIN: AbstractContextManager[Any] = nullcontext()
+
+
+def backward_on_this_thread(device: torch.device) -> AbstractContextManager[Any]:
+    """Runs the backward passes of a block on the calling thread, which autograd does by itself for CPUs only.
+
+    Gradients that meet are added in the order of the numbers that their operations got when they ran, and every thread
+    counts by itself. With autograd's own thread for a GPU, second derivatives would depend on how much ran before.
+    Source: https://github.com/pytorch/pytorch/pull/52180 (the discussion of sequence numbers).
+    """
+    return _PLAIN if device.type == "cpu" else set_multithreading_enabled(False)
 
 
 class ForwardBackward:

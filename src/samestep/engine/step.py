@@ -24,7 +24,7 @@ from samestep.data.batch import Batch, split_batch
 from samestep.engine.buffers import refuse_sync_batchnorm
 from samestep.engine.config import StepConfig, default_bucket_bytes, settings_of
 from samestep.engine.factory import check_mesh, is_tensor_parallel, make_strategy
-from samestep.engine.forward_backward import ForwardBackward, fix_shapes
+from samestep.engine.forward_backward import ForwardBackward, backward_on_this_thread, fix_shapes
 from samestep.engine.gradients import divide, scale
 from samestep.engine.losses import GlobalCounts, wide_dtype
 from samestep.engine.microbatches import MicrobatchRunner
@@ -164,7 +164,8 @@ class TrainStep:
         layout.buffers.begin(self.num_steps)
         self._stats.begin(membership.mine)
         try:
-            shortage = self._runner.run(batch, self.num_steps, layout, self._stats)
+            with backward_on_this_thread(self.communicator.device):
+                shortage = self._runner.run(batch, self.num_steps, layout, self._stats)
         except BaseException as error:
             self._abandon(layout)
             # The script's own exception is refused on one rank as on several; Ctrl-C in a notebook is no failure.

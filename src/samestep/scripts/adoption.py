@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from samestep.comm.communicator import Communicator, make_communicator
 from samestep.comm.environment import read_environment
 from samestep.data.randomness import Generators
+from samestep.engine.forward_backward import backward_on_this_thread
 from samestep.engine.site import script_line
 from samestep.errors import DeterminismError
 from samestep.train.determinism import make_deterministic, own_device
@@ -64,8 +65,6 @@ class Adoption:
     seeding: Any = None  # `seeding.Seeds`
     tutorial: Any = None  # `tutorial_api.TutorialState`
     backward: Any = None  # `backward.Backward`, while gradients pass through chunks
-    backward_thread: str = ""  # the script's thread that calls backward, if it is not the main one
-    line_of_backward: str = ""  # the script's line that called backward, for threads of autograd: one a GPU
     at_first_backward: Callable[[FrameType], None] | None = None  # called with the frame that first calls backward
     own_failure: BaseException | None = None  # raised first on this rank; its traceback has the script's own lines
     # A value that differs from this one was assigned by the script.
@@ -99,17 +98,6 @@ class Adoption:
         """Whether the caller runs on the script's main thread."""
         return threading.get_ident() == self._thread
 
-    @contextmanager
-    def acting_for_script(self) -> Iterator[None]:
-        """Lets a thread of autograd, which has one a GPU, act for the script's main thread: that waits meanwhile."""
-        before = self._thread
-        if self.communicator.device.type != "cpu":  # there a backward runs on the thread that called it
-            self._thread = threading.get_ident()
-        try:
-            yield
-        finally:
-            self._thread = before
-
     def meet(self, what: str, words: Sequence[int] = ()) -> list[list[int]]:
         """Gathers up to `EXTRA_WORDS` integers of each rank, padded with zeros; a barrier named `what`."""
         return self.gather(what, words, None)[0]
@@ -126,7 +114,7 @@ class Adoption:
             return ([padded], [own]) if self.world_size == 1 else self._exchange(what, own, padded)
 
     def _exchange(self, what: str, own: Tensor, padded: list[int]) -> tuple[list[list[int]], list[Tensor]]:
-        line = script_line() or self.line_of_backward
+        line = script_line()
         head = [zlib.crc32(what.encode()), zlib.crc32(line.encode())]
         message = torch.zeros(MESSAGE_BYTES, dtype=torch.uint8)
         message[: HEADER_WORDS * 8] = torch.tensor([*head, own.numel(), *padded]).view(torch.uint8)
@@ -238,7 +226,9 @@ def connect_adoption(num_microbatches: int | None = None) -> Adoption:
 
 @cache
 def _of_this_process() -> Adoption:
-    return connect_adoption()
+    adoption = connect_adoption()
+    backward_on_this_thread(adoption.communicator.device)  # not as a context: from now on
+    return adoption
 
 
 def num_visible(adoption: Adoption) -> int:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from samestep.data.batch import checksum
+from samestep.engine.forward_backward import backward_on_this_thread
 from samestep.engine.site import script_line
 from samestep.errors import DeterminismError
 from samestep.scripts.adoption import Adoption
@@ -61,10 +62,10 @@ def end_backward(adoption: Adoption) -> bool:
 def meet_in_backward(adoption: Adoption, error: BaseException | None = None) -> None:
     """Synchronizes the ranks when their chunks' gradients are complete; an error of one rank is raised on all."""
     drew = end_backward(adoption)
-    if adoption.backward_thread:
+    if not adoption.is_own_thread():
         raise DeterminismError(
-            f"backward was called on the thread {adoption.backward_thread}; the ranks can meet only on the script's "
-            "main thread: call it there"
+            f"backward was called on the thread {threading.current_thread().name}; the ranks can meet only on the "
+            "script's main thread: call it there"
         )
     rows = adoption.meet("the backward of a wrapped forward", [OK if error is None else RAISED, int(drew)])
     failed = [rank for rank, row in enumerate(rows) if row[0] == RAISED]
@@ -105,19 +106,19 @@ def patches(adoption: Adoption) -> list[Patch]:
     """Patches of `torch.autograd.backward` and `grad`: check the roots, and raise a rank's error on all ranks."""
     calls = count(1)
 
-    backward, grad = torch.autograd.backward, torch.autograd.grad
+    backward, grad, device = torch.autograd.backward, torch.autograd.grad, adoption.communicator.device
 
     def checked_backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
         if adoption.at_first_backward is not None and adoption.may_meet():
             look, adoption.at_first_backward = adoption.at_first_backward, None
             look(sys._getframe(1))
         _check_roots(adoption, calls, tensors)
-        with _errors_shared(adoption):
+        with backward_on_this_thread(device), _errors_shared(adoption):
             return backward(tensors, *args, **kwargs)
 
     def checked_grad(outputs: Any, *args: Any, **kwargs: Any) -> Any:
         _check_roots(adoption, calls, outputs)
-        with _errors_shared(adoption):
+        with backward_on_this_thread(device), _errors_shared(adoption):
             return grad(outputs, *args, **kwargs)
 
     return [Patch(torch.autograd, "backward", checked_backward), Patch(torch.autograd, "grad", checked_grad)]
@@ -127,11 +128,8 @@ def patches(adoption: Adoption) -> list[Patch]:
 def _errors_shared(adoption: Adoption) -> Iterator[None]:
     """Raises an error of the script's backward on all ranks; leaves alone one nested in another or in a chunk."""
     if not adoption.may_meet():
-        with _noted_thread(adoption):
-            yield
+        yield
         return
-    if adoption.world_size > 1 and adoption.communicator.device.type != "cpu":
-        adoption.line_of_backward = script_line()
     try:
         yield
     except (Exception, SystemExit) as error:
@@ -140,20 +138,6 @@ def _errors_shared(adoption: Adoption) -> Iterator[None]:
         raise
     finally:
         end_backward(adoption)
-
-
-@contextmanager
-def _noted_thread(adoption: Adoption) -> Iterator[None]:
-    """Notes the thread of the script's own, beside its main one, on which it calls backward; not one of autograd."""
-    thread = threading.current_thread()
-    if adoption.in_chunk or adoption.is_own_thread() or thread.name.startswith("Dummy-"):
-        yield
-        return
-    adoption.backward_thread = thread.name
-    try:
-        yield
-    finally:
-        adoption.backward_thread = ""
 
 
 def _check_roots(adoption: Adoption, calls: Iterator[int], roots: Any) -> None:

@@ -14,6 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.profiler import record_function
 
 from samestep.comm.environment import Environment, chosen_profile, read_environment
+from samestep.engine.forward_backward import backward_on_this_thread
 from samestep.engine.site import is_script_file
 from samestep.errors import PeerLostError, UsageError
 from samestep.launcher.program import run_module, run_script
@@ -81,6 +82,7 @@ def adopted(
 
             count = functools.partial(num_visible, adoption)
             stack.enter_context(own_accelerator(count, adoption.communicator.device))
+        stack.enter_context(backward_on_this_thread(adoption.communicator.device))
         stack.enter_context(output.script_streams(adoption))
         for part in (output, parallel, backward, seeding, files, choice):
             stack.enter_context(applied(part.patches(adoption)))

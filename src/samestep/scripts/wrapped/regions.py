@@ -160,7 +160,7 @@ class _Leave(torch.autograd.Function):
         region = ctx.region.select(present)
         # A checkpoint around the whole wrapped forward repeats it when a saved tensor is read: here, on all ranks.
         # A second backward, through another result, finds it freed; the nodes inside decide whether that is an error.
-        with contextlib.suppress(RuntimeError), region.adoption.acting_for_script():
+        with contextlib.suppress(RuntimeError):
             _ = ctx.saved_tensors
         begin_backward(region.adoption, region.guard)
         token, *pieces = _Enter.apply(region, *[g for g in gradients if g is not None])  # type: ignore[no-untyped-call]
