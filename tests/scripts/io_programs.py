@@ -45,6 +45,13 @@ def read(path):
 def make(path):
     os.makedirs(path)
 
+def listed(folder, text):
+    os.makedirs(folder)
+    found = os.path.isdir(folder), os.listdir(folder)
+    with open(folder + "/file", "w") as file:
+        file.write(text)
+    return found
+
 def copy(source, target):
     shutil.copytree(source, target)
 
@@ -293,6 +300,16 @@ def by_library(communicator, folder):
     library()["copy"](f"{folder}/source", f"{folder}/target")
     communicator.barrier()
     return Path(folder, "placed").read_text(), Path(left).exists(), Path(folder, "target", "file").read_text()
+
+
+def listed_by_library(communicator, folder):
+    """A library that makes a folder, lists it and writes into it, on rank 0 later than on the others."""
+    if communicator.rank == 0:
+        communicator.barrier()
+    found = library()["listed"](f"{folder}/made", f"rank {communicator.rank}")
+    if communicator.rank > 0:
+        communicator.barrier()
+    return found, Path(folder, "made", "file").read_text()
 
 
 def commands(communicator, folder):

@@ -138,6 +138,10 @@ def test_a_library_leaves_files_by_rank_0_and_nowhere_else_and_no_rank_waits(wor
     assert equal(script(worlds, 2, "by_library", tmp_path)) == ("rank 0", False, "rank 0")
 
 
+def test_a_library_finds_the_folder_that_it_has_made_before_rank_0_makes_it(worlds, tmp_path):
+    assert equal(script(worlds, 2, "listed_by_library", tmp_path)) == ((True, []), "rank 0")
+
+
 @pytest.mark.parametrize("n", [1, 2])
 def test_programs_run_once_and_everybody_gets_the_result(worlds, tmp_path, n):
     found = equal(script(worlds, n, "commands", tmp_path))

@@ -42,6 +42,7 @@ QUERIES = (
 )
 LISTINGS = ((Path, "glob"), (Path, "rglob"), (Path, "iterdir"), (glob, "iglob"))
 LOADERS = ((torch, "load"), (torch.jit, "load"), (np, "load"), (os, "chdir"))
+MAKERS, REMOVERS = ("mkdir", "makedirs"), ("rmdir", "rmtree")  # of folders
 PATH_NAMES = ("f", "file", "path", "filename")  # of the first argument of a loader
 COMMANDS = (
     *((subprocess, name) for name in ("run", "call", "check_call", "check_output", "getoutput", "getstatusoutput")),
@@ -188,6 +189,8 @@ def _writing(rank0_files: Rank0Files, write: Write) -> Patch:
         if rank0_files.adoption.rank == 0:
             with rank0_files.unshared():
                 return original(*args, **kwargs)
+        if paths[-1] is not None and write.name in (*MAKERS, *REMOVERS):
+            (rank0_files.made.add if write.name in MAKERS else rank0_files.made.discard)(paths[-1])
         if write.moves and paths[0] is not None and rank0_files.is_private(paths[0]):
             with rank0_files.unshared(local=True):  # rank 0 moves its own file; this rank's would be left behind
                 shutil.rmtree(paths[0]) if os.path.isdir(paths[0]) else os.remove(paths[0])
@@ -228,11 +231,21 @@ def _loading(rank0_files: Rank0Files, owner: Any, name: str) -> Patch:
 def _query(rank0_files: Rank0Files, original: Callable[..., Any], is_listing: bool = False) -> Callable[..., Any]:
     """A query about a path, answered by rank 0 if the script asks; a generator of paths is listed as a whole."""
 
+    def of_this_rank(path: str | None, *args: Any, **kwargs: Any) -> Any:
+        if path in rank0_files.made and original.__name__ in ("exists", "isdir"):
+            return True
+        try:
+            return original(*args, **kwargs)
+        except FileNotFoundError:
+            if path in rank0_files.made and original.__name__ == "listdir":
+                return []
+            raise
+
     @functools.wraps(original)
     def replacement(*args: Any, **kwargs: Any) -> Any:
         path = path_of(args[0] if args else os.curdir)
         if (path is None and not is_listing) or not rank0_files.may_query(sys._getframe(1), path):
-            return original(*args, **kwargs)
+            return of_this_rank(path, *args, **kwargs)
         call = partial(original, *args, **kwargs)
         found = rank0_files.query(f"a call of {original.__name__}", (lambda: list(call())) if is_listing else call)
         return iter(found) if is_listing else found

@@ -116,6 +116,7 @@ class Rank0Files:
     unfinished: set[str] = field(default_factory=set)  # rank 0 may still be writing these: readers wait
     rank0_paths: dict[str, str] = field(default_factory=dict)  # by this rank's path, rank 0's other one (a clock in it)
     private: set[str] = field(default_factory=set)  # made by a library for this process
+    made: set[str] = field(default_factory=set)  # folders that rank 0 makes for a library: they may not be there yet
     local_threads: set[int] = field(default_factory=set)  # on which every operation is local for now
     # By line of the script: the number of wrapped forwards when its burst of queries began, and their count.
     queries: dict[tuple[str, int], tuple[int, int]] = field(default_factory=dict)
