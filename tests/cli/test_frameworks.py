@@ -38,7 +38,7 @@ def _slow(*values):
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
-def outcome(folder, name, arguments, devices, **variables):
+def outcome(folder, name, arguments, devices, *options, **variables):
     """What four ranks print and save: on so many CPU workers, on GPUs ("0,1"), or under torchrun (None).
 
     Runs that are compared have the same folder, whose name may be in a checkpoint.
@@ -53,7 +53,8 @@ def outcome(folder, name, arguments, devices, **variables):
         done = samestep(*program, cwd=folder, command=TORCHRUN, **AS_OURS)
     else:
         devices = f"cpu:{devices}" if isinstance(devices, int) else devices
-        done = samestep("run", "--logical-devices", 4, "--devices", devices, *program, cwd=folder, **variables)
+        options = ("--logical-devices", 4, "--devices", devices, *options)
+        done = samestep("run", *options, *program, cwd=folder, **variables)
     assert done.returncode == 0, done.stderr
     assert "trains on its own" not in done.stderr
     paths = [path for path in folder.rglob("*") if path.is_file() and path.name not in UNIQUE]
@@ -91,6 +92,14 @@ def test_four_ranks_print_and_save_the_same_on_any_number_of_devices(on_one, nam
     also_printed, also_saved = outcome(folder, name, SCRIPTS[name], devices)
     assert also_printed == printed
     assert also_saved == saved
+
+
+@pytest.mark.parametrize("name", ["accelerate", _slow("trainer")])
+def test_as_scripts_for_one_process_they_are_shared_out_with_the_same_bits(tmp_path, name):
+    options = ("--adopt", "--seed", "1")
+    one, three = (outcome(tmp_path, name, (), devices, *options, **AS_OURS) for devices in (1, 3))
+    assert one == three
+    assert "4 processes" not in one[0]
 
 
 @pytest.mark.parametrize(("name", "arguments"), [_slow("accelerate", ("exact",)), ("ddp", EXACT), ("fsdp", ("exact",))])

@@ -19,8 +19,8 @@ accelerator.print(accelerator.distributed_type, accelerator.num_processes, "proc
 
 x, y = load_digits()
 x, y = torch.tensor(x, dtype=torch.float64 if is_exact else torch.float32), torch.tensor(y)
-train_loader = DataLoader(TensorDataset(x[:450], y[:450]), batch_size=8, shuffle=True)
-test_loader = DataLoader(TensorDataset(x[450:600], y[450:600]), batch_size=16)
+train_loader = DataLoader(TensorDataset(x[:456], y[:456]), batch_size=8, shuffle=True)
+test_loader = DataLoader(TensorDataset(x[456:600], y[456:600]), batch_size=16)
 
 
 def hinge(scores, wanted):
