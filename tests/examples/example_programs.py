@@ -8,7 +8,7 @@ from samestep.scripts.script import adopted
 SEED = 3
 
 
-def run_example(communicator, name, arguments, folder, num_microbatches, wrap):
+def run_example(communicator, name, arguments, folder, num_microbatches, wrap=None):
     """What the example prints on this rank, and the (forward, chunk) pairs that this rank ran."""
     adoption = Adoption(communicator, num_microbatches=num_microbatches, num_devices=communicator.world_size)
     within = adopted(adoption, virtual=communicator.device.type == "cpu", seed=SEED, wrap=wrap)
