@@ -10,7 +10,7 @@ a wrapped forward, above all, has on each rank the values of that rank's chunks 
 import sys
 import threading
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
@@ -43,7 +43,9 @@ class Backward:
 def begin_backward(adoption: Adoption, guard: Callable[[], Callable[[], None]] | None) -> None:
     """Marks the start of the chunks' backward; called at the end of the region, where gradients enter it."""
     if adoption.backward is None:
-        adoption.backward = Backward(guard() if guard is not None else None, _generators_state(adoption))
+        adoption.backward = Backward(
+            guard() if guard is not None else None, generator_state(adoption.generators.of_torch)
+        )
         adoption.in_chunk = True
 
 
@@ -56,7 +58,7 @@ def end_backward(adoption: Adoption) -> bool:
     adoption.in_chunk = False
     if backward.put_back is not None:
         backward.put_back()
-    return backward.state != _generators_state(adoption)
+    return backward.state != generator_state(adoption.generators.of_torch)
 
 
 def meet_in_backward(adoption: Adoption, error: BaseException | None = None) -> None:
@@ -91,15 +93,9 @@ def raise_together(adoption: Adoption, error: BaseException | None, rank: int, w
     raise own
 
 
-def generator_state() -> int:
-    """A checksum of the state of torch's generator, without drawing from it."""
-    return zlib.crc32(torch.default_generator.get_state().numpy().tobytes())
-
-
-def _generators_state(adoption: Adoption) -> int:
-    """The same of all of torch's generators, that of the device included."""
-    states = [generator.get_state().numpy().tobytes() for generator in adoption.generators.of_torch]
-    return zlib.crc32(b"".join(states))
+def generator_state(generators: Sequence[torch.Generator] = (torch.default_generator,)) -> int:
+    """A checksum of the states of torch's generators, by default the host's alone, without drawing from them."""
+    return zlib.crc32(b"".join(generator.get_state().numpy().tobytes() for generator in generators))
 
 
 def patches(adoption: Adoption) -> list[Patch]:

@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 
 MAX_COMPARED = 10  # of forwards with arguments of one form, until rules that cannot be told apart are left so
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, np.ndarray, np.generic)
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 @dataclass
@@ -63,7 +62,7 @@ class Plain:
     running: nn.Module | None = None  # whose chunks run
     depth: int = 0  # of the call that runs
     num_called: int = 0  # modules that the script called itself
-    is_told: bool = False  # whether the user was told why nothing is shared out
+    is_explained: bool = False  # whether the user was told why nothing is shared out
 
     @property
     def dim(self) -> int:
@@ -156,7 +155,7 @@ def _at_first_backward(plain: Plain, frame: FrameType) -> None:
     elif adoption.world_size > 1:
         seeding.notice_seed(adoption)
         is_whole = adoption.num_microbatches == 1  # as the user asked
-        if adoption.num_forwards == 0 and adoption.tutorial is None and not (plain.is_told or is_whole):
+        if adoption.num_forwards == 0 and adoption.tutorial is None and not (plain.is_explained or is_whole):
             adoption.notice(_hint(adoption.world_size, frame))
 
 
@@ -225,7 +224,7 @@ def _share(
 ) -> Any:
     """A call of a module to be shared out: its hooks see the whole batch, its forward runs in chunks."""
     from samestep.scripts.wrapped.chunks import cut
-    from samestep.scripts.wrapped.compare import holds_tensors
+    from samestep.scripts.wrapped.compare import HOOKS, holds_tensors
 
     adoption = plain.adoption
     trains = torch.is_grad_enabled() and any(parameter.requires_grad for parameter in module.parameters())
@@ -241,7 +240,7 @@ def _share(
     num_rows = sum(chunks.num_rows(chunk) for chunk in range(chunks.num_chunks))
     if chunks.num_chunks <= 1 or not num_rows or not any(leaf.sizes for leaf in chunks.leaves):
         if trains and adoption.world_size > 1:
-            plain.is_told = True
+            plain.is_explained = True
             adoption.notice(
                 f"{described(module, frame)} got a batch of {num_rows} row, which is not shared out: all "
                 f"{adoption.world_size} processes compute the same"
@@ -288,6 +287,8 @@ def _share(
 @contextmanager
 def _bare(module: nn.Module, own_forward: Any) -> Iterator[None]:
     """Runs chunks of a module without its hooks, which see the whole batch, and with its own forward."""
+    from samestep.scripts.wrapped.compare import HOOKS
+
     before = {name: module.__dict__[name] for name in ("forward", *HOOKS) if name in module.__dict__}
     module.__dict__.update({name: OrderedDict() for name in HOOKS})
     module.__dict__.pop("forward", None)

@@ -189,8 +189,10 @@ def _writing(rank0_files: Rank0Files, write: Write) -> Patch:
         if rank0_files.adoption.rank == 0:
             with rank0_files.unshared():
                 return original(*args, **kwargs)
-        if paths[-1] is not None and write.name in (*MAKERS, *REMOVERS):
-            (rank0_files.made.add if write.name in MAKERS else rank0_files.made.discard)(paths[-1])
+        if paths[-1] is not None and write.name in MAKERS:
+            rank0_files.made.add(paths[-1])
+        elif paths[-1] is not None and write.name in REMOVERS:
+            rank0_files.made.discard(paths[-1])
         if write.moves and paths[0] is not None and rank0_files.is_private(paths[0]):
             with rank0_files.unshared(local=True):  # rank 0 moves its own file; this rank's would be left behind
                 shutil.rmtree(paths[0]) if os.path.isdir(paths[0]) else os.remove(paths[0])
