@@ -84,3 +84,31 @@ def test_numbers_that_an_import_draws_are_no_cause_for_alarm(capsys):
     torch.rand(3)
     np.random.rand(3)
     assert said(capsys, data=lambda: None) == []
+
+
+class Shifted(nn.Linear):
+    """A layer with a frozen parameter and a buffer that have no version counter."""
+
+    def __init__(self):
+        super().__init__(3, 1)
+        with torch.inference_mode():
+            self.scale = nn.Parameter(torch.ones(3), requires_grad=False)
+            self.register_buffer("shift", torch.arange(3.0))
+
+    def forward(self, x):
+        return super().forward(x * self.scale + self.shift)
+
+
+def test_data_of_inference_mode_is_data_as_any(capsys):
+    with torch.inference_mode():
+        data = torch.from_numpy(np.random.rand(16, 3)).float()
+    (line,) = said(capsys, data=lambda: data)
+    assert line.startswith(f"samestep: {DATA}")
+
+
+def test_parts_of_models_of_inference_mode_are_trained_with_and_evaluated(capsys):
+    torch.manual_seed(0)
+    np.random.seed(0)
+    assert said(capsys, Shifted) == []
+    found = Run(8, 4).evaluate(Shifted(), rows(), {"value": lambda output, b: output[:, 0]}, forward=lambda m, b: m(b))
+    assert torch.isfinite(torch.tensor(found["value"]))

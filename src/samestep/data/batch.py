@@ -127,6 +127,11 @@ def checksum(value: Any) -> int:
     return total
 
 
+def version_of(tensor: Tensor) -> int:
+    """The version counter of a tensor, which most writes move; tensors made in inference mode have none."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
 def tensor_checksum(tensor: Tensor) -> Tensor:
     """A position-dependent checksum of a tensor's bytes: a 0-d int64 tensor on its device.
 

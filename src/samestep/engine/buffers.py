@@ -11,7 +11,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from samestep.comm.communicator import Communicator
 from samestep.comm.reduction import fold
 from samestep.core.tree import Block, TreeSum
-from samestep.data.batch import tensor_checksum
+from samestep.data.batch import tensor_checksum, version_of
 from samestep.engine.losses import wide_dtype
 from samestep.errors import BufferMergeError, UsageError
 
@@ -98,7 +98,7 @@ class BufferMerge:
                 tensor = self._places[index].get()
                 self._tensors[index] = tensor
                 self._starts[index] = None if tensor is None else tensor.detach().clone()
-                self._versions[index] = -1 if tensor is None else tensor._version
+                self._versions[index] = -1 if tensor is None else version_of(tensor)
         self._mean_sum = TreeSum(Tensor.add_)
         self._ends, self._checksums, self._merged_means = {}, [], None
         self.touched_means = self.touched_others = False
@@ -165,7 +165,7 @@ class BufferMerge:
         # the step's start or is now: a loss may leave the model in evaluation mode.
         if index < len(self._means) and (self._trained[index] or self._places[index].module.training):
             return True
-        if tensor is not self._tensors[index] or (tensor is not None and tensor._version != self._versions[index]):
+        if tensor is not self._tensors[index] or (tensor is not None and version_of(tensor) != self._versions[index]):
             return True
         start = self._starts[index]
         if tensor is None or start is None:
@@ -207,7 +207,7 @@ class BufferMerge:
         self._tensors[: len(tensors)] = tensors
         for group in self._groups:
             torch._foreach_copy_(_there(self._starts, group), _there(tensors, group))
-        self._versions[: len(tensors)] = [-1 if tensor is None else tensor._version for tensor in tensors]
+        self._versions[: len(tensors)] = [-1 if tensor is None else version_of(tensor) for tensor in tensors]
 
     def _mean_leaf(self, num_samples: int) -> Tensor:
         """The statistics of one microbatch, times its samples."""
@@ -248,7 +248,7 @@ class BufferMerge:
                 torch._foreach_copy_([each.data for each in _there(self._tensors, some)], _there(self._starts, some))
         for index in indices:
             tensor = self._tensors[index]
-            self._versions[index] = -1 if tensor is None else tensor._version
+            self._versions[index] = -1 if tensor is None else version_of(tensor)
             if self._places[index].get() is not tensor:
                 self._places[index].put(tensor)
 

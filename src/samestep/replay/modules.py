@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from samestep.data.batch import version_of
 from samestep.data.nested import leaves
 from samestep.replay.statistics import Statistics, measure
 from samestep.replay.views import ROOT, Activation, Direction, NonFinite, Place, Side
@@ -135,7 +136,7 @@ class ModuleHooks:
 
     def _seen(self, tensor: Tensor) -> _Seen:
         """The record of a tensor, which is measured once as long as it is not written to."""
-        version = 0 if tensor.is_inference() else tensor._version
+        version = version_of(tensor)
         seen = self._known.get(id(tensor))
         if seen is not None and seen.reference() is tensor and seen.version == version:
             return seen

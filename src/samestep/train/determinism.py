@@ -18,6 +18,7 @@ from numpy.random import mtrand
 from torch import Tensor, nn
 
 from samestep.comm.environment import Environment
+from samestep.data.batch import version_of
 from samestep.data.nested import leaves
 from samestep.data.randomness import Generators
 from samestep.engine.observer import StepObserver
@@ -162,14 +163,14 @@ class DrawnBefore:
         self._torch, self._numpy = _torch_has_drawn(), _numpy_has_drawn()
         drawn = self._torch or self._numpy
         found = [thing for thing in gc.get_objects() if issubclass(type(thing), Tensor)] if drawn else []
-        self._there = {id(tensor): (weakref.ref(tensor), tensor._version) for tensor in found if not tensor.is_meta}
+        self._there = {id(tensor): (weakref.ref(tensor), version_of(tensor)) for tensor in found if not tensor.is_meta}
         self._has_parameters = any(isinstance(tensor, nn.Parameter) for tensor in found)
 
     def parameters(self, model: nn.Module) -> list[str]:
         """The names of a model's parameters with numbers that were drawn from torch's generator before the run."""
         if not self._torch:
             return []
-        return [name for name, p in model.named_parameters() if p._version <= 1 and self._holds(p)]
+        return [name for name, p in model.named_parameters() if version_of(p) <= 1 and self._holds(p)]
 
     def describe_data(self, data: Any) -> str:
         """A sentence on tensors with numbers that may have been drawn before the run; "" if there are none.
@@ -187,7 +188,7 @@ class DrawnBefore:
     def _holds(self, tensor: Tensor) -> bool:
         """Whether a tensor existed, is unchanged since, and has more than one value."""
         there = self._there.get(id(tensor))
-        if there is None or there[0]() is not tensor or there[1] != tensor._version:
+        if there is None or there[0]() is not tensor or there[1] != version_of(tensor):
             return False
         flat = tensor.detach().reshape(-1)
         return flat.numel() > 0 and bool((flat != flat[0]).any())
@@ -222,7 +223,7 @@ class DrawnParameters(StepObserver):
             )
 
     def _current(self, step: "TrainStep") -> dict[str, int]:
-        return {name: p._version for name, p in step.model.named_parameters() if name in self._names}
+        return {name: version_of(p) for name, p in step.model.named_parameters() if name in self._names}
 
 
 def _torch_has_drawn() -> bool:

@@ -13,6 +13,7 @@ from samestep.comm.membership import Membership
 from samestep.comm.reduction import tree_sum_rows
 from samestep.core.microbatches import in_microbatch_order, microbatch_bounds
 from samestep.core.seeds import derive_seed
+from samestep.data.batch import version_of
 from samestep.data.loader import Loader
 from samestep.data.nested import leaves, map_tensors
 from samestep.data.randomness import Generators
@@ -175,7 +176,7 @@ def _evaluating(model: nn.Module, device: torch.device, precision: str) -> Itera
     settle_model(model, device)
     modes = [(module, module.training) for module in model.modules()]
     places = [(module, key, buffer) for module in model.modules() for key, buffer in module._buffers.items()]
-    kept = [(m, k, b, None if b is None else b.clone(), 0 if b is None else b._version) for m, k, b in places]
+    kept = [(m, k, b, None if b is None else b.clone(), 0 if b is None else version_of(b)) for m, k, b in places]
 
     def restore_buffers() -> None:
         for module, key, buffer, start, version in kept:
@@ -184,7 +185,7 @@ def _evaluating(model: nn.Module, device: torch.device, precision: str) -> Itera
             # restored in any case.
             if buffer is not None and start is not None:
                 small = buffer.numel() <= SMALL_ELEMENTS
-                if small or buffer._version != version or module.training:
+                if small or version_of(buffer) != version or module.training:
                     buffer.data.copy_(start)
 
     model.eval()

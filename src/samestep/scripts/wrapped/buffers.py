@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from samestep.core.tree import Block, TreeSum
-from samestep.data.batch import flattened
+from samestep.data.batch import flattened, version_of
 from samestep.engine.buffers import MEAN_BUFFERS, BufferPlace
 from samestep.engine.losses import wide_dtype
 from samestep.errors import BufferMergeError
@@ -90,7 +90,7 @@ class Buffers:
         means = [place for place in self._means if place.module.training and place.get() is not None]
         others = [place for place in self._others if place.get() is not None]
         originals = {place: buffer for place in (*means, *others) if (buffer := place.get()) is not None}
-        versions = {place: _version(buffer) for place, buffer in originals.items()}
+        versions = {place: version_of(buffer) for place, buffer in originals.items()}
         for place, buffer in originals.items():
             small = buffer.numel() * buffer.element_size() <= SMALL_BYTES
             if small or all_of_them or place.module.training or place in means or place.name in self._changing:
@@ -130,7 +130,7 @@ class Buffers:
         """Keeps the first chunk's value of a buffer that has no rule."""
         end = place.get()
         if end is original:
-            if _version(original) != version:
+            if version_of(original) != version:
                 raise BufferMergeError(
                     f"buffer {place.name} was changed inside the wrapped forward for the first time after many that "
                     "left it alone; change it in every forward, or outside"
@@ -163,11 +163,6 @@ class Buffers:
             value = merged[offset : offset + target.numel()].view(target.shape)
             offset += target.numel()
             target.data.copy_(value if target.is_floating_point() else value.round())
-
-
-def _version(buffer: Tensor) -> int:
-    """A buffer's version; tensors made in inference mode have none."""
-    return 0 if buffer.is_inference() else buffer._version
 
 
 def _flat(place: BufferPlace) -> Tensor | None:

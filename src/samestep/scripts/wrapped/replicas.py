@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from samestep.data.batch import tensor_checksum
+from samestep.data.batch import tensor_checksum, version_of
 from samestep.data.randomness import seed_each
 from samestep.engine.side_effects import Watch, plain_attributes, reachable
 from samestep.errors import DeterminismError, UsageError
@@ -102,7 +102,7 @@ class Replicas:
     def states(self, at_length: bool) -> list[tuple[int, ...]]:
         """The version and address of each parameter, which a write changes; at length, its checksum too."""
         return [
-            (parameter._version, parameter.data_ptr(), int(tensor_checksum(parameter)) if at_length else 0)
+            (version_of(parameter), parameter.data_ptr(), int(tensor_checksum(parameter)) if at_length else 0)
             for parameter in self.parameters
         ]
 
@@ -205,8 +205,8 @@ def in_place_state(modules: Sequence[tuple[str, nn.Module]]) -> dict[str, tuple[
     """Versions of tensors and lengths of lists in plain attributes, which change without an assignment."""
     found: dict[str, tuple[int, int]] = {}
     for name, value in plain_attributes(modules):
-        if isinstance(value, Tensor) and not value.is_inference():
-            found[name] = (id(value), value._version)
+        if isinstance(value, Tensor):
+            found[name] = (id(value), version_of(value))
         elif type(value) is list:
             found[name] = (id(value), len(value))
     return found

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
+from samestep.data.batch import version_of
 from samestep.engine.site import script_line
 from samestep.verify.causes.evidence import Cause, Evidence, by_step, listed, on_devices
 from samestep.verify.causes.facts import Facts, first_rows
@@ -125,7 +126,7 @@ def _attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
 def _look(value: Any) -> Any:
     """A value that differs once an attribute was changed or replaced."""
     if isinstance(value, Tensor):
-        return id(value), value._version
+        return id(value), version_of(value)
     if isinstance(value, list | tuple | set):
         return id(value), tuple(_look(entry) for entry in value)
     if isinstance(value, dict):
