@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 import torch
 from loader_programs import Noisy, NoisyInGroups
-from torch.utils.data import default_collate
+from torch.utils.data import ConcatDataset, Dataset, Subset, default_collate
 
-from samestep.data.fetch import MicrobatchIds, SeededSamples, StreamReader, fetch_microbatches
+from samestep.core.seeds import derive_seed
+from samestep.data.fetch import SAMPLE_STREAM, BatchIds, SeededSamples, StreamReader, fetch_batches
 from samestep.data.randomness import Generators
 from samestep.errors import DataError
 
@@ -24,8 +25,9 @@ def _generators_put_back():
 
 def fetch(dataset, ids_of_microbatches, num_workers=0, seed=3, epoch=0):
     """All microbatches, as lists of samples."""
-    requests = (MicrobatchIds(epoch, np.array(ids)) for ids in ids_of_microbatches)
-    return list(fetch_microbatches(dataset, requests, list, seed, num_workers, None, CPU))
+    requests = (BatchIds(epoch, [np.array(ids)]) for ids in ids_of_microbatches)
+    samples = SeededSamples(dataset, seed, list)
+    return [microbatch for (microbatch,) in fetch_batches(samples, requests, num_workers, None, CPU)]
 
 
 def values(microbatches):
@@ -61,7 +63,7 @@ def test_samples_fetched_in_groups_are_asked_for_a_microbatch_at_a_time():
             return ids
 
     assert fetch(Groups(10), [[4, 2], [7]]) == [[4, 2], [7]]
-    assert asked == [[4, 2], [7]]
+    assert asked == [[4, 2], [4, 2], [7]]  # the first twice: with generators seeded, and without
     assert all(type(i) is int for ids in asked for i in ids)
 
 
@@ -75,8 +77,8 @@ def test_a_group_of_another_length_than_was_asked_for_is_refused():
 
 
 def test_a_dataset_travels_to_workers_without_the_generators_of_this_process():
-    samples = SeededSamples(Noisy(4), 0)
-    samples.__getitems__(MicrobatchIds(0, np.array([1])))
+    samples = SeededSamples(Noisy(4), 0, list)
+    samples.__getitems__(BatchIds(0, [np.array([1])]))
     assert samples.__getstate__()["_generators"] is None
 
 
@@ -88,10 +90,149 @@ def test_samples_are_fetched_only_when_they_are_asked_for():
             fetched.append(index)
             return index
 
-    requests = (MicrobatchIds(0, np.array([i])) for i in range(10))
-    microbatches = fetch_microbatches(Watched(10), requests, default_collate, 0, 0, None, CPU)
-    assert next(microbatches).tolist() == [0]
-    assert fetched == [0]
+    requests = (BatchIds(0, [np.array([i])]) for i in range(10))
+    batches = fetch_batches(SeededSamples(Watched(10), 0, default_collate), requests, 0, None, CPU)
+    assert next(batches)[0].tolist() == [0]
+    assert set(fetched) == {0}
+
+
+class Drawn(Dataset):
+    """Samples that draw in some way, at some ids."""
+
+    def __init__(self, draw, ids=range(64)):
+        self.draw, self.ids, self.reads = draw, ids, []
+
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, index):
+        self.reads.append(index)
+        return torch.tensor([index, self.draw() if index in self.ids else 0.0], dtype=torch.float64)
+
+
+def forked():
+    with torch.random.fork_rng():
+        return torch.rand(()).item()
+
+
+def put_back():
+    state = random.getstate()
+    drawn = random.random()
+    random.setstate(state)
+    return drawn
+
+
+def unlucky():
+    if torch.rand(()) < 0.5:
+        return 1.0
+    raise ValueError("cannot read this with that draw")
+
+
+WAYS = {
+    "torch": (lambda: torch.rand(()).item(), range(64)),
+    "numpy": (np.random.rand, range(64)),
+    "numpy pair": (np.random.randn, range(64)),
+    "python": (random.random, range(64)),
+    "one late sample": (random.random, [37]),
+    "state put back": (put_back, range(64)),
+    "generators forked": (forked, range(64)),
+    "seed read": (lambda: float(torch.initial_seed() % 2**31), range(64)),
+    "seeded anew": (lambda: torch.rand(()).item() + torch.manual_seed(7).initial_seed(), range(64)),
+    "nothing": (lambda: 1.0, range(64)),
+}
+BATCHES = [[[4, 2], [7, 1]], [[9, 11, 8]], [[37, 3], [5]], [[6], [12]]]
+
+
+def by_hand(dataset, collate, seed=3, epoch=1):
+    """Each sample read after the generators were seeded for it."""
+    generators, found = Generators(CPU), []
+    for batch in BATCHES:
+        found.append([])
+        for ids in batch:
+            samples = []
+            for index in ids:
+                generators.seed(derive_seed(seed, SAMPLE_STREAM, epoch, index))
+                samples.append(dataset[index])
+            found[-1].append(collate(samples))
+    return found
+
+
+def by_loader(dataset, collate, num_workers=0, seed=3, epoch=1):
+    """The same by the loader's way."""
+    requests = (BatchIds(epoch, [np.array(ids) for ids in batch]) for batch in BATCHES)
+    return list(fetch_batches(SeededSamples(dataset, seed, collate), requests, num_workers, None, CPU))
+
+
+def noisy_collate(samples):
+    return torch.stack(samples) + torch.rand(1)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("collate", [default_collate, noisy_collate])
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_whatever_draws_gets_the_draws_of_its_own_seed(way, collate, num_workers):
+    expected = str(by_hand(Drawn(*WAYS[way]), collate))
+    assert str(by_loader(Drawn(*WAYS[way]), collate, num_workers)) == expected
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_seeds_are_seen_by_all_but_those_that_draw_nothing(way):
+    """Else the test above would prove nothing."""
+    by_seed = {str(by_hand(Drawn(*WAYS[way]), default_collate, seed)) for seed in (3, 4)}
+    assert len(by_seed) == 1 + (way != "nothing")
+
+
+def test_a_dataset_that_draws_nothing_is_read_once_but_for_its_first_microbatch(monkeypatch):
+    seeds = []
+    seed = Generators.seed
+    monkeypatch.setattr(Generators, "seed", lambda self, number: (seeds.append(number), seed(self, number)))
+    dataset = Drawn(*WAYS["nothing"])
+    by_loader(dataset, default_collate)
+    assert dataset.reads == [4, 2] + [index for batch in BATCHES for ids in batch for index in ids]
+    assert len(seeds) == 2
+
+
+def test_an_error_after_a_draw_is_that_of_the_sample_with_its_own_seed():
+    def outcome(way):
+        try:
+            return str(way(Drawn(unlucky, [3, 5, 6, 12]), default_collate))
+        except ValueError as error:
+            return str(error)
+
+    assert outcome(by_loader) == outcome(by_hand)
+
+
+def test_values_that_cannot_be_compared_are_read_with_seeds(monkeypatch):
+    class Opaque:
+        def __init__(self, samples):
+            self.value = torch.stack(samples) + forked()
+
+    found = [each.value for batch in by_loader(Drawn(*WAYS["nothing"]), Opaque) for each in batch]
+    expected = [each.value for batch in by_hand(Drawn(*WAYS["nothing"]), Opaque) for each in batch]
+    assert str(found) == str(expected)
+
+
+def test_tables_are_read_a_batch_at_a_time(monkeypatch):
+    datasets = pytest.importorskip("datasets")
+    table = datasets.Dataset.from_dict({"x": [float(i) for i in range(64)], "words": [f"w{i}" for i in range(64)]})
+    calls = []
+    real = datasets.Dataset.__getitems__
+    monkeypatch.setattr(
+        datasets.Dataset, "__getitems__", lambda self, ids: (calls.append(len(ids)), real(self, ids))[1]
+    )
+    kinds = {
+        "table": table,
+        "part": Subset(table, list(range(63, -1, -1))),
+        "parts": ConcatDataset([table.select(range(10)), Subset(table, range(10, 64))]),
+        "missing": datasets.Dataset.from_dict({"x": [None if i % 3 else float(i) for i in range(64)]}),
+    }
+    for kind, dataset in kinds.items():
+        calls.clear()
+        found = by_loader(dataset, list)
+        assert found == [[[dataset[index] for index in ids] for ids in batch] for batch in BATCHES], kind
+        assert len(calls) <= 2 + len(BATCHES) * (2 if kind == "parts" else 1), kind
+    shaped = table.with_transform(lambda rows: {"x": [torch.tensor(x) + torch.rand(()) for x in rows["x"]]})
+    assert str(by_loader(shaped, default_collate)) == str(by_loader(shaped, default_collate, 2))
 
 
 class Drawing:

@@ -14,9 +14,11 @@ from torch.utils.data import IterableDataset, Subset, TensorDataset
 from worlds import in_turns
 
 from samestep.core.microbatches import microbatch_bounds
+from samestep.data import fetch
 from samestep.data import loader as loader_module
 from samestep.data.fetch import SeededSamples
 from samestep.data.randomness import Generators
+from samestep.data.tensors import TensorData
 from samestep.errors import DataError, UsageError
 from samestep.train.run import Run
 
@@ -295,9 +297,15 @@ def test_ranks_without_a_microbatch_draw_what_the_others_draw():
 
 def test_twin_noise_that_follows_the_process_is_noticed(monkeypatch):
     def by_process(self, request):
-        return [self._dataset[i] for i in request.ids.tolist()]
+        return [self._collate([self._dataset[i] for i in ids.tolist()]) for ids in request.microbatches]
 
     monkeypatch.setattr(SeededSamples, "__getitems__", by_process)
+    assert joined(together(3, "one by one", 19)) != joined(alone("one by one", 19))
+
+
+def test_twin_draws_that_go_unnoticed_follow_the_process(monkeypatch):
+    monkeypatch.setattr(fetch, "_is_same", lambda seeded, unseeded: True)
+    monkeypatch.setattr(Generators, "is_at", lambda self, saved: True)
     assert joined(together(3, "one by one", 19)) != joined(alone("one by one", 19))
 
 
@@ -311,8 +319,12 @@ def test_twin_generators_that_are_not_put_back_are_noticed(monkeypatch):
 def test_twin_a_dropped_half_of_a_normal_pair_is_noticed(monkeypatch):
     reference = in_turns(1, lambda c: draws_around(c, "one by one", 19))[0]
     real = Generators.save
-    monkeypatch.setattr(Generators, "save", lambda self: real(self)._replace(numpy_state={"has_gauss": 0}))
+    monkeypatch.setattr(Generators, "save", lambda self: without_half(real(self)))
     assert in_turns(1, lambda c: draws_around(c, "one by one", 19))[0] != reference
+
+
+def without_half(saved):
+    return saved._replace(of_numpy=saved.of_numpy._replace(value={"has_gauss": 0}))
 
 
 def test_twin_an_order_by_rank_is_noticed(monkeypatch):
@@ -405,6 +417,40 @@ def test_lists_arrays_tensor_datasets_and_subsets_are_datasets():
             for x in torch.stack([*microbatch]).view(-1)
         ]
         assert [int(x) for x in got] == list(range(6)), type(dataset)
+
+
+@pytest.mark.parametrize(
+    "indices",
+    [range(4, 10), [9, -1, 0, 9, 3, 5], torch.tensor([2, 1, 7, 0, 9, 4])],
+    ids=["range", "list", "tensor"],
+)
+@pytest.mark.parametrize("options", [{}, {"cache": "device"}], ids=["memory", "device"])
+def test_a_part_of_tensors_is_gathered_from_them_as_it_is_read_one_by_one(indices, options):
+    whole = TensorDataset(torch.rand(10, 3), torch.arange(10))
+    part = Subset(whole, indices)
+    for dataset in (part, Subset(part, [1, 5, 0, 2, 2, -1])):
+        batches = list(loader_of(dataset, **options))
+        rows = [torch.cat([each[k] for b in batches for each in b.microbatches.values()]) for k in range(2)]
+        assert all(torch.equal(rows[k], torch.stack([dataset[i][k] for i in range(6)])) for k in range(2))
+    assert type(loader_of(part).dataset) is TensorData
+    assert loader_of(part).dataset.tensors[0] is whole.tensors[0]
+
+
+def test_a_part_that_reaches_beyond_its_tensors_is_refused():
+    with pytest.raises(IndexError):
+        list(loader_of(Subset(TensorDataset(torch.arange(4)), [1, 4])))
+
+
+def test_a_part_of_tensors_with_a_transform_keeps_the_draws_of_its_samples():
+    data = TensorData(torch.zeros(8), lambda batch: batch + torch.rand(len(batch)))
+    batches = list(loader_of(Subset(data, range(8))))
+    assert len({x for batch in batches for each in batch.microbatches.values() for x in each.tolist()}) == 8
+
+
+def test_a_collate_function_is_called_with_samples_of_tensors_too():
+    for data in (torch.arange(4)[:, None], TensorDataset(torch.arange(4)), TensorData((torch.arange(4),), lambda x: x)):
+        (batch,) = loader_of(data, collate_fn=lambda samples: sum(row for (row,) in samples)[None])
+        assert [each.tolist() for each in batch.microbatches.values()] == [[1], [5]]
 
 
 def test_a_tensor_dataset_with_a_getitem_of_its_own_keeps_it():

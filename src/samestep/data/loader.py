@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import IterableDataset, TensorDataset, default_collate
+from torch.utils.data import IterableDataset, Subset, TensorDataset, default_collate
 
 from samestep.comm.membership import Membership
 from samestep.core.cursor import Cursor, batch_length, num_batches
@@ -21,7 +21,7 @@ from samestep.core.microbatches import microbatch_bounds
 from samestep.core.order import permute
 from samestep.core.seeds import derive_seed
 from samestep.data.batch import Batch, checksum, settle
-from samestep.data.fetch import MICROBATCH_STREAM, MicrobatchIds, StreamReader, fetch_microbatches
+from samestep.data.fetch import MICROBATCH_STREAM, BatchIds, SeededSamples, StreamReader, fetch_batches
 from samestep.data.randomness import Generators
 from samestep.data.staging import RowGather, cached, fetch_ahead
 from samestep.data.tensors import InMemory, TensorData
@@ -185,7 +185,7 @@ class Loader:
         """The batches of the rest of the epoch; the draws of samples do not change the script's own generators."""
         if self.is_stream:
             return _quiet(self._stream(), self._generators)
-        if isinstance(self.dataset, InMemory):
+        if isinstance(self.dataset, InMemory) and self._collate is default_collate:
             batches = self._in_memory(self.dataset)
             return batches if self.dataset.transform is None else _quiet(batches, self._generators)
         batches = self._one_by_one()
@@ -237,12 +237,12 @@ class Loader:
     def _one_by_one(self) -> Iterator[Batch]:
         epoch, first = self.cursor.epoch, self.cursor.position
         plan, again = self._plan(epoch, first), self._plan(epoch, first)
-        requests = (MicrobatchIds(epoch, ids) for _, batch_ids in again for ids in batch_ids.values())
-        fetched = fetch_microbatches(
-            self.dataset, requests, self._collate, self.seed, self._num_workers, self._context, self._device
-        )
-        for place, batch_ids in plan:
-            yield self._batch(place, {microbatch: settle(next(fetched), self._device) for microbatch in batch_ids})
+        requests = (BatchIds(epoch, list(batch_ids.values())) for _, batch_ids in again)
+        samples = SeededSamples(self.dataset, self.seed, self._collate)
+        fetched = fetch_batches(samples, requests, self._num_workers, self._context, self._device)
+        for (place, batch_ids), found in zip(plan, fetched, strict=True):
+            microbatches = zip(batch_ids, found, strict=True)
+            yield self._batch(place, {microbatch: settle(value, self._device) for microbatch, value in microbatches})
 
     def _batch(self, place: _Place, microbatches: dict[int, Any]) -> Batch:
         """A batch of samples that have ids."""
@@ -322,6 +322,11 @@ def as_dataset(value: Any) -> Any:
     """The value as a dataset: tensors, also nested, become a `TensorData`."""
     if type(value) is TensorDataset:  # a subclass may have a __getitem__ of its own
         return TensorData(tuple(value.tensors))
+    if type(value) is Subset and type(value.dataset) in (TensorDataset, TensorData, Subset):
+        whole = as_dataset(value.dataset)
+        # A transform is applied to samples one by one in a subset, with draws of their own.
+        if type(whole) is TensorData and whole.transform is None:
+            return whole.part(value.indices)
     if isinstance(value, IterableDataset | InMemory):
         return value
     if isinstance(value, Tensor | tuple | dict):

@@ -6,6 +6,7 @@ strides and alignment of a tensor of its own, and the bits do not depend on the 
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from copy import copy
 from math import gcd
 from typing import Any
 
@@ -34,11 +35,15 @@ def cached(dataset: Any, cache: str | None, device: torch.device) -> Any:
             f"got a {type(dataset).__name__} with cache='device', which needs tensors: a TensorDataset, a "
             "samestep.TensorData, or tensors in tuples and dicts"
         )
+    if len(dataset) < len(leaves(dataset.tensors)[0]):
+        dataset = TensorData(dataset.gather(torch.arange(len(dataset))), dataset.transform)  # only these samples
     needed = sum(leaf.nbytes for leaf in leaves(dataset.tensors) if leaf.device != device)
     if device.type == "cuda":
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         check_fits(needed, torch.cuda.mem_get_info(device)[0] + unused, device)
-    return TensorData(to_device(dataset.tensors, device), dataset.transform)
+    moved = copy(dataset)
+    moved.tensors = to_device(dataset.tensors, device)
+    return moved
 
 
 def check_fits(needed: int, free: int, device: torch.device) -> None:
@@ -81,7 +86,7 @@ class RowGather:
         if self._pinned is None:
             everything = settle(self._dataset.gather(torch.from_numpy(rows)), self._device)
         else:
-            everything = self._pinned.take(self._dataset.tensors, torch.from_numpy(rows))
+            everything = self._pinned.take(self._dataset.tensors, self._dataset.rows(torch.from_numpy(rows)))
         # `unsafe_split` makes no views of one base: writing to a microbatch in place must not move the version counter
         # of the others.
         pieces = [iter(leaf.unsafe_split_with_sizes(lengths)) for leaf in leaves(everything)]

@@ -4,7 +4,8 @@ A dataset is "in memory" for the loader if it has `gather(ids)` and `transform`:
 microbatch, moves the result to the device, and applies `transform` there.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from copy import copy
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -55,6 +56,7 @@ class TensorData(Dataset[Any]):
             got = f"the sizes {', '.join(map(str, sorted(sizes)))}" if sizes else "no tensor at all"
             raise DataError(f"a TensorData needs tensors with the same first dimension, got {got}")
         self._size = sizes.pop()
+        self._rows: Any = None  # of each sample; None if sample i is row i
 
     def __len__(self) -> int:
         return self._size
@@ -72,7 +74,24 @@ class TensorData(Dataset[Any]):
         Args:
             ids: 1-d int64 tensor of indices in 0…n−1, in any order, repeats allowed.
         """
-        return map_tensors(lambda tensor: tensor.index_select(0, ids.to(tensor.device)), self.tensors)
+        rows = self.rows(ids)
+        return map_tensors(lambda tensor: tensor.index_select(0, rows.to(tensor.device)), self.tensors)
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """The rows of `tensors` that hold these samples."""
+        if self._rows is None:
+            return ids
+        if not isinstance(self._rows, Tensor):
+            self._rows = torch.as_tensor(self._rows, dtype=torch.int64)
+        found: Tensor = self._rows[ids]
+        return torch.where(found < 0, found + len(leaves(self.tensors)[0]), found)
+
+    def part(self, samples: Sequence[int]) -> "TensorData":
+        """Some of the samples as a dataset, without a copy of their rows."""
+        part = copy(self)
+        part._rows = samples if self._rows is None else self.rows(torch.as_tensor(samples))
+        part._size = len(samples)
+        return part
 
 
 def head_tail(dataset: TensorData, fraction: float) -> tuple[TensorData, TensorData]:
