@@ -9,6 +9,8 @@ import pytest
 from cli_commands import samestep, write_table
 from safetensors import safe_open
 
+from samestep.devices.selection import cpu_workers_for
+from samestep.text import counted
 from samestep.train.runlog.ledger import from_line
 
 
@@ -97,7 +99,7 @@ def test_a_run_leaves_its_folder_and_says_where_and_another_seed_gives_another_d
         assert all(not name.startswith("module.") for name in weights.keys())  # noqa: SIM118 - no dict
     lines = done.stdout.splitlines()
     assert [line for line in lines if line.startswith("epoch 2, time ")]
-    assert "2 CPU workers" in done.stdout
+    assert counted(cpu_workers_for(8), "CPU worker") in done.stdout
     assert "here" in done.stdout
     (digest,) = (line.split()[-1] for line in lines if line.startswith("digest"))
     assert len(digest) == 64
@@ -217,3 +219,24 @@ def test_another_optimizer_brings_its_own_learning_rate_and_no_momentum(tables, 
     assert "momentum" not in second
     done = samestep("train", "mlp", "--data", tables, "--momentum", "0.9", "--run-dir", "c", cwd=tmp_path)
     one_sentence(done, "--momentum 0.9 for adam")
+
+
+SHARED = """import sys
+import samestep
+run = samestep.Run(64, {arguments})
+print(run.communicator.world_size)
+"""
+
+
+def test_auto_is_a_worker_a_core_and_a_script_alone_is_told_so(tmp_path):
+    script = tmp_path / "train.py"
+    for arguments, cores in (("", cpu_workers_for(8)), ("num_microbatches=1", 1)):
+        script.write_text(SHARED.format(arguments=arguments))
+        workers = samestep("run", "train.py", cwd=tmp_path)
+        assert (workers.stdout.split(), workers.returncode) == ([str(cores)], 0)
+        assert "one core" not in workers.stderr
+        alone = samestep(cwd=tmp_path, command=(sys.executable, "train.py"))
+        told = f"samestep: train.py trains on one core; `samestep run train.py` uses {cores} cores, with the same bits"
+        assert alone.stderr.splitlines() == ([told] if cores > 1 else [])
+    script.write_text(SHARED.format(arguments='device="cpu"'))
+    assert samestep(cwd=tmp_path, command=(sys.executable, "train.py")).stderr == ""

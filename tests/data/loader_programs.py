@@ -130,12 +130,12 @@ def read(communicator, kind, count, epochs=1, state=None, take=None, **options):
     return passes, states
 
 
-def draws_around(communicator, kind, count, **options):
-    """What the script draws itself before, while and after it reads; half a normal pair is pending all the time."""
+def draws_around(communicator, kind, count, pending=True, **options):
+    """What the script draws itself before, while and after it reads; half a normal pair may be pending all the time."""
     loader = make_loader(communicator, kind, count, **options)
-    drawn = [noise()]
+    drawn = [[*noise(), *([] if pending else noise())]]
     for _ in loader:
-        drawn.append(noise())
+        drawn.append([*noise(), *([] if pending else noise())])
     return [*drawn, noise()]
 
 

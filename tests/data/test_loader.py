@@ -281,9 +281,12 @@ def test_whatever_draws_no_number_of_devices_or_workers_changes_it(kind, masking
 
 @pytest.mark.parametrize("masking", [False, True])
 @pytest.mark.parametrize(("kind", "num_workers"), [*((kind, 0) for kind in KINDS), ("one by one", 2)])
-def test_the_scripts_own_draws_do_not_see_the_loader(kind, num_workers, masking):
+@pytest.mark.parametrize("pending", [False, True])
+def test_the_scripts_own_draws_do_not_see_the_loader(kind, num_workers, masking, pending):
+    options = {"masking": masking, "pending": pending}
+
     def draws(kind, num_workers):
-        return in_turns(1, lambda c: draws_around(c, kind, 19, num_workers=num_workers, masking=masking))[0]
+        return in_turns(1, lambda c: draws_around(c, kind, 19, num_workers=num_workers, **options))[0]
 
     reference = draws("tensors", 0)
     assert len({str(drawn) for drawn in reference}) == len(reference)

@@ -12,7 +12,7 @@ import torch
 from machines import CPU, CPU_TORCH, CUDA_TORCH, gpu, instance, server
 
 from samestep.devices import inventory as inventory_module
-from samestep.devices.inventory import Inventory, TorchBuild, discover, torch_build, usable_cores
+from samestep.devices.inventory import Inventory, TorchBuild, discover, physical_cores, torch_build, usable_cores
 from samestep.devices.nvidia import Gpu, Reading
 from samestep.devices.probe import ask_torch
 
@@ -64,6 +64,29 @@ def test_the_cores_are_those_of_the_affinity() -> None:
     finally:
         os.sched_setaffinity(0, allowed)
     assert usable_cores() == len(allowed)
+
+
+def cores_of(root: Path, threads: int, quota: str = "max 100000") -> int:
+    """The cores that are counted where so many of this process's processors are hyperthreads of one core."""
+    for order, number in enumerate(sorted(os.sched_getaffinity(0))):
+        place = root / f"devices/system/cpu/cpu{number}/topology"
+        place.mkdir(parents=True)
+        (place / "physical_package_id").write_text("0\n")
+        (place / "core_id").write_text(f"{order // threads}\n")
+    (root / "fs/cgroup").mkdir(parents=True)
+    (root / "fs/cgroup/cpu.max").write_text(f"{quota}\n")
+    return physical_cores(root)
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="this system has no processor affinity")
+def test_hyperthreads_and_what_a_quota_withholds_are_no_cores(tmp_path: Path) -> None:
+    allowed = usable_cores()
+    assert cores_of(tmp_path / "plain", 1) == allowed
+    assert cores_of(tmp_path / "threads", 2) == -(-allowed // 2)
+    assert cores_of(tmp_path / "one", 1, "150000 100000") == 1
+    assert cores_of(tmp_path / "less", 1, "50000 100000") == 1
+    assert cores_of(tmp_path / "more", 1, f"{(allowed + 1) * 100000} 100000") == allowed
+    assert 1 <= physical_cores(tmp_path / "nothing") <= allowed
 
 
 @pytest.mark.parametrize(

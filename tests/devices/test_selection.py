@@ -5,9 +5,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from machines import CPU_TORCH, GIB, gpu, machine
 
+from samestep.devices import selection as selection_module
 from samestep.devices.device import IDLE_MEMORY, Device, Process
 from samestep.devices.inventory import TorchBuild
-from samestep.devices.selection import FORMS, MAX_CPU_WORKERS, select
+from samestep.devices.selection import FORMS, MAX_CPU_WORKERS, cpu_workers_for, select
 from samestep.errors import DeviceError, SamestepError
 
 TWO = machine(gpu(0), gpu(1))
@@ -153,6 +154,15 @@ def test_auto_says_why_gpus_are_left_unused() -> None:
     unusable = machine(torch=CPU_TORCH, unusable=(gpu(0),), notes=("1 GPU cannot be used.",))
     assert select("auto", unusable).notes == ("1 GPU cannot be used.",)
     assert select("cpu:2", unusable).notes == ()
+
+
+def test_auto_without_an_accelerator_is_as_many_cpu_workers_as_can_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(selection_module, "physical_cores", lambda: 16)
+    assert [cpu_workers_for(*given) for given in ((8,), (64,), (1,), (8, 3), (2, 3))] == [8, 16, 1, 2, 1]
+    assert select("auto", NONE).count == 2
+    assert select("auto", NONE, 5).count == 5
+    assert select("3", NONE, 5).count == 3
+    assert select("auto", TWO, 5).kind == "cuda"
 
 
 def test_more_cpu_workers_than_cores_are_allowed_and_noted() -> None:

@@ -201,3 +201,24 @@ def test_reading_does_not_import_torch(folder):
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert json.loads(run.stdout) == ["native", False, False]
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ("run = samestep.Run(64)", 8),
+        ("run = samestep.Run(global_batch_size=args.batch)", 8),
+        ("run = samestep.Run(4)", 4),
+        ("run = samestep.Run(64, 3)", 3),
+        ("run = samestep.Run(64, num_microbatches=32)", 32),
+        ("run = samestep.Run(64, num_microbatches=None)", 8),
+        ("samestep.Run(64, 4)\nsamestep.Run(64, 2)", 2),
+        ("run = samestep.Run(64, args.microbatches)", None),
+        ("run = samestep.Run(64, **options)", None),
+        ("run = samestep.Run(*options)", None),
+        ("samestep.Run(64, 4)\nsamestep.Run(64, many)", None),
+        ("samestep.launch(train)", None),
+    ],
+)
+def test_the_microbatches_of_a_script_are_read_where_they_are_written_out(folder, text, count):
+    assert read(folder, f"import samestep\n{text}").num_microbatches == count

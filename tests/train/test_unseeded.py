@@ -112,3 +112,9 @@ def test_parts_of_models_of_inference_mode_are_trained_with_and_evaluated(capsys
     assert said(capsys, Shifted) == []
     found = Run(8, 4).evaluate(Shifted(), rows(), {"value": lambda output, b: output[:, 0]}, forward=lambda m, b: m(b))
     assert torch.isfinite(torch.tensor(found["value"]))
+
+
+def test_parameters_without_values_disturb_nothing(capsys):
+    lazy = nn.LazyLinear(3)
+    assert f"samestep: {MODEL}" in said(capsys, lambda: nn.Linear(3, 1))[0]
+    del lazy

@@ -44,7 +44,7 @@ def run(
     ranks, with the same bits on any number of devices.
     """
     from samestep.comm.environment import read_environment
-    from samestep.devices.selection import select
+    from samestep.devices.selection import AUTO_CPU_WORKERS, cpu_workers_for, select
     from samestep.errors import UsageError
     from samestep.launcher.supervisor import supervise
     from samestep.scripts.script_analysis import reads_as
@@ -61,8 +61,10 @@ def run(
         raise UsageError("there is no script to run; give one: samestep run train.py, or samestep run -m package.train")
     job = Job("module" if script.module else "script", program[0], tuple(program[1:]), log_dir=log_dir)
     spec = chosen_devices(workers) or "auto"
-    selection = select(spec)
     reading = reads_as(program[0], is_module=script.module)
+    num_nodes = 1 if torchrun is None else torchrun.max_nodes
+    most = script.logical_devices or (reading.num_microbatches if reading.own else None)
+    selection = select(spec, cpu_workers=AUTO_CPU_WORKERS if most is None else cpu_workers_for(most, num_nodes))
     are_several = spec.startswith("cpu") or selection.count > 1 or torchrun is not None
     is_virtual = selection.kind == "cpu" and (are_several or script.logical_devices is not None)
     job, logical = _as_read(job, script, reading, is_virtual)

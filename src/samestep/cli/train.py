@@ -7,6 +7,7 @@ import sys
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -133,8 +134,9 @@ def _train_by_workers(
     from samestep.launcher.supervisor import supervise
     from samestep.train.paths import LOG_FOLDER, remove_if_unused
 
-    selection = select(chosen_devices(workers) or "auto")
-    _check_division(config, selection.count * (1 if torchrun is None else torchrun.max_nodes))
+    num_nodes = 1 if torchrun is None else torchrun.max_nodes
+    selection = select(chosen_devices(workers) or "auto", cpu_workers=_cpu_workers(config, num_nodes))
+    _check_division(config, selection.count * num_nodes)
     folder, num_threads = Path(str(config.run_dir)), config.num_threads or 1
     work = Job(
         kind="function",
@@ -172,6 +174,22 @@ def _train_by_workers(
         if not as_json:
             print_times(result["profile"])
     _show(result, selection.describe(), as_json)
+
+
+def _cpu_workers(config: JobConfig, num_nodes: int) -> int:
+    """The CPU workers of "auto" on each machine: as shares and a mesh say, else one a core with microbatches."""
+    from samestep.core.mesh import REST
+    from samestep.core.microbatches import check_num_microbatches
+    from samestep.devices.selection import AUTO_CPU_WORKERS, cpu_workers_for
+
+    if config.shares is not None:
+        return max(1, (len(config.shares) + config.spares) // num_nodes)
+    sizes = dict(config.mesh or {"data": REST})
+    inner = prod(AUTO_CPU_WORKERS if size == REST else max(1, size) for axis, size in sizes.items() if axis != "data")
+    if (data := sizes.get("data", 1)) != REST:
+        return max(1, inner * data // num_nodes)
+    num_microbatches = check_num_microbatches(config.num_microbatches, config.global_batch_size)
+    return max(1, cpu_workers_for(num_microbatches * inner + config.spares, num_nodes) // inner) * inner
 
 
 def _check_division(config: JobConfig, count: int) -> None:

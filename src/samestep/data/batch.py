@@ -129,7 +129,10 @@ def checksum(value: Any) -> int:
 
 def version_of(tensor: Tensor) -> int:
     """The version counter of a tensor, which most writes move; tensors made in inference mode have none."""
-    return 0 if tensor.is_inference() else tensor._version
+    try:
+        return tensor._version
+    except RuntimeError:
+        return 0
 
 
 def tensor_checksum(tensor: Tensor) -> Tensor:

@@ -14,11 +14,12 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset
 from samestep.core.seeds import derive_seed
 from samestep.data.batch import checksum
 from samestep.data.nested import leaves
-from samestep.data.randomness import Generators
+from samestep.data.randomness import Generators, SavedState
 from samestep.errors import DataError
 
 SAMPLE_STREAM = 2**32  # distinct from the streams of train steps, which are numbered from 0
 MICROBATCH_STREAM = SAMPLE_STREAM + 1
+UNSEEDED = 0  # the seed of the generators before samples that seem not to use them
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,7 @@ class SeededSamples(Dataset[Any]):
         self._seed = seed
         self._collate = collate_fn
         self._generators: Generators | None = None
+        self._before: SavedState | None = None  # of the generators, for reading without seeds
         self._draws: bool | None = None  # not known before the first microbatch
 
     def __getitems__(self, request: BatchIds) -> list[Any]:
@@ -70,16 +72,17 @@ class SeededSamples(Dataset[Any]):
         return self._collate(samples)
 
     def _unseeded(self, groups: Sequence[list[int]]) -> list[Any] | None:
-        """The microbatches read without seeding; None if that has changed the state of a generator."""
+        """The microbatches read without seeding each; None if that has changed the state of a generator."""
         generators = self._own_generators()
-        before = generators.save()
+        generators.seed(UNSEEDED)  # a draw must not reach the script's own generator of NumPy
+        self._before = self._before or generators.save()
         try:
             found = [self._collate(samples) for samples in _read_groups(self._dataset, groups)]
         except Exception:
-            if generators.is_at(before):
+            if generators.is_at(self._before):
                 raise
             return None  # an unlucky draw may be the reason
-        return found if generators.is_at(before) else None
+        return found if generators.is_at(self._before) else None
 
     def _first(self, epoch: int, ids: list[int]) -> Any:
         """The first microbatch, read with and without seeding to find whether samples depend on generators.
@@ -87,10 +90,7 @@ class SeededSamples(Dataset[Any]):
         A draw changes the state of a generator. Code that reads the state and restores it (`torch.random.fork_rng`), or
         reads the seed (`torch.initial_seed`), is recognised by the values alone.
         """
-        generators = self._own_generators()
-        before = generators.save()
         seeded = self._seeded(epoch, ids)
-        generators.restore(before)
         unseeded = self._unseeded([ids])
         self._draws = unseeded is None or not _is_same(seeded, unseeded[0])
         return seeded
@@ -102,7 +102,7 @@ class SeededSamples(Dataset[Any]):
 
     def __getstate__(self) -> dict[str, Any]:
         """The state to pickle, without the generators: a worker process makes its own."""
-        return {**self.__dict__, "_generators": None}
+        return {**self.__dict__, "_generators": None, "_before": None}
 
 
 def _group(dataset: Any, ids: list[int]) -> list[Any]:

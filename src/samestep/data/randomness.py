@@ -85,7 +85,8 @@ class Generators:
         return (
             all(map(torch.equal, (generator.get_state() for generator in self.of_torch), saved.of_torch))
             and random.getstate() == saved.of_python
-            and _is_same(self._numpy_state(), saved.of_numpy)
+            and mtrand.get_bit_generator() is saved.of_numpy.generator
+            and _is_same(mtrand.get_state(legacy=False), saved.of_numpy.value)
         )
 
     def restore(self, saved: SavedState) -> None:
@@ -110,8 +111,11 @@ class Generators:
         return NumpyState(generator, memory, mtrand.get_state(legacy=False))
 
 
-def _is_same(now: NumpyState, then: NumpyState) -> bool:
-    return now is then or (now.generator is then.generator and repr(now.value) == repr(then.value))
+def _is_same(now: Any, then: Any) -> bool:
+    """Whether two states of NumPy are equal."""
+    if isinstance(now, dict):
+        return all(_is_same(value, then[key]) for key, value in now.items())
+    return bool((now == then).all()) if isinstance(now, np.ndarray) else bool(now == then)
 
 
 def _device_generators(device: torch.device) -> list[torch.Generator]:

@@ -7,6 +7,7 @@ asks the driver.
 """
 
 import ast
+import contextlib
 import importlib.util
 import json
 import os
@@ -109,6 +110,22 @@ def usable_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def physical_cores(root: Path = Path("/sys")) -> int:
+    """The number of cores that this process may use at once: without hyperthreads, within its control group's quota."""
+    allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+    cores = set()
+    for number in allowed:
+        place = root / f"devices/system/cpu/cpu{number}/topology"
+        try:
+            cores.add(tuple((place / name).read_text() for name in ("physical_package_id", "core_id")))
+        except OSError:  # not Linux
+            return min(len(allowed), psutil.cpu_count(logical=False) or len(allowed))
+    with contextlib.suppress(OSError, ValueError):  # no quota is the word "max"
+        quota, period = (root / "fs/cgroup/cpu.max").read_text().split()
+        return max(1, min(len(cores), int(quota) // int(period)))
+    return len(cores)
 
 
 def torch_build(spec: ModuleSpec | None = None) -> TorchBuild:

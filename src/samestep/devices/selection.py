@@ -1,13 +1,15 @@
 """The selection: the devices of a run, by the user's specification (`--devices`)."""
 
+import os
 import re
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import cast
 
 from samestep.devices.device import Device, Kind, gib
-from samestep.devices.inventory import Inventory, discover
+from samestep.devices.inventory import Inventory, discover, physical_cores
 from samestep.errors import DeviceError
 from samestep.text import counted
 
@@ -16,7 +18,8 @@ FORMS = 'auto, 4 (a count), "0,4" or "4," (indices), cpu, cpu:2, cuda, cuda:0, c
 MAX_CPU_WORKERS = 64
 """The largest number of CPU workers on a machine with fewer cores."""
 
-_AUTO_CPU_WORKERS = 2
+AUTO_CPU_WORKERS = 2
+"""The CPU workers of "auto" for a program that does not say how many microbatches it has."""
 
 
 @dataclass(frozen=True)
@@ -75,14 +78,17 @@ class Selection:
         return ", ".join(f"{','.join(device.torch_name for device in group)} ({name})" for name, group in groups)
 
 
-def select(spec: str | int = "auto", inventory: Inventory | None = None) -> Selection:
+def select(
+    spec: str | int = "auto", inventory: Inventory | None = None, cpu_workers: int = AUTO_CPU_WORKERS
+) -> Selection:
     """Selects devices.
 
     Args:
-        spec: "auto" (all accelerators, else two CPU workers), a count, indices ("0,4"; one alone takes a comma, "4,"),
+        spec: "auto" (all accelerators, else CPU workers), a count, indices ("0,4"; one alone takes a comma, "4,"),
             "cpu", "cpu:2", "cuda", "cuda:0,4", "mps", "xpu", or "free:2" (the emptiest idle accelerators). Indices are
             torch's; CUDA_VISIBLE_DEVICES is respected.
         inventory: the hardware; None for this machine.
+        cpu_workers: the number of CPU workers that "auto" means.
 
     Raises:
         DeviceError: the spec cannot be read, or the devices do not exist.
@@ -92,7 +98,7 @@ def select(spec: str | int = "auto", inventory: Inventory | None = None) -> Sele
         count = _parse_count(text, "cpu", "CPU workers", 1)
         return _cpu_workers(count, inventory or discover(accelerators=False))
     if text == "auto" or text.isdecimal():
-        return _any_kind(text, inventory or discover())
+        return _any_kind(text, inventory or discover(), cpu_workers)
     if text.startswith("free:"):
         count = _parse_count(text, "free", "idle devices")
         inventory = inventory or discover()
@@ -100,6 +106,21 @@ def select(spec: str | int = "auto", inventory: Inventory | None = None) -> Sele
     kind, indices = _parse_indices(text)
     inventory = inventory or discover()
     return _of(inventory, _of_kind(kind, indices, inventory))
+
+
+def cpu_workers_for(num_microbatches: int, num_nodes: int = 1) -> int:
+    """The CPU workers of "auto" on each of some machines: one a core, as long as each has a microbatch."""
+    return max(1, min(physical_cores(), num_microbatches // num_nodes))
+
+
+def describe_unused_cores(num_microbatches: int) -> str:
+    """A sentence for a script that was started by `python`, on the cores that a run could use; "" for anything else."""
+    main = sys.modules["__main__"]
+    cores, path = cpu_workers_for(num_microbatches), str(getattr(main, "__file__", ""))
+    if cores == 1 or getattr(main, "__spec__", None) is not None or not path.endswith(".py"):
+        return ""
+    name = os.path.relpath(path)
+    return f"{name} trains on one core; `samestep run {name}` uses {cores} cores, with the same bits"
 
 
 def _normalised(spec: str | int) -> str:
@@ -147,11 +168,11 @@ def _parse_indices(text: str) -> tuple[Kind | None, tuple[int, ...] | None]:
     return cast("Kind | None", kind), tuple(indices)
 
 
-def _any_kind(text: str, inventory: Inventory) -> Selection:
+def _any_kind(text: str, inventory: Inventory, cpu_workers: int) -> Selection:
     """All accelerators or the first N; CPU workers if there is none."""
     have = len(inventory.devices)
     if not have:
-        workers = _cpu_workers(_AUTO_CPU_WORKERS if text == "auto" else int(text), inventory)
+        workers = _cpu_workers(cpu_workers if text == "auto" else int(text), inventory)
         return replace(workers, notes=(*(inventory.notes if inventory.unusable else ()), *workers.notes))
     wanted = have if text == "auto" else int(text)
     if wanted > have:

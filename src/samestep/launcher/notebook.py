@@ -1,11 +1,14 @@
 """Workers for notebooks: `launch` calls a function on every device and returns rank 0's result."""
 
+import ast
+import inspect
 import io
 import os
 import pickle
 import signal
 import sys
 import tempfile
+import textwrap
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -15,11 +18,11 @@ from typing import Any
 import cloudpickle
 
 from samestep.comm.environment import read_environment
-from samestep.devices.selection import select
+from samestep.devices.selection import AUTO_CPU_WORKERS, cpu_workers_for, select
 from samestep.errors import UsageError, WorkerError
 from samestep.launcher.assignment import process_variables
 from samestep.launcher.job import Job
-from samestep.launcher.program import write_payload
+from samestep.launcher.program import stated_microbatches, write_payload
 from samestep.launcher.supervisor import StartMethod, resolve_start_method, supervise
 from samestep.launcher.worker_pool import ServerPool, WorkerPool
 
@@ -43,7 +46,8 @@ def launch(
         fn: the function; every worker calls it.
         args: its positional arguments.
         kwargs: its keyword arguments.
-        devices: as for `samestep run --devices`.
+        devices: as for `samestep run --devices`; "auto" without an accelerator is a worker a core, at most as many
+            as microbatches, if the function itself calls `samestep.Run` with a number that is written out.
         num_threads: CPU threads a worker.
         start_method: "fork" or "spawn"; None for fork on Linux.
 
@@ -63,7 +67,7 @@ def launch(
     if not callable(fn):
         raise UsageError(f"got {type(fn).__name__} as fn; launch() needs a function")
     method = resolve_start_method(start_method, num_threads)
-    selection = select(devices)
+    selection = select(devices, cpu_workers=_cpu_workers(fn))
     variables = process_variables(selection, num_threads)
     name = getattr(fn, "__qualname__", type(fn).__qualname__)
     call = partial(fn, *args, **(kwargs or {}))
@@ -88,6 +92,16 @@ def launch(
         answer.seek(0)
         content = answer.read()
         return pickle.loads(content) if content else None  # empty if rank 0 ended by sys.exit()
+
+
+def _cpu_workers(fn: Callable[..., Any]) -> int:
+    """The CPU workers that a function can use, by its source."""
+    try:
+        source = textwrap.dedent(inspect.getsource(inspect.unwrap(fn)))
+        stated = stated_microbatches(ast.walk(ast.parse(source)))
+    except (OSError, TypeError, SyntaxError):  # not from a file or a cell, no function, or a lambda amid other code
+        stated = None
+    return AUTO_CPU_WORKERS if stated is None else cpu_workers_for(stated)
 
 
 def _pickle_by_name(call: partial[Any]) -> bytes | None:

@@ -1,5 +1,6 @@
-"""Running a script, a module or a function in this process, as the `python` command does."""
+"""Programs: running a script, a module or a function in this process, as the `python` command does."""
 
+import ast
 import importlib
 import importlib.machinery
 import importlib.util
@@ -9,12 +10,30 @@ import os
 import pickle
 import sys
 import types
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from samestep.core.microbatches import DEFAULT_NUM_MICROBATCHES
 from samestep.errors import UsageError
 from samestep.launcher.job import Job
+
+
+def stated_microbatches(nodes: Iterable[ast.AST]) -> int | None:
+    """The fewest microbatches of the calls of `samestep.Run` in a source; None without one, or if one computes them."""
+    found = []
+    for node in nodes:
+        if isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")) == "Run":
+            given: dict[str, ast.expr] = dict(zip(("global_batch_size", "num_microbatches"), node.args, strict=False))
+            given |= {keyword.arg or "**": keyword.value for keyword in node.keywords}
+            stated = given.get("num_microbatches", ast.Constant(None))
+            if "**" in given or any(isinstance(value, ast.Starred) for value in node.args):
+                return None
+            if not isinstance(stated, ast.Constant) or not isinstance(stated.value, int | None):
+                return None
+            batch = getattr(given.get("global_batch_size"), "value", None)
+            found.append(stated.value or min(batch if isinstance(batch, int) else 2**31, DEFAULT_NUM_MICROBATCHES))
+    return min(found, default=None)
 
 
 def run_program(job: Job, fds: Mapping[str, int]) -> Any:

@@ -9,11 +9,12 @@ import sys
 import warnings
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 from samestep.errors import UsageError
+from samestep.launcher.program import stated_microbatches
 
 MAX_FILES = 200
 RANK_VARIABLES = frozenset({"RANK", "LOCAL_RANK", "WORLD_SIZE"})
@@ -41,6 +42,7 @@ class Reading:
     reason: str  # the sign by which it was recognised
     is_both: bool = False  # whether a native script also has a DataParallel, which --adopt would share out
     own: str = ""  # the sign of a script that uses samestep's own Run, Trainer or launch
+    num_microbatches: int | None = None  # of its own runs, if that is written out
 
     def check_logical_devices(self, count: int | None) -> None:
         """Raises for `--logical-devices` of a script whose run has microbatches of its own."""
@@ -85,6 +87,7 @@ class Evidence:
     native: str = ""
     wrapper: str = ""
     own: str = ""
+    calls: list[ast.Call] = field(default_factory=list)
 
 
 def reads_as(target: str | Path, *, is_module: bool = False) -> Reading:
@@ -108,7 +111,9 @@ def reads_as(target: str | Path, *, is_module: bool = False) -> Reading:
             own=evidence.own,
         )
     if evidence.native:
-        return Reading("native", f"{evidence.native}, so it deals with its ranks itself", own=evidence.own)
+        stated = stated_microbatches(evidence.calls)
+        reason = f"{evidence.native}, so it deals with its ranks itself"
+        return Reading("native", reason, own=evidence.own, num_microbatches=stated)
     if evidence.wrapper:
         return Reading("adopted", f"it has {evidence.wrapper}, and starts no process group")
     files = "its file" if num_files == 1 else f"any of its {num_files} files"
@@ -204,6 +209,8 @@ def _look(source: Source, folder: Folder, evidence: Evidence) -> None:
                 evidence.native = evidence.native or f"{_place(source, node)}, {sign}"
             if sign.startswith(OWN_SIGNS):
                 evidence.own = evidence.own or f"{_place(source, node)}, {sign}"
+        if isinstance(node, ast.Call):
+            evidence.calls.append(node)
         if not evidence.wrapper:
             used = [node.func] if isinstance(node, ast.Call) else node.bases if isinstance(node, ast.ClassDef) else []
             wrapper = next((name for part in used if (name := _meaning(part, aliases)) in WRAPPERS), "")

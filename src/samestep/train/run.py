@@ -114,6 +114,7 @@ class Run:
             raise UsageError(f"got num_threads={num_threads!r}; it must be 1 or more (--num-threads)")
         if not 0 < timeout_seconds <= MAX_TIMEOUT_SECONDS:
             raise UsageError(f"got timeout_seconds={timeout_seconds}; it must be above 0, and no more than a year")
+        is_script = device is None and communicator is None and current_rerun() is None
         environment = read_environment() if communicator is None else Environment()
         world_size = environment.world_size if communicator is None else communicator.world_size
         _check_spares(spares, world_size)
@@ -169,6 +170,10 @@ class Run:
         self._has_steps = False
         self._folders: set[Path] = set()  # of checkpoints that are this run's
         self._drawn_before = DrawnBefore()
+        if is_script and self.device.type == "cpu" and environment.launcher == "none" and threads == 1:
+            from samestep.devices.selection import describe_unused_cores  # not loaded by workers
+
+            self.membership.notice(describe_unused_cores(count))
         seed_process(seed)
 
     @property
