@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from roster import BY_NAME, PLAIN
+from roster import BY_NAME, PLAIN, ROSTER
 from scores import of_workload, ratio
 from tables import Table, default_table, equal_table, growth_tables, markdown, slope_table, startup_table
 
@@ -39,16 +39,17 @@ them alike. Each may use two cores: one process with two threads, or two process
 computed per round; the tables have their median, least and greatest. Logging, checkpoints and progress display are off
 in all of them.
 
-The first table of each workload has every tool **by default**: what a user gets who sets nothing. For samestep these
-are 8 microbatches, whatever the number of processes, and one thread a process, since threads are a part of what fixes
-the bits; `python train.py` thus leaves the second core idle, and `samestep run train.py` takes two processes here. Data
-comes from a map-style dataset (`__getitem__`), through a `DataLoader` in the peers; samestep, which takes tensors as
-they are, is there with both. The *limit* trains on one cached batch and does nothing else; with two processes each
-trains on half of the batch without communication.
+The first table of each workload has every tool **by default**: what a user gets who sets nothing. For samestep that is
+8 microbatches, whatever the number of processes, and one thread a process, because the number of threads is part of
+what fixes the bits: `python train.py` leaves the second core idle, `samestep run train.py` uses both. All read a
+map-style dataset (`__getitem__`), the peers through a `DataLoader`; samestep also takes tensors as they are. The
+*limit* trains on one cached batch and does nothing else; two processes of it train on half of the batch each, without
+communication.
 
-The second table has **equal terms**: as many microbatches as processes, the same data and the same threads, or 8
-microbatches beside PyTorch in 8 micro-batches, which accumulates gradients under `no_sync`. In the other rows the same
-script is run beside samestep's `reduction="native"` and under torchrun.
+The second table has **equal terms**, the same data and threads on both sides: as many microbatches as processes, or 8
+beside PyTorch in 8 micro-batches, which accumulates gradients under `no_sync`. Then samestep's fixed order of sums
+beside the backend's, and a script with DistributedDataParallel under `samestep run --logical-devices` beside the same
+script under torchrun.
 
 ![Step times of all tools by default, as multiples of plain PyTorch's]({picture})
 """
@@ -59,11 +60,12 @@ each shared page is divided by the number of processes that share it). {rounds},
 """
 GROWTH = """## How the cost grows
 
-The time of a step, or of a batch, as one thing grows, with plain PyTorch beside it: in as many micro-batches as
-samestep has microbatches; by ranks DistributedDataParallel, with a microbatch for each rank in samestep; by samples its
-`DataLoader` over the same virtual dataset, whose permutation of more than 2^22 samples is too large to be held. More
-ranks than cores take turns. {rounds}, in turns, on {cores} with one thread a process. The slope is that of the line
-through the larger half of the sizes in a log-log plot; *steeper* is one of more than 0.05 above PyTorch's.
+The time of a step, or of loading a batch, as one quantity grows, beside that of plain PyTorch: with as many
+micro-batches as samestep has microbatches; for ranks DistributedDataParallel, with one microbatch a rank in samestep;
+for samples a `DataLoader` over the same virtual dataset, up to 2^22 samples, since it holds a permutation of all ids.
+Ranks take turns on the cores if there are more of them. {rounds}, in turns, on {cores}, with one thread a process. A
+slope is that of the line through the larger half of the sizes in a log-log plot; samestep's is *steeper* if it exceeds
+PyTorch's by more than 0.05 in every round.
 """
 INVARIANCE = """## What the number of processes changes
 
@@ -72,8 +74,12 @@ same tool with one process. Then one step on one batch, and the number of sample
 """
 
 TICKS = (0.1, 0.2, 0.3, 0.5, 0.7, 1, 1.5, 2, 3, 5, 7, 10, 20)
-MARKERS = {"ours": "oo", "limit": "|", "peer": "sv^DPX"}
-COLOURS = {"ours": ("#00796b", "#26a69a"), "limit": ("#212121",), "peer": ("#5c6bc0", "#ef6c00", "#8d6e63", "#c2185b")}
+MARKERS = {"ours": "o", "peer": "sv^DPX", "limit": "|"}
+COLOURS = {
+    "ours": ("#00796b", "#26a69a"),
+    "limit": ("#212121",),
+    "peer": ("#5c6bc0", "#ef6c00", "#8d6e63", "#c2185b", "#9e9d24"),
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -200,8 +206,10 @@ def draw(steps: Mapping[str, Any], path: Path) -> None:
     bands = []
     for workload in steps["workloads"]:
         rounds = of_workload(steps["measurements"], workload)
-        bands += [(workload, n, rounds) for n in (1, 2) if (PLAIN, n) in rounds]
-    names = [entrant.name for entrant in BY_NAME.values() if entrant.is_default and entrant.name != PLAIN]
+        title = steps["workloads"][workload]["title"].partition(",")[0]
+        bands += [(f"{workload}: {title}", n, rounds) for n in (1, 2) if (PLAIN, n) in rounds]
+    others = [entrant for entrant in ROSTER if entrant.is_default and entrant.name != PLAIN]
+    names = [entrant.name for entrant in sorted(others, key=lambda entrant: list(MARKERS).index(entrant.role))]
     if not bands:
         return
     figure, axis = pyplot.subplots(figsize=(9, 1.5 + 0.95 * len(bands)))
@@ -231,7 +239,7 @@ def draw(steps: Mapping[str, Any], path: Path) -> None:
     ticks = [tick for tick in TICKS if least < tick < greatest]
     axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
     axis.minorticks_off()
-    axis.set_yticks(range(len(bands)), [f"{w}, {n} process{'es' * (n > 1)}" for w, n, _ in bands])
+    axis.set_yticks(range(len(bands)), [f"{title}\n{n} process{'es' * (n > 1)}" for title, n, _ in bands])
     axis.set_ylim(len(bands) - 0.5, -0.5)
     axis.set_xlabel("time of a step by default, × plain PyTorch (median, least and greatest of the rounds)")
     axis.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False, fontsize=9)

@@ -9,7 +9,7 @@ from roster import BY_NAME, PLAIN
 from scores import PAIRS, defaults, of_workload, ratio, slope, spread
 
 STEEPER = 0.05
-"""Slopes closer than this are equal: within the noise of a few rounds."""
+"""Slopes closer than this are equal: over a range of 100, 1.26 times the time."""
 Table = tuple[list[str], list[list[str]]]
 """The head and the rows; samestep's own rows begin with `**`, as in Markdown."""
 
@@ -83,20 +83,24 @@ def growth_tables(measured: Mapping[str, Mapping[str, Any]]) -> list[Table]:
 
 
 def slope_table(growth: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> Table:
-    """The slopes of both, and whether samestep's is steeper."""
+    """The slopes of both, their difference round by round, and whether samestep's is steeper in all of these."""
     rows = []
     for name, measured in growth.items():
         for text, points in measured.items():
+            ours, theirs = (_slopes(points, who) for who in ("samestep", "pytorch"))
+            difference = spread([a - b for a, b in zip(ours, theirs, strict=True)])
             sizes = [int(size) for size in points]
-            slopes = {}
-            for who in ("pytorch", "samestep"):
-                known = {int(size): spread(point[who]).median for size, point in points.items() if who in point}
-                slopes[who] = slope(list(known), list(known.values()))
-            is_steeper = slopes["samestep"] > slopes["pytorch"] + STEEPER
-            span = f"{_size(min(sizes))} to {_size(max(sizes))}"
-            shown = [f"{slopes[who]:.2f}" for who in ("pytorch", "samestep")]
-            rows.append([name, text, span, *shown, "**steeper**" if is_steeper else "no steeper"])
-    return ["against", "", "from", "slope, PyTorch", "slope, samestep", ""], rows
+            cells = [name, text, f"{_size(min(sizes))} to {_size(max(sizes))}"]
+            cells += [f"{spread(slopes).median:.2f}" for slopes in (theirs, ours)]
+            cells += [f"{difference.least:+.2f} to {difference.greatest:+.2f}"]
+            rows.append([*cells, "**steeper**" if difference.least > STEEPER else "no steeper"])
+    return ["against", "", "from", "slope, PyTorch", "slope, samestep", "difference, least to greatest", ""], rows
+
+
+def _slopes(points: Mapping[str, Any], who: str) -> list[float]:
+    """The slope of each round, over the sizes that were measured."""
+    known = {int(size): point[who] for size, point in points.items() if who in point}
+    return [slope(list(known), times) for times in zip(*known.values(), strict=True)]
 
 
 def _size(value: int) -> str:

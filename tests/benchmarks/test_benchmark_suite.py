@@ -255,7 +255,7 @@ def test_the_chart_has_the_tools_and_its_machine(tmp_path):
     titles = {text.get_text() for text in axis.get_legend().get_texts()}
     assert titles == {entrant.title for entrant in roster.ROSTER if entrant.is_default}
     assert axis.get_title(loc="left") == "today: a cpu, 2 cores, torch 2"
-    assert [label.get_text() for label in axis.get_yticklabels()] == ["W1, 1 process", "W1, 2 processes"]
+    assert [label.get_text() for label in axis.get_yticklabels()] == ["W1: LeNet\n1 process", "W1: LeNet\n2 processes"]
     close(kept[0])
 
 
@@ -277,7 +277,7 @@ def test_growth_has_a_slope_of_its_own_and_one_of_pytorch():
     }
     _, rows = tables.slope_table(growth)
     assert rows[0][:3] == ["tensors", "1 microbatch", "1 to 2,000"]
-    assert rows[1] == ["ranks", "W1", "1 to 1,000", "1.00", "1.00", "no steeper"]
+    assert rows[1] == ["ranks", "W1", "1 to 1,000", "1.00", "1.00", "+0.00 to +0.00", "no steeper"]
     del points["2000"]
     assert tables.slope_table(growth)[1][0][-1] == "**steeper**"
 
