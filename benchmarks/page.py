@@ -56,7 +56,7 @@ script under torchrun.
 STARTUP = """## The start
 
 The time from the command to the end of the first step on all workers, and the memory of all processes then (PSS:
-each shared page is divided by the number of processes that share it). {rounds}, in turns.
+each shared page is divided by the number of processes that share it). {rounds}, in turns; measured on {date}.
 """
 GROWTH = """## How the cost grows
 
@@ -65,7 +65,7 @@ micro-batches as samestep has microbatches; for ranks DistributedDataParallel, w
 for samples a `DataLoader` over the same virtual dataset, up to 2^22 samples, since it holds a permutation of all ids.
 Ranks take turns on the cores if there are more of them. {rounds}, in turns, on {cores}, with one thread a process. A
 slope is that of the line through the larger half of the sizes in a log-log plot; samestep's is *steeper* if it exceeds
-PyTorch's by more than 0.05 in every round.
+PyTorch's by more than 0.05 in every round. Measured on {date}.
 """
 INVARIANCE = """## What the number of processes changes
 
@@ -114,10 +114,16 @@ def page(results: Mapping[str, Mapping[str, Any]]) -> str:
         parts += absentees(steps)
     if startup := results.get("startup"):
         rounds = rounds_of(startup["rounds"]).capitalize()
-        parts += [STARTUP.format(rounds=rounds), markdown(startup_table(startup["variants"]))]
+        parts += [
+            STARTUP.format(rounds=rounds, date=startup["facts"]["date"]),
+            markdown(startup_table(startup["variants"])),
+        ]
     if growth := results.get("growth"):
         rounds, cores = rounds_of(growth["rounds"]).capitalize(), f"{growth['facts']['cores']} cores"
-        parts += [GROWTH.format(cores=cores, rounds=rounds), markdown(slope_table(growth["growth"]))]
+        parts += [
+            GROWTH.format(cores=cores, rounds=rounds, date=growth["facts"]["date"]),
+            markdown(slope_table(growth["growth"])),
+        ]
         parts += [
             markdown(named(name, each)) for name, found in growth["growth"].items() for each in growth_tables(found)
         ]
