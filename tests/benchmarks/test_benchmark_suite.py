@@ -234,9 +234,9 @@ def made_up(**microseconds):
 def test_a_workload_has_each_tool_by_default_first_and_then_pairs_on_equal_terms():
     steps = made_up(plain=1600.0, **{"samestep-map": 2400.0, "samestep-v2-map": 800.0})
     default, equal = page.workload_section(steps, "W1").split("| by default |")[1].split("| samestep |")
-    for title in ("PyTorch (DataLoader, DDP)", "Accelerate", "Lightning Trainer", "**samestep, tensors**"):
+    for title in ("PyTorch (DataLoader, DDP)", "Accelerate", "Lightning Trainer", "**samestep, 8 microbatches**"):
         assert default.count(f"| {title} |") == 2, "on one process and on two"
-    assert default.count("| **samestep, map-style dataset** | 2 | 2,400 | 1.50 |") == 1
+    assert default.count("| **samestep, 8 microbatches, map-style** | 2 | 2,400 | 1.50 |") == 1
     assert "micro-batches" not in default
     assert "| **2 microbatches, map-style dataset** | 2 | 800 | PyTorch (DataLoader, DDP) | 1,600 | 0.50 |" in equal
     assert equal.count("| PyTorch, 8 micro-batches |") == 2
