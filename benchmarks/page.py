@@ -110,8 +110,8 @@ def page(results: Mapping[str, Mapping[str, Any]]) -> str:
     parts = [HEAD, where(measured["facts"])]
     if steps := results.get("steps"):
         parts.append(STEPS.format(rounds=rounds_of(steps["settings"]["rounds"]), picture=PICTURE))
-        parts += [workload_section(steps, name) for name in steps["workloads"]]
         parts += absentees(steps)
+        parts += [workload_section(steps, name) for name in steps["workloads"]]
     if startup := results.get("startup"):
         rounds = rounds_of(startup["rounds"]).capitalize()
         parts += [
@@ -156,10 +156,15 @@ def named(name: str, table: Table) -> Table:
 
 
 def absentees(steps: Mapping[str, Any]) -> list[str]:
-    """The entrants that were left out or failed."""
+    """The entrants that were left out or failed, and tools by default that these measurements do not have."""
     out = [f"{BY_NAME[entry['entrant']].title} ({entry['reason']})" for entry in steps["left_out"]]
     out += [f"{BY_NAME[e['entrant']].title} on {e['workload']} (failed)" for e in steps["failed"]]
-    return [f"Left out: {', '.join(out)}.\n"] if out else []
+    known = {(entry["entrant"], entry["processes"]) for entry in steps["measurements"]}
+    known |= {(entry["entrant"], n) for what in ("left_out", "failed") for entry in steps[what] for n in (1, 2)}
+    for entrant in ROSTER:
+        lacks = [str(n) for n in (1, 2) if entrant.is_default and (entrant.name, n) not in known]
+        out += [f"{entrant.title}, processes: {' and '.join(lacks)} (not measured)"] if lacks else []
+    return [f"Left out: {'; '.join(out)}.\n"] if out else []
 
 
 def invariance_rows(part: str, rows: Sequence[Mapping[str, Any]]) -> str:

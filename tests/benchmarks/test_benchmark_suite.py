@@ -243,6 +243,13 @@ def test_a_workload_has_each_tool_by_default_first_and_then_pairs_on_equal_terms
     assert equal.count("| **") == len(scores.PAIRS)
 
 
+def test_a_tool_by_default_that_was_not_measured_is_named():
+    steps = made_up()
+    assert page.absentees(steps) == []
+    steps["measurements"] = [e for e in steps["measurements"] if (e["entrant"], e["processes"]) != ("samestep", 1)]
+    assert page.absentees(steps) == ["Left out: samestep, 8 microbatches, processes: 1 (not measured).\n"]
+
+
 def test_the_chart_has_the_tools_and_its_machine(tmp_path):
     pyplot = pytest.importorskip("matplotlib.pyplot")
     kept = []
