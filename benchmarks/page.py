@@ -30,7 +30,8 @@ make bench          # everything on this page, an hour or more
 ```
 
 The first writes a page like this one, with your machine's figures, into `benchmarks/results/short`. Both use two cores
-whatever there are; the machine should have nothing else to do.
+whatever there are. The machine should have nothing else to do: Linux divides busy cores among sessions (autogroups), of
+which torchrun gives each worker one, so that other load slows the tools unequally.
 """
 STEPS = """## A step
 
