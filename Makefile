@@ -11,7 +11,7 @@ ON_GPUS := SAMESTEP_TEST_DEVICE=cuda FAKE_CUDA_DEVICES=8 PYTHONPATH=$(CURDIR)/te
 WITH_DEVICES := $(addprefix tests/,comm data engine pipelining scripts sharding tensor_parallel train)
 READY := .venv/.ready
 
-.PHONY: train test test-rest test-all test-gpu fake-cuda golden golden-write check format docs bench bench-quick prove clean
+.PHONY: train test test-rest test-all test-gpu fake-cuda golden golden-write check format docs bench bench-short bench-packages prove clean
 
 train: $(READY)
 	$(BIN)/samestep train lenet
@@ -59,9 +59,8 @@ format: $(READY)
 docs: $(READY)
 	$(BIN)/mkdocs build --strict
 
-# samestep against its peers, start-up and growth; writes benchmarks/results and docs/benchmarks.md. Half an hour or more.
-bench: $(READY)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[bench]'
+# samestep against its peers, start-up and growth; writes benchmarks/results and docs/benchmarks.md. An hour or more.
+bench: $(READY) bench-packages
 	$(BIN)/python benchmarks/bench.py
 	$(BIN)/python benchmarks/startup.py
 	$(BIN)/python benchmarks/growth.py
@@ -70,13 +69,14 @@ bench: $(READY)
 	$(BIN)/python benchmarks/invariance.py --json benchmarks/results/invariance.json
 	$(BIN)/python benchmarks/page.py
 
-# Does all of it run? One round of a few steps with what is installed; its figures mean nothing and are thrown away.
-bench-quick: $(READY)
-	folder=$$(mktemp -d) && $(BIN)/python benchmarks/bench.py --quick --output $$folder && \
-	$(BIN)/python benchmarks/startup.py --rounds 1 --output $$folder && \
-	$(BIN)/python benchmarks/growth.py --quick --output $$folder && \
-	$(BIN)/python benchmarks/strategies.py --quick --output $$folder && \
-	$(BIN)/python benchmarks/page.py --results $$folder --docs $$folder; code=$$?; rm -rf $$folder; exit $$code
+# Every tool by default, in ten minutes on two cores; the page of this machine's figures is in SHORT.
+bench-short: SHORT := benchmarks/results/short
+bench-short: $(READY) bench-packages
+	$(BIN)/python benchmarks/bench.py --short --output $(SHORT)
+	$(BIN)/python benchmarks/page.py --results $(SHORT) --docs $(SHORT)
+
+bench-packages: $(READY)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[bench]'
 
 # Ten minutes on all devices of this machine; its file, proven-….json, is to be sent in (docs/proven.md).
 prove: $(READY)

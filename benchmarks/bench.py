@@ -1,11 +1,12 @@
 """The time of a step: samestep and its peers on four workloads, in interleaved rounds, compared with the limit.
 
-    python benchmarks/bench.py [--workloads W1,W2] [--processes 1,2,4,8] [--entrants limit,plain,samestep] [--quick]
+    python benchmarks/bench.py [--workloads W1,W2] [--processes 1,2,8] [--entrants limit,plain,samestep]
+    python benchmarks/bench.py --short              every tool by default, three rounds: ten minutes on two cores
     python benchmarks/bench.py --against COMMIT     samestep at that commit takes its turns beside samestep as it is
 
 Each entrant is started once for a workload and then runs in turns with all others, so that noise of the machine affects
-all alike. One process has two threads, two processes have one thread each. With four processes samestep's ordered
-reduction is compared with its native one. Prints tables, and writes steps.json and steps.png into the output folder. An
+all alike. Each may use two cores: one process with two threads, or two processes with one thread each. Prints two
+tables a workload, each tool by default and pairs on equal terms, and writes steps.json into the output folder. An
 entrant whose package is not installed is left out with a message.
 """
 
@@ -24,8 +25,7 @@ import torch
 from contest import Contestant, EntrantError, busy_while_paused, contest, rotated, scratch
 from rich.console import Console
 from roster import BY_NAME, LIMIT, PACKAGES, ROSTER, Entrant, entrants_of
-from scores import changes, judge
-from tables import draw, steps_table, targets_table, wide_console
+from tables import change_table, default_table, equal_table, terminal, wide_console
 from workloads import WORKLOADS
 
 RESULTS = Path(__file__).parent / "results"
@@ -33,6 +33,7 @@ BUSY_PERCENT = 5.0
 CALIBRATION_STEPS = 3
 MIN_STEPS = 3  # for each process: those that share a core end a step up to a step apart
 QUICK = {"rounds": 1, "turn_seconds": 0.05, "steps_an_epoch": 40}
+SHORT = {"rounds": 3, "turn_seconds": 0.3, "steps_an_epoch": 200}
 FULL = {"rounds": 9, "turn_seconds": 0.4, "steps_an_epoch": 200}
 
 Selected = list[tuple[Entrant, int]]
@@ -63,12 +64,11 @@ def run(
     selected = [(e, count) for count in options.processes for e in taking_part if count in e.counts]
     results: dict[str, Any] = {
         "facts": {**facts.machine(), "versions": facts.versions(PACKAGES)},
-        "settings": {"rounds": options.rounds, "turn_seconds": options.turn_seconds, "quick": options.quick},
+        "settings": {"rounds": options.rounds, "turn_seconds": options.turn_seconds},
         "workloads": {},
         "measurements": [],
         "left_out": left_out,
         "failed": [],
-        "paused_cpu_percent": {},
     }
     for name in options.workloads:
         parameters = sum(p.numel() for p in WORKLOADS[name].make_model().parameters())
@@ -78,18 +78,17 @@ def run(
             "parameters": parameters,
         }
         measure(name, selected, options, results, console)
-        console.print(steps_table(results, name))
-    results["targets"] = judge(results["measurements"])
+        title = f"{name}: {WORKLOADS[name].title}"
+        for table in (default_table(results, name), equal_table(results, name)):
+            if table[1]:
+                console.print(terminal(title, table))
     if options.against is not None:
-        console.print(targets_table(changes(results["measurements"]), f"Now, over {options.against}"))
+        console.print(terminal("Changes", change_table(results["measurements"], options.against)))
         if options.output == RESULTS:
             return _code(results)  # the published results are without it
-    else:
-        console.print(targets_table(results["targets"]))
     options.output.mkdir(parents=True, exist_ok=True)
     (options.output / "steps.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-    draw(results, options.output / "steps.png")
-    console.print(f"written: {options.output / 'steps.json'} and steps.png")
+    console.print(f"written: {options.output / 'steps.json'}")
     return _code(results)
 
 
@@ -108,7 +107,6 @@ def measure(
         console.print(f"{workload}: starting {len(selected)} entrants", style="dim")
         with contest(selected, [workload, "--data", str(data)], folder) as (ready, failed):
             busy = busy_while_paused(ready, min(1.0, 5 * options.turn_seconds)) if ready else {}
-            results["paused_cpu_percent"][workload] = busy
             for contestant in ready:
                 if busy[contestant.name] > BUSY_PERCENT:
                     console.print(f"{contestant.name} uses {busy[contestant.name]} % of a core while it waits: stopped")
@@ -152,8 +150,8 @@ def take_rounds(
         ready = [contestant for contestant in ready if contestant in measured]
         if number >= 0:
             medians = [statistics.median(values) for c, (_, values) in measured.items() if c.entrant.name == LIMIT]
-            shown = ", ".join(f"{value:,.0f}" for value in medians)
-            console.print(f"round {number + 1} of {options.rounds}; limits so far {shown} µs", style="dim")
+            limits = f"; limits so far {', '.join(f'{value:,.0f}' for value in medians)} µs" if medians else ""
+            console.print(f"round {number + 1} of {options.rounds}{limits}", style="dim")
     return measured
 
 
@@ -161,16 +159,19 @@ def read_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Reads the command line; refuses bad values before anything starts."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workloads", type=_list_of(WORKLOADS), default=list(WORKLOADS), metavar="NAMES")
-    counts = {str(count): count for count in (1, 2, 4, 8)}
+    counts = {str(count): count for count in (1, 2, 8)}
     parser.add_argument("--processes", type=_list_of(counts), default=[*counts.values()], metavar="COUNTS")
-    parser.add_argument("--entrants", type=_list_of(BY_NAME), default=[e.name for e in ROSTER], metavar="NAMES")
+    parser.add_argument("--entrants", type=_list_of(BY_NAME), metavar="NAMES", help="all by default")
     parser.add_argument("--rounds", type=int, help=f"{FULL['rounds']} by default")
+    parser.add_argument("--short", action="store_true", help="the tools by default, on one and two processes")
     parser.add_argument("--quick", action="store_true", help="one round of a few steps: does it all run?")
     parser.add_argument("--output", type=Path, default=RESULTS, metavar="FOLDER")
     parser.add_argument("--against", metavar="COMMIT", help="samestep as it was at that commit takes part too")
     options = parser.parse_args(arguments)
-    options.processes = [int(count) for count in options.processes]
-    settings = QUICK if options.quick else FULL
+    options.processes = [int(count) for count in options.processes if not options.short or int(count) <= 2]
+    if options.entrants is None:
+        options.entrants = [entrant.name for entrant in ROSTER if entrant.is_default or not options.short]
+    settings = QUICK if options.quick else SHORT if options.short else FULL
     for name, value in settings.items():
         if getattr(options, name, None) is None:
             setattr(options, name, value)

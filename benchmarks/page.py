@@ -12,44 +12,75 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from roster import BY_NAME
-from scores import best_peer, of_workload, ratio, spread, to_limit
-from tables import draw
+from roster import BY_NAME, PLAIN, ROSTER
+from scores import of_workload, ratio
+from tables import Table, default_table, equal_table, growth_tables, markdown, slope_table, startup_table
 
 PICTURE = "benchmarks.png"
 HEAD = """# Benchmarks
 
 <!-- Written by benchmarks/page.py; `make bench` measures anew and writes it again. -->
 
-The time of a training step with samestep and its peers, measured side by side on one machine by `make bench`. The
-programs are in `benchmarks/`; each peer is written as in its own documentation.
+The time of a training step with samestep and its peers, measured side by side on one machine. The programs are in
+`benchmarks/`; each peer is written as in its own documentation.
+
+```bash
+make bench-short    # ten minutes on two cores: the first table of each workload, in three rounds
+make bench          # everything on this page, an hour or more
+```
+
+The first writes a page like this one, with your machine's figures, into `benchmarks/results/short`. Both use two cores
+whatever there are. The machine should have nothing else to do: Linux divides busy cores among sessions (autogroups), of
+which torchrun gives each worker one, so that other load slows the tools unequally.
 """
 STEPS = """## A step
 
 All entrants of a workload are started once and then run in turns, {rounds}, so that noise of the machine affects all of
-them alike. Each uses two cores: one process with two threads, or two processes with one thread each. The *limit*
-trains on one cached batch and does nothing else; with two processes each trains on half of the batch without
-communication. The limit in 8 micro-batches is the cost of computing a batch in 8 parts: kernels are less efficient on
-less data. Ratios are computed per round; the tables have their median, minimum and maximum. Logging, checkpoints and
-progress display are off in all of them.
+them alike. Each may use two cores: one process with two threads, or two processes with one thread each. Ratios are
+computed per round; the tables have their median, least and greatest. Logging, checkpoints and progress display are off
+in all of them.
+
+The first table of each workload has every tool **by default**: what a user gets who sets nothing. For samestep that is
+8 microbatches, whatever the number of processes, and one thread a process, because the number of threads is part of
+what fixes the bits: `python train.py` leaves the second core idle, `samestep run train.py` uses both. The peers read a
+map-style dataset (`__getitem__`) through a `DataLoader`; samestep is there with tensors, which it takes as they are,
+and with the same map-style dataset. The *limit* trains on one cached batch and does nothing else; two processes of it
+train on half of the batch each, without communication.
+
+The second table has **equal terms**, the same data and threads on both sides: as many microbatches as processes, or 8
+beside PyTorch in 8 micro-batches, which accumulates gradients under `no_sync`. Then samestep's fixed order of sums
+beside the backend's, and a script with DistributedDataParallel under `samestep run --logical-devices` beside the same
+script under torchrun.
+
+![Step times of all tools by default, as multiples of plain PyTorch's]({picture})
 """
 STARTUP = """## The start
 
 The time from the command to the end of the first step on all workers, and the memory of all processes then (PSS:
-each shared page is divided by the number of processes that share it). {rounds}, in turns.
+each shared page is divided by the number of processes that share it). {rounds}, in turns; measured on {date}.
 """
 GROWTH = """## How the cost grows
 
-The time of a step by number of microbatches, on one device with one thread, and by number of CPU workers, with the
-default of eight microbatches, on {cores}. {rounds}, in turns.
+The time of a step, or of loading a batch, as one quantity grows, beside that of plain PyTorch: with as many
+micro-batches as samestep has microbatches; for ranks DistributedDataParallel, with one microbatch a rank in samestep;
+for samples a `DataLoader` over the same virtual dataset, up to 2^22 samples, since it holds a permutation of all ids.
+Ranks take turns on the cores if there are more of them. {rounds}, in turns, on {cores}, with one thread a process. A
+slope is that of the line through the larger half of the sizes in a log-log plot; samestep's is *steeper* if it exceeds
+PyTorch's by more than 0.05 in every round. Measured on {date}.
 """
 INVARIANCE = """## What the number of processes changes
 
 LeNet on 1,000 scanned digits, global batch 256, two epochs, shuffled: the final parameters, compared with those of the
 same tool with one process. Then one step on one batch, and the number of samples counted in an evaluation.
 """
-LOADER = """The loader over virtual datasets by number of samples, shuffled; a sample is computed from its id.
-"""
+
+TICKS = (0.1, 0.2, 0.3, 0.5, 0.7, 1, 1.5, 2, 3, 5, 7, 10, 20)
+MARKERS = {"ours": "o", "peer": "sv^DPX", "limit": "|"}
+COLOURS = {
+    "ours": ("#00796b", "#26a69a"),
+    "limit": ("#212121",),
+    "peer": ("#5c6bc0", "#ef6c00", "#8d6e63", "#c2185b", "#9e9d24"),
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -79,19 +110,27 @@ def page(results: Mapping[str, Mapping[str, Any]]) -> str:
         return "\n".join([HEAD, "Nothing has been measured yet.\n"])
     parts = [HEAD, where(measured["facts"])]
     if steps := results.get("steps"):
-        parts += [STEPS.format(rounds=rounds_of(steps["settings"]["rounds"])), f"![Times the limit]({PICTURE})\n"]
-        parts += [workload_section(steps, name) for name in steps["workloads"]]
+        parts.append(STEPS.format(rounds=rounds_of(steps["settings"]["rounds"]), picture=PICTURE))
         parts += absentees(steps)
+        parts += [workload_section(steps, name) for name in steps["workloads"]]
     if startup := results.get("startup"):
-        parts += [STARTUP.format(rounds=rounds_of(startup["rounds"]).capitalize()), startup_rows(startup["variants"])]
+        rounds = rounds_of(startup["rounds"]).capitalize()
+        parts += [
+            STARTUP.format(rounds=rounds, date=startup["facts"]["date"]),
+            markdown(startup_table(startup["variants"])),
+        ]
     if growth := results.get("growth"):
-        cores = f"{growth['facts']['cores']} cores"
-        parts += [GROWTH.format(cores=cores, rounds=rounds_of(growth["rounds"]).capitalize()), *growth_parts(growth)]
+        rounds, cores = rounds_of(growth["rounds"]).capitalize(), f"{growth['facts']['cores']} cores"
+        parts += [
+            GROWTH.format(cores=cores, rounds=rounds, date=growth["facts"]["date"]),
+            markdown(slope_table(growth["growth"])),
+        ]
+        parts += [
+            markdown(named(name, each)) for name, found in growth["growth"].items() for each in growth_tables(found)
+        ]
     if invariance := results.get("invariance"):
         measured_parts = [part for part in ("images", "masked", "batchnorm", "scored") if part in invariance]
         parts += [INVARIANCE, *(invariance_rows(part, invariance[part]) for part in measured_parts)]
-    if verdicts := [verdict for found in results.values() for verdict in found.get("targets", [])]:
-        parts += ["## Targets\n", target_rows(verdicts)]
     return "\n".join(parts)
 
 
@@ -105,72 +144,28 @@ def where(facts: Mapping[str, Any]) -> str:
 
 
 def workload_section(steps: Mapping[str, Any], workload: str) -> str:
-    """The table of a workload."""
-    told, rounds = steps["workloads"][workload], of_workload(steps["measurements"], workload)
-    rows = []
-    for who, values in sorted(rounds.items(), key=lambda item: (item[0][1], spread(item[1]).median)):
-        entrant, times = BY_NAME[who[0]], to_limit(rounds, who)
-        title = f"**{entrant.title}**" if entrant.role == "ours" else entrant.title
-        title += " (best peer)" if who == best_peer(rounds, who[1]) else ""
-        cells = ["", ""] if times is None else [f"{times.median:.2f}", f"{times.least:.2f} to {times.greatest:.2f}"]
-        rows.append([title, str(who[1]), f"{spread(values).median:,.0f}", *cells])
-    head = ["", "processes", "µs a step", "× limit", "least to greatest"]
-    return f"### {workload}: {told['title']}\n\n{told['parameters']:,} parameters.\n\n{markdown(head, rows)}"
+    """The tables of a workload that have rows."""
+    told = steps["workloads"][workload]
+    head = f"### {workload}: {told['title']}\n\n{told['parameters']:,} parameters.\n"
+    tables = [table(steps, workload) for table in (default_table, equal_table)]
+    return "\n".join([head, *(markdown(table) for table in tables if table[1])])
+
+
+def named(name: str, table: Table) -> Table:
+    """The table with a name for its first column."""
+    return [name, *table[0][1:]], table[1]
 
 
 def absentees(steps: Mapping[str, Any]) -> list[str]:
-    """The entrants that were left out or failed."""
+    """The entrants that were left out or failed, and tools by default that these measurements do not have."""
     out = [f"{BY_NAME[entry['entrant']].title} ({entry['reason']})" for entry in steps["left_out"]]
     out += [f"{BY_NAME[e['entrant']].title} on {e['workload']} (failed)" for e in steps["failed"]]
-    return [f"Left out: {', '.join(out)}.\n"] if out else []
-
-
-def startup_rows(variants: Mapping[str, Any]) -> str:
-    """Seconds and megabytes of each way to start."""
-    rows = []
-    for found in variants.values():
-        seconds, megabytes = spread(found["seconds"]), spread(found["megabytes"])
-        span = f"{seconds.least:.1f} to {seconds.greatest:.1f}"
-        rows.append([found["title"], f"{seconds.median:.1f}", span, f"{megabytes.median:,.0f}"])
-    return markdown(["", "seconds", "least to greatest", "MB"], rows)
-
-
-def growth_parts(growth: Mapping[str, Any]) -> list[str]:
-    """The tables of growth: microbatches, devices, parameters, samples."""
-    parts = []
-    for what in ("microbatches", "devices"):
-        for workload, measured in growth[what].items():
-            rows = [times_row(name, values, measured["1"]) for name, values in measured.items()]
-            parts.append(markdown([f"{workload}: {what}", "µs a step", "× 1", "least to greatest"], rows))
-    rows = []
-    for parameters, found in growth["parameters"].items():
-        ratios = [f"{ratio(found[name], found['pytorch']).median:.2f}" for name in ("1", "8")]
-        rows.append([f"{int(parameters):,}", f"{spread(found['pytorch']).median:,.0f}", *ratios])
-    parts.append(markdown(["parameters", "PyTorch's loop, µs", "samestep, 1 microbatch ×", "8 microbatches ×"], rows))
-    rows = []
-    for power, found in growth["loader"].items():
-        rows.append([f"2^{power}", f"{spread(found['microseconds']).median:,.0f}", f"{found['peak_bytes'] / 1e3:,.0f}"])
-    return [*parts, LOADER, markdown(["samples", "µs a batch", "peak kB"], rows)]
-
-
-def times_row(name: str, values: Sequence[float], base: Sequence[float]) -> list[str]:
-    """A row: microseconds, and the ratio to another entrant."""
-    times = ratio(values, base)
-    span = f"{times.least:.2f} to {times.greatest:.2f}"
-    return [name, f"{spread(values).median:,.0f}", f"{times.median:.2f}", span]
-
-
-def target_rows(verdicts: Sequence[Mapping[str, Any]]) -> str:
-    """All targets, and whether each was reached."""
-    rows = []
-    for verdict in verdicts:
-        found, most = verdict["ratio"], verdict["most"]
-        against = BY_NAME[verdict["against"]].title if verdict["against"] in BY_NAME else verdict["against"]
-        reached = {True: "reached", False: "**not reached**", None: ""}[verdict["reached"]]
-        span = f"{found['least']:.2f} to {found['greatest']:.2f}"
-        bound = "" if most is None else f"≤ {most:.2f}"
-        rows.append([verdict["workload"], verdict["text"], against, bound, f"{found['median']:.2f}", span, reached])
-    return markdown(["", "ratio", "against", "target", "measured", "least to greatest", ""], rows)
+    known = {(entry["entrant"], entry["processes"]) for entry in steps["measurements"]}
+    known |= {(entry["entrant"], n) for what in ("left_out", "failed") for entry in steps[what] for n in (1, 2)}
+    for entrant in ROSTER:
+        lacks = [str(n) for n in (1, 2) if entrant.is_default and (entrant.name, n) not in known]
+        out += [f"{entrant.title}, processes: {' and '.join(lacks)} (not measured)"] if lacks else []
+    return [f"Left out: {'; '.join(out)}.\n"] if out else []
 
 
 def invariance_rows(part: str, rows: Sequence[Mapping[str, Any]]) -> str:
@@ -185,7 +180,7 @@ def invariance_rows(part: str, rows: Sequence[Mapping[str, Any]]) -> str:
     said = {(row["tool"], row["processes"]): say(row) for row in rows}
     tools = dict.fromkeys(row["tool"] for row in rows)
     body = [[BY_NAME[tool].title, *(said.get((tool, count), "") for count in counts)] for tool in tools]
-    return markdown([title, *(f"1 → {count} processes" for count in counts)], body)
+    return markdown(([title, *(f"1 → {count} processes" for count in counts)], body))
 
 
 def _change(row: Mapping[str, Any]) -> str:
@@ -213,12 +208,58 @@ def rounds_of(count: int) -> str:
     return f"in {count} round{'s' * (count != 1)}"
 
 
-def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table; columns of numbers are set right."""
-    has_words = [any(row[n][:1].isalpha() or row[n][:1] == "*" for row in rows) for n in range(len(head))]
-    rules = ["---" if n == 0 or has_words[n] else "---:" for n in range(len(head))]
-    lines = [f"| {' | '.join(head)} |", f"|{'|'.join(rules)}|"]
-    return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)]) + "\n"
+def draw(steps: Mapping[str, Any], path: Path) -> None:
+    """Writes the chart: each tool by default, as multiples of plain PyTorch, by workload and number of processes."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    bands = []
+    for workload in steps["workloads"]:
+        rounds = of_workload(steps["measurements"], workload)
+        title = steps["workloads"][workload]["title"].partition(",")[0]
+        bands += [(f"{workload}: {title}", n, rounds) for n in (1, 2) if (PLAIN, n) in rounds]
+    others = [entrant for entrant in ROSTER if entrant.is_default and entrant.name != PLAIN]
+    names = [entrant.name for entrant in sorted(others, key=lambda entrant: list(MARKERS).index(entrant.role))]
+    if not bands:
+        return
+    figure, axis = pyplot.subplots(figsize=(9, 1.5 + 0.95 * len(bands)))
+    for number, name in enumerate(names):
+        entrant, offset = BY_NAME[name], (number + 1) / (len(names) + 1) - 0.5
+        found = {row + offset: ratio(r[name, n], r[PLAIN, n]) for row, (_, n, r) in enumerate(bands) if (name, n) in r}
+        if not found:
+            continue
+        markers, colours = MARKERS[entrant.role], COLOURS[entrant.role]
+        below = [times.median - times.least for times in found.values()]
+        above = [times.greatest - times.median for times in found.values()]
+        axis.errorbar(
+            [times.median for times in found.values()],
+            list(found),
+            xerr=[below, above],
+            fmt=markers[number % len(markers)],
+            color=colours[number % len(colours)],
+            markersize=7 if entrant.role == "ours" else 5,
+            elinewidth=0.8,
+            label=entrant.title,
+        )
+    for row in range(1, len(bands)):
+        axis.axhline(row - 0.5, color="#e0e0e0", linewidth=0.8)
+    axis.axvline(1.0, color="#424242", linewidth=1.0, label=BY_NAME[PLAIN].title)
+    axis.set_xscale("log")
+    least, greatest = axis.get_xlim()
+    ticks = [tick for tick in TICKS if least < tick < greatest]
+    axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+    axis.minorticks_off()
+    axis.set_yticks(range(len(bands)), [f"{title}\n{n} process{'es' * (n > 1)}" for title, n, _ in bands])
+    axis.set_ylim(len(bands) - 0.5, -0.5)
+    axis.set_xlabel("time of a step by default, × plain PyTorch (median, least and greatest of the rounds)")
+    axis.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False, fontsize=9)
+    facts = steps["facts"]
+    where = f"{facts['date']}: {facts['cpu']}, {facts['cores']} cores, torch {facts['versions']['torch']}"
+    axis.set_title(where, fontsize=9, loc="left")
+    figure.savefig(path, dpi=110, bbox_inches="tight", metadata={"Software": None})
+    pyplot.close(figure)
 
 
 if __name__ == "__main__":

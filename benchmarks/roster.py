@@ -1,4 +1,4 @@
-"""The roster: all entrants, the package each needs, and its command for 1, 2 or 4 processes."""
+"""The roster: all entrants, the package each needs, and its command for a number of processes."""
 
 import contextlib
 import json
@@ -11,7 +11,7 @@ from importlib import metadata
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-LIMIT, LIMIT_IN_8 = "limit", "limit-8"
+LIMIT, PLAIN, IN_8 = "limit", "plain", "tensor-8"
 DEFAULT = "samestep"
 LOGICAL = "logical"
 
@@ -31,6 +31,7 @@ class Entrant:
         options: options of the script.
         counts: the numbers of processes to run it with.
         role: "limit", "peer" or "ours".
+        is_default: whether it is a tool as a user has it who sets nothing; the limit is beside these.
         checkout: the working tree whose script and samestep are run.
     """
 
@@ -42,6 +43,7 @@ class Entrant:
     options: Sequence[str] = ()
     counts: Sequence[int] = (1, 2)
     role: str = "peer"
+    is_default: bool = False
     checkout: Path = ROOT
 
     @property
@@ -115,35 +117,41 @@ def _free_port() -> int:
         return port
 
 
-def ours(name: str, title: str, counts: Sequence[int], *options: str) -> Entrant:
+def ours(name: str, title: str, counts: Sequence[int], *options: str, is_default: bool = False) -> Entrant:
     """An entrant of samestep."""
-    return Entrant(name, title, "samestep_loop", _samestep, "samestep", options, counts, "ours")
+    return Entrant(name, title, "samestep_loop", _samestep, "samestep", options, counts, "ours", is_default=is_default)
 
 
+def _peer(name: str, title: str, script: str, start: Start, package: str = "torch") -> Entrant:
+    """A tool as its documentation has it."""
+    return Entrant(name, title, script, start, package, is_default=True)
+
+
+def _microbatches(count: int, *options: str) -> tuple[str, ...]:
+    return ("--num-microbatches", str(count), *options)
+
+
+MAP_STYLE = "--map-style"
+TWO_THREADS = ("--num-threads", "2")  # samestep takes one of its own accord, torch both
 ROSTER = (
-    Entrant(LIMIT, "limit", "limit", torchrun, role="limit"),
-    Entrant(LIMIT_IN_8, "limit, in 8 micro-batches", "limit", torchrun, options=("--micro-batches", "8"), role="limit"),
-    Entrant("tensor", "raw loop, data in one tensor", "tensor_loop", torchrun),
-    Entrant("plain", "PyTorch tutorial (DataLoader, DDP)", "plain", torchrun, counts=(1, 2, 8)),
-    Entrant("accelerate", "Accelerate", "accelerate_loop", _accelerate, "accelerate"),
-    Entrant("lightning", "Lightning Trainer", "lightning_trainer", _python, "lightning"),
-    Entrant("fabric", "Lightning Fabric", "fabric_loop", _python, "lightning"),
-    Entrant("ignite", "Ignite", "ignite_loop", torchrun, "pytorch-ignite"),
-    Entrant("hf", "Transformers Trainer", "hf_trainer", torchrun, "transformers"),
-    ours("samestep-v1", "samestep, 1 microbatch", (1,), "--num-microbatches", "1"),
-    ours("samestep-v2", "samestep, 2 microbatches", (1, 2), "--num-microbatches", "2"),
-    ours(DEFAULT, "samestep, 8 microbatches (default)", (1, 2, 4)),
-    ours(
-        "samestep-v2-native",
-        "samestep, 2 microbatches, native",
-        (2,),
-        "--num-microbatches",
-        "2",
-        "--reduction",
-        "native",
-    ),
+    Entrant(LIMIT, "limit", "limit", torchrun, role="limit", is_default=True),
+    replace(_peer(PLAIN, "PyTorch (DataLoader, DDP)", "plain", torchrun), counts=(1, 2, 8)),
+    _peer("accelerate", "Accelerate", "accelerate_loop", _accelerate, "accelerate"),
+    _peer("lightning", "Lightning Trainer", "lightning_trainer", _python, "lightning"),
+    _peer("fabric", "Lightning Fabric", "fabric_loop", _python, "lightning"),
+    _peer("ignite", "Ignite", "ignite_loop", torchrun, "pytorch-ignite"),
+    _peer("hf", "Transformers Trainer", "hf_trainer", torchrun, "transformers"),
+    ours(DEFAULT, "samestep, 8 microbatches", (1, 2), is_default=True),
+    ours("samestep-map", "samestep, 8 microbatches, map-style", (1, 2), MAP_STYLE, is_default=True),
+    Entrant("tensor", "PyTorch, data in one tensor", "tensor_loop", torchrun),
+    Entrant(IN_8, "PyTorch, 8 micro-batches", "tensor_loop", torchrun, options=("--micro-batches", "8")),
+    ours("samestep-v1", "samestep, 1 microbatch", (1,), *_microbatches(1, *TWO_THREADS)),
+    ours("samestep-v1-map", "samestep, 1 microbatch, map-style", (1,), *_microbatches(1, *TWO_THREADS, MAP_STYLE)),
+    ours("samestep-v2", "samestep, 2 microbatches", (2,), *_microbatches(2)),
+    ours("samestep-v2-map", "samestep, 2 microbatches, map-style", (2,), *_microbatches(2, MAP_STYLE)),
+    ours("samestep-v8", "samestep, 8 microbatches, two threads", (1,), *TWO_THREADS),
+    ours("samestep-native", "samestep, native reduction", (2,), "--reduction", "native"),
     Entrant(LOGICAL, "DDP, logical devices on 2", "plain", _logical, "samestep", counts=(2, 8), role="ours"),
-    ours("samestep-native", "samestep, 8 microbatches, native", (2, 4), "--reduction", "native"),
 )
 BY_NAME = {entrant.name: entrant for entrant in ROSTER}
 PACKAGES = sorted({entrant.package for entrant in ROSTER} | {"numpy"})

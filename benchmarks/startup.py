@@ -14,7 +14,6 @@ import signal
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +22,8 @@ import psutil
 import torch
 from contest import Contestant, EntrantError, end_all, rotated, scratch
 from rich.console import Console
-from rich.table import Table
 from roster import BY_NAME, PACKAGES
-from scores import ratio, spread
-from tables import targets_table, wide_console
+from tables import startup_table, terminal, wide_console
 from workloads import WORKLOADS
 
 WORKLOAD = "W2"
@@ -41,13 +38,6 @@ VARIANTS = {
     "logical-8": ("samestep run --logical-devices 8 (DDP), 2 devices", "logical", 8),
     "torchrun-8": ("torchrun (DDP), 8 workers", "plain", 8),
 }
-TARGETS = (
-    ("start to first step, 8 workers", "samestep-8", "torchrun-8", "seconds", 0.25),
-    ("start to first step, 2 workers", "samestep-2", "torchrun-2", "seconds", 0.6),
-    ("memory, 8 workers", "samestep-8", "torchrun-8", "megabytes", 0.3),
-    ("start to first step, 8 ranks of DDP", "logical-8", "torchrun-8", "seconds", 0.33),
-    ("memory, 8 ranks of DDP", "logical-8", "torchrun-8", "megabytes", 0.5),
-)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -73,9 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     results["variants"] = {
         name: {"title": VARIANTS[name][0], "workers": VARIANTS[name][2], **found} for name, found in measured.items()
     }
-    results["targets"] = judge(measured)
-    console.print(startup_table(results["variants"]))
-    console.print(targets_table(results["targets"]))
+    console.print(terminal("From the command to the first step", startup_table(results["variants"])))
     options.output.mkdir(parents=True, exist_ok=True)
     (options.output / "startup.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     return int(any(name.startswith("samestep") for name in failed))
@@ -122,27 +110,6 @@ def memory(processes: Sequence[psutil.Process]) -> int:
             found = process.memory_full_info()
             total += getattr(found, "pss", found.rss)
     return total
-
-
-def judge(measured: dict[str, dict[str, list[float]]]) -> list[dict[str, Any]]:
-    """The targets whose two sides were measured."""
-    verdicts = []
-    for text, ours, theirs, quantity, most in TARGETS:
-        if ours in measured and theirs in measured:
-            found = ratio(measured[ours][quantity], measured[theirs][quantity])
-            verdict = {"workload": WORKLOAD, "text": text, "against": theirs, "ratio": asdict(found), "most": most}
-            verdicts.append(verdict | {"reached": found.median <= most})
-    return verdicts
-
-
-def startup_table(variants: dict[str, Any]) -> Table:
-    """Seconds and megabytes of every variant."""
-    table = Table("started", "seconds", "least to greatest", "MB (PSS)", title="From the command to the first step")
-    for found in variants.values():
-        seconds, megabytes = spread(found["seconds"]), spread(found["megabytes"])
-        span = f"{seconds.least:.1f} to {seconds.greatest:.1f}"
-        table.add_row(found["title"], f"{seconds.median:.1f}", span, f"{megabytes.median:,.0f}")
-    return table
 
 
 if __name__ == "__main__":

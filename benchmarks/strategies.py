@@ -18,7 +18,7 @@ import torch
 from bench import FULL, QUICK, take_rounds
 from contest import EntrantError, contest, scratch
 from rich.table import Table
-from roster import BY_NAME, DEFAULT, LIMIT, LIMIT_IN_8, PACKAGES, Entrant, ours, torchrun
+from roster import BY_NAME, DEFAULT, LIMIT, PACKAGES, PLAIN, Entrant, ours, torchrun
 from tables import wide_console
 from workloads import WORKLOADS
 
@@ -28,8 +28,7 @@ DIVIDED = ("--tensor", "2")
 SHARDED, ZERO1 = ("--strategy", "sharded"), ("--shard-optimizer",)
 ENTRANTS = (
     BY_NAME[LIMIT],
-    BY_NAME[LIMIT_IN_8],
-    BY_NAME["plain"],
+    BY_NAME[PLAIN],
     Entrant("fsdp", "PyTorch tutorial (FSDP2)", "fsdp", torchrun, counts=(2,)),
     Entrant("dtensor", "PyTorch tutorial (DTensor)", "dtensor", torchrun, counts=(2,)),
     ours("samestep-v1-tensor", "samestep, 1 microbatch, tensor", (2,), "--num-microbatches", "1", *DIVIDED),

@@ -1,15 +1,17 @@
-"""Tables for the terminal, and a bar chart of each entrant's ratio to the limit."""
+"""The tables of the measurements, for the terminal and for the page alike."""
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
+import rich.table
 from rich.console import Console
-from rich.table import Table
-from roster import BY_NAME
-from scores import best_peer, of_workload, spread, to_limit
+from roster import BY_NAME, PLAIN
+from scores import PAIRS, defaults, of_workload, ratio, slope, spread
 
-COLOURS = {"limit": "#9e9e9e", "peer": "#78909c", "ours": "#00897b"}
+STEEPER = 0.05
+"""Slopes closer than this are equal: over a range of 100, 1.26 times the time."""
+Table = tuple[list[str], list[list[str]]]
+"""The head and the rows; samestep's own rows begin with `**`, as in Markdown."""
 
 
 def wide_console() -> Console:
@@ -18,80 +20,116 @@ def wide_console() -> Console:
     return console if console.is_terminal else Console(width=130)
 
 
-def steps_table(results: Mapping[str, Any], workload: str) -> Table:
-    """Each entrant of a workload: the median time of a step, and its ratio to the limit."""
-    rounds = of_workload(results["measurements"], workload)
-    table = Table(title=f"{workload}: {results['workloads'][workload]['title']}")
-    for name in ("entrant", "processes", "µs a step", "× limit", "least to greatest", "MAD", ""):
-        table.add_column(name, justify="left" if name in ("entrant", "") else "right")
-    for who, values in sorted(rounds.items(), key=lambda item: (item[0][1], spread(item[1]).median)):
-        entrant, times = BY_NAME[who[0]], to_limit(rounds, who)
-        best = "best peer" if who == best_peer(rounds, who[1]) else ""
-        table.add_row(
-            entrant.title,
-            str(who[1]),
-            f"{spread(values).median:,.0f}",
-            "-" if times is None else f"{times.median:.2f}",
-            "-" if times is None else f"{times.least:.2f} to {times.greatest:.2f}",
-            "-" if times is None else f"{times.deviation:.2f}",
-            best,
-            style="bold" if entrant.role == "ours" else None,
-        )
-    return table
+def default_table(steps: Mapping[str, Any], workload: str) -> Table:
+    """Each tool by default: the median time of a step, and how many times plain PyTorch's."""
+    rounds = of_workload(steps["measurements"], workload)
+    rows = []
+    for num_processes in (1, 2):
+        plain = rounds.get((PLAIN, num_processes))
+        for who in defaults(rounds, num_processes):
+            entrant, values = BY_NAME[who[0]], rounds[who]
+            title = {"ours": f"**{entrant.title}**", "limit": f"*{entrant.title}*"}.get(entrant.role, entrant.title)
+            times = None if plain is None else ratio(values, plain)
+            cells = ["", ""] if times is None else [f"{times.median:.2f}", times.span]
+            rows.append([title, str(num_processes), f"{spread(values).median:,.0f}", *cells])
+    return ["by default", "processes", "µs a step", "× PyTorch", "least to greatest"], rows
 
 
-def targets_table(verdicts: Sequence[Mapping[str, Any]], title: str = "Targets") -> Table:
-    """All targets and whether each was reached."""
-    table = Table("workload", "ratio", "against", "target", "measured", "least to greatest", "", title=title)
-    for verdict in verdicts:
-        found, most = verdict["ratio"], verdict["most"]
-        reached = {True: "[green]reached[/]", False: "[red]not reached[/]", None: ""}[verdict["reached"]]
-        table.add_row(
-            verdict["workload"],
-            verdict["text"],
-            verdict["against"],
-            "-" if most is None else f"≤ {most:.2f}",
-            f"{found['median']:.2f}",
-            f"{found['least']:.2f} to {found['greatest']:.2f}",
-            reached,
-        )
-    return table
+def equal_table(steps: Mapping[str, Any], workload: str) -> Table:
+    """The pairs that were measured: both medians, and the ratio round by round."""
+    rounds = of_workload(steps["measurements"], workload)
+    rows = []
+    for pair in PAIRS:
+        if pair.ours in rounds and pair.theirs in rounds:
+            times = ratio(rounds[pair.ours], rounds[pair.theirs])
+            ours, theirs = (f"{spread(rounds[who]).median:,.0f}" for who in (pair.ours, pair.theirs))
+            cells = [str(pair.ours[1]), ours, BY_NAME[pair.theirs[0]].title, theirs, f"{times.median:.2f}", times.span]
+            rows.append([f"**{pair.text}**", *cells])
+    return ["samestep", "processes", "µs a step", "beside", "µs a step", "ratio", "least to greatest"], rows
 
 
-def draw(results: Mapping[str, Any], path: Path) -> None:
-    """Writes the bar chart: a plot for each workload and number of processes with a limit."""
-    import matplotlib
+def change_table(measurements: Sequence[Mapping[str, Any]], commit: str) -> Table:
+    """Each of samestep's entrants over itself at another commit (`name@commit`), in each workload."""
+    rows = []
+    for workload in dict.fromkeys(entry["workload"] for entry in measurements):
+        rounds = of_workload(measurements, workload)
+        for (name, processes), values in rounds.items():
+            if (before := rounds.get((f"{name}@{commit}", processes))) is not None:
+                times = ratio(values, before)
+                rows.append([workload, BY_NAME[name].title, str(processes), f"{times.median:.2f}", times.span])
+    return ["workload", "entrant", "processes", f"now, over {commit}", "least to greatest"], rows
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
 
-    fields = []
-    for workload in results["workloads"]:
-        rounds = of_workload(results["measurements"], workload)
-        for num_processes in sorted({who[1] for who in rounds}):
-            ratios = [(BY_NAME[who[0]], to_limit(rounds, who)) for who in rounds if who[1] == num_processes]
-            if known := [(entrant, times) for entrant, times in ratios if times is not None]:
-                fields.append((workload, num_processes, known))
-    if not fields:
-        return
-    columns = min(2, len(fields))
-    lines = -(-len(fields) // columns)
-    figure, axes = pyplot.subplots(lines, columns, figsize=(6.5 * columns, 3.6 * lines), squeeze=False)
-    for axis in axes.flat[len(fields) :]:
-        axis.set_visible(False)
-    for axis, (workload, num_processes, bars) in zip(axes.flat, fields, strict=False):
-        bars = sorted(bars, key=lambda bar: -bar[1].median)
-        names = [entrant.title for entrant, _ in bars]
-        medians = [times.median for _, times in bars]
-        spans = [
-            [times.median - times.least for _, times in bars],
-            [times.greatest - times.median for _, times in bars],
-        ]
-        colours = [COLOURS[entrant.role] for entrant, _ in bars]
-        axis.barh(names, medians, color=colours, xerr=spans, error_kw={"ecolor": "#424242", "elinewidth": 0.8})
-        axis.axvline(1.0, color="#424242", linewidth=0.8)
-        axis.set_title(f"{workload}, {num_processes} process{'es' * (num_processes > 1)}: times the limit", fontsize=10)
-        axis.tick_params(labelsize=8)
-    figure.tight_layout()
-    figure.savefig(path, dpi=110, metadata={"Software": None})
-    pyplot.close(figure)
+def startup_table(variants: Mapping[str, Any]) -> Table:
+    """Seconds and megabytes of each way to start."""
+    rows = []
+    for found in variants.values():
+        seconds, megabytes = spread(found["seconds"]), spread(found["megabytes"])
+        span = f"{seconds.least:.1f} to {seconds.greatest:.1f}"
+        rows.append([found["title"], f"{seconds.median:.1f}", span, f"{megabytes.median:,.0f}"])
+    return ["to the first step", "seconds", "least to greatest", "MB"], rows
+
+
+def growth_tables(measured: Mapping[str, Mapping[str, Any]]) -> list[Table]:
+    """One dimension of growth: the medians of PyTorch and samestep at each size; tables of equal sizes are joined."""
+    tables: dict[tuple[str, ...], Table] = {}
+    for text, points in measured.items():
+        head, rows = tables.setdefault(tuple(points), ([""], [[_size(int(name))] for name in points]))
+        unit = text if text == "kB" else f"{text}, µs"
+        head += [f"{unit}: PyTorch", "samestep"]
+        for row, point in zip(rows, points.values(), strict=True):
+            row += [f"{spread(point[who]).median:,.0f}" if who in point else "" for who in ("pytorch", "samestep")]
+    return list(tables.values())
+
+
+def slope_table(growth: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> Table:
+    """The slopes of both, their difference round by round, and whether samestep's is steeper in all of these."""
+    rows = []
+    for name, measured in growth.items():
+        for text, points in measured.items():
+            ours, theirs = (_slopes(points, who) for who in ("samestep", "pytorch"))
+            difference = spread([a - b for a, b in zip(ours, theirs, strict=True)])
+            sizes = [int(size) for size in points]
+            cells = [name, text, f"{_size(min(sizes))} to {_size(max(sizes))}"]
+            cells += [f"{spread(slopes).median:.2f}" for slopes in (theirs, ours)]
+            cells += [f"{difference.least:+.2f} to {difference.greatest:+.2f}"]
+            rows.append([*cells, "**steeper**" if difference.least > STEEPER else "no steeper"])
+    return ["against", "", "from", "slope, PyTorch", "slope, samestep", "difference, least to greatest", ""], rows
+
+
+def _slopes(points: Mapping[str, Any], who: str) -> list[float]:
+    """The slope of each round, over the sizes that were measured."""
+    known = {int(size): point[who] for size, point in points.items() if who in point}
+    return [slope(list(known), times) for times in zip(*known.values(), strict=True)]
+
+
+def _size(value: int) -> str:
+    """`2^40` or `10,000`."""
+    return f"2^{value.bit_length() - 1}" if value > 10_000 and value & (value - 1) == 0 else f"{value:,}"
+
+
+def terminal(title: str, table: Table) -> rich.table.Table:
+    """A table for the terminal."""
+    head, rows = table
+    shown = rich.table.Table(title=title)
+    words = _are_words(table)
+    for name, is_words in zip(head, words, strict=True):
+        shown.add_column(name, justify="left" if is_words else "right")
+    for row in rows:
+        cells = [cell.strip("*") for cell in row]
+        shown.add_row(*cells, style="bold" if any(cell.startswith("**") for cell in row) else None)
+    return shown
+
+
+def markdown(table: Table) -> str:
+    """A Markdown table; columns of numbers are set right."""
+    head, rows = table
+    rules = ["---" if is_words else "---:" for is_words in _are_words(table)]
+    lines = [f"| {' | '.join(head)} |", f"|{'|'.join(rules)}|"]
+    return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)]) + "\n"
+
+
+def _are_words(table: Table) -> list[bool]:
+    """Whether each column has words; the first is one of names."""
+    head, rows = table
+    return [n == 0 or any(row[n].strip("*")[:1].isalpha() for row in rows) for n in range(len(head))]

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.data import Dataset
 
 STEPS_AN_EPOCH = 200
 WARM_UP_STEPS = 6
@@ -49,6 +50,20 @@ class Workload:
         return self.loss(model(inputs), targets)
 
 
+class Samples(Dataset[tuple[Tensor, Tensor]]):
+    """A map-style dataset; no `TensorDataset`, since samestep would read that one's tensors directly."""
+
+    def __init__(self, inputs: Tensor, targets: Tensor) -> None:
+        self.inputs, self.targets = inputs, targets
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        """One sample."""
+        return self.inputs[index], self.targets[index]
+
+
 @dataclass(frozen=True)
 class Task:
     """The command line of an entrant.
@@ -72,6 +87,11 @@ class Task:
     options: argparse.Namespace
 
     @property
+    def dataset(self) -> Samples:
+        """All samples, one at a time."""
+        return Samples(self.inputs, self.targets)
+
+    @property
     def local_batch_size(self) -> int:
         """Samples of one process and step."""
         return self.workload.global_batch_size // self.num_processes
@@ -85,9 +105,12 @@ def task(add_options: Callable[[argparse.ArgumentParser], object] | None = None)
     parser.add_argument("--data", type=Path, help="a file of data that was drawn before; drawn anew by default")
     parser.add_argument("--gate", help="the socket at which to wait for a turn; by default it runs freely")
     parser.add_argument("--warm-up", type=int, default=WARM_UP_STEPS, help="steps before the first wait")
+    parser.add_argument("--num-threads", type=int, help="of each process; as many as torch takes by default")
     if add_options is not None:
         add_options(parser)
     options = parser.parse_args()
+    if options.num_threads is not None:
+        torch.set_num_threads(options.num_threads)
     workload = WORKLOADS[options.workload]
     # Read by mapping: the processes of all entrants share one copy.
     inputs, targets = torch.load(options.data, mmap=True, weights_only=True) if options.data else workload.data()

@@ -5,14 +5,14 @@ It tracks and prints nothing unless asked.
 
 from accelerate import Accelerator
 from gate import Gate
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 from workloads import task
 
 told = task()
 accelerator = Accelerator(cpu=True)
 model = told.workload.make_model()
 optimizer = told.workload.make_optimizer(model.parameters())
-loader = DataLoader(TensorDataset(told.inputs, told.targets), batch_size=told.local_batch_size, shuffle=True)
+loader = DataLoader(told.dataset, batch_size=told.local_batch_size, shuffle=True)
 model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 assert accelerator.num_processes == told.num_processes
 gate = Gate(told.gate, told.warm_up)

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from gate import Gate
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.utils.data import DataLoader, RandomSampler, TensorDataset
+from torch.utils.data import DataLoader, RandomSampler
 from workloads import Block, task
 
 told = task()
@@ -18,7 +18,7 @@ for part in model.modules():
     if isinstance(part, Block):
         parallelize_module(part, mesh, {"feed.0": ColwiseParallel(), "feed.2": RowwiseParallel()})
 optimizer = told.workload.make_optimizer(model.parameters())
-dataset = TensorDataset(told.inputs, told.targets)
+dataset = told.dataset
 loader = DataLoader(dataset, batch_size=told.workload.global_batch_size, sampler=RandomSampler(dataset))
 gate = Gate(told.gate, told.warm_up)
 while True:

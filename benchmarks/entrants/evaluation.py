@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from gate import Gate
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 from workloads import Task, task
 
 
@@ -23,13 +23,12 @@ def with_ddp(told: Task) -> int:
     import torch.distributed as dist
     from torch.utils.data.distributed import DistributedSampler
 
-    dataset = TensorDataset(told.inputs, told.targets)
     sampler: DistributedSampler[object] | None = None
     if told.num_processes > 1:
         dist.init_process_group("gloo")
-        sampler = DistributedSampler(dataset, shuffle=False)
+        sampler = DistributedSampler(told.dataset, shuffle=False)
     model = told.workload.make_model()
-    loader = DataLoader(dataset, batch_size=told.local_batch_size, sampler=sampler)
+    loader = DataLoader(told.dataset, batch_size=told.local_batch_size, sampler=sampler)
     return _score(model, loader)
 
 
@@ -38,7 +37,7 @@ def with_accelerate(told: Task) -> int:
     from accelerate import Accelerator  # type: ignore[import-untyped]  # it ships no types
 
     accelerator = Accelerator(cpu=True)
-    loader = DataLoader(TensorDataset(told.inputs, told.targets), batch_size=told.local_batch_size)
+    loader = DataLoader(told.dataset, batch_size=told.local_batch_size)
     model, loader = accelerator.prepare(told.workload.make_model(), loader)
     scored = 0
     for inputs, targets in loader:
@@ -65,7 +64,7 @@ def with_lightning(told: Task) -> int:
             self.scored += len(self.model(batch[0]))
 
     module = Module()
-    loader = DataLoader(TensorDataset(told.inputs, told.targets), batch_size=told.local_batch_size)
+    loader = DataLoader(told.dataset, batch_size=told.local_batch_size)
     strategy = "ddp" if told.num_processes > 1 else "auto"
     trainer = lightning.Trainer(accelerator="cpu", devices=told.num_processes, strategy=strategy, barebones=True)
     trainer.validate(module, loader, verbose=False)
@@ -79,7 +78,7 @@ def with_fabric(told: Task) -> int:
     strategy = "ddp" if told.num_processes > 1 else "auto"
     fabric = Fabric(accelerator="cpu", devices=told.num_processes, strategy=strategy)
     fabric.launch()
-    loader = DataLoader(TensorDataset(told.inputs, told.targets), batch_size=told.local_batch_size)
+    loader = DataLoader(told.dataset, batch_size=told.local_batch_size)
     return _score(fabric.setup(told.workload.make_model()), fabric.setup_dataloaders(loader))
 
 

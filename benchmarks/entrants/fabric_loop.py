@@ -5,7 +5,7 @@ It logs nothing unless asked.
 
 from gate import Gate
 from lightning.fabric import Fabric
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 from workloads import task
 
 told = task()
@@ -13,7 +13,7 @@ fabric = Fabric(accelerator="cpu", devices=told.num_processes, strategy="ddp" if
 fabric.launch()
 model = told.workload.make_model()
 optimizer = told.workload.make_optimizer(model.parameters())
-loader = DataLoader(TensorDataset(told.inputs, told.targets), batch_size=told.local_batch_size, shuffle=True)
+loader = DataLoader(told.dataset, batch_size=told.local_batch_size, shuffle=True)
 model, optimizer = fabric.setup(model, optimizer)
 loader = fabric.setup_dataloaders(loader)
 assert fabric.world_size == told.num_processes

@@ -8,7 +8,7 @@ from gate import Gate
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 from workloads import Block, task
 
@@ -21,9 +21,8 @@ for part in model.modules():
         fully_shard(part, mesh=mesh)
 fully_shard(model, mesh=mesh)
 optimizer = told.workload.make_optimizer(model.parameters())
-dataset = TensorDataset(told.inputs, told.targets)
-sampler: DistributedSampler[object] = DistributedSampler(dataset)
-loader = DataLoader(dataset, batch_size=told.local_batch_size, sampler=sampler)
+sampler: DistributedSampler[object] = DistributedSampler(told.dataset)
+loader = DataLoader(told.dataset, batch_size=told.local_batch_size, sampler=sampler)
 gate = Gate(told.gate, told.warm_up)
 epoch = 0
 while True:

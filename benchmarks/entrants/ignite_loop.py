@@ -6,7 +6,6 @@ As its documentation of `ignite.distributed` shows. The trainer returns the loss
 import ignite.distributed as idist
 from gate import Gate
 from ignite.engine import Events, create_supervised_trainer
-from torch.utils.data import TensorDataset
 from workloads import Task, task
 
 MANY_EPOCHS = 1_000_000_000
@@ -15,8 +14,7 @@ MANY_EPOCHS = 1_000_000_000
 def training(local_rank: int, told: Task) -> None:
     """Trains without end."""
     assert idist.get_world_size() == told.num_processes
-    dataset = TensorDataset(told.inputs, told.targets)
-    loader = idist.auto_dataloader(dataset, batch_size=told.workload.global_batch_size, shuffle=True)
+    loader = idist.auto_dataloader(told.dataset, batch_size=told.workload.global_batch_size, shuffle=True)
     model = idist.auto_model(told.workload.make_model())
     optimizer = idist.auto_optim(told.workload.make_optimizer(model.parameters()))
     trainer = create_supervised_trainer(model, optimizer, told.workload.loss, device=idist.device())

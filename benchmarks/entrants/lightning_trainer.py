@@ -5,7 +5,7 @@
 
 import lightning
 from gate import Gate
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 from workloads import Task, task
 
 
@@ -45,7 +45,7 @@ class AtTheGate(lightning.Callback):
 def main() -> None:
     """Trains without end."""
     told = task()
-    loader = DataLoader(TensorDataset(told.inputs, told.targets), batch_size=told.local_batch_size, shuffle=True)
+    loader = DataLoader(told.dataset, batch_size=told.local_batch_size, shuffle=True)
     trainer = lightning.Trainer(
         accelerator="cpu",
         devices=told.num_processes,

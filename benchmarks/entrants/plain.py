@@ -8,20 +8,19 @@ import torch.distributed as dist
 from gate import Gate
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 from workloads import task
 
 told = task()
-dataset = TensorDataset(told.inputs, told.targets)
 model: nn.Module = told.workload.make_model()
 sampler: DistributedSampler[object] | None = None
 if told.num_processes > 1:
     dist.init_process_group("gloo")
     model = DistributedDataParallel(model)
-    sampler = DistributedSampler(dataset)
+    sampler = DistributedSampler(told.dataset)
 optimizer = told.workload.make_optimizer(model.parameters())
-loader = DataLoader(dataset, batch_size=told.local_batch_size, shuffle=sampler is None, sampler=sampler)
+loader = DataLoader(told.dataset, batch_size=told.local_batch_size, shuffle=sampler is None, sampler=sampler)
 gate = Gate(told.gate, told.warm_up)
 epoch = 0
 while True:

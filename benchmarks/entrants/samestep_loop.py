@@ -2,7 +2,6 @@
 
 import argparse
 
-import torch
 from gate import Gate
 from workloads import task
 
@@ -16,7 +15,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--strategy", default="replicate")
     parser.add_argument("--shard-optimizer", action="store_true")
     parser.add_argument("--tensor", type=int, default=1, help="ranks that share the feed-forward networks")
-    parser.add_argument("--num-threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--map-style", action="store_true", help="read a dataset sample by sample, instead of tensors")
 
 
 told = task(options)
@@ -44,7 +43,7 @@ step = run.train_step(
     strategy=told.options.strategy,
     shard_optimizer=told.options.shard_optimizer,
 )
-loader = run.loader((told.inputs, told.targets), shuffle=True)
+loader = run.loader(told.dataset if told.options.map_style else (told.inputs, told.targets), shuffle=True)
 gate = Gate(told.gate, told.warm_up)
 while True:
     for batch in loader:

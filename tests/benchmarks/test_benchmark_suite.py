@@ -5,10 +5,12 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
@@ -17,6 +19,7 @@ import growth
 import page
 import roster
 import scores
+import tables
 from contest import EntrantError, busy_while_paused, contest
 from roster import Entrant
 
@@ -156,9 +159,7 @@ def test_the_benchmark_runs_and_its_page_shows_the_numbers_of_its_json(tmp_path)
     assert run.returncode == 0, run.stdout + run.stderr
     assert not list(temporary.iterdir()), "sockets, data or folders were left"
     found = json.loads((results / "steps.json").read_text())
-    assert set(found) == {
-        *("facts", "settings", "workloads", "measurements", "left_out", "failed", "paused_cpu_percent", "targets")
-    }
+    assert set(found) == {*("facts", "settings", "workloads", "measurements", "left_out", "failed")}
     assert {"torch", "samestep"} <= set(found["facts"]["versions"])
     assert {entry["entrant"]: len(entry["microseconds"]) for entry in found["measurements"]} == {
         "limit": 1,
@@ -167,15 +168,15 @@ def test_the_benchmark_runs_and_its_page_shows_the_numbers_of_its_json(tmp_path)
     }
     assert not found["failed"]
     assert found["workloads"]["W2"]["parameters"] == 801
-    assert (results / "steps.png").read_bytes().startswith(b"\x89PNG")
-    assert "best peer" in run.stdout
+    assert "× PyTorch" in run.stdout
 
     assert page.main(["--results", str(results), "--docs", str(tmp_path)]) == 0
     written = (tmp_path / "benchmarks.md").read_text()
-    limit = next(e["microseconds"][0] for e in found["measurements"] if e["entrant"] == "limit")
+    plain = next(e["microseconds"][0] for e in found["measurements"] if e["entrant"] == "plain")
     for entry in found["measurements"]:
         (value,) = entry["microseconds"]
-        assert f"| 1 | {value:,.0f} | {value / limit:.2f} |" in written
+        assert f"| 1 | {value:,.0f} | {value / plain:.2f} |" in written
+    assert (tmp_path / "benchmarks.png").read_bytes().startswith(b"\x89PNG")
     assert found["facts"]["cpu"] in written
     found["measurements"][0]["microseconds"] = [987654.0]
     (results / "steps.json").write_text(json.dumps(found))
@@ -201,7 +202,7 @@ def test_a_commit_takes_part_beside_the_working_tree_and_leaves_nothing(tmp_path
     found = json.loads((tmp_path / "steps.json").read_text())
     assert {entry["entrant"] for entry in found["measurements"]} == {"samestep", "samestep@HEAD"}
     del roster.BY_NAME["samestep@HEAD"]
-    assert "Now, over HEAD" in capsys.readouterr().out
+    assert "now, over HEAD" in capsys.readouterr().out
     assert b"bench-" not in subprocess.run(listing, capture_output=True, check=True).stdout
 
 
@@ -213,25 +214,107 @@ def test_unknown_names_are_refused_with_those_there_are(capsys):
 
 def test_ratios_are_taken_round_by_round():
     # The rounds' ratios are 0.5, 1 and 1; the ratio of the medians would be 0.5, that of the sums 6 / 7.
-    assert scores.ratio([1.0, 4.0, 1.0], [2.0, 4.0, 1.0]) == scores.Spread(1.0, 0.5, 1.0, 0.0)
+    assert scores.ratio([1.0, 4.0, 1.0], [2.0, 4.0, 1.0]) == scores.Spread(1.0, 0.5, 1.0)
 
 
-def test_a_target_against_the_best_peer_is_judged_by_the_fastest_one():
-    def entry(entrant, processes, value):
-        return {"workload": "W1", "entrant": entrant, "processes": processes, "microseconds": [value]}
-
+def made_up(**microseconds):
+    """The results of all entrants on W1, 1,000 µs a step each, but for those named."""
     measurements = [
-        entry("limit", 1, 9.0),
-        entry("plain", 1, 20.0),
-        entry("tensor", 1, 10.0),
-        entry("samestep", 1, 12.0),
+        {"workload": "W1", "entrant": e.name, "processes": n, "microseconds": [microseconds.get(e.name, 1000.0)]}
+        for e in roster.ROSTER
+        for n in e.counts
     ]
-    (verdict,) = scores.judge(measurements)
-    assert (verdict["against"], verdict["ratio"]["median"], verdict["reached"]) == ("tensor", 1.2, False)
+    facts = {"date": "today", "cpu": "a cpu", "cores": 2, "system": "Linux", "python": "3", "load_at_start": 0.0}
+    facts["versions"] = {"torch": "2"}
+    workloads = {"W1": {"title": "LeNet", "parameters": 5, "global_batch_size": 256}}
+    told = {"facts": facts, "settings": {"rounds": 1}, "workloads": workloads, "left_out": [], "failed": []}
+    return {**told, "measurements": measurements}
+
+
+def test_a_workload_has_each_tool_by_default_first_and_then_pairs_on_equal_terms():
+    steps = made_up(plain=1600.0, **{"samestep-map": 2400.0, "samestep-v2-map": 800.0})
+    default, equal = page.workload_section(steps, "W1").split("| by default |")[1].split("| samestep |")
+    for title in ("PyTorch (DataLoader, DDP)", "Accelerate", "Lightning Trainer", "**samestep, 8 microbatches**"):
+        assert default.count(f"| {title} |") == 2, "on one process and on two"
+    assert default.count("| **samestep, 8 microbatches, map-style** | 2 | 2,400 | 1.50 |") == 1
+    assert "micro-batches" not in default
+    assert "| **2 microbatches, map-style dataset** | 2 | 800 | PyTorch (DataLoader, DDP) | 1,600 | 0.50 |" in equal
+    assert equal.count("| PyTorch, 8 micro-batches |") == 2
+    assert equal.count("| **") == len(scores.PAIRS)
+
+
+def test_a_tool_by_default_that_was_not_measured_is_named():
+    steps = made_up()
+    assert page.absentees(steps) == []
+    steps["measurements"] = [e for e in steps["measurements"] if (e["entrant"], e["processes"]) != ("samestep", 1)]
+    assert page.absentees(steps) == ["Left out: samestep, 8 microbatches, processes: 1 (not measured).\n"]
+
+
+def test_the_chart_has_the_tools_and_its_machine(tmp_path):
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    kept = []
+    close, pyplot.close = pyplot.close, kept.append
+    try:
+        page.draw(made_up(), tmp_path / "chart.png")
+    finally:
+        pyplot.close = close
+    (axis,) = kept[0].axes
+    titles = {text.get_text() for text in axis.get_legend().get_texts()}
+    assert titles == {entrant.title for entrant in roster.ROSTER if entrant.is_default}
+    assert axis.get_title(loc="left") == "today: a cpu, 2 cores, torch 2"
+    assert [label.get_text() for label in axis.get_yticklabels()] == ["W1: LeNet\n1 process", "W1: LeNet\n2 processes"]
+    close(kept[0])
+
+
+def test_the_short_benchmark_is_that_of_the_tools_by_default():
+    options = bench.read_options(["--short"])
+    assert options.entrants == [entrant.name for entrant in roster.ROSTER if entrant.is_default]
+    assert {"plain", "samestep", "samestep-map"} < set(options.entrants)
+    assert (options.processes, options.rounds) == ([1, 2], 3)
+
+
+def test_growth_has_a_slope_of_its_own_and_one_of_pytorch():
+    assert scores.slope([1, 10, 100, 1000], [5.0, 5.0, 7.0, 700.0]) == pytest.approx(2.0), "the larger half"
+    sizes = [1, 10, 100, 1000]
+    points = {str(n): {"pytorch": [50.0 + n], "samestep": [50.0 + n**1.5]} for n in sizes}
+    points["2000"] = {"samestep": [100.0]}
+    growth = {
+        "tensors": {"1 microbatch": points},
+        "ranks": {"W1": {str(n): {"pytorch": [n], "samestep": [n]} for n in sizes}},
+    }
+    _, rows = tables.slope_table(growth)
+    assert rows[0][:3] == ["tensors", "1 microbatch", "1 to 2,000"]
+    assert rows[1] == ["ranks", "W1", "1 to 1,000", "1.00", "1.00", "+0.00 to +0.00", "no steeper"]
+    del points["2000"]
+    assert tables.slope_table(growth)[1][0][-1] == "**steeper**"
+
+
+def test_growth_runs_and_its_page_shows_its_numbers(tmp_path):
+    command = [sys.executable, str(BENCHMARKS / "growth.py"), "--quick", "--only", "tensors,samples"]
+    run = subprocess.run([*command, "--output", str(tmp_path)], capture_output=True, text=True, timeout=240)
+    assert run.returncode == 0, run.stdout + run.stderr
+    growth = json.loads((tmp_path / "growth.json").read_text())
+    assert set(growth["growth"]["tensors"]["8 microbatches"]) == {"1", "10"}
+    written = page.page({"growth": growth})
+    for who in ("pytorch", "samestep"):
+        assert f"{growth['growth']['tensors']['8 microbatches']['10'][who][0]:,.0f}" in written
+    assert "| samples | a batch, µs: PyTorch | samestep |" in written
+
+
+def test_pytorch_in_micro_batches_makes_the_step_of_the_whole_batch():
+    models = []
+    workload = dataclasses.replace(growth.chain(3), make_model=lambda: models.append(growth.Chain(3)) or models[-1])
+    for count in (1, 8):
+        torch.manual_seed(0)
+        growth.plain_step(dataclasses.replace(workload, make_optimizer=partial(torch.optim.SGD, lr=0.1)), count)()
+    for one, other in zip(*(model.parameters() for model in models), strict=True):
+        torch.testing.assert_close(one, other)
+        assert (one != 1).any()
 
 
 def test_the_memory_of_a_loader_does_not_depend_on_how_many_samples_there_are():
-    assert growth.peak_bytes(1 << 40) <= growth.MAX_MEMORY_RATIO * growth.peak_bytes(1 << 16)
+    sizes = [growth.peak_bytes(growth.our_loader(1 << power)) for power in (16, 40)]
+    assert sizes[1] <= 1.05 * sizes[0]
     assert growth.VirtualSamples(1 << 40)[1 << 39].shape == (13,)
 
 
