@@ -28,7 +28,7 @@ from samestep.engine.losses import LossFn, describe
 from samestep.engine.observer import StepObserver
 from samestep.engine.precision import OnNonFinite
 from samestep.engine.step import TrainStep
-from samestep.engine.strategies import Sharded, StrategyOptions, as_strategy
+from samestep.engine.strategies import Replicate, Sharded, StrategyOptions, as_strategy
 from samestep.engine.strategy import Strategy
 from samestep.errors import SamestepError, UsageError
 from samestep.train.atomic_io import CHECKPOINT_RETRIES, check_retries, retrying
@@ -43,6 +43,7 @@ from samestep.train.determinism import (
     own_device,
     restore_generators,
 )
+from samestep.train.fixed_cost import FixedCost
 from samestep.train.rerun import current_rerun
 from samestep.train.signals import stopping_on_request
 
@@ -337,6 +338,8 @@ class Run:
             strategy=chosen,
         )
         watching = [*observers, *([DrawnParameters(drawn)] if drawn else [])]
+        if self.contract.num_microbatches > 1 and isinstance(chosen, Replicate) and not self._has_steps:
+            watching.append(FixedCost())
         step = TrainStep(self.membership, model, optimizers, config, scheduler, watching)
         self._has_steps = True
         if step.sharded_state is not None and not step.sharded_state.has_whole_parameters:

@@ -1,0 +1,120 @@
+"""A hint for runs with microbatches too small for their device: most of their time is the fixed cost of operations.
+
+A kernel on few samples costs what it takes to start it. The cost of an operation's forward and backward is measured on
+tensors of one element, and multiplied by the operations in the graph of a microbatch: so nothing of the user's runs
+once more, and no generator is touched.
+"""
+
+import time
+from itertools import pairwise
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import Node
+
+from samestep.data.batch import Batch
+from samestep.engine.losses import MicrobatchLoss
+from samestep.engine.observer import StepObserver
+from samestep.engine.result import StepResult
+from samestep.text import counted
+
+if TYPE_CHECKING:
+    from samestep.engine.step import TrainStep
+
+FIRST_STEP, LAST_STEP = 4, 16  # those measured: after the first ones, which are watched and warm up
+LEAST_GAIN = 1.25
+LEAST_SHARE = 0.7  # of a step that the microbatches must take
+NUM_LAYERS, NUM_ROUNDS = 8, 10
+MOST_NODES = 20_000
+
+
+class FixedCost(StepObserver):
+    """Prints, once in a run, which number of microbatches would be faster, if the gain is large."""
+
+    def __init__(self) -> None:
+        self._starts: list[float] = []
+        self._inside: list[float] = []  # seconds from a batch to the exchange
+        self._computing: list[float] = []  # of them, in the forward and backward of one microbatch
+        self._began, self._forward_began = 0.0, 0.0
+        self._num_own, self._num_nodes = 0, 0
+        self._is_measuring = False
+
+    def on_step(self, step: "TrainStep", batch: Any) -> None:
+        """Notes when a step begins."""
+        self._is_measuring = not step.config.compile and FIRST_STEP <= len(self._starts) < LAST_STEP
+        if len(self._starts) < LAST_STEP:
+            self._starts.append(time.perf_counter())
+
+    def on_batch(self, batch: Batch) -> None:
+        """Notes when the microbatches begin."""
+        if self._is_measuring:
+            self._began, self._num_own = time.perf_counter(), len(batch.microbatches)
+
+    def on_phase(self, phase: str) -> None:
+        """Notes when a forward begins, and when all microbatches have ended."""
+        if self._is_measuring and phase == "forward":
+            self._forward_began = time.perf_counter()
+        elif self._is_measuring and phase == "exchange":
+            self._inside.append(time.perf_counter() - self._began)
+
+    def on_loss(self, index: int, loss: MicrobatchLoss) -> None:
+        """Counts the operations of one microbatch."""
+        if self._is_measuring and self._num_nodes == 0:
+            self._num_nodes = num_operations(loss.value)
+
+    def on_gradients(self, index: int | None) -> None:
+        """Notes when a backward has ended."""
+        if self._is_measuring and index is not None:
+            self._computing.append(time.perf_counter() - self._forward_began)
+
+    def on_update(self, step: "TrainStep", result: StepResult) -> None:
+        """Prints the line after the last measured step."""
+        if not self._is_measuring or len(self._starts) < LAST_STEP or self._num_own < 2:
+            return
+        self._is_measuring = False
+        whole = median(later - earlier for earlier, later in pairwise(self._starts[FIRST_STEP:]))
+        inside, computing = median(self._inside), median(self._computing)
+        fixed = min(self._num_nodes * seconds_of_operation(step.communicator.device), computing)
+        fixed += max(0.0, inside / self._num_own - computing)  # what a microbatch costs beside its operations
+        rest = whole - (self._num_own - 1) * fixed
+        if inside < LEAST_SHARE * whole or whole < LEAST_GAIN * rest:
+            return
+        membership = step.membership
+        num_devices = len([one for one in membership.ranges if one])
+        size = -(-result.num_samples // membership.num_microbatches)
+        membership.notice(
+            f"microbatches of {counted(size, 'sample')} are small for this device: about "
+            f"{100 * fixed * self._num_own / inside:.0f}% of their time is the fixed cost of operations. "
+            f"num_microbatches={num_devices} would make a step about {whole / rest:.1f} times as fast on "
+            f"{counted(num_devices, 'device')}; it is another contract, with other bits"
+        )
+
+
+def num_operations(loss: Tensor) -> int:
+    """The operations in the graph of a loss, at most 20,000."""
+    waiting: list[Node | None] = [loss.grad_fn]
+    known: set[Node] = set()
+    while waiting and len(known) < MOST_NODES:
+        node = waiting.pop()
+        if node is not None and node not in known:
+            known.add(node)
+            waiting += [following for following, _ in node.next_functions]
+    return len(known)
+
+
+def seconds_of_operation(device: torch.device) -> float:
+    """The seconds that the forward and backward of an operation take the host, on one element."""
+    one = torch.ones(1, 1, device=device)
+    layer = nn.utils.skip_init(nn.Linear, 1, 1, device=device)  # draws nothing
+    seconds, count = [], 1
+    for _ in range(NUM_ROUNDS):
+        start = time.perf_counter()
+        value = one
+        for _ in range(NUM_LAYERS):
+            value = layer(value).relu()
+        torch.autograd.grad(value.sum(), tuple(layer.parameters()))
+        seconds.append(time.perf_counter() - start)
+        count = num_operations(value) + 1
+    return median(seconds) / count
