@@ -212,6 +212,18 @@ def test_values_that_cannot_be_compared_are_read_with_seeds(monkeypatch):
     assert str(found) == str(expected)
 
 
+def test_a_dataset_that_cannot_be_read_twice_is_read_with_seeds():
+    class Once(Drawn):
+        def __getitem__(self, index):
+            if index in self.reads:
+                raise RuntimeError(f"{index} again")
+            return super().__getitem__(index)
+
+    assert str(by_loader(Once(*WAYS["nothing"]), default_collate)) == str(
+        by_hand(Drawn(*WAYS["nothing"]), default_collate)
+    )
+
+
 def test_tables_are_read_a_batch_at_a_time(monkeypatch):
     datasets = pytest.importorskip("datasets")
     table = datasets.Dataset.from_dict({"x": [float(i) for i in range(64)], "words": [f"w{i}" for i in range(64)]})
@@ -231,6 +243,8 @@ def test_tables_are_read_a_batch_at_a_time(monkeypatch):
         found = by_loader(dataset, list)
         assert found == [[[dataset[index] for index in ids] for ids in batch] for batch in BATCHES], kind
         assert len(calls) <= 2 + len(BATCHES) * (2 if kind == "parts" else 1), kind
+    with pytest.raises(IndexError):
+        by_loader(Subset(kinds["parts"], [64] * 64), list)
     shaped = table.with_transform(lambda rows: {"x": [torch.tensor(x) + torch.rand(()) for x in rows["x"]]})
     assert str(by_loader(shaped, default_collate)) == str(by_loader(shaped, default_collate, 2))
 

@@ -1,5 +1,6 @@
 """Fetching samples one by one, in this process or in workers, with randomness that depends on the sample alone."""
 
+import contextlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -90,8 +91,9 @@ class SeededSamples(Dataset[Any]):
         A draw changes the state of a generator. Code that reads the state and restores it (`torch.random.fork_rng`), or
         reads the seed (`torch.initial_seed`), is recognised by the values alone.
         """
-        seeded = self._seeded(epoch, ids)
-        unseeded = self._unseeded([ids])
+        seeded, unseeded = self._seeded(epoch, ids), None
+        with contextlib.suppress(Exception):  # a dataset that cannot be read twice
+            unseeded = self._unseeded([ids])
         self._draws = unseeded is None or not _is_same(seeded, unseeded[0])
         return seeded
 
@@ -141,9 +143,12 @@ def _rows(dataset: Any, ids: Sequence[int]) -> list[Any]:
     if type(dataset) is not ConcatDataset:
         return _group(dataset, list(ids))
     rows: list[Any] = [None] * len(ids)
+    ids = [index + (index < 0) * len(dataset) for index in ids]
+    if ids and not 0 <= min(ids) <= max(ids) < len(dataset):
+        raise IndexError(f"a part of a dataset of {len(dataset)} samples has indices outside it")
     for part, stop in zip(dataset.datasets, dataset.cumulative_sizes, strict=True):
         start = stop - len(part)  # type: ignore[arg-type]  # torch gives no length to the type of a dataset
-        inside = [(place, index % len(dataset) - start) for place, index in enumerate(ids)]
+        inside = [(place, index - start) for place, index in enumerate(ids)]
         inside = [(place, index) for place, index in inside if 0 <= index < stop - start]
         for (place, _), row in zip(inside, _rows(part, [index for _, index in inside]), strict=True):
             rows[place] = row
