@@ -13,18 +13,16 @@ from samestep.train.fixed_cost import LAST_STEP, FixedCost, num_operations, seco
 from samestep.train.run import Run
 
 
-def trained(capsys, width=4, rows=1, num_microbatches=32, steps=2 * LAST_STEP, num_runs=1):
-    """The digests of a model after some steps, and the lines on stderr about microbatches."""
-    digests = []
-    for _ in range(num_runs):
-        run = Run(rows * num_microbatches, num_microbatches, 0)
-        model = nn.Sequential(nn.Linear(width, width), nn.Dropout(), nn.ReLU(), nn.Linear(width, 1))
-        optimizer = torch.optim.SGD(model.parameters(), 0.01)
-        step = run.train_step(model, optimizer, lambda model, batch: model(batch).square().mean())
-        for batch in run.loader(torch.ones(rows * num_microbatches * steps, width)):
-            step(batch)
-        digests.append(state_digest(model, optimizer))
-    return digests, [line for line in capsys.readouterr().err.splitlines() if "microbatch" in line]
+def trained(capsys, width=4, rows=1, num_microbatches=32, steps=2 * LAST_STEP):
+    """The digest of a model after some steps, and the lines on stderr about microbatches."""
+    run = Run(rows * num_microbatches, num_microbatches, 0)
+    model = nn.Sequential(nn.Linear(width, width), nn.Dropout(), nn.ReLU(), nn.Linear(width, 1))
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    step = run.train_step(model, optimizer, lambda model, batch: model(batch).square().mean())
+    for batch in run.loader(torch.ones(rows * num_microbatches * steps, width)):
+        step(batch)
+    lines = capsys.readouterr().err.splitlines()
+    return state_digest(model, optimizer), [line for line in lines if "microbatch" in line]
 
 
 def test_microbatches_of_one_sample_are_named_with_a_number_that_is_faster(capsys):
@@ -43,18 +41,18 @@ def test_where_it_would_not_be_true_nothing_is_said(capsys, options):
     assert trained(capsys, **options)[1] == []
 
 
-def test_the_measurement_changes_no_bit(capsys, monkeypatch):
-    (digest,), lines = trained(capsys)
-    assert lines
-    monkeypatch.setattr(run_module, "FixedCost", lambda: FixedCostThatIsSilent())
-    assert trained(capsys) == ([digest], [])
-
-
 class FixedCostThatIsSilent(FixedCost):
     """Never measures."""
 
     def on_step(self, step, batch):
         """Notes nothing."""
+
+
+def test_the_measurement_changes_no_bit(capsys, monkeypatch):
+    digest, lines = trained(capsys)
+    assert lines
+    monkeypatch.setattr(run_module, "FixedCost", FixedCostThatIsSilent)
+    assert trained(capsys) == (digest, [])
 
 
 def test_generators_are_left_alone():

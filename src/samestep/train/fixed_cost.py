@@ -31,7 +31,7 @@ MOST_NODES = 20_000
 
 
 class FixedCost(StepObserver):
-    """Prints, once in a run, which number of microbatches would be faster, if the gain is large."""
+    """Prints, once in a run, which number of microbatches would be faster, if much; or how long compiling took."""
 
     def __init__(self) -> None:
         self._starts: list[float] = []
@@ -43,7 +43,7 @@ class FixedCost(StepObserver):
 
     def on_step(self, step: "TrainStep", batch: Any) -> None:
         """Notes when a step begins."""
-        self._is_measuring = not step.config.compile and FIRST_STEP <= len(self._starts) < LAST_STEP
+        self._is_measuring = FIRST_STEP <= len(self._starts) < LAST_STEP
         if len(self._starts) < LAST_STEP:
             self._starts.append(time.perf_counter())
 
@@ -71,9 +71,16 @@ class FixedCost(StepObserver):
 
     def on_update(self, step: "TrainStep", result: StepResult) -> None:
         """Prints the line after the last measured step."""
-        if not self._is_measuring or len(self._starts) < LAST_STEP or self._num_own < 2:
+        if not self._is_measuring or len(self._starts) < LAST_STEP or self._num_own == 0:
             return
         self._is_measuring = False
+        if step.config.compile:
+            step.membership.notice(self._describe_compiled())
+        elif self._num_own > 1:
+            self._hint(step, result.num_samples)
+
+    def _hint(self, step: "TrainStep", num_samples: int) -> None:
+        """Prints the line if fewer microbatches would be much faster."""
         whole = median(later - earlier for earlier, later in pairwise(self._starts[FIRST_STEP:]))
         inside, computing = median(self._inside), median(self._computing)
         fixed = min(self._num_nodes * seconds_of_operation(step.communicator.device), computing)
@@ -83,12 +90,23 @@ class FixedCost(StepObserver):
             return
         membership = step.membership
         num_devices = len([one for one in membership.ranges if one])
-        size = -(-result.num_samples // membership.num_microbatches)
+        size = -(-num_samples // membership.num_microbatches)
         membership.notice(
             f"microbatches of {counted(size, 'sample')} are small for this device: about "
             f"{100 * fixed * self._num_own / inside:.0f}% of their time is the fixed cost of operations. "
             f"num_microbatches={num_devices} would make a step about {whole / rest:.1f} times as fast on "
             f"{counted(num_devices, 'device')}; it is another contract, with other bits"
+        )
+
+    def _describe_compiled(self) -> str:
+        """The time that compiling took, beside that of a microbatch."""
+        later = self._starts[FIRST_STEP:]
+        usual = (later[-1] - later[0]) / (len(later) - 1)
+        took = self._starts[FIRST_STEP] - self._starts[0] - FIRST_STEP * usual
+        return (
+            f"torch.compile took {max(0.0, took):.1f} s of the first steps; a microbatch now takes "
+            f"{1e3 * median(self._computing):.2f} ms. If that is well below 1 ms, compare with a run without compile: "
+            "a call of compiled code has a cost of its own"
         )
 
 

@@ -338,7 +338,7 @@ class Run:
             strategy=chosen,
         )
         watching = [*observers, *([DrawnParameters(drawn)] if drawn else [])]
-        if self.contract.num_microbatches > 1 and isinstance(chosen, Replicate) and not self._has_steps:
+        if isinstance(chosen, Replicate) and not self._has_steps:
             watching.append(FixedCost())
         step = TrainStep(self.membership, model, optimizers, config, scheduler, watching)
         self._has_steps = True
