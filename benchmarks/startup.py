@@ -1,9 +1,10 @@
-"""From the command to the first finished step, and the memory of all processes then.
+"""From the command to the first all-reduce or the first finished step, and the memory of all processes then.
 
     python benchmarks/startup.py [--rounds 5] [--variants samestep-8,torchrun-8] [--output benchmarks/results]
 
-Every variant trains W2 and is started anew in each round, the variants taking turns. The clock runs from the command to
-the moment at which every worker has finished a step. Memory is then the sum of the proportional set sizes (PSS: shared
+Every variant trains W2, or meets for one all-reduce, and is started anew in each round, the variants taking turns. The
+clock runs from the command to the moment at which every worker has finished a step, or the all-reduce; that of `import`
+until torch is imported. Memory is then the sum of the proportional set sizes (PSS: shared
 pages are divided among those that share them) of all its processes, its launcher too, while all of them wait.
 """
 
@@ -14,7 +15,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +25,21 @@ import torch
 from contest import Contestant, EntrantError, end_all, rotated, scratch
 from rich.console import Console
 from rich.table import Table
-from roster import BY_NAME, PACKAGES
+from roster import BY_NAME, DEFAULT, PACKAGES
 from scores import ratio, spread
 from tables import targets_table, wide_console
 from workloads import WORKLOADS
 
 WORKLOAD = "W2"
+ENTRANTS = {
+    **BY_NAME,
+    "meet": replace(BY_NAME["plain"], script="meet"),
+    "samestep-meet": replace(BY_NAME[DEFAULT], script="meet", options=()),
+}
 VARIANTS = {
+    "import": ("python, import torch", "meet", 1),
+    "samestep-meet-8": ("samestep run, all-reduce, 8 workers", "samestep-meet", 8),
+    "torchrun-meet-8": ("torchrun, all-reduce, 8 workers", "meet", 8),
     "python": ("python train.py", "plain", 1),
     "samestep-2": ("samestep run, 2 workers", "samestep", 2),
     "torchrun-2": ("torchrun (DDP), 2 workers", "plain", 2),
@@ -42,6 +51,8 @@ VARIANTS = {
     "torchrun-8": ("torchrun (DDP), 8 workers", "plain", 8),
 }
 TARGETS = (
+    ("start to first all-reduce, 8 workers", "samestep-meet-8", "import", "seconds", 1.35),
+    ("start to first all-reduce, 8 workers", "samestep-meet-8", "torchrun-meet-8", "seconds", 0.25),
     ("start to first step, 8 workers", "samestep-8", "torchrun-8", "seconds", 0.25),
     ("start to first step, 2 workers", "samestep-2", "torchrun-2", "seconds", 0.6),
     ("memory, 8 workers", "samestep-8", "torchrun-8", "megabytes", 0.3),
@@ -61,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if unknown := [name for name in names if name not in VARIANTS]:
         parser.error(f"got {', '.join(unknown)}; there are {', '.join(VARIANTS)}")
     console = wide_console()
-    left_out = [name for name in names if not BY_NAME[VARIANTS[name][1]].is_installed]
+    left_out = [name for name in names if not ENTRANTS[VARIANTS[name][1]].is_installed]
     for name in left_out:
         console.print(f"left out: {name} is not installed")
     measured: dict[str, dict[str, list[float]]] = {
@@ -107,7 +118,7 @@ def start_once(name: str, folder: Path, data: Path) -> tuple[float, float]:
     _, entrant, workers = VARIANTS[name]
     with tempfile.TemporaryDirectory(dir=folder) as own:
         arguments = [WORKLOAD, "--data", str(data), "--warm-up", "1"]
-        contestant = Contestant(BY_NAME[entrant], workers, Path(own), arguments)
+        contestant = Contestant(ENTRANTS[entrant], workers, Path(own), arguments)
         try:
             return contestant.wait_until_ready(), memory(contestant.processes()) / 1e6
         finally:
@@ -137,7 +148,9 @@ def judge(measured: dict[str, dict[str, list[float]]]) -> list[dict[str, Any]]:
 
 def startup_table(variants: dict[str, Any]) -> Table:
     """Seconds and megabytes of every variant."""
-    table = Table("started", "seconds", "least to greatest", "MB (PSS)", title="From the command to the first step")
+    table = Table(
+        "started", "seconds", "least to greatest", "MB (PSS)", title="From the command to the first step or all-reduce"
+    )
     for found in variants.values():
         seconds, megabytes = spread(found["seconds"]), spread(found["megabytes"])
         span = f"{seconds.least:.1f} to {seconds.greatest:.1f}"
