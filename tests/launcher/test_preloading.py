@@ -164,11 +164,11 @@ def test_one_server_starts_and_before_all_else_if_the_command_line_shows_its_var
 
 def test_an_early_server_is_taken_once_and_only_with_its_variables_and_else_killed():
     early = EarlyServer(server_variables(1))
-    assert early.take(server_variables(2)) is None
     (server,) = psutil.Process().children()
-    early.close()
+    assert early.take(server_variables(2)) is None
     assert not server.is_running()
     assert early.take(server_variables(1)) is None
+    early.close()
 
 
 UNASKED = """

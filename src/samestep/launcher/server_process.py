@@ -43,9 +43,9 @@ class EarlyServer:
         self._process: ServerProcess | None = ServerProcess.start(variables)
 
     def take(self, variables: Mapping[str, str]) -> ServerProcess | None:
-        """Hands over the server, once; None if it was started without one of these variables."""
+        """Hands over the server, once; None, and its end, if it was started without one of these variables."""
         if any(variables.get(name) != value for name, value in self._variables.items()):
-            return None
+            self.close()
         process, self._process = self._process, None
         return process
 
