@@ -56,8 +56,9 @@ script under torchrun.
 """
 STARTUP = """## The start
 
-The time from the command to the end of the first step on all workers, and the memory of all processes then (PSS:
-each shared page is divided by the number of processes that share it). {rounds}, in turns; measured on {date}.
+The time from the command to the end of the first step on all workers, of a first all-reduce in a script that does
+nothing else, or of the import of torch; and the memory of all processes then (PSS: each shared page is divided by the
+number of processes that share it). {rounds}, in turns; measured on {date}.
 """
 GROWTH = """## How the cost grows
 

@@ -1,9 +1,10 @@
-"""From the command to the first finished step, and the memory of all processes then.
+"""From the command to the first all-reduce or the first finished step, and the memory of all processes then.
 
     python benchmarks/startup.py [--rounds 5] [--variants samestep-8,torchrun-8] [--output benchmarks/results]
 
-Every variant trains W2 and is started anew in each round, the variants taking turns. The clock runs from the command to
-the moment at which every worker has finished a step. Memory is then the sum of the proportional set sizes (PSS: shared
+Every variant trains W2, or meets for one all-reduce, and is started anew in each round, the variants taking turns. The
+clock runs from the command to the moment at which every worker has finished a step, or the all-reduce; that of `import`
+until torch is imported. Memory is then the sum of the proportional set sizes (PSS: shared
 pages are divided among those that share them) of all its processes, its launcher too, while all of them wait.
 """
 
@@ -14,6 +15,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +24,20 @@ import psutil
 import torch
 from contest import Contestant, EntrantError, end_all, rotated, scratch
 from rich.console import Console
-from roster import BY_NAME, PACKAGES
+from roster import BY_NAME, DEFAULT, PACKAGES
 from tables import startup_table, terminal, wide_console
 from workloads import WORKLOADS
 
 WORKLOAD = "W2"
+ENTRANTS = {
+    **BY_NAME,
+    "meet": replace(BY_NAME["plain"], script="meet"),
+    "samestep-meet": replace(BY_NAME[DEFAULT], script="meet", options=()),
+}
 VARIANTS = {
+    "import": ("python, import torch", "meet", 1),
+    "samestep-meet-8": ("samestep run, all-reduce, 8 workers", "samestep-meet", 8),
+    "torchrun-meet-8": ("torchrun, all-reduce, 8 workers", "meet", 8),
     "python": ("python train.py", "plain", 1),
     "samestep-2": ("samestep run, 2 workers", "samestep", 2),
     "torchrun-2": ("torchrun (DDP), 2 workers", "plain", 2),
@@ -51,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if unknown := [name for name in names if name not in VARIANTS]:
         parser.error(f"got {', '.join(unknown)}; there are {', '.join(VARIANTS)}")
     console = wide_console()
-    left_out = [name for name in names if not BY_NAME[VARIANTS[name][1]].is_installed]
+    left_out = [name for name in names if not ENTRANTS[VARIANTS[name][1]].is_installed]
     for name in left_out:
         console.print(f"left out: {name} is not installed")
     measured: dict[str, dict[str, list[float]]] = {
@@ -95,7 +105,7 @@ def start_once(name: str, folder: Path, data: Path) -> tuple[float, float]:
     _, entrant, workers = VARIANTS[name]
     with tempfile.TemporaryDirectory(dir=folder) as own:
         arguments = [WORKLOAD, "--data", str(data), "--warm-up", "1"]
-        contestant = Contestant(BY_NAME[entrant], workers, Path(own), arguments)
+        contestant = Contestant(ENTRANTS[entrant], workers, Path(own), arguments)
         try:
             return contestant.wait_until_ready(), memory(contestant.processes()) / 1e6
         finally:

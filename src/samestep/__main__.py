@@ -1,6 +1,55 @@
-"""`python -m samestep` is `samestep`."""
+"""The program `samestep`, also called by `python -m samestep`: starts what takes longest, then the command."""
 
-from samestep.cli.main import main
+import signal
+import sys
+from collections.abc import Sequence
+from types import FrameType
+from typing import NoReturn
+
+from samestep.comm.environment import read_environment, torchrun_defaults
+from samestep.errors import UsageError
+from samestep.launcher.process_tree import held_signals
+from samestep.launcher.server_process import EarlyServer, server_variables
+
+WITH_WORKERS = ("run", "train")
+WITHOUT_SERVER = ("--help", "--nnodes", "--num-threads", "--rdzv", "--start-method")
+"""Options of runs that have no fork server, or one with other variables."""
+
+
+def main() -> None:
+    """Runs the command, whose fork server, if it will need one, imports torch meanwhile."""
+    server = None
+    try:
+        if _starts_workers(sys.argv[1:]):
+            for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                if signal.getsignal(signum) not in (signal.SIG_IGN, None):
+                    signal.signal(signum, _stop)  # until the supervisor has handlers of its own
+            with held_signals():
+                server = EarlyServer(server_variables(1))
+        from samestep.cli.main import main as run_command
+
+        run_command(server)
+    finally:
+        if server is not None:
+            server.close()
+
+
+def _stop(signum: int, _frame: FrameType | None) -> NoReturn:
+    """Ends the program as the supervisor does."""
+    sys.exit(128 + signum)
+
+
+def _starts_workers(words: Sequence[str]) -> bool:
+    """Whether a command line most likely starts workers of this machine; a wrong guess costs time and nothing else."""
+    if sys.platform != "linux" or len(words) < 2 or words[0] not in WITH_WORKERS:
+        return False
+    if any(word.replace("_", "-").startswith(WITHOUT_SERVER) for word in words):
+        return False
+    try:
+        return read_environment().launcher == "none" and not torchrun_defaults()
+    except UsageError:  # the command reports it
+        return False
+
 
 if __name__ == "__main__":
     main()

@@ -60,7 +60,8 @@ def test_a_signal_ends_the_run_quietly_with_128_plus_its_number(starter, signum,
     assert starter.processes() == []
 
 
-def test_a_signal_while_the_workers_are_being_started_is_not_lost(starter):
+@pytest.mark.parametrize("signum", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+def test_a_signal_while_the_workers_are_being_started_is_not_lost(starter, signum):
     starter.script("wait.py", WAIT)
     process = starter.start("--devices", "cpu:2", "wait.py")
     deadline = time.monotonic() + 30
@@ -68,9 +69,9 @@ def test_a_signal_while_the_workers_are_being_started_is_not_lost(starter):
     while not any(names & set(found.cmdline()) for found in starter.processes()):
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(signum)
     stdout, stderr = process.communicate(timeout=30)
-    assert (process.returncode, stdout, stderr) == (130, "", "")
+    assert (process.returncode, stdout, stderr) == (128 + signum, "", "")
     assert not (starter.folder / "up-0").exists()
 
 

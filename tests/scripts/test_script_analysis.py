@@ -7,6 +7,7 @@ from textwrap import dedent
 
 import pytest
 
+from samestep.launcher.job import DYNAMO, TRAINING
 from samestep.scripts.script_analysis import MAX_FILES, reads_as
 
 
@@ -222,3 +223,33 @@ def test_reading_does_not_import_torch(folder):
 )
 def test_the_microbatches_of_a_script_are_read_where_they_are_written_out(folder, text, count):
     assert read(folder, f"import samestep\n{text}").num_microbatches == count
+
+
+@pytest.mark.parametrize(
+    ("text", "preload"),
+    [
+        ("import torch\ntorch.optim.SGD", [DYNAMO]),
+        ("from torch.optim import AdamW", [DYNAMO]),
+        ("from torch import nn, optim", [DYNAMO]),
+        ("import torch\ntorch.compile(model)", [DYNAMO]),
+        ("model.compile()", [DYNAMO]),
+        ("from torch.nn.parallel import DistributedDataParallel as DDP", [DYNAMO]),
+        ("import own\nown.train()", [DYNAMO]),
+        ("import pytest", [DYNAMO]),
+        ("try:\n  import psutil\nexcept ImportError:\n  pass", [DYNAMO]),
+        ("import samestep\nsamestep.Run(8)\nmake_optimizer()", list(TRAINING)),
+        ("from samestep import Mean", [TRAINING[-1]]),
+        ("import torch.distributed as dist\ndist.init_process_group('gloo')", []),
+        ("import re, json\nimport numpy as np\nre.compile('optim')", []),
+        ("from re import compile\ncompile('a')", []),
+        ("code = compile('1', 'optim', 'eval')", []),
+        ("# an optimizer would be here", []),
+        ("try:\n  import not_installed_here\nexcept ImportError:\n  pass", []),
+        ("import __main__", []),
+        ("import other", []),
+        ("def f(:", []),
+    ],
+)
+def test_the_modules_to_import_before_the_fork_are_those_that_the_script_shows(folder, text, preload):
+    own = "from torch import nn\ndef train():\n    return nn.optimizer"
+    assert list(read(folder, text, **{"own.py": own, "other.py": "VALUE = 7"}).preload) == preload

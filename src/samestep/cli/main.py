@@ -12,6 +12,7 @@ from typer.core import TyperGroup
 
 from samestep.cli.options import SPELLINGS
 from samestep.errors import SamestepError, UsageError
+from samestep.launcher.server_process import EarlyServer
 from samestep.text import readable
 from samestep.version import __version__
 
@@ -73,14 +74,14 @@ def _options(
     """One training step, any devices, the same model."""
 
 
-def main() -> None:
+def main(server: EarlyServer | None = None) -> None:
     """Runs the command; 0 done, 1 a failure, 2 bad usage, 128 + signal when stopped by one."""
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # as stderr: a name that is no UTF-8 can be printed
     try:
         if any("\0" in word for word in sys.argv):
             raise UsageError("got a word with a NUL character in it, which no name and no value has")
-        code = app(standalone_mode=False)
+        code = app(standalone_mode=False, obj=server)
     except (typer.Abort, KeyboardInterrupt):
         sys.exit(130)
     except SamestepError as error:

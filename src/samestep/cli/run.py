@@ -1,5 +1,6 @@
 """`samestep run`: an existing script or module on all devices."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 @with_options
 def run(
+    context: typer.Context,
     script: ScriptOptions,
     workers: WorkerOptions,
     policy: Policy,
@@ -67,7 +69,7 @@ def run(
     selection = select(spec, cpu_workers=AUTO_CPU_WORKERS if most is None else cpu_workers_for(most, num_nodes))
     are_several = spec.startswith("cpu") or selection.count > 1 or torchrun is not None
     is_virtual = selection.kind == "cpu" and (are_several or script.logical_devices is not None)
-    job, logical = _as_read(job, script, reading, is_virtual)
+    job, logical = _as_read(replace(job, preload=reading.preload), script, reading, is_virtual)
     if script.adopt is None and reading.is_both:
         typer.echo(f"samestep: {program[0]}: {reading.reason}", err=True)
     folder = profile_dir or (Path(PROFILE_FOLDER) if profile else None)
@@ -80,6 +82,7 @@ def run(
             num_threads=num_threads,
             start_method=workers.start_method,
             policy=policy,
+            early=context.obj,
             logical_devices=logical,
         )
     else:
@@ -115,4 +118,4 @@ def _as_read(job: Job, script: ScriptOptions, reading: "Reading", is_virtual: bo
 def _called(job: Job, module: str, function: str, options: dict[str, Any]) -> Job:
     """The job that runs another one's script by a function of adoption."""
     kwargs = {"kind": job.kind, "target": job.target, "argv": list(job.argv), **options}
-    return Job("function", f"{module}:{function}", kwargs=kwargs, log_dir=job.log_dir, preload=(module,))
+    return Job("function", f"{module}:{function}", kwargs=kwargs, log_dir=job.log_dir, preload=(*job.preload, module))

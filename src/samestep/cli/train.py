@@ -16,16 +16,18 @@ import typer
 from samestep.cli.options import NodeOptions, WorkerOptions, chosen_devices, chosen_torchrun, with_options
 from samestep.cli.profile import Profile, print_times, print_traces, step_times, traces
 from samestep.errors import UsageError
-from samestep.launcher.job import Job, Policy, Torchrun
+from samestep.launcher.job import DYNAMO, Job, Policy, Torchrun
 from samestep.recipes.catalog import NAMES
 from samestep.recipes.config import COMPARED, JobConfig
 
 if TYPE_CHECKING:
     from samestep.core.mesh import Mesh
+    from samestep.launcher.server_process import EarlyServer
 
 
 @with_options
 def train(
+    context: typer.Context,
     asked: Annotated[Mapping[str, Any], JobConfig],
     workers: WorkerOptions,
     policy: Policy,
@@ -73,7 +75,7 @@ def train(
             raise UsageError(f"got --devices {chosen} under {launcher}, which has chosen the devices already")
         train_as_rank(as_json, **config.as_json())
     else:
-        _train_by_workers(config, workers, policy, torchrun, as_json)
+        _train_by_workers(config, workers, policy, torchrun, as_json, context.obj)
 
 
 def _resumed(
@@ -127,7 +129,12 @@ def _check_kept(asked: Mapping[str, Any], source: Path, resume: Path) -> None:
 
 
 def _train_by_workers(
-    config: JobConfig, workers: WorkerOptions, policy: Policy, torchrun: Torchrun | None, as_json: bool
+    config: JobConfig,
+    workers: WorkerOptions,
+    policy: Policy,
+    torchrun: Torchrun | None,
+    as_json: bool,
+    early: "EarlyServer | None",
 ) -> None:
     """Starts a worker a device, and shows their progress."""
     from samestep.devices.selection import select
@@ -144,6 +151,7 @@ def _train_by_workers(
         kwargs=replace(config, num_threads=None).as_json(),  # the workers are started with so many
         log_dir=str(folder / LOG_FOLDER),
         lines_to="stderr" if as_json else "stdout",
+        preload=(DYNAMO, "samestep.recipes.job"),
         restart_kwargs={"resume": "auto"},
         resume_hint=f"samestep train {config.recipe} --resume {folder}",
     )
@@ -156,7 +164,14 @@ def _train_by_workers(
         if outcome.failure is not None:
             typer.echo(f"samestep: error: {outcome.failure}", err=True)
         raise typer.Exit(outcome.exit_code)
-    outcome = supervise(work, selection, num_threads=num_threads, start_method=workers.start_method, policy=policy)
+    outcome = supervise(
+        work,
+        selection,
+        num_threads=num_threads,
+        start_method=workers.start_method,
+        policy=policy,
+        early=early,
+    )
     is_ended = outcome.exit_code == 0
     if config.profile is not None:
         print_traces(Path(config.profile), to_stderr=True)

@@ -25,7 +25,7 @@ from samestep.doctor.check_table import GRACE_SECONDS, Machine, check_node, chec
 from samestep.doctor.proof_rows import COLLECTIVES, Known, Row, UnprovenError, left_out, make_rows
 from samestep.doctor.result import Result, bad, good
 from samestep.errors import UsageError
-from samestep.launcher.job import Job, Policy
+from samestep.launcher.job import TRAINING, Job, Policy
 from samestep.launcher.supervisor import supervise
 from samestep.text import counted
 from samestep.train.atomic_io import write_json
@@ -152,7 +152,7 @@ def _perform(row: Row, selection: Selection) -> dict[str, Any]:
         results, _ = check_ranks(selection, row.options["timeout_seconds"], False)
         return {"result": [asdict(each) for each in results]}
     kwargs = {"program": row.program, "seconds": row.seconds, "options": row.options}
-    job = Job("function", f"{PROGRAMS}:start", kwargs=kwargs, quiet=True, preload=(PROGRAMS,))
+    job = Job("function", f"{PROGRAMS}:start", kwargs=kwargs, quiet=True, preload=(*TRAINING, PROGRAMS))
     policy = Policy(heal=row.survives, hang_seconds=0)
     outcome = supervise(job, selection, policy=policy, grace_seconds=GRACE_SECONDS)
     if outcome.exit_code:

@@ -5,14 +5,17 @@ import socket
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from samestep.comm.channel import EVENTS_VARIABLE
 from samestep.comm.device_token import TOKEN_VARIABLE
 from samestep.comm.environment import LOOPBACK
 from samestep.comm.heartbeat_page import PAGE_VARIABLE, SLOT_VARIABLE
-from samestep.devices.selection import Selection
 from samestep.launcher.job import Job
+from samestep.launcher.server_process import server_variables
+
+if TYPE_CHECKING:
+    from samestep.devices.selection import Selection
 
 JOINS_VARIABLE = "SAMESTEP_JOINS"
 
@@ -56,7 +59,7 @@ class Instruction:
 
 
 def assign(
-    selection: Selection,
+    selection: "Selection",
     num_threads: int,
     run_id: str,
     *,
@@ -92,17 +95,9 @@ def assign(
     return tuple(places)
 
 
-def process_variables(selection: Selection, num_threads: int) -> dict[str, str]:
+def process_variables(selection: "Selection", num_threads: int) -> dict[str, str]:
     """The variables that must be set before a worker's process imports torch."""
-    # OpenBLAS starts threads when numpy is imported, after which the process must not fork. The order of a set of
-    # strings depends on a hash that differs between processes, and so would a vocabulary made of a set.
-    variables = {
-        "OPENBLAS_NUM_THREADS": "1",
-        "OMP_NUM_THREADS": str(num_threads),
-        "MKL_NUM_THREADS": str(num_threads),
-        **selection.environment,
-    }
-    return variables if "PYTHONHASHSEED" in os.environ else {**variables, "PYTHONHASHSEED": "0"}
+    return {**server_variables(num_threads), **selection.environment}
 
 
 def worker_variables(instruction: Instruction) -> dict[str, str]:

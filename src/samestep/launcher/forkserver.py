@@ -3,10 +3,11 @@
 With the start method "spawn" it imports nothing, and starts each worker as a new program. Its first child hosts the
 store, torch's TCPStore by which ranks connect, apart from every rank.
 
-It exchanges JSON lines with the supervisor over a Unix socket. Commands are `{"command": "start", "instruction": …,
-"names": […]}`, with the worker's descriptors attached to the message in the order of `names`, and
-`{"command": "signal", "slot": s, "signal": n}`. Events are `started` (slot, pid), `exited` (slot, code; -N for signal
-N) and `broken` (text). When the socket closes, or the supervisor dies, it ends the workers and itself.
+It exchanges JSON lines with the supervisor over a Unix socket. Commands are `{"command": "preload", "modules": […]}`,
+`{"command": "start", "instruction": …, "names": […]}`, with the worker's descriptors attached to the message in the
+order of `names`, and `{"command": "signal", "slot": s, "signal": n}`. Events are `started` (slot, pid), `exited` (slot,
+code; -N for signal N) and `broken` (text). When the socket closes, or the supervisor dies, it ends the workers and
+itself.
 """
 
 import contextlib
@@ -23,7 +24,7 @@ import tempfile
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, NoReturn
 
@@ -34,8 +35,6 @@ from samestep.launcher.assignment import Instruction
 from samestep.launcher.job import Job
 from samestep.launcher.worker import leave, work
 
-# The first optimizer imports torch._dynamo, 800 modules: once here, instead of in every worker.
-PRELOADED = ("torch", "torch.distributed", "torch._dynamo", "samestep.train.run")
 GRACE_SECONDS = 2.0
 MAX_FDS = 64
 LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"
@@ -52,6 +51,7 @@ class ForkServer:
     control: socket.socket
     wake: int
     forks: bool
+    collects: bool  # whether the workers collect garbage by themselves, as Python does by default
     port: int = 0  # of the store
     store: int = 0
     attempt: int = 0
@@ -61,21 +61,19 @@ class ForkServer:
     received: deque[int] = field(default_factory=deque)
 
 
-def serve(
-    control: socket.socket, supervisor: int, forks: bool = True, preload: Sequence[str] = ()
-) -> Instruction | None:
+def serve(control: socket.socket, supervisor: int, forks: bool = True) -> Instruction | None:
     """Starts workers as the supervisor commands; returns None in the server, its instruction in a forked worker."""
     server = None
     try:
-        wake = _install_signals()
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
         process_tree.release_signals()
         process_tree.end_with_parent(supervisor, signal.SIGTERM)
         process_tree.adopt_orphans()
-        for name in (*PRELOADED, *preload) if forks else ():
-            importlib.import_module(name)
-        gc.collect()
-        gc.freeze()  # the workers share these pages as long as none of them writes to them
-        server = ForkServer(control, wake, forks)
+        collects = gc.isenabled()
+        if forks:
+            gc.disable()  # takes a tenth of an import's time, and leaves holes in the pages that the workers share
+            importlib.import_module("torch.distributed")
+        server = ForkServer(control, _install_signals(), forks, collects)
         _start_store(server)
         return _loop(server)
     except BaseException as error:
@@ -88,7 +86,7 @@ def serve(
 
 
 def main() -> None:
-    """The server as a program; its arguments: socket, supervisor's process id, start method, modules, title room.
+    """The server as a program; its arguments: socket, supervisor's process id, start method, title room.
 
     Or the store as a program; its arguments: "store", socket, parent's process id, title room.
     """
@@ -100,7 +98,7 @@ def main() -> None:
         _host_store(socket.socket(fileno=int(sys.argv[2])))
     control = socket.socket(fileno=int(sys.argv[1]))
     control.set_inheritable(False)
-    instruction = serve(control, int(sys.argv[2]), sys.argv[3] == "fork", sys.argv[4:-1])
+    instruction = serve(control, int(sys.argv[2]), sys.argv[3] == "fork")
     if instruction is None:
         os._exit(0)  # the run waits for this, and nothing is left to clean up
     leave(work(instruction))
@@ -141,6 +139,10 @@ def _loop(server: ForkServer) -> Instruction | None:
                 os.set_inheritable(fd, False)
             server.received.extend(fds)
             for message in server.parser.feed(data):
+                if message["command"] == "preload":
+                    for name in message["modules"]:
+                        importlib.import_module(name)
+                    continue
                 if message["command"] == "signal":
                     _signal(server, message["slot"], message["signal"])
                     continue
@@ -165,6 +167,7 @@ def _start(server: ForkServer, message: dict[str, Any]) -> Instruction | None:
     parent = os.getpid()
     process_tree.hold_signals()
     if server.forks:
+        gc.freeze()  # the workers share these pages as long as none of them writes to them
         pid = _fork()
         if pid == 0:
             _become_worker(server, parent)
@@ -190,6 +193,8 @@ def _become_worker(server: ForkServer, parent: int) -> None:
     try:
         process_tree.end_with_parent(parent, signal.SIGKILL)
         os.setpgid(0, 0)
+        if server.collects:
+            gc.enable()
         waker = signal.set_wakeup_fd(-1)
         server.control.close()
         for fd in (server.wake, waker, *server.received):
@@ -335,7 +340,6 @@ def _install_signals() -> int:
     signal.set_wakeup_fd(waker, warn_on_full_buffer=False)
     for signum in (signal.SIGCHLD, signal.SIGTERM):
         signal.signal(signum, lambda _signum, _frame: None)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     return wake
 
 

@@ -12,6 +12,11 @@ from samestep.errors import UsageError
 
 Kind = Literal["script", "module", "function"]
 
+DYNAMO = "torch._dynamo"
+"""800 modules, which torch imports at the first optimizer: before the fork, instead of in every worker."""
+TRAINING = (DYNAMO, "samestep.train.run")
+"""Modules that a first training step imports."""
+
 
 @dataclass(frozen=True)
 class Job:
@@ -24,7 +29,7 @@ class Job:
     log_dir: str | None = None  # for rank-N.log, the output of ranks above 0; None keeps its end in memory
     quiet: bool = False  # show neither the progress bar nor lines
     lines_to: Literal["stdout", "stderr"] = "stdout"  # for rank 0's `line` events
-    preload: tuple[str, ...] = ()  # modules to import once, before workers are forked
+    preload: tuple[str, ...] = ()  # modules to import first, and only once if workers are forked
     restart_kwargs: Mapping[str, Any] = field(default_factory=dict)  # replace others when all workers restart
     resume_hint: str = "start the script again from what it last saved"  # for a run that ended, as part of a sentence
 

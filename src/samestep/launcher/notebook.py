@@ -21,7 +21,7 @@ from samestep.comm.environment import read_environment
 from samestep.devices.selection import AUTO_CPU_WORKERS, cpu_workers_for, select
 from samestep.errors import UsageError, WorkerError
 from samestep.launcher.assignment import process_variables
-from samestep.launcher.job import Job
+from samestep.launcher.job import TRAINING, Job
 from samestep.launcher.program import stated_microbatches, write_payload
 from samestep.launcher.supervisor import StartMethod, resolve_start_method, supervise
 from samestep.launcher.worker_pool import ServerPool, WorkerPool
@@ -78,11 +78,11 @@ def launch(
         content = _pickle_by_value(call, name, "from a process that has used a GPU or asked for one")
     with tempfile.TemporaryFile() as payload, tempfile.TemporaryFile() as answer:
         fds = {"answer": answer.fileno()}
-        open_pool: Callable[[], WorkerPool] = partial(ServerPool.forked, call, variables)
+        open_pool: Callable[[], WorkerPool] = partial(ServerPool.forked, call, variables, TRAINING)
         if content is not None:
             write_payload(payload, content)
             fds["payload"] = payload.fileno()
-            open_pool = partial(ServerPool.executed, variables, start_method=method)
+            open_pool = partial(ServerPool.executed, variables, TRAINING, method)
         job = Job("function", f"{fn.__module__}:{name}")
         outcome = supervise(job, selection, num_threads=num_threads, open_pool=open_pool, relay=True, fds=fds)
         if outcome.exit_code == 128 + signal.SIGINT and outcome.failure is None:

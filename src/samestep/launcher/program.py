@@ -38,6 +38,8 @@ def stated_microbatches(nodes: Iterable[ast.AST]) -> int | None:
 
 def run_program(job: Job, fds: Mapping[str, int]) -> Any:
     """Runs a job and returns a function's result; the call is in the descriptor "payload", if there is one."""
+    for name in job.preload:
+        importlib.import_module(name)
     if job.kind == "script":
         run_script(job.target, job.argv)
         return None

@@ -26,6 +26,7 @@ from samestep.launcher.display import Display
 from samestep.launcher.failures import Restarts
 from samestep.launcher.job import Job, Outcome, Policy
 from samestep.launcher.monitor import Monitor, make_event
+from samestep.launcher.server_process import EarlyServer
 from samestep.launcher.worker_pool import ServerPool, WorkerPool
 from samestep.launcher.workers import make_log_dir
 from samestep.text import counted
@@ -42,6 +43,7 @@ def supervise(
     policy: Policy | None = None,
     grace_seconds: float = 10.0,
     open_pool: Callable[[], WorkerPool] | None = None,
+    early: EarlyServer | None = None,
     relay: bool = False,
     fds: Mapping[str, int] | None = None,
     logical_devices: int | None = None,
@@ -56,7 +58,7 @@ def supervise(
     """
     method, variables = resolve_start_method(start_method, num_threads), process_variables(selection, num_threads)
     if open_pool is None:
-        open_pool = partial(ServerPool.executed, variables, job.preload, method)
+        open_pool = partial(ServerPool.executed, variables, job.preload, method, early)
     policy = policy or Policy()
     num_workers = logical_devices or selection.count
     policy.check_devices(selection.count, num_workers)

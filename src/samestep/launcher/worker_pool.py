@@ -5,8 +5,6 @@ import json
 import os
 import signal
 import socket
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -18,6 +16,7 @@ from samestep.comm.channel import EventParser
 from samestep.launcher import process_tree
 from samestep.launcher.assignment import Instruction
 from samestep.launcher.failures import describe_ending
+from samestep.launcher.server_process import EarlyServer, ServerProcess
 from samestep.launcher.workers import read_available
 
 CLOSE_SECONDS = 5.0
@@ -60,7 +59,7 @@ class WorkerPool(Protocol):
 class ServerPool:
     """The workers of a fork server, which leads a session of its own and is reached by a socket."""
 
-    def __init__(self, pid: int, control: socket.socket) -> None:
+    def __init__(self, pid: int, control: socket.socket, preload: Sequence[str] = ()) -> None:
         self._server = psutil.Process(pid)
         self._control = control
         self._parser = EventParser()
@@ -69,27 +68,23 @@ class ServerPool:
         self._lost = self._broken = False
         self._code: int | None = None  # of the server
         control.setblocking(False)
+        self._send({"command": "preload", "modules": list(preload)}, [])
 
     @classmethod
     def executed(
-        cls, variables: Mapping[str, str], preload: Sequence[str] = (), start_method: str = "fork"
+        cls,
+        variables: Mapping[str, str],
+        preload: Sequence[str] = (),
+        start_method: str = "fork",
+        early: EarlyServer | None = None,
     ) -> "ServerPool":
         """A server that is a new program; it imports modules and forks, or starts each worker as a program."""
-        ours, theirs = socket.socketpair()
-        with theirs, process_tree.held_signals():
-            program = [sys.executable, "-P", "-m", "samestep.launcher.forkserver"]
-            arguments = [str(theirs.fileno()), str(os.getpid()), start_method, *preload, process_tree.TITLE_ROOM]
-            process = subprocess.Popen(
-                [*program, *arguments],
-                env={**os.environ, **variables},
-                pass_fds=(theirs.fileno(),),
-                start_new_session=True,
-            )
-        process.returncode = 0  # or `subprocess` warns that it did not wait for it
-        return cls(process.pid, ours)
+        process = early.take(variables) if early is not None and start_method == "fork" else None
+        process = process or ServerProcess.start(variables, start_method)
+        return cls(process.pid, process.control, preload if start_method == "fork" else ())
 
     @classmethod
-    def forked(cls, call: Callable[[], Any], variables: Mapping[str, str]) -> "ServerPool":
+    def forked(cls, call: Callable[[], Any], variables: Mapping[str, str], preload: Sequence[str] = ()) -> "ServerPool":
         """A fork server that is a fork of this process; its workers call a function of this process."""
         from samestep.launcher.forkserver import serve_forked
 
@@ -103,7 +98,7 @@ class ServerPool:
                 ours.close()
                 os.environ.update(variables)
                 serve_forked(theirs, parent, call)
-        return cls(pid, ours)
+        return cls(pid, ours, preload)
 
     def start(self, instruction: Instruction) -> None:
         """Sends the instruction and its descriptors to the fork server."""

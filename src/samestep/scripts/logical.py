@@ -28,7 +28,7 @@ from samestep.core.seeds import derive_seed
 from samestep.data.randomness import seed_process
 from samestep.devices.inventory import usable_cores
 from samestep.scripts.adoption import VISIBLE_DEVICES
-from samestep.scripts.patch import Patch, applied
+from samestep.scripts.patch import Patch, applied, late_dynamo
 from samestep.scripts.spawning import run_native
 from samestep.train.determinism import own_device
 
@@ -47,7 +47,7 @@ def run_logical(kind: str, target: str, argv: Sequence[str], seed: int | None = 
     torch.set_num_threads(place.num_threads or 1)
     with ExitStack() as stack:
         stack.enter_context(_deterministic())
-        stack.enter_context(applied([*_process_groups(), *_loaders(place.world_size)]))
+        stack.enter_context(applied([*late_dynamo(), *_process_groups(), *_loaders(place.world_size)]))
         if device.type != "cpu":
             from samestep.scripts.virtual.real import own_accelerator  # not needed on CPUs
 

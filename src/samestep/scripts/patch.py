@@ -15,6 +15,7 @@
 | `script` | torch.distributed: the run's own process group is hidden; with a profile, functions of this package |
 | `wrapping` | nn.Module.__call__, Optimizer.__init__ |
 
+`late_dynamo` is applied with them, so that all see the same torch._dynamo, whenever it is imported.
 `spawning` patches multiprocessing and torch's rendezvous in scripts that deal with ranks themselves.
 """
 
@@ -28,7 +29,10 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
+from samestep.launcher.job import DYNAMO
+
 _ABSENT = object()
+_ACTIVE: dict[int, tuple[Any, str, Any]] = {}  # patched attributes, and what they were before, in the order of patches
 
 
 @dataclass(frozen=True)
@@ -52,13 +56,37 @@ def applied(patches: Iterable[Patch]) -> Iterator[None]:
                 before = vars(owner).get(patch.name, _ABSENT)
                 setattr(owner, patch.name, patch.replacement)
                 undo.append((owner, patch.name, before))
+                _ACTIVE[id(undo[-1])] = undo[-1]
         yield
     finally:
-        for owner, name, before in reversed(undo):
-            if before is _ABSENT:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, before)
+        for each in reversed(undo):
+            del _ACTIVE[id(each)]
+            _put(*each)
+
+
+def _put(owner: Any, name: str, value: Any) -> None:
+    if value is _ABSENT:
+        delattr(owner, name)
+    else:
+        setattr(owner, name, value)
+
+
+@contextmanager
+def _set_aside() -> Iterator[None]:
+    """Takes all patches out for a block, but for finders of modules, and torch's function modes."""
+    import torch  # children of a script that need no torch import this module
+
+    patched = [(owner, name, before) for owner, name, before in _ACTIVE.values() if owner is not sys]
+    now = []
+    for owner, name, before in reversed(patched):
+        now.append((owner, name, vars(owner).get(name, _ABSENT)))
+        _put(owner, name, before)
+    try:
+        with torch._C.DisableTorchFunction():
+            yield
+    finally:
+        for each in reversed(now):
+            _put(*each)
 
 
 PatchesOf = Callable[[ModuleType], list[Patch]]
@@ -74,14 +102,16 @@ class ImportWatch(MetaPathFinder):
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         """The spec of a module of the table, as the other finders give it; None for any other module."""
-        if name not in self._table:
-            return None
-        finders = [finder for finder in sys.meta_path if finder is not self]
-        specs = (finder.find_spec(name, path, target) for finder in finders)
-        spec = next((spec for spec in specs if spec is not None), None)
+        spec = _found_by_others(self, name, path, target) if name in self._table else None
         if spec is not None and spec.loader is not None:
             _patch_after_import(spec.loader, name, self._table, self._patched)
         return spec
+
+
+def _found_by_others(self: Any, name: str, path: Sequence[str] | None, target: ModuleType | None) -> ModuleSpec | None:
+    """The spec of a module that the other finders give."""
+    specs = (finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not self)
+    return next((spec for spec in specs if spec is not None), None)
 
 
 def _patch_after_import(loader: Any, name: str, table: dict[str, PatchesOf], patched: ExitStack) -> None:
@@ -99,6 +129,32 @@ def _patch_after_import(loader: Any, name: str, table: dict[str, PatchesOf], pat
 def _end(table: dict[str, PatchesOf], patched: ExitStack) -> None:
     table.clear()
     patched.close()
+
+
+class _DynamoFinder(MetaPathFinder):
+    """A finder under which torch._dynamo is imported without patches: it keeps functions, and checks their signatures.
+
+    Most scripts that use it have it before they are patched.
+    """
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        """The spec of torch._dynamo, as the other finders give it; None for any other module."""
+        spec = _found_by_others(self, name, path, target) if name == DYNAMO else None
+        if spec is not None and spec.loader is not None:
+            loader: Any = spec.loader
+            execute = loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                with _set_aside():
+                    execute(module)
+
+            loader.exec_module = exec_module
+        return spec
+
+
+def late_dynamo() -> list[Patch]:
+    """The patch for scripts that import torch._dynamo later than others."""
+    return [] if DYNAMO in sys.modules else [Patch(sys, "meta_path", [_DynamoFinder(), *sys.meta_path])]
 
 
 def late_patches(table: Mapping[str, PatchesOf]) -> list[Patch]:

@@ -8,7 +8,6 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
-import torch._dynamo  # noqa: F401 - the first optimizer imports it, and it looks at functions patched by then
 import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.profiler import record_function
@@ -23,7 +22,7 @@ from samestep.scripts.adoption import Adoption, activated, connect_adoption, num
 from samestep.scripts.files import patches as files
 from samestep.scripts.loading import choice
 from samestep.scripts.loading.broadcast import Rank0Iterator
-from samestep.scripts.patch import Patch, applied
+from samestep.scripts.patch import Patch, applied, late_dynamo
 from samestep.scripts.virtual.devices import virtual_devices
 from samestep.scripts.wrapped import forward, regions
 
@@ -75,6 +74,7 @@ def adopted(
     is_script_file(__file__)  # looks up where libraries lie while os.stat is still Python's own
     with ExitStack() as stack:
         stack.enter_context(activated(adoption))
+        stack.enter_context(applied(late_dynamo()))
         if virtual:
             stack.enter_context(virtual_devices(adoption))
         elif adoption.communicator.device.type != "cpu":

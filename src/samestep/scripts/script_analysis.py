@@ -1,10 +1,13 @@
 """Analysis of a script without running it: does it start its own process group, or only wrap a model in DataParallel?
 
+And will it import modules that are better imported before the workers are forked?
+
 The script and the modules beside it that it imports are parsed. Nothing is imported, torch least of all.
 """
 
 import ast
 import importlib.util
+import re
 import sys
 import warnings
 from collections import deque
@@ -14,6 +17,7 @@ from pathlib import Path
 from typing import Literal
 
 from samestep.errors import UsageError
+from samestep.launcher.job import DYNAMO, TRAINING
 from samestep.launcher.program import stated_microbatches
 
 MAX_FILES = 200
@@ -30,6 +34,10 @@ NOT_FOLLOWED = frozenset({"samestep", "torch"})
 OWN_HOMES = ("samestep.train", "samestep.engine", "samestep.launcher")
 OWN_SIGNS = ("uses samestep.", "imports samestep.")
 WRAPPERS = frozenset({"DataParallel", "data_parallel"})
+NEEDS_DYNAMO = re.compile("optim|compile|dynamo|DistributedDataParallel|fully_shard", re.IGNORECASE)
+"""Names of what imports torch._dynamo when it is first used; those of `re` and Python's own `compile` apart."""
+WITHOUT_DYNAMO = frozenset({"__main__", "numpy", "samestep", "torch"})
+"""Installed packages whose import alone is no sign of an optimizer."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +51,7 @@ class Reading:
     is_both: bool = False  # whether a native script also has a DataParallel, which --adopt would share out
     own: str = ""  # the sign of a script that uses samestep's own Run, Trainer or launch
     num_microbatches: int | None = None  # of its own runs, if that is written out
+    preload: tuple[str, ...] = ()  # modules that it will most likely import; a wrong guess costs time and nothing else
 
     def check_logical_devices(self, count: int | None) -> None:
         """Raises for `--logical-devices` of a script whose run has microbatches of its own."""
@@ -88,6 +97,7 @@ class Evidence:
     wrapper: str = ""
     own: str = ""
     calls: list[ast.Call] = field(default_factory=list)
+    preload: set[str] = field(default_factory=set)
 
 
 def reads_as(target: str | Path, *, is_module: bool = False) -> Reading:
@@ -100,8 +110,9 @@ def reads_as(target: str | Path, *, is_module: bool = False) -> Reading:
     for source in _sources(first, folder):
         num_files += 1
         _look(source, folder, evidence)
-        if evidence.native and evidence.wrapper:
+        if evidence.native and evidence.wrapper and evidence.preload.issuperset(TRAINING):
             break
+    preload = tuple(name for name in TRAINING if name in evidence.preload)
     if evidence.native and evidence.wrapper:
         return Reading(
             "native",
@@ -109,15 +120,16 @@ def reads_as(target: str | Path, *, is_module: bool = False) -> Reading:
             "samestep run --adopt shares out instead",
             is_both=True,
             own=evidence.own,
+            preload=preload,
         )
     if evidence.native:
         stated = stated_microbatches(evidence.calls)
         reason = f"{evidence.native}, so it deals with its ranks itself"
-        return Reading("native", reason, own=evidence.own, num_microbatches=stated)
+        return Reading("native", reason, own=evidence.own, num_microbatches=stated, preload=preload)
     if evidence.wrapper:
-        return Reading("adopted", f"it has {evidence.wrapper}, and starts no process group")
+        return Reading("adopted", f"it has {evidence.wrapper}, and starts no process group", preload=preload)
     files = "its file" if num_files == 1 else f"any of its {num_files} files"
-    return Reading("adopted", f"nothing in {files} deals with ranks")
+    return Reading("adopted", f"nothing in {files} deals with ranks", preload=preload)
 
 
 def _sources(first: Source, folder: Folder) -> Iterator[Source]:
@@ -216,6 +228,7 @@ def _look(source: Source, folder: Folder, evidence: Evidence) -> None:
             wrapper = next((name for part in used if (name := _meaning(part, aliases)) in WRAPPERS), "")
             if wrapper:
                 evidence.wrapper = f"{wrapper} ({_place(source, node)})"
+        evidence.preload.update(_preloads(node, aliases, folder))
 
 
 def _aliases(source: Source) -> dict[str, str]:
@@ -266,6 +279,36 @@ def _import_sign(node: ast.Import | ast.ImportFrom, folder: Folder, is_optional:
                 if f"{module}.{alias.name}".startswith(OWN_HOMES):
                     return f"imports {module}.{alias.name}"
     return ""
+
+
+def _preloads(node: ast.AST, aliases: dict[str, str], folder: Folder) -> Iterator[str]:
+    """The modules of `TRAINING` that a node is a sign of."""
+    if not isinstance(node, ast.Import | ast.ImportFrom):
+        name = _last_name(node)
+        owner = node.value if isinstance(node, ast.Attribute) else None
+        is_text = name == "compile" and (owner is None or _meaning(owner, aliases) in ("re", "regex"))
+        if NEEDS_DYNAMO.search(name) and not is_text:
+            yield DYNAMO
+        return
+    base = node.module or "" if isinstance(node, ast.ImportFrom) else ""
+    imported = [alias.name for alias in node.names]
+    if base != "re" and any(NEEDS_DYNAMO.search(name) for name in (base, *imported)):
+        yield DYNAMO
+    if isinstance(node, ast.ImportFrom) and node.level:
+        return
+    for top in {name.partition(".")[0] for name in ([base] if base else imported)}:
+        if top == "samestep":
+            yield TRAINING[-1]
+        if top not in WITHOUT_DYNAMO and not folder.files_of(top) and _is_library(top):
+            yield DYNAMO
+
+
+def _is_library(top: str) -> bool:
+    """Whether a package is installed, and not a part of Python."""
+    try:
+        return top not in sys.stdlib_module_names and importlib.util.find_spec(top) is not None
+    except (ImportError, ValueError):
+        return False
 
 
 def _optional_imports(source: Source) -> set[ast.AST]:

@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 from samestep.comm.environment import read_environment
 from samestep.errors import UsageError
 from samestep.launcher.program import run_module, run_script
-from samestep.scripts.patch import Patch, applied
+from samestep.scripts.patch import Patch, applied, late_dynamo
 
 REFUSED = 173  # the exit code of a child that stopped before it would wait; no signal's, and hardly a script's
 OTHER_GROUPS = ("horovod.torch", "mpi4py.MPI")  # whose processes exchange gradients without torch's process groups
@@ -47,7 +47,7 @@ def run_native(kind: str, target: str, argv: Sequence[str]) -> None:
         for name, value in (ON_CPUS, "true"), *((each, str(place.local_world_size)) for each in DEVICES_ON_CPUS):
             os.environ.setdefault(name, value)
     run = run_module if kind == "module" else run_script
-    with watching_children(target), applied(_first_backward(target)):
+    with watching_children(target), applied([*late_dynamo(), *_first_backward(target)]):
         try:
             run(target, tuple(argv))
         except Exception as error:
