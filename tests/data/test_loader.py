@@ -308,7 +308,7 @@ def test_twin_noise_that_follows_the_process_is_noticed(monkeypatch):
 
 def test_twin_draws_that_go_unnoticed_follow_the_process(monkeypatch):
     monkeypatch.setattr(fetch, "_is_same", lambda seeded, unseeded: True)
-    monkeypatch.setattr(Generators, "is_at", lambda self, saved: True)
+    monkeypatch.setattr(Generators, "fingerprint", lambda self: ())
     assert joined(together(3, "one by one", 19)) != joined(alone("one by one", 19))
 
 

@@ -15,7 +15,7 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset
 from samestep.core.seeds import derive_seed
 from samestep.data.batch import checksum
 from samestep.data.nested import leaves
-from samestep.data.randomness import Generators, SavedState
+from samestep.data.randomness import Generators
 from samestep.errors import DataError
 
 SAMPLE_STREAM = 2**32  # distinct from the streams of train steps, which are numbered from 0
@@ -47,7 +47,7 @@ class SeededSamples(Dataset[Any]):
         self._seed = seed
         self._collate = collate_fn
         self._generators: Generators | None = None
-        self._before: SavedState | None = None  # of the generators, for reading without seeds
+        self._untouched: tuple[Any, ...] | None = None  # the fingerprint of generators from which nothing was drawn
         self._draws: bool | None = None  # not known before the first microbatch
 
     def __getitems__(self, request: BatchIds) -> list[Any]:
@@ -75,15 +75,17 @@ class SeededSamples(Dataset[Any]):
     def _unseeded(self, groups: Sequence[list[int]]) -> list[Any] | None:
         """The microbatches read without seeding each; None if that has changed the state of a generator."""
         generators = self._own_generators()
-        generators.seed(UNSEEDED)  # a draw must not reach the script's own generator of NumPy
-        self._before = self._before or generators.save()
+        if self._untouched is None:
+            generators.seed(UNSEEDED)
+            self._untouched = generators.fingerprint()
+        generators.seed(UNSEEDED)
         try:
             found = [self._collate(samples) for samples in _read_groups(self._dataset, groups)]
         except Exception:
-            if generators.is_at(self._before):
+            if generators.fingerprint() == self._untouched:
                 raise
             return None  # an unlucky draw may be the reason
-        return found if generators.is_at(self._before) else None
+        return found if generators.fingerprint() == self._untouched else None
 
     def _first(self, epoch: int, ids: list[int]) -> Any:
         """The first microbatch, read with and without seeding to find whether samples depend on generators.
@@ -104,7 +106,7 @@ class SeededSamples(Dataset[Any]):
 
     def __getstate__(self) -> dict[str, Any]:
         """The state to pickle, without the generators: a worker process makes its own."""
-        return {**self.__dict__, "_generators": None, "_before": None}
+        return {**self.__dict__, "_generators": None}
 
 
 def _group(dataset: Any, ids: list[int]) -> list[Any]:
