@@ -259,5 +259,6 @@ def test_without_a_supervisor_a_loop_of_one_s_own_is_told_too_and_ends_as_it_lik
     process.send_signal(signal.SIGTERM)
     _, stderr = process.communicate(timeout=60)
     assert process.returncode == 0
-    assert stderr == "samestep: stopping after this step; once more to end at once\n"
+    lines = [line for line in stderr.splitlines() if "trains on one core" not in line]
+    assert lines == ["samestep: stopping after this step; once more to end at once"]
     assert len(list((starter.folder / "kept").glob("step-*"))) == 1
