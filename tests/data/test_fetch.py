@@ -111,7 +111,7 @@ class Drawn(Dataset):
 
 
 def forked():
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         return torch.rand(()).item()
 
 

@@ -433,7 +433,7 @@ def test_a_part_of_tensors_is_gathered_from_them_as_it_is_read_one_by_one(indice
     part = Subset(whole, indices)
     for dataset in (part, Subset(part, [1, 5, 0, 2, 2, -1])):
         batches = list(loader_of(dataset, **options))
-        rows = [torch.cat([each[k] for b in batches for each in b.microbatches.values()]) for k in range(2)]
+        rows = [torch.cat([each[k].cpu() for b in batches for each in b.microbatches.values()]) for k in range(2)]
         assert all(torch.equal(rows[k], torch.stack([dataset[i][k] for i in range(6)])) for k in range(2))
     assert type(loader_of(part).dataset) is TensorData
     assert loader_of(part).dataset.tensors[0] is whole.tensors[0]

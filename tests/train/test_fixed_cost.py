@@ -6,11 +6,14 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from worlds import cpu_only
 
 from samestep.train import run as run_module
 from samestep.train.digest import state_digest
 from samestep.train.fixed_cost import LAST_STEP, FixedCost, num_operations, seconds_of_operation
 from samestep.train.run import Run
+
+TIMED = cpu_only("the times of a device in host memory are those of no device")
 
 
 def trained(capsys, width=4, rows=1, num_microbatches=32, steps=2 * LAST_STEP):
@@ -25,6 +28,7 @@ def trained(capsys, width=4, rows=1, num_microbatches=32, steps=2 * LAST_STEP):
     return state_digest(model, optimizer), [line for line in lines if "microbatch" in line]
 
 
+@TIMED
 def test_microbatches_of_one_sample_are_named_with_a_number_that_is_faster(capsys):
     (line,) = trained(capsys)[1]
     assert line.startswith("samestep: microbatches of 1 sample are small for this device: about ")
@@ -48,6 +52,7 @@ class FixedCostThatIsSilent(FixedCost):
         """Notes nothing."""
 
 
+@TIMED
 def test_the_measurement_changes_no_bit(capsys, monkeypatch):
     digest, lines = trained(capsys)
     assert lines
