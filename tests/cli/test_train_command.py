@@ -236,7 +236,7 @@ def test_auto_is_a_worker_a_core_and_a_script_alone_is_told_so(tmp_path):
         assert (workers.stdout.split(), workers.returncode) == ([str(cores)], 0)
         assert "one core" not in workers.stderr
         alone = samestep(cwd=tmp_path, command=(sys.executable, "train.py"))
-        told = f"samestep: train.py trains on one core; `samestep run train.py` uses {cores} cores, with the same bits"
-        assert alone.stderr.splitlines() == ([told] if cores > 1 else [])
+        line = f"samestep: train.py trains on one core; `samestep run train.py` uses {cores} cores, with the same bits"
+        assert alone.stderr.splitlines() == ([line] if cores > 1 else [])
     script.write_text(SHARED.format(arguments='device="cpu"'))
     assert samestep(cwd=tmp_path, command=(sys.executable, "train.py")).stderr == ""

@@ -7,7 +7,6 @@ script's own draws do not depend on the microbatches that its rank has run.
 
 # ruff: noqa: NPY002 - the global generators that scripts draw from are the legacy ones
 
-import ctypes
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -21,23 +20,15 @@ from torch import Tensor
 from samestep.core.seeds import derive_seed
 
 ASIDE_STREAM = 2**34  # distinct from the streams of steps, samples and evaluations
-TWISTER_BYTES = 4 * 624 + 4  # the words of a Mersenne twister and its position in them
-
-
-class NumpyState(NamedTuple):
-    """The state of NumPy's generator: its bit generator, which `seed` replaces, the memory of that, and as a value."""
-
-    generator: Any
-    memory: bytes
-    value: Any
 
 
 class SavedState(NamedTuple):
-    """The states of all generators."""
+    """The states of all generators; NumPy's as its bit generator, which `seed` replaces, and as a value."""
 
     of_torch: list[Tensor]
     of_python: Any
-    of_numpy: NumpyState
+    of_numpy: Any
+    numpy_state: Any
 
 
 class Generators:
@@ -48,7 +39,6 @@ class Generators:
         # Seeding NumPy's default Mersenne twister takes longer than a small forward; Philox has a state of a few words.
         self._philox = np.random.Philox(key=0)
         self._fresh: Any = self._philox.state
-        self._of_numpy: NumpyState | None = None  # the last that was saved
 
     def seed(self, seed: int) -> None:
         """Seeds all of them, inside `preserved`, with 64 bits, of which torch's CPU generator uses the lower 32."""
@@ -77,8 +67,9 @@ class Generators:
 
     def save(self) -> SavedState:
         """The state of every generator."""
-        self._of_numpy = self._numpy_state()
-        return SavedState([generator.get_state() for generator in self.of_torch], random.getstate(), self._of_numpy)
+        of_torch = [generator.get_state() for generator in self.of_torch]
+        numpy = mtrand.get_bit_generator(), mtrand.get_state(legacy=False)
+        return SavedState(of_torch, random.getstate(), *numpy)
 
     def fingerprint(self) -> tuple[Any, ...]:
         """A value that is the same after each `seed` with the same number, and another one after any draw.
@@ -90,24 +81,13 @@ class Generators:
 
     def restore(self, saved: SavedState) -> None:
         """Restores the saved state of every generator."""
-        mtrand.set_bit_generator(saved.of_numpy.generator)
-        if saved.of_numpy.value["has_gauss"]:
+        mtrand.set_bit_generator(saved.of_numpy)
+        if saved.numpy_state["has_gauss"]:
             # Its bits did not change, because Philox drew instead; the cached half of a normal pair is kept elsewhere.
-            mtrand.set_state(saved.of_numpy.value)
+            mtrand.set_state(saved.numpy_state)
         random.setstate(saved.of_python)
         for generator, state in zip(self.of_torch, saved.of_torch, strict=True):
             generator.set_state(state)
-
-    def _numpy_state(self) -> NumpyState:
-        """NumPy's state, which takes 30 µs to read; a twister whose memory is unchanged is not read again."""
-        generator, known = mtrand.get_bit_generator(), self._of_numpy
-        memory = b""
-        if type(generator) is np.random.MT19937:
-            memory = ctypes.string_at(generator.ctypes.state_address, TWISTER_BYTES)
-            # The pending half of a normal pair is kept elsewhere; without one, only draws bring another.
-            if known is not None and known[:2] == (generator, memory) and not known.value["has_gauss"]:
-                return known
-        return NumpyState(generator, memory, mtrand.get_state(legacy=False))
 
 
 def _device_generators(device: torch.device) -> list[torch.Generator]:

@@ -115,7 +115,7 @@ class Run:
             raise UsageError(f"got num_threads={num_threads!r}; it must be 1 or more (--num-threads)")
         if not 0 < timeout_seconds <= MAX_TIMEOUT_SECONDS:
             raise UsageError(f"got timeout_seconds={timeout_seconds}; it must be above 0, and no more than a year")
-        is_script = device is None and communicator is None and current_rerun() is None
+        is_script = device is None and communicator is None  # a rerun has a device
         environment = read_environment() if communicator is None else Environment()
         world_size = environment.world_size if communicator is None else communicator.world_size
         _check_spares(spares, world_size)
