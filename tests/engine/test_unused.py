@@ -218,3 +218,50 @@ def test_sparse_gradients_of_embeddings_are_summed_as_dense_ones():
     reference = in_turns(1, program, False)[0]
     for world_size in (1, 3):
         assert set(in_turns(world_size, program, True)) == {reference}
+
+
+class Sparing(nn.Module):
+    """A factor that is used only if the first feature is zero."""
+
+    def __init__(self):
+        super().__init__()
+        self.factor, self.always = nn.Parameter(torch.ones(5)), nn.Parameter(torch.ones(()))
+
+    def forward(self, x):
+        plain = x.sum(1) * self.always
+        return plain + (x[0] * self.factor).sum() if x[0, 0] == 0 else plain
+
+
+def signs_of_zero(communicator, used):
+    """The sign bits of a gradient that is -0 in the microbatch that uses the factor, of two."""
+    model = Sparing()
+    step = make_step(communicator, model, lambda m, x: m(x), num_microbatches=2)
+    x = torch.ones(2, 5)
+    x[used] = -0.0
+    step(x)
+    return torch.signbit(model.factor.grad).tolist(), model.factor.grad.tolist()
+
+
+@pytest.mark.parametrize("used", [0, 1])
+def test_a_gradient_of_minus_zero_has_one_sign_on_every_number_of_devices(used):
+    reference = in_turns(1, signs_of_zero, used)[0]
+    assert reference == ([False] * 5, [0.0] * 5)  # 0 of the microbatch without it, and -0
+    assert in_turns(2, signs_of_zero, used) == [reference] * 2
+
+
+def gradients_of_one_memory(communicator):
+    """Of two parameters whose gradients autograd makes views of one tensor."""
+    model = nn.ParameterDict({"a": torch.ones(6), "b": torch.ones(6)})
+
+    def loss_fn(model, x):
+        return ((model["a"].view(2, 3) + model["b"].view(2, 3)) * x.view(-1, 2, 3)).sum((1, 2))
+
+    step = make_step(communicator, model, loss_fn, num_microbatches=4)
+    step(torch.arange(24.0).view(4, 6))
+    return [parameter.grad.tolist() for parameter in model.values()]
+
+
+def test_gradients_that_share_memory_are_added_once():
+    expected = (torch.arange(24.0).view(4, 6).sum(0) / 4).tolist()
+    for world_size in (1, 2, 4):
+        assert in_turns(world_size, gradients_of_one_memory) == [[expected] * 2] * world_size

@@ -50,6 +50,16 @@ class TreeSum(Generic[T]):
         self._blocks.append(block)
         self._sums.append(value)
 
+    def pop_sibling(self, block: Block) -> T | None:
+        """Takes off the sum of the block's left sibling; None if that is not here, or the block is a left one itself.
+
+        The caller adds the block to it, and pushes the sum as their parent.
+        """
+        if not self._blocks or not are_siblings(self._blocks[-1], block):
+            return None
+        self._blocks.pop()
+        return self._sums.pop()
+
     def root(self) -> T | None:
         """The sum of everything; None without a leaf."""
         if not self._sums:

@@ -81,6 +81,10 @@ class BufferMerge:
         self._forms: list[Any] = []
         self._groups: list[list[int]] = []  # the running statistics of each dtype
         self._start_flats: list[Tensor] = []  # those of a group at the step's start, of which `_starts` has the views
+        self._start_views: list[list[Tensor]] = []
+        self._end_flats: list[Tensor] = []  # and those that a microbatch left
+        self._end_views: list[list[Tensor]] = []
+        self._own_views: list[list[Tensor]] = []  # the model's own, by `.data`: behind autograd's back
         self._mean_sum: TreeSum[Tensor] = TreeSum(Tensor.add_)
         self._ends: dict[int, Tensor] = {}
         self._checksums: list[list[int]] = []
@@ -197,31 +201,36 @@ class BufferMerge:
             for index, form in enumerate(forms):
                 if form is not None:
                     groups.setdefault(form[1:], []).append(index)
-            self._groups, self._start_flats = list(groups.values()), []
+            self._groups = list(groups.values())
+            self._start_flats, self._start_views, self._end_flats, self._end_views = [], [], [], []
             for (dtype, device), group in groups.items():
                 shapes = [forms[index][0] for index in group]  # type: ignore[index]  # it has those that have a form
-                flat = torch.empty(sum(shape.numel() for shape in shapes), dtype=dtype, device=device)
-                self._start_flats.append(flat)
-                for index, start in zip(group, _split(flat, shapes), strict=True):
+                for flats, views in ((self._start_flats, self._start_views), (self._end_flats, self._end_views)):
+                    flats.append(torch.empty(sum(shape.numel() for shape in shapes), dtype=dtype, device=device))
+                    views.append(_split(flats[-1], shapes))
+                for index, start in zip(group, self._start_views[-1], strict=True):
                     self._starts[index] = start
         self._tensors[: len(tensors)] = tensors
-        for group in self._groups:
-            torch._foreach_copy_(_there(self._starts, group), _there(tensors, group))
+        # Made once a step, since each costs as much as copying a statistic.
+        self._own_views = [[each.data for each in _there(tensors, group)] for group in self._groups]
+        for starts, own in zip(self._start_views, self._own_views, strict=True):
+            torch._foreach_copy_(starts, own)
         self._versions[: len(tensors)] = [-1 if tensor is None else version_of(tensor) for tensor in tensors]
 
     def _mean_leaf(self, num_samples: int) -> Tensor:
         """The statistics of one microbatch, times its samples."""
+        for group, views, own in zip(self._groups, self._end_views, self._own_views, strict=True):
+            ends = [self._places[index].get() for index in group]
+            is_own = all(end is self._tensors[index] for end, index in zip(ends, group, strict=True))
+            torch._foreach_copy_(views, own if is_own else _there(ends, range(len(ends))))
         # Samples may be normalised in unequal numbers; the division by their sum comes once, after the tree.
-        return self._wide([place.get() for place in self._means]).mul_(num_samples)
+        return self._wide(self._end_flats).mul_(num_samples)
 
-    def _wide(self, means: Sequence[Tensor | None]) -> Tensor:
-        """Running statistics in one wide flat tensor, by group: one launch a dtype."""
-        sizes = [flat.numel() for flat in self._start_flats]
-        device = self._start_flats[0].device
+    def _wide(self, flats: Sequence[Tensor]) -> Tensor:
+        """Running statistics of all groups in one wide flat tensor."""
+        sizes, device = [flat.numel() for flat in flats], flats[0].device
         wide = torch.empty(sum(sizes), dtype=wide_dtype(device), device=device)
-        for part, group in zip(wide.split(sizes), self._groups, strict=True):
-            found = _there(means, group)
-            torch._foreach_copy_(_split(part, [mean.shape for mean in found]), found)
+        torch._foreach_copy_(list(wide.split(sizes)), list(flats))
         return wide
 
     def _note_end(self, index: int) -> None:
@@ -240,12 +249,14 @@ class BufferMerge:
     def _restore(self, indices: Sequence[int]) -> None:
         """Restores buffers for the next microbatch."""
         chosen = set(indices)
-        singles = [[index] for index in indices if index >= len(self._means)]
-        for group in (*self._groups, *singles):
-            some = [index for index in group if index in chosen and self._starts[index] is not None]
-            if some:
-                # By `.data`, behind autograd's back: a backward may still hold the buffer.
-                torch._foreach_copy_([each.data for each in _there(self._tensors, some)], _there(self._starts, some))
+        for group, own, flat in zip(self._groups, self._own_views, self._start_views, strict=True):
+            picked = [k for k, index in enumerate(group) if index in chosen]
+            if picked:
+                torch._foreach_copy_([own[k] for k in picked], [flat[k] for k in picked])
+        for index in indices:
+            tensor, start = self._tensors[index], self._starts[index]
+            if index >= len(self._means) and tensor is not None and start is not None:
+                tensor.data.copy_(start)
         for index in indices:
             tensor = self._tensors[index]
             self._versions[index] = -1 if tensor is None else version_of(tensor)
@@ -270,7 +281,7 @@ class BufferMerge:
 
     def _write_means(self, merged: Tensor, ok: Tensor | None) -> None:
         if ok is not None:
-            merged = torch.where(ok, merged, self._wide(self._starts))
+            merged = torch.where(ok, merged, self._wide(self._start_flats))
         parts = merged.split([flat.numel() for flat in self._start_flats])
         for part, group in zip(parts, self._groups, strict=True):
             targets = _there(self._tensors, group)

@@ -114,9 +114,9 @@ class GradientSum:
             self._awaited = [set(bucket.members) for bucket in self._buckets]
 
     def push(self, microbatch: int, loss: Tensor) -> Tensor:
-        """Pushes a microbatch's `.grad` on the tree; returns the sum of its elements, not finite if one of them is not.
+        """Pushes a microbatch's `.grad` on the tree; returns a sum that is not finite if one of its elements is not.
 
-        For the only microbatch of a step it is zero: the norm tells the same.
+        Of a right leaf it is the sum of both siblings; for the only microbatch of a step zero: the norm tells the same.
         """
         for number in range(len(self._totals), len(self._buckets)):
             self._take(number, microbatch)
@@ -233,21 +233,27 @@ class GradientSum:
 
     def _take(self, number: int, microbatch: int) -> None:
         """Pushes a microbatch's gradients of one bucket on the tree; after the last one the exchange starts."""
-        bucket, leaf = self._buckets[number], self._empty(number)
+        bucket, tree, block = self._buckets[number], self._trees[number], Block(microbatch, 1)
+        # A right leaf needs no memory of its own. The left one does: autograd may give two parameters the same memory
+        # (https://github.com/pytorch/pytorch/issues/34082), so nothing is ever added to what it made.
+        left = tree.pop_sibling(block)
+        total = self._empty(number) if left is None else left
         present, gradients = [], []
-        for view, index in zip(leaf.views, bucket.members, strict=True):
+        for view, index in zip(total.views, bucket.members, strict=True):
             gradient = self.parameters[index].grad
             if gradient is None:
-                view.zero_()  # reused memory holds the gradient of another microbatch
+                # Reused memory holds the gradient of another microbatch; and 0 is added, since it makes 0 of -0.
+                view.zero_() if left is None else view.add_(0)
                 continue
             self.used[index] = True
             present.append(view)
             gradients.append(gradient.to_dense() if gradient.is_sparse else gradient)
         if present:
-            torch._foreach_copy_(present, gradients)
-        self._totals.append(self._zero if self._is_only else leaf.flat.sum())  # before the tree adds to this memory
+            (torch._foreach_copy_ if left is None else torch._foreach_add_)(present, gradients)
+        # Not finite if this or the left microbatch's are not: only the first of them is named.
+        self._totals.append(self._zero if self._is_only else total.flat.sum())
         # The left sibling's memory takes the sum, so about 1 + log2 of this rank's microbatches are alive at once.
-        self._trees[number].push(Block(microbatch, 1), leaf)
+        tree.push(block if left is None else Block(microbatch - 1, 2), total)
         if self._last_microbatch is not None:
             self._send(number)
 
