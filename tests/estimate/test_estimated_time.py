@@ -13,6 +13,7 @@ from samestep.estimate.layout import Layout
 from samestep.estimate.search import Request
 from samestep.estimate.step_time import WITHIN_LATENCY, gather_seconds, step_time
 from samestep.estimate.trace import Traces
+from samestep.recipes.workload import recipe_workload
 
 
 @cache
@@ -101,3 +102,21 @@ def test_if_nothing_fits_the_lack_and_a_cluster_that_would_do_are_named():
     assert found.reason.startswith("nothing fits: ")
     assert "lacks" in found.reason
     assert "RTX4090 would do, by " in found.advice[0]
+
+
+def test_small_operations_on_a_cpu_make_fewer_microbatches_worth_naming():
+    workload, cluster = recipe_workload("mlp"), read_cluster("1xcpu")
+    many = estimate(workload, cluster, Request(128, num_microbatches=8))
+    times = many.chosen.time.step / estimate(workload, cluster, Request(128)).chosen.time.step
+    assert many.advice == [
+        "fewer microbatches, since most of their time is the fixed cost of operations: --num-microbatches 1 makes a "
+        f"step {times:.1f} times as fast, with other bits"
+    ]
+    large = estimate(workload, cluster, Request(2**20, num_microbatches=8))
+    assert not large.advice  # the operations take as long as their arithmetic
+
+
+def test_an_update_takes_the_time_of_its_operations():
+    kind = KINDS["cpu"]
+    trace = Traces(recipe_workload("mlp"), False, "32-true").at(8, False)
+    assert step_time(trace, Layout(1, 1, 8), Cluster(kind, 1, 1)).update > len(trace.update) * kind.launch_seconds > 0

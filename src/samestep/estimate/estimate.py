@@ -1,7 +1,7 @@
 """The estimate: all layouts with memory and time, the recommended one with the reason, and its scaling."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from samestep.errors import UsageError
@@ -10,7 +10,9 @@ from samestep.estimate.layout import STRATEGIES
 from samestep.estimate.memory import USABLE_SHARE
 from samestep.estimate.search import SIMPLER_IF_WITHIN, Candidate, Request, ScalingPoint, Search, best_of, make_search
 from samestep.estimate.workload import Workload
+from samestep.text import counted
 
+LEAST_GAIN = 1.25  # from which on fewer microbatches are advised
 PRECISIONS = ("32-true", "bf16-mixed", "16-mixed")
 
 
@@ -140,7 +142,8 @@ def _reason(candidates: Sequence[Candidate], chosen: Candidate, cluster: Cluster
         why = "the fastest that fits"
         if too_large is not None:
             why += f"; {too_large.layout.strategy} would take {in_gib(too_large.memory.total)} a device"
-    return f"{layout.strategy}, {layout.num_microbatches} microbatches of {layout.microbatch_size}{recomputed}: {why}"
+    microbatches = counted(layout.num_microbatches, "microbatch")
+    return f"{layout.strategy}, {microbatches} of {layout.microbatch_size}{recomputed}: {why}"
 
 
 def _memory_advice(search: Search, chosen: Candidate) -> list[str]:
@@ -164,7 +167,11 @@ def _memory_advice(search: Search, chosen: Candidate) -> list[str]:
 
 def _speed_advice(search: Search, chosen: Candidate) -> list[str]:
     """The limits of the chosen layout."""
-    kind, time = search.cluster.kind, chosen.time
+    kind, time, layout = search.cluster.kind, chosen.time, chosen.layout
+    fewest = search.evaluate(replace(layout, num_microbatches=layout.data))
+    times = time.step / fewest.time.step
+    is_small = fewest.fits and times > LEAST_GAIN
+    small = "fewer microbatches, since most of their time is the fixed cost of operations"
     spare = kind.memory_bytes - chosen.memory.total
     lacks_bfloat16 = search.request.precision == "bf16-mixed" and not kind.has_bfloat16
     waiting = f"{100 * time.exposed / time.step:.0f} % of a step waits for the exchange"
@@ -172,6 +179,7 @@ def _speed_advice(search: Search, chosen: Candidate) -> list[str]:
         f"{kind.name} multiplies bfloat16 at the rate of float32; --precision 16-mixed is faster": lacks_bfloat16,
         f"{waiting}: a larger batch, fewer devices, or a faster link": time.exposed > 0.1 * time.step,
         "the pipeline idles while it fills and drains: use a larger batch": time.bubble > 0.1 * time.step,
+        f"{small}: --num-microbatches {layout.data} makes a step {times:.1f} times as fast, with other bits": is_small,
         f"only {in_gib(max(spare, 0))} are left on each device: try it on one": spare < 0.1 * kind.memory_bytes,
     }
     return [text for text, applies in advice.items() if applies]

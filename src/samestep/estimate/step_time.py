@@ -17,11 +17,13 @@ import numpy
 from samestep.engine.config import default_bucket_bytes
 from samestep.estimate.hardware import Cluster, DeviceKind
 from samestep.estimate.layout import Layout
-from samestep.estimate.trace import GRADIENT, PARAMETERS, Trace
+from samestep.estimate.trace import GRADIENT, PARAMETERS, Array, Trace
 
 WITHIN_LATENCY, BETWEEN_LATENCY = 5e-6, 2e-5  # seconds a message: those of NCCL's rings, in order of magnitude
 LINK_EFFICIENCY = 0.8  # of a link's peak, for large messages
 OPERATIONS_OF_A_UNIT = 9  # of FSDP2: copies in, a collective, copies out; for two gathers and a scatter
+# What samestep itself takes on the host, measured on a CPU; on a GPU the host runs ahead.
+MICROBATCH_SECONDS, STEP_SECONDS = 7e-5, 3e-4
 BACKWARD_SHARE = 2 / 3  # of a step's arithmetic: two products for each of the forward
 
 
@@ -48,24 +50,25 @@ class StepTime:
 def step_time(trace: Trace, layout: Layout, cluster: Cluster, dtype_bits: int = 32, slowness: float = 1.0) -> StepTime:
     """The time of a step, from the trace of one microbatch; `slowness` is measured by estimated time of computing."""
     kind = cluster.kind
-    microbatch = microbatch_seconds(trace, kind, dtype_bits) * slowness / layout.pipe
+    own_microbatch, own_step = (MICROBATCH_SECONDS, STEP_SECONDS) if kind.is_cpu else (0.0, 0.0)
+    microbatch = (_seconds(trace.operations, kind, dtype_bits) / layout.pipe + own_microbatch) * slowness
     devices_per_update = layout.pipe * (layout.data if layout.is_sharded or layout.is_optimizer_sharded else 1)
-    bandwidth = kind.memory_gbs * 1e9 * kind.memory_efficiency
+    update = _seconds(trace.update / (1, devices_per_update), kind, 32)
     exchange, exposed = _data_exchange(trace, layout, cluster, microbatch)
     between_stages = _stage_exchange(trace, layout, cluster)
     return StepTime(
         compute=microbatch * layout.microbatches_per_group,
-        update=trace.update_moved / devices_per_update / bandwidth * slowness,
+        update=(update + own_step) * slowness,
         bubble=microbatch * (layout.pipe - 1),
         exchange=exchange + between_stages,
         exposed=exposed + between_stages,
     )
 
 
-def microbatch_seconds(trace: Trace, kind: DeviceKind, dtype_bits: int) -> float:
-    """Forward and backward of one microbatch of the whole model on one device."""
+def _seconds(operations: Array, kind: DeviceKind, dtype_bits: int) -> float:
+    """The time of some operations, `[operations, 2]`, on one device."""
     peak = kind.half_tflops if dtype_bits == 16 else kind.float32_tflops
-    flops, moved = trace.operations.T
+    flops, moved = operations.T
     arithmetic = flops / (peak * 1e12 * kind.matmul_efficiency)
     traffic = moved / (kind.memory_gbs * 1e9 * kind.memory_efficiency)
     return float(numpy.maximum(numpy.maximum(arithmetic, traffic), kind.launch_seconds).sum())

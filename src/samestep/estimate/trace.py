@@ -57,7 +57,7 @@ class Trace:
     operations: Array  # [operations, 2]: flops, bytes moved
     boundary: float  # passed from one block to the next
     update_temporary: float  # allocated by the update for a while
-    update_moved: int  # read and written by the update
+    update: Array  # [operations, 2] of the update: flops, bytes moved
 
     @property
     def num_blocks(self) -> int:
@@ -127,7 +127,7 @@ def trace(
         moments, operations = tracker.moments, tracker.operations
         trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
         optimizer = OPTIMIZERS[workload.optimizer](trainable, foreach=is_gpu, **workload.settings)
-        temporary, moved = _update(optimizer, tracker)
+        temporary, updates = _update(optimizer, tracker)
     weights = _weigh(model, blocks, optimizer)
     return Trace(
         num_parameters=sum(parameter.numel() for parameter in model.parameters()),
@@ -139,7 +139,7 @@ def trace(
         operations=numpy.array(operations, dtype=float),
         boundary=max(boundaries, default=0),
         update_temporary=temporary,
-        update_moved=moved,
+        update=numpy.array(updates, dtype=float).reshape(-1, 2),
     )
 
 
@@ -175,8 +175,8 @@ def _follow(model: nn.Module, blocks: list[nn.Module], tracker: OpTracker) -> li
     return boundaries
 
 
-def _update(optimizer: torch.optim.Optimizer, tracker: OpTracker) -> tuple[float, int]:
-    """Temporary bytes of an update, and bytes moved."""
+def _update(optimizer: torch.optim.Optimizer, tracker: OpTracker) -> tuple[float, list[tuple[float, int]]]:
+    """Temporary bytes of an update, and its operations."""
     tracker.moments, tracker.operations = [], []
     with tracker:
         optimizer.step()  # makes the state
@@ -184,7 +184,7 @@ def _update(optimizer: torch.optim.Optimizer, tracker: OpTracker) -> tuple[float
         before = sum(tracker.alive)
         optimizer.step()
     peak = max((sum(moment) for moment in tracker.moments), default=before)
-    return peak - before, sum(moved for _, moved in tracker.operations)
+    return peak - before, tracker.operations
 
 
 def _weigh(model: nn.Module, blocks: list[nn.Module], optimizer: torch.optim.Optimizer) -> Array:
