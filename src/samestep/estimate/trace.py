@@ -175,7 +175,7 @@ def _follow(model: nn.Module, blocks: list[nn.Module], tracker: OpTracker) -> li
     return boundaries
 
 
-def _update(optimizer: torch.optim.Optimizer, tracker: OpTracker) -> tuple[float, list[tuple[float, int]]]:
+def _update(optimizer: torch.optim.Optimizer, tracker: OpTracker) -> tuple[float, list[tuple[int, int]]]:
     """Temporary bytes of an update, and its operations."""
     tracker.moments, tracker.operations = [], []
     with tracker:
