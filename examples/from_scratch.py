@@ -17,8 +17,8 @@ import torch
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-import samestep
 from samestep.data.named import image_data
+from samestep.tutorial import allreduce, replicate_params, split_and_load
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--data", metavar="DIR", help="a folder of IDX files, such as MNIST; else scanned digits")
@@ -59,17 +59,17 @@ def sgd(params, lr, batch_size):
 
 def train_batch(params, batch, devices, lr):
     """One step on all devices; the sum of the batch's losses."""
-    microbatches = samestep.split_and_load(batch, devices, even_split=False)
+    microbatches = split_and_load(batch, devices, even_split=False)
     losses = [
         F.cross_entropy(lenet(mine, x), y, reduction="sum") for mine, (x, y) in zip(params, microbatches, strict=True)
     ]
     for loss in losses:
         loss.backward()
-    samestep.allreduce([[param.grad for param in mine] for mine in params])
+    allreduce([[param.grad for param in mine] for mine in params])
     for mine in params:
         sgd(mine, lr, len(batch[0]))
     totals = [loss.detach() for loss in losses]
-    samestep.allreduce(totals)
+    allreduce(totals)
     return totals[0].item()
 
 
@@ -90,7 +90,7 @@ def train(num_devices, batch_size, lr):
         for part in image_data(data_dir=args.data)[:2]
     )
     loader = DataLoader(TensorDataset(train_x, train_y), batch_size, shuffle=True)
-    params = samestep.replicate_params(new_params(), devices)
+    params = replicate_params(new_params(), devices)
     for epoch in range(1, args.epochs + 1):
         start, total = time.perf_counter(), 0.0
         for batch in loader:

@@ -15,12 +15,12 @@ from samestep.core.microbatches import microbatch_ranges
 from samestep.core.tree import Block, TreeSum, rank_blocks
 from samestep.data.randomness import Generators
 from samestep.engine.losses import Mean
+from samestep.metrics import accuracy, cross_entropy
 from samestep.recipes.catalog import load
 from samestep.recipes.job import make_optimizer
 from samestep.recipes.recipe import DataOptions
 from samestep.train.checkpoint.local_shards import unsharded
 from samestep.train.digest import named_state, state_digest
-from samestep.train.metrics import accuracy, cross_entropy
 from samestep.train.run import Run
 
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from samestep.version import __version__
 
 if TYPE_CHECKING:
+    from samestep import metrics, tutorial
     from samestep.comm.communicator import Communicator
     from samestep.comm.process_group import register_backend
     from samestep.data.batch import Batch
@@ -33,8 +34,6 @@ if TYPE_CHECKING:
     from samestep.errors import SamestepError
     from samestep.launcher.notebook import launch
     from samestep.scripts.parallel import DataParallel, data_parallel
-    from samestep.scripts.tutorial_api import allreduce, replicate_params, split_and_load
-    from samestep.train import metrics
     from samestep.train.digest import state_digest
     from samestep.train.epoch import EpochRecord
     from samestep.train.run import Run
@@ -61,14 +60,11 @@ _HOMES = {
     "TensorData": "samestep.data.tensors",
     "TrainStep": "samestep.engine.step",
     "Trainer": "samestep.train.trainer",
-    "allreduce": "samestep.scripts.tutorial_api",
     "data_parallel": "samestep.scripts.parallel",
     "discover": "samestep.devices.inventory",
     "launch": "samestep.launcher.notebook",
     "register_backend": "samestep.comm.process_group",
-    "replicate_params": "samestep.scripts.tutorial_api",
     "select": "samestep.devices.selection",
-    "split_and_load": "samestep.scripts.tutorial_api",
     "state_digest": "samestep.train.digest",
     "to_device": "samestep.data.transfer",
     "to_host": "samestep.data.transfer",
@@ -93,26 +89,24 @@ __all__ = [
     "TrainStep",
     "Trainer",
     "__version__",
-    "allreduce",
     "data_parallel",
     "discover",
     "launch",
     "metrics",
     "register_backend",
-    "replicate_params",
     "select",
-    "split_and_load",
     "state_digest",
     "to_device",
     "to_host",
     "to_numpy",
+    "tutorial",
 ]
 
 
 def __getattr__(name: str) -> Any:
     """Imports a public name from its home (PEP 562)."""
-    if name == "metrics":
-        return import_module("samestep.train.metrics")
+    if name in ("metrics", "tutorial"):
+        return import_module(f"samestep.{name}")
     if name in _HOMES:
         return getattr(import_module(_HOMES[name]), name)
     raise AttributeError(f"module 'samestep' has no attribute {name!r}")

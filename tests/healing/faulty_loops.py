@@ -20,8 +20,8 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, IterableDataset
 
 from samestep.comm.heartbeat_page import HeartbeatPage
+from samestep.metrics import accuracy
 from samestep.train.digest import state_digest
-from samestep.train.metrics import accuracy
 from samestep.train.run import Run
 
 EPOCHS = 2

@@ -29,9 +29,9 @@ from samestep.comm.shm.transport import SharedTransport
 from samestep.engine.buffers import BufferMerge
 from samestep.engine.gradients import GradientSum
 from samestep.errors import PeerLostError
+from samestep.metrics import accuracy
 from samestep.train.checkpoint import resume as resume_module
 from samestep.train.checkpoint import storage as checkpoint_module
-from samestep.train.metrics import accuracy
 from samestep.train.run import Run
 from samestep.train.runlog import recorder as recorder_module
 from samestep.train.trainer import Trainer

@@ -19,8 +19,8 @@ from samestep.engine.pipelining.stages import parts_of
 from samestep.engine.pipelining.strategy import PipelineStrategy
 from samestep.engine.strategies import Pipeline
 from samestep.errors import NonFiniteError, SamestepError
+from samestep.metrics import accuracy, cross_entropy
 from samestep.recipes.gpt import Gpt
-from samestep.train.metrics import accuracy, cross_entropy
 from samestep.train.run import Run
 
 NUM_CLASSES = 10

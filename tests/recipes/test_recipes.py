@@ -9,10 +9,10 @@ from samestep.data.tables import read_csv
 from samestep.data.text import IGNORE_INDEX
 from samestep.engine.losses import read_loss
 from samestep.errors import DataError, UsageError
+from samestep.metrics import sums
 from samestep.recipes import gpt, mlp
 from samestep.recipes.catalog import NAMES, load
 from samestep.recipes.recipe import DataOptions
-from samestep.train.metrics import sums
 
 SMALL = {
     "vgg": {"width": 0.0625, "dropout": 0},

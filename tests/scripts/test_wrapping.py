@@ -83,7 +83,7 @@ RESULT = digest(trainer.model)
 """
 FROM_SCRATCH = """
 import samestep
-from samestep.scripts.tutorial_api import allreduce, replicate_params, split_and_load
+from samestep.tutorial import allreduce, replicate_params, split_and_load
 replicas = replicate_params(list(Net().parameters()), 4)
 for x, y in batches():
     for (x, y), (w, b, *_) in zip(split_and_load((x, y), 4), replicas):

@@ -5,8 +5,8 @@ import torch
 from samestep.core.tree import Block, TreeSum
 from samestep.errors import SamestepError
 from samestep.scripts.adoption import Adoption
-from samestep.scripts.tutorial_api import allreduce, replicate_params, split_and_load
 from samestep.scripts.wrapped.chunks import deal
+from samestep.tutorial import allreduce, replicate_params, split_and_load
 
 FEATURES, CLASSES = 6, 3
 

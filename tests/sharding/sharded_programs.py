@@ -10,9 +10,9 @@ from torch.nn import functional
 from samestep.engine.observer import StepObserver
 from samestep.engine.strategies import Replicate, Sharded
 from samestep.errors import SamestepError
+from samestep.metrics import accuracy, cross_entropy
 from samestep.recipes.catalog import load
 from samestep.recipes.job import make_optimizer
-from samestep.train.metrics import accuracy, cross_entropy
 from samestep.train.run import Run
 
 

@@ -8,9 +8,9 @@ from torch import nn
 from torch.nn import functional
 
 from samestep.engine.strategies import Pipeline, Replicate, Sharded
+from samestep.metrics import accuracy, cross_entropy
 from samestep.train.checkpoint.state import capture
 from samestep.train.digest import as_hex, state_checksum, state_digest
-from samestep.train.metrics import accuracy, cross_entropy
 from samestep.train.run import Run
 from samestep.train.trainer import Trainer
 

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 from train_programs import classification
 
 from samestep.engine.losses import Mean
-from samestep.train.metrics import accuracy, cross_entropy
+from samestep.metrics import accuracy, cross_entropy
 from samestep.train.run import Run
 from samestep.train.trainer import Trainer
 

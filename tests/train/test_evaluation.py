@@ -12,8 +12,8 @@ from worlds import in_turns
 from samestep.core.seeds import derive_seed
 from samestep.engine.losses import Mean
 from samestep.errors import DeterminismError, UsageError
+from samestep.metrics import accuracy
 from samestep.train import evaluation as evaluation_module
-from samestep.train.metrics import accuracy
 from samestep.train.run import Run
 
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch.nn import functional
 
+from samestep import metrics
 from samestep.engine.losses import Mean
 from samestep.errors import UsageError
-from samestep.train import metrics
 
 CLASSIFICATION = {
     "accuracy": metrics.accuracy,

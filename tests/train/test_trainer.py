@@ -19,10 +19,10 @@ from worlds import in_turns
 
 from samestep.engine.result import StepResult
 from samestep.errors import NonFiniteError, RunFolderError, SamestepError, UsageError
+from samestep.metrics import accuracy
 from samestep.recipes.job import train
 from samestep.train import atomic_io
 from samestep.train.checkpoint.storage import newest_checkpoint
-from samestep.train.metrics import accuracy
 from samestep.train.run import Run
 from samestep.train.runlog.ledger import from_line
 from samestep.train.trainer import EpochRecord, Trainer

@@ -8,8 +8,8 @@ from torch import nn
 from torch.nn import functional
 
 from samestep.engine.losses import Mean
+from samestep.metrics import accuracy, cross_entropy
 from samestep.train.digest import state_digest
-from samestep.train.metrics import accuracy, cross_entropy
 from samestep.train.run import Run
 from samestep.train.trainer import Trainer
 

@@ -9,8 +9,8 @@ from torch.nn import functional
 from samestep.data.named import bytes_to_unit, image_data
 from samestep.data.tensors import TensorData, Transform
 from samestep.errors import DataError
+from samestep.metrics import Metric, accuracy, cross_entropy
 from samestep.recipes.recipe import DataOptions, RecipeData
-from samestep.train.metrics import Metric, accuracy, cross_entropy
 
 NUM_CLASSES = 10
 MEAN, DEVIATION = 0.1307, 0.3081

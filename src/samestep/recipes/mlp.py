@@ -5,9 +5,9 @@ from torch.nn import functional
 
 from samestep.data.tables import mean_and_scale, read_csv, standardize
 from samestep.data.tensors import TensorData, shuffled_split
+from samestep.metrics import mean_absolute_error, root_mean_squared_error
 from samestep.recipes.options import OWN_OPTIONS, check_source, own_options
 from samestep.recipes.recipe import DataOptions, Recipe, RecipeData
-from samestep.train.metrics import mean_absolute_error, root_mean_squared_error
 
 TRAIN_FRACTION = 0.8
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from samestep.engine.losses import Mean
+from samestep.metrics import Metric
 from samestep.recipes.options import Option
-from samestep.train.metrics import Metric
 
 
 @dataclass(frozen=True)

@@ -63,7 +63,7 @@ class Adoption:
     num_forwards: int = 0
     num_since_reseed: int = 0  # wrapped forwards since the script last seeded or restored a generator
     seeding: Any = None  # `seeding.Seeds`
-    tutorial: Any = None  # `tutorial_api.TutorialState`
+    tutorial: Any = None  # `tutorial.TutorialState`
     backward: Any = None  # `backward.Backward`, while gradients pass through chunks
     at_first_backward: Callable[[FrameType], None] | None = None  # called with the frame that first calls backward
     own_failure: BaseException | None = None  # raised first on this rank; its traceback has the script's own lines

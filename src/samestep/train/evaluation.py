@@ -21,7 +21,7 @@ from samestep.engine.losses import describe, wide_dtype
 from samestep.engine.parameters import settle_model
 from samestep.engine.precision import autocast, check_precision
 from samestep.errors import DeterminismError, UsageError
-from samestep.train.metrics import Metric, as_metric, result, sums
+from samestep.metrics import Metric, as_metric, result, sums
 
 SMALL_ELEMENTS = 2**16
 EVALUATION_STREAM = 2**33  # apart from the streams of train steps and of samples

@@ -22,7 +22,7 @@ from samestep.comm.communicator import Communicator
 from samestep.comm.transport import LocalTransport
 from samestep.errors import DataError, DeviceError, UsageError
 from samestep.scripts.adoption import Adoption
-from samestep.scripts.tutorial_api import allreduce, replicate_params, split_and_load
+from samestep.tutorial import allreduce, replicate_params, split_and_load
 
 SIZES = [32, 32, 13, 32, 3]  # an odd batch, and one that leaves the fourth device without a sample
 WORLDS = (1, 2, 3, 4)
