@@ -14,10 +14,12 @@ from torch.utils.data import DataLoader
 from worlds import in_turns
 
 from samestep.errors import CheckpointError, ContractError, UsageError
+from samestep.train.atomic_io import write_json
 from samestep.train.checkpoint import state
 from samestep.train.checkpoint.manifest import Manifest, manifest_bytes, read_manifest, write_sealed
 from samestep.train.checkpoint.storage import list_checkpoints
 from samestep.train.digest import state_digest
+from samestep.train.paths import CONTRACT_FILE
 from samestep.train.run import Run
 
 OUTCOMES = slice(0, 3)
@@ -114,7 +116,7 @@ def test_the_newest_is_taken_and_some_are_kept(tmp_path):
     assert [step for step, _ in list_checkpoints(tmp_path / "kept")] == [4, 5]
 
 
-def test_without_a_checkpoint_there_is_nothing_to_load(tmp_path):
+def test_without_a_checkpoint_there_is_nothing_to_load(tmp_path, capsys):
     def program(communicator):
         parts = Parts(communicator)
         (tmp_path / "empty").mkdir(exist_ok=True)
@@ -123,6 +125,25 @@ def test_without_a_checkpoint_there_is_nothing_to_load(tmp_path):
         assert not (tmp_path / "not there").exists()
 
     in_turns(2, program)
+    assert capsys.readouterr().out.splitlines() == [
+        f"{tmp_path / folder} holds no checkpoint: the run begins at its beginning" for folder in ("empty", "not there")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda path: path.write_bytes(b""), "is a file; needed: the folder that run.save_checkpoint wrote"),
+        (lambda path: write_json(path / CONTRACT_FILE, {}), "is the run folder of a Trainer, or of a command"),
+    ],
+)
+def test_a_path_that_is_no_folder_of_checkpoints_is_refused(tmp_path, make, message):
+    (tmp_path / "folder").mkdir()
+    place = tmp_path / ("folder" if "Trainer" in message else "file")
+    make(place)
+    parts = Parts(None)
+    with pytest.raises(UsageError, match=message):
+        parts.run.load_checkpoint(place, parts.step)
 
 
 def test_what_is_kept_comes_back_as_it_was(tmp_path):

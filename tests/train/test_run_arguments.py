@@ -160,3 +160,79 @@ def test_a_scheduler_is_stepped_after_every_step():
 
     for world_size in (1, 3):
         assert in_turns(world_size, program) == [[1.0, 0.5, 0.25, 0.125]] * world_size
+
+
+@pytest.mark.parametrize(
+    ("call", "answer"),
+    [
+        (lambda run: Run(batch_size=8), "Run has no argument 'batch_size'; here it is called 'global_batch_size'"),
+        (
+            lambda run: Run(8, max_epochs=3),
+            "Run has no argument 'max_epochs'; it is one of Trainer.fit, called 'epochs' there",
+        ),
+        (lambda run: Run(8, precision="bf16"), "Run has no argument 'precision'; it is one of Run.train_step"),
+        (lambda run: Run(8, sed=1), "Run has no argument 'sed'; did you mean 'seed'?"),
+        (lambda run: Run(8, xyz=1), "Run has no argument 'xyz'; it takes global_batch_size, num_microbatches, seed, "),
+        (
+            lambda run: run.train_step(None, None, None, gradient_clip_val=1),
+            "Run.train_step has no argument 'gradient_clip_val'; here it is called 'max_grad_norm'",
+        ),
+        (
+            lambda run: run.loader([1], batch_size=3),
+            "Run.loader has no argument 'batch_size'; it is one of Run, called 'global_batch_size' there",
+        ),
+        (lambda run: run.evaluate(None, [1], {}, forwards=1), "Run.evaluate has no argument 'forwards'; did you mean"),
+        (lambda run: run.predict(None, [1], metrics={}), "Run.predict has no argument 'metrics'; it is one of "),
+    ],
+)
+def test_an_argument_of_another_name_or_function_is_answered_with_the_right_one(call, answer):
+    assert refusal(lambda: call(Run(8))).startswith(answer)
+
+
+def test_a_run_shows_its_contract():
+    shown = repr(Run(8, 4, seed=3, device="cpu"))
+    assert shown.startswith("<samestep.Run: global_batch_size=8, num_microbatches=4, seed=3, reduction='ordered', ")
+    assert shown.endswith("; rank 0 of 1, cpu>")
+
+
+def gathered(communicator):
+    run = Run(8, communicator=communicator)
+    run.barrier()
+    rank = communicator.rank
+    return [part.tolist() for part in run.gather(torch.arange(rank + 1, device=run.device) + 10 * rank)]
+
+
+def in_order(communicator, order):
+    run = Run(8, communicator=communicator)
+    with run.main_first():
+        order.append(communicator.rank)
+    run.barrier()
+
+
+def failing_first(communicator):
+    run = Run(8, communicator=communicator)
+    with run.main_first():
+        if communicator.rank == 0:
+            raise FileNotFoundError("no data")
+        raise AssertionError("the others do not begin")
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_what_ranks_have_is_gathered_by_rank(world_size):
+    expected = [[10 * rank + k for k in range(rank + 1)] for rank in range(world_size)]
+    assert in_turns(world_size, gathered) == [expected] * world_size
+
+
+def test_real_processes_gather_too(worlds):
+    assert worlds(2).run(gathered) == [[[0], [10, 11]]] * 2
+
+
+def test_the_main_rank_is_first():
+    order = []
+    in_turns(3, in_order, order)
+    assert (order[0], sorted(order)) == (0, [0, 1, 2])
+
+
+def test_if_the_first_fails_so_do_all():
+    with pytest.raises(FileNotFoundError, match="no data"):
+        in_turns(3, failing_first)

@@ -20,7 +20,6 @@ from samestep.errors import (
     ContractError,
     PeerLostError,
     RunFolderError,
-    SamestepError,
     UsageError,
 )
 
@@ -48,7 +47,7 @@ def on_main(communicator: Communicator, action: Callable[[], T]) -> T | None:
     return value
 
 
-def raise_together(communicator: Communicator, error: SamestepError | None) -> None:
+def raise_together(communicator: Communicator, error: Exception | None) -> None:
     """Raises, on all ranks, the error of the first rank that has one."""
     failed = [rank for rank, (has,) in enumerate(communicator.gather_words([error is not None])) if has]
     if not failed:

@@ -95,6 +95,7 @@ def load(
     steps = _listed(step)
     state = receive_state(membership, steps, lambda: find_checkpoint(place, tell))
     if state is None:
+        tell(f"{place} holds no checkpoint: the run begins at its beginning")
         return None
     now = _full_contract(contract, steps, loader)
     check_state(steps, state, now, allow_contract_change, state.folder, tell)

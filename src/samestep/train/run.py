@@ -3,6 +3,7 @@
 import atexit
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import finalize
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
@@ -31,6 +32,7 @@ from samestep.engine.step import TrainStep
 from samestep.engine.strategies import Replicate, Sharded, StrategyOptions, as_strategy
 from samestep.engine.strategy import Strategy
 from samestep.errors import SamestepError, UsageError
+from samestep.train.arguments import answers_unknown
 from samestep.train.atomic_io import CHECKPOINT_RETRIES, check_retries, retrying
 from samestep.train.contract import Contract, check_contract
 from samestep.train.contract_diff import check_contract_kept, differences
@@ -91,6 +93,7 @@ class Run:
         PeerLostError: not all ranks connected within the timeout.
     """
 
+    @answers_unknown("Run")
     def __init__(
         self,
         global_batch_size: int,
@@ -251,6 +254,56 @@ class Run:
         if self._is_main:
             print(*values, flush=True)
 
+    def barrier(self) -> None:
+        """Waits until all ranks call it."""
+        self.membership.perform(lambda: self.communicator.barrier())
+
+    def gather(self, tensor: Tensor) -> list[Tensor]:
+        """The tensors of all ranks, by rank; all ranks call it. They may differ in shape and dtype.
+
+        For what belongs to ranks, such as their times: there are as many as devices, and what is made of them depends
+        on the devices. A metric over samples is `evaluate`'s, and outputs are `predict`'s.
+        """
+
+        def gather() -> list[Tensor]:
+            ranks = range(self.communicator.world_size)
+            return [self.communicator.share(tensor if rank == self.communicator.rank else None, rank) for rank in ranks]
+
+        return self.membership.perform(gather)
+
+    @contextmanager
+    def main_first(self) -> Iterator[None]:
+        """Runs a block on rank 0 first, for example to download or unpack data; then on the other ranks.
+
+            with run.main_first():
+                dataset = load_dataset("…")
+
+        If it fails on rank 0, the other ranks raise that error, too.
+        """
+        from samestep.train.exceptions import raise_together
+
+        def share(error: Exception | None) -> None:
+            self.membership.perform(lambda: raise_together(self.communicator, error))
+
+        if not self._is_main:
+            share(None)
+        try:
+            yield
+        except Exception as error:
+            if self._is_main:
+                share(error)
+            raise
+        if self._is_main:
+            share(None)
+
+    def __repr__(self) -> str:
+        """The contract and the place of this process in the run."""
+        contract = ", ".join(f"{name}={value!r}" for name, value in asdict(self.contract).items())
+        return (
+            f"<samestep.Run: {contract}; rank {self.membership.rank} of {self.communicator.world_size}, {self.device}>"
+        )
+
+    @answers_unknown("Run.train_step")
     def train_step(
         self,
         model: nn.Module,
@@ -346,6 +399,7 @@ class Run:
             self._sharded[model] = step.strategy
         return step
 
+    @answers_unknown("Run.loader")
     def loader(
         self,
         dataset: Any,
@@ -391,6 +445,7 @@ class Run:
             self.membership.notice(self._drawn_before.describe_data(loader.dataset.tensors))
         return loader
 
+    @answers_unknown("Run.evaluate")
     def evaluate(
         self,
         model: nn.Module,
@@ -425,6 +480,7 @@ class Run:
         with self._placed(model) as placed:
             return evaluate(self.membership, placed, loader, metrics, forward=forward, precision=precision)
 
+    @answers_unknown("Run.predict")
     def predict(
         self,
         model: nn.Module,

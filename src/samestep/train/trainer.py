@@ -15,6 +15,7 @@ from samestep.core.cursor import Cursor
 from samestep.data.loader import Loader
 from samestep.engine.losses import LossFn
 from samestep.errors import UsageError
+from samestep.train.arguments import answers_unknown
 from samestep.train.atomic_io import CHECKPOINT_RETRIES
 from samestep.train.checkpoint.local_shards import is_sharded, whole_tensors
 from samestep.train.contract import loader_contract, step_contract
@@ -136,6 +137,7 @@ class Trainer:
         """SHA-256 over parameters, buffers and optimizer state; see `state_digest`, also for when all ranks ask."""
         return state_digest(self.step)
 
+    @answers_unknown("Trainer.fit")
     def fit(
         self,
         dataset: Any,

@@ -97,6 +97,12 @@ def find_checkpoint(place: str | Path, tell: Callable[[str], None]) -> Resumed |
     path = Path(place)
     if names_checkpoint(path):
         return read_state(path)
+    if path.is_file():
+        raise UsageError(f"{path} is a file; needed: the folder that run.save_checkpoint wrote, or a checkpoint in it")
+    if holds_run(path):
+        raise UsageError(
+            f"{path} is the run folder of a Trainer, or of a command: go on by fit(…, resume={str(path)!r})"
+        )
     return _newest(path, str(path), "start again in another folder", tell) if list_checkpoints(path) else None
 
 

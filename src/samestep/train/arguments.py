@@ -1,0 +1,81 @@
+"""Arguments that a function does not have are answered with the right name, or the function that has it."""
+
+import difflib
+import inspect
+from collections.abc import Callable
+from functools import wraps
+from importlib import import_module
+from typing import ParamSpec, TypeVar
+
+from samestep.errors import UsageError
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+# Names that Lightning, Accelerate, transformers, Composer, Keras and DeepSpeed give to the same things.
+SYNONYMS = {
+    "accumulate_grad_batches": "num_microbatches",
+    "gradient_accumulation_steps": "num_microbatches",
+    "batch_size": "global_batch_size",
+    "train_batch_size": "global_batch_size",
+    "callbacks": "hooks",
+    "criterion": "loss_fn",
+    "loss": "loss_fn",
+    "loss_function": "loss_fn",
+    "gradient_clip_val": "max_grad_norm",
+    "clip_grad_norm": "max_grad_norm",
+    "logger": "loggers",
+    "lr_scheduler": "scheduler",
+    "max_epochs": "epochs",
+    "n_epochs": "epochs",
+    "num_epochs": "epochs",
+    "num_train_epochs": "epochs",
+    "mixed_precision": "precision",
+    "optimizers": "optimizer",
+    "output_dir": "run_dir",
+    "default_root_dir": "run_dir",
+    "log_dir": "run_dir",
+    "random_seed": "seed",
+    "resume_from_checkpoint": "resume",
+    "ckpt_path": "resume",
+    "train_data": "dataset",
+    "train_dataset": "dataset",
+    "eval_dataset": "eval_data",
+    "val_data": "eval_data",
+    "workers": "num_workers",
+}
+_OWNERS: dict[str, tuple[str, ...]] = {}  # the arguments of each function that was decorated, by its public name
+
+
+def answers_unknown(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Makes a function, called `name` in messages, answer unknown keyword arguments with a `UsageError`."""
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        known = _OWNERS[name] = tuple(inspect.signature(function).parameters)
+
+        @wraps(function)
+        def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+            unknown = [each for each in kwargs if each not in known]
+            if unknown:
+                raise UsageError(_answer(name, unknown[0]))
+            return function(*args, **kwargs)
+
+        return checked
+
+    return decorate
+
+
+def _answer(name: str, unknown: str) -> str:
+    """The sentence on an argument that a function does not have."""
+    got = f"{name} has no argument {unknown!r}"
+    known = _OWNERS[name][1:]  # without self
+    wanted = SYNONYMS.get(unknown, unknown)
+    if wanted in known:
+        return f"{got}; here it is called {wanted!r}"
+    import_module("samestep.train.trainer")  # by name: that module imports this one
+    owners = [owner for owner, names in _OWNERS.items() if wanted in names]
+    if owners:
+        called = "" if wanted == unknown else f", called {wanted!r} there"
+        return f"{got}; it is one of {owners[0]}{called}"
+    close = difflib.get_close_matches(unknown, known, n=1)
+    return f"{got}; {f'did you mean {close[0]!r}?' if close else 'it takes ' + ', '.join(known)}"
