@@ -9,6 +9,8 @@ of the model's output and the batch:
         return (output - y).abs()            # a value a sample
 
     run.evaluate(model, test_set, {"mae": absolute_error, "accuracy": samestep.metrics.accuracy})
+
+Metrics of the library torchmetrics that are more than a sum are taken as they are: see `from_torchmetrics`.
 """
 
 import math
@@ -20,6 +22,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from samestep.core.tree import Block, TreeSum
+from samestep.data.nested import map_tensors
 from samestep.engine.losses import Mean, describe, wide_dtype
 from samestep.errors import UsageError
 
@@ -55,10 +59,130 @@ class Metric:
     name: str = ""
 
 
-def as_metric(value: Any) -> Metric:
-    """A `Metric` as it is, or made of a plain callable `(output, batch) -> Tensor | Mean`."""
-    if isinstance(value, Metric):
+class StateMetric:
+    """A metric with states, such as counts of classes or all scores, merged over microbatches; tier `bitwise`.
+
+    Made by `from_torchmetrics`.
+    """
+
+    def __init__(self, metric: Any, update: Callable[[Any, Any, Any], object]) -> None:
+        self._metric = metric
+        self._update = update
+        self._parts: dict[str, list[Any]] = {}
+        self._sums: dict[str, TreeSum[Tensor]] = {}
+        self._count = 0
+
+    def begin(self, device: torch.device) -> None:
+        """Begins an evaluation whose outputs are on this device."""
+        self._metric.to(device)
+        self._count, self._parts, self._sums = 0, {}, {}
+
+    def states(self, output: Any, batch: Any) -> dict[str, Any]:
+        """The states of one microbatch alone, in host memory."""
+        metric = self._metric
+        metric.reset()
+        self._update(metric, output, batch)
+        return {name: map_tensors(Tensor.cpu, getattr(metric, name)) for name in metric._reductions}
+
+    def push(self, states: Mapping[str, Any]) -> None:
+        """Merges the states of a microbatch with those of all before it, in the order of the samples."""
+        for name, reduction in self._metric._reductions.items():
+            if _named(reduction) == "dim_zero_sum":
+                # One after another, since a table of counts by class may be large.
+                self._sums.setdefault(name, TreeSum(torch.add)).push(Block(self._count, 1), states[name])
+            else:
+                self._parts.setdefault(name, []).append(states[name])
+        self._count += 1
+
+    def values(self, name: str) -> dict[str, float]:
+        """The values: one by this name, or one for each entry of a result with several, as `name/entry`."""
+        metric = self._metric.cpu()
+        metric.reset()
+        metric._update_count = self._count  # else `compute` warns that nothing was measured
+        for state, total in self._sums.items():
+            setattr(metric, state, total.root())
+        for state, parts in self._parts.items():
+            setattr(metric, state, _merged(parts, metric._reductions[state]))
+        return _named_values(name, metric.compute())
+
+
+def from_torchmetrics(metric: Any, update: Callable[[Any, Any, Any], object] | None = None) -> StateMetric:
+    """A metric of torchmetrics: updated by each microbatch alone, merged in the order of the samples.
+
+    So F1, AUROC or a mean average precision have the same bits on any number of devices, and are those over all samples
+    at once. Sums are added along the tree, states that collect samples are joined in their order. `evaluate` takes
+    metrics of torchmetrics as they are; this function is for another `update`. Tier `bitwise`.
+
+    Args:
+        metric: a `torchmetrics.Metric`. A copy is used.
+        update: called as `update(metric, output, batch)`; by default `metric.update(output, target)`, with the last
+            entry of a batch, or the one of a dict's `label`, `labels`, `target`, `targets` or `y`.
+
+    Raises:
+        UsageError: the metric's states cannot be merged: it averages them, or holds other metrics.
+    """
+    name = type(metric).__name__
+    if not _is_of_torchmetrics(metric):
+        raise UsageError(f"from_torchmetrics needs a metric of torchmetrics, got {describe(metric)}")
+    inner = [module for module in metric.modules() if module is not metric and _is_of_torchmetrics(module)]
+    if inner or not metric._reductions:
+        raise UsageError(f"{name} holds other metrics, or no state that can be merged: pass each metric by a name")
+    for state, reduction in metric._reductions.items():
+        if _named(reduction) == "dim_zero_mean":
+            raise UsageError(
+                f"{name} averages its state {state!r} over updates, whatever their samples: a mean of means; use a "
+                "metric that sums and counts"
+            )
+        if _named(reduction) == "dim_zero_sum" and metric._defaults[state].count_nonzero():
+            raise UsageError(
+                f"{name} sums its state {state!r} from a default that is not 0: each update would count it"
+            )
+    return StateMetric(metric.clone(), _update if update is None else update)
+
+
+def _update(metric: Any, output: Any, batch: Any) -> None:
+    metric.update(output, _target_entry(batch))
+
+
+def _is_of_torchmetrics(value: Any) -> bool:
+    """Whether a value is a metric, or a collection of metrics, of torchmetrics, which need not be installed."""
+    homes = {(cls.__module__, cls.__name__) for cls in type(value).__mro__}
+    return bool(homes & {("torchmetrics.metric", "Metric"), ("torchmetrics.collections", "MetricCollection")})
+
+
+def _named(reduction: Any) -> str:
+    return getattr(reduction, "__name__", "")
+
+
+def _merged(parts: list[Any], reduction: Any) -> Any:
+    """A state of all microbatches, as torchmetrics reduces one over ranks."""
+    if isinstance(parts[0], list):
+        return [entry for part in parts for entry in part]
+    if _named(reduction) == "dim_zero_cat":
+        return torch.cat([part.reshape(-1) if part.ndim == 0 else part for part in parts])
+    stacked = torch.stack(parts)
+    return stacked if reduction is None else reduction(stacked)
+
+
+def _named_values(name: str, value: Any) -> dict[str, float]:
+    """Numbers by name, however nested."""
+    if isinstance(value, Mapping):
+        entries = [_named_values(f"{name}/{key}", entry) for key, entry in value.items()]
+    elif isinstance(value, list | tuple):
+        entries = [_named_values(f"{name}/{key}", entry) for key, entry in enumerate(value)]
+    elif isinstance(value, Tensor) and value.ndim > 0:
+        return _named_values(name, value.tolist())
+    else:
+        return {name: float(value)}
+    return {key: number for entry in entries for key, number in entry.items()}
+
+
+def as_metric(value: Any) -> Metric | StateMetric:
+    """A metric as it is, or made of one of torchmetrics or of a callable `(output, batch) -> Tensor | Mean`."""
+    if isinstance(value, Metric | StateMetric):
         return value
+    if _is_of_torchmetrics(value):
+        return from_torchmetrics(value)
     if callable(value):
         return Metric(value)
     raise UsageError(f"a metric must be a samestep metric or a function of (output, batch), got {describe(value)}")
@@ -107,7 +231,13 @@ def result(metric: Metric, total: float, count: float) -> float:
 
 def target_of(batch: Any) -> Tensor:
     """The target in a batch: the last entry of a tuple or list, or the one of a dict's `TARGET_KEYS`."""
-    target: Any = None
+    target = _target_entry(batch)
+    if not isinstance(target, Tensor):
+        raise UsageError(f"the metric needs a tensor as target, the batch holds {describe(target)}")
+    return target
+
+
+def _target_entry(batch: Any) -> Any:
     if isinstance(batch, Mapping):
         found = [key for key in TARGET_KEYS if key in batch]
         if len(found) != 1:
@@ -117,18 +247,14 @@ def target_of(batch: Any) -> Tensor:
                 f"the metric needs one target and the batch {got}; needed: exactly one of {wanted}, "
                 "or a metric of your own, a function of (output, batch)"
             )
-        target = batch[found[0]]
-    elif isinstance(batch, (tuple, list)) and len(batch) >= 2:
-        target = batch[-1]
-    else:
-        size = f" of {len(batch)}" if isinstance(batch, (tuple, list)) else ""
-        raise UsageError(
-            f"the metric finds no target in a batch that is {describe(batch)}{size}; needed: a tuple (x, y), a dict "
-            "with 'label' or 'target', or a metric of your own, a function of (output, batch)"
-        )
-    if not isinstance(target, Tensor):
-        raise UsageError(f"the metric needs a tensor as target, the batch holds {describe(target)}")
-    return target
+        return batch[found[0]]
+    if isinstance(batch, (tuple, list)) and len(batch) >= 2:
+        return batch[-1]
+    size = f" of {len(batch)}" if isinstance(batch, (tuple, list)) else ""
+    raise UsageError(
+        f"the metric finds no target in a batch that is {describe(batch)}{size}; needed: a tuple (x, y), a dict "
+        "with 'label' or 'target', or a metric of your own, a function of (output, batch)"
+    )
 
 
 def top_k(k: int) -> Metric:

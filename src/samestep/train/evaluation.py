@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from io import BytesIO
+from operator import itemgetter
 from typing import Any, TypeVar
 
 import torch
@@ -21,7 +22,7 @@ from samestep.engine.losses import describe, wide_dtype
 from samestep.engine.parameters import settle_model
 from samestep.engine.precision import autocast, check_precision
 from samestep.errors import DeterminismError, UsageError
-from samestep.metrics import Metric, as_metric, result, sums
+from samestep.metrics import Metric, StateMetric, as_metric, result, sums
 
 SMALL_ELEMENTS = 2**16
 EVALUATION_STREAM = 2**33  # apart from the streams of train steps and of samples
@@ -44,44 +45,68 @@ def evaluate(
     named = {name: as_metric(metric) for name, metric in metrics.items()}
     if not named:
         raise UsageError("evaluate needs at least one metric, for example {'accuracy': samestep.metrics.accuracy}")
-    return _carry_out(membership, loader, lambda: _evaluate(membership, model, loader, named, forward, precision))
+    of_sums = {name: metric for name, metric in named.items() if isinstance(metric, Metric)}
+    of_states = {name: metric for name, metric in named.items() if isinstance(metric, StateMetric)}
+    values = _carry_out(
+        membership, loader, lambda: _evaluate(membership, model, loader, of_sums, of_states, forward, precision)
+    )
+    # In the order in which they were asked for.
+    return {key: value for name in named for key, value in values[name].items()}
 
 
 def _evaluate(
     membership: Membership,
     model: nn.Module,
     loader: Loader,
-    named: Mapping[str, Metric],
+    of_sums: Mapping[str, Metric],
+    of_states: Mapping[str, StateMetric],
     forward: Forward | None,
     precision: str,
-) -> dict[str, float]:
-    """`evaluate` by the current ranks."""
-    communicator = membership.communicator
-    mine = membership.mine
-    empty = torch.zeros(len(mine), 2 * len(named), dtype=wide_dtype(communicator.device), device=communicator.device)
+) -> dict[str, dict[str, float]]:
+    """`evaluate` by the current ranks: the values of each metric."""
+    communicator, mine = membership.communicator, membership.mine
+    width = 2 * len(of_sums)
+    empty = torch.zeros(len(mine), width, dtype=wide_dtype(communicator.device), device=communicator.device)
     rows: list[Tensor] = []  # of each batch: [microbatches of this rank, total and count of each metric]
+    states: dict[int, dict[str, Any]] = {}  # of this batch, by microbatch
+    for metric in of_states.values():
+        metric.begin(communicator.device)
 
     def measure(number: int, microbatch: int, num_samples: int, value: Any, output: Any) -> None:
         while len(rows) <= number:
             rows.append(empty.clone())
-        measured = [sums(m, output, value, name=name, num_samples=num_samples) for name, m in named.items()]
-        rows[number][mine.index(microbatch)] = torch.stack([part for pair in measured for part in pair])
+        measured = [sums(m, output, value, name=name, num_samples=num_samples) for name, m in of_sums.items()]
+        if measured:
+            rows[number][mine.index(microbatch)] = torch.stack([part for pair in measured for part in pair])
+        if of_states:
+            states[microbatch] = {name: metric.states(output, value) for name, metric in of_states.items()}
 
-    num_batches = _forward_all(membership, model, loader, forward, precision, measure)
+    def end_batch() -> None:
+        if not of_states:
+            return
+        gathered = [pair for found in _gather(communicator, states) for pair in found.items()]
+        for _, of_metrics in sorted(gathered, key=lambda pair: pair[0]):
+            for name, metric in of_states.items():
+                metric.push(of_metrics[name])
+        states.clear()
+
+    num_batches = _forward_all(membership, model, loader, forward, precision, measure, end_batch)
     rows += [empty.clone() for _ in range(num_batches - len(rows))]
     membership.heartbeat.enter("exchange")
-    totals = [0.0] * (2 * len(named))
-    if rows:
+    totals = [0.0] * width
+    if rows and width:
         # All ranks' rows in the order of batch and microbatch, [batches · V, k]: the order of the sum must not depend
         # on the ranks.
         sizes = [num_batches * len(microbatches) for microbatches in membership.ranges]
-        width = 2 * len(named)
         by_rank = communicator.gather_rows(torch.stack(rows).reshape(-1, width), sizes).split(sizes)
         by_batch = torch.cat([part.view(num_batches, -1, width) for part in by_rank], dim=1)
         order = in_microbatch_order(membership.ranges)
         in_order = by_batch if order is None else by_batch[:, order]
         totals = tree_sum_rows(in_order.reshape(-1, width)).tolist()
-    return {name: result(metric, totals[2 * k], totals[2 * k + 1]) for k, (name, metric) in enumerate(named.items())}
+    values = {name: metric.values(name) for name, metric in of_states.items()}
+    for k, (name, each) in enumerate(of_sums.items()):
+        values[name] = {name: result(each, totals[2 * k], totals[2 * k + 1])}
+    return values
 
 
 def predict(
@@ -98,31 +123,67 @@ def predict(
 
 def _predict(membership: Membership, model: nn.Module, loader: Loader, forward: Forward | None, precision: str) -> Any:
     """`predict` by the current ranks."""
-    outputs: dict[int, list[Tensor]] = {}  # the tensors in each microbatch's output, by its place in the data
-    structures: list[Any] = []
+    # Of each microbatch, by its place in the data: whether it has an entry a sample, and these or else its tensors.
+    outputs: dict[int, tuple[bool, list[Any]]] = {}
+    structures: list[Any] = []  # one is enough: all are alike
 
     def keep(number: int, microbatch: int, num_samples: int, value: Any, output: Any) -> None:
+        place = number * membership.num_microbatches + microbatch
+        if _is_by_sample(output, num_samples):
+            outputs[place] = True, [_plain(entry, _host_copy) for entry in output]
+            return
         for leaf in leaves(output):
-            if not isinstance(leaf, Tensor) or leaf.ndim == 0 or len(leaf) != num_samples:
+            if not _has_rows(leaf, num_samples):
                 raise UsageError(
-                    f"predict needs outputs with the samples along dim 0, got {describe(leaf)} for {num_samples} "
-                    "samples; say what to keep with forward=lambda model, batch: …"
+                    f"predict needs outputs with the samples along dim 0, or a list with an entry a sample, got "
+                    f"{describe(leaf)} for {num_samples} samples; say what to keep with forward=lambda model, batch: …"
                 )
-        # Copies: an output may be a view of a whole batch, or of a buffer that the next microbatch overwrites.
-        copies = [leaf.detach().cpu().clone(memory_format=torch.contiguous_format) for leaf in leaves(output)]
-        outputs[number * membership.num_microbatches + microbatch] = copies
-        if not structures:  # one is enough: all are alike
+        outputs[place] = False, [_host_copy(leaf) for leaf in leaves(output)]
+        if not structures:
             structures.append(map_tensors(lambda _: torch.empty(0), output))
 
     _forward_all(membership, model, loader, forward, precision, keep)
     membership.heartbeat.enter("exchange")
-    of_all = _gather(membership.communicator, ([_skeleton(each) for each in structures], outputs))
+    of_all = _gather(membership.communicator, ([_plain(each, lambda leaf: leaf) for each in structures], outputs))
+    in_order = [found for _, found in sorted((pair for _, each in of_all for pair in each.items()), key=itemgetter(0))]
+    if len({is_by_sample for is_by_sample, _ in in_order}) > 1:
+        raise UsageError(
+            "predict got a list with an entry a sample for some microbatches, and tensors of all samples for others; "
+            "say what to keep with forward=lambda model, batch: …"
+        )
+    if in_order and in_order[0][0]:
+        return [entry for _, entries in in_order for entry in entries]
     structure = next((each for each in (structures, *(found for found, _ in of_all)) if each), [None])[0]
-    in_order = [tensors for _, tensors in sorted(pair for _, found in of_all for pair in found.items())]
-    columns = iter([torch.cat(column) for column in zip(*in_order, strict=True)])
-    if not in_order or not in_order[0]:
+    columns = iter([torch.cat(column) for column in zip(*(tensors for _, tensors in in_order), strict=True)])
+    if not in_order or not in_order[0][1]:
         raise UsageError("the model returned no tensor to predict with")
     return map_tensors(lambda _: next(columns), structure)
+
+
+def _has_rows(leaf: Any, num_samples: int) -> bool:
+    """Whether it is a tensor with the samples along dim 0."""
+    return isinstance(leaf, Tensor) and leaf.ndim > 0 and len(leaf) == num_samples
+
+
+def _is_by_sample(output: Any, num_samples: int) -> bool:
+    """Whether an output is a list with an entry a sample, such as a detector's list of dicts."""
+    if not isinstance(output, list | tuple) or len(output) != num_samples:
+        return False
+    # Two tensors of two samples each are two outputs.
+    are_outputs = all(_has_rows(leaf, num_samples) for leaf in leaves(output))
+    return not are_outputs or any(isinstance(entry, Mapping) for entry in output)
+
+
+def _host_copy(leaf: Any) -> Any:
+    """A tensor in memory of its own on the host: an output may be a view of a batch, or of a buffer."""
+    if isinstance(leaf, Tensor):
+        return leaf.detach().cpu().clone(memory_format=torch.contiguous_format)
+    if leaf is None or isinstance(leaf, str | bytes | int | float):
+        return leaf
+    raise UsageError(
+        f"predict takes tensors, numbers and strings, however nested, got {describe(leaf)}; say what to keep with "
+        "forward=lambda model, batch: …"
+    )
 
 
 def _gather(communicator: Communicator, value: Any) -> list[Any]:
@@ -199,7 +260,13 @@ def _evaluating(model: nn.Module, device: torch.device, precision: str) -> Itera
 
 
 def _forward_all(
-    membership: Membership, model: nn.Module, loader: Loader, forward: Forward | None, precision: str, take: Take
+    membership: Membership,
+    model: nn.Module,
+    loader: Loader,
+    forward: Forward | None,
+    precision: str,
+    take: Take,
+    end_batch: Callable[[], None] | None = None,
 ) -> int:
     """Runs this rank's microbatches of every batch; calls `take(number, microbatch, num_samples, value, output)`."""
     compute = _first_entry if forward is None else forward
@@ -222,6 +289,9 @@ def _forward_all(
                 if rounds > 0:  # the others need this rank's shard of the model once more
                     compute(model, value)
                     restore_buffers()
+                if end_batch is not None:
+                    membership.heartbeat.enter("exchange")
+                    end_batch()
             num_batches += 1
     return num_batches
 
@@ -236,10 +306,10 @@ def _first_entry(model: nn.Module, batch: Any) -> Any:
     )
 
 
-def _skeleton(value: Any) -> Any:
-    """The structure of nested mappings, lists and tuples as plain dicts, lists and tuples, with empty tensors."""
+def _plain(value: Any, of_leaf: Callable[[Any], Any]) -> Any:
+    """Nested mappings, lists and tuples as plain dicts, lists and tuples, a function applied to their leaves."""
     if isinstance(value, Mapping):
-        return {key: _skeleton(entry) for key, entry in value.items()}
+        return {key: _plain(entry, of_leaf) for key, entry in value.items()}
     if isinstance(value, list | tuple):
-        return (tuple if isinstance(value, tuple) else list)(map(_skeleton, value))
-    return torch.empty(0)
+        return (tuple if isinstance(value, tuple) else list)(_plain(entry, of_leaf) for entry in value)
+    return of_leaf(value)

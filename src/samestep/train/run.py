@@ -455,6 +455,7 @@ class Run:
         forward: Callable[[nn.Module, Any], Any] | None = None,
         precision: str = "32-true",
         num_workers: int = 0,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
     ) -> dict[str, float]:
         """Measures a model on every sample of a dataset, once, in evaluation mode and without gradients.
 
@@ -464,19 +465,21 @@ class Run:
         Args:
             model: restored to its mode and buffers afterwards.
             data: anything `loader` takes, or a loader of this run.
-            metrics: name to metric: one of `samestep.metrics`, or a function of (output, batch).
+            metrics: name to metric: one of `samestep.metrics`, one of torchmetrics, or a function of (output, batch).
             forward: `forward(model, batch)` returns the output; by default `model` is called with a batch's first
                 entry.
             precision: as in `train_step`.
             num_workers: as in `loader`.
+            collate_fn: as in `loader`.
 
         Raises:
-            UsageError: no metric, or one that returns neither a value a sample nor a `samestep.Mean`.
+            UsageError: no metric, or one that returns neither a value a sample nor a `samestep.Mean`, or whose states
+                cannot be merged.
             DeterminismError: the ranks have datasets of different sizes.
         """
         from samestep.train.evaluation import evaluate  # not loaded by programs that only train
 
-        loader = data if isinstance(data, Loader) else self.loader(data, num_workers=num_workers)
+        loader = data if isinstance(data, Loader) else self.loader(data, num_workers=num_workers, collate_fn=collate_fn)
         with self._placed(model) as placed:
             return evaluate(self.membership, placed, loader, metrics, forward=forward, precision=precision)
 
@@ -489,15 +492,17 @@ class Run:
         forward: Callable[[nn.Module, Any], Any] | None = None,
         precision: str = "32-true",
         num_workers: int = 0,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
     ) -> Any:
         """The model's outputs for every sample of a dataset, in its order, in host memory, on every rank.
 
-        Outputs are tensors with the samples along dim 0, also nested in dicts, lists and tuples. Arguments and errors
-        are those of `evaluate`. Tier `bitwise`.
+        Outputs are tensors with the samples along dim 0, also nested in dicts, lists and tuples; or a list with an
+        entry a sample, of which one list is made: a detector's list of dicts, or texts. Arguments and errors are those
+        of `evaluate`. Tier `bitwise`.
         """
         from samestep.train.evaluation import predict
 
-        loader = data if isinstance(data, Loader) else self.loader(data, num_workers=num_workers)
+        loader = data if isinstance(data, Loader) else self.loader(data, num_workers=num_workers, collate_fn=collate_fn)
         with self._placed(model) as placed:
             return predict(self.membership, placed, loader, forward=forward, precision=precision)
 

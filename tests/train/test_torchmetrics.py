@@ -1,0 +1,246 @@
+"""Metrics of torchmetrics: those over all samples at once, with the same bits on every number of devices."""
+
+import pytest
+import torch
+from worlds import cpu_only, in_turns
+
+from samestep import metrics
+from samestep.errors import UsageError
+from samestep.train.run import Run
+
+torchmetrics = pytest.importorskip("torchmetrics")
+from torchmetrics import classification, regression, text, wrappers  # noqa: E402
+
+NUM_SAMPLES, CLASSES = 61, 4
+WORDS = ["one", "training", "step", "on", "any", "devices", "gives", "the", "same", "model", "as", "before"]
+
+
+class Boxes(torchmetrics.Metric):
+    """Mean overlap of each sample's boxes, collected like a mean average precision: lists without a reduction."""
+
+    full_state_update = True
+
+    def __init__(self):
+        super().__init__()
+        self.add_state("found", default=[], dist_reduce_fx=None)
+        self.add_state("wanted", default=[], dist_reduce_fx=None)
+
+    def update(self, output, target):
+        self.found += [entry["boxes"] for entry in output]
+        self.wanted += [entry["boxes"] for entry in target]
+
+    def compute(self):
+        firsts = [found.mean() - wanted.sum() for found, wanted in zip(self.found, self.wanted, strict=True)]
+        return {"mean": torch.stack(firsts).mean(), "counts": torch.tensor([len(self.found), len(self.wanted)])}
+
+
+def scores():
+    """Scores and classes of each sample."""
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randn(NUM_SAMPLES, CLASSES, generator=generator)
+    return x, torch.randint(CLASSES, (NUM_SAMPLES,), generator=generator)
+
+
+def tokens():
+    """Scores of tokens, and the tokens."""
+    generator = torch.Generator().manual_seed(6)
+    x = torch.randn(NUM_SAMPLES, 5, CLASSES, generator=generator)
+    return x, torch.randint(CLASSES, (NUM_SAMPLES, 5), generator=generator)
+
+
+def numbers():
+    """Two columns that go together."""
+    x, _ = scores()
+    return x[:, 0], x[:, 0] + 0.3 * x[:, 1]
+
+
+MAKE = {
+    "accuracy": (lambda: classification.MulticlassAccuracy(CLASSES, average="micro"), scores),
+    "f1 of classes": (lambda: classification.MulticlassF1Score(CLASSES, average=None), scores),
+    "auroc": (lambda: classification.MulticlassAUROC(CLASSES), scores),
+    "confusions": (lambda: classification.MulticlassConfusionMatrix(CLASSES), scores),
+    "perplexity": (lambda: text.Perplexity(), tokens),
+    "spearman": (lambda: regression.SpearmanCorrCoef(), numbers),
+    "pearson": (lambda: regression.PearsonCorrCoef(), numbers),
+    "r2": (lambda: regression.R2Score(), numbers),
+    "most": (lambda: torchmetrics.MaxMetric(), numbers),
+    "joined": (lambda: torchmetrics.CatMetric(), numbers),
+}
+
+
+def firsts(output, batch):
+    return output.flatten()[: len(output)]
+
+
+def first_alone(metric, output, batch):
+    metric.update(output)
+
+
+def measure(communicator, name, batch=16):
+    """The values of a metric over its data."""
+    make, data = MAKE[name]
+    run = Run(batch, 4, communicator=communicator)
+    metric = metrics.from_torchmetrics(make(), first_alone) if name in ("most", "joined") else make()
+    return run.evaluate(torch.nn.Identity(), data(), {"x": metric, "firsts": firsts})
+
+
+def bits(values):
+    return {name: value.hex() for name, value in values.items()}
+
+
+@pytest.mark.parametrize("name", MAKE)
+def test_a_metric_is_that_over_all_samples_at_once_on_every_number_of_devices(name):
+    make, data = MAKE[name]
+    whole = make()
+    whole.update(*data()[: 1 if name in ("most", "joined") else 2])
+    found = in_turns(1, measure, name)[0]
+    expected = whole.compute()
+    numbers = torch.tensor([value for key, value in found.items() if key.split("/")[0] == "x"])
+    torch.testing.assert_close(numbers, expected.float().flatten(), rtol=1e-5, atol=1e-6)
+    assert next(iter(found)).split("/")[0] == "x"
+    assert list(found)[-1] == "firsts"
+    for world_size in (2, 3, 4):
+        assert [bits(each) for each in in_turns(world_size, measure, name)] == [bits(found)] * world_size
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_real_processes_give_the_same_values(worlds, world_size):
+    for name in ("auroc", "f1 of classes", "perplexity"):
+        reference = bits(in_turns(1, measure, name)[0])
+        assert [bits(each) for each in worlds(world_size).run(measure, name)] == [reference] * world_size
+
+
+def test_twin_states_merged_by_rank_are_noticed(monkeypatch):
+    reference = bits(in_turns(1, measure, "joined")[0])
+    monkeypatch.setattr("samestep.train.evaluation.sorted", lambda pairs, key: reversed(pairs), raising=False)
+    assert bits(in_turns(2, measure, "joined")[0]) != reference
+
+
+class Pictures(torch.utils.data.Dataset):
+    """Pictures of several sizes, with as many boxes as differ."""
+
+    def __len__(self):
+        return 13
+
+    def __getitem__(self, index):
+        generator = torch.Generator().manual_seed(index)
+        image = torch.rand(3, 8 + index % 3, 8, generator=generator)
+        return image, {"boxes": torch.rand(1 + index % 3, 4, generator=generator)}
+
+
+class Detector(torch.nn.Module):
+    """A box for each picture, of the means of its colours."""
+
+    def forward(self, images):
+        return [{"boxes": image.mean((1, 2))[None], "labels": torch.ones(1, dtype=torch.long)} for image in images]
+
+
+def as_lists(samples):
+    return tuple(zip(*samples, strict=True))
+
+
+def detect(communicator):
+    run = Run(6, 3, communicator=communicator)
+    values = run.evaluate(Detector(), Pictures(), {"map": Boxes()}, collate_fn=as_lists)
+    found = run.predict(Detector(), Pictures(), collate_fn=as_lists)
+    return values, [entry["boxes"].tolist() for entry in found], [entry["labels"].tolist() for entry in found]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_detectors_lists_of_dicts_are_measured_and_predicted_in_the_order_of_the_samples(world_size):
+    pictures = [Pictures()[index] for index in range(13)]
+    expected = [image.mean((1, 2))[None] for image, _ in pictures]
+    means = [box.mean() - target["boxes"].sum() for box, (_, target) in zip(expected, pictures, strict=True)]
+    for values, boxes, labels in in_turns(world_size, detect):
+        torch.testing.assert_close(torch.tensor(boxes), torch.stack(expected))
+        assert labels == [[1]] * 13
+        assert list(values) == ["map/mean", "map/counts/0", "map/counts/1"]
+        assert (values["map/counts/0"], values["map/counts/1"]) == (13, 13)
+        assert values["map/mean"] == pytest.approx(torch.stack(means).mean().item(), rel=1e-5)
+    assert len({str(result) for result in in_turns(world_size, detect)}) == 1
+
+
+class Sentences(torch.utils.data.Dataset):
+    def __len__(self):
+        return 11
+
+    def __getitem__(self, index):
+        return " ".join(WORDS[: 5 + index % 7]), " ".join(WORDS[index % 3 : 6 + index % 5])
+
+
+class Translator(torch.nn.Module):
+    def forward(self, sentences):
+        return [f"{sentence} now" for sentence in sentences]
+
+
+def translate(communicator):
+    def update(metric, output, batch):
+        metric.update(output, [[target] for target in batch[1]])
+
+    run = Run(4, 4, communicator=communicator)
+    bleu = metrics.from_torchmetrics(text.BLEUScore(n_gram=2), update)
+    return run.evaluate(Translator(), Sentences(), {"bleu": bleu}), run.predict(Translator(), Sentences())
+
+
+@cpu_only("strings are no tensors")
+def test_texts_are_measured_and_predicted():
+    sources, targets = zip(*(Sentences()[index] for index in range(11)), strict=True)
+    outputs = [f"{source} now" for source in sources]
+    whole = text.BLEUScore(n_gram=2)
+    whole.update(outputs, [[target] for target in targets])
+    for world_size in (1, 2, 3):
+        for values, predicted in in_turns(world_size, translate):
+            assert predicted == outputs
+            assert values["bleu"] == pytest.approx(whole.compute().item(), rel=1e-6)
+
+
+class Summed(torchmetrics.Metric):
+    def __init__(self):
+        super().__init__()
+        self.add_state("total", torch.ones(()), dist_reduce_fx="sum")
+
+    def update(self, *args):
+        pass
+
+    def compute(self):
+        return self.total
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda: torchmetrics.MetricCollection([classification.BinaryAccuracy()]),
+            "MetricCollection holds other metrics",
+        ),
+        (lambda: wrappers.MinMaxMetric(classification.BinaryAccuracy()), "MinMaxMetric holds other metrics"),
+        (lambda: torchmetrics.SumMetric() + torchmetrics.SumMetric(), "CompositionalMetric holds other metrics"),
+        (lambda: wrappers.Running(torchmetrics.SumMetric()), "Running holds other metrics"),
+        (lambda: Summed(), "Summed sums its state 'total' from a default that is not 0"),
+        (lambda: torch.nn.Identity(), "from_torchmetrics needs a metric of torchmetrics, got "),
+    ],
+)
+def test_what_cannot_be_merged_is_refused_by_name(make, message):
+    with pytest.raises(UsageError, match=message):
+        metrics.from_torchmetrics(make())
+
+
+class Averaged(Summed):
+    def __init__(self):
+        super().__init__()
+        self._defaults.clear()
+        self._reductions.clear()
+        self.add_state("mean", torch.zeros(()), dist_reduce_fx="mean")
+
+
+def test_a_mean_of_means_is_refused():
+    with pytest.raises(UsageError, match="Averaged averages its state 'mean' over updates, whatever their samples"):
+        Run(4, 2).evaluate(torch.nn.Identity(), scores(), {"x": Averaged()})
+
+
+def test_the_metric_that_is_given_stays_as_it_was():
+    metric = classification.MulticlassAccuracy(CLASSES)
+    metric.update(*scores())
+    before = metric.compute()
+    Run(16, 4).evaluate(torch.nn.Identity(), scores(), {"x": metric})
+    assert metric.compute() == before
