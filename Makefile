@@ -9,11 +9,13 @@ export NO_MKDOCS_2_WARNING := 1
 PYTEST := PYTHONHASHSEED=0 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 ON_GPUS := SAMESTEP_TEST_DEVICE=cuda FAKE_CUDA_DEVICES=8 PYTHONPATH=$(CURDIR)/tests/fake_cuda/site
 WITH_DEVICES := $(addprefix tests/,comm data engine pipelining scripts sharding tensor_parallel train)
+USABLE := .venv/.usable
 READY := .venv/.ready
+PIP := $(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt
 
 .PHONY: train test test-rest test-all test-gpu fake-cuda golden golden-write check format docs bench bench-short bench-packages prove clean
 
-train: $(READY)
+train: $(USABLE)
 	$(BIN)/samestep train lenet
 
 # A few minutes: all tests that start no process, and a dozen smoke tests over real ones (tests/tiers.py).
@@ -76,20 +78,26 @@ bench-short: $(READY) bench-packages
 	$(BIN)/python benchmarks/page.py --results $(SHORT) --docs $(SHORT)
 
 bench-packages: $(READY)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[bench]'
+	$(PIP) --quiet --editable '.[bench]'
 
 # Ten minutes on all devices of this machine; its file, proven-….json, is to be sent in (docs/proven.md).
-prove: $(READY)
+prove: $(USABLE)
 	$(BIN)/samestep doctor --prove
 
 clean:
 	rm -rf .venv site .mypy_cache .ruff_cache .hypothesis
 
-# torch first and by its exact version: another package that asks for "torch" must find it there.
-$(READY): pyproject.toml constraints.txt
+# What training needs. torch first and by its exact version: another package that asks for "torch" must find it there.
+$(USABLE): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "samestep needs Python 3.11 or newer, this is " + sys.version.split()[0] + ": make PYTHON=python3.11 ...")'
-	@echo "setting up .venv: about 2 GB, a few minutes"
+	@echo "setting up .venv: samestep with torch and its extras"
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	$(PIP) torch
+	$(PIP) --editable '.[all]'
+	touch $@
+
+# What development needs beside it: tests, types, documentation, and the frameworks whose scripts are tested.
+$(READY): $(USABLE)
+	@echo "adding the packages of development to .venv"
+	$(PIP) --quiet --editable '.[dev]'
 	touch $@

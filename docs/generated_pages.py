@@ -1,22 +1,44 @@
 """The generated pages: a mkdocs hook that writes the command line reference and the table of recipes from the code.
 
 A page holds a marker, `<!-- generated: commands -->` or `<!-- generated: recipes -->`, which is replaced when the
-documentation is built. Nothing generated is kept.
+documentation is built. `llms.txt` lists all pages, in the form of https://llmstxt.org. Nothing generated is kept.
 """
 
+import re
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 MARKER = "<!-- generated: {} -->"
+_LISTED: list[str] = []  # a line a page
 
 
-def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Replaces the markers of a page; mkdocs calls this for each one."""
+def on_pre_build(**_: Any) -> None:
+    """Begins the list of pages."""
+    _LISTED.clear()
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Replaces the markers of a page, and lists it; mkdocs calls this for each one."""
     for name, write in GENERATORS.items():
         marker = MARKER.format(name)
         if marker in markdown:
             markdown = markdown.replace(marker, write())
+    _LISTED.append(f"- [{page.title}]({page.url}): {first_sentence(markdown)}")
     return markdown
+
+
+def on_post_build(config: Any, **_: Any) -> None:
+    """Writes `llms.txt`."""
+    parts = [f"# {config['site_name']}", f"> {config['site_description']}", "## Pages", "\n".join(_LISTED)]
+    Path(config["site_dir"], "llms.txt").write_text("\n\n".join(parts) + "\n", "utf-8")
+
+
+def first_sentence(markdown: str) -> str:
+    """The first sentence of a page's prose, without marks."""
+    prose = re.sub(r"^```.*?^```$|^[#*!|<].*?$", "", markdown, flags=re.MULTILINE | re.DOTALL).strip()
+    paragraph = " ".join(prose.split("\n\n")[0].split())
+    return re.sub(r"\[(.*?)\]\(.*?\)", r"\1", re.split(r"(?<=[.:])\s", paragraph)[0])
 
 
 def command_reference() -> str:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import typer
@@ -247,15 +248,34 @@ def test_every_exported_name_can_be_had_and_is_in_the_reference():
 
 def test_every_page_is_in_the_navigation():
     navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
-    assert [page.name for page in DOCS if f": {page.name}\n" not in navigation] == []
+    assert [page.name for page in DOCS if f" {page.name}\n" not in navigation] == []
+
+
+def hook():
+    """The module that mkdocs loads as a hook."""
+    spec = importlib.util.spec_from_file_location("generated_pages", ROOT / "docs" / "generated_pages.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def generated(name):
     """A page as mkdocs gets it."""
-    spec = importlib.util.spec_from_file_location("generated_pages", ROOT / "docs" / "generated_pages.py")
-    hook = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(hook)
-    return hook.on_page_markdown((ROOT / "docs" / name).read_text(encoding="utf-8"))
+    page = SimpleNamespace(title=name, url=name)
+    return hook().on_page_markdown((ROOT / "docs" / name).read_text(encoding="utf-8"), page=page)
+
+
+def test_all_pages_are_listed_with_their_first_sentence(tmp_path):
+    module = hook()
+    module.on_pre_build()
+    for page in DOCS:
+        text = page.read_text(encoding="utf-8")
+        module.on_page_markdown(text, page=SimpleNamespace(title=page.stem, url=f"{page.stem}.html"))
+    module.on_post_build({"site_name": "samestep", "site_description": "One step.", "site_dir": str(tmp_path)})
+    lines = (tmp_path / "llms.txt").read_text(encoding="utf-8").splitlines()
+    assert lines[:5] == ["# samestep", "", "> One step.", "", "## Pages"]
+    assert len(lines) == 6 + len(DOCS)
+    assert all(re.fullmatch(r"- \[[\w-]+\]\([\w-]+\.html\): .{20,}[.:]", line) for line in lines[6:]), lines
 
 
 def test_the_command_line_reference_holds_every_command_and_option():
