@@ -77,6 +77,11 @@ def test_tensors_that_do_not_fit_together_are_refused(tensors, message):
         TensorData(tensors)
 
 
+def test_several_tensors_are_given_as_one_value():
+    with pytest.raises(DataError, match=r"got Tensor as transform; needed: a function. .* TensorData\(\(x, y\)\)"):
+        TensorData(torch.zeros(3, 2), torch.zeros(3))
+
+
 @given(st.integers(2, 200), st.floats(0.01, 0.99), st.integers(0, 2**64 - 1))
 def test_splits_hold_every_sample_once(count, fraction, seed):
     data = rows(count)

@@ -1,10 +1,12 @@
 """`launch`: functions and closures in workers, from this very process."""
 
+import json
 import os
 import subprocess
 import sys
 import textwrap
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -127,3 +129,17 @@ def test_a_notebook_that_has_asked_for_gpus_or_used_one_launches_on_them():
     """torch has no public name for a process whose forks cannot use GPUs, so a fork is asked."""
     out = run(CELLS, devices=4)
     assert out.splitlines() == ["True False", "(2, 'cuda:0', 12.0)", "(1, 'cuda:0', 18.0)"]
+
+
+def test_the_quickstart_notebook_runs_from_top_to_bottom(tmp_path):
+    notebook = json.loads((Path(__file__).parents[2] / "examples" / "quickstart.ipynb").read_text(encoding="utf-8"))
+    assert all(not cell.get("outputs") for cell in notebook["cells"])
+    cells = [cell["source"] for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    (tmp_path / "cells.py").write_text("\n".join("".join(cell) for cell in cells), encoding="utf-8")
+    result = subprocess.run([sys.executable, "cells.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    lines = result.stdout.splitlines()
+    assert lines[1:4] == lines[4:7]  # the lines of the epochs, on one device and on two
+    assert lines[1].startswith("epoch 1, loss ")
+    assert [line[:11] for line in lines[7:9]] == ["one device ", "two devices"]
+    assert lines[7][11:].strip() == lines[8][11:].strip()

@@ -45,10 +45,15 @@ class TensorData(Dataset[Any]):
             sample must not depend on the other samples, since batches have different sizes.
 
     Raises:
-        DataError: there is no tensor, a leaf is no tensor, or the first dimensions differ.
+        DataError: there is no tensor, a leaf is no tensor, the first dimensions differ, or `transform` is no function.
     """
 
     def __init__(self, tensors: Any, transform: Transform | None = None) -> None:
+        if transform is not None and not callable(transform):
+            raise DataError(
+                f"got {type(transform).__name__} as transform; needed: a function. Several tensors are one value: "
+                "TensorData((x, y))"
+            )
         self.tensors = tensors
         self.transform = transform
         sizes = {_rows(tensor) for tensor in leaves(tensors)}
