@@ -1,6 +1,7 @@
 """Text for people: names, values and messages of a readable length, without control characters."""
 
 import re
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
@@ -45,6 +46,28 @@ def make_table(*titles: str) -> "Table":
     from rich.table import Table
 
     return Table(*titles, box=box.SIMPLE)
+
+
+def print_table(console: "Console", table: "Table", spare: Sequence[str], all_by: str) -> None:
+    """Prints a table of `make_table`; on a narrow terminal without some columns, the first of `spare` first.
+
+    A line under it names them; `all_by` says how all are shown.
+    """
+    cells = {str(column.header): list(column.cells) for column in table.columns}
+    left_out: list[str] = []
+    wide = console.options.update_width(MAX_LINE)
+    for title in spare:
+        if console.measure(table, options=wide).maximum <= console.width:
+            break
+        if title in cells:
+            del cells[title]
+            left_out.append(title)
+            table = make_table(*cells)
+            for row in zip(*cells.values(), strict=True):
+                table.add_row(*row)
+    console.print(table)
+    if left_out:
+        console.print(f"left out, for want of width: {', '.join(left_out)}; {all_by} shows all", markup=False)
 
 
 def _short(line: str) -> str:

@@ -1,11 +1,13 @@
 """What the command says of names and values that cannot be: a sentence of readable length on each, and exit code 2."""
 
+import io
 import os
 
 import pytest
+from rich.console import Console
 
 from samestep.errors import RunFolderError, UsageError
-from samestep.text import MAX_LINE, MAX_WORD, readable
+from samestep.text import MAX_LINE, MAX_WORD, make_table, print_table, readable
 
 LONG = "a" * 300
 
@@ -59,3 +61,23 @@ def test_a_run_folder_of_an_earlier_version_is_refused(refused, tmp_path, words)
     (tmp_path / "run.json").write_text('{"num_shards": 8, "job": {"recipe": "lenet"}}')
     (tmp_path / "ledger.jsonl").write_text("")
     assert f"{tmp_path} was written by an earlier samestep" in refused(*words, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("width", "titles", "left_out"),
+    [
+        (60, ["run", "state", "size"], ""),
+        (28, ["run", "state"], "left out, for want of width: size; --json shows all"),
+        (18, ["run"], "left out, for want of width: size, state; --json shows all"),
+    ],
+)
+def test_a_narrow_terminal_gets_fewer_columns_and_no_cut_ones(width, titles, left_out):
+    out = io.StringIO()
+    console = Console(file=out, width=width, highlight=False)
+    table = make_table("run", "state", "size")
+    table.add_row("lenet-20261123", "stopped", "12 MiB")
+    print_table(console, table, ["size", "state"], "--json")
+    lines = [line.strip() for line in out.getvalue().splitlines() if line.strip()]
+    assert lines[0].split() == titles
+    assert lines[2].split()[0] == "lenet-20261123"
+    assert " ".join(lines[3:]) == left_out

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from samestep.text import counted, make_console, make_table, one_line
+from samestep.text import counted, make_console, make_table, one_line, print_table
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -183,7 +183,8 @@ def _print_steps(console: "Console", steps: "list[Any]") -> None:
         mark = " skipped" if step.get("skipped") else ""
         cells = [ledger_value(step.get(field), short=True) + (mark if field == "step" else "") for field in used]
         table.add_row(*map(cell, cells))
-    console.print(table)
+    spare = ("num_samples", "position", "world_size", "ids", "epoch", "lr")
+    print_table(console, table, [field_name(field) for field in spare], "--json")
 
 
 def _print_events(console: "Console", events: "list[Any]") -> None:

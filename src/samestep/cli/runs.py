@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from samestep.text import make_console, make_table
+from samestep.text import make_console, make_table, print_table
 
 if TYPE_CHECKING:
     from samestep.verify.runs import RunStatus
@@ -69,7 +69,8 @@ def _print(found: "list[RunStatus]") -> None:
             f"{datetime.fromtimestamp(run.changed):%Y-%m-%d %H:%M}",
             size(run.size_bytes),
         )
-    console.print(table)
+    spare = ("size", "changed", "recipe", "devices", "epochs", "best")
+    print_table(console, table, spare, "--json")
     for run in found:
         for problem in run.problems:
             console.print(f"note: {run.path}: {problem}", markup=False)

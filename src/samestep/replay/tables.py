@@ -8,7 +8,7 @@ from rich.markup import escape
 from samestep.replay.difference_tables import changes_table, fields_table
 from samestep.replay.statistics import Statistics, pooled
 from samestep.replay.views import Activation, Check, MicrobatchView, NonFinite, Place, Replay, StepView
-from samestep.text import make_table
+from samestep.text import make_table, print_table
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -48,7 +48,8 @@ def print_replay(console: "Console", replay: Replay, *, by_microbatch: bool) -> 
         say(f"first value that is not finite: {_in_words(view.nonfinite)}", "bold red")
     console.print(_microbatches(view.microbatches))
     console.print(_parameters(view))
-    console.print(_modules(view.microbatches, by_microbatch))
+    spare = ("peak in", "std", "min", "zeros", "type")
+    print_table(console, _modules(view.microbatches, by_microbatch), spare, "--json")
     if replay.saved is not None:
         say(f"saved in {replay.saved}")
 
