@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from samestep.train import metrics
     from samestep.train.digest import state_digest
     from samestep.train.epoch import EpochRecord
+    from samestep.train.hooks import EMA, Hook
     from samestep.train.run import Run
     from samestep.train.trainer import Trainer
 
@@ -48,7 +49,9 @@ _HOMES = {
     "Batch": "samestep.data.batch",
     "Communicator": "samestep.comm.communicator",
     "DataParallel": "samestep.scripts.parallel",
+    "EMA": "samestep.train.hooks",
     "EpochRecord": "samestep.train.epoch",
+    "Hook": "samestep.train.hooks",
     "Loader": "samestep.data.loader",
     "Mean": "samestep.engine.losses",
     "Pipeline": "samestep.engine.strategies",
@@ -79,7 +82,9 @@ __all__ = [
     "Batch",
     "Communicator",
     "DataParallel",
+    "EMA",
     "EpochRecord",
+    "Hook",
     "Loader",
     "Mean",
     "Pipeline",

@@ -42,6 +42,7 @@ T = TypeVar("T")
 QUORUM_POLL_SECONDS = 0.005
 QUORUM_SECONDS = 60.0
 LOOK_SECONDS = 0.05  # between looks at whether a rank has ended
+END_OF_FIT = 256  # as `Membership.stop`: above all signals, which are asked for once more by the next step
 ENDED_SECONDS = 1.0  # after which a transfer with it does not arrive any more
 
 
@@ -88,7 +89,9 @@ class Membership:
         self.is_late = healing_store is not None  # whether this worker still waits to join
         self.is_dealt = False  # whether microbatches are dealt to the ranks in turn
         self.needs_all = False  # whether each rank has state that no other has
-        self.stop = 0  # the signal by which the run is to stop, once all ranks have agreed on it after a step
+        # The signal by which the run is to stop, or `END_OF_FIT`, once all ranks have agreed on it after a step.
+        self.stop = 0
+        self.asks_end = False  # whether this rank asks for the end of the fit after the next step
         self.asks_checkpoint = False  # whether this rank asks for a checkpoint after the next step
         self.checkpoint_agreed = False  # whether a rank asked for one before the last step; the same on all ranks
         # Called with the name by which the script asks for its rank; None while it may.

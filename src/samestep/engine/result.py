@@ -120,7 +120,7 @@ class StepStats:
 class Agreed:
     """The requests of one rank; after the exchange those of any rank."""
 
-    stop: int  # the signal by which the run is to stop; 0 for none
+    stop: int  # the signal by which the run is to stop, or `membership.END_OF_FIT`; 0 for none
     is_short: bool  # whether memory ran out
     checkpoint: bool  # whether all ranks are to write a checkpoint after the step
     flags: list[bool]  # any others, equally many on every rank

@@ -144,6 +144,8 @@ class Progress:
             "loader_generators": loader_generator_states(loader),
             "contract": contract,
         }
+        if self._step.extra_state:
+            rest["state"] = {name: value.state_dict() for name, value in self._step.extra_state.items()}
         return capture(self._step, rest)
 
     def restore(self, resumed: "Resumed") -> None:
@@ -166,6 +168,10 @@ class Progress:
         self._waiting["generators"] = generator_states(device)
         restore_generators(generators, device)
         self.history, self.epoch = history, epoch
+        with as_bad_checkpoint(NOT_OURS):
+            for name, state in rest.get("state", {}).items():
+                if name in self._step.extra_state:  # else the change of the contract was allowed
+                    self._step.extra_state[name].load_state_dict(state)
 
     def go_on(self, loader: Loader | DataLoader[Any]) -> None:
         """Restores cursor, generators and epoch, if a state is waiting; else begins an epoch.
@@ -192,7 +198,17 @@ class Progress:
                 )
             if self.eval_loader is not None and state["eval_cursor"] is not None:
                 self.eval_loader.load_state_dict(state["eval_cursor"])
-            restore_generators(state["generators"], self._run.device)
+            if state["generators"] is not None:
+                restore_generators(state["generators"], self._run.device)
+
+    def pause(self, loader: Loader | DataLoader[Any]) -> None:
+        """Has the next `go_on` go on with the epoch under way, in the middle of which training has ended."""
+        self._waiting = {
+            "cursor": loader.state_dict() if isinstance(loader, Loader) else None,
+            "eval_cursor": None if self.eval_loader is None else self.eval_loader.state_dict(),
+            "loader_generators": loader_generator_states(loader),
+            "generators": None,  # the script may have drawn since
+        }
 
     def add(self, record: EpochRecord) -> None:
         """Ends the epoch under way."""

@@ -98,7 +98,7 @@ class RunLog:
         checkpoint_minutes: float | None,
         checkpoint_retries: int,
     ) -> None:
-        _check_counts(checkpoint_steps=checkpoint_steps, keep=keep, digest_every=digest_every)
+        check_counts(checkpoint_steps=checkpoint_steps, keep=keep, digest_every=digest_every)
         check_retries(checkpoint_retries)
         if checkpoint_minutes is not None and not 0 < checkpoint_minutes < float("inf"):
             raise UsageError(
@@ -388,7 +388,7 @@ class RunLog:
             self._recorder.event("checkpoint", saved.step, name=saved.name, **seconds)
 
 
-def _check_counts(**counts: int | None) -> None:
+def check_counts(**counts: int | None) -> None:
     """Raises a `UsageError` for a count that is not a whole number from 1 on."""
     for name, value in counts.items():
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
