@@ -261,9 +261,9 @@ def test_further_state_is_part_of_the_digest_and_of_the_contract(tmp_path):
         def load_state_dict(self, state):
             self.values = state
 
-    def program(communicator, state=None, resume=None, **options):
+    def program(communicator, state=None, resume=None, allow=False, **options):
         with make(communicator, state=state, **options) as trainer:
-            trainer.fit(points(), 1, resume=resume)
+            trainer.fit(points(), 1, resume=resume, allow_contract_change=allow)
             return trainer.digest, state_digest(trainer.model, trainer.step.optimizers)
 
     def alone(*args, **options):
@@ -281,6 +281,7 @@ def test_further_state_is_part_of_the_digest_and_of_the_contract(tmp_path):
     assert other.values["n"] == 1
     with pytest.raises(ContractError, match=r"state\.c\.class: Counter before, \(not recorded\) now"):
         alone(None, tmp_path / "run", run_dir=tmp_path / "run")
+    alone(None, tmp_path / "run", run_dir=tmp_path / "other", allow=True)
     with pytest.raises(ContractError, match=r"state\.ema\.decay"):
         alone({"c": Counter(), "ema": EMA()}, tmp_path / "run", run_dir=tmp_path / "run")
 
