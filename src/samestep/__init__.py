@@ -79,10 +79,10 @@ _HOMES = {
 }
 
 __all__ = [
+    "EMA",
     "Batch",
     "Communicator",
     "DataParallel",
-    "EMA",
     "EpochRecord",
     "Hook",
     "Loader",

@@ -2,9 +2,10 @@
 
 JSON holds "folder" (of the run), "faults", a list of {"rank", "step", "phase", "kind"}, and perhaps "spares", "resume",
 "checkpoint_steps", "epochs", "pause" (seconds a microbatch), and "wait_for": a slot that has to be there before step 5
-ends; "options" are the step's, "fused" is Adam's, "plain" leaves BatchNorm out, and with "messages" NCCL takes two
-messages for a sum; "hooked" adds an average and a hook that counts. A fault may "skip" so many passages. It leaves a file behind that says where it struck, on the clock
-that all processes share; "pid-SLOT" is there once a worker has taken a step.
+ends; "options" are the step's, "fused" is Adam's, "plain" leaves BatchNorm out, with "messages" NCCL takes two messages
+for a sum, and "hooked" adds an average and a hook that counts. A fault may "skip" so many passages. It leaves a file
+behind that says where it struck, on the clock that all processes share; "pid-SLOT" is there once a worker has taken a
+step.
 """
 
 import ctypes

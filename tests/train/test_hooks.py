@@ -14,7 +14,6 @@ from samestep.train.hooks import EMA, EVENTS, Hook
 from samestep.train.run import Run
 from samestep.train.trainer import Trainer
 
-
 OF_A_CALL = ("on_fit_start", "on_fit_end", "on_checkpoint")  # made anew by a resumed program, and by each call of fit
 
 

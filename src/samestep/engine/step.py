@@ -378,7 +378,8 @@ class TrainStep:
             event.record(torch.cuda.current_stream(scalars_on))  # the device need not be the current one
         settle = self._read_up_to if self._finite.is_late else None
         number, num_microbatches = self.num_steps, self.membership.num_microbatches
-        return StepResult(number, batch.length, batch.without_samples(), num_microbatches, scalars, event, settle)
+        light, names = batch.without_samples(), self._stats.names
+        return StepResult(number, batch.length, light, num_microbatches, scalars, event, settle, _names=names)
 
     def _read(self, result: StepResult, schedule: _Schedule | None) -> None:
         """Raises the failure of a step; later steps then update again, from the state before that one."""

@@ -95,7 +95,8 @@ def named_state(
     extra: Mapping[str, Any] = {}
     if isinstance(model, TrainStep):
         state, world_size, optimizers = model.sharded_state, model.state_communicator.world_size, model.optimizers
-        model, extra = model.model, model.extra_state
+        extra = model.extra_state
+        model = model.model
     named = chain(model.named_parameters(), () if state is None else state.parts.items())
     names = {id(parameter): name for name, parameter in named}
     yield from local_tensors(model, state, world_size)

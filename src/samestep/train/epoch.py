@@ -28,6 +28,7 @@ class EpochRecord:
         samples_per_second: of training.
         train_loss: the sum of the loss over the epoch, over the sum of its counts.
         eval: metrics after the epoch; empty without evaluation data.
+        scalars: means over the epoch of what the loss function returned beside the loss.
     """
 
     epoch: int
@@ -35,15 +36,17 @@ class EpochRecord:
     samples_per_second: float
     train_loss: float
     eval: dict[str, float]
+    scalars: dict[str, float] = field(default_factory=dict)
 
     def as_json(self) -> dict[str, Any]:
-        """The record as a JSON object."""
-        return asdict(self)
+        """The record as a JSON object; without scalars if there are none."""
+        return {name: value for name, value in asdict(self).items() if name != "scalars" or value}
 
-    def scalars(self) -> dict[str, float]:
+    def tags(self) -> dict[str, float]:
         """The scalars for loggers."""
         scalars = {"epoch": float(self.epoch), "loss/train_epoch": self.train_loss}
         scalars["samples_per_second"] = self.samples_per_second
+        scalars.update({f"{name}/train_epoch": value for name, value in self.scalars.items()})
         scalars.update({f"{name}/eval": value for name, value in self.eval.items()})
         return scalars
 
@@ -56,6 +59,11 @@ class EpochRecord:
         return f"{text}, {self.samples_per_second:,.0f} samples/s"
 
 
+def mean_of(total: float, count: float) -> float:
+    """The mean of an epoch; NaN if it has counted nothing."""
+    return total / count if count else float("nan")
+
+
 @dataclass
 class EpochSoFar:
     """The epoch under way; part of a checkpoint, so that a resumed epoch ends as it would have."""
@@ -64,6 +72,7 @@ class EpochSoFar:
     num_samples: int = 0
     total: float = 0.0  # the sum of the loss
     count: float = 0.0  # its divisor
+    scalars: dict[str, tuple[float, float]] = field(default_factory=dict)  # of those beside the loss: sum and divisor
     seconds: float = 0.0
     generators: dict[str, Any] = field(default_factory=dict)  # the states of the script's, at its beginning
     of_loader: list[torch.Tensor] = field(default_factory=list)  # and of those of a loader of the user's own
@@ -159,9 +168,10 @@ class Progress:
             history = [EpochRecord(**record) for record in rest["history"]]
             epoch = EpochSoFar(**rest["epoch"])
             for record in history:
-                own = EpochRecord(0, 0.0, 0.0, 0.0, dict.fromkeys(record.eval, 0.0))
+                own = EpochRecord(0, 0.0, 0.0, 0.0, *(dict.fromkeys(n, 0.0) for n in (record.eval, record.scalars)))
                 check_alike("epochs", record.as_json(), own.as_json())
             own_epoch = {**asdict(EpochSoFar()), "generators": epoch.generators, "of_loader": epoch.of_loader}
+            own_epoch["scalars"] = dict.fromkeys(epoch.scalars, (0.0, 0.0))
             check_alike("epoch", rest["epoch"], own_epoch)
         generators = generator_states(device)
         self._waiting = restore(self._step, resumed.snapshot)

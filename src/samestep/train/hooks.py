@@ -196,7 +196,9 @@ class EMA(Hook):
             kinds = {(tensor.dtype, tensor.device) for tensor in now.values()}
             for kind in sorted(kinds, key=str):
                 names = [name for name, tensor in now.items() if (tensor.dtype, tensor.device) == kind]
-                self.weights |= {name: self.weights[name].to(kind[1]) for name in names}  # restored ones lie on the host
+                self.weights |= {
+                    name: self.weights[name].to(kind[1]) for name in names
+                }  # restored ones lie on the host
                 average([self.weights[name] for name in names], [now[name].detach() for name in names], None)
         self.num_updates += 1
 
@@ -235,8 +237,8 @@ class EMA(Hook):
         forms = [{name: tensor.shape for name, tensor in some.items()} for some in (parameters, self.weights)]
         if forms[0] != forms[1]:
             raise UsageError(
-                f"the average has {len(forms[1])} parameters of other names or shapes than the model's {len(forms[0])}; "
-                "needed: the model that it was begun with"
+                f"the average has {len(forms[1])} parameters of other names or shapes than the model's "
+                f"{len(forms[0])}; needed: the model that it was begun with"
             )
 
 

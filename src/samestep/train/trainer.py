@@ -28,6 +28,7 @@ from samestep.train.epoch import (
     begin_epoch,
     make_eval_loader,
     make_loader,
+    mean_of,
     num_batches,
 )
 from samestep.train.exceptions import on_main
@@ -399,8 +400,9 @@ class Trainer:
         if is_cut:
             return None
         seconds = before + time.perf_counter() - start
-        loss = epoch.total / epoch.count if epoch.count else float("nan")
-        return EpochRecord(number, seconds, epoch.num_samples / seconds, loss, {})
+        loss = mean_of(epoch.total, epoch.count)
+        scalars = {name: mean_of(*sums) for name, sums in epoch.scalars.items()}
+        return EpochRecord(number, seconds, epoch.num_samples / seconds, loss, {}, scalars)
 
     def _attend(self, loader: Loader | DataLoader[Any]) -> None:
         """Between two steps: records healed failures, handles finished checkpoints, due ones and requests to stop."""

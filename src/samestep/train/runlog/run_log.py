@@ -224,6 +224,9 @@ class RunLog:
             if not note.result.skipped:
                 epoch.total += note.result.total
                 epoch.count += note.result.count
+                for name, (total, count) in note.result.scalar_sums.items():
+                    before = epoch.scalars.get(name, (0.0, 0.0))
+                    epoch.scalars[name] = before[0] + total, before[1] + count
             self.last_loss = note.result.loss
             light = None if note.batch is None else note.result.batch  # holds no samples
             note = StepNote(note.result, light, note.rates, note.world_size, note.digest, note.seconds)
@@ -260,7 +263,7 @@ class RunLog:
     def epoch(self, record: EpochRecord) -> None:
         """Records an epoch, on the rank that writes."""
         if self._recorder is not None:
-            self._recorder.log(self._step.num_steps, record.scalars())
+            self._recorder.log(self._step.num_steps, record.tags())
             self._recorder.flush()
 
     def draw(self, history: Sequence[EpochRecord], name: str) -> None:
