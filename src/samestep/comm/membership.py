@@ -276,6 +276,14 @@ class Membership:
             self.heartbeat.set_flags((self.heartbeat.flags | HEALS) & ~READY_TO_JOIN)
             return value
 
+    def agree_on_end(self) -> None:
+        """Ends the fit, after an epoch, if any rank asks for it; a collective call."""
+        before = self.heartbeat.enter("exchange")  # a rank that waits for another, which still evaluates, does not hang
+        rows = self.perform(lambda: self.communicator.gather_words([int(self.asks_end)]))
+        self.heartbeat.enter(before)
+        if any(asks for (asks,) in rows):
+            self.stop = END_OF_FIT
+
     def close(self) -> None:
         """Closes connections, and posts the end of this rank."""
         self.heartbeat.enter("end")

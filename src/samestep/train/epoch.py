@@ -1,21 +1,28 @@
 """The progress of a trainer: the records of epochs, the state of the one under way, and its remaining batches."""
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from math import isfinite, nan
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.data import DataLoader
 
+from samestep.comm.communicator import Communicator
+from samestep.core.cursor import Cursor
 from samestep.data.loader import Loader
 from samestep.engine.step import TrainStep
-from samestep.errors import CheckpointError
+from samestep.errors import CheckpointError, UsageError
+from samestep.train.checkpoint.local_shards import whole_tensors
 from samestep.train.determinism import check_alike, generator_states, restore_generators
 from samestep.train.run import Run
 
 if TYPE_CHECKING:
     from samestep.train.checkpoint.resume import Resumed
     from samestep.train.checkpoint.storage import Snapshot
+
+
+LOWER_IS_BETTER = ("loss", "error", "perplexity", "cross_entropy")  # endings of the names of such metrics
 
 
 @dataclass(frozen=True)
@@ -57,6 +64,55 @@ class EpochRecord:
             if name in self.eval:
                 text += f", {label} {self.eval[name]:#.4g}"
         return f"{text}, {self.samples_per_second:,.0f} samples/s"
+
+
+@dataclass(frozen=True)
+class Goal:
+    """The metric by which epochs are compared, and the number of evaluations without a better one that end the run."""
+
+    metric: str
+    mode: str
+    patience: int | None
+
+    @classmethod
+    def of(cls, best: str | tuple[str, str] | None, patience: int | None) -> "Goal | None":
+        """The goal by arguments of `Trainer`; None without any."""
+        if best is None:
+            if patience is not None:
+                raise UsageError(
+                    f"got patience={patience!r} without best; name the metric, such as best='accuracy' (--best)"
+                )
+            return None
+        given = (best,) if isinstance(best, str) else tuple(best)
+        name, mode = (*given, "min" if given and str(given[0]).endswith(LOWER_IS_BETTER) else "max")[:2]
+        if len(given) > 2 or not isinstance(name, str) or not name or mode not in ("min", "max"):
+            raise UsageError(
+                f"got best={best!r}; needed: the name of a metric, or its name and 'min' or 'max', such as "
+                "('loss', 'min') (--best loss:min)"
+            )
+        return cls(name, mode, patience)
+
+    def check(self, metrics: Mapping[str, Any] | None, has_data: bool) -> None:
+        """Raises a `UsageError` unless the metric is measured."""
+        if not has_data or self.metric not in (metrics or {}):
+            there = ", ".join(metrics or {}) if has_data else "no eval_data"
+            raise UsageError(
+                f"got best={self.metric!r}, and fit has {there or 'no metrics'}; needed: eval_data, and a metric of "
+                "this name"
+            )
+
+    def best(self, history: Iterable[EpochRecord]) -> EpochRecord | None:
+        """The best epoch, the first of equal ones; None if there is none with a finite value."""
+        sign = 1 if self.mode == "max" else -1
+        measured = [record for record in history if isfinite(record.eval.get(self.metric, nan))]
+        return max(measured, key=lambda record: sign * record.eval[self.metric], default=None)
+
+    def is_given_up(self, history: Iterable[EpochRecord]) -> bool:
+        """Whether as many evaluations as `patience` have brought nothing better than the best before them."""
+        measured = [record for record in history if self.metric in record.eval]
+        best = self.best(measured)
+        num_since = len(measured) if best is None else len(measured) - 1 - measured.index(best)
+        return self.patience is not None and num_since >= self.patience
 
 
 def mean_of(total: float, count: float) -> float:
@@ -156,6 +212,26 @@ class Progress:
         if self._step.extra_state:
             rest["state"] = {name: value.state_dict() for name, value in self._step.extra_state.items()}
         return capture(self._step, rest)
+
+    def give(
+        self,
+        communicator: Communicator,
+        source: int,
+        loader: Loader | DataLoader[Any],
+        batch: Any,
+        contract: Mapping[str, Any],
+    ) -> None:
+        """Sends the state of rank `source` before the step on this batch to ranks that join."""
+        from samestep.train.checkpoint.resume import Resumed, broadcast_state
+        from samestep.train.checkpoint.saver import to_host_copy
+
+        state = None
+        if communicator.rank == source:
+            cursor = loader.state_at(Cursor(batch.epoch, batch.position)) if isinstance(loader, Loader) else None
+            captured = self.capture(loader, cursor, contract)
+            copied = replace(captured, files=to_host_copy(whole_tensors(captured.files)))
+            state = Resumed(f"rank {source}", copied)
+        broadcast_state(communicator, state, source)
 
     def restore(self, resumed: "Resumed") -> None:
         """Restores a state; loaders and generators follow by `go_on`."""

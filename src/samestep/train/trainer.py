@@ -12,17 +12,17 @@ from torch.utils.data import DataLoader
 
 from samestep.comm.communicator import Communicator
 from samestep.comm.membership import END_OF_FIT
-from samestep.core.cursor import Cursor
 from samestep.data.loader import Loader
 from samestep.engine.losses import LossFn
 from samestep.errors import UsageError
 from samestep.train.atomic_io import CHECKPOINT_RETRIES
-from samestep.train.checkpoint.local_shards import is_sharded, whole_tensors
+from samestep.train.checkpoint.local_shards import is_sharded
 from samestep.train.contract import loader_contract, step_contract
 from samestep.train.contract_diff import Change
 from samestep.train.digest import state_digest
 from samestep.train.epoch import (
     EpochRecord,
+    Goal,
     Progress,
     batches_left,
     begin_epoch,
@@ -77,6 +77,10 @@ class Trainer:
         state: further objects by name with `state_dict()` and `load_state_dict(state)`, alike on all ranks: saved in
             checkpoints, restored on resume, sent to ranks that join, and part of `digest`. Their state has tensors,
             arrays of numbers, numbers, strings and None in dicts, lists and tuples.
+        best: a metric of `fit`, or its name and "min" or "max"; "max" by default, "min" for names that end in loss,
+            error, perplexity or cross_entropy. After each evaluation that is the best so far a checkpoint is written,
+            which is kept beside `keep` others and named by the file `checkpoints/best`.
+        patience: ends `fit` after so many evaluations in a row that are no better than the best before them.
         step_options: further arguments of `Run.train_step`: max_grad_norm, precision, scheduler, …
 
     Raises:
@@ -103,6 +107,8 @@ class Trainer:
         resume_command: str | None = None,
         hooks: Iterable[Any] = (),
         state: Mapping[str, Any] | None = None,
+        best: str | tuple[str, str] | None = None,
+        patience: int | None = None,
         **step_options: Any,
     ) -> None:
         if (rerun := current_rerun()) is not None:
@@ -125,6 +131,8 @@ class Trainer:
             **(contract or {}),
         }
         self._progress = Progress(run, self.step)
+        check_counts(patience=patience)
+        self._goal = Goal.of(best, patience)
         self._log = RunLog(
             run.membership,
             self.step,
@@ -145,6 +153,11 @@ class Trainer:
     def history(self) -> list[EpochRecord]:
         """A record of each epoch so far."""
         return self._progress.history
+
+    @property
+    def best(self) -> EpochRecord | None:
+        """The record of the best epoch so far by the metric `best`."""
+        return None if self._goal is None else self._goal.best(self.history)
 
     @property
     def digest(self) -> str:
@@ -206,6 +219,8 @@ class Trainer:
         check_counts(epochs=epochs, max_steps=max_steps, eval_every=eval_every)
         if eval_data is not None and not metrics:
             raise UsageError("eval_data needs metrics, for example metrics={'accuracy': samestep.metrics.accuracy}")
+        if self._goal is not None:
+            self._goal.check(metrics, eval_data is not None)
         if (rerun := current_rerun()) is not None:
             resume, allow_contract_change = rerun.checkpoint(self), True
         progress = self._progress
@@ -233,7 +248,7 @@ class Trainer:
                     if progress.eval_loader is not None and metrics and record.epoch % eval_every == 0:
                         record = replace(record, eval=self.evaluate(progress.eval_loader, metrics))
                         self._hooks.call("on_evaluation_end", record.eval)
-                    self._end_epoch(record)
+                    self._end_epoch(loader, record)
                 if progress.epoch.num_batches > 0:
                     progress.pause(loader)
                 self._end_fit(loader)
@@ -319,23 +334,6 @@ class Trainer:
         self._restore(resumed)
         self._log.join()
 
-    def _give_state(
-        self, communicator: Communicator, source: int, loader: Loader | DataLoader[Any], batch: Any
-    ) -> None:
-        """Sends the state before the step on this batch to ranks that join; the other side of `_join`."""
-        from samestep.train.checkpoint.resume import Resumed, broadcast_state
-        from samestep.train.checkpoint.saver import to_host_copy
-        from samestep.train.checkpoint.storage import Snapshot
-
-        state = None
-        if communicator.rank == source:
-            self._log.settle(self._progress.epoch, wait=True)
-            cursor = loader.state_at(Cursor(batch.epoch, batch.position)) if isinstance(loader, Loader) else None
-            captured = self._progress.capture(loader, cursor, self._contract)
-            files = to_host_copy(whole_tensors(captured.files))
-            state = Resumed(f"rank {source}", Snapshot(captured.step, files, captured.facts))
-        broadcast_state(communicator, state, source)
-
     def _restore(self, resumed: "Resumed") -> None:
         self._progress.restore(resumed)
         self._log.count_checkpoint()
@@ -357,6 +355,8 @@ class Trainer:
         """Whether the call of `fit` is to end now; the same on all ranks."""
         if self._max_steps is not None and self.step.num_steps >= self._max_steps:
             return True
+        if self._goal is not None and self._goal.is_given_up(self.history):
+            return True
         is_planned = self._planned is not None and len(self.history) >= self._planned
         return is_planned or self.run.membership.stop == END_OF_FIT
 
@@ -373,7 +373,9 @@ class Trainer:
         first, before, start = epoch.num_samples, epoch.seconds, time.perf_counter()
 
         def give(communicator: Communicator, source: int) -> None:
-            self._give_state(communicator, source, loader, batch)
+            if communicator.rank == source:
+                log.settle(progress.epoch, wait=True)
+            progress.give(communicator, source, loader, batch, self._contract)
 
         for batch in batches_left(loader, epoch, self.run.device):
             rates = learning_rates(self.step.optimizers)
@@ -422,13 +424,13 @@ class Trainer:
             self._checkpointed_at = self.step.num_steps
             self._hooks.call("on_checkpoint", self.step.num_steps)
 
-    def _checkpoint(self, loader: Loader | DataLoader[Any]) -> None:
+    def _checkpoint(self, loader: Loader | DataLoader[Any], is_best: bool = False) -> None:
         """Has the state written, on the rank that writes; if it is sharded, by all ranks."""
         progress = self._progress
 
         def capture() -> "Snapshot":
             cursor = loader.state_dict() if isinstance(loader, Loader) else None
-            return progress.capture(loader, cursor, self._contract)
+            return replace(progress.capture(loader, cursor, self._contract), is_best=is_best)
 
         self._log.checkpoint(progress.epoch, capture)
 
@@ -456,8 +458,8 @@ class Trainer:
         self.close()
         raise SystemExit(128 + signum)
 
-    def _end_epoch(self, record: EpochRecord) -> None:
-        """Records and shows an epoch, and agrees on whether it is the last one."""
+    def _end_epoch(self, loader: Loader | DataLoader[Any], record: EpochRecord) -> None:
+        """Records and shows an epoch, keeps the best, and agrees on whether it is the last one."""
         log = self._log
         log.note_healed(self._progress.epoch)
         self._progress.add(record)
@@ -465,12 +467,11 @@ class Trainer:
         shown = [self._epoch_line] if self._epoch_line else [(name, f"test {name}") for name in record.eval]
         self.say(record.describe(shown))
         self._hooks.call("on_epoch_end", record)
-        membership = self.run.membership
-        before = membership.heartbeat.enter("exchange")  # a rank that waits for hooks of another does not hang
-        rows = membership.perform(lambda: self.run.communicator.gather_words([int(membership.asks_end)]))
-        membership.heartbeat.enter(before)
-        if any(asks for (asks,) in rows):
-            membership.stop = END_OF_FIT
+        if self.best is record and log.folder is not None:
+            log.compare()
+            self._checkpoint(loader, is_best=True)
+            self._tell_checkpoint()
+        self.run.membership.agree_on_end()
 
     def _end_fit(self, loader: Loader | DataLoader[Any]) -> None:
         """Writes a checkpoint, the weights and the loss curve; all ranks wait until they are complete."""

@@ -6,6 +6,7 @@ If rank 0 is lost, the next rank 0 opens a recorder of its own and writes the st
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -363,12 +364,11 @@ class RunLog:
     def _save(self, recorder: Recorder, folder: Path, state: "Snapshot") -> None:
         """Copies a state and has the thread write it."""
         from samestep.train.checkpoint.saver import CheckpointSaver
-        from samestep.train.checkpoint.storage import Snapshot
 
         if self._saver is None:
             self._saver = CheckpointSaver(folder, self._keep, self._retries)
         start = time.perf_counter()
-        self._saver.save(Snapshot(state.step, self._saver.to_host_copy(whole_tensors(state.files)), state.facts))
+        self._saver.save(replace(state, files=self._saver.to_host_copy(whole_tensors(state.files))))
         self._blocked[state.step] = time.perf_counter() - start
         recorder.log(state.step, {"checkpoint/blocked_milliseconds": 1000 * self._blocked[state.step]})
 
