@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field, asdict, dataclass, field, fields
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin
 
 from samestep.errors import UsageError
 from samestep.recipes.options import ONE_FILE, check_source, own_options, own_options_in_words
@@ -215,20 +215,20 @@ def _from_file(path: str, name: str, value: Any, about: Field[Any]) -> Any:
         return {key: str(each) for key, each in value.items()}
     if parse is not None and name != "options" and isinstance(value, str):
         return parse(value)
-    kind = str(about.type).partition(" | ")[0].partition("[")[0]
-    types = {"int": (int,), "float": (int, float), "bool": (bool,), "Mapping": (dict,), "Sequence": (list,)}
-    wanted = types.get(kind, (str,))
-    if not isinstance(value, wanted) or (isinstance(value, bool) and bool not in wanted):
-        raise UsageError(f"{path} has {name} = {value!r}; needed: {_IN_WORDS.get(kind, 'a text')}")
+    kind = next((one for one in get_args(about.type) if one is not type(None)), about.type)
+    wanted, in_words = _IN_FILES[get_origin(kind) or kind]
+    if not isinstance(value, wanted) or (isinstance(value, bool) and kind is not bool):
+        raise UsageError(f"{path} has {name} = {value!r}; needed: {in_words}")
     return value
 
 
-_IN_WORDS = {
-    "int": "a whole number",
-    "float": "a number",
-    "bool": "true or false",
-    "Mapping": "a table of names and values",
-    "Sequence": "a list of numbers",
+_IN_FILES: Mapping[Any, tuple[Any, str]] = {
+    int: (int, "a whole number"),
+    float: (int | float, "a number"),
+    bool: (bool, "true or false"),
+    str: (str, "a text"),
+    Mapping: (dict, "a table of names and values"),
+    Sequence: (list, "a list of numbers"),
 }
 
 
