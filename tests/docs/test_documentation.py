@@ -22,7 +22,7 @@ DOCS = sorted((ROOT / "docs").glob("*.md"))
 GUIDES = [ROOT / "README.md", *DOCS]
 PAGES = [*GUIDES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
 PUBLIC = """
-    Batch Communicator DataParallel EMA EpochRecord Hook Loader Mean Pipeline Replicate Run SamestepError Sharded
+    EMA Batch Communicator DataParallel EpochRecord Hook Loader Mean Pipeline Replicate Run SamestepError Sharded
     StepObserver StepResult TensorData TrainStep Trainer __version__ allreduce data_parallel discover launch metrics
     register_backend replicate_params select split_and_load state_digest to_device to_host to_numpy
 """

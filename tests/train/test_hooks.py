@@ -299,3 +299,101 @@ def refused(communicator, strategy):
     with pytest.raises(UsageError, match="of which each rank has only a part here"):
         make(communicator, [EMA()], options=strategy).fit(points(), 1)
     return True
+
+
+RIDING = "which changes in training and is in no checkpoint"
+
+
+class ByHand:
+    """A hook that keeps an average, in ways that scripts have."""
+
+    def __init__(self, **held):
+        self.held, self.weight = held, torch.ones(3)
+
+    def on_step_end(self, trainer, result):
+        for value in self.held.values():
+            if isinstance(value, AveragedModel):
+                value.update_parameters(trainer.model)
+            elif isinstance(value, dict):
+                value["x"].mul_(0.9)
+
+
+def riders(capsys, run_dir, make_hooks, loss=classification):
+    def program(communicator):
+        run = Run(BATCH, NUM_MICROBATCHES, SEED, communicator=communicator)
+        model = plain().to(run.device)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with Trainer(run, model, optimizer, loss, run_dir=run_dir, hooks=make_hooks(model)) as trainer:
+            trainer.fit(points(), 1)
+
+    in_turns(1, program)
+    return [line for line in capsys.readouterr().err.splitlines() if RIDING in line]
+
+
+def test_what_changes_unsaved_is_named_with_its_mend(tmp_path, capsys):
+    (line,) = riders(capsys, tmp_path / "a", lambda model: [ByHand(ema=AveragedModel(model))])
+    assert line.startswith("samestep: the hook ByHand has held (dict), which changes in training")
+    assert line.endswith("keep it in an object with state_dict and load_state_dict, and give that by state={…}")
+
+    def of_closure(model):
+        ema = AveragedModel(model)
+
+        class Updates:
+            def on_step_end(self, trainer, result):
+                ema.update_parameters(trainer.model)
+
+        return [Updates()]
+
+    (line,) = riders(capsys, tmp_path / "b", of_closure)
+    assert "the hook Updates has ema (AveragedModel)" in line
+    assert line.endswith("a resumed run would begin it anew; give it by state={'ema': ema}")
+    shadow = torch.zeros(3)
+
+    def remembers(model, batch):
+        shadow.add_(1)
+        return classification(model, batch)
+
+    (line,) = riders(capsys, tmp_path / "c", lambda model: [], remembers)
+    assert "the loss function has shadow (Tensor)" in line
+
+
+def test_what_is_constant_saved_or_of_a_run_without_a_folder_is_not_named(tmp_path, capsys):
+    weight, teacher = torch.ones(3), plain()
+
+    def weighted(model, batch):
+        teacher.to(batch[0].device).eval()(batch[0])
+        return torch.nn.functional.cross_entropy(model(batch[0]), batch[1], weight.to(batch[0].device))
+
+    class Looks:
+        def __init__(self, model):
+            self.model, self.teacher, self.weight = model, teacher, weight
+
+        def on_step_end(self, trainer, result):
+            self.last = trainer.model[0].weight
+
+    assert riders(capsys, tmp_path / "a", lambda model: [Looks(model)], weighted) == []
+    assert riders(capsys, tmp_path / "b", lambda model: [EMA()]) == []
+    assert riders(capsys, None, lambda model: [ByHand(ema=AveragedModel(model))]) == []
+
+
+def test_a_saved_average_of_the_script_s_own_is_not_named_and_is_kept(tmp_path, capsys):
+    def program(communicator):
+        run = Run(BATCH, NUM_MICROBATCHES, SEED, communicator=communicator)
+        model = plain().to(run.device)
+        ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+
+        class Updates:
+            def on_step_end(self, trainer, result):
+                ema.update_parameters(trainer.model)
+
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with Trainer(
+            run, model, optimizer, classification, hooks=[Updates()], state={"ema": ema}, run_dir=tmp_path / "run"
+        ) as trainer:
+            trainer.fit(points(), 2, resume="auto")
+            return trainer.digest, int(ema.n_averaged)
+
+    first = in_turns(2, program)
+    assert first[0][1] == 6
+    assert in_turns(1, program) == first[:1]
+    assert RIDING not in capsys.readouterr().err

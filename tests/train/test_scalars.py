@@ -127,7 +127,7 @@ def test_counts_beside_a_loss_with_several_denominators():
 
 def sometimes(model, batch):
     loss, scalars = with_scalars(model, batch)
-    is_first = (batch[0] == points()[0][3]).all(1).any()  # in one microbatch of an epoch
+    is_first = (batch[0].cpu() == points()[0][3]).all(1).any()  # in one microbatch of an epoch
     return (loss, scalars if is_first else {"norm": scalars["norm"]})
 
 

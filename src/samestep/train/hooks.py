@@ -3,12 +3,17 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from difflib import get_close_matches
-from inspect import getattr_static
+from functools import partial
+from inspect import getattr_static, getclosurevars
+from itertools import chain
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from samestep.data.batch import version_of
+from samestep.data.nested import leaves
 from samestep.engine.losses import describe
 from samestep.engine.observer import StepObserver
 from samestep.engine.result import StepResult
@@ -52,6 +57,8 @@ class Hook:
         """A call of `fit` ends, and all files are written; not called if a signal has stopped the run."""
 
 
+MOST_ENTRIES = 1024  # of a list or mapping that is looked through
+LIBRARIES = ("builtins", "samestep", "torch")  # whose objects are not looked through
 EVENTS = tuple(name for name in vars(Hook) if name.startswith("on_"))
 
 
@@ -68,8 +75,14 @@ class Hooks(StepObserver):
         self.state = _checked_state(state)
         if not isinstance(hooks, Iterable):
             raise UsageError(f"got {describe(hooks)} as hooks; needed: a list of them, hooks=[…]")
+        self._stateless: list[Any] = []
         for hook in hooks:
             self._add(hook)
+
+    def watching(self, loss_fn: Any, is_saved: bool) -> list[StepObserver]:
+        """The observers of the trainer's step: this object if a hook wants the steps, and one for what is not saved."""
+        unsaved = [Unsaved(loss_fn, self._stateless, self.state)] if is_saved else []
+        return [*([self] if self._methods["on_step_end"] else []), *unsaved]
 
     def _add(self, hook: Any) -> None:
         """Takes in the methods of a hook, and the hook itself if it has state."""
@@ -90,17 +103,14 @@ class Hooks(StepObserver):
             method = getattr(hook, event)
             if getattr(method, "__func__", None) is not getattr(Hook, event):
                 self._methods[event].append(method)
+        if not is_stateful:
+            self._stateless.append(hook)
         if not is_stateful or any(value is hook for value in self.state.values()):
             return
         name = getattr(hook, "name", None) or type(hook).__name__.lower()
         if name in self.state:
             raise UsageError(f"got two parts of the state with the name {name!r}; give one of the hooks another `name`")
         self.state |= _checked_state({name: hook})
-
-    @property
-    def observers(self) -> tuple[StepObserver, ...]:
-        """This object if a hook wants the steps; their cost is else that of a step without hooks."""
-        return (self,) if self._methods["on_step_end"] else ()
 
     def call(self, event: str, *args: Any) -> None:
         """Calls a method of all hooks, in their order."""
@@ -118,6 +128,74 @@ class Hooks(StepObserver):
         own = {name: getattr(value, "contract", None) for name, value in self.state.items()}
         kinds = {name: {"class": type(value).__name__} for name, value in self.state.items()}
         return {"state": {n: {**kinds[n], **(more if isinstance(more, Mapping) else {})} for n, more in own.items()}}
+
+
+class Unsaved(StepObserver):
+    """Names, after the second step, what rides along unsaved: held by hooks or the loss function, and changing.
+
+    Found are tensors, modules too, that an attribute of a hook, or a variable that a method of it or the loss function
+    uses, leads to, that are written in place from step to step, and that are neither the model's nor in the state.
+    """
+
+    def __init__(self, loss_fn: Any, hooks: Iterable[Any], state: Mapping[str, Any]) -> None:
+        self._sources = {"the loss function": loss_fn, **{f"the hook {type(h).__name__}": h for h in hooks}}
+        self._state = state
+        self._before: dict[int, int] | None = None  # the versions of tensors after the first step, by id
+        self._kept: list[tuple[str, str, Any, Tensor]] = []
+        self._is_done = False
+
+    def on_update(self, step: Any, result: StepResult) -> None:
+        """Looks after the first step, and reports after the second."""
+        if self._is_done:
+            return
+        if self._before is None:
+            self._kept = [found for source, value in self._sources.items() for found in _held_by(source, value)]
+            self._before = {id(tensor): version_of(tensor) for *_, tensor in self._kept}
+            return
+        saved = {tensor.data_ptr() for tensor in chain(step.model.parameters(), step.model.buffers())}
+        states = [value.state_dict() for value in self._state.values()]
+        saved |= {leaf.data_ptr() for state in states for leaf in leaves(state) if isinstance(leaf, Tensor)}
+        for source, name, owner, tensor in self._kept:
+            if version_of(tensor) != self._before[id(tensor)] and tensor.data_ptr() not in saved:
+                mend = f"give it by state={{{name!r}: {name}}}"
+                if not hasattr(owner, "load_state_dict"):
+                    mend = "keep it in an object with state_dict and load_state_dict, and give that by state={…}"
+                step.membership.notice(
+                    f"{source} has {name} ({type(owner).__name__}), which changes in training and is in no checkpoint: "
+                    f"a resumed run would begin it anew; {mend}"
+                )
+        self._kept, self._is_done = [], True
+
+
+def _held_by(source: str, thing: Any) -> Iterator[tuple[str, str, Any, Tensor]]:
+    """The source, the name, its value, and each tensor in it, of what a hook or a loss function holds."""
+    variables: dict[str, Any] = {}
+    while isinstance(thing, partial):
+        variables |= {**{f"argument {number}": value for number, value in enumerate(thing.args)}, **thing.keywords}
+        thing = thing.func
+    functions = [thing, vars(type(thing)).get("__call__"), *(getattr(thing, event, None) for event in EVENTS)]
+    for function in (getattr(one, "__func__", one) for one in functions):
+        if isinstance(function, FunctionType):
+            found = getclosurevars(function)
+            variables |= {**found.globals, **found.nonlocals}
+    owner = getattr(thing, "__self__", thing)
+    for name, value in {**variables, **getattr(owner, "__dict__", {})}.items():
+        for tensor in _tensors(value, depth=3):
+            yield source, name, value, tensor
+
+
+def _tensors(value: Any, depth: int) -> Iterator[Tensor]:
+    """The tensors of a value: of modules, lists and mappings, and attributes of objects of the script's."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, nn.Module):
+        yield from chain(value.parameters(), value.buffers())
+    elif depth > 0 and isinstance(value, list | tuple | dict) and len(value) <= MOST_ENTRIES:
+        for entry in list(value.values() if isinstance(value, dict) else value):
+            yield from _tensors(entry, depth - 1)
+    elif depth > 0 and type(value).__module__.partition(".")[0] not in LIBRARIES:
+        for entry in list(getattr(value, "__dict__", {}).values()):
+            yield from _tensors(entry, depth - 1)
 
 
 def _checked_state(state: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -117,7 +117,8 @@ class Trainer:
         self.run = run
         self.model = model
         self._hooks = Hooks(self, hooks, state)
-        step_options["observers"] = (*step_options.get("observers", ()), *self._hooks.observers)
+        watching = self._hooks.watching(loss_fn, run_dir is not None)
+        step_options["observers"] = (*step_options.get("observers", ()), *watching)
         self.step = run.train_step(model, optimizer, loss_fn, **step_options)
         self.step.extra_state = self._hooks.state
         self._precision = step_options.get("precision", "32-true")
