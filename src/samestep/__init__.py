@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from samestep.scripts.parallel import DataParallel, data_parallel
     from samestep.train.digest import state_digest
     from samestep.train.epoch import EpochRecord
+    from samestep.train.hooks import EMA, Hook
     from samestep.train.run import Run
     from samestep.train.trainer import Trainer
 
@@ -47,7 +48,9 @@ _HOMES = {
     "Batch": "samestep.data.batch",
     "Communicator": "samestep.comm.communicator",
     "DataParallel": "samestep.scripts.parallel",
+    "EMA": "samestep.train.hooks",
     "EpochRecord": "samestep.train.epoch",
+    "Hook": "samestep.train.hooks",
     "Loader": "samestep.data.loader",
     "Mean": "samestep.engine.losses",
     "Pipeline": "samestep.engine.strategies",
@@ -72,10 +75,12 @@ _HOMES = {
 }
 
 __all__ = [
+    "EMA",
     "Batch",
     "Communicator",
     "DataParallel",
     "EpochRecord",
+    "Hook",
     "Loader",
     "Mean",
     "Pipeline",

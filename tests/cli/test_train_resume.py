@@ -148,3 +148,26 @@ def test_a_mistake_gets_one_sentence_before_anything_starts(recorded, tmp_path, 
     said = refused("train", *args)
     assert said.startswith("samestep: error: ")
     assert sentence in said
+
+
+def test_a_run_of_an_options_file_goes_on_with_its_schedule_its_metric_and_its_end(tmp_path):
+    """The command line comes before the file; a resumed run, and a replay, need neither."""
+    write_table(tmp_path / "table.csv")
+    (tmp_path / "run.toml").write_text(
+        'recipe = "mlp"\ndata = "table.csv"\nscheduler = "cosine"\nwarmup-steps = 2\nmax_steps = 99\n'
+        'eval-every = 2\nbest = "rmse:max"\npatience = 7\nepochs = 9\n'
+    )
+    options = ("--max-steps", 7, "--checkpoint-steps", 3, "--digest-every", 1, "--keep", 9)
+    whole = digest(samestep("train", "--config", "run.toml", *options, "--run-dir", "a", cwd=tmp_path))
+    steps = [entry for entry in entries(tmp_path / "a") if "event" not in entry]
+    assert [entry["step"] for entry in steps] == list(range(7))
+    assert len({tuple(entry["lr"]) for entry in steps}) == 7
+    job = json.loads((tmp_path / "a" / "run.json").read_text())["job"]
+    assert (job["max_steps"], job["best"], job["patience"], job["eval_every"]) == (7, "rmse:max", 7, 2)
+    resume = ("--resume", "a/checkpoints/step-00000003", "--run-dir", "b", "--devices", "cpu:1")
+    assert digest(samestep("train", *resume, cwd=tmp_path)) == whole
+    done = samestep("replay", "a", "--step", 5, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    done = samestep("train", "--resume", "a", "--scheduler", "linear", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "scheduler" in done.stderr

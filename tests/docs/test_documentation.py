@@ -23,9 +23,9 @@ DOCS = sorted((ROOT / "docs").glob("*.md"))
 GUIDES = [ROOT / "README.md", *DOCS]
 PAGES = [*GUIDES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
 PUBLIC = """
-    Batch Communicator DataParallel EpochRecord Loader Mean Pipeline Replicate Run SamestepError Sharded StepObserver
-    StepResult TensorData TrainStep Trainer __version__ data_parallel discover launch metrics register_backend select
-    state_digest to_device to_host to_numpy tutorial
+    EMA Batch Communicator DataParallel EpochRecord Hook Loader Mean Pipeline Replicate Run SamestepError Sharded
+    StepObserver StepResult TensorData TrainStep Trainer __version__ data_parallel discover launch metrics
+    register_backend select state_digest to_device to_host to_numpy tutorial
 """
 EXPORTED = PUBLIC.split()
 SPANNING = re.MULTILINE | re.DOTALL

@@ -2,9 +2,10 @@
 
 JSON holds "folder" (of the run), "faults", a list of {"rank", "step", "phase", "kind"}, and perhaps "spares", "resume",
 "checkpoint_steps", "epochs", "pause" (seconds a microbatch), and "wait_for": a slot that has to be there before step 5
-ends; "options" are the step's, "fused" is Adam's, "plain" leaves BatchNorm out, and with "messages" NCCL takes two
-messages for a sum. A fault may "skip" so many passages. It leaves a file behind that says where it struck, on the clock
-that all processes share; "pid-SLOT" is there once a worker has taken a step.
+ends; "options" are the step's, "fused" is Adam's, "plain" leaves BatchNorm out, with "messages" NCCL takes two messages
+for a sum, and "hooked" adds an average and a hook that counts. A fault may "skip" so many passages. It leaves a file
+behind that says where it struck, on the clock that all processes share; "pid-SLOT" is there once a worker has taken a
+step.
 """
 
 import ctypes
@@ -26,12 +27,14 @@ from samestep.comm.communicator import Communicator
 from samestep.comm.group import GroupTransport
 from samestep.comm.heartbeat_page import HEALS, READY_TO_JOIN, HeartbeatPage
 from samestep.comm.shm.transport import SharedTransport
+from samestep.data.batch import checksum
 from samestep.engine.buffers import BufferMerge
 from samestep.engine.gradients import GradientSum
 from samestep.errors import PeerLostError
 from samestep.metrics import accuracy
 from samestep.train.checkpoint import resume as resume_module
 from samestep.train.checkpoint import storage as checkpoint_module
+from samestep.train.hooks import EMA
 from samestep.train.run import Run
 from samestep.train.runlog import recorder as recorder_module
 from samestep.train.trainer import Trainer
@@ -180,6 +183,31 @@ class Log:
         pass
 
 
+class Counts:
+    """A hook that counts its calls, as state, and notes the events that are not repeated in a worker that joins."""
+
+    def __init__(self):
+        self.counts = {"steps": 0, "epochs": 0, "ended": 0, "scores": 0}
+
+    def on_step_end(self, trainer, result):
+        self.counts["steps"] += 1
+
+    def on_epoch_start(self, trainer, epoch):
+        self.counts["epochs"] += 1
+
+    def on_evaluation_end(self, trainer, metrics):
+        self.counts["scores"] += 1
+
+    def on_epoch_end(self, trainer, record):
+        self.counts["ended"] += 1
+
+    def state_dict(self):
+        return self.counts
+
+    def load_state_dict(self, state):
+        self.counts = state
+
+
 def between_steps(trainer, faults):
     """Puts a fault between two steps."""
     attend = trainer._attend
@@ -232,11 +260,13 @@ def main():
             time.sleep(told["pause"])
         return classify(model, batch)
 
+    hooks = [EMA(0.9), Counts()] if told.get("hooked") else []
     with Trainer(
         run,
         model,
         optimizer,
         loss,
+        hooks=hooks,
         run_dir=folder,
         loggers=[Log(faults)],
         digest_every=told.get("digest_every", 1),
@@ -260,6 +290,9 @@ def main():
             "digest": trainer.digest,
             "history": [[r.train_loss.hex(), r.eval["accuracy"]] for r in trainer.history],
         }
+    if hooks:
+        ended["counts"] = hooks[1].counts
+        ended["average"] = {name: checksum(tensor) for name, tensor in hooks[0].weights.items()}
     firsts = {}
     for count, when in times:
         firsts.setdefault(count, when)

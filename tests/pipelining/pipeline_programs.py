@@ -299,6 +299,11 @@ def twice(model, batch):
     return functional.cross_entropy(model(batch[0]) + model(-batch[0]), batch[1])
 
 
+def with_scalars(model, batch):
+    """Returns a scalar beside the loss."""
+    return functional.cross_entropy(model(batch[0]), batch[1]), {"one": 1.0}
+
+
 def infinite(model, batch):
     """Is no number."""
     return functional.cross_entropy(model(batch[0]), batch[1]) * float("inf")

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from pipeline_programs import by_two, infinite, never, refusal, twice, with_weights
+from pipeline_programs import by_two, infinite, never, refusal, twice, with_scalars, with_weights
 from worlds import in_turns
 
 from samestep.engine.strategies import Pipeline, as_strategy
@@ -40,6 +40,7 @@ LOSSES = {
     "twice": (twice, "calls the model twice"),
     "never": (never, "does not call the model"),
     "two values": (by_two, "calls the model with 2 values"),
+    "scalars": (with_scalars, "returned the scalars one beside the loss, which strategy='pipeline' does not carry"),
     "weights": (with_weights, "the loss function uses model.parameters"),
 }
 

@@ -18,7 +18,7 @@ from samestep.cli.profile import Profile, print_times, print_traces, step_times,
 from samestep.errors import UsageError
 from samestep.launcher.job import DYNAMO, Job, Policy, Torchrun
 from samestep.recipes.catalog import NAMES
-from samestep.recipes.config import COMPARED, JobConfig
+from samestep.recipes.config import COMPARED, JobConfig, read_file
 
 if TYPE_CHECKING:
     from samestep.core.mesh import Mesh
@@ -35,6 +35,12 @@ def train(
     recipe: Annotated[
         str | None, typer.Argument(help=f"What to train: {', '.join(NAMES)}.", show_default=False)
     ] = None,
+    config_file: Annotated[
+        str | None,
+        typer.Option(
+            "--config", metavar="FILE", help="Options by name in a TOML or .json file; those given here come before it."
+        ),
+    ] = None,
     profile: Profile = False,
     as_json: Annotated[bool, typer.Option("--json", help="End with one JSON object on stdout.")] = False,
 ) -> None:
@@ -45,6 +51,8 @@ def train(
 
     torchrun = chosen_torchrun(policy, workers.start_method, nodes)
     asked = dict(asked) if recipe is None else {"recipe": recipe, **asked}
+    if config_file is not None:
+        asked = {**read_file(config_file), **asked}
     resume, run_dir = asked.pop("resume", None), asked.pop("run_dir", None)
     keeps_contract = not asked.pop("allow_contract_change", False)
     own, source = _resumed(asked, resume, run_dir, workers)

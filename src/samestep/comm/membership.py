@@ -42,6 +42,7 @@ T = TypeVar("T")
 QUORUM_POLL_SECONDS = 0.005
 QUORUM_SECONDS = 60.0
 LOOK_SECONDS = 0.05  # between looks at whether a rank has ended
+END_OF_FIT = 256  # as `Membership.stop`: above all signals, which are asked for once more by the next step
 ENDED_SECONDS = 1.0  # after which a transfer with it does not arrive any more
 
 
@@ -88,7 +89,9 @@ class Membership:
         self.is_late = healing_store is not None  # whether this worker still waits to join
         self.is_dealt = False  # whether microbatches are dealt to the ranks in turn
         self.needs_all = False  # whether each rank has state that no other has
-        self.stop = 0  # the signal by which the run is to stop, once all ranks have agreed on it after a step
+        # The signal by which the run is to stop, or `END_OF_FIT`, once all ranks have agreed on it after a step.
+        self.stop = 0
+        self.asks_end = False  # whether this rank asks for the end of the fit after the next step
         self.asks_checkpoint = False  # whether this rank asks for a checkpoint after the next step
         self.checkpoint_agreed = False  # whether a rank asked for one before the last step; the same on all ranks
         # Called with the name by which the script asks for its rank; None while it may.
@@ -272,6 +275,14 @@ class Membership:
             self.is_late = False
             self.heartbeat.set_flags((self.heartbeat.flags | HEALS) & ~READY_TO_JOIN)
             return value
+
+    def agree_on_end(self) -> None:
+        """Ends the fit, after an epoch, if any rank asks for it; a collective call."""
+        before = self.heartbeat.enter("exchange")  # a rank that waits for another, which still evaluates, does not hang
+        rows = self.perform(lambda: self.communicator.gather_words([int(self.asks_end)]))
+        self.heartbeat.enter(before)
+        if any(asks for (asks,) in rows):
+            self.stop = END_OF_FIT
 
     def close(self) -> None:
         """Closes connections, and posts the end of this rank."""

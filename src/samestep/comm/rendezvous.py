@@ -23,7 +23,7 @@ class Report(NamedTuple):
 
     operations: int  # carried out so far; -1 for a rank that joins, which has no state yet
     admits: int = 0  # whether a rank may join before the next operation
-    stop: int = 0  # the signal by which the run is to stop; 0 for none
+    stop: int = 0  # as `Membership.stop`
 
 
 def all_admit(reports: Mapping[int, Report]) -> bool:

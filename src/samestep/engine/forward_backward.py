@@ -95,9 +95,14 @@ class ForwardBackward:
         if counts is None:
             return read_loss(self.loss_fn(model, value), num_samples)
         loss = self.loss_fn(model, value, counts)
-        if not (isinstance(loss, Tensor) and loss.ndim == 0):
+        share, *scalars = loss if isinstance(loss, tuple) and len(loss) == 2 else (loss,)
+        if not (isinstance(share, Tensor) and share.ndim == 0):
             raise LossError("with counts_fn the loss function must return a 0-d tensor: its share of the loss")
-        return read_loss(loss, 1)
+        found = read_loss(share, 1)
+        if scalars:  # means over samples, other than the share
+            beside = read_loss((share, scalars[0]), num_samples)
+            found.names, found.scalars = beside.names, beside.scalars
+        return found
 
     def autocast(self) -> AbstractContextManager[Any]:
         """The context of a forward."""

@@ -30,7 +30,7 @@ class Mean:
     count: Tensor | int | float
 
 
-LossFn = Callable[..., Tensor | Mean]
+LossFn = Callable[..., Tensor | Mean | tuple[Tensor | Mean, Mapping[str, Any]]]
 
 
 @dataclass(slots=True)
@@ -40,10 +40,49 @@ class MicrobatchLoss:
     value: Tensor  # 0-d, float32 or wider, differentiable
     weight: float
     count: float | Tensor  # a tensor stays on the device, for which the host need not wait
+    names: tuple[str, ...] = ()  # of the scalars beside it, sorted
+    scalars: Tensor | None = None  # total and count of each, [2 * len(names)], of the widest dtype, without a graph
 
 
 def read_loss(value: Any, num_samples: int) -> MicrobatchLoss:
-    """Reads a loss function's return value as a sum to differentiate and a count to divide by."""
+    """Reads a loss function's return value as a sum to differentiate, a count to divide by, and scalars beside it."""
+    values: Any = None
+    if isinstance(value, tuple) and len(value) == 2:
+        value, values = value
+    loss = _read(value, num_samples)
+    if not loss.value.is_floating_point():
+        raise LossError(f"the loss is {describe(loss.value)}; it must be of a floating dtype")
+    if values is not None:
+        loss.names, loss.scalars = _read_scalars(values, num_samples, loss.value.device)
+    return loss
+
+
+def _read_scalars(values: Any, num_samples: int, device: torch.device) -> tuple[tuple[str, ...], Tensor | None]:
+    """The names of scalars, and their totals and counts."""
+    if not isinstance(values, Mapping) or not all(isinstance(name, str) and name for name in values):
+        raise LossError(
+            f"the loss function returned a pair with {describe(values)}; needed beside the loss: a dict of scalars by "
+            "name, such as (loss, {'kl': kl})"
+        )
+    if "loss" in values:
+        raise LossError("the loss function returned a scalar named 'loss', as every step has one; give it another name")
+    names, parts = tuple(sorted(values)), []
+    for name in names:
+        value, wide = values[name], wide_dtype(device)
+        if isinstance(value, Real):
+            value = torch.full((), float(value), dtype=wide, device=device)
+        try:
+            part = _read(value, num_samples)
+        except LossError as error:
+            raise LossError(f"of the scalar {name!r}: {error}") from None
+        total = part.value.detach().to(device, wide) * part.weight
+        is_tensor = isinstance(part.count, Tensor)
+        parts += [total, part.count.to(device, wide) if is_tensor else torch.full_like(total, part.count)]  # type: ignore[union-attr, arg-type]
+    return names, torch.stack(parts) if parts else None
+
+
+def _read(value: Any, num_samples: int) -> MicrobatchLoss:
+    """Reads a loss, or a scalar beside it."""
     if isinstance(value, Tensor) and value.ndim == 0:
         # A mean is differentiated with its number of samples as the initial gradient: that is the sum's gradient.
         loss = MicrobatchLoss(_widened(value), float(num_samples), float(num_samples))
@@ -61,8 +100,6 @@ def read_loss(value: Any, num_samples: int) -> MicrobatchLoss:
             f"the loss function returned {describe(value)}; needed: a 0-d tensor (the mean over the microbatch's "
             "samples), a 1-d tensor (a loss a sample) or samestep.Mean(total, count)"
         )
-    if not loss.value.is_floating_point():
-        raise LossError(f"the loss is {describe(loss.value)}; it must be of a floating dtype")
     return loss
 
 

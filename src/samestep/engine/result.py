@@ -1,7 +1,9 @@
 """The numbers of a step: loss statistics of each microbatch, the control message of each rank, and the result."""
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from itertools import groupby
 from typing import Any
 
@@ -15,7 +17,7 @@ from samestep.core.microbatches import in_microbatch_order
 from samestep.core.tree import tree_sum
 from samestep.data.batch import Batch
 from samestep.engine.losses import MicrobatchLoss, wide_dtype
-from samestep.errors import DeterminismError, NonFiniteError
+from samestep.errors import DeterminismError, LossError, NonFiniteError
 
 ADVICE = "Lower the learning rate, set max_grad_norm, or pass on_nonfinite='skip' to leave such steps out"
 COLUMNS = 3  # of a microbatch's row: total, count, sum of the gradient's elements
@@ -23,6 +25,7 @@ NUM_SUMS = 5  # in a result's scalars before the rows: total, count, gradient no
 IDENTITY = 5  # in a header: length, epoch, position and checksum of the batch, and the number of the step
 OPTIONS = 4  # then stop, is_short, checkpoint, failed
 FLAGS_A_WORD = 62
+RAN_NONE, NO_NAMES = 0, 1  # the word of a rank without microbatches, and of one without scalars beside its losses
 
 
 class StepStats:
@@ -37,6 +40,9 @@ class StepStats:
         self._dtype = wide_dtype(device)
         # By place among this rank's microbatches: loss, its weight, count, sum of the gradient's elements.
         self._noted: dict[int, tuple[Tensor, float, float | Tensor, Tensor]] = {}
+        self._names_by_place: dict[int, tuple[str, ...]] = {}
+        self._scalars: dict[int, Tensor] = {}  # beside the loss: totals and counts by place
+        self.names: tuple[str, ...] = ()  # of these
         self.begin(range(0))
 
     def begin(self, mine: range) -> None:
@@ -49,10 +55,19 @@ class StepStats:
         # On the host a list: writing to a tensor costs as much as a whole layer of a small model.
         self._rows: Any = [(0.0, 0.0, 0.0)] * len(self._mine) if self.on_host else None
         self._noted.clear()
+        self._names_by_place.clear()
+        self._scalars.clear()
+        self._scalar_rows: Tensor | None = None
+        self.names = ()
 
     def note(self, microbatch: int, loss: MicrobatchLoss, gradient_sum: Tensor) -> None:
         """Notes a microbatch's row."""
         index = self._mine.index(microbatch)
+        if self._names_by_place and self.names != loss.names:
+            raise _other_names(self.names, loss.names)
+        self.names = self._names_by_place[index] = loss.names
+        if loss.scalars is not None:
+            self._scalars[index] = loss.scalars
         if self.on_host:
             self._rows[index] = (loss.value.item() * loss.weight, float(loss.count), gradient_sum.item())
         else:
@@ -63,11 +78,35 @@ class StepStats:
         """Gives every rank the rows of all microbatches; returns the headers of all ranks, from the same message."""
         ours = torch.tensor(self._rows, dtype=torch.float64).view(-1, COLUMNS) if self.on_host else self._own_rows()
         # One message for both: between small ranks its latency is most of the cost of a step.
-        rows, headers = communicator.gather_header(ours, [len(microbatches) for microbatches in ranges], header)
+        counts = [len(microbatches) for microbatches in ranges]
+        words = [*header, self._word_of_names()]
+        rows, headers = communicator.gather_header(ours, counts, words)
         order = in_microbatch_order(ranges)
         rows = rows if order is None else rows[order]
         self._rows = rows.tolist() if self.on_host else rows
+        words_of_names = [words.pop() for words in headers]
+        if any(word not in (RAN_NONE, NO_NAMES) for word in words_of_names):
+            self._agree_on_names(communicator, words_of_names)
+            beside = communicator.gather_rows(self._own_scalars(), counts)
+            self._scalar_rows = beside if order is None else beside[order]
         return headers
+
+    def _word_of_names(self) -> int:
+        """The names of the scalars beside the losses of this rank, as a number."""
+        if not self._names_by_place:
+            return RAN_NONE
+        text = json.dumps(self.names).encode()
+        return int.from_bytes(blake2b(text, digest_size=7).digest()) + NO_NAMES + 1 if self.names else NO_NAMES
+
+    def _agree_on_names(self, communicator: Communicator, words: Sequence[int]) -> None:
+        """Gives the names to the ranks that ran no microbatch; raises a `LossError` on all if names differ."""
+        source = next(rank for rank, word in enumerate(words) if word != RAN_NONE)
+        if any(word not in (RAN_NONE, words[source]) for word in words):
+            raise _other_names()
+        if RAN_NONE in words:
+            text = json.dumps(self.names).encode()
+            ours = torch.frombuffer(bytearray(text), dtype=torch.uint8) if communicator.rank == source else None
+            self.names = tuple(json.loads(bytes(communicator.share(ours, source).tolist())))
 
     def sums(self, num_leaves: int) -> tuple[Any, Any]:
         """Total and count over the microbatches with samples, along the tree: floats, or 0-d tensors on the device."""
@@ -81,11 +120,22 @@ class StepStats:
         return total, count
 
     def scalars(self, sums: Sequence[Any], num_leaves: int) -> Tensor | list[float]:
-        """Some sums, then the rows, flat."""
+        """Some sums, then the rows, flat; then the sums of the scalars beside the loss, along the tree."""
         rows = self._rows[:num_leaves]
+        beside: list[Tensor] = []
+        if self.names:
+            beside_rows = self._own_scalars() if self._scalar_rows is None else self._scalar_rows
+            beside = [tree_sum_rows(beside_rows[:num_leaves])]
         if self.on_host:
-            return [*map(float, sums), *(value for row in rows for value in row)]
-        return torch.cat([*(value.to(self._dtype).view(1) for value in sums), rows.reshape(-1)])
+            flat = [value for row in rows for value in row]
+            return [*map(float, sums), *flat, *(value for each in beside for value in each.tolist())]
+        return torch.cat([*(value.to(self._dtype).view(1) for value in sums), rows.reshape(-1), *beside])
+
+    def _own_scalars(self) -> Tensor:
+        """The totals and counts of this rank's microbatches, [microbatches, 2 * names]; zero for those without any."""
+        nothing = torch.zeros(2 * len(self.names), dtype=self._dtype, device=self._device)
+        rows = [self._scalars.get(index, nothing) for index in range(len(self._mine))]
+        return torch.stack(rows) if rows else nothing.view(1, -1)[:0]
 
     def _own_rows(self) -> Tensor:
         """The rows of this rank's microbatches, on the device."""
@@ -116,11 +166,19 @@ class StepStats:
         return column
 
 
+def _other_names(first: tuple[str, ...] = (), other: tuple[str, ...] = ()) -> LossError:
+    shown = f" ({', '.join(first) or 'none'}; {', '.join(other) or 'none'})" if first or other else ""
+    return LossError(
+        f"the loss function returned other scalars for one microbatch than for another{shown}; return the same names "
+        "for all, and samestep.Mean with a count of 0 if a microbatch has nothing to add"
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Agreed:
     """The requests of one rank; after the exchange those of any rank."""
 
-    stop: int  # the signal by which the run is to stop; 0 for none
+    stop: int  # the signal by which the run is to stop, or `membership.END_OF_FIT`; 0 for none
     is_short: bool  # whether memory ran out
     checkpoint: bool  # whether all ranks are to write a checkpoint after the step
     flags: list[bool]  # any others, equally many on every rank
@@ -168,8 +226,9 @@ def read_headers(headers: Sequence[Sequence[int]], num_flags: int) -> Agreed:
 class StepResult:
     """The result of one optimizer step; all numbers are those of the global batch, equal on every rank.
 
-    Reading `loss`, `grad_norm`, `total`, `count` or `skipped` waits for the device, once, and raises a `NonFiniteError`
-    that this step or one before it left behind; without reading, the host does not wait. Tier `bitwise`.
+    Reading `loss`, `grad_norm`, `total`, `count`, `scalars` or `skipped` waits for the device, once, and raises a
+    `NonFiniteError` that this step or one before it left behind; without reading, the host does not wait. Tier
+    `bitwise`.
 
     Attributes:
         step: the number of this step, counted from 0.
@@ -184,6 +243,7 @@ class StepResult:
     _event: torch.Event | None = field(default=None, repr=False)
     _settle: Callable[[int], None] | None = field(default=None, repr=False)
     _values: list[float] | None = field(default=None, repr=False)
+    _names: tuple[str, ...] = field(default=(), repr=False)
 
     @property
     def loss(self) -> float:
@@ -205,6 +265,17 @@ class StepResult:
     def grad_norm(self) -> float:
         """The 2-norm of the gradient of the mean loss, before clipping."""
         return self._fetch()[2]
+
+    @property
+    def scalars(self) -> dict[str, float]:
+        """The means of the scalars that the loss function returned beside the loss, over the global batch, by name."""
+        return {name: total / count if count else float("nan") for name, (total, count) in self.scalar_sums.items()}
+
+    @property
+    def scalar_sums(self) -> dict[str, tuple[float, float]]:
+        """Their totals and counts."""
+        values = self._fetch()[-2 * len(self._names) :] if self._names else []
+        return dict(zip(self._names, zip(values[::2], values[1::2], strict=True), strict=True))
 
     @property
     def skipped(self) -> bool:
@@ -253,7 +324,8 @@ class StepResult:
 
     def _explain(self, values: list[float]) -> str:
         """Names the first microbatch whose loss or gradient is not finite."""
-        rows = [values[i : i + COLUMNS] for i in range(NUM_SUMS, len(values), COLUMNS)]
+        end = len(values) - 2 * len(self._names)
+        rows = [values[i : i + COLUMNS] for i in range(NUM_SUMS, end, COLUMNS)]
         if len(rows) == 1:
             rows[0][2] = values[2]  # of the only microbatch of a step no gradient sum is made, only the norm
         where = "the gradient summed over all microbatches (each microbatch's own is finite)"

@@ -9,7 +9,7 @@ rank is lost meanwhile, the others repeat the step from the same state.
 
 import sys
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from samestep.comm.communicator import Communicator
-from samestep.comm.membership import Membership
+from samestep.comm.membership import END_OF_FIT, Membership
 from samestep.core.tree import rank_blocks
 from samestep.data.batch import Batch, split_batch
 from samestep.engine.buffers import refuse_sync_batchnorm
@@ -51,6 +51,7 @@ class TrainStep:
     Attributes:
         num_steps: steps taken so far.
         settings: the settings of optimizers and scheduler when the step was made.
+        extra_state: further objects by name whose `state_dict()` counts as state in digests; equal on all ranks.
         strategy: places the state on the ranks.
         compute: forward and backward of one microbatch.
         microbatches: runs this rank's microbatches.
@@ -71,6 +72,7 @@ class TrainStep:
         self.scheduler = scheduler
         self.config = config
         self.num_steps = 0
+        self.extra_state: Mapping[str, Any] = {}
         self.settings = settings_of(self.optimizers, scheduler)
         self.observers = Observers([HeartbeatObserver(membership.heartbeat), *observers, *observers_in_scope()])
         self._failed = False  # once true, for good: the other ranks are at another step
@@ -222,9 +224,8 @@ class TrainStep:
         flags = [*layout.buffers.touched, *gradients.used]
         first = self._unread[0][0] if self._unread else None
         failed = first.step + 1 if first is not None and first.is_there and not first.is_good else 0
-        agreed = Agreed(
-            membership.heartbeat.stop_asked, shortage is not None, membership.asks_checkpoint, flags, failed
-        )
+        stop = END_OF_FIT if membership.asks_end else membership.heartbeat.stop_asked
+        agreed = Agreed(stop, shortage is not None, membership.asks_checkpoint, flags, failed)
         if membership.world_size > 1:
             gradients.start()
             header = write_header(batch, self.num_steps, agreed)
@@ -377,7 +378,8 @@ class TrainStep:
             event.record(torch.cuda.current_stream(scalars_on))  # the device need not be the current one
         settle = self._read_up_to if self._finite.is_late else None
         number, num_microbatches = self.num_steps, self.membership.num_microbatches
-        return StepResult(number, batch.length, batch.without_samples(), num_microbatches, scalars, event, settle)
+        light, names = batch.without_samples(), self._stats.names
+        return StepResult(number, batch.length, light, num_microbatches, scalars, event, settle, _names=names)
 
     def _read(self, result: StepResult, schedule: _Schedule | None) -> None:
         """Raises the failure of a step; later steps then update again, from the state before that one."""

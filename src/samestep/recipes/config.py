@@ -1,9 +1,12 @@
 """The configuration of `samestep train`, checked before a process is started: torch-free."""
 
+import json
+import tomllib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import Field, asdict, dataclass, field, fields
+from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin
 
 from samestep.errors import UsageError
 from samestep.recipes.options import ONE_FILE, check_source, own_options, own_options_in_words
@@ -70,6 +73,7 @@ class JobConfig:
     data: str | None = _option("A dataset by name (digits, mnist, fashion-mnist), or the file of mlp or gpt.")
     data_dir: str | None = _option("A folder with the dataset's files; nothing is downloaded.")
     epochs: int | None = _option("How often to go through the data.", least=1)
+    max_steps: int | None = _option("End after this step of the run, or after --epochs if that is sooner.", least=1)
     global_batch_size: int | None = _option("Samples of one optimizer step, on any devices.", compared=True)
     num_microbatches: int | None = _option(
         "Slices of a global batch, at least one a device; 8 by default.", compared=True
@@ -80,6 +84,12 @@ class JobConfig:
     lr: float | None = _option("Learning rate.", above=0, compared=True)
     momentum: float | None = _option("Of sgd.", least=0, compared=True)
     weight_decay: float | None = _option("Of the optimizer.", least=0, compared=True)
+    scheduler: str | None = _option(
+        "Learning rate over the steps: cosine or linear (from --lr to 0 at the end of the run) or constant; constant "
+        "by default.",
+        choices=("cosine", "linear", "constant"),
+    )
+    warmup_steps: int | None = _option("Raise the learning rate to --lr over so many steps first.", least=1)
     max_grad_norm: float | None = _option("Clip the gradient's norm to this.", above=0, compared=True)
     precision: str = _option(
         "32-true (the default), bf16-mixed or 16-mixed.",
@@ -104,6 +114,13 @@ class JobConfig:
         "Devices along each axis, data=2,pipe=4 or data=-1,pipe=2; -1: the remaining devices.", parse=_sizes
     )
     shard_optimizer: bool = _option("Under replicate: each device has 1/D of the optimizer's state.", False)
+    eval_every: int | None = _option("Evaluate after every so many epochs; 1 by default.", least=1)
+    best: str | None = _option(
+        "Keep the checkpoint that is best by this metric: a name, or a name with :min or :max.", metavar="METRIC"
+    )
+    patience: int | None = _option(
+        "End after so many evaluations without a better one by --best, or by the recipe's own metric.", least=1
+    )
     num_workers: int = _option("Processes a rank that fetch samples; none by default.", 0, least=0)
     num_threads: int | None = _option(
         "CPU threads a worker; part of what decides the bits; 1 by default.", least=1, most=MAX_THREADS, compared=True
@@ -169,6 +186,50 @@ class JobConfig:
 
 COMPARED = tuple(each.name for each in fields(JobConfig) if each.metadata.get("compared"))
 """The options that a contract has as they are given."""
+
+
+def read_file(path: str) -> dict[str, Any]:
+    """The options in a TOML or JSON file, by their names with `-` or `_`; raises a `UsageError` for others."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+        found = json.loads(text) if path.endswith(".json") else tomllib.loads(text)
+    except (OSError, ValueError) as error:
+        raise UsageError(f"got --config {path}, which cannot be read as TOML or .json: {error}") from error
+    if not isinstance(found, dict):
+        raise UsageError(f"got --config {path}, which holds no options by name")
+    types = {each.name: each for each in fields(JobConfig) if each.metadata or each.name == "recipe"}
+    options = {}
+    for given, value in found.items():
+        name = given.replace("-", "_")
+        if name not in types:
+            nearest = get_close_matches(name, types, 1, 0.0)[0]
+            raise UsageError(f"{path} has {given!r}, which is no option of samestep train; did you mean {nearest!r}?")
+        options[name] = _from_file(path, name, value, types[name])
+    return options
+
+
+def _from_file(path: str, name: str, value: Any, about: Field[Any]) -> Any:
+    """A value of a file in the type of its option."""
+    parse = about.metadata.get("parse")
+    if name == "options" and isinstance(value, dict):
+        return {key: str(each) for key, each in value.items()}
+    if parse is not None and name != "options" and isinstance(value, str):
+        return parse(value)
+    kind = next((one for one in get_args(about.type) if one is not type(None)), about.type)
+    wanted, in_words = _IN_FILES[get_origin(kind) or kind]
+    if not isinstance(value, wanted) or (isinstance(value, bool) and kind is not bool):
+        raise UsageError(f"{path} has {name} = {value!r}; needed: {in_words}")
+    return value
+
+
+_IN_FILES: Mapping[Any, tuple[Any, str]] = {
+    int: (int, "a whole number"),
+    float: (int | float, "a number"),
+    bool: (bool, "true or false"),
+    str: (str, "a text"),
+    Mapping: (dict, "a table of names and values"),
+    Sequence: (list, "a list of numbers"),
+}
 
 
 def _check(name: str, value: Any, limits: Mapping[str, Any]) -> None:

@@ -1,5 +1,6 @@
 """The job of each worker of `samestep train`: a recipe, from its data to the digest of its final state."""
 
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -7,6 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim import lr_scheduler as schedules
+from torch.optim.lr_scheduler import LRScheduler
 
 from samestep.devices.inventory import discover
 from samestep.errors import UsageError
@@ -48,7 +51,13 @@ def train(**options: Any) -> dict[str, Any]:
     model = recipe.model(content)
     settings = optimizer_settings(recipe, config.optimizer, config.lr, config.momentum, config.weight_decay)
     max_grad_norm = recipe.max_grad_norm if config.max_grad_norm is None else config.max_grad_norm
-    num_epochs = recipe.epochs if config.epochs is None else config.epochs
+    num_epochs = recipe.epochs if config.epochs is None and config.max_steps is None else config.epochs
+    optimizer = make_optimizer(model, **settings)
+    steps_per_epoch = math.ceil(len(content.train) / batch_size)  # type: ignore[arg-type]  # recipes' data have a length
+    lengths = [] if num_epochs is None else [num_epochs * steps_per_epoch]
+    num_steps = min([*lengths, *([] if config.max_steps is None else [config.max_steps])])
+    scheduler = make_scheduler(optimizer, config.scheduler, config.warmup_steps or 0, num_steps)
+    best: Any = config.best or (None if config.patience is None else recipe.headline)
     devices = device_names(run)
     facts: dict[str, Any] = {
         "recipe": recipe.name,
@@ -68,7 +77,7 @@ def train(**options: Any) -> dict[str, Any]:
         Trainer(
             run,
             model,
-            make_optimizer(model, **settings),
+            optimizer,
             recipe.loss,
             run_dir=config.run_dir,
             name=f"{recipe.name} on {content.description}",
@@ -76,6 +85,9 @@ def train(**options: Any) -> dict[str, Any]:
             epoch_line=(recipe.headline, recipe.headline_label),
             **config.given("checkpoint_steps", "checkpoint_minutes", "checkpoint_retries", "keep", "digest_every"),
             resume_command=f"samestep train {recipe.name} --resume {config.run_dir}",
+            best=tuple(best.split(":", 1)) if best and ":" in best else best,
+            patience=config.patience,
+            scheduler=scheduler,
             max_grad_norm=max_grad_norm,
             precision=config.precision,
             compile=config.compile,
@@ -88,6 +100,8 @@ def train(**options: Any) -> dict[str, Any]:
         history = trainer.fit(
             content.train,
             num_epochs,
+            max_steps=config.max_steps,
+            **config.given("eval_every"),
             eval_data=content.eval,
             metrics=recipe.metrics,
             num_workers=config.num_workers,
@@ -138,6 +152,26 @@ def make_optimizer(
     if optimizer == "sgd":
         extra["momentum"] = momentum
     return OPTIMIZERS[optimizer](model.parameters(), **extra)
+
+
+def make_scheduler(optimizer: Optimizer, name: str | None, warmup_steps: int, num_steps: int) -> LRScheduler | None:
+    """The scheduler of a run of so many steps, stepped after each; None without a name and warmup."""
+    if name is None and warmup_steps == 0:
+        return None
+    left = num_steps - warmup_steps
+    if left < 1:
+        raise UsageError(f"got --warmup-steps {warmup_steps} for a run of {num_steps} steps; it must be less")
+    after: LRScheduler
+    if name == "cosine":
+        after = schedules.CosineAnnealingLR(optimizer, left)
+    elif name == "linear":
+        after = schedules.LinearLR(optimizer, 1.0, 0.0, left)
+    else:
+        after = schedules.ConstantLR(optimizer, 1.0, 1)
+    if warmup_steps == 0:
+        return after
+    warmup = schedules.LinearLR(optimizer, 1 / (warmup_steps + 1), 1.0, warmup_steps)
+    return schedules.SequentialLR(optimizer, [warmup, after], [warmup_steps])
 
 
 def device_names(run: Run) -> list[str]:

@@ -31,6 +31,7 @@ BREAKING: Final[Mapping[str, str]] = {
     "weight_decay": "the update",
     "scheduler": "the learning rate",
     "max_grad_norm": "the update",
+    "state": "what else is trained along",
     "precision": "the rounding",
     "param_dtype": "the rounding",
     "tensor": "where sums within a layer are cut, and so the rounding",

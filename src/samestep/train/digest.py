@@ -24,7 +24,7 @@ ranks of a sharded state sum their own bytes, with zeros for the others', and ex
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -40,6 +40,7 @@ from samestep.engine.sharded_state import LocalShard, ShardedState
 from samestep.engine.step import TrainStep
 from samestep.errors import DeterminismError, UsageError
 from samestep.train.checkpoint.local_shards import held_by, local_state, local_tensors, unsharded
+from samestep.train.checkpoint.packing import pack
 from samestep.train.determinism import generator_states
 
 ROW_WORDS = 4096
@@ -91,8 +92,10 @@ def named_state(
     """Tensors and plain values of the state by name, in a fixed order; of sharded tensors this rank's local shards."""
     state: ShardedState | None = None
     world_size = 1
+    extra: Mapping[str, Any] = {}
     if isinstance(model, TrainStep):
         state, world_size, optimizers = model.sharded_state, model.state_communicator.world_size, model.optimizers
+        extra = model.extra_state
         model = model.model
     named = chain(model.named_parameters(), () if state is None else state.parts.items())
     names = {id(parameter): name for name, parameter in named}
@@ -105,6 +108,10 @@ def named_state(
                 for leaf in leaves(value):
                     if isinstance(leaf, Tensor | LocalShard | int | float | str | bool) or leaf is None:
                         yield f"optimizer {number}: {owner}: {key}", leaf
+    for name, value in extra.items():
+        packed = pack(value.state_dict(), f"state {name}")
+        yield f"state {name}", json.dumps(packed.facts, sort_keys=True)
+        yield from sorted(packed.tensors.items())
 
 
 @torch.no_grad()

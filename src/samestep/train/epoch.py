@@ -1,21 +1,28 @@
 """The progress of a trainer: the records of epochs, the state of the one under way, and its remaining batches."""
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from math import isfinite, nan
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.data import DataLoader
 
+from samestep.comm.communicator import Communicator
+from samestep.core.cursor import Cursor
 from samestep.data.loader import Loader
 from samestep.engine.step import TrainStep
-from samestep.errors import CheckpointError
+from samestep.errors import CheckpointError, UsageError
+from samestep.train.checkpoint.local_shards import whole_tensors
 from samestep.train.determinism import check_alike, generator_states, restore_generators
 from samestep.train.run import Run
 
 if TYPE_CHECKING:
     from samestep.train.checkpoint.resume import Resumed
     from samestep.train.checkpoint.storage import Snapshot
+
+
+LOWER_IS_BETTER = ("loss", "error", "perplexity", "cross_entropy")  # endings of the names of such metrics
 
 
 @dataclass(frozen=True)
@@ -28,6 +35,7 @@ class EpochRecord:
         samples_per_second: of training.
         train_loss: the sum of the loss over the epoch, over the sum of its counts.
         eval: metrics after the epoch; empty without evaluation data.
+        scalars: means over the epoch of what the loss function returned beside the loss.
     """
 
     epoch: int
@@ -35,15 +43,17 @@ class EpochRecord:
     samples_per_second: float
     train_loss: float
     eval: dict[str, float]
+    scalars: dict[str, float] = field(default_factory=dict)
 
     def as_json(self) -> dict[str, Any]:
-        """The record as a JSON object."""
-        return asdict(self)
+        """The record as a JSON object; without scalars if there are none."""
+        return {name: value for name, value in asdict(self).items() if name != "scalars" or value}
 
-    def scalars(self) -> dict[str, float]:
+    def tags(self) -> dict[str, float]:
         """The scalars for loggers."""
         scalars = {"epoch": float(self.epoch), "loss/train_epoch": self.train_loss}
         scalars["samples_per_second"] = self.samples_per_second
+        scalars.update({f"{name}/train_epoch": value for name, value in self.scalars.items()})
         scalars.update({f"{name}/eval": value for name, value in self.eval.items()})
         return scalars
 
@@ -56,6 +66,60 @@ class EpochRecord:
         return f"{text}, {self.samples_per_second:,.0f} samples/s"
 
 
+@dataclass(frozen=True)
+class Goal:
+    """The metric by which epochs are compared, and the number of evaluations without a better one that end the run."""
+
+    metric: str
+    mode: str
+    patience: int | None
+
+    @classmethod
+    def of(cls, best: str | tuple[str, str] | None, patience: int | None) -> "Goal | None":
+        """The goal by arguments of `Trainer`; None without any."""
+        if best is None:
+            if patience is not None:
+                raise UsageError(
+                    f"got patience={patience!r} without best; name the metric, such as best='accuracy' (--best)"
+                )
+            return None
+        given = (best,) if isinstance(best, str) else tuple(best)
+        name, mode = (*given, "min" if given and str(given[0]).endswith(LOWER_IS_BETTER) else "max")[:2]
+        if len(given) > 2 or not isinstance(name, str) or not name or mode not in ("min", "max"):
+            raise UsageError(
+                f"got best={best!r}; needed: the name of a metric, or its name and 'min' or 'max', such as "
+                "('loss', 'min') (--best loss:min)"
+            )
+        return cls(name, mode, patience)
+
+    def check(self, metrics: Mapping[str, Any] | None, has_data: bool) -> None:
+        """Raises a `UsageError` unless the metric is measured."""
+        if not has_data or self.metric not in (metrics or {}):
+            there = ", ".join(metrics or {}) if has_data else "no eval_data"
+            raise UsageError(
+                f"got best={self.metric!r}, and fit has {there or 'no metrics'}; needed: eval_data, and a metric of "
+                "this name"
+            )
+
+    def best(self, history: Iterable[EpochRecord]) -> EpochRecord | None:
+        """The best epoch, the first of equal ones; None if there is none with a finite value."""
+        sign = 1 if self.mode == "max" else -1
+        measured = [record for record in history if isfinite(record.eval.get(self.metric, nan))]
+        return max(measured, key=lambda record: sign * record.eval[self.metric], default=None)
+
+    def is_given_up(self, history: Iterable[EpochRecord]) -> bool:
+        """Whether as many evaluations as `patience` have brought nothing better than the best before them."""
+        measured = [record for record in history if self.metric in record.eval]
+        best = self.best(measured)
+        num_since = len(measured) if best is None else len(measured) - 1 - measured.index(best)
+        return self.patience is not None and num_since >= self.patience
+
+
+def mean_of(total: float, count: float) -> float:
+    """The mean of an epoch; NaN if it has counted nothing."""
+    return total / count if count else float("nan")
+
+
 @dataclass
 class EpochSoFar:
     """The epoch under way; part of a checkpoint, so that a resumed epoch ends as it would have."""
@@ -64,6 +128,7 @@ class EpochSoFar:
     num_samples: int = 0
     total: float = 0.0  # the sum of the loss
     count: float = 0.0  # its divisor
+    scalars: dict[str, tuple[float, float]] = field(default_factory=dict)  # of those beside the loss: sum and divisor
     seconds: float = 0.0
     generators: dict[str, Any] = field(default_factory=dict)  # the states of the script's, at its beginning
     of_loader: list[torch.Tensor] = field(default_factory=list)  # and of those of a loader of the user's own
@@ -144,7 +209,29 @@ class Progress:
             "loader_generators": loader_generator_states(loader),
             "contract": contract,
         }
+        if self._step.extra_state:
+            rest["state"] = {name: value.state_dict() for name, value in self._step.extra_state.items()}
         return capture(self._step, rest)
+
+    def give(
+        self,
+        communicator: Communicator,
+        source: int,
+        loader: Loader | DataLoader[Any],
+        batch: Any,
+        contract: Mapping[str, Any],
+    ) -> None:
+        """Sends the state of rank `source` before the step on this batch to ranks that join."""
+        from samestep.train.checkpoint.resume import Resumed, broadcast_state
+        from samestep.train.checkpoint.saver import to_host_copy
+
+        state = None
+        if communicator.rank == source:
+            cursor = loader.state_at(Cursor(batch.epoch, batch.position)) if isinstance(loader, Loader) else None
+            captured = self.capture(loader, cursor, contract)
+            copied = replace(captured, files=to_host_copy(whole_tensors(captured.files)))
+            state = Resumed(f"rank {source}", copied)
+        broadcast_state(communicator, state, source)
 
     def restore(self, resumed: "Resumed") -> None:
         """Restores a state; loaders and generators follow by `go_on`."""
@@ -157,15 +244,20 @@ class Progress:
             history = [EpochRecord(**record) for record in rest["history"]]
             epoch = EpochSoFar(**rest["epoch"])
             for record in history:
-                own = EpochRecord(0, 0.0, 0.0, 0.0, dict.fromkeys(record.eval, 0.0))
+                own = EpochRecord(0, 0.0, 0.0, 0.0, *(dict.fromkeys(n, 0.0) for n in (record.eval, record.scalars)))
                 check_alike("epochs", record.as_json(), own.as_json())
             own_epoch = {**asdict(EpochSoFar()), "generators": epoch.generators, "of_loader": epoch.of_loader}
+            own_epoch["scalars"] = dict.fromkeys(epoch.scalars, (0.0, 0.0))
             check_alike("epoch", rest["epoch"], own_epoch)
         generators = generator_states(device)
         self._waiting = restore(self._step, resumed.snapshot)
         self._waiting["generators"] = generator_states(device)
         restore_generators(generators, device)
         self.history, self.epoch = history, epoch
+        with as_bad_checkpoint(NOT_OURS):
+            for name, state in rest.get("state", {}).items():
+                if name in self._step.extra_state:  # else the change of the contract was allowed
+                    self._step.extra_state[name].load_state_dict(state)
 
     def go_on(self, loader: Loader | DataLoader[Any]) -> None:
         """Restores cursor, generators and epoch, if a state is waiting; else begins an epoch.
@@ -192,7 +284,17 @@ class Progress:
                 )
             if self.eval_loader is not None and state["eval_cursor"] is not None:
                 self.eval_loader.load_state_dict(state["eval_cursor"])
-            restore_generators(state["generators"], self._run.device)
+            if state["generators"] is not None:
+                restore_generators(state["generators"], self._run.device)
+
+    def pause(self, loader: Loader | DataLoader[Any]) -> None:
+        """Has the next `go_on` go on with the epoch under way, in the middle of which training has ended."""
+        self._waiting = {
+            "cursor": loader.state_dict() if isinstance(loader, Loader) else None,
+            "eval_cursor": None if self.eval_loader is None else self.eval_loader.state_dict(),
+            "loader_generators": loader_generator_states(loader),
+            "generators": None,  # the script may have drawn since
+        }
 
     def add(self, record: EpochRecord) -> None:
         """Ends the epoch under way."""

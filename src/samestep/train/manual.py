@@ -72,7 +72,7 @@ def save(
             return share_text(communicator, on_main(communicator, write) or "")
         on_main(communicator, check_ours)
         state, over = capture(steps, values), steps[0].state_communicator
-        return attempts(partial(write_sharded, communicator, over, folder, state, keep, replace=True)).name
+        return attempts(partial(write_sharded, communicator, over, folder, state, keep, replaces=True)).name
 
     Drift(membership, steps).check()
     before = membership.heartbeat.enter("exchange")  # a rank that waits for the one that writes does not hang

@@ -331,7 +331,8 @@ class Run:
             model: whose parameters the optimizer holds.
             optimizer: one or several, all stepped together.
             loss_fn: `loss_fn(model, batch)` returns a 0-d tensor (a mean over the microbatch's samples), a 1-d tensor
-                (a loss a sample) or `samestep.Mean(total, count)`; it is called once a microbatch.
+                (a loss a sample) or `samestep.Mean(total, count)`; or a pair of one of these and a dict of scalars by
+                name, each of them a number or one of these, for `StepResult.scalars`. It is called once a microbatch.
             counts_fn: for losses with several denominators: `counts_fn(batch)` returns numbers, which are summed over
                 the global batch and handed over as `loss_fn(model, batch, counts)`; the loss then returns the
                 microbatch's 0-d share of the loss, which is summed and not divided again.

@@ -11,32 +11,35 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from samestep.comm.communicator import Communicator
-from samestep.core.cursor import Cursor
+from samestep.comm.membership import END_OF_FIT
 from samestep.data.loader import Loader
 from samestep.engine.losses import LossFn
 from samestep.errors import UsageError
 from samestep.train.arguments import answers_unknown
 from samestep.train.atomic_io import CHECKPOINT_RETRIES
-from samestep.train.checkpoint.local_shards import is_sharded, whole_tensors
+from samestep.train.checkpoint.local_shards import is_sharded
 from samestep.train.contract import loader_contract, step_contract
 from samestep.train.contract_diff import Change
 from samestep.train.digest import state_digest
 from samestep.train.epoch import (
     EpochRecord,
+    Goal,
     Progress,
     batches_left,
     begin_epoch,
     make_eval_loader,
     make_loader,
+    mean_of,
     num_batches,
 )
 from samestep.train.exceptions import on_main
+from samestep.train.hooks import Hooks
 from samestep.train.paths import CHECKPOINT_FOLDER, WEIGHTS_FILE
 from samestep.train.rerun import current_rerun
 from samestep.train.run import Run
 from samestep.train.runlog.ledger import learning_rates
 from samestep.train.runlog.loggers import Logger
-from samestep.train.runlog.run_log import RunLog
+from samestep.train.runlog.run_log import RunLog, check_counts
 from samestep.train.signals import stopping_on_request
 
 if TYPE_CHECKING:
@@ -71,6 +74,14 @@ class Trainer:
         digest_every: the ledger has a checksum of the whole state every so many steps. The ranks compare theirs then,
             before each checkpoint and at the end: if one differs the run ends with an error that names the difference.
         resume_command: the command that goes on with this run, shown when it is stopped.
+        hooks: objects that are called at fixed points, such as `samestep.EMA()`; see `samestep.Hook`.
+        state: further objects by name with `state_dict()` and `load_state_dict(state)`, alike on all ranks: saved in
+            checkpoints, restored on resume, sent to ranks that join, and part of `digest`. Their state has tensors,
+            arrays of numbers, numbers, strings and None in dicts, lists and tuples.
+        best: a metric of `fit`, or its name and "min" or "max"; "max" by default, "min" for names that end in loss,
+            error, perplexity or cross_entropy. After each evaluation that is the best so far a checkpoint is written,
+            which is kept beside `keep` others and named by the file `checkpoints/best`.
+        patience: ends `fit` after so many evaluations in a row that are no better than the best before them.
         step_options: further arguments of `Run.train_step`: max_grad_norm, precision, scheduler, …
 
     Raises:
@@ -95,6 +106,10 @@ class Trainer:
         keep: int = 3,
         digest_every: int = DIGEST_EVERY,
         resume_command: str | None = None,
+        hooks: Iterable[Any] = (),
+        state: Mapping[str, Any] | None = None,
+        best: str | tuple[str, str] | None = None,
+        patience: int | None = None,
         **step_options: Any,
     ) -> None:
         if (rerun := current_rerun()) is not None:
@@ -102,7 +117,11 @@ class Trainer:
             run_dir, loggers = None, ()
         self.run = run
         self.model = model
+        self._hooks = Hooks(self, hooks, state)
+        watching = self._hooks.watching(loss_fn, run_dir is not None)
+        step_options["observers"] = (*step_options.get("observers", ()), *watching)
         self.step = run.train_step(model, optimizer, loss_fn, **step_options)
+        self.step.extra_state = self._hooks.state
         self._precision = step_options.get("precision", "32-true")
         self._epoch_line = epoch_line
         self._name = name
@@ -110,9 +129,12 @@ class Trainer:
         self._contract = {
             **run.contract.as_json(),
             **step_contract(self.step),
+            **self._hooks.contract(),
             **(contract or {}),
         }
         self._progress = Progress(run, self.step)
+        check_counts(patience=patience)
+        self._goal = Goal.of(best, patience)
         self._log = RunLog(
             run.membership,
             self.step,
@@ -124,8 +146,10 @@ class Trainer:
             checkpoint_minutes=checkpoint_minutes,
             checkpoint_retries=checkpoint_retries,
         )
-        self._planned = 0
+        self._planned: int | None = 0  # epochs of all calls so far; None if steps alone are planned
+        self._max_steps: int | None = None
         self._ended_at = -1
+        self._checkpointed_at = 0  # the step of the last checkpoint that hooks were told of, on all ranks
 
     @property
     def history(self) -> list[EpochRecord]:
@@ -133,35 +157,47 @@ class Trainer:
         return self._progress.history
 
     @property
+    def best(self) -> EpochRecord | None:
+        """The record of the best epoch so far by the metric `best`."""
+        return None if self._goal is None else self._goal.best(self.history)
+
+    @property
     def digest(self) -> str:
-        """SHA-256 over parameters, buffers and optimizer state; see `state_digest`, also for when all ranks ask."""
+        """SHA-256 over the whole state; see `state_digest`, also for when all ranks ask."""
         return state_digest(self.step)
 
     @answers_unknown("Trainer.fit")
     def fit(
         self,
         dataset: Any,
-        epochs: int,
+        epochs: int | None = None,
         *,
+        max_steps: int | None = None,
         eval_data: Any = None,
         metrics: Mapping[str, Any] | None = None,
+        eval_every: int = 1,
         num_workers: int = 0,
         shuffle: bool = True,
         resume: str | Path | None = None,
         allow_contract_change: bool = False,
     ) -> list[EpochRecord]:
-        """Trains for some epochs, and evaluates after each. Tier `bitwise`.
+        """Trains for some epochs or steps, and evaluates after epochs. Tier `bitwise`.
 
+        Calls go on where the one before ended: `fit(data, 1)` in a loop of n turns ends in the bits of `fit(data, n)`,
+        apart from hooks, whose `on_fit_start` and `on_fit_end` are called in each turn.
         Ctrl-C and SIGTERM let the step under way end; then a checkpoint is written and the program ends with the exit
         code 128 + signal. A second one ends it at once.
 
         Args:
             dataset: anything `Run.loader` takes, a loader of the run, or a `torch.utils.data.DataLoader` of your own
                 whose batches are the global batches.
-            epochs: how many more. A resumed program passes the same number as at first: epochs that the checkpoint has
-                are not run again.
+            epochs: how many more; as many as `max_steps` needs if None. A resumed program passes the same number as at
+                first: epochs that the checkpoint has are not run again.
+            max_steps: ends the call after this step of the run, counted from its beginning. An epoch that it ends in
+                has no record yet; a later call goes on with it.
             eval_data: evaluated after each epoch, if given.
             metrics: name to metric; needed with `eval_data`.
+            eval_every: evaluate after every so many epochs of the run.
             num_workers: processes that fetch samples.
             shuffle: a new order each epoch.
             resume: goes on from the newest good checkpoint of this run folder, or from this checkpoint, in the middle
@@ -181,10 +217,13 @@ class Trainer:
             ContractError: the run to resume was made under another contract; the message lists the fields.
             SystemExit: the run was asked to stop; its code is 128 + signal.
         """
-        if epochs < 1:
-            raise UsageError(f"got epochs={epochs}; it must be 1 or more (--epochs)")
+        if epochs is None and max_steps is None:
+            raise UsageError("got neither epochs nor max_steps; needed: one of them (--epochs, --max-steps)")
+        check_counts(epochs=epochs, max_steps=max_steps, eval_every=eval_every)
         if eval_data is not None and not metrics:
             raise UsageError("eval_data needs metrics, for example metrics={'accuracy': samestep.metrics.accuracy}")
+        if self._goal is not None:
+            self._goal.check(metrics, eval_data is not None)
         if (rerun := current_rerun()) is not None:
             resume, allow_contract_change = rerun.checkpoint(self), True
         progress = self._progress
@@ -198,24 +237,44 @@ class Trainer:
                 self._join()
             else:
                 self._open(resume, allow_contract_change)
-        self._planned += epochs
-        if self._planned < len(self.history) or (self._planned == len(self.history) and progress.epoch.num_batches > 0):
-            return self.history  # a resumed program calls `fit` for epochs that the state has
-        progress.go_on(loader)
-        with stopping_on_request(self.run.membership):
+        self._planned = None if epochs is None else (self._planned or 0) + epochs
+        self._max_steps = max_steps
+        if self._is_of_later_call():
+            return self.history
+        membership = self.run.membership
+        membership.asks_end = False
+        with stopping_on_request(membership):
             try:
-                for number in range(len(self.history) + 1, self._planned + 1):
-                    record = self._train_epoch(loader, number)
-                    if progress.eval_loader is not None and metrics:
+                self._hooks.call("on_fit_start")
+                progress.go_on(loader)
+                while not self._is_over() and (record := self._train_epoch(loader)) is not None:
+                    if progress.eval_loader is not None and metrics and record.epoch % eval_every == 0:
                         record = replace(record, eval=self.evaluate(progress.eval_loader, metrics))
-                    self._end_epoch(record)
+                        self._hooks.call("on_evaluation_end", record.eval)
+                    self._end_epoch(loader, record)
+                if progress.epoch.num_batches > 0:
+                    progress.pause(loader)
                 self._end_fit(loader)
+                self._hooks.call("on_fit_end")
             except KeyboardInterrupt:
                 log.draw(self.history, self._name)
                 raise
+            except Exception as error:
+                self._hooks.call("on_failure", error)
+                raise
             finally:
                 self._planned = len(self.history)
+                if membership.stop == END_OF_FIT:
+                    membership.stop = 0
         return self.history
+
+    def stop(self) -> None:
+        """Ends the call of `fit` under way, on all ranks alike; for hooks. A checkpoint is written as at any end.
+
+        The request of any rank is that of all. Made when an epoch ends, it ends the call with that epoch. Made after a
+        step, it travels with the messages of the next step, and ends the call after that one.
+        """
+        self.run.membership.asks_end = True
 
     def evaluate(self, data: Any, metrics: Mapping[str, Any], **options: Any) -> dict[str, float]:
         """Measures the model; see `Run.evaluate`."""
@@ -278,44 +337,48 @@ class Trainer:
         self._restore(resumed)
         self._log.join()
 
-    def _give_state(
-        self, communicator: Communicator, source: int, loader: Loader | DataLoader[Any], batch: Any
-    ) -> None:
-        """Sends the state before the step on this batch to ranks that join; the other side of `_join`."""
-        from samestep.train.checkpoint.resume import Resumed, broadcast_state
-        from samestep.train.checkpoint.saver import to_host_copy
-        from samestep.train.checkpoint.storage import Snapshot
-
-        state = None
-        if communicator.rank == source:
-            self._log.settle(self._progress.epoch, wait=True)
-            cursor = loader.state_at(Cursor(batch.epoch, batch.position)) if isinstance(loader, Loader) else None
-            captured = self._progress.capture(loader, cursor, self._contract)
-            files = to_host_copy(whole_tensors(captured.files))
-            state = Resumed(f"rank {source}", Snapshot(captured.step, files, captured.facts))
-        broadcast_state(communicator, state, source)
-
     def _restore(self, resumed: "Resumed") -> None:
         self._progress.restore(resumed)
         self._log.count_checkpoint()
+        self._checkpointed_at = self.step.num_steps
         self.say(f"resumed from {resumed.name}, epoch {len(self.history) + 1}, step {self.step.num_steps}")
 
     def _perform_on_main(self, action: Callable[[], None]) -> None:
         """Calls `action` on the rank that is rank 0 while all wait; again if a rank is lost meanwhile."""
         self.run.membership.perform(lambda: on_main(self.run.communicator, action))
 
-    def _train_epoch(self, loader: Loader | DataLoader[Any], number: int) -> EpochRecord:
-        """Runs through the loader once, or through the rest of an epoch that was begun."""
+    def _is_of_later_call(self) -> bool:
+        """Whether a resumed program calls `fit` for epochs or steps that the state has, with others after them."""
+        if self._max_steps is not None and self.step.num_steps > self._max_steps:
+            return True
+        done, planned = len(self.history), self._planned
+        return planned is not None and (planned < done or (planned == done and self._progress.epoch.num_batches > 0))
+
+    def _is_over(self) -> bool:
+        """Whether the call of `fit` is to end now; the same on all ranks."""
+        if self._max_steps is not None and self.step.num_steps >= self._max_steps:
+            return True
+        if self._goal is not None and self._goal.is_given_up(self.history):
+            return True
+        is_planned = self._planned is not None and len(self.history) >= self._planned
+        return is_planned or self.run.membership.stop == END_OF_FIT
+
+    def _train_epoch(self, loader: Loader | DataLoader[Any]) -> EpochRecord | None:
+        """Runs through the loader once, or through the rest of an epoch that was begun; None if the call ends in it."""
         membership, log, progress = self.run.membership, self._log, self._progress
+        number, is_cut = len(self.history) + 1, False
         self.model.train()
         log.forget_unread()
-        if progress.epoch.num_batches == 0:
+        if not progress.epoch.generators:  # else it was begun before the program was resumed, or this rank joined
+            self._hooks.call("on_epoch_start", number)
             progress.epoch = begin_epoch(loader, self.run.device)
         epoch, steps = progress.epoch, num_batches(loader)
         first, before, start = epoch.num_samples, epoch.seconds, time.perf_counter()
 
         def give(communicator: Communicator, source: int) -> None:
-            self._give_state(communicator, source, loader, batch)
+            if communicator.rank == source:
+                log.settle(progress.epoch, wait=True)
+            progress.give(communicator, source, loader, batch, self._contract)
 
         for batch in batches_left(loader, epoch, self.run.device):
             rates = learning_rates(self.step.optimizers)
@@ -333,32 +396,44 @@ class Trainer:
                 speed = (epoch.num_samples - first) / (time.perf_counter() - start)
                 done = {"epoch": number, "epochs": self._planned, "step": epoch.num_batches, "steps": steps}
                 log.display.progress(**done, loss=log.last_loss, samples_per_second=speed)
+            if is_cut := self._is_over() and epoch.num_batches != steps:
+                break
         if epoch.num_batches == 0:
             raise UsageError("the loader gave no batch: a dataset smaller than a batch with drop_last=True?")
         log.settle(epoch, wait=True)
         self.step.check()
+        if is_cut:
+            return None
         seconds = before + time.perf_counter() - start
-        loss = epoch.total / epoch.count if epoch.count else float("nan")
-        return EpochRecord(number, seconds, epoch.num_samples / seconds, loss, {})
+        loss = mean_of(epoch.total, epoch.count)
+        scalars = {name: mean_of(*sums) for name, sums in epoch.scalars.items()}
+        return EpochRecord(number, seconds, epoch.num_samples / seconds, loss, {}, scalars)
 
     def _attend(self, loader: Loader | DataLoader[Any]) -> None:
         """Between two steps: records healed failures, handles finished checkpoints, due ones and requests to stop."""
         log = self._log
         log.note_healed(self._progress.epoch)
         log.poll()
-        if self.run.membership.stop:
+        if self.run.membership.stop not in (0, END_OF_FIT):
             self._stop(loader)
         if log.is_checkpoint_due():
             log.compare()
             self._checkpoint(loader)
+            self._tell_checkpoint()
 
-    def _checkpoint(self, loader: Loader | DataLoader[Any]) -> None:
+    def _tell_checkpoint(self) -> None:
+        """Tells the hooks of a checkpoint, on all ranks and once a step."""
+        if self._log.folder is not None and self._checkpointed_at != self.step.num_steps:
+            self._checkpointed_at = self.step.num_steps
+            self._hooks.call("on_checkpoint", self.step.num_steps)
+
+    def _checkpoint(self, loader: Loader | DataLoader[Any], is_best: bool = False) -> None:
         """Has the state written, on the rank that writes; if it is sharded, by all ranks."""
         progress = self._progress
 
         def capture() -> "Snapshot":
             cursor = loader.state_dict() if isinstance(loader, Loader) else None
-            return progress.capture(loader, cursor, self._contract)
+            return replace(progress.capture(loader, cursor, self._contract), is_best=is_best)
 
         self._log.checkpoint(progress.epoch, capture)
 
@@ -377,6 +452,7 @@ class Trainer:
         if is_sharded(self.step):
             self._checkpoint(loader)
         self._perform_on_main(write)
+        self._tell_checkpoint()
         log.event("stop", signal=signum)
         how = self._resume_command or f"fit(…, resume={str(log.folder)!r})"
         kept = f"; to go on: {how}" if log.folder is not None else ", and nothing was kept: it has no run_dir"
@@ -385,14 +461,20 @@ class Trainer:
         self.close()
         raise SystemExit(128 + signum)
 
-    def _end_epoch(self, record: EpochRecord) -> None:
-        """Records and shows an epoch."""
+    def _end_epoch(self, loader: Loader | DataLoader[Any], record: EpochRecord) -> None:
+        """Records and shows an epoch, keeps the best, and agrees on whether it is the last one."""
         log = self._log
         log.note_healed(self._progress.epoch)
         self._progress.add(record)
         log.epoch(record)
         shown = [self._epoch_line] if self._epoch_line else [(name, f"test {name}") for name in record.eval]
         self.say(record.describe(shown))
+        self._hooks.call("on_epoch_end", record)
+        if self.best is record and log.folder is not None:
+            log.compare()
+            self._checkpoint(loader, is_best=True)
+            self._tell_checkpoint()
+        self.run.membership.agree_on_end()
 
     def _end_fit(self, loader: Loader | DataLoader[Any]) -> None:
         """Writes a checkpoint, the weights and the loss curve; all ranks wait until they are complete."""
@@ -432,4 +514,5 @@ class Trainer:
 
         membership.perform(attempt)
         membership.perform(lambda: self.run.communicator.barrier())
+        self._tell_checkpoint()
         membership.heartbeat.enter("script")

@@ -148,6 +148,11 @@ class StageRunner:
         # Only the last stage has the output: the code of the loss function after the model runs there alone.
         except LeaveError:
             return
+        if loss.names:
+            raise LossError(
+                f"the loss function returned the scalars {', '.join(loss.names)} beside the loss, which "
+                "strategy='pipeline' does not carry: return the loss alone, or use another strategy"
+            )
         proxy.check_called()
         check_differentiable(loss)
         self._observers.on_loss(microbatch, loss)

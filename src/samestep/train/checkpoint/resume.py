@@ -18,6 +18,7 @@ from samestep.train.checkpoint.manifest import read_small
 from samestep.train.checkpoint.packing import as_bad_checkpoint
 from samestep.train.checkpoint.state import NOT_OURS, Steps, check_captured, check_fits, layout_of, rest_of
 from samestep.train.checkpoint.storage import (
+    BEST_FILE,
     LATEST_FILE,
     Found,
     Snapshot,
@@ -107,8 +108,8 @@ def find_checkpoint(place: str | Path, tell: Callable[[str], None]) -> Resumed |
 
 
 def names_checkpoint(path: Path) -> bool:
-    """Whether a path is meant to be one checkpoint: `…/step-00000010`, or `…/latest`."""
-    return is_checkpoint_name(path.name) or (path.name == LATEST_FILE and path.is_file())
+    """Whether a path is meant to be one checkpoint: `…/step-00000010`, `…/latest` or `…/best`."""
+    return is_checkpoint_name(path.name) or (path.name in (LATEST_FILE, BEST_FILE) and path.is_file())
 
 
 def read_state(path: Path) -> Resumed:
@@ -118,8 +119,8 @@ def read_state(path: Path) -> Resumed:
 
 
 def named_checkpoint(path: Path) -> Path:
-    """The checkpoint that a path names, itself or by `latest`; raises a `CheckpointError` if that names none."""
-    if path.name != LATEST_FILE or path.is_dir():
+    """The checkpoint that a path names, itself or by `latest` or `best`; a `CheckpointError` if there is none."""
+    if path.name not in (LATEST_FILE, BEST_FILE) or path.is_dir():
         return path
     try:
         name = read_small(path, MAX_LATEST_BYTES).decode().strip()

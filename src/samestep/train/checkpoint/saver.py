@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -175,7 +175,7 @@ def with_rows(state: Snapshot, over: Communicator, is_writer: bool) -> Snapshot:
         for file, tensors in state.files.items()
     }
     if all(_has_rows(shard) for of_file in split_files(files)[1].values() for shard in of_file.values()):
-        return Snapshot(state.step, files, state.facts)
+        return replace(state, files=files)
     for tensors in files.values():
         for name, value in list(tensors.items()):
             whole = unsharded(value, over)  # a collective call: also on ranks that do not keep it
@@ -183,7 +183,7 @@ def with_rows(state: Snapshot, over: Communicator, is_writer: bool) -> Snapshot:
                 tensors[name] = whole.cpu() if isinstance(value, LocalShard) else whole
             else:
                 del tensors[name]
-    return Snapshot(state.step, files, state.facts)
+    return replace(state, files=files)
 
 
 def has_local_shards(state: Snapshot) -> bool:
@@ -197,20 +197,20 @@ def write_sharded(
     folder: Path,
     state: Snapshot,
     keep: int = 3,
-    replace: bool = False,
+    replaces: bool = False,
 ) -> Path:
     """Writes a checkpoint in a collective call, which returns when it is complete."""
     check_keep(keep)
     state = with_rows(state, over, communicator.rank == 0)
     whole, shards = split_files(state.files)
-    begun = on_main(communicator, lambda: begin_checkpoint(folder, state.step, replace))
+    begun = on_main(communicator, lambda: begin_checkpoint(folder, state.step, replaces))
     name = json.loads(share_text(communicator, json.dumps(None if begun is None else begun.name)))
     temporary = None if name is None else folder / name
     try:
         parts = {} if temporary is None else _write_parts(communicator, over, temporary, shards)
-        snapshot = Snapshot(state.step, whole, state.facts)
+        snapshot = replace(state, files=whole)
         path = on_main(
-            communicator, lambda: str(complete_checkpoint(folder, snapshot, temporary, parts, keep, replace))
+            communicator, lambda: str(complete_checkpoint(folder, snapshot, temporary, parts, keep, replaces))
         )
         return folder / Path(share_text(communicator, path or "")).name
     finally:

@@ -3,6 +3,7 @@
     checkpoints/step-00001200/model.safetensors  optimizer.safetensors  …  state.json  manifest.json
                               model.shard-00001-of-00004.safetensors  …    of a sharded state
     checkpoints/latest                           the name of the one written last, for people
+    checkpoints/best                             that of the best by a metric, which is not removed
 
 A checkpoint is made under a temporary name: each file is written and synced to the disk, then the manifest with their
 checksums, then the folder is renamed. However the writer ends, a folder called `step-…` is complete; if the disk
@@ -13,6 +14,7 @@ import errno
 import json
 import re
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,7 +43,7 @@ from samestep.train.checkpoint.tensors import (
 )
 from samestep.train.paths import FACTS_FILE
 
-LATEST_FILE = "latest"
+LATEST_FILE, BEST_FILE = "latest", "best"
 _NAME = re.compile(r"step-(\d{8,})", re.ASCII)
 _OCCUPIED = {errno.ENOTEMPTY, errno.EEXIST, errno.EACCES}  # EACCES: Windows, where a rename replaces no folder
 _RENAMES = 3
@@ -56,11 +58,13 @@ class Snapshot:
         files: tensors by name, for each file: {"model": …} is model.safetensors. To be written they are in host memory;
             of sharded tensors a rank has local shards.
         facts: JSON, for state.json.
+        is_best: whether `best` names it once it is written.
     """
 
     step: int
     files: Mapping[str, Mapping[str, Any]]
     facts: Any
+    is_best: bool = False
 
 
 Check = Callable[[Snapshot], None]
@@ -136,7 +140,9 @@ def complete_checkpoint(
                 _discard(target)
             _move_into_place(temporary, target)
             sync_folder(folder)
-        _point_latest(folder, target.name)
+        _point(folder, LATEST_FILE, target.name)
+        if snapshot.is_best:
+            _point(folder, BEST_FILE, target.name)
         _remove_older(folder, snapshot.step, keep)
     return target
 
@@ -292,21 +298,24 @@ def _move_into_place(temporary: Path, target: Path) -> None:
         _discard(target)
 
 
-def _point_latest(folder: Path, name: str) -> None:
-    """Makes `latest` name a checkpoint."""
-    temporary = temporary_name(folder, LATEST_FILE)
+def _point(folder: Path, file: str, name: str) -> None:
+    """Makes `latest` or `best` name a checkpoint."""
+    temporary = temporary_name(folder, file)
     try:
         write_sealed(temporary, f"{name}\n".encode())
-        temporary.replace(folder / LATEST_FILE)
+        temporary.replace(folder / file)
     finally:
         remove_entry(temporary)
 
 
 def _remove_older(folder: Path, step: int, keep: int) -> None:
-    """Removes checkpoints before `step` beyond `keep`; those that are not complete do not count."""
+    """Removes checkpoints before `step` beyond `keep`; the best one, and those that are not complete, do not count."""
     kept = 1
+    best = ""
+    with suppress(OSError):
+        best = (folder / BEST_FILE).read_text(encoding="utf-8", errors="replace").strip()
     for other, path in reversed(_listed(folder)):
-        if other >= step:
+        if other >= step or path.name == best:
             continue
         if kept >= keep:
             _discard(path)

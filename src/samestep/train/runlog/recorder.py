@@ -54,7 +54,8 @@ class StepNote:
 
     def scalars(self) -> dict[str, float]:
         """The scalars for loggers."""
-        scalars = {"loss/train": self.result.loss, "grad_norm": self.result.grad_norm}
+        beside = {f"{name}/train": value for name, value in self.result.scalars.items()}
+        scalars = {"loss/train": self.result.loss, **beside, "grad_norm": self.result.grad_norm}
         return {**scalars, "lr": self.rates[0]} if self.rates else scalars
 
 

@@ -6,6 +6,7 @@ If rank 0 is lost, the next rank 0 opens a recorder of its own and writes the st
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -98,7 +99,7 @@ class RunLog:
         checkpoint_minutes: float | None,
         checkpoint_retries: int,
     ) -> None:
-        _check_counts(checkpoint_steps=checkpoint_steps, keep=keep, digest_every=digest_every)
+        check_counts(checkpoint_steps=checkpoint_steps, keep=keep, digest_every=digest_every)
         check_retries(checkpoint_retries)
         if checkpoint_minutes is not None and not 0 < checkpoint_minutes < float("inf"):
             raise UsageError(
@@ -224,6 +225,9 @@ class RunLog:
             if not note.result.skipped:
                 epoch.total += note.result.total
                 epoch.count += note.result.count
+                for name, (total, count) in note.result.scalar_sums.items():
+                    before = epoch.scalars.get(name, (0.0, 0.0))
+                    epoch.scalars[name] = before[0] + total, before[1] + count
             self.last_loss = note.result.loss
             light = None if note.batch is None else note.result.batch  # holds no samples
             note = StepNote(note.result, light, note.rates, note.world_size, note.digest, note.seconds)
@@ -260,7 +264,7 @@ class RunLog:
     def epoch(self, record: EpochRecord) -> None:
         """Records an epoch, on the rank that writes."""
         if self._recorder is not None:
-            self._recorder.log(self._step.num_steps, record.scalars())
+            self._recorder.log(self._step.num_steps, record.tags())
             self._recorder.flush()
 
     def draw(self, history: Sequence[EpochRecord], name: str) -> None:
@@ -360,12 +364,11 @@ class RunLog:
     def _save(self, recorder: Recorder, folder: Path, state: "Snapshot") -> None:
         """Copies a state and has the thread write it."""
         from samestep.train.checkpoint.saver import CheckpointSaver
-        from samestep.train.checkpoint.storage import Snapshot
 
         if self._saver is None:
             self._saver = CheckpointSaver(folder, self._keep, self._retries)
         start = time.perf_counter()
-        self._saver.save(Snapshot(state.step, self._saver.to_host_copy(whole_tensors(state.files)), state.facts))
+        self._saver.save(replace(state, files=self._saver.to_host_copy(whole_tensors(state.files))))
         self._blocked[state.step] = time.perf_counter() - start
         recorder.log(state.step, {"checkpoint/blocked_milliseconds": 1000 * self._blocked[state.step]})
 
@@ -388,7 +391,7 @@ class RunLog:
             self._recorder.event("checkpoint", saved.step, name=saved.name, **seconds)
 
 
-def _check_counts(**counts: int | None) -> None:
+def check_counts(**counts: int | None) -> None:
     """Raises a `UsageError` for a count that is not a whole number from 1 on."""
     for name, value in counts.items():
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):

@@ -1,0 +1,140 @@
+"""The best checkpoint, early stopping, and the end by steps: decided alike everywhere, and again after a resume."""
+
+import pytest
+import torch
+from resume_programs import BATCH, METRICS, NUM_MICROBATCHES, SEED, classification, plain, points
+from worlds import in_turns
+
+from samestep.errors import UsageError
+from samestep.train.checkpoint.storage import list_checkpoints
+from samestep.train.epoch import EpochRecord, Goal
+from samestep.train.run import Run
+from samestep.train.trainer import Trainer
+
+
+def make(communicator, lr=0.1, **options):
+    run = Run(BATCH, NUM_MICROBATCHES, SEED, communicator=communicator)
+    model = plain()
+    return Trainer(run, model, torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9), classification, **options)
+
+
+def fit(communicator, run_dir, best="loss", patience=None, resume=None, epochs=6, keep=1, strategy=None, **more):
+    options = {"best": best, "patience": patience, "keep": keep, **(strategy or {})}
+    with make(communicator, run_dir=run_dir, **options) as trainer:
+        trainer.fit(points(), epochs, eval_data=points(), metrics=METRICS, resume=resume, **more)
+        return trainer.digest, [record.eval for record in trainer.history], trainer.best.epoch
+
+
+def records(*values):
+    return [EpochRecord(n + 1, 1.0, 1.0, 0.0, {} if v is None else {"loss": v}) for n, v in enumerate(values)]
+
+
+def test_the_best_is_the_first_of_equal_ones_and_never_one_that_is_not_finite():
+    nan = float("nan")
+    goal = Goal.of("loss", 2)
+    assert goal.mode == "min"
+    assert Goal.of("accuracy", None).mode == "max"
+    assert Goal.of(("loss", "max"), None).best(records(1.0, 3.0, 2.0)).epoch == 2
+    assert goal.best(records(nan, 2.0, 1.0, 1.0)).epoch == 3
+    assert goal.best(records(None, nan)) is None
+    assert not goal.is_given_up(records(1.0, 2.0))
+    assert goal.is_given_up(records(1.0, None, 2.0, 1.0))  # as good is not better; epochs without a value do not count
+    assert goal.is_given_up(records(nan, nan))
+    assert not Goal.of("loss", None).is_given_up(records(1.0, 2.0, 3.0, 4.0))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"patience": 2}, "got patience=2 without best"),
+        ({"best": ("loss", "least")}, "the name of a metric, or its name and 'min' or 'max'"),
+        ({"best": ""}, "the name of a metric"),
+        ({"best": "loss", "patience": 0}, "got patience=0; it must be 1 or more"),
+    ],
+)
+def test_goals_that_cannot_be_are_named(options, message):
+    with pytest.raises(UsageError, match=message):
+        in_turns(1, lambda communicator: make(communicator, **options))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "got best='f1', and fit has no eval_data"),
+        ({"eval_data": points(), "metrics": METRICS}, "got best='f1', and fit has accuracy, loss"),
+    ],
+)
+def test_a_goal_that_is_not_measured_is_refused_before_the_first_step(options, message):
+    def program(communicator):
+        trainer = make(communicator, best="f1")
+        with pytest.raises(UsageError, match=message):
+            trainer.fit(points(), 1, **options)
+        return trainer.step.num_steps
+
+    assert in_turns(1, program) == [0]
+
+
+@pytest.mark.parametrize("strategy", [{}, {"strategy": "sharded"}])
+def test_the_best_checkpoint_is_kept_beside_the_newest_and_can_be_resumed(tmp_path, worlds, strategy):
+    results = worlds(2).run(fit, tmp_path / "run", ("accuracy", "max"), None, None, 6, 1, strategy)
+    digest, scores, best = results[0]
+    assert results == [results[0]] * 2
+    accuracies = [score["accuracy"] for score in scores]
+    assert best == accuracies.index(max(accuracies)) + 1 < 6
+    folder = tmp_path / "run" / "checkpoints"
+    assert [step for step, _ in list_checkpoints(folder)] == [3 * best, 18]
+    assert (folder / "best").read_text().strip() == f"step-{3 * best:08d}"
+
+    def of_best(communicator):
+        trainer = make(communicator, best=("accuracy", "max"))
+        trainer.fit(points(), best, eval_data=points(), metrics=METRICS, resume=folder / "best")
+        assert trainer.evaluate(points(), METRICS) == scores[best - 1]
+        return trainer.step.num_steps
+
+    assert in_turns(1, of_best) == [3 * best]
+    resumed = in_turns(3, fit, None, ("accuracy", "max"), None, folder / "best")
+    assert resumed == [(digest, scores, best)] * 3
+
+
+def test_patience_ends_the_fit_on_all_devices_and_a_finished_run_does_not_go_on(tmp_path):
+    whole = in_turns(1, fit, None, ("accuracy", "max"), None, None, 12)[0]
+    digest, scores, best = in_turns(2, fit, tmp_path / "run", ("accuracy", "max"), 2, None, 12)[0]
+    assert len(scores) == best + 2 < 12
+    assert scores == whole[1][: len(scores)]
+    again = in_turns(3, fit, tmp_path / "run", ("accuracy", "max"), 2, tmp_path / "run", 12)
+    assert again == [(digest, scores, best)] * 3
+
+
+def test_an_end_by_steps_is_exact_and_a_resume_keeps_to_it(tmp_path):
+    def program(communicator, run_dir=None, resume=None, **options):
+        with make(communicator, run_dir=run_dir) as trainer:
+            trainer.fit(points(), resume=resume, **options)
+            return trainer.digest, trainer.step.num_steps, len(trainer.history)
+
+    whole = in_turns(1, lambda c: program(c, epochs=3))[0]
+    cut = in_turns(2, lambda c: program(c, tmp_path / "run", max_steps=7))[0]
+    assert cut[1:] == (7, 2)
+    assert in_turns(3, lambda c: program(c, None, tmp_path / "run", max_steps=7))[0] == cut
+    assert in_turns(3, lambda c: program(c, None, tmp_path / "run", max_steps=9))[0] == whole == (whole[0], 9, 3)
+    assert in_turns(1, lambda c: program(c, epochs=1, max_steps=7))[0][1:] == (3, 1)
+
+
+def test_evaluations_are_as_rare_as_asked_for():
+    scores = in_turns(1, fit, None, "loss", None, None, 5)[0]
+    rare = in_turns(1, lambda c: fit(c, None, "loss", None, None, 5, eval_every=2))[0]
+    assert rare[0] == scores[0]
+    assert rare[1] == [scores[1][n] if n % 2 else {} for n in range(5)]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "got neither epochs nor max_steps"),
+        ({"max_steps": 0}, "got max_steps=0; it must be 1 or more"),
+        ({"epochs": 2, "eval_every": 0}, "got eval_every=0; it must be 1 or more"),
+        ({"epochs": 1.5}, "got epochs=1.5; it must be 1 or more"),
+    ],
+)
+def test_ends_that_cannot_be_are_named(options, message):
+    with pytest.raises(UsageError, match=message):
+        in_turns(1, lambda communicator: make(communicator).fit(points(), **options))
