@@ -219,7 +219,7 @@ def test_a_run_is_restarted_if_the_last_worker_with_the_state_dies_when_a_replac
         if member.slot == 0:
             member.work_until(is_down_to(1))
             wait_until(lambda: 2 in member.page.quorum().slots)
-        os.kill(os.getpid(), signal.SIGKILL)
+        return os.kill(os.getpid(), signal.SIGKILL)
 
     outcome = run_members(tmp_path, play, "cpu:2", Policy(replace=True, max_restarts=2))
     assert (outcome.exit_code, outcome.result) == (0, "restarted"), outcome.failure
