@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import nn
+from worlds import DEVICE
 
 from samestep.errors import OutOfMemoryError
 from samestep.train.digest import state_digest
@@ -19,10 +20,20 @@ ROOM = 200 * MIB  # above what the process has; buffers of threads and connectio
 
 @contextmanager
 def limited(room):
-    """Lets this process have so many bytes of address space more, and no others.
+    """Lets this process have so many bytes more of its GPU, or of address space on a CPU, and no others.
 
     What is freed is given back at once (a threshold of mallopt that does not move), else limits would depend on holes.
     """
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        _, total = torch.cuda.mem_get_info()
+        torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + room) / total)
+        try:
+            yield
+        finally:
+            torch.cuda.set_per_process_memory_fraction(1.0)
+        return
     threshold = -3  # M_MMAP_THRESHOLD
     ctypes.CDLL(None).mallopt(threshold, 128 * 1024)
     before = resource.getrlimit(resource.RLIMIT_AS)
@@ -42,13 +53,13 @@ class Asking(torch.autograd.Function):
     def forward(ctx, x, phase, size):
         ctx.phase, ctx.size = phase, size
         if phase == "forward":
-            torch.empty(size, dtype=torch.uint8)
+            torch.empty(size, dtype=torch.uint8, device=x.device)
         return x.clone()
 
     @staticmethod
     def backward(ctx, gradient):
         if ctx.phase == "backward":
-            torch.empty(ctx.size, dtype=torch.uint8)
+            torch.empty(ctx.size, dtype=torch.uint8, device=gradient.device)
         return gradient, None, None
 
 
@@ -139,7 +150,8 @@ class Stateful(torch.optim.SGD):
     def step(self, closure=None):
         for group in self.param_groups:
             for parameter in group["params"]:
-                self.state[parameter].setdefault("much", torch.empty(2 * ROOM, dtype=torch.uint8))
+                much = torch.empty(2 * ROOM, dtype=torch.uint8, device=parameter.device)
+                self.state[parameter].setdefault("much", much)
         return super().step(closure)
 
 

@@ -264,6 +264,7 @@ def compiled(communicator):
     return bits(model, optimizer)
 
 
+@cpu_only("the fake GPUs have no Triton, for which torch.compile writes its kernels")
 @pytest.mark.slow
 def test_a_compiled_model_gives_the_same_bits_whatever_sizes_a_rank_meets(worlds):
     assert worlds(2).run(compiled) == worlds(1).run(compiled) * 2

@@ -7,7 +7,7 @@ import pytest
 import torch
 from memory_programs import run_fitting, run_large, run_short, run_update
 from torch import nn
-from worlds import World, cpu_only
+from worlds import World
 
 from samestep.engine.diagnosis import describe_lone_shortage, is_out_of_memory, missing_state_bytes
 
@@ -74,7 +74,6 @@ def fresh(worlds):
     world.close()
 
 
-@cpu_only("the memory that is limited is the host's")
 def test_the_number_that_is_named_counts_gradients_and_the_optimizer_s_state(fresh):
     """In the first step neither is there yet: without them twice as large microbatches would seem to fit."""
     number = number_named(fresh.run(run_large, 4)[0])

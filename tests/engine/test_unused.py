@@ -5,7 +5,6 @@ import torch
 from engine_programs import bits, in_turns, make_step, mean_squared, table
 from torch import nn
 from torch.nn import functional
-from worlds import cpu_only
 
 from samestep.engine.gradients import GradientSum
 from samestep.errors import UsageError
@@ -206,7 +205,6 @@ def test_parameters_that_come_to_the_optimizer_later_are_trained(join):
     assert in_turns(1, program)[0] == [False, not join]
 
 
-@cpu_only("the fake GPUs have no sparse tensors")
 def test_sparse_gradients_of_embeddings_are_summed_as_dense_ones():
     def program(communicator, sparse):
         model = nn.Sequential(nn.Embedding(10, 4, sparse=sparse), nn.Flatten(), nn.Linear(8, 1))

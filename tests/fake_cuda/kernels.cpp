@@ -6,6 +6,7 @@
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/ExpandUtils.h>
+#include <ATen/SparseTensorImpl.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/native/DispatchStub.h>
@@ -42,8 +43,27 @@ Tensor form(c10::Storage storage, const Tensor& like, c10::DispatchKey key) {
   return made;
 }
 
+at::SparseTensorImpl* coo(const Tensor& tensor) {
+  return static_cast<at::SparseTensorImpl*>(tensor.unsafeGetTensorImpl());
+}
+
+// Gives a sparse tensor the shape of another, and indices and values of its own.
+void become(const Tensor& tensor, const Tensor& like, const Tensor& indices, const Tensor& values) {
+  coo(tensor)->raw_resize_(coo(like)->sparse_dim(), coo(like)->dense_dim(), like.sizes());
+  coo(tensor)->set_indices_and_values_unsafe(indices, values);
+  coo(tensor)->set_coalesced(coo(like)->coalesced());
+}
+
+Tensor sparse(c10::DispatchKey key, const Tensor& like, const Tensor& indices, const Tensor& values) {
+  auto made = at::detail::make_tensor<at::SparseTensorImpl>(c10::DispatchKeySet(key), like.dtype());
+  become(made, like, indices, values);
+  return made;
+}
+
 // A host tensor over the device's memory that keeps it: for what the host reads at once.
 Tensor over(const Tensor& tensor) {
+  if (tensor.is_sparse())
+    return sparse(c10::DispatchKey::SparseCPU, tensor, over(coo(tensor)->indices_), over(coo(tensor)->values_));
   auto* keep = new c10::Storage(tensor.storage());
   c10::DataPtr pointer(const_cast<void*>(keep->data()), keep, [](void* c) { delete static_cast<c10::Storage*>(c); },
                        Device(DeviceType::CPU));
@@ -185,35 +205,49 @@ Tensor home(const Tensor& result, const std::vector<std::pair<Tensor, Tensor>>& 
   if (!result.defined() || result.is_cuda()) return result;
   for (const auto& [ours, host] : pairs) {
     if (result.is_same(host)) return ours;
-    if (result.has_storage() && result.storage().unsafeGetStorageImpl() == host.storage().unsafeGetStorageImpl()) {
+    if (result.has_storage() && host.has_storage() &&
+        result.storage().unsafeGetStorageImpl() == host.storage().unsafeGetStorageImpl()) {
       auto made = at::detail::make_tensor<c10::TensorImpl>(
           c10::TensorImpl::VIEW, c10::Storage(ours.storage()), ours.key_set(), result.dtype());
       made.unsafeGetTensorImpl()->set_sizes_and_strides(result.sizes(), result.strides(), result.storage_offset());
       return made;
     }
   }
+  if (result.is_sparse())
+    return sparse(c10::DispatchKey::SparseCUDA, result, home(coo(result)->indices_, pairs, device),
+                  home(coo(result)->values_, pairs, device));
   return home_copy(result, device);
 }
 
 // Runs an operation at once, on memory that the device has finished with: for views, and for what the host looks at.
-void at_once(const c10::OperatorHandle& op, torch::jit::Stack* stack, Device device, const std::vector<IValue>& given) {
+void at_once(const c10::OperatorHandle& op, torch::jit::Stack* stack, Device device, const std::vector<IValue>& given,
+             c10::DispatchKey key = c10::DispatchKey::CPU) {
   std::vector<std::pair<Tensor, Tensor>> pairs;
+  std::vector<std::pair<Tensor, Tensor>> parts;  // of sparse arguments, and of their host forms
   const int generator = kind_of(op).generator;
   for (int k = 0; k < int(given.size()); ++k) {
     if (k == generator) { stack->emplace_back(draw(given[k].toOptional<at::Generator>(), device, op.schema().name())); continue; }
     if (given[k].isDevice()) { stack->emplace_back(Device(DeviceType::CPU)); continue; }
     stack->push_back(mapped(given[k], [&](const Tensor& tensor) {
       if (!tensor.defined() || !tensor.is_cuda()) return tensor;
-      pairs.emplace_back(tensor, over(tensor));
-      return pairs.back().second;
+      auto host = over(tensor);
+      pairs.emplace_back(tensor, host);
+      if (tensor.is_sparse()) {
+        parts.emplace_back(coo(tensor)->indices_, coo(host)->indices_);
+        parts.emplace_back(coo(tensor)->values_, coo(host)->values_);
+      }
+      return host;
     }));
   }
-  op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
+  pairs.insert(pairs.end(), parts.begin(), parts.end());
+  op.redispatchBoxed(c10::DispatchKeySet(key), stack);
   const size_t first = stack->size() - op.schema().returns().size();
   for (size_t k = first; k < stack->size(); ++k)
     (*stack)[k] = mapped((*stack)[k], [&](const Tensor& result) { return home(result, pairs, device); });
-  for (auto& [ours, host] : pairs)  // an out= that was resized
-    if (ours.sizes() != host.sizes()) {
+  for (auto& [ours, host] : pairs)  // an argument that was written to, and has other entries; an out= that was resized
+    if (ours.is_sparse())
+      become(ours, host, home(coo(host)->indices_, pairs, device), home(coo(host)->values_, pairs, device));
+    else if (ours.sizes() != host.sizes()) {
       auto moved = home_copy(host, device);
       ours.unsafeGetTensorImpl()->set_storage_keep_dtype(moved.storage());
       ours.unsafeGetTensorImpl()->set_sizes_and_strides(moved.sizes(), moved.strides());
@@ -402,6 +436,32 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   for (auto& result : results) stack->push_back(std::move(result));
 }
 
+// Operations on sparse tensors (COO) that look at no entries.
+const std::set<std::string> NEEDS_NO_ENTRY = {
+    "aten::_sparse_coo_tensor_with_dims_and_tensors", "aten::_sparse_coo_tensor_with_dims", "aten::_indices",
+    "aten::_values", "aten::indices", "aten::values", "aten::_nnz", "aten::_coalesced_", "aten::is_coalesced",
+    "aten::sparse_dim", "aten::dense_dim", "aten::_dimI", "aten::_dimV", "aten::empty.memory_format"};
+
+// All run at once: the form of most results depends on the entries.
+void sparse_fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  const auto name = toString(op.schema().operator_name());
+  std::vector<IValue> given(stack->end() - op.schema().arguments().size(), stack->end());
+  stack->erase(stack->end() - given.size(), stack->end());
+  Device device(DeviceType::CUDA, current_device());
+  for (const auto& value : given) {
+    each_tensor(value, [&](const Tensor& tensor) { if (tensor.is_cuda()) device = tensor.device(); });
+    if (value.isDevice() && value.toDevice().is_cuda() && value.toDevice().has_index()) device = value.toDevice();
+  }
+  c10::DeviceGuard guard(device);
+  if (!NEEDS_NO_ENTRY.count(name)) {
+    count_wait(name.c_str() + 6);
+    synchronize_stream(device.index(), current_stream(device.index()));
+  }
+  if (name == "aten::copy_" && given[1].toTensor().is_cuda())  // the target may share its memory
+    given[1] = home(over(given[1].toTensor()).clone(), {}, device);
+  at_once(op, stack, device, given, c10::DispatchKey::SparseCPU);
+}
+
 // What the fallback cannot do: make, view, copy, draw without a generator, read.
 
 Device place(std::optional<Device> device) {
@@ -535,14 +595,20 @@ Tensor borrowed(const Tensor& tensor) {
 
 void bind_kernels(pybind11::module_& m) {
   at::native::_fused_sdp_choice_stub.set_cuda_dispatch_ptr(&choose_attention);
-  // What has kernels of its own on CUDA, and would else be put together of many: lists of tensors, convolutions.
   static torch::Library library(torch::Library::IMPL, "aten", c10::DispatchKey::CUDA, __FILE__, __LINE__);
-  for (const auto& name : c10::Dispatcher::singleton().getAllOpNames())
+  static torch::Library sparse(torch::Library::IMPL, "aten", c10::DispatchKey::SparseCUDA, __FILE__, __LINE__);
+  auto& dispatcher = c10::Dispatcher::singleton();
+  for (const auto& name : dispatcher.getAllOpNames()) {
+    if (name.name.rfind("aten::", 0) != 0) continue;
+    const auto full = name.name.substr(6) + (name.overload_name.empty() ? "" : "." + name.overload_name);
+    // What has kernels of its own on CUDA, and would else be put together of many: lists of tensors, convolutions.
     if (name.name.rfind("aten::_foreach_", 0) == 0 ||
-        ((name.name == "aten::convolution" || name.name == "aten::convolution_backward") && name.overload_name.empty())) {
-      const auto full = name.name.substr(6) + (name.overload_name.empty() ? "" : "." + name.overload_name);
+        ((name.name == "aten::convolution" || name.name == "aten::convolution_backward") && name.overload_name.empty()))
       library.impl(full.c_str(), torch::CppFunction::makeFromBoxedFunction<&fallback>());
-    }
+    const auto op = dispatcher.findOp(name);
+    if (op && op->hasKernelForDispatchKey(c10::DispatchKey::SparseCPU))
+      sparse.impl(full.c_str(), torch::CppFunction::makeFromBoxedFunction<&sparse_fallback>());
+  }
 }
 }  // namespace fake_cuda
 

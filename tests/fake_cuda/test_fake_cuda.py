@@ -201,3 +201,33 @@ def test_the_operations_of_sync_batch_norm_are_those_of_batch_norm():
         print(all(torch.allclose(one, other.cpu(), rtol=1e-12) for one, other in pairs))  # sums in another order
     """
     assert run(program).split() == ["True"]
+
+
+def test_sparse_tensors_have_the_numbers_of_the_host_and_stay_on_their_device():
+    program = """
+        import torch
+        from torch.nn import functional
+
+        def found(device):
+            torch.manual_seed(0)
+            weight = torch.rand(5, 2).to(device).requires_grad_()
+            optimizer = torch.optim.SGD([weight], lr=0.5)
+            for last in (2, 3):
+                rows = functional.embedding(torch.tensor([1, 4, 1, last], device=device), weight, sparse=True)
+                rows.square().sum().backward()
+                optimizer.step()
+            gradient = weight.grad
+            other = torch.eye(3, device=device).to_sparse()
+            other.copy_(other.clone().mul_(2))
+            moved = gradient.cpu().to(device)
+            several = [gradient, gradient.coalesce(), gradient + gradient, other, moved, gradient.clone().zero_()]
+            assert all(tensor.is_sparse and tensor.device.type == device for tensor in several), several
+            return [weight.detach(), other @ torch.ones(3, 3, device=device), *(each.to_dense() for each in several)]
+
+        print(all(torch.equal(ours.cpu(), host) for ours, host in zip(found("cuda"), found("cpu"), strict=True)))
+        mine = torch.sparse_coo_tensor(torch.zeros(1, 2, device="cuda").long(), torch.ones(2, device="cuda"), (4,))
+        mine = mine.cpu()  # memory of its own
+        torch.full((2,), 7.0, device="cuda").sum().item()
+        print(mine.to_dense().tolist())
+    """
+    assert run(program).splitlines() == ["True", "[2.0, 0.0, 0.0, 0.0]"]

@@ -187,6 +187,44 @@ def test_a_replacement_that_dies_before_it_joined_is_no_loss(tmp_path, capfd):
     )
 
 
+def waits_for_the_state(member):
+    """What a replacement does whom no worker sends the state."""
+    while True:
+        member.heartbeat.enter("regroup")
+        time.sleep(0.01)
+
+
+def test_a_replacement_does_not_hold_up_the_end_if_the_others_complete_the_run_when_it_is_counted_in(tmp_path):
+    def play(member):
+        if member.slot == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if member.slot == 3:
+            waits_for_the_state(member)
+        member.work_until(is_down_to(2))
+        wait_until(lambda: 3 in member.page.quorum().slots)
+        member.heartbeat.enter("end")
+        return member.slots
+
+    outcome = run_members(tmp_path, play, policy=Policy(replace=True, max_restarts=1))
+    assert (outcome.exit_code, outcome.failure, outcome.result) == (0, None, [0, 2])
+    assert names(outcome) == ["death", "heal"]
+
+
+def test_a_run_is_restarted_if_the_last_worker_with_the_state_dies_when_a_replacement_is_counted_in(tmp_path):
+    def play(member):
+        if member.attempt == 1:
+            return "restarted"
+        if member.slot == 2:
+            waits_for_the_state(member)
+        if member.slot == 0:
+            member.work_until(is_down_to(1))
+            wait_until(lambda: 2 in member.page.quorum().slots)
+        return os.kill(os.getpid(), signal.SIGKILL)
+
+    outcome = run_members(tmp_path, play, "cpu:2", Policy(replace=True, max_restarts=2))
+    assert (outcome.exit_code, outcome.result) == (0, "restarted"), outcome.failure
+
+
 def test_a_replacement_that_never_gets_ready_does_not_hold_up_the_end(tmp_path):
     def play(member):
         if member.slot == 1:

@@ -271,7 +271,7 @@ def restless(communicator):
     for fail in (False, True, False):
         with contextlib.suppress(ArithmeticError):
             values.append(chunked_forward(adoption, module, (x, fail), {}, num_microbatches=4))
-    plain = module.layer(x)
+    plain = torch.cat([module.layer(row) for row in x.split(1)])  # four rows at once may be rounded otherwise
     return {
         "the first call, in every chunk": [torch.equal(value, plain) for value in values],
         "left": (module.num_calls, module.seen, set(vars(module.layer)) == names, list(module._modules) == children),

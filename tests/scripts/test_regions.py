@@ -6,7 +6,6 @@ batch at once, are to be met to the bit.
 
 import pytest
 from core_programs import OUTPUT_DTYPES, moody, on_ranks, plainly
-from worlds import cpu_only
 
 WORLDS = (1, 2, 3)
 # rows and microbatches: divided evenly and not; fewer chunks than microbatches; fewer chunks than ranks; one chunk
@@ -135,7 +134,7 @@ def test_results_of_any_dtype_are_joined_bit_by_bit(worlds, n, num_rows, num_mic
         ("widths", "[1, 1] torch.float32, [1, 2] torch.float32"),
         ("dims", "[1, 2] torch.float32, [1] torch.float32"),
         ("dtypes", "[1, 2] torch.float32, [1, 2] torch.float64"),
-        pytest.param("sparse", "layout torch.sparse_coo", marks=cpu_only("fake GPUs have no sparse tensors")),
+        ("sparse", "layout torch.sparse_coo"),
     ],
 )
 def test_chunks_that_return_different_things_are_an_error_on_all_ranks_which_stay_in_step(worlds, n, case, text):

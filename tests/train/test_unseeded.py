@@ -4,9 +4,12 @@ import numpy as np
 import pytest
 import torch
 from numpy.random import mtrand
+from safetensors.torch import load_file
 from torch import nn
-from worlds import cpu_only
 
+from samestep.data.batch import tensor_checksum
+from samestep.train.checkpoint.tensors import write_tensors
+from samestep.train.digest import state_checksum, state_digest
 from samestep.train.run import Run
 
 MODEL = "the model has parameters that were drawn before samestep.Run, when torch's generator had no seed (weight)"
@@ -107,13 +110,26 @@ def test_data_of_inference_mode_is_data_as_any(capsys):
     assert line.startswith(f"samestep: {DATA}")
 
 
-@cpu_only("views of the fake GPUs count versions, which these tensors do not have")
-def test_parts_of_models_of_inference_mode_are_trained_with_and_evaluated(capsys):
+@pytest.mark.parametrize("make", [Shifted, lambda: Shifted().to(torch.bfloat16).float()], ids=["made", "moved"])
+def test_parts_of_models_of_inference_mode_are_trained_with_evaluated_and_saved(capsys, tmp_path, make):
+    """`Module.to` leaves them without a version counter and out of inference mode: torch makes no views of those."""
     torch.manual_seed(0)
     np.random.seed(0)
-    assert said(capsys, Shifted) == []
+    assert said(capsys, make) == []
+    torch.seed()
+    assert f"samestep: {MODEL}" in said(capsys, make)[0]
     found = Run(8, 4).evaluate(Shifted(), rows(), {"value": lambda output, b: output[:, 0]}, forward=lambda m, b: m(b))
     assert torch.isfinite(torch.tensor(found["value"]))
+    torch.manual_seed(3)
+    model = make()
+    write_tensors(tmp_path / "model", dict(model.state_dict()))
+    plain = nn.Linear(3, 1)  # with all of that as tensors that have a version counter
+    plain.scale, plain.shift = nn.Parameter(torch.zeros(3)), nn.Buffer(torch.zeros(3))
+    plain.load_state_dict(load_file(tmp_path / "model"))
+    assert torch.equal(plain.scale, torch.ones(3))
+    assert state_digest(model, []) == state_digest(plain, [])
+    assert state_checksum(model) == state_checksum(plain)
+    assert tensor_checksum(model.scale) == tensor_checksum(plain.scale)
 
 
 def test_parameters_without_values_disturb_nothing(capsys):

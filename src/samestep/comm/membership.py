@@ -171,7 +171,7 @@ class Membership:
         self.rely_on_all()
         if self.mesh is not None:
             raise UsageError(
-                "strategy='sharded' shardings the model along \"data\" alone: leave the mesh's other axes out"
+                "strategy='sharded' shards the model along \"data\" alone: leave the mesh's other axes out"
             )
         if self._shares is not None:
             raise UsageError("strategy='sharded' gives every device equally much to do: leave --shares out")

@@ -22,7 +22,7 @@ DATA_AXIS = "data"
 
 
 def connect_axes(communicator: Communicator, mesh: Mesh, timeout: timedelta) -> dict[str, Communicator]:
-    """Connects the ranks along each axis; all ranks call it. With NCCL this has not been run."""
+    """Connects the ranks along each axis; all ranks call it."""
     communicators: dict[str, Communicator] = {}
     for axis in AXES:
         # An axis of all ranks keeps their connections, shared memory perhaps; an axis of one rank needs none.
@@ -78,7 +78,7 @@ def join_group(communicator: Communicator, timeout: timedelta) -> dist.Store:
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
     if dist.get_world_size() != world_size:
         raise UsageError(
-            f"the process group has {dist.get_world_size()} ranks, the run {world_size}; a strategy that shardings the "
+            f"the process group has {dist.get_world_size()} ranks, the run {world_size}; a strategy that shards the "
             "model needs all of them"
         )
     return dist.distributed_c10d._get_default_store()
@@ -100,6 +100,6 @@ def _store(communicator: Communicator) -> dist.Store:
         number = transport.store.add(f"mesh/{communicator.rank}", 1)
         return dist.PrefixStore(f"mesh {number}", transport.store)
     raise UsageError(
-        f"ranks that talk by a {type(transport).__name__} cannot form a process group; a strategy that shardings the "
+        f"ranks that talk by a {type(transport).__name__} cannot form a process group; a strategy that shards the "
         "model needs one process a rank"
     )

@@ -142,7 +142,9 @@ def tensor_checksum(tensor: Tensor) -> Tensor:
     words, swapped values that differ in bit 63 alone (a float64 and its negative) would have the same checksum, because
     the difference of two weights is even.
     """
-    flat = flattened(tensor.detach().resolve_conj().resolve_neg())
+    # `data`, here and where bits are compared: of a parameter made in inference mode and moved since (by `Module.to`),
+    # `detach()` has no version counter, without which autograd makes no views.
+    flat = flattened(tensor.data.resolve_conj().resolve_neg())
     words = flat.view({1: torch.uint8, 2: torch.int16}.get(flat.element_size(), torch.int32))
     sums = []
     # Part by part: what is computed for a word has 2 to 8 times its size, several times over.

@@ -146,7 +146,7 @@ class PurityCheck:
 
     def _sum(self) -> Tensor:
         """A number for the values of each parameter."""
-        sums = [_sum_of_words(parameter.detach()) for parameter in self._parameters]
+        sums = [_sum_of_words(parameter.data) for parameter in self._parameters]
         return torch.stack([each.to(sums[0].device) for each in sums])
 
 

@@ -152,7 +152,7 @@ class Healing:
         done = [other for other in workers.members if workers.finished(other)]
         if len(living) + len(done) < self._policy.min_devices:
             return "few"
-        if any(workers.beat(other).phase != "end" for other in living):
+        if any(workers.beat(other).phase != "end" and workers.has_state(other) for other in living):
             return "heal"
         # No worker could take over: that matters only if it was rank 0, which writes the files of the run.
         leader = workers.members[0]
@@ -228,6 +228,8 @@ class Healing:
         ended = [worker for worker in workers.members if worker.ended and not worker.is_lost]
         if not self._policy.heal or not ended or not any(workers.beat(w).phase == "regroup" for w in workers.living):
             return
+        if not any(map(workers.has_state, workers.living)):
+            return  # the run is over: the replacements that are left could receive the state from no worker
         early = [worker for worker in ended if not workers.finished(worker)]
         for worker in early:
             self.remove(worker)

@@ -260,7 +260,7 @@ class Monitor:
             self._look_for_hangs(now)
         self._healing.look(self._hangs, may_join=self._phase == "running")
         self._replace_lost()
-        if all(worker.ended for worker in self.workers.members):
+        if all(worker.ended or not self.workers.has_state(worker) for worker in self.workers.members):
             self._dismiss_waiting()
 
     def _look_for_hangs(self, now: float) -> None:
@@ -284,8 +284,8 @@ class Monitor:
                 self.start(replace(worker.place, slot=slot, joins=True))
 
     def _dismiss_waiting(self) -> None:
-        """Ends the workers that wait to join a run that is over."""
-        for worker in self.workers.waiting:
+        """Ends the workers that wait to join a run that is over, or for the state, which no worker has any more."""
+        for worker in (*self.workers.waiting, *self.workers.living):
             worker.is_lost = worker.is_replaced = True
             self._pool.signal(worker.slot, signal.SIGKILL)
 
@@ -401,7 +401,8 @@ class Monitor:
     def _is_complete(self) -> bool:
         """Whether all completed their program, although asked to stop after their step."""
         workers = self.workers
-        ended_well = all(workers.finished(worker) and not workers.left_early(worker) for worker in workers.members)
+        members = [worker for worker in workers.members if not worker.is_lost]  # lost: it waited for the state in vain
+        ended_well = all(workers.finished(worker) and not workers.left_early(worker) for worker in members)
         return self._phase == "finishing" and ended_well
 
 

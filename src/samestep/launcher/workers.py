@@ -114,6 +114,10 @@ class Workers:
         """Whether a worker can go on when another is lost."""
         return bool(self.beat(worker).flags & (HEALS | READY_TO_JOIN))
 
+    def has_state(self, worker: Worker) -> bool:
+        """Whether a worker has the state of the run, which a replacement receives once it is counted in."""
+        return not self.beat(worker).flags & READY_TO_JOIN
+
     def finished(self, worker: Worker) -> bool:
         """Whether a worker completed its program with exit code 0."""
         return worker.ended and worker.code == 0 and self.beat(worker).phase == "end"

@@ -190,7 +190,7 @@ class DrawnBefore:
         there = self._there.get(id(tensor))
         if there is None or there[0]() is not tensor or there[1] != version_of(tensor):
             return False
-        flat = tensor.detach().reshape(-1)
+        flat = tensor.data.reshape(-1)
         return flat.numel() > 0 and bool((flat != flat[0]).any())
 
 

@@ -78,7 +78,7 @@ def state_digest(model: nn.Module | TrainStep, optimizers: Optimizer | Sequence[
     for name, value in named_state(model, optimizers):
         whole = unsharded(value, model.state_communicator) if isinstance(model, TrainStep) else value
         if isinstance(whole, Tensor):
-            host = whole.detach().cpu().contiguous()
+            host = whole.data.cpu().contiguous()
             hasher.update(f"{name} {host.dtype} {list(host.shape)}\n".encode())
             hasher.update(host.reshape(-1).view(torch.uint8).numpy().tobytes())
         else:
@@ -213,7 +213,7 @@ def sum_of_rows(tensors: Sequence[Tensor | LocalShard], over: Communicator | Non
 
 def _bytes(tensor: Tensor) -> Tensor:
     """The bytes of the elements in their logical order; a copy only if they lie in memory otherwise."""
-    return flattened(tensor.detach().resolve_conj().resolve_neg()).view(torch.uint8)
+    return flattened(tensor.data.resolve_conj().resolve_neg()).view(torch.uint8)
 
 
 def _row_sums(data: Tensor) -> Tensor:
