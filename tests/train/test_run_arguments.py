@@ -1,5 +1,6 @@
 """The run: bad arguments get a sentence that names the option; the contract holds what the bits depend on."""
 
+import inspect
 import json
 import random
 
@@ -11,7 +12,9 @@ from train_programs import classification, classifier, points
 from worlds import DEVICE, in_turns
 
 from samestep.errors import DeterminismError, DeviceError, UsageError
+from samestep.train.arguments import StepOptions
 from samestep.train.run import Run
+from samestep.train.trainer import Trainer
 
 
 def refusal(make, kind=UsageError):
@@ -183,10 +186,23 @@ def test_a_scheduler_is_stepped_after_every_step():
         ),
         (lambda run: run.evaluate(None, [1], {}, forwards=1), "Run.evaluate has no argument 'forwards'; did you mean"),
         (lambda run: run.predict(None, [1], metrics={}), "Run.predict has no argument 'metrics'; it is one of "),
+        (
+            lambda run: Trainer(run, None, None, None, callbacks=[]),
+            "Trainer has no argument 'callbacks'; here it is called 'hooks'",
+        ),
+        (
+            lambda run: Trainer(run, None, None, None, lr_scheduler=1),
+            "Trainer has no argument 'lr_scheduler'; here it is called 'scheduler'",
+        ),
     ],
 )
 def test_an_argument_of_another_name_or_function_is_answered_with_the_right_one(call, answer):
     assert refusal(lambda: call(Run(8))).startswith(answer)
+
+
+def test_a_trainer_takes_the_options_of_a_step():
+    parameters = inspect.signature(Run.train_step).parameters.values()
+    assert list(StepOptions.__annotations__) == [one.name for one in parameters if one.kind is one.KEYWORD_ONLY]
 
 
 def test_a_run_shows_its_contract():

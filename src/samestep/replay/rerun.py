@@ -20,6 +20,7 @@ from samestep.launcher.job import Job
 from samestep.launcher.program import run_program
 from samestep.replay.observed_step import ObservedStep, describe_error
 from samestep.replay.views import StepView
+from samestep.train.arguments import StepOptions
 from samestep.train.digest import as_hex, state_checksum
 from samestep.train.paths import holds_run
 from samestep.train.rerun import rerunning
@@ -151,13 +152,12 @@ class ProgramRerun(StepObserver):
             "steps; it must train as far as it did when it was recorded"
         )
 
-    def change_options(self, trainer: Trainer, run_dir: str | Path | None, options: dict[str, Any]) -> dict[str, Any]:
+    def change_options(self, trainer: Trainer, run_dir: str | Path | None, options: StepOptions) -> StepOptions:
         """The step's options on one device."""
         self._folders[id(trainer)] = None if run_dir is None else Path(run_dir).resolve()
-        changed = dict(options)
         if getattr(options.get("strategy"), "param_dtype", None) is None:  # other strategies have the same bits
-            changed |= {"strategy": "replicate", "shard_optimizer": False}
-        return changed
+            return {**options, "strategy": "replicate", "shard_optimizer": False}
+        return options
 
     def checkpoint(self, trainer: Trainer) -> Path | None:
         """The checkpoint to start with, for the trainer that made the run; None for others."""

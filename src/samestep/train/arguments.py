@@ -1,16 +1,39 @@
-"""Arguments that a function does not have are answered with the right name, or the function that has it."""
+"""The arguments of a step, and answers to arguments that a function does not have: the right name, or its owner."""
 
 import difflib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import wraps
 from importlib import import_module
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypedDict, TypeVar
 
+from torch.optim.lr_scheduler import LRScheduler
+
+from samestep.engine.observer import StepObserver
+from samestep.engine.precision import OnNonFinite
+from samestep.engine.strategies import StrategyOptions
 from samestep.errors import UsageError
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+
+class StepOptions(TypedDict, total=False):
+    """The keyword arguments of `Run.train_step`, which explains them; `samestep.Trainer` takes them too."""
+
+    counts_fn: Callable[[Any], Any] | None
+    scheduler: LRScheduler | None
+    max_grad_norm: float | None
+    precision: str
+    on_nonfinite: OnNonFinite
+    late_check: bool | None
+    overlap: bool
+    bucket_bytes: int | None
+    compile: bool
+    strategy: str | StrategyOptions
+    shard_optimizer: bool
+    observers: Sequence[StepObserver]
+
 
 # Names that Lightning, Accelerate, transformers, Composer, Keras and DeepSpeed give to the same things.
 SYNONYMS = {
@@ -51,7 +74,10 @@ def answers_unknown(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Makes a function, called `name` in messages, answer unknown keyword arguments with a `UsageError`."""
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
-        known = _OWNERS[name] = tuple(inspect.signature(function).parameters)
+        names = tuple(inspect.signature(function).parameters)
+        if "step_options" in names:
+            names = (*names[:-1], *StepOptions.__annotations__)
+        known = _OWNERS[name] = names
 
         @wraps(function)
         def checked(*args: P.args, **kwargs: P.kwargs) -> R:

@@ -6,6 +6,8 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from samestep.train.arguments import StepOptions
+
 if TYPE_CHECKING:
     import torch
 
@@ -16,7 +18,7 @@ class Rerun(Protocol):
     device: "torch.device"
     num_threads: int
 
-    def change_options(self, trainer: Any, run_dir: str | Path | None, options: dict[str, Any]) -> dict[str, Any]:
+    def change_options(self, trainer: Any, run_dir: str | Path | None, options: StepOptions) -> StepOptions:
         """The options of the training step of a trainer that is being made, in place of its own."""
         ...
 

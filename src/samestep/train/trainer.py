@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, Unpack
 
 from torch import nn
 from torch.optim import Optimizer
@@ -15,7 +15,7 @@ from samestep.comm.membership import END_OF_FIT
 from samestep.data.loader import Loader
 from samestep.engine.losses import LossFn
 from samestep.errors import UsageError
-from samestep.train.arguments import answers_unknown
+from samestep.train.arguments import StepOptions, answers_unknown
 from samestep.train.atomic_io import CHECKPOINT_RETRIES
 from samestep.train.checkpoint.local_shards import is_sharded
 from samestep.train.contract import loader_contract, step_contract
@@ -82,12 +82,13 @@ class Trainer:
             error, perplexity or cross_entropy. After each evaluation that is the best so far a checkpoint is written,
             which is kept beside `keep` others and named by the file `checkpoints/best`.
         patience: ends `fit` after so many evaluations in a row that are no better than the best before them.
-        step_options: further arguments of `Run.train_step`: max_grad_norm, precision, scheduler, …
+        step_options: those of `Run.train_step`: max_grad_norm, precision, scheduler, strategy, compile, …
 
     Raises:
         UsageError: an argument that cannot be.
     """
 
+    @answers_unknown("Trainer")
     def __init__(
         self,
         run: Run,
@@ -110,7 +111,7 @@ class Trainer:
         state: Mapping[str, Any] | None = None,
         best: str | tuple[str, str] | None = None,
         patience: int | None = None,
-        **step_options: Any,
+        **step_options: Unpack[StepOptions],
     ) -> None:
         if (rerun := current_rerun()) is not None:
             step_options = rerun.change_options(self, run_dir, step_options)
@@ -149,7 +150,7 @@ class Trainer:
         self._planned: int | None = 0  # epochs of all calls so far; None if steps alone are planned
         self._max_steps: int | None = None
         self._ended_at = -1
-        self._checkpointed_at = 0  # the step of the last checkpoint that hooks were told of, on all ranks
+        self._checkpointed_at = 0  # the step of the last checkpoint of which hooks know, on all ranks
 
     @property
     def history(self) -> list[EpochRecord]:
