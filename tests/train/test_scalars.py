@@ -145,7 +145,7 @@ def refused(communicator, loss):
 @pytest.mark.parametrize(
     ("beside", "message"),
     [
-        (3, "a pair with a int; needed beside the loss: a dict of scalars by name"),
+        (3, "a pair with an int; needed beside the loss: a dict of scalars by name"),
         ({3: 1.0}, "needed beside the loss: a dict of scalars by name"),
         ({"loss": 1.0}, "a scalar named 'loss', as every step has one"),
         ({"kl": torch.zeros(2, 2)}, "of the scalar 'kl': the loss function returned a float32 tensor of shape"),

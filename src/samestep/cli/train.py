@@ -275,9 +275,13 @@ def train_as_rank(as_json: bool, **job: Any) -> None:
 
 
 def _show(result: dict[str, Any], devices: str, as_json: bool) -> None:
-    """Prints the devices, the run's folder and the digest of the final state."""
+    """Prints the devices, the run's folder and the digest of the final state; on a terminal also what can follow."""
     if as_json:
         print(json.dumps(result), flush=True)
         return
-    for name, value in (("devices", devices), ("run", result["run"]), ("digest", result["digest"])):
+    lines = [("devices", devices), ("run", result["run"]), ("digest", result["digest"])]
+    if sys.stdout.isatty():
+        lines.append(("next", f"samestep report {result['run']}"))
+        lines.append(("", f"samestep replay {result['run']} --step 0    any step again, on one device"))
+    for name, value in lines:
         print(f"{name:<8} {value}", flush=True)

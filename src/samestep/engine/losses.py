@@ -129,10 +129,13 @@ def wide_dtype(device: torch.device) -> torch.dtype:
 
 
 def describe(value: Any) -> str:
-    """A few words for a value in messages: `a float32 tensor of shape [3, 2]`, `a str`."""
+    """A few words for a value in messages: `a float32 tensor of shape [3, 2]`, `an int`, `None`."""
+    if value is None:
+        return "None"
+    words = type(value).__name__
     if isinstance(value, Tensor):
-        return f"a {str(value.dtype).removeprefix('torch.')} tensor of shape {list(value.shape)}"
-    return "None" if value is None else f"a {type(value).__name__}"
+        words = f"{str(value.dtype).removeprefix('torch.')} tensor of shape {list(value.shape)}"
+    return f"{'an' if words[0] in 'aeiou' else 'a'} {words}"
 
 
 class GlobalCounts:

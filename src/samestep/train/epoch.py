@@ -1,6 +1,6 @@
 """The progress of a trainer: the records of epochs, the state of the one under way, and its remaining batches."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from math import isfinite, nan
 from typing import TYPE_CHECKING, Any
@@ -20,6 +20,8 @@ from samestep.train.run import Run
 if TYPE_CHECKING:
     from samestep.train.checkpoint.resume import Resumed
     from samestep.train.checkpoint.storage import Snapshot
+
+Collate = Callable[[list[Any]], Any]
 
 
 LOWER_IS_BETTER = ("loss", "error", "perplexity", "cross_entropy")  # endings of the names of such metrics
@@ -166,21 +168,23 @@ def num_batches(loader: Loader | DataLoader[Any]) -> int | None:
         return None
 
 
-def make_loader(run: Run, dataset: Any, epoch: int, num_workers: int, shuffle: bool) -> Loader | DataLoader[Any]:
+def make_loader(
+    run: Run, dataset: Any, epoch: int, num_workers: int, collate_fn: Collate | None, shuffle: bool
+) -> Loader | DataLoader[Any]:
     """The given loader, or a new one over a dataset, at the beginning of this epoch."""
     if isinstance(dataset, Loader | DataLoader):
         return dataset
     is_stream = not hasattr(dataset, "__len__")
-    loader = run.loader(dataset, shuffle=shuffle and not is_stream, num_workers=num_workers)
+    loader = run.loader(dataset, shuffle=shuffle and not is_stream, num_workers=num_workers, collate_fn=collate_fn)
     loader.load_state_dict({"epoch": epoch, "position": 0})
     return loader
 
 
-def make_eval_loader(run: Run, data: Any, epoch: int, num_workers: int) -> Loader:
+def make_eval_loader(run: Run, data: Any, epoch: int, num_workers: int, collate_fn: Collate | None) -> Loader:
     """The given loader, or a new one over a dataset to evaluate on, as it is after so many epochs."""
     if isinstance(data, Loader):
         return data
-    loader = run.loader(data, num_workers=num_workers)
+    loader = run.loader(data, num_workers=num_workers, collate_fn=collate_fn)
     loader.load_state_dict({"epoch": epoch, "position": 0})
     return loader
 

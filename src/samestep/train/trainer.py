@@ -178,6 +178,7 @@ class Trainer:
         metrics: Mapping[str, Any] | None = None,
         eval_every: int = 1,
         num_workers: int = 0,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
         shuffle: bool = True,
         resume: str | Path | None = None,
         allow_contract_change: bool = False,
@@ -200,6 +201,7 @@ class Trainer:
             metrics: name to metric; needed with `eval_data`.
             eval_every: evaluate after every so many epochs of the run.
             num_workers: processes that fetch samples.
+            collate_fn: as in `Run.loader`, for both datasets.
             shuffle: a new order each epoch.
             resume: goes on from the newest good checkpoint of this run folder, or from this checkpoint, in the middle
                 of an epoch too and on any number of devices; "auto" for the trainer's own `run_dir` if it has one, and
@@ -229,8 +231,10 @@ class Trainer:
             resume, allow_contract_change = rerun.checkpoint(self), True
         progress = self._progress
         done = len(self.history)
-        loader = make_loader(self.run, dataset, done, num_workers, shuffle)
-        progress.eval_loader = None if eval_data is None else make_eval_loader(self.run, eval_data, done, num_workers)
+        loader = make_loader(self.run, dataset, done, num_workers, collate_fn, shuffle)
+        progress.eval_loader = (
+            None if eval_data is None else make_eval_loader(self.run, eval_data, done, num_workers, collate_fn)
+        )
         log = self._log
         if not log.has_begun:
             self._contract = {**loader_contract(loader), **self._contract}
