@@ -43,7 +43,7 @@ SYNCHRONISED = nn.Sequential(nn.Linear(5, 8), nn.ModuleDict({"norm": nn.SyncBatc
         (LINEAR, torch.optim.LBFGS(LINEAR.parameters()), {}, "LBFGS calls the loss several times a step"),
         (LINEAR, torch.optim.SparseAdam(LINEAR.parameters()), {}, "SparseAdam takes sparse gradients only"),
         (LINEAR, "sgd", {}, "got a str as optimizer"),
-        (LINEAR, [1], {}, "got a int as optimizer"),
+        (LINEAR, [1], {}, "got an int as optimizer"),
         (LINEAR, LINEAR.parameters(), {}, "got a generator as optimizer"),
         (SYNCHRONISED, None, {}, "module 1.norm is a SyncBatchNorm"),
         (LINEAR, sgd(LINEAR), {"late_check": True}, "late_check=True needs Adam or AdamW with fused=True, which can"),
