@@ -9,7 +9,8 @@ from loader_programs import Noisy, NoisyInGroups
 from torch.utils.data import ConcatDataset, Dataset, Subset, default_collate
 
 from samestep.core.seeds import derive_seed
-from samestep.data.fetch import SAMPLE_STREAM, UNSEEDED, BatchIds, SeededSamples, StreamReader, fetch_batches
+from samestep.data.fetch import SAMPLE_STREAM, UNSEEDED, BatchIds, SeededSamples, fetch_batches
+from samestep.data.streams import StreamReader
 from samestep.data.randomness import Generators
 from samestep.errors import DataError
 

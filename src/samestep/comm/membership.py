@@ -83,6 +83,7 @@ class Membership:
         self.timeout = timedelta(seconds=timeout_seconds)
         self.version = 0  # grows whenever the ranks change
         self.num_operations = 0  # carried out so far
+        self._is_performing = False
         self.healed: list[tuple[Quorum, float]] = []  # with the seconds that it took, oldest first
         # Sends the state of a source rank to ranks that join; None while none can join.
         self.give: Callable[[Communicator, int], None] | None = None
@@ -200,7 +201,19 @@ class Membership:
         return self.heartbeat.page is not None and self._healing_store is not None and not self.needs_all
 
     def perform(self, attempt: Callable[[], T]) -> T:
-        """Carries out an operation of all ranks; again after each loss of a rank."""
+        """Carries out an operation of all ranks; again after each loss of a rank.
+
+        Within another one it is a part of that, which is repeated as a whole.
+        """
+        if self._is_performing:
+            return attempt()
+        self._is_performing = True
+        try:
+            return self._perform(attempt)
+        finally:
+            self._is_performing = False
+
+    def _perform(self, attempt: Callable[[], T]) -> T:
         while True:
             try:
                 # A new quorum may exclude this rank, or wait for it: an exchange would only wait for the timeout.

@@ -3,6 +3,7 @@
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -34,6 +35,10 @@ class Batch:
             checksum of all samples.
         version: the version of the membership by which the microbatches were chosen.
         renew: fetches the same global batch for the present ranks; None if the caller must do that.
+        sizes: samples of each microbatch, if they come from streams of their own, of which some may be at their end;
+            None if the length decides them.
+        stand_in: a value to run where a rank has nothing to run while others need its local shards, and its number of
+            samples; what it computes is left out.
     """
 
     length: int
@@ -44,14 +49,29 @@ class Batch:
     checksum: int = 0
     version: int = 0
     renew: "Callable[[], Batch] | None" = field(default=None, repr=False)
+    sizes: tuple[int, ...] | None = None
+    stand_in: tuple[Any, int] | None = field(default=None, repr=False)
 
     def without_samples(self) -> "Batch":
         """The same batch without its microbatches, so that their memory can be freed."""
-        return Batch(self.length, {}, self.epoch, self.position, self.ids, self.checksum, self.version)
+        place = self.epoch, self.position, self.ids, self.checksum, self.version
+        return Batch(self.length, {}, *place, sizes=self.sizes)
+
+    def bounds(self, num_microbatches: int) -> list[int]:
+        """The bounds of the microbatches among the samples of the batch."""
+        if self.sizes is None:
+            return microbatch_bounds(self.length, num_microbatches)
+        return [0, *accumulate(self.sizes)]
+
+    def num_leaves(self, num_microbatches: int) -> int:
+        """How many microbatches the sums of the batch go over; of streams all, those without samples too."""
+        return min(self.length, num_microbatches) if self.sizes is None else num_microbatches
 
     def describe_microbatch(self, microbatch: int, num_microbatches: int) -> str:
         """The samples of a microbatch by ids or rows, for messages."""
-        bounds = microbatch_bounds(self.length, num_microbatches)
+        bounds = self.bounds(num_microbatches)
+        if self.sizes is not None:
+            return f"{self.sizes[microbatch]} samples of stream {microbatch}"
         if self.ids is None:
             return f"rows {bounds[microbatch]} to {bounds[microbatch + 1] - 1} of the batch"
         ids = self.ids()[bounds[microbatch] : bounds[microbatch + 1]].tolist()

@@ -21,9 +21,10 @@ from samestep.core.microbatches import microbatch_bounds
 from samestep.core.order import permute
 from samestep.core.seeds import derive_seed
 from samestep.data.batch import Batch, checksum, settle
-from samestep.data.fetch import MICROBATCH_STREAM, BatchIds, SeededSamples, StreamReader, fetch_batches
+from samestep.data.fetch import MICROBATCH_STREAM, BatchIds, SeededSamples, fetch_batches
 from samestep.data.randomness import Generators
 from samestep.data.staging import RowGather, cached, fetch_ahead
+from samestep.data.streams import MakeStream, StreamReader, Streams
 from samestep.data.tensors import InMemory, TensorData
 from samestep.errors import DataError, UsageError
 
@@ -53,12 +54,15 @@ class Loader:
         collate_fn: Callable[[list[Any]], Any] | None = None,
         multiprocessing_context: str | None = None,
         cache: str | None = None,
+        streams: MakeStream | None = None,
     ) -> None:
         if num_workers < 0:
             raise UsageError(f"got num_workers={num_workers}; it must be 0 or more (--num-workers)")
+        if streams is not None:
+            _check_streams(streams, dataset, num_workers, shuffle, cache)
         self._given, self._cache, self._device = dataset, cache, device
-        self.dataset = cached(as_dataset(dataset), cache, device)
-        self.is_stream = isinstance(self.dataset, IterableDataset)
+        self.dataset: Any = None if streams is not None else cached(as_dataset(dataset), cache, device)
+        self.is_stream = streams is not None or isinstance(self.dataset, IterableDataset)
         if self.is_stream and shuffle:
             raise UsageError(
                 "an iterable dataset cannot be shuffled by position; shuffle inside it, by set_epoch(epoch)"
@@ -80,6 +84,10 @@ class Loader:
         self._collate = default_collate if collate_fn is None else collate_fn
         self._context = multiprocessing_context
         self._generators = Generators(device)
+        self._streams: Streams | None = None
+        if streams is not None:
+            options = seed, global_batch_size, drop_last, self._collate, self._generators
+            self._streams = Streams(streams, membership, device, *options)
         self._left_early = False
 
     def __len__(self) -> int:
@@ -123,29 +131,42 @@ class Loader:
         count = self.num_samples if num_samples is None else num_samples
         return permute(positions, count or 0, self.seed, epoch) if self.shuffle else positions
 
-    def bookmark(self) -> tuple[Cursor, bool]:
+    def bookmark(self) -> tuple[dict[str, Any], bool]:
         """The loader's position, for `go_back`."""
-        return self.cursor, self._left_early
+        return self.state_dict(), self._left_early
 
-    def go_back(self, bookmark: tuple[Cursor, bool]) -> None:
+    def go_back(self, bookmark: tuple[dict[str, Any], bool]) -> None:
         """Returns to the position of a bookmark."""
-        self.cursor, self._left_early = bookmark
+        self.load_state_dict(bookmark[0])
+        self._left_early = bookmark[1]
 
     def state_dict(self) -> dict[str, Any]:
-        """The cursor and the epoch's number of samples; batches that were yielded count as consumed."""
-        return self.state_at(self.cursor)
+        """The cursor and the epoch's number of samples; batches that were yielded count as consumed.
 
-    def state_at(self, cursor: Cursor) -> dict[str, Any]:
-        """`state_dict` at another position of the current epoch."""
-        return {"epoch": cursor.epoch, "position": cursor.position, "num_samples": self._num_samples}
+        With streams also the place of each.
+        """
+        state = {"epoch": self.cursor.epoch, "position": self.cursor.position, "num_samples": self._num_samples}
+        if self._streams is None:
+            return state
+        return {**state, "streams": self._streams.state_at(self.cursor.epoch, self.cursor.position)}
+
+    def state_before(self, batch: Batch) -> dict[str, Any]:
+        """The state with which a rank that joins begins at the batch of the step under way."""
+        state = {"epoch": batch.epoch, "position": batch.position, "num_samples": self._num_samples}
+        if self._streams is None:
+            return state
+        streams = self._streams.state_at(batch.epoch, batch.position)
+        return {**state, "streams": streams, "sizes": self._streams.sizes_from(batch.position)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues from a saved cursor, on any number of devices.
 
         Raises:
-            UsageError: the cursor is beyond the end of this dataset.
+            UsageError: the cursor is beyond the end of this dataset, or belongs to other streams.
         """
         cursor = Cursor(int(state["epoch"]), int(state["position"]))
+        if self._streams is not None:
+            self._streams.load(cursor.epoch, cursor.position, state.get("streams", ()), state.get("sizes", {}))
         if not self.is_stream:
             now = len(as_dataset(self._given))  # the length of an epoch that has not begun
             count = int(state.get("num_samples", now)) if cursor.position else now
@@ -183,6 +204,8 @@ class Loader:
 
     def _batches(self) -> Iterator[Batch]:
         """The batches of the rest of the epoch; the draws of samples do not change the script's own generators."""
+        if self._streams is not None:
+            return self._streams.batches(self.cursor.epoch, self.cursor.position)
         if self.is_stream:
             return _quiet(self._stream(), self._generators)
         if isinstance(self.dataset, InMemory) and self._collate is default_collate:
@@ -316,6 +339,24 @@ class Loader:
         is_compared = self.membership.world_size > 1 and position < COMPARED_BATCHES * self.global_batch_size
         total = -checksum(samples) if is_compared else 0
         return Batch(len(samples), microbatches, epoch, position, ids, total, self.membership.version, renew)
+
+
+def _check_streams(streams: Any, dataset: Any, num_workers: int, shuffle: bool, cache: str | None) -> None:
+    """Raises a `UsageError` for what does not go with streams."""
+    if not callable(streams):
+        raise UsageError(
+            f"got {type(streams).__name__} as streams; needed: a function of (index, count) that returns the stream of "
+            "microbatch `index`"
+        )
+    if dataset is not None:
+        raise UsageError("got a dataset and streams; needed: one of them")
+    if num_workers > 0:
+        raise UsageError(
+            f"got num_workers={num_workers} with streams; needed: streams with workers of their own, such as "
+            "torchdata's StatefulDataLoader(dataset, batch_size=None, num_workers=1)"
+        )
+    if shuffle or cache is not None:
+        raise UsageError("got shuffle or cache with streams; shuffle inside them, by set_epoch(epoch)")
 
 
 def as_dataset(value: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from samestep.errors import BufferMergeError, UsageError
 COMPARED_ELEMENTS = 2**16  # up to which buffers in host memory are compared after each microbatch
 COMPARED_STEPS = 2
 COMPARED_EVERY = 100
+LEFT_ALONE, DID_NOT_RUN = 0, 2  # instead of the checksum of a buffer, which is odd
 # BatchNorm's (and InstanceNorm's) running statistics end as the sample-weighted mean over the microbatches, summed in
 # float64 on the tree. Any other buffer may change in a step only if all microbatches leave it equal.
 MEAN_BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
@@ -108,7 +110,10 @@ class BufferMerge:
         self.touched_means = self.touched_others = False
 
     def collect(self, microbatch: int, num_samples: int) -> None:
-        """Takes a microbatch's results from the buffers, and restores those of the step's start."""
+        """Takes a microbatch's results from the buffers, and restores those of the step's start.
+
+        One without samples has not run: it counts as zero.
+        """
         if self._compare_all:
             self._check_known()
         if not self._places:
@@ -117,7 +122,7 @@ class BufferMerge:
         self.touched_means |= any(index < len(self._means) for index in changed)
         if self._means:
             self._mean_sum.push(Block(microbatch, 1), self._mean_leaf(num_samples))
-        self._checksums.append([0] * len(self._others))
+        self._checksums.append([LEFT_ALONE if num_samples else DID_NOT_RUN] * len(self._others))
         for index in changed:
             if index >= len(self._means):
                 self._note_end(index)
@@ -241,7 +246,7 @@ class BufferMerge:
                 f"buffer {self._places[index].name} was set to None while a microbatch ran; do so outside the forward"
             )
         self.touched_others = True
-        # Never 0, which stands for a buffer that the microbatch left alone.
+        # Never 0 or 2, which stand for a buffer that the microbatch left alone, or could not reach.
         self._checksums[-1][index - len(self._means)] = int(tensor_checksum(end)) | 1
         if index not in self._ends:
             self._ends[index] = end.detach().clone()
@@ -295,17 +300,20 @@ class BufferMerge:
         ours = torch.tensor(self._checksums, dtype=torch.int64).view(-1, len(self._others))
         counts = [sum(block.size for block in blocks) for blocks in blocks_by_rank]
         rows = communicator.gather_rows(ours, counts)
+        # A buffer's value is that of a rank on which a microbatch has run.
+        ran = next((k for k, entry in enumerate(rows[:, 0].tolist()) if entry != DID_NOT_RUN), 0)
+        source = next(rank for rank, last in enumerate(accumulate(counts)) if ran < last)
         for column in range(len(self._others)):
-            if len(set(rows[:, column].tolist())) > 1:
+            if len(set(rows[:, column].tolist()) - {DID_NOT_RUN}) > 1:
                 raise BufferMergeError(
                     f"buffer {self._others[column].name} ended differently on different microbatches and has no rule "
                     "for merging; only the running statistics of BatchNorm and InstanceNorm may differ. Update it "
                     "outside the forward, or from quantities that do not depend on the samples"
                 )
-            if rows[0, column]:
-                # From rank 0 for all, since a rank without microbatches has no result of its own.
+            if rows[ran, column] != LEFT_ALONE:
+                # From one rank for all, since a rank without microbatches has no result of its own.
                 index = len(self._means) + column
-                self._ends[index] = communicator.share(self._ends.get(index))
+                self._ends[index] = communicator.share(self._ends.get(index), source)
 
 
 def _split(flat: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:

@@ -113,7 +113,7 @@ class ForwardBackward:
 
     def is_only(self, batch: Batch) -> bool:
         """Whether the batch is one microbatch: then the mean itself is differentiated, to the bits of a plain loop."""
-        return batch.length == 1 or self.membership.num_microbatches == 1
+        return batch.num_leaves(self.membership.num_microbatches) == 1
 
     def initial_gradient(self, loss: MicrobatchLoss, is_only: bool) -> Tensor:
         """The scaled gradient that a backward begins with: for the microbatch's sum, or the mean if it `is_only`."""

@@ -106,7 +106,7 @@ class GradientSum:
         for parameter in (*self.parameters, *shards):
             parameter.grad = None
 
-    def expect(self, microbatch: int, is_last: bool) -> None:
+    def expect(self, microbatch: int, is_last: bool, is_empty: bool = False) -> None:
         """Announces the next microbatch; during the backward of this rank's last full buckets may leave."""
         # Only the last one's: before it a bucket still waits for the gradients of later microbatches.
         if is_last and self._hooks:

@@ -3,15 +3,16 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.optim import Optimizer
 
-from samestep.core.microbatches import microbatch_bounds
 from samestep.core.seeds import derive_seed
 from samestep.core.tree import num_sums_alive
 from samestep.data.batch import Batch
 from samestep.engine.buffers import BufferMerge
 from samestep.engine.forward_backward import ForwardBackward
 from samestep.engine.gradients import GradientSum
+from samestep.engine.losses import MicrobatchLoss
 from samestep.engine.result import StepStats
 from samestep.engine.side_effects import WATCHED_STEPS, Traces
 from samestep.engine.strategy import Layout
@@ -34,10 +35,10 @@ class MicrobatchRunner:
         assert isinstance(buffers, BufferMerge), "each microbatch runs through the whole model on this rank"
         membership, observers, generators = compute.membership, compute.observers, compute.generators
         counts = None if layout.counts is None else layout.counts.sum(batch, membership.data_ranges)
-        mine = sorted(batch.microbatches)
+        mine = sorted(batch.microbatches) if batch.sizes is None else list(membership.executed)
         if membership.is_dealt:  # the batch may hold one that this rank only runs along with the others
             mine = [microbatch for microbatch in mine if microbatch in membership.mine]
-        bounds = microbatch_bounds(batch.length, membership.num_microbatches)
+        bounds = batch.bounds(membership.num_microbatches)
         is_only = compute.is_only(batch)
         purity.begin(step)
         traces = self._traces if step < WATCHED_STEPS else None
@@ -46,7 +47,11 @@ class MicrobatchRunner:
             if traces is not None:
                 traces.begin()
             for microbatch in mine:
-                value, num_samples = batch.microbatches[microbatch], bounds[microbatch + 1] - bounds[microbatch]
+                num_samples = bounds[microbatch + 1] - bounds[microbatch]
+                if num_samples == 0:
+                    self._leave_out(batch, microbatch, microbatch == mine[-1], layout, stats, counts)
+                    continue
+                value = batch.microbatches[microbatch]
                 # Dropout must not depend on the rank that runs the microbatch, nor on the one that it ran before.
                 generators.seed(derive_seed(compute.config.seed, compute.config.stream, step, microbatch))
                 observers.on_microbatch(step, microbatch, value)
@@ -114,19 +119,42 @@ class MicrobatchRunner:
 
     def _run_along(self, batch: Batch, mine: list[int], layout: Layout, counts: Any) -> None:
         """Runs a microbatch once more if other ranks have one left: they gather this rank's local shards for it."""
-        compute, membership = self._compute, self._compute.membership
-        if len(mine) >= membership.num_rounds(batch.length):
+        membership = self._compute.membership
+        if len(mine) >= membership.num_rounds(batch.num_leaves(membership.num_microbatches)):
             return
-        microbatch = mine[-1] if mine else next(iter(batch.microbatches))
-        bounds = microbatch_bounds(batch.length, membership.num_microbatches)
-        num_samples = bounds[microbatch + 1] - bounds[microbatch]
+        microbatch = mine[-1] if mine else next(iter(batch.microbatches), 0)
         # A number beyond the last microbatch: what it computes is left out of the sums.
         layout.gradients.expect(len(mine) * membership.world_size + membership.rank, True)
-        value, inputs = batch.microbatches[microbatch], layout.gradients.inputs
-        loss = compute.run(inputs, value, num_samples, counts, compute.is_only(batch))
+        loss = self._run_stand_in(batch, microbatch, layout, counts)
         layout.gradients.push(microbatch, loss.value)
+
+    def _run_stand_in(self, batch: Batch, microbatch: int, layout: Layout, counts: Any) -> MicrobatchLoss:
+        """Runs a microbatch, or what stands in for it, of which nothing is to be kept."""
+        compute, bounds = self._compute, batch.bounds(self._compute.membership.num_microbatches)
+        if batch.stand_in is None:
+            value, num_samples = batch.microbatches[microbatch], bounds[microbatch + 1] - bounds[microbatch]
+        else:
+            value, num_samples = batch.stand_in
+        loss = compute.run(layout.gradients.inputs, value, num_samples, counts, compute.is_only(batch))
         layout.buffers.abandon()
         layout.purity.restore_modes()
+        return loss
+
+    def _leave_out(
+        self, batch: Batch, microbatch: int, is_last: bool, layout: Layout, stats: StepStats, counts: Any
+    ) -> None:
+        """Counts a microbatch without samples, of a stream at its end, as zero at its place in the sums."""
+        membership, buffers = self._compute.membership, layout.buffers
+        assert isinstance(buffers, BufferMerge), "each microbatch runs through the whole model on this rank"
+        layout.gradients.expect(microbatch, is_last, is_empty=True)
+        if membership.is_dealt and membership.world_size > 1:
+            # The others gather this rank's local shards for the microbatches that they run meanwhile.
+            self._run_stand_in(batch, microbatch, layout, counts)
+        nothing = torch.zeros((), device=membership.communicator.device)
+        gradient_sum = layout.gradients.push(microbatch, nothing)
+        if membership.mine:
+            stats.note_nothing(microbatch, nothing, gradient_sum)
+        buffers.collect(microbatch, 0)
 
     def explain_shortage(
         self, batch: Batch, shortage: "Shortage | None", layout: Layout, optimizers: Sequence[Optimizer]

@@ -74,6 +74,14 @@ class StepStats:
             value = loss.value.detach().to(self._dtype, copy=True)  # the loss function may write to its own tensor
             self._noted[index] = value, loss.weight, loss.count, gradient_sum
 
+    def note_nothing(self, microbatch: int, nothing: Tensor, gradient_sum: Tensor) -> None:
+        """Notes the row of a microbatch without samples."""
+        index = self._mine.index(microbatch)
+        if self.on_host:
+            self._rows[index] = (0.0, 0.0, gradient_sum.item())
+        else:
+            self._noted[index] = nothing.to(self._dtype), 0.0, 0.0, gradient_sum
+
     def exchange(self, communicator: Communicator, ranges: Sequence[range], header: Sequence[int]) -> list[list[int]]:
         """Gives every rank the rows of all microbatches; returns the headers of all ranks, from the same message."""
         ours = torch.tensor(self._rows, dtype=torch.float64).view(-1, COLUMNS) if self.on_host else self._own_rows()

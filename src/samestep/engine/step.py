@@ -157,7 +157,7 @@ class TrainStep:
         batch = self._local_microbatches(value)
         self.observers.on_batch(batch)
         layout = self._current_layout()
-        num_leaves = min(membership.num_microbatches, batch.length)
+        num_leaves = batch.num_leaves(membership.num_microbatches)
         blocks_by_rank = rank_blocks(membership.data_ranges, num_leaves)
 
         # 1. Forward and backward, one microbatch at a time: neither memory nor kernels depend on the number of ranks.

@@ -58,8 +58,8 @@ class GradientExchange(Protocol):
     def begin(self, blocks_by_rank: Sequence[Sequence[Block]]) -> None:
         """Starts a step in which each rank ships these blocks."""
 
-    def expect(self, microbatch: int, is_last: bool) -> None:
-        """Announces the microbatch whose forward and backward come next."""
+    def expect(self, microbatch: int, is_last: bool, is_empty: bool = False) -> None:
+        """Announces the microbatch whose forward and backward come next; one without samples counts as zero."""
 
     def push(self, microbatch: int, loss: Tensor) -> Tensor:
         """Adds the gradients that the backward of a microbatch left in `.grad`; returns the sum of their elements."""

@@ -11,7 +11,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from samestep.core.microbatches import microbatch_bounds
 from samestep.data.batch import Batch
 from samestep.data.nested import leaves
 from samestep.engine.losses import MicrobatchLoss
@@ -251,7 +250,7 @@ class ObservedStep(StepObserver):
         """The ids of the running microbatch's samples; their rows in the batch if they have none."""
         assert self._step is not None, "it has begun"
         assert self._batch is not None, "a microbatch is run after its batch was seen"
-        bounds = microbatch_bounds(self._batch.length, self._step.membership.num_microbatches)
+        bounds = self._batch.bounds(self._step.membership.num_microbatches)
         first, stop = bounds[self._index], bounds[self._index + 1]
         return list(range(first, stop)) if self._batch.ids is None else list(self._batch.ids()[first:stop].tolist())
 

@@ -9,7 +9,6 @@ import torch
 from torch.utils.data import DataLoader
 
 from samestep.comm.communicator import Communicator
-from samestep.core.cursor import Cursor
 from samestep.data.loader import Loader
 from samestep.engine.step import TrainStep
 from samestep.errors import CheckpointError, UsageError
@@ -200,7 +199,7 @@ class Progress:
         self._waiting: dict[str, Any] | None = None
 
     def capture(
-        self, loader: Loader | DataLoader[Any], cursor: Mapping[str, int] | None, contract: Mapping[str, Any]
+        self, loader: Loader | DataLoader[Any], cursor: Mapping[str, Any] | None, contract: Mapping[str, Any]
     ) -> "Snapshot":
         """The whole state: the step's, history, epoch, place in the data (None for a `DataLoader`), contract."""
         from samestep.train.checkpoint.state import capture  # loaded with the first checkpoint
@@ -231,7 +230,7 @@ class Progress:
 
         state = None
         if communicator.rank == source:
-            cursor = loader.state_at(Cursor(batch.epoch, batch.position)) if isinstance(loader, Loader) else None
+            cursor = loader.state_before(batch) if isinstance(loader, Loader) else None
             captured = self.capture(loader, cursor, contract)
             copied = replace(captured, files=to_host_copy(whole_tensors(captured.files)))
             state = Resumed(f"rank {source}", copied)
@@ -279,7 +278,7 @@ class Progress:
             if not isinstance(loader, Loader):
                 restore_loader_generators(loader, state["loader_generators"])
             elif state["cursor"] is not None:
-                check_alike("place in the data", state["cursor"], loader.state_dict())
+                check_place(state["cursor"], loader)
                 loader.load_state_dict(state["cursor"])
             else:
                 raise CheckpointError(
@@ -304,6 +303,12 @@ class Progress:
         """Ends the epoch under way."""
         self.history.append(record)
         self.epoch = EpochSoFar()
+
+
+def check_place(cursor: Mapping[str, Any], loader: Loader) -> None:
+    """Raises a `CheckpointError` unless a loader's saved state has the form of this loader's."""
+    own = loader.state_dict()
+    check_alike("place in the data", {**cursor, "sizes": None}, {**own, "sizes": None})
 
 
 def loader_generator_states(loader: Loader | DataLoader[Any]) -> list[torch.Tensor]:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from samestep.comm.communicator import Communicator
 from samestep.comm.membership import Membership
 from samestep.comm.reduction import tree_sum_rows
-from samestep.core.microbatches import in_microbatch_order, microbatch_bounds
+from samestep.core.microbatches import in_microbatch_order
 from samestep.core.seeds import derive_seed
 from samestep.data.batch import version_of
 from samestep.data.loader import Loader
@@ -276,8 +276,9 @@ def _forward_all(
     with _evaluating(model, device, precision) as restore_buffers:
         for number, batch in enumerate(loader):
             membership.heartbeat.enter("evaluate")
-            bounds = microbatch_bounds(batch.length, membership.num_microbatches)
-            rounds = membership.num_rounds(batch.length)
+            bounds = batch.bounds(membership.num_microbatches)
+            rounds = membership.num_rounds(batch.num_leaves(membership.num_microbatches))
+            value = None if batch.stand_in is None else batch.stand_in[0]
             with generators.preserved():
                 for microbatch, value in batch.microbatches.items():
                     generators.seed(derive_seed(loader.seed, EVALUATION_STREAM, number, microbatch))
@@ -286,7 +287,7 @@ def _forward_all(
                         take(number, microbatch, bounds[microbatch + 1] - bounds[microbatch], value, output)
                     restore_buffers()
                     rounds -= 1
-                if rounds > 0:  # the others need this rank's shard of the model once more
+                for _ in range(rounds):  # the others need this rank's shard of the model once more
                     compute(model, value)
                     restore_buffers()
                 if end_batch is not None:

@@ -403,8 +403,9 @@ class Run:
     @answers_unknown("Run.loader")
     def loader(
         self,
-        dataset: Any,
+        dataset: Any = None,
         *,
+        streams: Callable[[int, int], Any] | None = None,
         shuffle: bool = False,
         drop_last: bool = False,
         num_workers: int = 0,
@@ -417,8 +418,12 @@ class Run:
         Args:
             dataset: tensors (also nested in tuples and dicts), a map-style or an iterable dataset. An iterable one is
                 read by every rank, which keeps its microbatches.
+            streams: instead of a dataset, `streams(index, count)` returns the stream of samples of microbatch `index`:
+                any iterable, opened anew for each epoch, and read by the rank that executes the microbatch alone. It
+                must depend on its arguments only. `count` is num_microbatches.
             shuffle: a new order each epoch, a function of (seed, epoch).
-            drop_last: skip a shorter last batch. By default it is split over the microbatches like any other.
+            drop_last: skip a shorter last batch. By default it is split over the microbatches like any other. With
+                streams: end the epoch when one of them cannot fill its microbatch; by default the others go on.
             num_workers: number of processes that fetch samples; the bits do not depend on it.
             collate_fn: makes a batch of a list of samples; torch's by default.
             multiprocessing_context: how worker processes start; the platform's way by default.
@@ -441,6 +446,7 @@ class Run:
             collate_fn=collate_fn,
             multiprocessing_context=multiprocessing_context,
             cache=cache,
+            streams=streams,
         )
         if type(loader.dataset) is TensorData:
             self.membership.notice(self._drawn_before.describe_data(loader.dataset.tensors))

@@ -78,7 +78,7 @@ class PipelinedGradientSum:
         for parameter in self.parameters:
             parameter.grad = None
 
-    def expect(self, microbatch: int, is_last: bool) -> None:
+    def expect(self, microbatch: int, is_last: bool, is_empty: bool = False) -> None:
         """Does nothing: the schedule decides which backward is the last."""
 
     def push(self, microbatch: int, loss: Tensor) -> Tensor:

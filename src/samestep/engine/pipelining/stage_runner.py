@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from samestep.core.microbatches import microbatch_bounds
 from samestep.core.seeds import derive_seed
 from samestep.data.batch import Batch
 from samestep.engine.forward_backward import ForwardBackward, check_differentiable
@@ -25,7 +24,7 @@ from samestep.engine.pipelining.schedule import BACKWARD, FORWARD, INPUT, WEIGHT
 from samestep.engine.pipelining.stages import as_tensors, like
 from samestep.engine.result import StepStats
 from samestep.engine.strategy import Layout
-from samestep.errors import LossError, OutOfMemoryError
+from samestep.errors import LossError, OutOfMemoryError, UsageError
 
 LOOKED_STEPS = 2
 
@@ -50,11 +49,16 @@ class StageRunner:
         self._stats = stats
         self._counts = None if layout.counts is None else layout.counts.sum(batch, membership.data_ranges)
         self._is_only = self._compute.is_only(batch)
-        self._bounds = microbatch_bounds(batch.length, membership.num_microbatches)
-        microbatches = membership.executed
+        if batch.sizes is not None and 0 in batch.sizes:
+            raise UsageError(
+                f"stream {batch.sizes.index(0)} has no samples left in step {step}, but strategy='pipeline' needs some "
+                "of each stream: give the loader drop_last=True, or take another strategy"
+            )
+        self._bounds = batch.bounds(membership.num_microbatches)
+        microbatches, num_leaves = membership.executed, batch.num_leaves(membership.num_microbatches)
         # A batch of fewer samples than microbatches fills only the first ones; the schedule is made for
         # these.
-        self._microbatches = range(microbatches.start, max(microbatches.start, min(microbatches.stop, batch.length)))
+        self._microbatches = range(microbatches.start, max(microbatches.start, min(microbatches.stop, num_leaves)))
         self._batch, self._step = batch, step
         p2p = self._pipelined.p2p
         schedule = make_schedule(options.schedule, p2p.world_size, options.stages_per_rank, len(self._microbatches))

@@ -63,11 +63,13 @@ class UnsummedReduceScatter(ReduceScatter):
         observers: Observers,
         take: Callable[[Tensor, Tensor], None],
         unread: Callable[[int], Tensor],
+        is_empty: Callable[[], bool],
     ) -> None:
         self._communicator = communicator
         self._observers = observers
         self._take = take
         self._unread = unread
+        self._is_empty = is_empty
         self._is_sum_next = False
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -83,6 +85,8 @@ class UnsummedReduceScatter(ReduceScatter):
     ) -> None:
         """Exchanges the parts; leaves the output as it is."""
         part, ranks = output_tensor.numel(), self._communicator.world_size
+        if self._is_empty():  # run along for the collectives' sake, at a place in the sums
+            input_tensor.zero_()
         # An all-to-all: each rank receives its shard of every rank's gradient, and no transport adds.
         transport, sizes = self._communicator.transport, [part] * ranks
         received = self._observers.waits(lambda: transport.exchange(input_tensor, sizes, sizes).wait())
@@ -135,20 +139,21 @@ class ShardedGradientSum:
             parameter.grad = None
         self._sharded.forget_gradients()
 
-    def expect(self, microbatch: int, is_last: bool) -> None:
+    def expect(self, microbatch: int, is_last: bool, is_empty: bool = False) -> None:
         """Announces the next microbatch; one beyond the last stands for running along."""
         ranks = self._communicator.world_size
         self._first = microbatch // ranks * ranks
         # In the last round a rank may have no microbatch of its own left; it runs one for the collectives'
         # sake.
-        self._is_out = microbatch >= self._num_leaves
+        self._is_empty = is_empty
+        self._is_out = is_empty or microbatch >= self._num_leaves
         self._calls = [0] * len(self._groups)
 
     def push(self, microbatch: int, loss: Tensor) -> Tensor:
         """Pushes the gradients that are not on the tree yet; returns the sum of the elements of this microbatch's."""
         if self._communicator.world_size == 1:  # FSDP2 makes no reduce-scatter then
             for number, group in enumerate(self._groups):
-                flat = self._sharded.own_gradient(group)
+                flat = self._zeros(group) if self._is_empty else self._sharded.own_gradient(group)
                 self._totals.append(flat.sum())
                 self._sums[number].push(Block(microbatch, 1), flat)
         # Modules that are called several times in a forward: now the sum over their calls is complete.
@@ -207,7 +212,8 @@ class ShardedGradientSum:
         """Replaces FSDP2's collectives for a module."""
         communicator, module = self._communicator, group.module
         take = partial(self._take, number)
-        module.set_custom_reduce_scatter(UnsummedReduceScatter(communicator, observers, take, self._unread_part))
+        scatter = UnsummedReduceScatter(communicator, observers, take, self._unread_part, lambda: self._is_empty)
+        module.set_custom_reduce_scatter(scatter)
         # Neither a mean over the ranks, nor a rescaling for 16 bits: the tree adds plain sums.
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)

@@ -23,8 +23,9 @@ from torch.utils.data._utils.fetch import _MapDatasetFetcher
 
 from samestep.core.seeds import derive_seed
 from samestep.data.batch import checksum
-from samestep.data.fetch import SeededSamples, StreamReader
+from samestep.data.fetch import SeededSamples
 from samestep.data.randomness import Generators, seed_each
+from samestep.data.streams import StreamReader
 from samestep.engine.side_effects import Watch, reachable
 from samestep.engine.site import is_script_file
 from samestep.scripts.patch import Patch, applied

@@ -1,0 +1,368 @@
+"""Streams of samples that are read in order: one whole, or one for each microbatch, read by the rank that executes it.
+
+A stream that draws from the global generators gives the same samples on any rank, and when it is read again or skipped:
+before each sample they are seeded by its place. So the place of a stream is a number of samples. If it also has a
+state of its own (`state_dict`), it goes on from there without reading what is before.
+"""
+
+import json
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import islice, pairwise
+from typing import Any
+
+import torch
+
+from samestep.comm.communicator import Communicator
+from samestep.comm.membership import Membership
+from samestep.core.microbatches import microbatch_bounds
+from samestep.core.seeds import derive_seed
+from samestep.data.batch import Batch, checksum, settle
+from samestep.data.fetch import MICROBATCH_STREAM, SAMPLE_STREAM
+from samestep.data.randomness import Generators
+from samestep.errors import DataError, DeterminismError, UsageError
+
+MakeStream = Callable[[int, int], Any]  # of its number and that of all streams
+
+BATCHES_A_STATE = 64  # after so many, each rank receives the states of all streams
+KEPT_BATCHES = 4
+CHUNK = 1024  # samples that are dropped at once
+END = -1  # instead of the checksum of a sample
+OPENING = 2**63  # instead of a position, in seeds
+
+
+class StreamReader:
+    """Reads an iterable dataset; before the sample at position i, generators are seeded by (seed, epoch, i).
+
+    So a stream that shuffles or augments by the global generators gives the same samples when it is read again, or when
+    a part of it is skipped. Reading leaves the generators seeded. `set_epoch(epoch)` of the dataset is called, if there
+    is one.
+    """
+
+    def __init__(self, dataset: Any, epoch: int, seed: int, generators: Generators) -> None:
+        if hasattr(dataset, "set_epoch"):
+            dataset.set_epoch(epoch)
+        self._samples = read_seeded(dataset, (seed, SAMPLE_STREAM, epoch), generators)
+
+    def take(self, count: int) -> list[Any]:
+        """The next `count` samples; fewer at the end of the stream."""
+        return list(islice(self._samples, count))
+
+    def skip(self, count: int) -> None:
+        """Reads samples and drops them."""
+        for _ in islice(self._samples, count):
+            pass
+
+
+def read_seeded(dataset: Any, parts: Sequence[int], generators: Generators, position: int = 0) -> Iterator[Any]:
+    """The samples of an iterable dataset from the position on at which it is; each seeded by `parts` and its own."""
+    generators.seed(derive_seed(*parts, 0))  # `__iter__` may draw too, before the first sample
+    samples = iter(dataset)
+    while True:
+        generators.seed(derive_seed(*parts, position))
+        try:
+            sample = next(samples)
+        except StopIteration:
+            return
+        yield sample
+        position += 1
+
+
+@dataclass(frozen=True)
+class SavedState:
+    """A state of a stream's own, as JSON, after so many samples; empty if there is none."""
+
+    consumed: int = 0
+    state: str = ""
+    following: int = END  # the checksum of the next sample, by which a stream that goes on from here is checked
+
+
+class Stream:
+    """One of the streams of an epoch, at the place up to which its samples are consumed."""
+
+    def __init__(self, make: Callable[[], Any], epoch: int, parts: Sequence[int], generators: Generators) -> None:
+        self._make, self._epoch, self._parts, self._generators = make, epoch, parts, generators
+        self._dataset: Any = None
+        self._samples: Iterator[Any] = iter(())
+        self._ahead: list[Any] = []  # the next sample, if it was read for its checksum
+        self._saved = SavedState()
+        self._begin(SavedState())
+
+    def take(self, count: int) -> list[Any]:
+        """The next `count` samples; fewer at the end of the stream."""
+        samples, self._ahead = self._ahead[:count], self._ahead[count:]
+        samples += islice(self._samples, count - len(samples))
+        self.consumed += len(samples)
+        return samples
+
+    def go_to(self, place: int, saved: SavedState) -> str:
+        """Goes to a place, by a saved state if that is on the way; returns why that state did not do, if so.
+
+        Raises:
+            DataError: the stream ends before.
+        """
+        reason = ""
+        if place < self.consumed or self.consumed < saved.consumed <= place:
+            if saved.state and saved.consumed <= place:
+                reason = self._go_on(saved)
+            if reason or not saved.state or saved.consumed > place:
+                self._begin(SavedState())
+        while self.consumed < place:
+            if not self.take(min(place - self.consumed, CHUNK)):
+                raise DataError(
+                    f"a stream ends after {self.consumed} samples, but {place} of it were consumed before; needed: the "
+                    "same data in each stream"
+                )
+        return reason
+
+    def save(self) -> SavedState:
+        """The state of the stream's own, if it has one that JSON can carry."""
+        if self._ahead or not _has_state(self._dataset):
+            return self._saved
+        with suppress(TypeError, ValueError):
+            state = self._dataset.state_dict()
+            text = json.dumps(state)
+            if json.loads(text) == state:
+                self._saved = SavedState(self.consumed, text, self._following())
+        return self._saved
+
+    def _begin(self, saved: SavedState) -> None:
+        """Opens the stream anew, at its beginning or at a state of its own."""
+        self.consumed, self._saved = saved.consumed, saved
+        self._ahead = []
+        self._generators.seed(derive_seed(*self._parts, OPENING))
+        self._dataset = self._make()
+        if hasattr(self._dataset, "set_epoch"):
+            self._dataset.set_epoch(self._epoch)
+        if saved.state:
+            self._dataset.load_state_dict(json.loads(saved.state))
+        self._samples = read_seeded(self._dataset, self._parts, self._generators, saved.consumed)
+
+    def _go_on(self, saved: SavedState) -> str:
+        """Goes on from a saved state; returns why that did not succeed, if so."""
+        try:
+            self._begin(saved)
+            # Not every state is exact: samples in a buffer that shuffles may be lost with it.
+            return "" if self._following() == saved.following else "it goes on with another sample"
+        except Exception as error:  # whatever the user's stream raises
+            return f"{type(error).__name__}: {error}"
+
+    def _following(self) -> int:
+        """The checksum of the next sample, which stays the next."""
+        self._ahead = self._ahead or list(islice(self._samples, 1))
+        return checksum(self._ahead) if self._ahead else END
+
+
+class Streams:
+    """The streams of all microbatches: this rank reads those of its own, and knows the places of all.
+
+    The ranks exchange the sizes of the microbatches once a batch, since a stream may end at any time, and now and then
+    the states that streams have of their own. So each rank can go on with the stream of a lost one, and a checkpoint of
+    one rank has the places of all.
+    """
+
+    def __init__(
+        self,
+        make: MakeStream,
+        membership: Membership,
+        device: torch.device,
+        seed: int,
+        global_batch_size: int,
+        drop_last: bool,
+        collate_fn: Callable[[list[Any]], Any],
+        generators: Generators,
+    ) -> None:
+        self.num_streams = membership.num_microbatches
+        if global_batch_size < self.num_streams:
+            raise UsageError(
+                f"got {self.num_streams} microbatches for a global batch of {global_batch_size}, so some streams would "
+                "never be read; needed: at least one sample of each stream in a batch (num_microbatches)"
+            )
+        self._make, self._membership, self._device, self._seed = make, membership, device, seed
+        self._drop_last, self._collate, self._generators = drop_last, collate_fn, generators
+        self._global_batch_size = global_batch_size
+        self._wanted = [b - a for a, b in pairwise(microbatch_bounds(global_batch_size, self.num_streams))]
+        self._stand_in: tuple[Any, int] | None = None
+        self._open_epoch(0)
+
+    def batches(self, epoch: int, position: int) -> Iterator[Batch]:
+        """The batches of an epoch from a position on, for the ranks as they are when each is made."""
+        first = position
+        while sizes := self._agree(epoch, position):
+            yield self.batch(epoch, position)
+            position += sum(sizes)
+        if position == first == 0:
+            raise DataError(
+                f"no batch came of {self.num_streams} streams; needed: streams(index, count) returns an iterable that "
+                "is at its beginning" + (", with samples for a whole batch (drop_last=True)" * self._drop_last)
+            )
+
+    def batch(self, epoch: int, position: int) -> Batch:
+        """The batch at a position whose sizes are agreed, collated for the present ranks."""
+        starts, sizes, membership = self._places[position], self._sizes[position], self._membership
+        with self._generators.preserved():
+            microbatches = {}
+            for index in membership.executed:
+                if sizes[index]:
+                    samples = self._read(epoch, position, index)
+                    microbatches[index] = self._collated(samples, epoch, index, starts[index])
+                    if membership.is_dealt:
+                        self._stand_in = microbatches[index], len(samples)
+            stand_in = self._find_stand_in(epoch, position) if membership.is_dealt else None
+        return Batch(
+            sum(sizes),
+            microbatches,
+            epoch,
+            position,
+            checksum=-1 - zlib.crc32(repr((starts, sizes)).encode()),
+            version=membership.version,
+            renew=partial(self.batch, epoch, position),
+            sizes=sizes,
+            stand_in=stand_in,
+        )
+
+    def state_at(self, epoch: int, position: int) -> list[dict[str, Any]]:
+        """The place of each stream, with the last state of its own that the ranks have exchanged."""
+        places = self._places[position] if epoch == self._epoch else (0,) * self.num_streams
+        saved = self._saved if epoch == self._epoch else [SavedState()] * self.num_streams
+        return [{"place": place, **asdict(state)} for place, state in zip(places, saved, strict=True)]
+
+    def sizes_from(self, position: int) -> dict[str, list[int]]:
+        """The sizes of the batches from a position on that the ranks have agreed on: what a late rank is to know."""
+        return {str(start): list(sizes) for start, sizes in self._sizes.items() if start >= position}
+
+    def load(self, epoch: int, position: int, states: Sequence[Mapping[str, Any]], sizes: Mapping[str, Any]) -> None:
+        """Goes to the places of some states, as `state_at` and `sizes_from` have given them."""
+        if not states and position == 0:
+            self._open_epoch(epoch)
+            return
+        if len(states) != self.num_streams:
+            raise UsageError(
+                f"got a state of {len(states)} streams, the loader has {self.num_streams}, one for each microbatch; "
+                "needed: the same num_microbatches"
+            )
+        self._open_epoch(epoch)
+        self._places.clear()
+        self._places[position] = tuple(int(state["place"]) for state in states)
+        self._saved = [SavedState(**{n: v for n, v in state.items() if n != "place"}) for state in states]
+        for start, found in sorted((int(start), tuple(found)) for start, found in sizes.items()):
+            self._note_sizes(start, found)
+
+    def _open_epoch(self, epoch: int) -> None:
+        self._epoch = epoch
+        self._streams: dict[int, Stream] = {}
+        # By position of a batch: samples consumed of each stream before it, then what the ranks have read of it.
+        self._places: dict[int, tuple[int, ...]] = {0: (0,) * self.num_streams}
+        self._sizes: dict[int, tuple[int, ...]] = {}
+        self._samples: dict[int, dict[int, list[Any]]] = {}
+        self._saved = [SavedState()] * self.num_streams
+
+    def _agree(self, epoch: int, position: int) -> tuple[int, ...] | None:
+        """The sizes of the microbatches of a batch; None at the end of the epoch. A collective call."""
+        if epoch != self._epoch:
+            self._open_epoch(epoch)
+        if position not in self._sizes:
+            sizes, saved = self._membership.perform(lambda: self._exchange(epoch, position))
+            self._note_sizes(position, sizes)
+            self._saved = saved
+        sizes = self._sizes[position]
+        if self._drop_last and list(sizes) != self._wanted:
+            return None
+        return sizes if any(sizes) else None
+
+    def _note_sizes(self, position: int, sizes: tuple[int, ...]) -> None:
+        self._sizes[position] = sizes
+        self._places[position + sum(sizes)] = tuple(a + b for a, b in zip(self._places[position], sizes, strict=True))
+        # A batch may be renewed until the step on it is done, and one is read ahead.
+        for held in (self._places, self._sizes, self._samples):
+            for start in sorted(held)[:-KEPT_BATCHES]:
+                del held[start]
+
+    def _exchange(self, epoch: int, position: int) -> tuple[tuple[int, ...], list[SavedState]]:
+        """The sizes of all microbatches of a batch; and the states of all streams, new ones if they are due."""
+        membership = self._membership
+        mine, period = membership.executed, BATCHES_A_STATE * self._global_batch_size
+        is_due = position % period >= period - self._global_batch_size
+        states: dict[int, SavedState] = {}
+        row = [0] * self.num_streams
+        with self._generators.preserved():
+            for index in mine:
+                if is_due:
+                    states[index] = self._stream(epoch, position, index).save()
+                row[index] = 1 + len(self._read(epoch, position, index))
+        before = membership.heartbeat.enter("exchange")  # a rank that waits for the samples of another does not hang
+        rows = membership.communicator.gather_words(row)
+        sizes = [{entry for entry in column if entry} for column in zip(*rows, strict=True)]
+        for index, found in enumerate(sizes):
+            if len(found) > 1:
+                raise DeterminismError(
+                    f"stream {index} gave {' and '.join(str(size - 1) for size in sorted(found))} samples to ranks "
+                    "that share its microbatch; it must not depend on the rank: only on (index, count)"
+                )
+        saved = self._saved
+        if is_due:
+            text = json.dumps({index: asdict(state) for index, state in states.items()})
+            by_index = {
+                k: v for each in _gather_texts(membership.communicator, text) for k, v in json.loads(each).items()
+            }
+            saved = [SavedState(**by_index[str(index)]) for index in range(self.num_streams)]
+        membership.heartbeat.enter(before)
+        return tuple(found.pop() - 1 for found in sizes), saved
+
+    def _read(self, epoch: int, position: int, index: int) -> list[Any]:
+        """The samples of one microbatch, which are kept for as long as they may be asked for again."""
+        held = self._samples.setdefault(position, {})
+        if index not in held:
+            stream = self._stream(epoch, position, index)
+            held[index] = stream.take(self._wanted[index])
+        return held[index]
+
+    def _stream(self, epoch: int, position: int, index: int) -> Stream:
+        """A stream, at its place before a batch."""
+        if index not in self._streams:
+            self._streams[index] = self._open(epoch, index)
+        stream = self._streams[index]
+        reason = stream.go_to(self._places[position][index], self._saved[index])
+        if reason:
+            self._membership.notice(
+                f"stream {index} cannot go on from its own state ({reason}); it is read from the beginning of the epoch"
+            )
+        return stream
+
+    def _open(self, epoch: int, index: int) -> Stream:
+        make = partial(self._make, index, self.num_streams)
+        return Stream(make, epoch, (self._seed, SAMPLE_STREAM, epoch, index), self._generators)
+
+    def _collated(self, samples: list[Any], epoch: int, index: int, start: int) -> Any:
+        self._generators.seed(derive_seed(self._seed, MICROBATCH_STREAM, epoch, index, start))
+        return settle(self._collate(samples), self._device)
+
+    def _find_stand_in(self, epoch: int, position: int) -> tuple[Any, int]:
+        """What this rank runs for the others' sake once its own streams are at their end."""
+        starts, sizes = self._places[position], self._sizes[position]
+        for mine in self._membership.data_ranges:
+            if not any(starts[index] + sizes[index] for index in mine):
+                raise DataError(
+                    f"streams {', '.join(map(str, mine))} have given no sample at all, and strategy='sharded' needs "
+                    "one on every device; use fewer devices or num_microbatches, or another strategy"
+                )
+        if self._stand_in is None:  # the run was resumed after the end of all streams of this rank
+            index = next(index for index in self._membership.executed if starts[index])
+            samples = self._open(epoch, index).take(self._wanted[index])
+            self._stand_in = self._collated(samples, epoch, index, 0), len(samples)
+        return self._stand_in
+
+
+def _gather_texts(communicator: Communicator, text: str) -> list[str]:
+    """The texts of all ranks, by rank."""
+    data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+    sizes = [row[0] for row in communicator.gather_words([len(data)])]
+    parts = communicator.gather_rows(data.view(-1, 1), sizes).view(-1).split(sizes)
+    return [bytes(part.tolist()).decode() for part in parts]
+
+
+def _has_state(dataset: Any) -> bool:
+    return hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")
