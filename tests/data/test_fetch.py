@@ -10,8 +10,8 @@ from torch.utils.data import ConcatDataset, Dataset, Subset, default_collate
 
 from samestep.core.seeds import derive_seed
 from samestep.data.fetch import SAMPLE_STREAM, UNSEEDED, BatchIds, SeededSamples, fetch_batches
-from samestep.data.streams import StreamReader
 from samestep.data.randomness import Generators
+from samestep.data.streams import StreamReader
 from samestep.errors import DataError
 
 CPU = torch.device("cpu")

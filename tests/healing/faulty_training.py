@@ -3,9 +3,9 @@
 JSON holds "folder" (of the run), "faults", a list of {"rank", "step", "phase", "kind"}, and perhaps "spares", "resume",
 "checkpoint_steps", "epochs", "pause" (seconds a microbatch), and "wait_for": a slot that has to be there before step 5
 ends; "options" are the step's, "fused" is Adam's, "plain" leaves BatchNorm out, with "messages" NCCL takes two messages
-for a sum, and "hooked" adds an average and a hook that counts. A fault may "skip" so many passages. It leaves a file
-behind that says where it struck, on the clock that all processes share; "pid-SLOT" is there once a worker has taken a
-step.
+for a sum, with "streams" each microbatch has one, and "hooked" adds an average and a hook that counts. A fault may
+"skip" so many passages. It leaves a file behind that says where it struck, on the clock that all processes share;
+"pid-SLOT" is there once a worker has taken a step.
 """
 
 import ctypes
@@ -14,13 +14,14 @@ import os
 import signal
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 from programs import classify, small_images, small_model
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, Subset
 
 from samestep.comm import group
 from samestep.comm.communicator import Communicator
@@ -279,8 +280,12 @@ def main():
         trainer.step.model.register_forward_pre_hook(
             lambda *_: times.append((len(run.membership.healed), time.monotonic()))
         )
+        samples = Samples(103, faults.strike)
+        streams = [
+            Subset(samples, range(first, stop)) for first, stop in pairwise((0, 20, 25, 40, 55, 70, 70, 91, 103))
+        ]
         trainer.fit(
-            Samples(103, faults.strike),
+            run.loader(streams=lambda index, count: streams[index]) if told.get("streams") else samples,
             told.get("epochs", 3),
             eval_data=small_images(23),
             metrics={"accuracy": accuracy},

@@ -1,6 +1,7 @@
 """Workers that stand by, and workers that are started late: they take part with the same bits, or change nothing."""
 
 import pytest
+from conftest import SCRIPT, Told, run_script
 
 from samestep.launcher.job import Policy
 from samestep.report.run_summary import make_report
@@ -52,6 +53,32 @@ def test_hooks_are_called_once_a_step_and_the_average_is_that_of_an_undisturbed_
     for ended in told.ended:
         assert ended["counts"] == reference["counts"] == {"steps": 12, "epochs": 3, "ended": 3, "scores": 3}
         assert (ended["digest"], ended["average"]) == (reference["digest"], reference["average"])
+
+
+@pytest.fixture(scope="module")
+def undisturbed_streams(tmp_path_factory):
+    """A run over streams on one device, to which nothing happens."""
+    folder = tmp_path_factory.mktemp("streams")
+    return Told(folder, run_script(SCRIPT, 1, {"folder": str(folder / "run"), "faults": [], "streams": True}))
+
+
+@pytest.mark.parametrize("phase", ["data", "backward", "exchange", "sent", "exchanged"])
+def test_the_streams_of_a_lost_rank_are_read_on_by_others(train, undisturbed_streams, phase):
+    faults = [{"rank": 1, "step": 4, "phase": phase, "kind": "SIGKILL"}]
+    faults += [{"rank": 0, "step": 8, "phase": phase, "kind": "SIGKILL"}]
+    told = train(3, faults, streams=True)
+    assert told.outcome.exit_code == 0, told.outcome.failure
+    assert len(told.struck) == 2
+    assert (told.steps, told.digests) == (undisturbed_streams.steps, undisturbed_streams.digests)
+
+
+@pytest.mark.parametrize("phase", ["data", "backward", "exchanged"])
+def test_a_replacement_reads_its_streams_from_where_the_run_is(train, undisturbed_streams, phase):
+    told = train(2, [{**KILL, "phase": phase}], REPLACE, wait_for=2, pause=0.05, streams=True)
+    assert told.outcome.exit_code == 0, told.outcome.failure
+    assert (told.steps, told.digests) == (undisturbed_streams.steps, undisturbed_streams.digests)
+    assert "join" in names(told)
+    assert len(told.ended) == 2
 
 
 @pytest.mark.slow

@@ -1,0 +1,425 @@
+"""A stream for each microbatch: read by the rank that executes it, alike on every number of devices."""
+
+import json
+from collections import Counter
+from itertools import pairwise
+from typing import ClassVar
+
+import pytest
+import torch
+from torch.utils.data import IterableDataset
+from worlds import in_turns
+
+from samestep import Mean
+from samestep.data import streams as streams_module
+from samestep.data.streams import SavedState, Stream
+from samestep.errors import CheckpointError, DataError, DeterminismError, UsageError
+from samestep.train.run import Run
+from samestep.train.trainer import Trainer
+
+LENGTHS = (8, 4, 0, 14, 6, 6, 2, 20)  # some end early, one is empty
+LENGTHS_OF_FOUR = (9, 3, 0, 14)
+
+
+class Numbers(IterableDataset):
+    """The samples (stream, place, a draw) of one stream, which may be shuffled and has a state, if asked."""
+
+    def __init__(self, index, length, shuffle=False):
+        self.index, self.length, self.shuffle = index, length, shuffle
+        self.epoch = 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __iter__(self):
+        order = torch.randperm(self.length) if self.shuffle else torch.arange(self.length)
+        for place in order:
+            yield torch.tensor([self.index, int(place), self.epoch]), torch.rand(3)
+
+
+class WithState:
+    """A stream with a state of its own that counts what is read of it; `lost` of the state is not restored."""
+
+    read: ClassVar = Counter()
+
+    def __init__(self, index, length, lost=0):
+        self.index, self.length, self.lost = index, length, lost
+        self.place = 0
+
+    def __iter__(self):
+        while self.place < self.length:
+            self.place += 1
+            self.read[self.index] += 1
+            yield torch.tensor([self.index, self.place - 1, 0]), torch.rand(3)
+
+    def state_dict(self):
+        return {"place": self.place}
+
+    def load_state_dict(self, state):
+        self.place = state["place"] + self.lost
+
+
+def numbers(index, count):
+    return Numbers(index, (LENGTHS if count == 8 else LENGTHS_OF_FOUR)[index])
+
+
+def shuffled(index, count):
+    return Numbers(index, LENGTHS[index], shuffle=True)
+
+
+def small_model():
+    return torch.nn.Sequential(
+        torch.nn.Linear(3, 8), torch.nn.BatchNorm1d(8), torch.nn.Dropout(0.2), torch.nn.Linear(8, 1)
+    )
+
+
+def loss_of(model, batch):
+    names, draws = batch
+    errors = (model(draws).flatten() - names[:, 0]).square()
+    return Mean(errors.sum(), len(errors)), {"streams": names[:, 0].float().mean()}
+
+
+def train(communicator, make=numbers, options=None, epochs=2, **of_loader):
+    run = Run(16, 8, communicator=communicator)
+    model = small_model()
+    with Trainer(run, model, torch.optim.Adam(model.parameters(), 0.01), loss_of, **(options or {})) as trainer:
+        history = trainer.fit(run.loader(streams=make, **of_loader), epochs)
+        return trainer.digest, [(record.train_loss, record.scalars) for record in history]
+
+
+def samples_of(batches):
+    """The samples of some batches by microbatch: [[(stream, place), …], …]."""
+    return [
+        {m: [tuple(row[:2]) for row in names.tolist()] for m, (names, _) in batch.microbatches.items()}
+        for batch in batches
+    ]
+
+
+def merged(by_rank):
+    """What the ranks read of each batch together; each microbatch is read by one."""
+    batches = [{} for _ in by_rank[0]]
+    for rows in by_rank:
+        assert len(rows) == len(batches)
+        for whole, part in zip(batches, rows, strict=True):
+            assert not whole.keys() & part.keys()
+            whole.update(part)
+    return [dict(sorted(whole.items())) for whole in batches]
+
+
+def read_epoch(communicator, make=numbers, global_batch_size=16, **options):
+    return samples_of(Run(global_batch_size, 8, communicator=communicator).loader(streams=make, **options))
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("options", [{}, {"overlap": False}, {"shard_optimizer": True, "max_grad_norm": 0.1}], ids=str)
+def test_streams_train_to_the_same_bits_on_every_number_of_devices(world_size, options):
+    first, *_ = reference = in_turns(1, train, numbers, options)[0]
+    assert reference[1][0] != reference[1][1]
+    assert in_turns(world_size, train, numbers, options) == [reference] * world_size
+    assert first != in_turns(1, train, shuffled, options)[0][0]
+
+
+def test_streams_that_depend_on_the_rank_train_to_other_bits():
+    def by_rank(communicator):
+        return train(communicator, lambda index, count: Numbers(index + communicator.rank, 8))
+
+    assert in_turns(2, by_rank)[0] != in_turns(1, by_rank)[0]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_each_stream_fills_its_own_microbatch_until_it_ends(world_size):
+    batches = merged(in_turns(world_size, read_epoch))
+    expected = []
+    for start in range(0, max(LENGTHS), 2):
+        there = {i: [(i, k) for k in range(start, min(start + 2, n))] for i, n in enumerate(LENGTHS) if start < n}
+        expected.append(there)
+    assert batches == expected
+
+
+def test_an_epoch_ends_with_the_first_stream_if_incomplete_batches_are_dropped():
+    def make(index, count):
+        return Numbers(index, LENGTHS[index] + 5)
+
+    batches = merged(in_turns(2, read_epoch, make, 16))
+    assert len(batches) == 13
+    whole = merged(in_turns(2, lambda communicator: read_epoch(communicator, make, drop_last=True)))
+    assert whole == batches[:2]  # of the shortest stream, of 5 samples
+
+
+def test_draws_depend_on_the_epoch_and_the_place_alone():
+    def draws(communicator):
+        loader = Run(16, 8, communicator=communicator).loader(streams=shuffled)
+        epochs = [[value for batch in loader for value in batch.microbatches.values()] for _ in range(2)]
+        return {
+            (int(e), int(i), int(k)): d
+            for epoch in epochs
+            for n, ds in epoch
+            for (i, k, e), d in zip(n, ds, strict=True)
+        }
+
+    whole = in_turns(1, draws)[0]
+    assert len(whole) == 2 * sum(LENGTHS)
+    parts = in_turns(3, draws)
+    assert sum(map(len, parts)) == len(whole)
+    for part in parts:
+        assert all(torch.equal(whole[key], value) for key, value in part.items())
+    assert not any(torch.equal(whole[0, i, k], whole[1, i, k]) for i, n in enumerate(LENGTHS) for k in range(n))
+
+
+def test_reading_leaves_the_generators_of_the_script_alone():
+    loader = Run(16, 8).loader(streams=shuffled)
+    torch.manual_seed(5)
+    expected = torch.rand(())
+    torch.manual_seed(5)
+    assert len(list(loader)) == 10
+    assert torch.equal(torch.rand(()), expected)
+
+
+def stop_and_save(communicator, num_batches, make):
+    loader = Run(16, 8, communicator=communicator).loader(streams=make)
+    batches = iter(loader)
+    first = samples_of(next(batches) for _ in range(num_batches))
+    return first, json.loads(json.dumps(loader.state_dict()))
+
+
+def go_on(communicator, state, make):
+    loader = Run(16, 8, communicator=communicator).loader(streams=make)
+    loader.load_state_dict(state)
+    return samples_of(loader)
+
+
+@pytest.mark.parametrize("make", [numbers, shuffled], ids=["in order", "shuffled"])
+@pytest.mark.parametrize("num_batches", range(1, 11))
+def test_a_resume_on_other_devices_repeats_no_sample_and_misses_none(num_batches, make):
+    whole = merged(in_turns(1, read_epoch, make))
+    results = in_turns(3, stop_and_save, num_batches, make)
+    states = [state for _, state in results]
+    assert states == [states[0]] * 3
+    rest = merged(in_turns(2, go_on, states[0], make))
+    assert merged([first for first, _ in results]) + rest == whole
+
+
+@pytest.mark.parametrize("stop", [2, 5, 9])
+def test_training_resumed_in_mid_epoch_on_other_devices_ends_with_the_same_bits(tmp_path, stop):
+    def begin(communicator):
+        run = Run(16, 8, communicator=communicator)
+        model = small_model()
+        with Trainer(
+            run, model, torch.optim.Adam(model.parameters(), 0.01), loss_of, run_dir=tmp_path / "run"
+        ) as trainer:
+            trainer.fit(run.loader(streams=shuffled), max_steps=stop)
+
+    def end(communicator):
+        run = Run(16, 8, communicator=communicator)
+        model = small_model()
+        with Trainer(
+            run, model, torch.optim.Adam(model.parameters(), 0.01), loss_of, run_dir=tmp_path / "run"
+        ) as trainer:
+            history = trainer.fit(run.loader(streams=shuffled), 2, resume="auto")
+            return trainer.digest, [(record.train_loss, record.scalars) for record in history]
+
+    in_turns(3, begin)
+    assert in_turns(2, end) == in_turns(1, train, shuffled) * 2
+
+
+def loop(communicator, folder, count=99, resume=False):
+    run = Run(16, 8, communicator=communicator)
+    model = small_model()
+    step = run.train_step(model, torch.optim.Adam(model.parameters(), 0.01), loss_of)
+    loader = run.loader(streams=numbers)
+    if resume:
+        run.load_checkpoint(folder, step, loader)
+    for number, batch in enumerate(loader):
+        if number == count:
+            break
+        step(batch)
+        run.save_checkpoint(folder, step, loader)
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+
+def test_checkpoints_of_a_loop_of_ones_own_keep_the_places_of_streams(tmp_path):
+    whole = in_turns(1, loop, tmp_path / "whole")[0]
+    assert not torch.equal(in_turns(3, loop, tmp_path / "begun", 4)[0], whole)
+    for values in in_turns(2, loop, tmp_path / "begun", 99, True):
+        assert torch.equal(values, whole)
+
+
+def with_state(index, count):
+    return WithState(index, 40)
+
+
+def lossy(index, count):
+    return WithState(index, 40, lost=1)
+
+
+@pytest.fixture
+def often(monkeypatch):
+    """States of streams are exchanged every third batch."""
+    monkeypatch.setattr(streams_module, "BATCHES_A_STATE", 3)
+
+
+def test_a_stream_with_a_state_goes_on_without_reading_what_is_before(often):
+    whole = merged(in_turns(1, read_epoch, with_state))
+    results = in_turns(3, stop_and_save, 10, with_state)
+    state = results[0][1]
+    assert {(saved["consumed"], saved["place"]) for saved in state["streams"]} == {(16, 20)}
+    WithState.read.clear()
+    rest = merged(in_turns(2, go_on, state, with_state))
+    assert merged([first for first, _ in results]) + rest == whole
+    assert set(WithState.read.values()) == {24}  # of 40, those after the state
+
+
+def test_a_state_that_loses_samples_is_found_and_left(often, capsys):
+    whole = merged(in_turns(1, read_epoch, lossy))
+    results = in_turns(3, stop_and_save, 10, lossy)
+    rest = merged(in_turns(2, go_on, results[0][1], lossy))
+    assert merged([first for first, _ in results]) + rest == whole
+    assert "stream 0 cannot go on from its own state (it goes on with another sample)" in capsys.readouterr().err
+
+
+def test_a_state_that_cannot_be_loaded_is_left(often, capsys):
+    class Refusing(WithState):
+        def load_state_dict(self, state):
+            raise ValueError("another version")
+
+    def make(index, count):
+        return Refusing(index, 40)
+
+    state = in_turns(1, stop_and_save, 10, make)[0][1]
+    assert merged(in_turns(1, go_on, state, make)) == merged(in_turns(1, read_epoch, make))[10:]
+    assert "(ValueError: another version)" in capsys.readouterr().err
+
+
+def test_a_state_that_json_cannot_carry_is_not_used():
+    class Odd(WithState):
+        def state_dict(self):
+            return {"place": {1, 2}}
+
+    stream = Stream(lambda: Odd(0, 5), 0, (1, 2), streams_module.Generators(torch.device("cpu")))
+    stream.take(2)
+    assert stream.save() == SavedState()
+    assert len(stream.take(9)) == 3
+
+
+def test_streams_are_evaluated_and_predicted_alike_on_every_number_of_devices():
+    def program(communicator):
+        run = Run(16, 8, communicator=communicator)
+        model = small_model()
+        forward = {"forward": lambda model, batch: model(batch[1])}
+        mean = {"mean": lambda output, batch: output.flatten() + batch[0][:, 0]}
+        found = run.evaluate(model, run.loader(streams=numbers), mean, **forward)
+        return found, run.predict(model, run.loader(streams=numbers), forward=lambda model, batch: batch[0][:, :2])
+
+    (found, rows), *_ = in_turns(1, program)
+    assert sorted(map(tuple, rows.tolist())) == sorted((i, k) for i, n in enumerate(LENGTHS) for k in range(n))
+    for other, those in in_turns(3, program):
+        assert other == found
+        assert torch.equal(those, rows)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"streams": 3}, "got int as streams; needed: a function of (index, count)"),
+        ({"streams": numbers, "dataset": [1]}, "got a dataset and streams; needed: one of them"),
+        ({"streams": numbers, "num_workers": 2}, "StatefulDataLoader(dataset, batch_size=None, num_workers=1)"),
+        ({"streams": numbers, "shuffle": True}, "shuffle inside them"),
+        ({"streams": numbers, "cache": "device"}, "shuffle or cache with streams"),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_arguments_that_do_not_go_with_streams_are_refused(options, message):
+    with pytest.raises(UsageError) as caught:
+        Run(16, 8).loader(**options)
+    assert message in str(caught.value)
+
+
+def test_streams_that_would_never_be_read_are_refused():
+    with pytest.raises(UsageError, match="got 8 microbatches for a global batch of 4"):
+        Run(4, 8).loader(streams=numbers)
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_streams_without_a_batch_are_refused(drop_last):
+    length = 1 if drop_last else 0
+    with pytest.raises(DataError, match="no batch came of 8 streams"):
+        list(Run(16, 8).loader(streams=lambda index, count: [index] * length, drop_last=drop_last))
+
+
+def test_a_state_of_another_number_of_streams_is_refused():
+    state = in_turns(1, stop_and_save, 2, numbers)[0][1]
+    with pytest.raises(UsageError, match="got a state of 8 streams, the loader has 4"):
+        Run(16, 4).loader(streams=numbers).load_state_dict(state)
+    of_dataset = {"epoch": 0, "position": 16, "num_samples": 40}
+    with pytest.raises(UsageError, match="got a state of 0 streams"):
+        Run(16, 8).loader(streams=numbers).load_state_dict(of_dataset)
+
+
+def test_a_checkpoint_of_a_dataset_is_refused_with_streams(tmp_path):
+    run = Run(16, 8)
+    model = torch.nn.Linear(3, 1)
+    step = run.train_step(model, torch.optim.SGD(model.parameters(), 0.1), lambda model, batch: model(batch[1]).mean())
+    run.save_checkpoint(tmp_path, step, run.loader((torch.zeros(32, 3), torch.zeros(32, 3))))
+    with pytest.raises(CheckpointError):
+        run.load_checkpoint(tmp_path, step, run.loader(streams=numbers), allow_contract_change=True)
+
+
+def test_a_stream_that_has_become_shorter_is_named():
+    state = in_turns(1, stop_and_save, 5, numbers)[0][1]
+    with pytest.raises(DataError, match="a stream ends after 3 samples, but 8 of it were consumed before"):
+        in_turns(1, go_on, state, lambda index, count: Numbers(index, min(3, LENGTHS[index])))
+
+
+def test_ranks_that_share_a_microbatch_must_read_alike():
+    def program(communicator):
+        run = Run(16, 8, communicator=communicator, mesh={"data": 1, "tensor": 2})
+        return list(run.loader(streams=lambda index, count: Numbers(index, 3 + communicator.rank)))
+
+    with pytest.raises(DeterminismError, match="samples to ranks that share its microbatch"):
+        in_turns(2, program)
+
+
+def test_buffers_without_a_rule_are_taken_from_microbatches_that_ran():
+    class Counting(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = torch.nn.Linear(3, 1)
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self, x):
+            self.calls += 1
+            return self.linear(x)
+
+    def program(communicator):
+        run = Run(16, 8, communicator=communicator)
+        model = Counting()
+        step = run.train_step(model, torch.optim.SGD(model.parameters(), 0.1), lambda m, batch: m(batch[1]).mean())
+        for batch in run.loader(streams=lambda index, count: Numbers(index, 6 * (index > 3))):
+            step(batch)
+        return model.calls
+
+    assert in_turns(1, program) == [torch.tensor(3.0)]
+    assert in_turns(3, program) == [torch.tensor(3.0)] * 3
+
+
+def test_counts_go_over_the_streams_that_are_left():
+    def program(communicator):
+        run = Run(16, 8, communicator=communicator)
+        model = torch.nn.Linear(3, 1)
+        sums = []
+
+        def loss(model, batch, count):
+            sums.append(float(count))
+            return model(batch[1]).sum() / count
+
+        step = run.train_step(
+            model, torch.optim.SGD(model.parameters(), 0.1), loss, counts_fn=lambda batch: len(batch[0])
+        )
+        losses = [step(batch).loss for batch in run.loader(streams=numbers)]
+        return losses, sorted(set(sums))
+
+    (losses, sums), *_ = in_turns(1, program)
+    lefts = [sum(min(2, max(0, n - start)) for n in LENGTHS) for start in range(0, max(LENGTHS), 2)]
+    assert sums == sorted(set(map(float, lefts)))
+    assert [found for found, _ in in_turns(4, program)] == [losses] * 4
+    assert any(a != b for a, b in pairwise(losses))
