@@ -177,3 +177,25 @@ def bits(step):
         hasher.update(f"{name} {values.dtype} {values.shape}".encode())
         hasher.update(values.tobytes())
     return hasher.hexdigest()
+
+
+def train_on_streams(communicator, lengths, options, of_run=None, drop_last=False):
+    """Trains and evaluates on one stream for each microbatch; the weights' bits, losses and a metric."""
+
+    def stream(index, count):
+        generator = torch.Generator().manual_seed(index)
+        return list(
+            zip(torch.randn(lengths[index], 6, generator=generator), torch.arange(lengths[index]) % 3, strict=True)
+        )
+
+    run = Run(2 * len(lengths), len(lengths), communicator=communicator, **(of_run or {}))
+    model = nn.Sequential(nn.Linear(6, 9), nn.LayerNorm(9), nn.Dropout(0.2), nn.Linear(9, 3))
+
+    def loss(model, batch):
+        return functional.cross_entropy(model(batch[0]), batch[1])
+
+    step = run.train_step(model, torch.optim.Adam(model.parameters(), 0.01), loss, **options)
+    loader = run.loader(streams=stream, drop_last=drop_last)
+    losses = [step(batch).loss.hex() for _ in range(2) for batch in loader]
+    found = run.evaluate(step.model, run.loader(streams=stream, drop_last=drop_last), {"accuracy": accuracy})
+    return bits(step), losses, found

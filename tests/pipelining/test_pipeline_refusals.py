@@ -3,6 +3,7 @@
 import pytest
 import torch
 from pipeline_programs import by_two, infinite, never, refusal, twice, with_scalars, with_weights
+from programs import train_on_streams
 from worlds import in_turns
 
 from samestep.engine.strategies import Pipeline, as_strategy
@@ -102,3 +103,12 @@ def test_the_strategy_goes_by_its_name_and_shards_the_optimizer_by_itself():
     assert as_strategy("pipeline") == Pipeline()
     with pytest.raises(UsageError, match="leave shard_optimizer out"):
         as_strategy("pipeline", shard_optimizer=True)
+
+
+def test_a_stream_without_samples_is_refused_by_name_and_full_ones_have_the_bits_of_one_device(worlds):
+    options, of_run = {"strategy": "pipeline"}, {"mesh": {"data": 2, "pipe": 2}}
+    with pytest.raises(AssertionError, match="stream 1 has no samples left in step 3, but strategy='pipeline'"):
+        worlds(4).run(train_on_streams, (9, 5, 8, 9), options, of_run)
+    reference = worlds(1).run(train_on_streams, (9, 5, 8, 9), {}, None, True)[0]
+    for result in worlds(4).run(train_on_streams, (9, 5, 8, 9), options, of_run, True):
+        assert result[1:] == reference[1:]

@@ -5,6 +5,7 @@ from itertools import product
 from unittest import mock
 
 import pytest
+from programs import train_on_streams
 from sharded_programs import refused, train, train_recipe_sharded
 
 from samestep.core.tree import TreeSum
@@ -168,3 +169,14 @@ def test_the_comparison_notices_another_sum(worlds, references, broken):
 def test_modules_that_run_in_another_order_on_another_rank_are_noticed(worlds):
     for sentence in worlds(2).run(refused, "tiny groups", {"model": "skipping"}):
         assert sentence.startswith("DeterminismError: the ranks ran different modules")
+
+
+UNEVEN = (3, 8, 5, 0, 2, 9, 1)  # samples of each stream; rank 3 of four has none
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("options", [{"strategy": "sharded"}, {"shard_optimizer": True}], ids=str)
+def test_streams_that_end_early_leave_the_bits_of_one_device(worlds, world_size, options):
+    reference = worlds(1).run(train_on_streams, UNEVEN, {})[0]
+    assert len(set(reference[1])) == 10
+    assert worlds(world_size).run(train_on_streams, UNEVEN, options) == [reference] * world_size

@@ -341,16 +341,10 @@ class Streams:
         return settle(self._collate(samples), self._device)
 
     def _find_stand_in(self, epoch: int, position: int) -> tuple[Any, int]:
-        """What this rank runs for the others' sake once its own streams are at their end."""
-        starts, sizes = self._places[position], self._sizes[position]
-        for mine in self._membership.data_ranges:
-            if not any(starts[index] + sizes[index] for index in mine):
-                raise DataError(
-                    f"streams {', '.join(map(str, mine))} have given no sample at all, and strategy='sharded' needs "
-                    "one on every device; use fewer devices or num_microbatches, or another strategy"
-                )
-        if self._stand_in is None:  # the run was resumed after the end of all streams of this rank
-            index = next(index for index in self._membership.executed if starts[index])
+        """What this rank runs for the others' sake where its own streams are at their end."""
+        if self._stand_in is None:  # they gave nothing yet, or the run was resumed after their end: of any other
+            read = zip(self._places[position], self._sizes[position], strict=True)
+            index = next(index for index, (start, size) in enumerate(read) if start + size)
             samples = self._open(epoch, index).take(self._wanted[index])
             self._stand_in = self._collated(samples, epoch, index, 0), len(samples)
         return self._stand_in
