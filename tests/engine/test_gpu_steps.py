@@ -228,7 +228,7 @@ def test_running_statistics_are_merged_by_two_launches_a_step_and_dtype_however_
         dtypes = 2  # of the means and variances, and of the number of batches
         assert at_the_start <= dtypes
         assert merge <= 2 * dtypes
-        assert a_microbatch <= 2 * dtypes + 2  # taken out and put back; times the samples; added on the tree
+        assert a_microbatch <= 2 * dtypes + 3  # taken out and put back; widened; times the samples; added on the tree
 
 
 def test_a_loss_is_read_once_it_has_arrived_whichever_device_is_current():

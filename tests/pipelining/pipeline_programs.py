@@ -185,6 +185,9 @@ class LeftFold:
         self.sums = (self._add(self.sums[0], value) if self.sums else value,)
         self.blocks = (block,)
 
+    def pop_sibling(self, block):
+        """None: no sum takes the gradient of a leaf by itself."""
+
     def root(self):
         return self.sums[0] if self.sums else None
 
