@@ -187,7 +187,7 @@ SHORT = {
     "the model": ("vgg", 64, ("the model, 0.0 GiB of parameters and buffers", "--strategy sharded")),
     "a microbatch": (
         "lenet",
-        6,
+        5,
         ("microbatch 0 of 8 (16 samples) does not fit in the memory of rank 0", "as measured"),
     ),
 }
