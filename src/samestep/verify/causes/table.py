@@ -41,6 +41,23 @@ CAUSES: tuple[Cause, ...] = (  # in the order in which they are suspected, and g
     rounding.EXCHANGE,
 )
 
+_PAGES = {
+    "augmentation": "augmentation",
+    "batchnorm": "batchnorm",
+    "dropout": "dropout draws",
+    "global-batch": "global_batch",
+    "gradients": "alone local_clip loss_scale unused",
+    "learning-rate": "learning_rate",
+    "machine": "flags nondeterministic",
+    "mean-of-means": "mean_of_means metrics",
+    "rounding": "kernels accumulation reduction_order native",
+    "samples": "unshared order sampler stream",
+    "seeds": "unseeded own_generator",
+    "state": "buffers module_state",
+}
+PAGES = {key: f"docs/causes/{page}.md#{key}" for page, keys in _PAGES.items() for key in keys.split()}
+"""The place in the documentation that has a script with the cause, and its cure; by key."""
+
 
 class Recorder:
     """Records, in one worker, the signs of all causes."""
