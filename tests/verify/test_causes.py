@@ -193,7 +193,7 @@ def test_verify_names_the_cause_of_a_page_s_script_in_the_words_of_the_page(verd
 
 @pytest.mark.parametrize("key", [quick(key) for key in PAGES if section(key)[3] is not None])
 def test_the_cure_of_a_page_takes_the_cause_away(verdict_on, tmp_path, key):
-    script, command, _, cured = section(key)
+    _, command, _, cured = section(key)
     verdict = judged(verdict_on, tmp_path / f"cause_{key}.py", command, cured)
     assert key not in named(verdict)
     assert verdict.agrees or key == "nondeterministic"  # kernels still add by the shape of the local batch
