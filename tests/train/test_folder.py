@@ -41,9 +41,7 @@ def test_a_folder_is_made_with_its_parents_and_taken_once_it_holds_a_contract(tm
     folder = create_folder(tmp_path / "a" / "b")
     assert create_folder(folder) == folder, "an empty folder is no run"
     write_json(folder / "run.json", {})
-    with pytest.raises(
-        UsageError, match=r"already holds a run; go on with it by .*, choose another folder .*, or remove it"
-    ):
+    with pytest.raises(UsageError, match=r"already holds a run; choose another folder with --run-dir, or remove it"):
         create_folder(folder)
 
 
