@@ -101,12 +101,26 @@ def without_times(text):
     return re.sub(r"\d+\.\d s\b|[\d,]+ samples/s|'train_(runtime|\w+_per_second)': '[^']*'", "", text)
 
 
+def without_digits(text):
+    """What a page shows of a program's output, but for digits: a kind of CPU rounds in its own way."""
+    return re.sub(r"\d[\d.e-]*", "#", re.sub(r"\b[0-9a-f]{64}\b", "#", without_times(text)))
+
+
+def shown_output(block):
+    """The block of text that follows a program on its page without a line between them, or None."""
+    _, _, rest = block.page.read_text(encoding="utf-8").partition(f"{block.text}```\n\n")
+    found = re.match(r"```text\n(.*?)^```$", rest, SPANNING)
+    return None if found is None else found[1]
+
+
 @pytest.mark.parametrize("block", SCRIPTS, ids=str)
 def test_a_program_prints_the_same_on_one_device_and_on_three(block, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     execute(block, {"__name__": "__main__"})
     alone = without_times(capsys.readouterr().out)
     assert alone
+    shown = shown_output(block)
+    assert shown is None or without_digits(shown) == without_digits(alone)
     folder = tmp_path / "on three"  # a run refuses the folder of another one
     folder.mkdir()
     (folder / block.title).write_text(block.text, encoding="utf-8")
@@ -129,6 +143,7 @@ def test_a_notebook_s_cell_starts_its_workers(block, tmp_path):
 
 
 def test_there_are_programs_of_every_sort():
+    assert any(shown_output(block) is not None for block in SCRIPTS)
     assert SNIPPETS
     assert SCRIPTS
     assert NOTEBOOKS
