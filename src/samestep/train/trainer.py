@@ -176,6 +176,7 @@ class Trainer:
         max_steps: int | None = None,
         eval_data: Any = None,
         metrics: Mapping[str, Any] | None = None,
+        forward: Callable[[nn.Module, Any], Any] | None = None,
         eval_every: int = 1,
         num_workers: int = 0,
         collate_fn: Callable[[list[Any]], Any] | None = None,
@@ -199,6 +200,7 @@ class Trainer:
                 has no record yet; a later call goes on with it.
             eval_data: evaluated after each epoch, if given.
             metrics: name to metric; needed with `eval_data`.
+            forward: of the evaluation, as in `Run.evaluate`; for batches that are dicts, or models of several inputs.
             eval_every: evaluate after every so many epochs of the run.
             num_workers: processes that fetch samples.
             collate_fn: as in `Run.loader`, for both datasets.
@@ -254,7 +256,7 @@ class Trainer:
                 progress.go_on(loader)
                 while not self._is_over() and (record := self._train_epoch(loader)) is not None:
                     if progress.eval_loader is not None and metrics and record.epoch % eval_every == 0:
-                        record = replace(record, eval=self.evaluate(progress.eval_loader, metrics))
+                        record = replace(record, eval=self.evaluate(progress.eval_loader, metrics, forward=forward))
                         self._hooks.call("on_evaluation_end", record.eval)
                     self._end_epoch(loader, record)
                 if progress.epoch.num_batches > 0:

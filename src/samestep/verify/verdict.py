@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from samestep.errors import WorkerError
 from samestep.verify.causes.evidence import Cause, Evidence
 from samestep.verify.causes.frameworks import advice_on
-from samestep.verify.causes.table import CAUSES
+from samestep.verify.causes.table import CAUSES, PAGES
 from samestep.verify.compare import TIERS, Difference, Tier, Tolerance, first_difference, reached
 from samestep.verify.place import Place, first_place
 from samestep.verify.recording import Recording
@@ -37,6 +37,7 @@ class Named:
     title: str
     evidence: str
     advice: str
+    page: str  # of the documentation, within a checkout
 
 
 @dataclass(frozen=True)
@@ -138,7 +139,7 @@ class _Inquiry:
             if cause not in self.base and (only_rounding or not cause.bits_only):
                 sign = cause.suspect(evidence)
                 if sign is not None:
-                    found[cause] = Named(cause.key, cause.title, sign, advice_on(cause, evidence))
+                    found[cause] = Named(cause.key, cause.title, sign, advice_on(cause, evidence), PAGES[cause.key])
         return found
 
     def _confirm(self, pair: Pair, suspects: list[Cause], steps: int) -> list[Cause]:

@@ -1,17 +1,21 @@
 """Loggers of a run's scalars, called once a step.
 
-A logger is any object with the two methods of `Logger`; there is no base class. Weights & Biases, for example:
+A logger is any object with the two methods of `Logger`; there is no base class. Every rank makes one, and only rank 0
+calls it, so it opens what it writes to at its first call. Weights & Biases, for example:
 
     class WandbLogger:
         def __init__(self, **options):
-            import wandb
-            self.run = wandb.init(**options)
+            self.options, self.run = options, None
 
         def log(self, step, scalars):
+            if self.run is None:
+                import wandb
+                self.run = wandb.init(**self.options)
             self.run.log(dict(scalars), step=step)
 
         def close(self):
-            self.run.finish()
+            if self.run is not None:
+                self.run.finish()
 
 Tags are those of TensorBoard, `loss/train`, `loss/eval`, `accuracy/eval`. Both loggers here write each call to the
 file at once and from the calling thread, so that a full disk is an error of the step that met it.

@@ -29,6 +29,7 @@ from samestep.data.streams import StreamReader
 from samestep.engine.side_effects import Watch, reachable
 from samestep.engine.site import is_script_file
 from samestep.scripts.patch import Patch, applied
+from samestep.train.run import Run
 from samestep.verify.causes.evidence import Cause, Evidence, by_step, listed
 from samestep.verify.causes.facts import Facts
 from samestep.verify.wrapping import Wrap, around_roots, by_script, wrapped
@@ -222,12 +223,14 @@ def _with_one_stream() -> AbstractContextManager[None]:
 
 @contextmanager
 def _single_process() -> Iterator[None]:
-    """A context in which the environment and torch.distributed name one rank of one."""
+    """A context in which the environment, torch.distributed and the run name one rank of one."""
     hidden = {name: os.environ[name] for name in ("RANK", "WORLD_SIZE") if name in os.environ}
     os.environ.update({name: "0" if name == "RANK" else "1" for name in hidden})
-    places = [Patch(dist, "get_rank", lambda *_: 0), Patch(dist, "get_world_size", lambda *_: 1)]
+    places = [Patch(Run, "rank", property(lambda _: 0)), Patch(Run, "world_size", property(lambda _: 1))]
+    if dist.is_available():
+        places += [Patch(dist, "get_rank", lambda *_: 0), Patch(dist, "get_world_size", lambda *_: 1)]
     try:
-        with applied(places if dist.is_available() else []):
+        with applied(places):
             yield
     finally:
         os.environ.update(hidden)
