@@ -7,20 +7,21 @@ from typing import Annotated
 
 import typer
 
-from samestep.cli.options import option, with_options
+from samestep.cli.options import one_of, option, with_options
 from samestep.recipes.catalog import NAMES
 from samestep.recipes.options import own_options_in_words
 
 MODEL = {"panel": "The model"}
 LAYOUT = {"panel": "The layout; options that are left out are searched"}
 MEASURED = "Measurements"
+PUBLISHED = ("llama-3.1-8b", "llama-3-70b", "gpt2", "gpt2-xl")  # without the import of torch, for the shell
 
 
 @dataclass(frozen=True)
 class ModelOptions:
     """The model's optimizer, samples and data."""
 
-    optimizer: str | None = option("sgd, adam or adamw.", **MODEL)
+    optimizer: str | None = option("sgd, adam or adamw.", offers=("sgd", "adam", "adamw"), **MODEL)
     input_shape: str | None = option("Sizes of one sample, such as 3,224,224.", **MODEL)
     input_dtype: str = option("Of the samples.", "float32", **MODEL)
     target_shape: str | None = option('Sizes of one target; "" is one number. Without it: no loss.', **MODEL)
@@ -39,7 +40,9 @@ class LayoutOptions:
     """The layout of model and batch on the devices, as far as it is not searched."""
 
     num_microbatches: int | None = option("Microbatches of a global batch.", **LAYOUT)
-    strategy: str | None = option("replicate, sharded or pipeline.", **LAYOUT)
+    strategy: str | None = option(
+        "replicate, sharded or pipeline.", offers=("replicate", "sharded", "pipeline"), **LAYOUT
+    )
     shard_optimizer: bool | None = option("Shard the optimizer state (ZeRO-1).", negated=True, **LAYOUT)
     pipe: int | None = option("Stages of a pipeline.", **LAYOUT)
     checkpointing: bool | None = option("Recompute each block in the backward.", negated=True, **LAYOUT)
@@ -51,8 +54,9 @@ def estimate(
         str,
         typer.Argument(
             metavar="MODEL",
-            help=f"A recipe ({', '.join(NAMES)}), a published shape (llama-3.1-8b, llama-3-70b, gpt2, gpt2-xl), "
-            "or FILE.py:function or package.module:function, such as torchvision.models:resnet50, that returns an "
+            autocompletion=one_of(*NAMES, *PUBLISHED),
+            help=f"A recipe ({', '.join(NAMES)}), a published shape ({', '.join(PUBLISHED)}), or "
+            "FILE.py:function or package.module:function, such as torchvision.models:resnet50, that returns an "
             "nn.Module or (model, loss_fn, batch).",
         ),
     ],
@@ -66,7 +70,12 @@ def estimate(
     ],
     nodes: Annotated[int | None, typer.Option(help="How many such nodes.")] = None,
     global_batch_size: Annotated[int | None, typer.Option(help="Samples of one optimizer step.")] = None,
-    precision: Annotated[str, typer.Option(help="32-true, bf16-mixed or 16-mixed.")] = "32-true",
+    precision: Annotated[
+        str,
+        typer.Option(
+            help="32-true, bf16-mixed or 16-mixed.", autocompletion=one_of("32-true", "bf16-mixed", "16-mixed")
+        ),
+    ] = "32-true",
     node_gbits: Annotated[float | None, typer.Option(rich_help_panel=MEASURED, help="Gbit/s of a node to others.")] = (
         None
     ),

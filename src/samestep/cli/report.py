@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from samestep.cli.options import run_folders
 from samestep.extras import is_installed, missing
 from samestep.text import make_console
 from samestep.train.paths import PICTURE_FILE
@@ -16,7 +17,10 @@ PAGE_FILE = "report.html"
 
 def report(
     runs: Annotated[
-        list[Path], typer.Argument(metavar="RUN...", help="Run folders; several are laid over each other.")
+        list[Path],
+        typer.Argument(
+            metavar="RUN...", help="Run folders; several are laid over each other.", autocompletion=run_folders
+        ),
     ],
     out: Annotated[
         Path | None,
