@@ -261,7 +261,7 @@ class Monitor:
         self._healing.look(self._hangs, may_join=self._phase == "running")
         self._replace_lost()
         if all(worker.ended or not self.workers.has_state(worker) for worker in self.workers.members):
-            self._dismiss_waiting()
+            self._dismiss(*self.workers.waiting, *self.workers.living)  # no worker has the state any more
 
     def _look_for_hangs(self, now: float) -> None:
         """Ends hung workers by SIGABRT, upon which `faulthandler` writes their stacks."""
@@ -283,9 +283,9 @@ class Monitor:
             if slot < MAX_SLOTS and self.workers.living and self._restarts.take():
                 self.start(replace(worker.place, slot=slot, joins=True))
 
-    def _dismiss_waiting(self) -> None:
-        """Ends the workers that wait to join a run that is over, or for the state, which no worker has any more."""
-        for worker in (*self.workers.waiting, *self.workers.living):
+    def _dismiss(self, *workers: Worker) -> None:
+        """Ends workers that wait in vain: to join a run that is over, or for the state."""
+        for worker in workers:
             worker.is_lost = worker.is_replaced = True
             self._pool.signal(worker.slot, signal.SIGKILL)
 
@@ -351,7 +351,7 @@ class Monitor:
         if self._phase == "running" and beats and all(b.flags & STOPS_ON_REQUEST or b.phase == "end" for b in beats):
             self._phase = "finishing"
             self._page.ask_to_stop(signum)
-            self._dismiss_waiting()
+            self._dismiss(*self.workers.waiting)
             self._display.notify("stopping after this step; once more to end at once")
         else:
             self._end(signum)
@@ -403,7 +403,7 @@ class Monitor:
         workers = self.workers
         members = [worker for worker in workers.members if not worker.is_lost]  # lost: it waited for the state in vain
         ended_well = all(workers.finished(worker) and not workers.left_early(worker) for worker in members)
-        return self._phase == "finishing" and ended_well
+        return self._phase == "finishing" and bool(members) and ended_well
 
 
 def make_event(event: str, **fields: Any) -> dict[str, Any]:
