@@ -123,9 +123,40 @@ def test_a_meeting_that_fails_is_a_sentence(nodes):
     meeting = ["--nnodes", "2", "--rdzv-endpoint", nodes.endpoint, "--rdzv_conf", "join_timeout=2"]
     ended = nodes.run("run", *meeting, "--devices", "cpu:1", script)
     assert ended.code == 2
-    assert "samestep: error: torchrun says: " in ended.stderr
-    assert "--rdzv-endpoint" in ended.stderr
+    first, *_, last = ended.stderr.splitlines()
+    assert first == f"samestep: waiting at {nodes.endpoint} for 2 machines, up to 2 s"
+    assert last.startswith(f"samestep: error: 1 of 2 machines came to {nodes.endpoint} in 2 s; check that")
+    assert "join_timeout=SECONDS" in last
     assert "Traceback" not in ended.stderr
+
+
+def test_a_machine_whose_host_is_not_there_says_so_in_a_sentence(nodes):
+    script = nodes.script(SMALL)
+    meeting = ["--nnodes", "2", "--node-rank", "1", "--master-addr", "localhost", "--master-port", str(nodes.port)]
+    ended = nodes.run("run", *meeting, "--rdzv-conf", "timeout=2", "--devices", "cpu:1", script)
+    assert ended.code == 2
+    waiting, error = ended.stderr.splitlines()
+    assert waiting == f"samestep: waiting at {nodes.endpoint} for 2 machines, up to 2 s"
+    assert error.startswith(f"samestep: error: nothing answered at {nodes.endpoint} in 2 s; check that")
+
+
+@pytest.mark.parametrize("numbered", [False, True])
+def test_the_first_machine_says_what_it_waits_for_and_goes_on_when_the_second_is_there(nodes, numbered):
+    script = nodes.script(SMALL)
+    meeting = ["--rdzv-endpoint", nodes.endpoint]
+    if numbered:
+        meeting = ["--master-addr", "localhost", "--master-port", str(nodes.port)]
+    ranks = [["--node-rank", str(rank)] if numbered else [] for rank in range(2)]
+    commands = [["run", "--nnodes", "2", *meeting, *rank, "--devices", "cpu:1", script] for rank in ranks]
+    first = nodes.start(*commands[0])
+    nodes.wait_for_text("err-0", f"samestep: 1 of 2 machines is at {nodes.endpoint} after ")
+    second = nodes.start(*commands[1])
+    first, second = nodes.end_of(first), nodes.end_of(second)
+    assert (first.code, second.code) == (0, 0), first.stderr + second.stderr
+    for ended in (first, second):
+        told = [line for line in ended.stderr.splitlines() if line.startswith("samestep: ")]
+        assert told[0] == f"samestep: waiting at {nodes.endpoint} for 2 machines, up to 600 s"
+    assert first.digest
 
 
 @pytest.mark.slow
