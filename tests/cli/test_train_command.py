@@ -163,13 +163,21 @@ def test_damaged_images_get_one_sentence_from_two_workers(tmp_path):
     folder = write_images(tmp_path / "data", labels=bytes([11] * 20))
     done = samestep("train", "lenet", "--data-dir", folder, "--devices", "cpu:2", "--run-dir", "r", cwd=tmp_path)
     one_sentence(done, "label 11")
+    assert done.stdout == ""
+    assert not (tmp_path / "r" / "ledger.jsonl").exists()
 
 
 def test_a_loss_that_is_not_finite_names_step_microbatch_and_samples(tables, tmp_path):
     done = samestep(
         "train", "mlp", "--data", tables, "--optimizer", "sgd", "--lr", "1e30", "--run-dir", "r", cwd=tmp_path
     )
-    one_sentence(done, "not finite", "sample ids", "microbatch 0")
+    one_sentence(done, "step 1: not finite: the loss of microbatch 0 (nan; sample ids ", "--max-grad-norm")
+    shown = done.stderr.partition("sample ids ")[2].partition(")")[0]
+    ids = [int(number) for number in shown.split(", ")]
+    assert len(set(ids)) == len(ids) > 0
+    assert all(0 <= number < 160 for number in ids), "of the 160 to train on"
+    steps = [from_line(line) for line in (tmp_path / "r" / "ledger.jsonl").read_bytes().splitlines()]
+    assert [step["step"] for step in steps if "event" not in step] == [0]
 
 
 def test_a_run_folder_that_is_taken_is_left_alone(tables, tmp_path, alone):

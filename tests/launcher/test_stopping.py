@@ -101,7 +101,7 @@ def test_a_second_signal_kills_workers_that_will_not_end(starter, start_method):
 
 
 STEPS = """
-import sys, time
+import os, sys, time
 import torch
 import samestep
 
@@ -111,7 +111,7 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 
 
 def loss(model, batch):
-    open(f"up-{run.rank}", "w").close()
+    open(f"up-{os.environ['RANK']}", "w").close()
     time.sleep(float(sys.argv[1]))
     return model(batch[0]).square().mean()
 

@@ -35,20 +35,11 @@ def stopping_on_request(membership: Membership) -> Iterator[None]:
     ours = {signum: old for signum, old in defaults.items() if signal.getsignal(signum) == old}
     speaks = read_environment().local_rank == 0  # of all ranks that a terminal's Ctrl-C reaches
 
-    def say(text: bytes) -> None:
-        if speaks:
-            os.write(2, b"samestep: " + text + b"\n")  # print may be under way
-
     def request(signum: int, _frame: FrameType | None) -> None:
-        for each in ours:
-            signal.signal(each, end)
+        signal.signal(signum, ours[signal.Signals(signum)])  # the system's, which also ends what hangs
         heartbeat.ask_to_stop(signum)
-        say(b"stopping after this step; once more to end at once")
-
-    def end(signum: int, _frame: FrameType | None) -> None:
-        say(b"ending at once")
-        signal.signal(signum, ours[signal.Signals(signum)])
-        signal.raise_signal(signum)
+        if speaks:
+            os.write(2, b"samestep: stopping after this step; once more to end at once\n")  # print may be under way
 
     for signum in ours:
         signal.signal(signum, request)
