@@ -125,7 +125,10 @@ def test_a_changed_contract_that_is_allowed_is_written_down_and_more_epochs_are_
 @pytest.mark.parametrize(
     ("args", "sentence"),
     [
-        (["--resume", "nope"], "nope is not there; --resume takes the folder of a run, a checkpoint in one, or auto"),
+        (
+            ["--resume", "nope"],
+            "nope is not there; resume (--resume) takes the folder of a run, a checkpoint in one, or auto",
+        ),
         (["--resume", "table.csv"], "table.csv"),
         (["--resume", "a/checkpoints"], "holds no run"),
         (["--resume", "a/checkpoints/step-00000099"], "step-00000099 is not there"),

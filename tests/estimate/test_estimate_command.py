@@ -105,7 +105,7 @@ def test_a_recipe_is_estimated_in_the_terminal(estimate):
 
 
 def test_json_has_the_same_and_adds_up(estimate):
-    code, out, _ = estimate("lenet", "--devices", "8xH100", "--nodes", 2, "--global-batch-size", 256, "--json")
+    code, out, _ = estimate("lenet", "--devices", "8xH100", "--nnodes", 2, "--global-batch-size", 256, "--json")
     found = json.loads(out)
     assert code == 0
     assert found["devices"] == {"kind": "H100", "count": 16, "nodes": 2, "memory": 79.1 * 2**30}

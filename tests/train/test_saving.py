@@ -181,7 +181,7 @@ def test_an_error_of_the_writer_is_raised_once_by_the_next_call_and_the_saver_go
     saver = CheckpointSaver(folder)
     folder.write_text("in the way")
     save(saver, 1)
-    with pytest.raises(RunFolderError, match="choose another folder with --run-dir"):
+    with pytest.raises(RunFolderError, match=r"choose another folder by run_dir \(--run-dir\)"):
         saver.close()
     save(saver, 2)
     with pytest.raises(RunFolderError):
@@ -218,7 +218,7 @@ def test_an_error_that_stays_is_raised_after_as_many_retries_as_were_asked_for(t
     (tmp_path / "file").write_text("")
     saver = CheckpointSaver(tmp_path / "file", retries=3)
     save(saver, 1)
-    with pytest.raises(RunFolderError, match="choose another folder with --run-dir"):
+    with pytest.raises(RunFolderError, match=r"choose another folder by run_dir \(--run-dir\)"):
         saver.close()
     assert [said.split("(")[-1] for said in saver.failures()] == [
         f"retry {n} of 3: --checkpoint-retries)" for n in (1, 2, 3)

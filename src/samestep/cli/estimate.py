@@ -65,10 +65,10 @@ def estimate(
     devices: Annotated[
         str,
         typer.Option(
-            help="How many of which kind: 8xH100; with --nodes, on each of them. Or this machine's own: cpu:2, auto."
+            help="How many of which kind: 8xH100; with --nnodes, on each of them. Or this machine's own: cpu:2, auto."
         ),
     ],
-    nodes: Annotated[int | None, typer.Option(help="How many such nodes.")] = None,
+    nnodes: Annotated[int | None, typer.Option(metavar="N", help="How many such nodes.")] = None,
     global_batch_size: Annotated[int | None, typer.Option(help="Samples of one optimizer step.")] = None,
     precision: Annotated[
         str,
@@ -102,7 +102,7 @@ def estimate(
     from samestep.recipes.config import pairs
     from samestep.recipes.workload import recipe_workload
 
-    cluster = read_cluster(devices, nodes, node_gbits)
+    cluster = read_cluster(devices, nnodes, node_gbits)
     if model in NAMES:
         workload = recipe_workload(model, about.data, pairs(about.own or []))
     elif about.own or about.data:

@@ -22,7 +22,7 @@ def report(
             metavar="RUN...", help="Run folders; several are laid over each other.", autocompletion=run_folders
         ),
     ],
-    out: Annotated[
+    output: Annotated[
         Path | None,
         typer.Option(help=f"The folder for {PAGE_FILE} and {PICTURE_FILE}; the first run's folder by default."),
     ] = None,
@@ -41,7 +41,7 @@ def report(
     from samestep.train.curves import draw_losses
 
     found = make_report(runs)
-    folder = runs[0] if out is None else out
+    folder = runs[0] if output is None else output
     page, picture = folder / PAGE_FILE, folder / PICTURE_FILE
     written = [page]
     try:
@@ -55,7 +55,7 @@ def report(
             print(f"samestep: {missing('matplotlib', PICTURE_FILE)}", file=sys.stderr)
     except RunFolderError as error:
         reason = getattr(error.__cause__, "strerror", None) or error
-        raise RunFolderError(f"cannot write to {folder}: {reason}; choose another folder with --out") from error
+        raise RunFolderError(f"cannot write to {folder}: {reason}; choose another folder with --output") from error
     if as_json:
         files = {"page": str(page), "picture": str(picture) if picture in written else None}
         print(json.dumps(found.as_json() | files, allow_nan=False, default=str))
