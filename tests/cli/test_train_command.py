@@ -114,7 +114,10 @@ def test_a_run_leaves_its_folder_and_says_where_and_another_seed_gives_another_d
         (["lenet", "--devices", "gpu9"], "gpu9"),
         (["lenet", "--num-microbatches", "0"], "--num-microbatches"),
         (["lenet", "--global-batch-size", "0"], "--global-batch-size"),
-        (["lenet", "--num-microbatches", "2", "--devices", "cpu:3"], "--num-microbatches 3"),
+        (
+            ["lenet", "--num-microbatches", "2", "--devices", "cpu:3"],
+            "use num_microbatches=3 or more (--num-microbatches; ",
+        ),
         (["lenet", "--shares", "1,x"], "--shares"),
         (["lenet", "--devices", "cpu:2", "--shares", "1,2,3"], "--shares"),
         (["lenet", "--option", "width"], "name=value"),
