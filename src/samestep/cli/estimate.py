@@ -1,14 +1,16 @@
 """`samestep estimate`: memory, step time and the recommended layout, before any device is rented."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Annotated
 
 import typer
 
 from samestep.cli.options import one_of, option, with_options
+from samestep.core.mesh import REST
 from samestep.recipes.catalog import NAMES
+from samestep.recipes.config import mesh_sizes, pairs
 from samestep.recipes.options import own_options_in_words
 
 MODEL = {"panel": "The model"}
@@ -44,7 +46,12 @@ class LayoutOptions:
         "replicate, sharded or pipeline.", offers=("replicate", "sharded", "pipeline"), **LAYOUT
     )
     shard_optimizer: bool | None = option("Shard the optimizer state (ZeRO-1).", negated=True, **LAYOUT)
-    pipe: int | None = option("Stages of a pipeline.", **LAYOUT)
+    mesh: Mapping[str, int] | None = option(
+        "pipe=N for N stages of a pipeline; the other devices lie along data.",
+        parse=mesh_sizes,
+        metavar="AXIS=N,…",
+        **LAYOUT,
+    )
     checkpointing: bool | None = option("Recompute each block in the backward.", negated=True, **LAYOUT)
 
 
@@ -99,7 +106,6 @@ def estimate(
     from samestep.estimate.output import print_estimate
     from samestep.estimate.search import Request
     from samestep.estimate.workload import OPTIMIZERS, load_workload
-    from samestep.recipes.config import pairs
     from samestep.recipes.workload import recipe_workload
 
     cluster = read_cluster(devices, nnodes, node_gbits)
@@ -117,7 +123,13 @@ def estimate(
             raise UsageError(f"got --optimizer {about.optimizer!r}; it is one of {', '.join(OPTIMIZERS)}")
         workload = replace(workload, optimizer=about.optimizer, settings={})
     batch_size = workload.global_batch_size if global_batch_size is None else global_batch_size
-    request = Request(batch_size, precision, rate=rate, **asdict(layout))
+    sizes = dict(layout.mesh or {})
+    pipe = sizes.pop("pipe", None)
+    if sizes not in ({}, {"data": REST}):
+        raise UsageError(f"got --mesh with {', '.join(sizes)}; an estimate takes pipe=N, and data=-1, alone")
+    given = asdict(layout)
+    del given["mesh"]
+    request = Request(batch_size, precision, rate=rate, pipe=pipe, **given)
     typer.echo(f"samestep: tracing {workload.name}; large models take a minute", err=True)
     found = make_estimate(workload, cluster, request)
     if as_json:

@@ -20,7 +20,7 @@ LAYOUT = "Strategy and precision"
 RUN_FOLDER = "Run folder, checkpoints and resuming"
 
 
-def _sizes(text: str) -> dict[str, int]:
+def mesh_sizes(text: str) -> dict[str, int]:
     """`data=2,pipe=4` as sizes by axis."""
     try:
         return {axis.strip(): int(size) for axis, size in (part.split("=") for part in text.split(","))}
@@ -148,7 +148,7 @@ class JobConfig:
     )
     mesh: Mapping[str, int] | None = _option(
         "Devices along each axis, data=2,pipe=4 or data=-1,pipe=2; -1: the remaining devices.",
-        parse=_sizes,
+        parse=mesh_sizes,
         panel=LAYOUT,
         metavar="AXIS=N,…",
     )
