@@ -3,15 +3,19 @@
 import json
 import shutil
 import signal
+import socket
 import sys
+import time
 
 import pytest
 from node_scripts import FAILING, PARALLEL, RANKS, SMALL, TRAINER
+from torch.distributed import TCPStore
 
 from samestep.cli.options import NodeOptions, WorkerOptions, chosen_devices, chosen_torchrun
 from samestep.comm.environment import torchrun_defaults
 from samestep.errors import UsageError
-from samestep.launcher.job import Policy, parse_nodes
+from samestep.launcher.job import Policy, Torchrun, parse_nodes
+from samestep.launcher.torchrun import Meeting, Present
 
 PET = {
     "PET_NNODES": "2",
@@ -68,6 +72,44 @@ def test_options_that_cannot_be_are_a_sentence():
     for policy, method in ((Policy(heal=False), None), (Policy(min_devices=2), None), (Policy(), "spawn")):
         with pytest.raises(UsageError, match="torchrun's, which restarts workers"):
             given(policy, method, **meeting)
+
+
+@pytest.mark.parametrize(
+    ("options", "place", "told"),
+    [
+        ({"rdzv-endpoint": "a:7", "rdzv-backend": "c10d"}, "a:7", ("2 machines", "join_timeout", "600")),
+        (
+            {"rdzv-endpoint": "a:7", "rdzv-backend": "c10d", "rdzv-conf": "is_host=0,join_timeout=9"},
+            "a:7",
+            ("2 machines", "join_timeout", "9"),
+        ),
+        ({"master-addr": "a", "node-rank": "1", "rdzv-conf": "timeout=8"}, "a:29500", ("2 machines", "timeout", "8")),
+    ],
+)
+def test_what_a_machine_waits_for_is_read_from_the_options(options, place, told):
+    meeting = Meeting.of(Torchrun(options, 2, 2))
+    assert (meeting.place, (meeting.machines, meeting.option, meeting.seconds)) == (place, told)
+
+
+def test_machines_that_wait_are_counted_and_those_that_went_are_not(monkeypatch):
+    monkeypatch.setattr("samestep.launcher.torchrun.GONE_SECONDS", 1.0)
+    server = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    here, there = (Present(("localhost", server.port), "none") for _ in range(2))
+    assert here.count() == 1
+    assert there.count() == 2
+    assert here.count() == 2
+    time.sleep(1.1)
+    assert here.count() == 1
+    assert Present(("localhost", server.port), "another").count() == 1
+    with socket.create_server(("localhost", 0)) as probe:
+        port = probe.getsockname()[1]
+    assert Present(("localhost", port), "none").count() == 0
+
+
+def test_a_time_that_is_no_number_is_a_sentence(monkeypatch):
+    monkeypatch.setenv("PET_RDZV_CONF", "timeout=soon")
+    with pytest.raises(UsageError, match="got --rdzv-conf timeout=soon; it must be a whole number of seconds"):
+        Meeting.of(Torchrun({"master-addr": "a"}, 1, 4))
 
 
 def test_the_variables_of_kubeflows_runtime_are_defaults_of_the_options(monkeypatch):

@@ -115,7 +115,10 @@ class Meeting:
         place = known.get("rdzv-endpoint") or f"{known.get('master-addr')}:{known['master-port']}"
         conf = dict(part.partition("=")[::2] for part in known.get("rdzv-conf", "").split(","))
         node_rank = known["node-rank"] if known.get("rdzv-backend", "static") == "static" else None
-        return cls(place, known["rdzv-id"], (torchrun.min_nodes, torchrun.max_nodes), node_rank, conf)
+        found = cls(place, known["rdzv-id"], (torchrun.min_nodes, torchrun.max_nodes), node_rank, conf)
+        if not found.seconds.isdecimal():
+            raise UsageError(f"got --rdzv-conf {found.option}={found.seconds}; it must be a whole number of seconds")
+        return found
 
     @property
     def option(self) -> str:
@@ -196,7 +199,7 @@ class Meeting:
         """Tells how many machines are there when the number changes, and every half minute."""
         from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
-        present = _Present(parse_rendezvous_endpoint(self.place, DEFAULT_PORT), self.id)
+        present = Present(parse_rendezvous_endpoint(self.place, DEFAULT_PORT), self.id)
         began = told = time.monotonic()
         known = 0
         while not is_over.wait(LOOK_SECONDS) and not started.exists():
@@ -217,7 +220,7 @@ def _answers(host: str, port: int) -> bool:
     return True
 
 
-class _Present:
+class Present:
     """Counts the machines that wait at an address: each keeps counting up a number of its own in the store there."""
 
     def __init__(self, address: tuple[str, int], run_id: str) -> None:
