@@ -47,7 +47,7 @@ def test_options_may_be_spelled_with_underscores(words, capsys, monkeypatch):
     assert "No such option" not in said.err
 
 
-@pytest.mark.parametrize("words", [("train",), ("run",), ("verify",)], ids=" ".join)
+@pytest.mark.parametrize("words", [("train",), ("run",), ("verify",), ("estimate",)], ids=" ".join)
 def test_the_options_of_a_long_help_lie_in_panels(words, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     lines = said_by(capsys, monkeypatch, *words, "--help")[1].out.splitlines()

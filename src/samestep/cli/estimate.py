@@ -16,6 +16,7 @@ from samestep.recipes.options import own_options_in_words
 MODEL = {"panel": "The model"}
 LAYOUT = {"panel": "The layout; options that are left out are searched"}
 MEASURED = "Measurements"
+TRAINING = "The devices and the batch"
 PUBLISHED = ("llama-3.1-8b", "llama-3-70b", "gpt2", "gpt2-xl")  # without the import of torch, for the shell
 
 
@@ -32,6 +33,7 @@ class ModelOptions:
         f"A recipe's own option, as name=value; may be repeated: {own_options_in_words()}.",
         flags=("--option", "-o"),
         repeated=True,
+        metavar="NAME=VALUE",
         **MODEL,
     )
     data: str | None = option("A recipe's data, as `samestep train` takes it.", **MODEL)
@@ -72,15 +74,24 @@ def estimate(
     devices: Annotated[
         str,
         typer.Option(
-            help="How many of which kind: 8xH100; with --nnodes, on each of them. Or this machine's own: cpu:2, auto."
+            metavar="SPEC",
+            rich_help_panel=TRAINING,
+            help="How many of which kind: 8xH100; with --nnodes, on each of them. Or this machine's own: cpu:2, auto.",
         ),
     ],
-    nnodes: Annotated[int | None, typer.Option(metavar="N", help="How many such nodes.")] = None,
-    global_batch_size: Annotated[int | None, typer.Option(help="Samples of one optimizer step.")] = None,
+    nnodes: Annotated[
+        int | None, typer.Option(metavar="N", rich_help_panel=TRAINING, help="How many such nodes.")
+    ] = None,
+    global_batch_size: Annotated[
+        int | None, typer.Option(metavar="N", rich_help_panel=TRAINING, help="Samples of one optimizer step.")
+    ] = None,
     precision: Annotated[
         str,
         typer.Option(
-            help="32-true, bf16-mixed or 16-mixed.", autocompletion=one_of("32-true", "bf16-mixed", "16-mixed")
+            metavar="NAME",
+            rich_help_panel=TRAINING,
+            help="32-true, bf16-mixed or 16-mixed.",
+            autocompletion=one_of("32-true", "bf16-mixed", "16-mixed"),
         ),
     ] = "32-true",
     node_gbits: Annotated[float | None, typer.Option(rich_help_panel=MEASURED, help="Gbit/s of a node to others.")] = (

@@ -305,10 +305,10 @@ def _check(name: str, value: Any, limits: Mapping[str, Any]) -> None:
         return
     option = f"--{name.replace('_', '-')}"
     if limits["choices"] and value not in limits["choices"]:
-        raise UsageError(f"got {name} {value!r}; {option} is one of {', '.join(limits['choices'])}")
+        raise UsageError(f"got {name}={value!r}; it is one of {', '.join(limits['choices'])} ({option})")
     if limits["most"] is not None and not limits["least"] <= value <= limits["most"]:
-        raise UsageError(f"got {name}={value}; {option} must be from {limits['least']} to {limits['most']}")
+        raise UsageError(f"got {name}={value}; it must be from {limits['least']} to {limits['most']} ({option})")
     if limits["least"] is not None and not limits["least"] <= value < float("inf"):
-        raise UsageError(f"got {name}={value}; {option} must be {limits['least']} or more")
+        raise UsageError(f"got {name}={value}; it must be {limits['least']} or more ({option})")
     if limits["above"] is not None and not limits["above"] < value < float("inf"):
-        raise UsageError(f"got {name}={value}; {option} must be above {limits['above']}")
+        raise UsageError(f"got {name}={value}; it must be above {limits['above']} ({option})")

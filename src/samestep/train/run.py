@@ -32,6 +32,7 @@ from samestep.engine.step import TrainStep
 from samestep.engine.strategies import Replicate, Sharded, StrategyOptions, as_strategy
 from samestep.engine.strategy import Strategy
 from samestep.errors import SamestepError, UsageError
+from samestep.text import counted
 from samestep.train.arguments import answers_unknown
 from samestep.train.atomic_io import CHECKPOINT_RETRIES, check_retries, retrying
 from samestep.train.contract import Contract, check_contract
@@ -623,7 +624,7 @@ def _check_spares(spares: int, world_size: int) -> None:
     """Raises a `UsageError` unless some devices remain that are not spare."""
     if isinstance(spares, bool) or not isinstance(spares, int) or not 0 <= spares < world_size:
         raise UsageError(
-            f"got spares={spares!r} for {world_size} devices; one at least must be left to work (--spares)"
+            f"got spares={spares!r} for {counted(world_size, 'device')}; one at least must be left to work (--spares)"
         )
 
 
