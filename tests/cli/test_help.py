@@ -103,8 +103,8 @@ def test_the_shell_is_offered_what_can_follow(words, wanted, capsys, monkeypatch
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_completion_is_shown_for_every_shell(shell, capsys, monkeypatch):
-    monkeypatch.setattr("typer.completion._get_shell_name", lambda: shell)
-    code, said = said_by(capsys, monkeypatch, "--show-completion")
+    monkeypatch.setenv("_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION", "1")  # then the shell is named
+    code, said = said_by(capsys, monkeypatch, "--show-completion", shell)
     assert code == 0
     assert f"_SAMESTEP_COMPLETE=complete_{shell}" in said.out
 
